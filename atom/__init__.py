@@ -1,0 +1,30 @@
+"""ATOM: LLM inference with lossless Eagle3 speculative decoding."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from atom.version import __version__
+
+if TYPE_CHECKING:
+    from atom.entrypoints.llm import LLM
+    from atom.outputs import CompletionOutput, RequestOutput
+    from atom.sampling_params import SamplingParams
+
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+_HOMES = {
+    "LLM": "atom.entrypoints.llm",
+    "SamplingParams": "atom.sampling_params",
+    "RequestOutput": "atom.outputs",
+    "CompletionOutput": "atom.outputs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    """Import on first use: `import atom` must stay instant, torch is not."""
+    if name not in _HOMES:
+        raise AttributeError(f"module 'atom' has no attribute {name!r}")
+    import importlib
+
+    return getattr(importlib.import_module(_HOMES[name]), name)

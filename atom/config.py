@@ -1,0 +1,188 @@
+"""The engine's configuration: frozen, validated at construction, plain data.
+
+This file is the only reader of environment variables. Nothing here is found out at run
+time; what is (the number of KV blocks, say) lives in objects of its own.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
+LOAD_STRATEGIES = ("lazy", "prefetch")
+DEVICES = ("auto", "cpu", "cuda")
+
+# Shares of memory when the user names none: of the whole device on a GPU, of the memory
+# that is free on a CPU, where other programs live too.
+DEFAULT_GPU_MEMORY_UTILIZATION = 0.9
+DEFAULT_CPU_MEMORY_UTILIZATION = 0.3
+
+
+class ConfigError(ValueError):
+    """An engine option is wrong; the message says what was given and what is expected."""
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """Which model, and how its weights are read.
+
+    Attributes:
+        model: folder, `.gguf` file or hub id; None is the embedded model.
+        tokenizer: folder or hub id when it differs from the model's.
+    """
+
+    model: str | None = None
+    tokenizer: str | None = None
+    revision: str | None = None
+    trust_remote_code: bool = False
+    dtype: str = "auto"
+    load_format: str = "auto"
+    safetensors_load_strategy: str = "lazy"
+    max_model_len: int | None = None
+
+    def __post_init__(self) -> None:
+        _one_of("dtype", self.dtype, DTYPES)
+        _one_of("load_format", self.load_format, LOAD_FORMATS)
+        _one_of("safetensors_load_strategy", self.safetensors_load_strategy, LOAD_STRATEGIES)
+        if self.max_model_len is not None:
+            _at_least("max_model_len", self.max_model_len, 2)
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """The paged KV cache.
+
+    Attributes:
+        block_size: tokens of a block.
+        gpu_memory_utilization: share of the device's memory that the engine may take in all;
+            on a CPU the share of the free memory that the KV pool may take.
+        kv_cache_memory: bytes of the KV pool; overrides the share.
+    """
+
+    block_size: int = 16
+    gpu_memory_utilization: float | None = None
+    kv_cache_memory: int | None = None
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("block_size", self.block_size, 1)
+        share = self.gpu_memory_utilization
+        if share is not None and not 0 < share < 1:
+            raise ConfigError(f"gpu_memory_utilization must be between 0 and 1, got {share}")
+        if self.kv_cache_memory is not None:
+            _at_least("kv_cache_memory", self.kv_cache_memory, 1)
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """How much work one step takes.
+
+    Attributes:
+        max_num_batched_tokens: tokens of a step; longer prompts are computed in chunks.
+        max_num_seqs: sequences of a step.
+        enable_chunked_prefill: when false a prompt is computed in one step or refused.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    enable_chunked_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        _at_least("max_num_batched_tokens", self.max_num_batched_tokens, 1)
+        _at_least("max_num_seqs", self.max_num_seqs, 1)
+
+
+@dataclass(frozen=True)
+class ParallelOptions:
+    """Attributes:
+    tensor_parallel_size: ranks of the target; only 1 runs today.
+    num_threads: CPU threads of the model; None takes every processor.
+    """
+
+    tensor_parallel_size: int = 1
+    num_threads: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.tensor_parallel_size != 1:
+            raise ConfigError(
+                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; use 1"
+            )
+        if self.num_threads is not None:
+            _at_least("num_threads", self.num_threads, 1)
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything an engine is built from.
+
+    Attributes:
+        seed: seeds the generator that draws the seeds of requests without one; None is random.
+        max_logprobs: the most alternatives a request may ask for.
+    """
+
+    model: ModelOptions
+    cache: CacheOptions
+    scheduler: SchedulerOptions
+    parallel: ParallelOptions
+    device: str = "auto"
+    seed: int | None = None
+    max_logprobs: int = 20
+
+    def __post_init__(self) -> None:
+        _one_of("device", self.device, DEVICES)
+        _at_least("max_logprobs", self.max_logprobs, 0)
+        if self.scheduler.max_num_batched_tokens < self.scheduler.max_num_seqs:
+            raise ConfigError(
+                f"max_num_batched_tokens ({self.scheduler.max_num_batched_tokens}) must be at "
+                f"least max_num_seqs ({self.scheduler.max_num_seqs})"
+            )
+
+
+def parse_bytes(text: str | int) -> int:
+    """`"1.5GiB"`, `"800MB"`, `"2g"` or plain bytes as a number of bytes.
+
+    Raises:
+        ConfigError: when the text is none of these.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(?:([kmgt])(i?)b?|b)?\s*", text.lower())
+    if match is None:
+        raise ConfigError(f"expected a size such as 2GiB, 800MB or 1000000, got {text!r}")
+    number, unit, binary = match.groups()
+    power = " kmgt".index(unit) if unit else 0
+    return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def cache_dir() -> Path:
+    """Where converted checkpoints are kept: `$ATOM_CACHE`, else the user's cache folder."""
+    if configured := os.environ.get("ATOM_CACHE"):
+        return Path(configured).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(base).expanduser() / "atom"
+
+
+def api_key_from_environment() -> str | None:
+    """`$ATOM_API_KEY`: the server's key when `--api-key` is not given."""
+    return os.environ.get("ATOM_API_KEY") or None
+
+
+def op_override(op: str) -> str | None:
+    """`$ATOM_OP_<NAME>`: the implementation that the user wants for one op."""
+    return os.environ.get(f"ATOM_OP_{op.upper()}") or None
+
+
+def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ConfigError(f"{name} must be one of {', '.join(choices)}; got {value!r}")
+
+
+def _at_least(name: str, value: int, low: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < low:
+        raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+

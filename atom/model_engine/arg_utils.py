@@ -1,0 +1,121 @@
+"""`EngineArgs`: one dataclass, its command line flags, and the configuration it stands for."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from atom import config as cfg
+
+
+def _arg(default: Any, help_text: str, **extra: Any) -> Any:
+    return field(default=default, metadata={"help": help_text, **extra})
+
+
+@dataclass(frozen=True)
+class EngineArgs:
+    """Every engine option. `LLM(**kwargs)` and the command line take exactly these."""
+
+    model: str | None = _arg(None, "folder, .gguf file or hub id; the embedded model when omitted")
+    tokenizer: str | None = _arg(None, "tokenizer folder or hub id, when not the model's own")
+    revision: str | None = _arg(None, "branch, tag or commit on the hub")
+    trust_remote_code: bool = _arg(False, "run code that the checkpoint carries")
+    dtype: str = _arg("auto", "type of weights and activations", choices=cfg.DTYPES)
+    load_format: str = _arg("auto", "how the weights are stored", choices=cfg.LOAD_FORMATS)
+    safetensors_load_strategy: str = _arg(
+        "lazy", "map weights lazily, or read files ahead", choices=cfg.LOAD_STRATEGIES
+    )
+    max_model_len: int | None = _arg(None, "context length; the model's own when omitted", type=int)
+    block_size: int = _arg(16, "tokens of a KV block")
+    gpu_memory_utilization: float | None = _arg(
+        None,
+        f"share of the GPU's memory to use ({cfg.DEFAULT_GPU_MEMORY_UTILIZATION}); on a CPU the "
+        f"share of free memory for the KV cache ({cfg.DEFAULT_CPU_MEMORY_UTILIZATION})",
+        type=float,
+    )
+    kv_cache_memory: str | int | None = _arg(None, "size of the KV cache, such as 2GiB", type=str)
+    enable_prefix_caching: bool = _arg(True, "reuse the KV cache of shared prefixes")
+    max_num_batched_tokens: int = _arg(2048, "tokens computed in one step")
+    max_num_seqs: int = _arg(64, "sequences computed in one step")
+    enable_chunked_prefill: bool = _arg(True, "compute long prompts in several steps")
+    tensor_parallel_size: int = _arg(1, "number of GPUs that share the model")
+    num_threads: int | None = _arg(None, "CPU threads; all processors when omitted", type=int)
+    device: str = _arg("auto", "where to run", choices=cfg.DEVICES)
+    seed: int | None = _arg(None, "makes unseeded requests reproducible", type=int)
+    max_logprobs: int = _arg(20, "most alternatives a request may ask for with logprobs")
+
+    @staticmethod
+    def add_cli_args(parser: argparse.ArgumentParser) -> None:
+        """Add a flag per field, in kebab and in snake spelling."""
+        group = parser.add_argument_group("engine")
+        for option in dataclasses.fields(EngineArgs):
+            names = [f"--{option.name.replace('_', '-')}"]
+            if "_" in option.name:
+                names.append(f"--{option.name}")
+            extra = {k: v for k, v in option.metadata.items() if k != "help"}
+            if isinstance(option.default, bool):
+                extra["action"] = argparse.BooleanOptionalAction
+            elif isinstance(option.default, int):
+                extra["type"] = int
+            suffix = "" if option.default in (None, "") else " (default: %(default)s)"
+            group.add_argument(
+                *names, default=option.default, help=option.metadata["help"] + suffix, **extra
+            )
+
+    @classmethod
+    def from_cli_args(cls, namespace: argparse.Namespace) -> EngineArgs:
+        return cls(**{f.name: getattr(namespace, f.name) for f in dataclasses.fields(cls)})
+
+    @classmethod
+    def from_kwargs(cls, kwargs: dict[str, Any]) -> EngineArgs:
+        """Build from keyword arguments.
+
+        Raises:
+            TypeError: naming every unknown argument and the known ones.
+        """
+        known = {f.name for f in dataclasses.fields(cls)}
+        unknown = sorted(set(kwargs) - known)
+        if unknown:
+            raise TypeError(
+                f"unknown engine argument(s) {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+            )
+        return cls(**kwargs)
+
+    def create_config(self) -> cfg.EngineConfig:
+        """Validate and group the options.
+
+        Raises:
+            ConfigError: saying what was given and what is expected.
+        """
+        memory = None if self.kv_cache_memory is None else cfg.parse_bytes(self.kv_cache_memory)
+        return cfg.EngineConfig(
+            model=cfg.ModelOptions(
+                model=self.model,
+                tokenizer=self.tokenizer,
+                revision=self.revision,
+                trust_remote_code=self.trust_remote_code,
+                dtype=self.dtype,
+                load_format=self.load_format,
+                safetensors_load_strategy=self.safetensors_load_strategy,
+                max_model_len=self.max_model_len,
+            ),
+            cache=cfg.CacheOptions(
+                block_size=self.block_size,
+                gpu_memory_utilization=self.gpu_memory_utilization,
+                kv_cache_memory=memory,
+                enable_prefix_caching=self.enable_prefix_caching,
+            ),
+            scheduler=cfg.SchedulerOptions(
+                max_num_batched_tokens=self.max_num_batched_tokens,
+                max_num_seqs=self.max_num_seqs,
+                enable_chunked_prefill=self.enable_chunked_prefill,
+            ),
+            parallel=cfg.ParallelOptions(
+                tensor_parallel_size=self.tensor_parallel_size, num_threads=self.num_threads
+            ),
+            device=self.device,
+            seed=self.seed,
+            max_logprobs=self.max_logprobs,
+        )

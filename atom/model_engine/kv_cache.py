@@ -1,0 +1,111 @@
+"""The paged KV cache: how much of it there is, who allocates it, which layer gets what."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from atom.model_ops.attention_mha import Attention
+from atom.model_ops.metadata import KVCacheTensor
+
+
+class KVCacheBuilder(Protocol):
+    """Owns one kind of KV cache. All builders share block ids and block size.
+
+    A new kind of cache (another attention, a draft) is a new builder and nothing else.
+    """
+
+    def compute_block_bytes(self) -> int:
+        """Bytes that one block takes over all layers of this kind."""
+        ...
+
+    def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
+        """Allocate the pool; the keys are unique over all builders."""
+        ...
+
+    def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> KVCacheTensor | None:
+        """The view for one attention module; None when the module is not of this kind."""
+        ...
+
+
+class KVCacheMemoryError(RuntimeError):
+    """There is too little memory for the KV cache; the message holds the numbers."""
+
+
+@dataclass(frozen=True)
+class KVCachePlan:
+    """Attributes:
+    num_blocks: blocks of the pool.
+    block_bytes: bytes of one block over all builders.
+    """
+
+    num_blocks: int
+    block_bytes: int
+
+
+def plan_kv_cache(
+    budget_bytes: int, block_bytes: Sequence[int], block_size: int, max_tokens: int
+) -> KVCachePlan:
+    """Turn a memory budget into a number of blocks.
+
+    Args:
+        budget_bytes: memory that the pool may take.
+        block_bytes: bytes of a block, one entry per builder.
+        block_size: tokens of a block.
+        max_tokens: tokens that can ever be alive at once (a larger pool serves nobody).
+
+    Raises:
+        KVCacheMemoryError: when not even one block fits.
+    """
+    per_block = sum(block_bytes)
+    num_blocks = min(budget_bytes // per_block, -(-max_tokens // block_size))
+    if num_blocks < 1:
+        raise KVCacheMemoryError(
+            f"a KV cache budget of {budget_bytes} bytes holds no block of {block_size} tokens "
+            f"({per_block} bytes); raise --kv-cache-memory or --gpu-memory-utilization"
+        )
+    return KVCachePlan(num_blocks, per_block)
+
+
+class MHACacheBuilder:
+    """The target's keys and values: [layers, 2, blocks, block_size, kv_heads, head_dim]."""
+
+    key = "kv_cache"
+
+    def __init__(
+        self, modules: dict[int, Attention], block_size: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        self._modules = modules
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self._layers: dict[int, KVCacheTensor] = {}
+
+    def _block_shape(self, module: Attention) -> tuple[int, int, int]:
+        return self._block_size, module.num_kv_heads, module.head_dim
+
+    def compute_block_bytes(self) -> int:
+        elements = sum(
+            2 * self._block_size * m.num_kv_heads * m.head_dim for m in self._modules.values()
+        )
+        return elements * self._dtype.itemsize
+
+    def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
+        first = next(iter(self._modules.values()))
+        shape = (len(self._modules), 2, num_blocks, *self._block_shape(first))
+        # Zeros, never uninitialised: a masked key must not be NaN.
+        pool = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        self._layers = {
+            layer_id: KVCacheTensor(pool[i, 0], pool[i, 1])
+            for i, layer_id in enumerate(self._modules)
+        }
+        return {self.key: pool}
+
+    def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> KVCacheTensor | None:
+        if self._modules.get(layer_id) is not module:
+            return None
+        return self._layers[layer_id]

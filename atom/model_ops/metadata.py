@@ -1,0 +1,129 @@
+"""The tensors that one forward pass takes and gives. All are frozen; none is global."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionMetadata:
+    """Where the tokens of a batch sit in the paged KV cache.
+
+    There is no prefill or decode flag: an attention op decides from the lengths. T tokens of
+    B sequences lie one sequence after another.
+
+    Attributes:
+        slot_mapping: [T] int64; token t is written to slot `block_id * block_size + offset`;
+            -1 writes nothing (padding).
+        block_tables: [B, max_blocks] int32, rows padded with 0.
+        context_lens: [B] int32; tokens in the cache after this step's writes.
+        cu_seqlens_q: [B + 1] int32; tokens of sequence b are cu_seqlens_q[b] .. cu_seqlens_q[b+1].
+        max_seqlen_q, max_context_len: the largest query length and context length.
+        query_lens_cpu, context_lens_cpu: the lengths on the host, for ops that group by them.
+    """
+
+    slot_mapping: torch.Tensor
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+    cu_seqlens_q: torch.Tensor
+    max_seqlen_q: int
+    max_context_len: int
+    query_lens_cpu: tuple[int, ...]
+    context_lens_cpu: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class ModelInput:
+    """One batch for a model.
+
+    Attributes:
+        input_ids, positions: [T] int64.
+        attention: where the T tokens sit in the KV cache.
+        logits_indices: [R] int64; the rows whose logits are needed.
+    """
+
+    input_ids: torch.Tensor
+    positions: torch.Tensor
+    attention: AttentionMetadata
+    logits_indices: torch.Tensor
+
+
+@dataclass(frozen=True)
+class ModelOutput:
+    """Attributes:
+    hidden_states: [T, hidden], after the final norm.
+    aux_hidden_states: one [T, hidden] tensor per requested layer; empty when nobody asked.
+    """
+
+    hidden_states: torch.Tensor
+    aux_hidden_states: tuple[torch.Tensor, ...] = ()
+
+
+@dataclass(frozen=True)
+class KVCacheTensor:
+    """One attention layer's share of the paged pool.
+
+    Attributes:
+        key, value: [num_blocks, block_size, num_kv_heads, head_dim].
+    """
+
+    key: torch.Tensor
+    value: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.key.shape[1]
+
+
+@dataclass(frozen=True)
+class SamplingMetadata:
+    """How each of the R rows of logits is sampled.
+
+    All tensors have one entry per row. An optional tensor is None when no row needs it, so a
+    greedy batch does no sampling work at all.
+
+    Attributes:
+        temperature: [R] float32; 0 is greedy. None when every row is greedy.
+        top_k: [R] int32, vocabulary size when off. top_p, min_p: [R] float32.
+        seeds: [R] int64. positions: [R] int64, the position that the sampled token will take.
+        presence, frequency, repetition: [R] float32 penalties.
+        output_counts: [R, V] int32, how often each token was generated so far.
+        prompt_mask: [R, V] bool, tokens of the prompt (for the repetition penalty).
+        logit_bias: [R, V] float32 added to the logits.
+        banned: [R, V] bool, tokens that cannot be sampled (end tokens before min_tokens).
+        grammar_mask: [R, ceil(V / 32)] int32 bit mask of the tokens that a grammar allows.
+        num_logprobs: None, or how many alternatives to report (the largest of all rows).
+    """
+
+    temperature: torch.Tensor | None = None
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+    seeds: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    presence: torch.Tensor | None = None
+    frequency: torch.Tensor | None = None
+    repetition: torch.Tensor | None = None
+    output_counts: torch.Tensor | None = None
+    prompt_mask: torch.Tensor | None = None
+    logit_bias: torch.Tensor | None = None
+    banned: torch.Tensor | None = None
+    grammar_mask: torch.Tensor | None = None
+    num_logprobs: int | None = None
+
+
+@dataclass(frozen=True)
+class SamplerOutput:
+    """Attributes:
+    token_ids: [R] int64.
+    logprob_token_ids: [R, 1 + n] int64, the sampled token first; None when not asked for.
+    logprobs: [R, 1 + n] float32, of the unmodified distribution.
+    ranks: [R] int64, the sampled token's rank from 1.
+    """
+
+    token_ids: torch.Tensor
+    logprob_token_ids: torch.Tensor | None = None
+    logprobs: torch.Tensor | None = None
+    ranks: torch.Tensor | None = None

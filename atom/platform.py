@@ -1,0 +1,82 @@
+"""The only place that knows which hardware there is."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Platform:
+    """Attributes:
+    kind: `cpu`, `cuda` or `rocm`.
+    arch: `gfx942`, `gfx950`, `sm90`, ...; the processor's name for a CPU build of features.
+    has_native_bf16: whether bfloat16 products run in hardware.
+    """
+
+    kind: str
+    arch: str
+    has_native_bf16: bool
+
+    @property
+    def device(self) -> torch.device:
+        # ROCm builds of torch call their devices "cuda" as well.
+        return torch.device("cpu" if self.kind == "cpu" else "cuda")
+
+    @property
+    def is_gpu(self) -> bool:
+        return self.kind != "cpu"
+
+
+@functools.cache
+def current_platform() -> Platform:
+    """The platform of this process, found once."""
+    if not torch.cuda.is_available():
+        capability = torch.backends.cpu.get_cpu_capability()
+        return Platform("cpu", capability.lower(), _cpu_has_native_bf16())
+    properties = torch.cuda.get_device_properties(0)
+    if torch.version.hip is not None:
+        return Platform("rocm", properties.gcnArchName.split(":")[0], True)
+    return Platform("cuda", f"sm{properties.major}{properties.minor}", properties.major >= 8)
+
+
+def _cpu_has_native_bf16() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def free_memory_bytes(platform: Platform) -> int:
+    """Memory that can be allocated now on the device."""
+    if platform.is_gpu:
+        return int(torch.cuda.mem_get_info()[0])
+    import psutil
+
+    available = int(psutil.virtual_memory().available)
+    return min(available, _cgroup_headroom_bytes(available))
+
+
+def total_memory_bytes(platform: Platform) -> int:
+    if platform.is_gpu:
+        return int(torch.cuda.mem_get_info()[1])
+    import psutil
+
+    return int(psutil.virtual_memory().total)
+
+
+def _cgroup_headroom_bytes(default: int) -> int:
+    """What a container's memory limit leaves, where there is one."""
+    try:
+        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+            text = limit.read().strip()
+            return default if text == "max" else max(int(text) - int(used.read()), 0)
+    except OSError:
+        return default
+
+
+def default_num_threads() -> int:
+    """Processors that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1

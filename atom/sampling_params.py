@@ -1,0 +1,114 @@
+"""What a request may ask of the sampler, validated once, at construction."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """How the tokens of one request are chosen and when generation ends.
+
+    Field names and defaults are those of the OpenAI and vLLM APIs. An instance is
+    immutable and valid: every impossible value raises `ValueError` when it is built,
+    whether in Python or decoded from a message.
+
+    Attributes:
+        n: number of independent completions.
+        temperature: 0 is greedy; otherwise the logits are divided by it.
+        top_p: smallest set of tokens whose probability reaches it, in (0, 1].
+        top_k: number of most likely tokens kept; 0 or -1 keeps all.
+        min_p: tokens less likely than `min_p` times the most likely are dropped, in [0, 1].
+        presence_penalty, frequency_penalty: OpenAI's penalties over the generated tokens, in [-2, 2].
+        repetition_penalty: over prompt and generated tokens, > 0; 1 is off.
+        logit_bias: token id -> value added to its logit, in [-100, 100].
+        seed: makes the output a function of the request alone; None draws one per request.
+        stop: strings that end generation (removed from the text unless `include_stop_str_in_output`).
+        stop_token_ids: token ids that end generation, besides the model's own end tokens.
+        ignore_eos: go on after the model's end tokens.
+        min_tokens: end tokens cannot be sampled, nor stop strings match, before that many tokens.
+        max_tokens: None means up to the end of the context.
+        logprobs: None, or how many alternatives to report beside the sampled token.
+        prompt_logprobs: the same for every prompt token but the first.
+        skip_special_tokens: leave special tokens out of the text.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: list[str] | str | None = None
+    stop_token_ids: list[int] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    max_tokens: int | None = None
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self) -> None:
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, _TYPES[name]):
+                raise ValueError(f"{name} must be a number, got {value!r}")
+            if not low <= value <= high:  # NaN fails every comparison
+                raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value!r}")
+        if self.top_p == 0:
+            raise ValueError("top_p must be greater than 0, got 0")
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty must be greater than 0, got 0")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(
+                f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
+            )
+        if not all(isinstance(s, str) and s for s in self.stop_strings):
+            raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
+        for token_id in self.stop_token_ids or ():
+            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+                raise ValueError(f"stop_token_ids must hold token ids, got {token_id!r}")
+        for token_id, bias in (self.logit_bias or {}).items():
+            if not isinstance(token_id, int) or token_id < 0:
+                raise ValueError(f"logit_bias keys must be token ids, got {token_id!r}")
+            if not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
+                raise ValueError(f"logit_bias[{token_id}] must be in [-100, 100], got {bias!r}")
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """`stop` as a list, whichever spelling was given."""
+        if self.stop is None:
+            return []
+        return [self.stop] if isinstance(self.stop, str) else self.stop
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature == 0
+
+
+_INF = float("inf")
+_RANGES: tuple[tuple[str, float, float], ...] = (
+    ("n", 1, 128),
+    ("temperature", 0, 1e4),
+    ("top_p", 0, 1),
+    ("top_k", -1, 2**31 - 1),
+    ("min_p", 0, 1),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("repetition_penalty", 0, 1e4),
+    ("seed", -(2**63), 2**63 - 1),
+    ("min_tokens", 0, 2**31 - 1),
+    ("max_tokens", 1, 2**31 - 1),
+    ("logprobs", 0, 2**31 - 1),
+    ("prompt_logprobs", 0, 2**31 - 1),
+)
+_INTEGERS = {"n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"}
+_TYPES: dict[str, type | tuple[type, ...]] = {
+    name: int if name in _INTEGERS else (int, float) for name, _, _ in _RANGES
+}
