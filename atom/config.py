@@ -184,5 +184,3 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
-
-

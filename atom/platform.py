@@ -68,7 +68,10 @@ def total_memory_bytes(platform: Platform) -> int:
 def _cgroup_headroom_bytes(default: int) -> int:
     """What a container's memory limit leaves, where there is one."""
     try:
-        with open("/sys/fs/cgroup/memory.max") as limit, open("/sys/fs/cgroup/memory.current") as used:
+        with (
+            open("/sys/fs/cgroup/memory.max") as limit,
+            open("/sys/fs/cgroup/memory.current") as used,
+        ):
             text = limit.read().strip()
             return default if text == "max" else max(int(text) - int(used.read()), 0)
     except OSError:

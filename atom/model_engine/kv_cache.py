@@ -77,7 +77,11 @@ class MHACacheBuilder:
     key = "kv_cache"
 
     def __init__(
-        self, modules: dict[int, Attention], block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        modules: dict[int, Attention],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
     ) -> None:
         self._modules = modules
         self._block_size = block_size

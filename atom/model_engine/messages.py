@@ -168,7 +168,10 @@ def check_request(
             f"{limits.block_size}); lower max_tokens or give the engine more KV cache memory",
             "max_tokens",
         )
-    for name, wanted in (("logprobs", params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+    for name, wanted in (
+        ("logprobs", params.logprobs),
+        ("prompt_logprobs", params.prompt_logprobs),
+    ):
         if wanted is not None and wanted > limits.max_logprobs:
             raise RequestRefusedError(
                 f"{name}={wanted} exceeds the engine's max_logprobs={limits.max_logprobs}", name
