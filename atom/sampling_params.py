@@ -57,7 +57,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             value = getattr(self, name)
             if value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, _TYPES[name]):
+            wanted = (int,) if name in _INTEGERS else (int, float)
+            if isinstance(value, bool) or not isinstance(value, wanted):
                 raise ValueError(f"{name} must be a number, got {value!r}")
             if not low <= value <= high:  # NaN fails every comparison
                 raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value!r}")
@@ -109,6 +110,3 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("prompt_logprobs", 0, 2**31 - 1),
 )
 _INTEGERS = {"n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"}
-_TYPES: dict[str, type | tuple[type, ...]] = {
-    name: int if name in _INTEGERS else (int, float) for name, _, _ in _RANGES
-}

@@ -1,0 +1,49 @@
+"""Multi-head and grouped-query attention over the paged KV cache."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
+
+
+class Attention(nn.Module):
+    """Writes new keys and values to its KV cache, then attends over it.
+
+    Attributes:
+        kv_cache: bound once by the runner, before the first forward.
+    """
+
+    kv_cache: KVCacheTensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        scale: float,
+        context: LayerContext,
+        sliding_window: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.scale = scale
+        # Published configs write 0 and -1 for "off".
+        self.sliding_window = sliding_window if sliding_window and sliding_window > 0 else None
+        shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
+        self._write = context.ops.resolve("kv_cache_write", context.dtype, **shape)
+        self._attend = context.ops.resolve("paged_attention", context.dtype, **shape)
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads * d]."""
+        self._write(k, v, self.kv_cache, metadata.slot_mapping)
+        out: torch.Tensor = self._attend(
+            q, self.kv_cache, metadata, self.scale, self.sliding_window
+        )
+        return out.reshape(q.shape[0], self.num_heads * self.head_dim)

@@ -1,0 +1,1 @@
+"""Plain torch: the reference that runs everywhere."""

@@ -1,0 +1,37 @@
+"""Matrix products in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from atom.platform import current_platform
+
+LinearOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
+
+# Without bfloat16 or float16 products in hardware torch falls back to scalar code, which only
+# reading the weights hides: for a few rows. Beyond, float32 copies of the weights are faster.
+_UPCAST_FROM_ROWS = 6
+_UPCAST_CHUNK = 4096
+
+
+def load() -> LinearOp:
+    platform = current_platform()
+    if platform.is_gpu or platform.has_native_bf16:
+        return F.linear
+    return linear_upcast
+
+
+def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`F.linear` for processors that multiply only float32."""
+    if weight.dtype == torch.float32 or x.shape[0] < _UPCAST_FROM_ROWS:
+        return F.linear(x, weight, bias)
+    wide = x.float()
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    for start in range(0, weight.shape[0], _UPCAST_CHUNK):
+        rows = weight[start : start + _UPCAST_CHUNK].float()
+        part = None if bias is None else bias[start : start + _UPCAST_CHUNK].float()
+        out[:, start : start + rows.shape[0]] = F.linear(wide, rows, part)
+    return out

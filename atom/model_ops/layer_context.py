@@ -1,0 +1,45 @@
+"""What every layer is built with, passed as one argument instead of living in globals."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from atom.distributed.parallel_state import SINGLE, ParallelGroup
+from atom.model_ops.ops import OPS
+from atom.model_ops.quant.base import QuantConfig
+from atom.model_ops.quant.unquantized import UnquantizedConfig
+from atom.model_ops.registry import OpTable
+from atom.platform import Platform, current_platform
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Attributes:
+    dtype, device: of weights and activations.
+    ops: which implementation each op runs.
+    group: ranks that share the weights.
+    quant: how linear weights are stored.
+    max_model_len: longest context, the size of rotary tables.
+    """
+
+    dtype: torch.dtype
+    device: torch.device
+    ops: OpTable
+    max_model_len: int
+    group: ParallelGroup = SINGLE
+    quant: QuantConfig = field(default_factory=UnquantizedConfig)
+
+    @classmethod
+    def create(
+        cls, dtype: torch.dtype, max_model_len: int, platform: Platform | None = None
+    ) -> LayerContext:
+        """A context of one rank on the given or the current platform."""
+        platform = platform or current_platform()
+        return cls(dtype, platform.device, OpTable(platform, OPS), max_model_len)
+
+    def empty(self, *shape: int) -> torch.nn.Parameter:
+        """An uninitialised weight."""
+        data = torch.empty(*shape, dtype=self.dtype, device=self.device)
+        return torch.nn.Parameter(data, requires_grad=False)

@@ -1,0 +1,116 @@
+"""One table of operations: which implementations exist, which one runs, and why.
+
+An implementation is chosen once, when a layer is built, from the platform, the data type and
+the layer's real shape. The first supported one in registration order wins; a reason is kept
+for every one passed over. `ATOM_OP_<NAME>=impl` overrides the choice or fails.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atom.config import op_override
+from atom.platform import Platform
+
+
+@dataclass(frozen=True)
+class OpQuery:
+    """What an implementation is asked to support.
+
+    Attributes:
+        shape: the sizes that matter to the op, by name (`head_dim`, `in_features`, ...).
+    """
+
+    platform: Platform
+    dtype: torch.dtype
+    shape: Mapping[str, int]
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One way to run an op.
+
+    Attributes:
+        name: `torch`, `native`, `triton`, `gluon` or `aiter`.
+        supports: None when it can run, else the reason why not.
+        load: imports and returns what runs; called only when chosen.
+    """
+
+    name: str
+    supports: Callable[[OpQuery], str | None]
+    load: Callable[[], Any]
+
+
+@dataclass(frozen=True)
+class OpChoice:
+    """One row of the table."""
+
+    op: str
+    name: str
+    function: Any
+    passed_over: tuple[tuple[str, str], ...]
+
+
+class OpUnavailableError(RuntimeError):
+    """No implementation, or not the one the user demanded, can run; the message says why."""
+
+
+class OpTable:
+    """Resolves ops for one engine and remembers every choice."""
+
+    def __init__(
+        self, platform: Platform, registry: Mapping[str, tuple[Implementation, ...]]
+    ) -> None:
+        self.platform = platform
+        self._registry = registry
+        self._choices: dict[tuple[object, ...], OpChoice] = {}
+
+    def resolve(self, op: str, dtype: torch.dtype, **shape: int) -> Any:
+        """The function that runs `op` for this data type and shape.
+
+        Raises:
+            OpUnavailableError: when nothing can, or an override cannot be honoured.
+        """
+        key = (op, dtype, *sorted(shape.items()))
+        if key not in self._choices:
+            self._choices[key] = self._choose(op, OpQuery(self.platform, dtype, shape))
+        return self._choices[key].function
+
+    def _choose(self, op: str, query: OpQuery) -> OpChoice:
+        candidates = self._registry[op]
+        wanted = op_override(op)
+        if wanted is not None and wanted not in {c.name for c in candidates}:
+            raise OpUnavailableError(
+                f"ATOM_OP_{op.upper()}={wanted}: no such implementation; there are "
+                f"{', '.join(c.name for c in candidates)}"
+            )
+        passed_over: list[tuple[str, str]] = []
+        for candidate in candidates:
+            if wanted is not None and candidate.name != wanted:
+                passed_over.append((candidate.name, f"ATOM_OP_{op.upper()}={wanted}"))
+                continue
+            reason = candidate.supports(query)
+            if reason is None:
+                return OpChoice(op, candidate.name, candidate.load(), tuple(passed_over))
+            passed_over.append((candidate.name, reason))
+        reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+        raise OpUnavailableError(
+            f"no implementation of {op} runs on {query.platform.kind} ({query.platform.arch}) with "
+            f"{query.dtype} and {dict(query.shape)}: {reasons}"
+        )
+
+    def describe(self) -> str:
+        """The choices made so far, one line per distinct decision."""
+        lines: dict[str, None] = {}
+        for choice in self._choices.values():
+            why = "; ".join(f"not {name}: {reason}" for name, reason in choice.passed_over)
+            lines[f"{choice.op:<16} {choice.name:<8} {why}".rstrip()] = None
+        return "\n".join(lines)
+
+
+def always(_: OpQuery) -> None:
+    """For implementations without conditions."""

@@ -1,0 +1,62 @@
+"""Rotary position embedding with the scaling that the checkpoint asks for."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+from atom.model_ops.layer_context import LayerContext
+
+SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates the two halves of each head ("neox" style) by position.
+
+    The table covers the engine's whole context. "dynamic" scaling depends on a sequence's
+    length in its paper; a KV cache needs one rotation per position, so the base is the one of
+    the longest context the engine serves, and unchanged when that is within the original one.
+
+    Raises:
+        ValueError: for a rope type other than `SUPPORTED_ROPE_TYPES`.
+    """
+
+    cos_sin: torch.Tensor
+
+    def __init__(self, config: PretrainedConfig, head_dim: int, context: LayerContext) -> None:
+        super().__init__()
+        inv_freq, scaling = rope_frequencies(config, head_dim, context.max_model_len)
+        positions = torch.arange(context.max_model_len, dtype=torch.float32)
+        angles = positions[:, None] * inv_freq[None, :].float().cpu()
+        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling
+        self.register_buffer("cos_sin", table.to(context.device), persistent=False)
+        self._op = context.ops.resolve("rope", context.dtype, head_dim=head_dim)
+
+    def forward(
+        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """q [T, heads, d], k [T, kv_heads, d] -> rotated, same shapes."""
+        out: tuple[torch.Tensor, torch.Tensor] = self._op(positions, q, k, self.cos_sin)
+        return out
+
+
+def rope_frequencies(
+    config: PretrainedConfig, head_dim: int, max_model_len: int
+) -> tuple[torch.Tensor, float]:
+    """The inverse frequencies [rotary_dim / 2] and the factor on cos and sin."""
+    parameters = config.rope_parameters
+    rope_type = parameters.get("rope_type", "default")
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise ValueError(
+            f"rope type {rope_type!r} is not supported; supported are "
+            f"{', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    if rope_type == "default":
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
+        return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
+    inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](
+        config, torch.device("cpu"), seq_len=max_model_len
+    )
+    return inv_freq, float(factor)

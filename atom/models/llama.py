@@ -1,0 +1,203 @@
+"""Llama: the decoder that most dense models are a variation of."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from atom.model_ops.activation import SiluAndMul
+from atom.model_ops.attention_mha import Attention
+from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.layernorm import RMSNorm
+from atom.model_ops.linear import (
+    MergedColumnParallelLinear,
+    QKVParallelLinear,
+    RowParallelLinear,
+)
+from atom.model_ops.metadata import AttentionMetadata, ModelInput, ModelOutput
+from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.weight_mapping import WeightMapping
+
+
+class LlamaMLP(nn.Module):
+    """`down(silu(gate(x)) * up(x))` with gate and up in one product."""
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
+        super().__init__()
+        bias = self.has_bias(config)
+        sizes = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        self.gate_up_proj = MergedColumnParallelLinear(
+            config.hidden_size, sizes, bias, context, f"{prefix}.gate_up_proj"
+        )
+        self.down_proj = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, bias, context, f"{prefix}.down_proj"
+        )
+        self.act = SiluAndMul(self.down_proj.in_features, context)
+
+    @staticmethod
+    def has_bias(config: PretrainedConfig) -> bool:
+        return bool(getattr(config, "mlp_bias", False))  # only Llama's config has the field
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.down_proj(self.act(self.gate_up_proj(x)))
+        return out
+
+
+class LlamaAttention(nn.Module):
+    """Rotary grouped-query attention."""
+
+    def __init__(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> None:
+        super().__init__()
+        head_dim = head_size(config)
+        self.qkv_proj = QKVParallelLinear(
+            config.hidden_size,
+            head_dim,
+            config.num_attention_heads,
+            config.num_key_value_heads,
+            config.attention_bias,
+            context,
+            f"{prefix}.qkv_proj",
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * head_dim,
+            config.hidden_size,
+            config.attention_bias,
+            context,
+            f"{prefix}.o_proj",
+        )
+        self.attn = Attention(
+            self.qkv_proj.num_heads,
+            self.qkv_proj.num_kv_heads,
+            head_dim,
+            head_dim**-0.5,
+            context,
+            self.sliding_window(config, layer_id),
+        )
+
+    @staticmethod
+    def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
+        """The layer's window in tokens; None attends to everything."""
+        return None
+
+    def prepare(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """What a family does to queries and keys before rotation."""
+        return q, k
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        q, k, v = self.qkv_proj.split(self.qkv_proj(x))
+        q, k = rotary(positions, *self.prepare(q, k))
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v, metadata))
+        return out
+
+
+class LlamaDecoderLayer(nn.Module):
+    """Attention and MLP, each behind a norm; the residual stream is kept apart."""
+
+    attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
+
+    def __init__(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> None:
+        super().__init__()
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        self.self_attn = self.attention_class(config, layer_id, context, f"{prefix}.self_attn")
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        self.mlp = LlamaMLP(config, context, f"{prefix}.mlp")
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        residual: torch.Tensor | None,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`hidden + residual` enters the layer; the same sum leaves it."""
+        if residual is None:
+            residual, hidden = hidden, self.input_layernorm(hidden)
+        else:
+            hidden, residual = self.input_layernorm.add(hidden, residual)
+        hidden = self.self_attn(hidden, positions, metadata, rotary)
+        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
+        return self.mlp(hidden), residual
+
+
+class LlamaModel(nn.Module):
+    """Embedding, decoder layers and final norm."""
+
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        context: LayerContext,
+        layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer,
+    ) -> None:
+        super().__init__()
+        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
+        self.layers = nn.ModuleList(
+            layer_class(config, i, context, f"model.layers.{i}")
+            for i in range(config.num_hidden_layers)
+        )
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        self.rotary = RotaryEmbedding(config, head_size(config), context)
+
+    def forward(self, model_input: ModelInput) -> ModelOutput:
+        hidden = self.embed_tokens(model_input.input_ids)
+        residual: torch.Tensor | None = None
+        for layer in self.layers:
+            hidden, residual = layer(
+                hidden, residual, model_input.positions, model_input.attention, self.rotary
+            )
+        assert residual is not None
+        hidden, _ = self.norm.add(hidden, residual)
+        return ModelOutput(hidden)
+
+
+class LlamaForCausalLM(nn.Module):
+    """Source of names and arithmetic: transformers' `llama`."""
+
+    layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+        super().__init__()
+        self.tied = bool(config.tie_word_embeddings)
+        self.model = LlamaModel(config, context, self.layer_class)
+        tied_to = self.model.embed_tokens if self.tied else None
+        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, tied_to)
+
+    @property
+    def weight_mapping(self) -> WeightMapping:
+        ignored = (r".*\.rotary_emb\.inv_freq",)
+        return WeightMapping(
+            renames=(),
+            packed={
+                "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+                "gate_up_proj": ("gate_proj", "up_proj"),
+            },
+            ignored=(*ignored, r"lm_head\.weight") if self.tied else ignored,
+        )
+
+    def forward(self, model_input: ModelInput) -> ModelOutput:
+        output: ModelOutput = self.model(model_input)
+        return output
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits: torch.Tensor = self.lm_head(hidden_states)
+        return logits
+
+
+def head_size(config: PretrainedConfig) -> int:
+    """Elements of one attention head."""
+    explicit = getattr(config, "head_dim", None)  # absent from older configs
+    return int(explicit or config.hidden_size // config.num_attention_heads)

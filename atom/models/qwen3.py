@@ -1,0 +1,39 @@
+"""Qwen3: Llama with normalised queries and keys, and windows on some layers."""
+
+from __future__ import annotations
+
+import torch
+from transformers import PretrainedConfig
+
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.layernorm import RMSNorm
+from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
+
+
+class Qwen3Attention(LlamaAttention):
+    """Every head of q and k goes through an RMS norm before rotation."""
+
+    def __init__(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> None:
+        super().__init__(config, layer_id, context, prefix)
+        self.q_norm = RMSNorm(head_size(config), config.rms_norm_eps, context)
+        self.k_norm = RMSNorm(head_size(config), config.rms_norm_eps, context)
+
+    @staticmethod
+    def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
+        windowed = config.layer_types[layer_id] == "sliding_attention"
+        return int(config.sliding_window) if windowed else None
+
+    def prepare(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return self.q_norm(q), self.k_norm(k)
+
+
+class Qwen3DecoderLayer(LlamaDecoderLayer):
+    attention_class = Qwen3Attention
+
+
+class Qwen3ForCausalLM(LlamaForCausalLM):
+    """Source of names and arithmetic: transformers' `qwen3`."""
+
+    layer_class = Qwen3DecoderLayer
