@@ -1,0 +1,30 @@
+"""Which KV caches a target model needs, and which layer gets what of them."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from atom.model_engine.kv_cache import KVCacheBuilder, MHACacheBuilder
+from atom.models.base import attention_layers
+
+
+def target_cache_builders(
+    model: nn.Module, block_size: int, dtype: torch.dtype, device: torch.device
+) -> list[KVCacheBuilder]:
+    """One builder per kind of attention in `model`; `dtype` is that of the cache."""
+    return [MHACacheBuilder(attention_layers(model), block_size, dtype, device)]
+
+
+def bind_kv_caches(model: nn.Module, builders: list[KVCacheBuilder]) -> None:
+    """Give every attention layer of `model` its share of the allocated pools.
+
+    Raises:
+        RuntimeError: when no builder serves a layer.
+    """
+    for layer_id, module in attention_layers(model).items():
+        views = (builder.build_kv_cache_tensor(layer_id, module) for builder in builders)
+        view = next((view for view in views if view is not None), None)
+        if view is None:
+            raise RuntimeError(f"no KV cache builder serves attention layer {layer_id}")
+        module.kv_cache = view
