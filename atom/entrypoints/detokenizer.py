@@ -1,0 +1,256 @@
+"""Token ids to text, incrementally: whole characters only, in linear time.
+
+The concatenation of what a detokenizer returns equals `tokenizer.decode` of all its ids.
+"""
+
+from __future__ import annotations
+
+import codecs
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+
+REPLACEMENT_CHARACTER = "\ufffd"
+
+
+class Detokenizer(Protocol):
+    """The text of one sequence."""
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        """The text that these tokens complete; it is never taken back."""
+
+    def finish(self) -> str:
+        """The rest; a character that was never completed comes out as U+FFFD."""
+
+
+class Vocabulary(Protocol):
+    """The tokens of one tokenizer as text, shared by all its detokenizers."""
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The token's own bytes; empty for an id that the tokenizer does not know."""
+
+    def token_text(self, token_id: int) -> str:
+        """The token's own text, where a part of a character reads U+FFFD."""
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool, context_ids: Sequence[int] = ()
+    ) -> Detokenizer:
+        """A detokenizer for one sequence.
+
+        `context_ids` are the tokens before it (the prompt, or its end): a tokenizer that
+        drops the space of a text's first word keeps it when there is text before.
+        """
+
+
+def create_vocabulary(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+    """The exact byte table for ByteLevel BPE tokenizers, windowed decoding for the others."""
+    from tokenizers import decoders
+    from transformers import PreTrainedTokenizerFast
+
+    if (
+        isinstance(tokenizer, PreTrainedTokenizerFast)
+        and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
+        and type(tokenizer).decode is PreTrainedTokenizerFast.decode
+        and isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel)
+    ):
+        return ByteLevelVocabulary(tokenizer)
+    return WindowVocabulary(tokenizer)
+
+
+class ByteLevelVocabulary:
+    """Every token is a fixed string of bytes, so text is the bytes' UTF-8 reading."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._backend = tokenizer.backend_tokenizer
+        added = tokenizer.added_tokens_decoder.values()
+        # Tokens are special by their text: that is how the tokenizers library skips them.
+        self._special = frozenset(token.content for token in added if token.special)
+        self._plain_bytes: dict[int, bytes] = {}
+        self._skipping_bytes: dict[int, bytes] = {}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return self.lookup(token_id, skip_special_tokens=False)
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool, context_ids: Sequence[int] = ()
+    ) -> Detokenizer:
+        del context_ids  # bytes do not depend on what precedes them
+        return _ByteLevelDetokenizer(self, skip_special_tokens)
+
+    def lookup(self, token_id: int, *, skip_special_tokens: bool) -> bytes:
+        table = self._skipping_bytes if skip_special_tokens else self._plain_bytes
+        found = table.get(token_id)
+        if found is None:
+            found = table[token_id] = self._encode(token_id, skip_special_tokens)
+        return found
+
+    def _encode(self, token_id: int, skip_special_tokens: bool) -> bytes:
+        token = self._backend.id_to_token(token_id)
+        if token is None or (skip_special_tokens and token in self._special):
+            return b""
+        try:
+            return bytes(_BYTE_OF_CHAR[char] for char in token)
+        except KeyError:  # an added token, spelled as itself
+            return str(token).encode("utf-8")
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The printable stand-ins of ByteLevel BPE (GPT-2): character -> byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+_BYTE_OF_CHAR = _byte_of_char()
+
+
+class _ByteLevelDetokenizer:
+    def __init__(self, vocabulary: ByteLevelVocabulary, skip_special_tokens: bool) -> None:
+        self._vocabulary = vocabulary
+        self._skip = skip_special_tokens
+        # Replaces maximal invalid subparts one by one, as the tokenizers library does.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        lookup = self._vocabulary.lookup
+        return self._decoder.decode(
+            b"".join([lookup(token_id, skip_special_tokens=self._skip) for token_id in token_ids])
+        )
+
+    def finish(self) -> str:
+        return self._decoder.decode(b"", final=True)
+
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class WindowVocabulary:
+    """Any tokenizer (SentencePiece, tiktoken, ...): only its own `decode` is relied upon."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        # Ids without a token come from padded embeddings; some tokenizers raise on them.
+        self._known = frozenset(tokenizer.get_vocab().values())
+        self._token_bytes: dict[int, bytes] = {}
+        self._is_byte: dict[int, bool] = {}
+        self._is_skipped: dict[int, bool] = {}
+
+    def token_bytes(self, token_id: int) -> bytes:
+        found = self._token_bytes.get(token_id)
+        if found is None:
+            found = self._token_bytes[token_id] = self._encode(token_id)
+        return found
+
+    def token_text(self, token_id: int) -> str:
+        return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def detokenizer(
+        self, *, skip_special_tokens: bool, context_ids: Sequence[int] = ()
+    ) -> Detokenizer:
+        return _WindowDetokenizer(self, skip_special_tokens, context_ids)
+
+    def knows(self, token_id: int) -> bool:
+        return token_id in self._known
+
+    def is_byte(self, token_id: int) -> bool:
+        """Whether the token stands for one byte of a character that has no token."""
+        found = self._is_byte.get(token_id)
+        if found is None:
+            token = str(self._tokenizer.convert_ids_to_tokens(token_id))
+            # Without byte fallback a token that looks like this is ordinary text.
+            found = _BYTE_TOKEN.fullmatch(token) is not None and self.decode([token_id]) != token
+            self._is_byte[token_id] = found
+        return found
+
+    def is_skipped(self, token_id: int) -> bool:
+        """Whether the token leaves no trace when special tokens are left out."""
+        found = self._is_skipped.get(token_id)
+        if found is None:
+            # Twice, because a lone space may be dropped as a text's first.
+            found = not self.decode([token_id, token_id], skip_special_tokens=True)
+            self._is_skipped[token_id] = found
+        return found
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool = False) -> str:
+        text = self._tokenizer.decode(
+            token_ids, skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+        return str(text)
+
+    def _encode(self, token_id: int) -> bytes:
+        if not self.knows(token_id):
+            return b""
+        if self.is_byte(token_id):
+            match = _BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token_id)))
+            assert match is not None
+            return bytes([int(match[1], 16)])
+        # Preceded by itself it keeps the space that decoding drops from a first word.
+        doubled = self.decode([token_id, token_id])
+        return doubled[len(self.decode([token_id])) :].encode("utf-8")
+
+
+class _WindowDetokenizer:
+    """Decodes a short window of recent tokens and returns what grew at its end.
+
+    Two things can still change when more tokens come, and are held back: a run of byte
+    tokens (decoders judge a run as a whole) and a single U+FFFD at the end (the start of a
+    character reads as exactly one).
+    """
+
+    _KEEP = 8  # more tokens than an unfinished character can span
+    _LIMIT = 24
+
+    def __init__(
+        self,
+        vocabulary: WindowVocabulary,
+        skip_special_tokens: bool,
+        context_ids: Sequence[int],
+    ) -> None:
+        self._vocabulary = vocabulary
+        self._skip = skip_special_tokens
+        self._byte_run: list[int] = []
+        self._window = [t for t in context_ids[-self._KEEP :] if vocabulary.knows(t)]
+        self._num_returned = len(self._decode())  # characters of the window's text
+
+    def feed(self, token_ids: Sequence[int]) -> str:
+        settled = False
+        for token_id in token_ids:
+            if not self._vocabulary.knows(token_id):
+                continue
+            if self._skip and self._vocabulary.is_skipped(token_id):
+                continue
+            self._byte_run.append(token_id)
+            if not self._vocabulary.is_byte(token_id):
+                self._window += self._byte_run
+                self._byte_run.clear()
+                settled = True
+        return self._grow() if settled else ""
+
+    def finish(self) -> str:
+        self._window += self._byte_run
+        self._byte_run.clear()
+        text = self._decode()[self._num_returned :]
+        self._num_returned += len(text)
+        return text
+
+    def _grow(self) -> str:
+        text = self._decode()
+        end = len(text) - text.endswith(REPLACEMENT_CHARACTER)
+        new = text[self._num_returned : end]
+        self._num_returned = max(self._num_returned, end)
+        if len(self._window) > self._LIMIT:
+            num_held = len(text) - self._num_returned
+            self._window = self._window[-self._KEEP :]
+            self._num_returned = len(self._decode()) - num_held
+        return new
+
+    def _decode(self) -> str:
+        return self._vocabulary.decode(self._window, skip_special_tokens=self._skip)
