@@ -35,12 +35,29 @@ class Platform:
 def current_platform() -> Platform:
     """The platform of this process, found once."""
     if not torch.cuda.is_available():
-        capability = torch.backends.cpu.get_cpu_capability()
-        return Platform("cpu", capability.lower(), _cpu_has_native_bf16())
+        return cpu_platform()
     properties = torch.cuda.get_device_properties(0)
     if torch.version.hip is not None:
         return Platform("rocm", properties.gcnArchName.split(":")[0], True)
     return Platform("cuda", f"sm{properties.major}{properties.minor}", properties.major >= 8)
+
+
+def select_platform(device: str) -> Platform:
+    """The platform that `--device` names.
+
+    Raises:
+        RuntimeError: when there is no such device.
+    """
+    if device == "cpu":
+        return cpu_platform()
+    platform = current_platform()
+    if device == "cuda" and not platform.is_gpu:
+        raise RuntimeError("--device cuda: this torch build sees no CUDA or ROCm device")
+    return platform
+
+
+def cpu_platform() -> Platform:
+    return Platform("cpu", torch.backends.cpu.get_cpu_capability().lower(), _cpu_has_native_bf16())
 
 
 def _cpu_has_native_bf16() -> bool:

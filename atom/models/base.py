@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from abc import ABC, abstractmethod
 
 import torch
 from torch import nn
@@ -12,21 +12,21 @@ from atom.model_ops.metadata import ModelInput, ModelOutput
 from atom.model_ops.weight_mapping import WeightMapping
 
 
-class CausalLM(Protocol):
+class CausalLM(nn.Module, ABC):
     """A target model: hidden states for every token, logits for chosen rows."""
 
     @property
+    @abstractmethod
     def weight_mapping(self) -> WeightMapping:
         """How the checkpoint's tensor names become this model's parameters."""
-        ...
 
+    @abstractmethod
     def forward(self, model_input: ModelInput) -> ModelOutput:
         """Run all layers over T tokens, writing their keys and values to the KV cache."""
-        ...
 
+    @abstractmethod
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab], in the model's dtype."""
-        ...
 
 
 def attention_layers(model: nn.Module) -> dict[int, Attention]:

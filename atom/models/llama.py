@@ -21,6 +21,7 @@ from atom.model_ops.linear import (
 from atom.model_ops.metadata import AttentionMetadata, ModelInput, ModelOutput
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.base import CausalLM
 
 
 class LlamaMLP(nn.Module):
@@ -164,7 +165,7 @@ class LlamaModel(nn.Module):
         return ModelOutput(hidden)
 
 
-class LlamaForCausalLM(nn.Module):
+class LlamaForCausalLM(CausalLM):
     """Source of names and arithmetic: transformers' `llama`."""
 
     layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer

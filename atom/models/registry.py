@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import importlib
 
-from torch import nn
 from transformers import PretrainedConfig
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
+from atom.models.base import CausalLM
 
 _MODELS = {
     "LlamaForCausalLM": "atom.models.llama",
@@ -16,7 +16,7 @@ _MODELS = {
 }
 
 
-def create_model(config: PretrainedConfig, context: LayerContext) -> nn.Module:
+def create_model(config: PretrainedConfig, context: LayerContext) -> CausalLM:
     """Build the model that `config.architectures` names, weights uninitialised.
 
     Raises:
@@ -30,5 +30,5 @@ def create_model(config: PretrainedConfig, context: LayerContext) -> nn.Module:
             f"{', '.join(_MODELS)}"
         )
     model_class = getattr(importlib.import_module(_MODELS[known[0]]), known[0])
-    model: nn.Module = model_class(config, context)
+    model: CausalLM = model_class(config, context)
     return model

@@ -1,0 +1,183 @@
+"""Who runs the model: one process today, ranks of a group later."""
+
+from __future__ import annotations
+
+import logging
+import time
+from typing import Protocol
+
+import torch
+from torch import nn
+
+from atom.config import ConfigError, EngineConfig
+from atom.model_engine.batch import NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
+from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
+from atom.model_engine.context_len import resolve_max_model_len
+from atom.model_engine.kv_cache import KVCacheBuilder, plan_kv_cache
+from atom.model_engine.memory import kv_cache_budget
+from atom.model_engine.messages import EngineLimits
+from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.sampling_state import SamplingStates
+from atom.model_loader.source import ModelSource, resolve_model
+from atom.model_loader.weights import load_weights
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import LinearBase
+from atom.models.base import CausalLM
+from atom.models.registry import create_model
+from atom.platform import Platform, default_num_threads, select_platform
+from atom.sampling_params import SamplingParams
+from atom.spec_decode.base import NullProposer
+
+logger = logging.getLogger(__name__)
+
+
+class Executor(Protocol):
+    """Runs scheduled batches, wherever the model lives."""
+
+    limits: EngineLimits
+    eos_token_ids: frozenset[int]
+
+    def step(self, batch: ScheduledBatch) -> StepOutput: ...
+
+    def shutdown(self) -> None: ...
+
+
+class UniprocExecutor:
+    """The model in this process, on one device."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        started = time.perf_counter()
+        platform = select_platform(config.device)
+        if not platform.is_gpu:
+            torch.set_num_threads(config.parallel.num_threads or default_num_threads())
+        source = resolve_model(config.model)
+        dtype = _resolve_dtype(config.model.dtype, source)
+        text_config = source.hf_config.get_text_config()
+        context_len = resolve_max_model_len(text_config, config.model.max_model_len)
+        context = LayerContext.create(dtype, context_len, platform)
+        self._model = _load_model(config, source, context)
+        self._runner = self._create_runner(config, source, context)
+        self.eos_token_ids = source.eos_token_ids
+        builders = target_cache_builders(
+            self._model, config.cache.block_size, dtype, context.device
+        )
+        num_blocks = self._allocate_kv_cache(config, builders, platform, context_len)
+        self.limits = EngineLimits(
+            max_model_len=_fit_context(config, context_len, num_blocks),
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            vocab_size=text_config.vocab_size,
+            max_logprobs=config.max_logprobs,
+        )
+        logger.info("ops:\n%s", context.ops.describe())
+        logger.info(
+            "%s in %s on %s (%s): context %d, %d KV blocks of %d tokens, ready in %.1f s",
+            source.name,
+            str(dtype).removeprefix("torch."),
+            platform.kind,
+            platform.arch,
+            self.limits.max_model_len,
+            num_blocks,
+            config.cache.block_size,
+            time.perf_counter() - started,
+        )
+
+    def _create_runner(
+        self, config: EngineConfig, source: ModelSource, context: LayerContext
+    ) -> ModelRunner:
+        vocab_size = source.hf_config.get_text_config().vocab_size
+        states = SamplingStates(vocab_size, source.eos_token_ids, context.device)
+        return ModelRunner(
+            self._model, NullProposer(), states, config.cache.block_size, context.device
+        )
+
+    def _allocate_kv_cache(
+        self,
+        config: EngineConfig,
+        builders: list[KVCacheBuilder],
+        platform: Platform,
+        context_len: int,
+    ) -> int:
+        """Size the pool, allocate it and give every attention layer its part."""
+        block_size = config.cache.block_size
+
+        def profile() -> None:
+            tokens = min(config.scheduler.max_num_batched_tokens, context_len - 1)
+            self._allocate(builders, -(-tokens // block_size))
+            self._runner.step(_profile_batch(tokens, block_size))
+            self._runner.step(ScheduledBatch([], [], ["profile"]))
+
+        budget = kv_cache_budget(config.cache, platform, profile)
+        plan = plan_kv_cache(
+            budget,
+            [builder.compute_block_bytes() for builder in builders],
+            block_size,
+            config.scheduler.max_num_seqs * context_len,
+        )
+        self._allocate(builders, plan.num_blocks)
+        return plan.num_blocks
+
+    def _allocate(self, builders: list[KVCacheBuilder], num_blocks: int) -> None:
+        for builder in builders:
+            builder.allocate_kv_cache_tensors(num_blocks)
+        bind_kv_caches(self._model, builders)
+
+    def step(self, batch: ScheduledBatch) -> StepOutput:
+        return self._runner.step(batch)
+
+    def shutdown(self) -> None:
+        """Nothing outlives the process."""
+
+
+def _load_model(config: EngineConfig, source: ModelSource, context: LayerContext) -> CausalLM:
+    model = create_model(source.hf_config, context)
+    load_weights(model, model.weight_mapping, source, config.model)
+    process_after_loading(model)
+    return model
+
+
+def process_after_loading(model: nn.Module) -> None:
+    """Bring every linear layer's weights into the layout that its op wants."""
+    for module in model.modules():
+        if isinstance(module, LinearBase):
+            module.process_after_loading()
+
+
+def _resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
+    if name == "auto":
+        return source.default_dtype
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+
+
+def _fit_context(config: EngineConfig, context_len: int, num_blocks: int) -> int:
+    """The context that the pool can hold.
+
+    Raises:
+        ConfigError: when the user asked for more than that.
+    """
+    capacity = num_blocks * config.cache.block_size
+    if capacity >= context_len:
+        return context_len
+    if config.model.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len={context_len} needs {context_len} tokens of KV cache and there is "
+            f"memory for {capacity}; lower it, or raise --kv-cache-memory"
+        )
+    logger.warning(
+        "the KV cache holds %d tokens, so the context is that instead of %d", capacity, context_len
+    )
+    return capacity
+
+
+def _profile_batch(tokens: int, block_size: int) -> ScheduledBatch:
+    """The largest step there is: one prompt that fills the token budget."""
+    token_ids = [0] * tokens
+    sequence = ScheduledSequence(
+        id="profile",
+        token_ids=token_ids,
+        start=0,
+        block_ids=list(range(-(-tokens // block_size))),
+        wants_sample=True,
+    )
+    new = NewSequence("profile", token_ids, [], SamplingParams(temperature=1.0), 0)
+    return ScheduledBatch([sequence], [new], [])
