@@ -26,7 +26,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         stop_token_ids: token ids that end generation, besides the model's own end tokens.
         ignore_eos: go on after the model's end tokens.
         min_tokens: end tokens cannot be sampled, nor stop strings match, before that many tokens.
-        max_tokens: None means up to the end of the context.
+        max_tokens: most tokens to generate; None means up to the end of the context.
         logprobs: None, or how many alternatives to report beside the sampled token.
         prompt_logprobs: the same for every prompt token but the first.
         skip_special_tokens: leave special tokens out of the text.
@@ -47,7 +47,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: int = 0
-    max_tokens: int | None = None
+    max_tokens: int | None = 16
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True

@@ -1,0 +1,64 @@
+"""The engine in the caller's own process: text in, text out, one step at a time."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedTokenizerBase
+
+from atom.config import EngineConfig
+from atom.entrypoints.output_processor import OutputProcessor
+from atom.model_engine.engine_core import EngineCore
+from atom.model_engine.messages import check_request
+from atom.model_loader.source import resolve_model
+from atom.model_loader.tokenizer import load_tokenizer
+from atom.outputs import RequestOutput
+from atom.sampling_params import SamplingParams
+
+
+class LLMEngine:
+    """An `EngineCore` between a tokenizer and an output processor."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        source = resolve_model(config.model)
+        self.model_name = source.name
+        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(source, config.model)
+        self.core = EngineCore(config)
+        self._processor = OutputProcessor(self.tokenizer, config.seed)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | list[int],
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        priority: int = 0,
+    ) -> None:
+        """Queue a prompt, tokenised here when it is text.
+
+        Raises:
+            RequestRefusedError: when it could never run as given.
+        """
+        text = prompt if isinstance(prompt, str) else None
+        token_ids = self.tokenizer.encode(text) if text is not None else list(prompt)
+        check_request(token_ids, params, self.core.limits)
+        for request in self._processor.add_request(
+            request_id, text, token_ids, params, stream=stream, priority=priority
+        ):
+            self.core.add_request(request)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return self.core.has_work
+
+    def step(self) -> list[RequestOutput]:
+        """Run one batch; deltas of streamed requests and the results of finished ones."""
+        processed = self._processor.process(self.core.step().outputs)
+        self.core.abort(processed.aborts)
+        return processed.outputs
+
+    def abort(self, request_id: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+        self.core.abort(self._processor.abort(request_id))
+
+    def shutdown(self) -> None:
+        self.core.shutdown()
