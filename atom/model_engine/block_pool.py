@@ -1,0 +1,185 @@
+"""The blocks of the KV cache: who holds them, what they contain, which one goes next."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from typing import NewType
+
+# The SHA-256 of a block's tokens and of everything before them that its KV depends on. A
+# collision would serve one request another's cache, so no weaker hash will do.
+BlockHash = NewType("BlockHash", bytes)
+
+
+def root_hash(cache_salt: str) -> BlockHash:
+    """The parent of a sequence's first block: all that changes its KV besides the tokens.
+
+    Whatever else comes to change the KV of a sequence (an adapter, an image) belongs here.
+    """
+    return BlockHash(hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest())
+
+
+def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
+    """The hash of one full block, chained to the block before it (or to `root_hash`)."""
+    return BlockHash(hashlib.sha256(parent + array("q", token_ids).tobytes()).digest())
+
+
+class BlockPool:
+    """Counts the references to every block and finds cached blocks by their hash.
+
+    A block's life::
+
+        blank, free --allocate--> blank, held --publish--> cached, held (match: one more holder)
+             ^                     |    ^                    |      ^
+             '----- last free -----'    |                last free  | match
+                                        |                    v      |
+                                        '-- allocate ---- cached, free
+                                            (evicted)
+
+    Unreferenced blocks are allocated in the order of `_free`: blank ones first, then cached
+    ones, least recently used first; a cached block loses its hash when it is allocated.
+    """
+
+    def __init__(self, num_blocks: int, block_size: int, enable_prefix_caching: bool) -> None:
+        if num_blocks < 1 or block_size < 1:
+            raise ValueError(
+                f"a pool needs at least one block of one token, got {num_blocks} blocks of "
+                f"{block_size} tokens"
+            )
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self._ref_counts = [0] * num_blocks
+        self._hashes: list[BlockHash | None] = [None] * num_blocks
+        self._cached: dict[BlockHash, int] = {}
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(num_blocks))
+
+    @property
+    def num_free(self) -> int:
+        """Blocks that nobody holds, whether they keep cached tokens or not."""
+        return len(self._free)
+
+    @property
+    def num_used(self) -> int:
+        return self.num_blocks - len(self._free)
+
+    def ref_count(self, block_id: int) -> int:
+        """How many sequences hold the block."""
+        return self._ref_counts[block_id]
+
+    def match_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
+        """Take one reference on each block of the longest cached prefix of `hashes`.
+
+        The caller frees what it gets, as if it had been allocated.
+        """
+        block_ids = []
+        for block_hash in hashes:
+            block_id = self._cached.get(block_hash)
+            if block_id is None:
+                break
+            if self._ref_counts[block_id] == 0:
+                del self._free[block_id]
+            self._ref_counts[block_id] += 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def allocate(self, count: int) -> list[int] | None:
+        """`count` blocks with one reference each, or None (and no change) if there are fewer."""
+        if count > len(self._free):
+            return None
+        block_ids = []
+        for _ in range(count):
+            block_id, _ = self._free.popitem(last=False)
+            evicted = self._hashes[block_id]
+            if evicted is not None:
+                del self._cached[evicted]
+                self._hashes[block_id] = None
+            self._ref_counts[block_id] = 1
+            block_ids.append(block_id)
+        return block_ids
+
+    def publish(self, block_id: int, block_hash: BlockHash) -> None:
+        """Let others match a held block; only once the KV of all its tokens is computed.
+
+        The first block published under a hash keeps it: a later twin stays blank. Without
+        prefix caching nothing is ever published.
+
+        Raises:
+            RuntimeError: when the block is not held, or has another hash already.
+        """
+        if not self.enable_prefix_caching:
+            return
+        if self._ref_counts[block_id] == 0:
+            raise RuntimeError(f"block {block_id} was published, but nobody holds it")
+        if self._hashes[block_id] not in (None, block_hash):
+            raise RuntimeError(f"block {block_id} was published with two different hashes")
+        if self._cached.setdefault(block_hash, block_id) == block_id:
+            self._hashes[block_id] = block_hash
+
+    def free(self, block_ids: Sequence[int]) -> None:
+        """Drop one reference on each block of a table.
+
+        The table is walked from its end, so that its tail is evicted before its head: a
+        prefix can only be matched from its first block on.
+
+        Raises:
+            RuntimeError: when a block is not held.
+        """
+        for block_id in reversed(block_ids):
+            if self._ref_counts[block_id] == 0:
+                raise RuntimeError(f"block {block_id} was freed, but nobody holds it")
+            self._ref_counts[block_id] -= 1
+            if self._ref_counts[block_id] == 0:
+                self._free[block_id] = None
+                if self._hashes[block_id] is None:
+                    self._free.move_to_end(block_id, last=False)
+
+    def check_integrity(self) -> None:
+        """Compare the pool's books with each other.
+
+        Raises:
+            AssertionError: with what disagrees.
+        """
+        unheld = {b for b, count in enumerate(self._ref_counts) if count == 0}
+        negative = [b for b, count in enumerate(self._ref_counts) if count < 0]
+        _check(not negative, f"blocks {negative} have negative reference counts")
+        _check(
+            unheld == set(self._free),
+            f"blocks {sorted(unheld ^ set(self._free))} are either free and held, or neither",
+        )
+        by_block = {b: h for b, h in enumerate(self._hashes) if h is not None}
+        _check(
+            by_block == {b: h for h, b in self._cached.items()},
+            f"{len(by_block)} blocks have a hash and {len(self._cached)} can be found by one, "
+            "and these are not the same",
+        )
+        cached = [block_id in by_block for block_id in self._free]
+        _check(cached == sorted(cached), "a cached block would be evicted before a blank one")
+        _check(
+            self.enable_prefix_caching or not by_block,
+            f"blocks {sorted(by_block)} are cached although prefix caching is off",
+        )
+
+    def check_references(self, tables: Iterable[Sequence[int]]) -> None:
+        """Compare the reference counts with the block tables of all live sequences.
+
+        Raises:
+            AssertionError: with the blocks whose counts differ.
+        """
+        counts = [0] * self.num_blocks
+        for table in tables:
+            for block_id in table:
+                counts[block_id] += 1
+        wrong = {
+            b: (held, counted)
+            for b, (held, counted) in enumerate(zip(counts, self._ref_counts, strict=True))
+            if held != counted
+        }
+        _check(not wrong, f"block: (tables that hold it, references counted) = {wrong}")
+
+
+def _check(holds: bool, message: str) -> None:
+    if not holds:
+        raise AssertionError(message)

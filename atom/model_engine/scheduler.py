@@ -1,0 +1,384 @@
+"""Decides what each step computes: computed tokens catch up with known tokens.
+
+Prefill, chunked prefill, decode and resuming after a preemption are one rule: a running
+sequence computes the next tokens that are known and not in the cache yet, and when the last
+known token is among them, the model's next token becomes known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable
+
+import msgspec
+
+from atom.config import SchedulerOptions
+from atom.model_engine.batch import (
+    NewSequence,
+    ScheduledBatch,
+    ScheduledSequence,
+    SequenceResult,
+    StepOutput,
+)
+from atom.model_engine.block_pool import BlockPool
+from atom.model_engine.messages import (
+    EngineLimits,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    RequestRefusedError,
+    SequenceOutput,
+    check_request,
+)
+from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus
+
+
+class Scheduler:
+    """Continuous batching over one block pool.
+
+    Every step calls `schedule` and then `update`; `add` and `abort` may come at any time, also
+    in between. Sequences are ordered by (priority, arrival) everywhere: the first running
+    sequence always progresses, the last one is preempted when blocks run out, and the first
+    waiting one is admitted before any other. So everything that was added finishes.
+    """
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        pool: BlockPool,
+        limits: EngineLimits,
+        eos_token_ids: frozenset[int],
+    ) -> None:
+        if (limits.num_blocks, limits.block_size) != (pool.num_blocks, pool.block_size):
+            raise ValueError(
+                f"the limits speak of {limits.num_blocks} blocks of {limits.block_size} tokens, "
+                f"the pool has {pool.num_blocks} of {pool.block_size}"
+            )
+        self._options = options
+        self._pool = pool
+        self._limits = limits
+        self._eos_token_ids = eos_token_ids
+        self._live: dict[str, Sequence] = {}
+        self._waiting = SequenceQueue()
+        self._running = SequenceQueue()
+        self._num_added = 0
+        # Ids that the runner knows and must forget before the next step.
+        self._gone_ids: list[str] = []
+        # The batch that runs now, with the sequences of its rows: an id may name another
+        # sequence by the time its results come.
+        self._in_flight: tuple[ScheduledBatch, list[Sequence]] | None = None
+        self._totals = EngineStats(num_blocks=pool.num_blocks)
+
+    @property
+    def has_unfinished(self) -> bool:
+        return bool(self._live)
+
+    def add(self, request: EngineRequest) -> None:
+        """Queue a request.
+
+        Raises:
+            RequestRefusedError: when it could never run as given, with the numbers.
+            ValueError: when a live sequence has its id.
+        """
+        if request.id in self._live:
+            raise ValueError(f"request id {request.id!r} is already in use by a live request")
+        num_prompt = len(request.prompt_token_ids)
+        check_request(request.prompt_token_ids, request.params, self._limits)
+        budget = self._options.max_num_batched_tokens
+        if not self._options.enable_chunked_prefill and num_prompt > budget:
+            raise RequestRefusedError(
+                f"the prompt has {num_prompt} tokens, a step takes max_num_batched_tokens="
+                f"{budget} and chunked prefill is off; raise the one or enable the other",
+                "prompt",
+            )
+        max_num_tokens = self._limits.max_model_len
+        if request.params.max_tokens is not None:
+            max_num_tokens = min(max_num_tokens, num_prompt + request.params.max_tokens)
+        seq = Sequence(request, (request.priority, self._num_added), max_num_tokens)
+        self._num_added += 1
+        self._live[request.id] = seq
+        self._waiting.add(seq)
+
+    def abort(self, ids: Iterable[str]) -> list[SequenceOutput]:
+        """End sequences and free their blocks at once; ids that are not live are ignored."""
+        outputs = []
+        for id in ids:
+            seq = self._live.get(id)
+            if seq is not None:
+                self._finish(seq)
+                outputs.append(_output(seq, [], FinishReason.ABORT))
+        return outputs
+
+    def schedule(self) -> ScheduledBatch:
+        """The next step's batch; empty only when nothing is unfinished.
+
+        Raises:
+            RuntimeError: when the last batch has not been given to `update`.
+        """
+        if self._in_flight is not None:
+            raise RuntimeError("schedule() was called again before update() of the last batch")
+        rows: list[Sequence] = []
+        scheduled: list[ScheduledSequence] = []
+        new: list[NewSequence] = []
+        budget, preempted = self._schedule_running(rows, scheduled)
+        # Blocks that a preemption freed are for those who run.
+        if not preempted:
+            self._admit(budget, rows, scheduled, new)
+        batch = ScheduledBatch(scheduled, new, self._gone_ids)
+        self._gone_ids = []
+        if rows:
+            self._in_flight = batch, rows
+        return batch
+
+    def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceOutput]:
+        """Take in what a step computed and tell what is new, in the order of the batch.
+
+        Sequences that were aborted while the step ran are ignored.
+
+        Raises:
+            RuntimeError: when `batch` is not the one that runs, or the results do not fit it.
+        """
+        rows: list[Sequence] = []
+        if self._in_flight is not None and self._in_flight[0] is batch:
+            rows = self._in_flight[1]
+            self._in_flight = None
+        if not len(rows) == len(batch.sequences) == len(output.sequences):
+            raise RuntimeError(
+                f"update() got {len(output.sequences)} results for a batch of "
+                f"{len(batch.sequences)} sequences, and {len(rows)} are in flight for it"
+            )
+        outputs = []
+        for seq, scheduled, result in zip(rows, batch.sequences, output.sequences, strict=True):
+            if seq.status is SequenceStatus.RUNNING:
+                made = self._advance(seq, scheduled, result)
+                if made is not None:
+                    outputs.append(made)
+        return outputs
+
+    def stats(self) -> EngineStats:
+        """The state now, and totals since the start.
+
+        A prompt's tokens count once, cached or not, when its first output token comes. The
+        prefix cache counts prompt tokens at first admission, so that a sequence that finds its
+        own blocks again after a preemption does not look like sharing.
+        """
+        return msgspec.structs.replace(
+            self._totals,
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            num_used_blocks=self._pool.num_used,
+        )
+
+    def check_integrity(self) -> None:
+        """Compare the pool's books with each other and with the live block tables.
+
+        Raises:
+            AssertionError: with what disagrees.
+        """
+        self._pool.check_integrity()
+        self._pool.check_references(seq.block_ids for seq in self._live.values())
+
+    def _schedule_running(
+        self, rows: list[Sequence], scheduled: list[ScheduledSequence]
+    ) -> tuple[int, bool]:
+        """Schedule running sequences, preempting from the end of the queue for want of blocks.
+
+        Returns:
+            The tokens left of the step's budget, and whether a sequence was preempted.
+        """
+        budget = self._options.max_num_batched_tokens
+        num_before = len(self._running)
+        while budget > 0 and len(rows) < len(self._running):
+            seq = self._running[len(rows)]
+            # Each sequence behind keeps a token of the budget: a long prefill stalls no decode.
+            num_behind = len(self._running) - len(rows) - 1
+            count = min(len(seq.token_ids) - seq.num_computed, max(budget - num_behind, 1))
+            if not self._reserve(seq, seq.num_computed + count):
+                break
+            rows.append(seq)
+            scheduled.append(self._schedule(seq, count))
+            budget -= count
+        return budget, len(self._running) < num_before
+
+    def _reserve(self, seq: Sequence, num_tokens: int) -> bool:
+        """Grow a block table to `num_tokens`; false when the sequence itself was preempted."""
+        missing = self._num_blocks(num_tokens) - len(seq.block_ids)
+        if missing <= 0:
+            return True
+        while (block_ids := self._pool.allocate(missing)) is None:
+            victim = self._running[-1]
+            self._preempt(victim)
+            if victim is seq:
+                return False
+        seq.block_ids += block_ids
+        return True
+
+    def _preempt(self, seq: Sequence) -> None:
+        self._release(seq)
+        seq.restart()
+        self._waiting.add(seq)
+        self._totals.num_preemptions += 1
+
+    def _admit(
+        self,
+        budget: int,
+        rows: list[Sequence],
+        scheduled: list[ScheduledSequence],
+        new: list[NewSequence],
+    ) -> None:
+        """Start waiting sequences, strictly in their order."""
+        now = time.monotonic()
+        while budget > 0 and len(self._running) < self._options.max_num_seqs and self._waiting:
+            seq = self._waiting[0]
+            count = self._start(seq, budget)
+            if count == 0:
+                return
+            if seq.first_scheduled_time is None:
+                seq.first_scheduled_time = now
+            rows.append(seq)
+            scheduled.append(self._schedule(seq, count))
+            outputs = seq.token_ids[seq.num_prompt_tokens :]
+            request = seq.request
+            new.append(
+                NewSequence(
+                    request.id, request.prompt_token_ids, outputs, request.params, request.seed
+                )
+            )
+            budget -= count
+
+    def _start(self, seq: Sequence, budget: int) -> int:
+        """Move a waiting sequence to the running ones.
+
+        It takes blocks for all its known tokens at once, so that a prefill never runs out of
+        them half-way, and leaves every running sequence one block to grow into: it would
+        only be preempted for them soon, and what it computed redone.
+
+        Returns:
+            The number of its tokens to compute now; 0 when it has to wait.
+        """
+        cached = self._match(seq)
+        start = len(cached) * self._pool.block_size
+        count = min(len(seq.token_ids) - start, budget)
+        # Without chunked prefill the first step reaches the end of the prompt at least.
+        target = 0 if self._options.enable_chunked_prefill else seq.num_prompt_tokens
+        missing = self._num_blocks(len(seq.token_ids)) - len(cached)
+        fits = start + count >= target and missing + len(self._running) <= self._pool.num_free
+        block_ids = self._pool.allocate(missing) if fits else None
+        if block_ids is None:
+            self._pool.free(cached)
+            return 0
+        if seq.num_preemptions == 0 and self._matches(seq):
+            seq.num_cached_tokens = start
+            self._totals.prefix_cache_queries += seq.num_prompt_tokens
+            self._totals.prefix_cache_hits += start
+        seq.block_ids = cached + block_ids
+        seq.num_computed = start
+        seq.num_published = len(cached)
+        seq.status = SequenceStatus.RUNNING
+        self._waiting.remove(seq)
+        self._running.add(seq)
+        return count
+
+    def _matches(self, seq: Sequence) -> bool:
+        """Whether cached blocks may stand in for computing: prompt logprobs need every row."""
+        return self._pool.enable_prefix_caching and seq.prompt_logprobs is None
+
+    def _match(self, seq: Sequence) -> list[int]:
+        """Take the cached blocks at the start of a sequence, leaving a token to compute."""
+        if not self._matches(seq):
+            return []
+        size = self._pool.block_size
+        return self._pool.match_prefix(seq.full_block_hashes(len(seq.token_ids) - 1, size))
+
+    def _num_blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self._pool.block_size)
+
+    def _schedule(self, seq: Sequence, count: int) -> ScheduledSequence:
+        start = seq.num_computed
+        end = start + count
+        is_last = end == len(seq.token_ids)
+        return ScheduledSequence(
+            id=seq.request.id,
+            token_ids=seq.token_ids[start:end],
+            start=start,
+            block_ids=seq.block_ids[: self._num_blocks(end)],
+            wants_sample=is_last,
+            successor_token=None if is_last else seq.token_ids[end],
+        )
+
+    def _advance(
+        self, seq: Sequence, scheduled: ScheduledSequence, result: SequenceResult
+    ) -> SequenceOutput | None:
+        """Take in one sequence's results; None when there is nothing to tell of it."""
+        if bool(result.token_ids) != scheduled.wants_sample:
+            raise RuntimeError(
+                f"sequence {scheduled.id!r} got {len(result.token_ids)} new tokens from a step "
+                f"with wants_sample={scheduled.wants_sample}"
+            )
+        if seq.prompt_logprobs is not None:
+            seq.prompt_logprobs += result.prompt_logprobs or ()
+        seq.num_computed = scheduled.context_len
+        self._publish(seq)
+        if not scheduled.wants_sample:
+            return None
+        if seq.num_outputs == 0:
+            self._totals.num_prompt_tokens += seq.num_prompt_tokens
+        finish_reason, stop_reason = None, None
+        num_new = 0
+        while finish_reason is None and num_new < len(result.token_ids):
+            token_id = result.token_ids[num_new]
+            finish_reason, stop_reason = seq.append(token_id, self._eos_token_ids)
+            num_new += 1
+        self._totals.num_generation_tokens += num_new
+        made = _output(seq, result.token_ids[:num_new], finish_reason, stop_reason)
+        made.prompt_logprobs = seq.take_prompt_logprobs()
+        if result.logprobs is not None:
+            made.logprobs = result.logprobs[:num_new]
+        if finish_reason is not None:
+            self._finish(seq)
+        return made
+
+    def _publish(self, seq: Sequence) -> None:
+        """Offer the blocks whose tokens are all computed to other sequences."""
+        if not self._pool.enable_prefix_caching:
+            return
+        size = self._pool.block_size
+        if seq.num_computed // size == seq.num_published:
+            return
+        hashes = seq.full_block_hashes(seq.num_computed, size)
+        for index in range(seq.num_published, len(hashes)):
+            self._pool.publish(seq.block_ids[index], hashes[index])
+        seq.num_published = len(hashes)
+
+    def _finish(self, seq: Sequence) -> None:
+        """Let go of a sequence that waits or runs."""
+        if seq.status is SequenceStatus.RUNNING:
+            self._release(seq)
+        else:
+            self._waiting.remove(seq)
+        seq.status = SequenceStatus.FINISHED
+        seq.block_ids = []
+        del self._live[seq.request.id]
+
+    def _release(self, seq: Sequence) -> None:
+        """Take a sequence off the runner: its blocks come back, its id is to be forgotten."""
+        self._running.remove(seq)
+        self._pool.free(seq.block_ids)
+        self._gone_ids.append(seq.request.id)
+
+
+def _output(
+    seq: Sequence,
+    token_ids: list[int],
+    finish_reason: FinishReason | None,
+    stop_reason: int | None = None,
+) -> SequenceOutput:
+    return SequenceOutput(
+        id=seq.request.id,
+        token_ids=token_ids,
+        finish_reason=finish_reason,
+        stop_reason=stop_reason,
+        num_cached_tokens=seq.num_cached_tokens,
+        num_preemptions=seq.num_preemptions,
+        first_scheduled_time=seq.first_scheduled_time,
+    )

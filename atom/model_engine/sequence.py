@@ -1,0 +1,147 @@
+"""One sequence's life inside the engine; owned and changed by the scheduler alone."""
+
+from __future__ import annotations
+
+import enum
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from operator import attrgetter
+
+from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
+from atom.model_engine.messages import EngineRequest, FinishReason, TokenLogprobs
+
+
+class SequenceStatus(enum.Enum):
+    """A sequence holds blocks, and is known to the runner, exactly while it is RUNNING."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """A request and how far it has come.
+
+    Attributes:
+        order: (priority, number of arrival); the lowest runs first and is preempted last.
+        max_num_tokens: prompt and output tokens at which it ends for length.
+        token_ids: the known tokens: the prompt, then the outputs.
+        num_computed: tokens whose KV is in the cache; always less than the known tokens.
+        block_ids: the block table.
+        block_hashes: the hash chain over the full blocks of known tokens, as far as it was
+            needed; each link is computed once in the sequence's life.
+        num_published: leading blocks of the table that need no publishing (any more).
+        prompt_logprobs: collected so far, None for the first token; None when not asked for or
+            delivered already.
+        num_cached_tokens: prompt tokens that the prefix cache had at the first admission.
+        first_scheduled_time: seconds, `time.monotonic()`.
+    """
+
+    request: EngineRequest
+    order: tuple[int, int]
+    max_num_tokens: int
+    token_ids: list[int] = field(init=False)
+    num_prompt_tokens: int = field(init=False)
+    stop_token_ids: frozenset[int] = field(init=False)
+    prompt_logprobs: list[TokenLogprobs | None] | None = field(init=False)
+    status: SequenceStatus = SequenceStatus.WAITING
+    num_computed: int = 0
+    block_ids: list[int] = field(default_factory=list)
+    block_hashes: list[BlockHash] = field(default_factory=list)
+    num_published: int = 0
+    num_cached_tokens: int = 0
+    num_preemptions: int = 0
+    first_scheduled_time: float | None = None
+
+    def __post_init__(self) -> None:
+        self.token_ids = list(self.request.prompt_token_ids)
+        self.num_prompt_tokens = len(self.token_ids)
+        self.stop_token_ids = frozenset(self.request.params.stop_token_ids or ())
+        self.prompt_logprobs = None if self.request.params.prompt_logprobs is None else [None]
+
+    @property
+    def num_outputs(self) -> int:
+        return len(self.token_ids) - self.num_prompt_tokens
+
+    def full_block_hashes(self, num_tokens: int, block_size: int) -> list[BlockHash]:
+        """The hash chain over the full blocks of the first `num_tokens` known tokens."""
+        count = num_tokens // block_size
+        hashes = self.block_hashes
+        while len(hashes) < count:
+            start = len(hashes) * block_size
+            parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
+            hashes.append(hash_block(parent, self.token_ids[start : start + block_size]))
+        return hashes[:count]
+
+    def append(
+        self, token_id: int, eos_token_ids: frozenset[int]
+    ) -> tuple[FinishReason | None, int | None]:
+        """Add one output token and tell whether it ends the sequence.
+
+        Returns:
+            The finish reason (None to go on) and the stop token id to report. A stop token
+            that also fills the length counts as a stop.
+        """
+        params = self.request.params
+        # The sampler bans end tokens until min_tokens outputs exist; so does this.
+        may_stop = self.num_outputs >= params.min_tokens
+        self.token_ids.append(token_id)
+        if may_stop and token_id in eos_token_ids and not params.ignore_eos:
+            return FinishReason.STOP, None
+        if may_stop and token_id in self.stop_token_ids:
+            return FinishReason.STOP, token_id
+        if len(self.token_ids) >= self.max_num_tokens:
+            return FinishReason.LENGTH, None
+        return None, None
+
+    def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
+        """Hand out the prompt's logprobs: a list once, None ever after or when not asked for.
+
+        Raises:
+            RuntimeError: when some are missing or too many.
+        """
+        taken, self.prompt_logprobs = self.prompt_logprobs, None
+        if taken is not None and len(taken) != self.num_prompt_tokens:
+            raise RuntimeError(
+                f"sequence {self.request.id!r} with {self.num_prompt_tokens} prompt tokens got "
+                f"{len(taken) - 1} prompt logprobs, expected one for each token but the first"
+            )
+        return taken
+
+    def restart(self) -> None:
+        """Forget everything that lay in blocks: the known tokens will be computed again."""
+        self.status = SequenceStatus.WAITING
+        self.block_ids = []
+        self.num_computed = 0
+        self.num_published = 0
+        self.num_preemptions += 1
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs = [None]
+
+
+_by_order = attrgetter("order")
+
+
+class SequenceQueue:
+    """Sequences sorted by (priority, arrival)."""
+
+    def __init__(self) -> None:
+        self._items: list[Sequence] = []
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self._items)
+
+    def __getitem__(self, index: int) -> Sequence:
+        return self._items[index]
+
+    def add(self, seq: Sequence) -> None:
+        insort(self._items, seq, key=_by_order)
+
+    def remove(self, seq: Sequence) -> None:
+        """Take out a sequence that is here; orders are unique, so it is found by its own."""
+        del self._items[bisect_left(self._items, seq.order, key=_by_order)]
