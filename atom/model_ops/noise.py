@@ -8,10 +8,10 @@ only, so any kernel can reproduce them exactly:
     mix(h)    = xs(xs(xs(h, 16) * 0x21f0aaad, 15) * 0xd35a2d97, 15)
 
     Keys of a row, with s and p the two's complement 64-bit seed and position:
-        for (key, start) in ((k0, 0x243f6a88), (k1, 0x85a308d3)):
-            key = start
-            for word in (s & 0xffffffff, s >> 32, p & 0xffffffff, p >> 32):
-                key = mix(key ^ word) + start                   (modulo 2^32)
+        w = (s & 0xffffffff, s >> 32, p & 0xffffffff, p >> 32)
+        k_i = mix(sum over j of mix(w_j ^ C_ij))                (i = 0, 1; modulo 2^32)
+        C = ((0x243f6a88, 0x85a308d3, 0x13198a2e, 0x03707344),
+             (0xa4093822, 0x299f31d0, 0x082efa98, 0xec4e6c89))
 
     Bits of a token:
         t = mix(token_id * 0x9e3779b1)                          (the same for every row)
@@ -32,11 +32,18 @@ import functools
 
 import torch
 
-_MASK = 0xFFFFFFFF
-_MUL1 = 0x21F0AAAD
-_MUL2 = 0xD35A2D97
-_TOKEN_MUL = 0x9E3779B1
-_STARTS = (0x243F6A88, 0x85A308D3)
+
+def _signed(word: int) -> int:
+    return word - 2**32 if word >= 2**31 else word
+
+
+_MUL1 = _signed(0x21F0AAAD)
+_MUL2 = _signed(0xD35A2D97)
+_TOKEN_MUL = _signed(0x9E3779B1)
+_KEY_CONSTANTS = (
+    tuple(map(_signed, (0x243F6A88, 0x85A308D3, 0x13198A2E, 0x03707344))),
+    tuple(map(_signed, (0xA4093822, 0x299F31D0, 0x082EFA98, 0xEC4E6C89))),
+)
 
 
 def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -48,19 +55,23 @@ def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     Returns:
         [R, 2] int32.
     """
-    # Unsigned words live in int64, whose products wrap modulo 2^64: the low 32 bits are right.
-    start = torch.tensor(_STARTS, dtype=torch.int64, device=seeds.device)
-    key = start.expand(seeds.shape[0], 2)
-    for words in (seeds, seeds >> 32, positions, positions >> 32):
-        key = (_mix(key ^ (words & _MASK)[:, None]) + start) & _MASK
-    return _as_int32(key)
+    # The int32 view of an int64 is its low and its high word: every supported machine is
+    # little-endian.
+    words = torch.stack((seeds, positions), dim=-1).view(torch.int32)
+    mixed = _mix_(words[:, None, :] ^ _key_constants(seeds.device))
+    return _mix_(mixed.sum(-1, dtype=torch.int32))
+
+
+@functools.lru_cache(maxsize=4)
+def _key_constants(device: torch.device) -> torch.Tensor:
+    return torch.tensor(_KEY_CONSTANTS, dtype=torch.int32, device=device)
 
 
 @functools.lru_cache(maxsize=4)
 def token_hashes(vocab_size: int, device: torch.device) -> torch.Tensor:
     """`t` of every token id: [vocab_size] int32. The cached tensor must not be written to."""
-    token_ids = torch.arange(vocab_size, dtype=torch.int64, device=device)
-    return _as_int32(_mix((token_ids * _TOKEN_MUL) & _MASK))
+    token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
+    return _mix_(token_ids.mul_(_int32(_TOKEN_MUL)))
 
 
 def random_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
@@ -74,13 +85,7 @@ def random_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
         [R, N] int32.
     """
     h = hashes ^ keys[:, :1]
-    scratch = torch.empty_like(h)
-    _xor_shift_(h, 16, scratch)
-    h.mul_(_MUL1).add_(keys[:, 1:])
-    _xor_shift_(h, 15, scratch)
-    h.mul_(_MUL2 - 2**32)
-    _xor_shift_(h, 15, scratch)
-    return h
+    return _mix_(h, torch.empty_like(h), keys[:, 1:])
 
 
 def exponential_noise(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
@@ -92,23 +97,39 @@ def exponential_noise(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     Returns:
         [R, N] float32.
     """
-    bits = random_bits(keys, hashes).bitwise_and_(0x7FFFFFFF)
-    # -v; the clamp also catches the few bits that float32 rounds up to v = 1.
-    negated = bits.to(torch.float32).mul_(-(2.0**-31)).sub_(2.0**-32).clamp_(min=2.0**-24 - 1)
+    h = hashes ^ keys[:, :1]
+    scratch = torch.empty_like(h)
+    bits = _mix_(h, scratch, keys[:, 1:]).bitwise_and_(_int32(0x7FFFFFFF))
+    # -v; the clamp also catches the few bits that float32 rounds up to v = 1. The scratch is
+    # reused because fresh pages cost more than the arithmetic.
+    negated = scratch.view(torch.float32).copy_(bits)
+    negated.mul_(-(2.0**-31)).sub_(2.0**-32).clamp_(min=2.0**-24 - 1)
     return negated.log1p_().neg_()
 
 
-def _mix(h: torch.Tensor) -> torch.Tensor:
-    h = ((h ^ (h >> 16)) * _MUL1) & _MASK
-    h = ((h ^ (h >> 15)) * _MUL2) & _MASK
-    return h ^ (h >> 15)
+def _mix_(
+    h: torch.Tensor, scratch: torch.Tensor | None = None, key: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`mix` in place; `key`, if any, is added after the first multiplication."""
+    if scratch is None:
+        scratch = torch.empty_like(h)
+    _xor_shift_(h, 16, scratch)
+    h.mul_(_int32(_MUL1))
+    if key is not None:
+        h.add_(key)
+    _xor_shift_(h, 15, scratch)
+    h.mul_(_int32(_MUL2))
+    _xor_shift_(h, 15, scratch)
+    return h
 
 
 def _xor_shift_(h: torch.Tensor, bits: int, scratch: torch.Tensor) -> None:
     # int32 shifts are arithmetic; the mask drops the copies of the sign.
-    torch.bitwise_right_shift(h, bits, out=scratch)
-    h.bitwise_xor_(scratch.bitwise_and_((1 << (32 - bits)) - 1))
+    torch.bitwise_right_shift(h, _int32(bits), out=scratch)
+    h.bitwise_xor_(scratch.bitwise_and_(_int32((1 << (32 - bits)) - 1)))
 
 
-def _as_int32(word: torch.Tensor) -> torch.Tensor:
-    return ((word ^ 0x80000000) - 0x80000000).to(torch.int32)
+@functools.cache
+def _int32(value: int) -> torch.Tensor:
+    """A constant as a tensor: torch takes three times as long to wrap a Python number."""
+    return torch.tensor(value, dtype=torch.int32)

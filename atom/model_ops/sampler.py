@@ -7,6 +7,7 @@ weights' distribution exactly (the Gumbel-max trick without its second logarithm
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -20,7 +21,9 @@ _CANDIDATE_GROWTH = 16
 # Beyond top_k, so that ties with the last kept token rarely reach the last candidate.
 _TIE_ROOM = 64
 _LOGPROB_ROWS = 64
-_ARGMAX_BLOCK = 128
+_BLOCK = 128
+# What a CPU takes at once, so that the working set stays in its cache.
+_CPU_CHUNK_ELEMENTS = 2**17
 
 
 class NoAdmissibleTokenError(ValueError):
@@ -78,7 +81,7 @@ def compute_logprobs(
     parts = [
         _logprobs_of_rows(rows.to(torch.float32).log_softmax(-1), chosen[:, None], n)
         for rows, chosen in zip(
-            logits.split(_LOGPROB_ROWS), token_ids.split(_LOGPROB_ROWS), strict=True
+            torch.split(logits, _LOGPROB_ROWS), torch.split(token_ids, _LOGPROB_ROWS), strict=True
         )
     ]
     ids, logprobs, ranks = (torch.cat(column) for column in zip(*parts, strict=True))
@@ -158,7 +161,7 @@ class _RandomRows:
     top_p: torch.Tensor | None
     min_p: torch.Tensor | None
 
-    def select(self, rows: torch.Tensor) -> _RandomRows:
+    def select(self, rows: torch.Tensor | slice) -> _RandomRows:
         return _RandomRows(
             self.temperature[rows],
             self.keys[rows],
@@ -193,7 +196,7 @@ def _choose(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
         token_ids[rows] = _greedy(_take(scores, rows))
     rows = torch.nonzero(is_random & ~ordered).flatten()
     if rows.numel():
-        token_ids[rows] = _race(_take(scores, rows).to(torch.float32), params.select(rows))
+        token_ids[rows] = _race(_take(scores, rows), params.select(rows))
     rows = torch.nonzero(ordered).flatten()
     if rows.numel():
         token_ids[rows] = _ordered_race(_take(scores, rows).to(torch.float32), params.select(rows))
@@ -212,10 +215,16 @@ def _greedy(scores: torch.Tensor) -> torch.Tensor:
 
 def _race(scores: torch.Tensor, params: _RandomRows) -> torch.Tensor:
     """Race of all tokens, after min_p."""
-    weights = _weights(scores, scores.amax(-1, keepdim=True), params)
-    hashes = token_hashes(scores.shape[-1], scores.device)
-    token_ids, best = _first_argmax(weights.div_(exponential_noise(params.keys, hashes)))
-    return token_ids.masked_fill_(~(best > 0), -1)
+    vocab_size = scores.shape[-1]
+    token_ids = torch.empty(scores.shape[0], dtype=torch.int64, device=scores.device)
+    hashes = token_hashes(vocab_size, scores.device)
+    for some in _row_chunks(scores):
+        part = scores[some].to(torch.float32)
+        weights = _weights(part, part.amax(-1, keepdim=True), params.select(some))
+        race = weights.div_(exponential_noise(params.keys[some], hashes))
+        winners, best = _first_argmax(race)
+        token_ids[some] = winners.masked_fill_(~(best > 0), -1)
+    return token_ids
 
 
 def _ordered_race(
@@ -279,8 +288,7 @@ def _kept(
         unlimited &= params.top_k >= vocab_size
     rows = torch.nonzero(unlimited).flatten()
     if rows.numel():
-        everything = _weights(_take(scores, rows), maximum[rows], params.select(rows))
-        total[rows] = everything.sum(-1, dtype=torch.float64)
+        total[rows] = _total_weights(_take(scores, rows), maximum[rows], params.select(rows))
     before = mass.cumsum(-1).sub_(mass)
     top_p = params.top_p.to(torch.float64)
     return kept & ((before < (top_p * total)[:, None]) | (top_p >= 1)[:, None])
@@ -295,6 +303,26 @@ def _weights(scores: torch.Tensor, maximum: torch.Tensor, params: _RandomRows) -
     if params.min_p is not None:
         weights.masked_fill_(weights < params.min_p[:, None], 0.0)
     return weights
+
+
+def _total_weights(
+    scores: torch.Tensor, maximum: torch.Tensor, params: _RandomRows
+) -> torch.Tensor:
+    """[R] float64. Summed block by block, which torch does alike for any number of rows."""
+    totals = []
+    for some in _row_chunks(scores):
+        weights = _weights(scores[some], maximum[some], params.select(some))
+        end = weights.shape[-1] - weights.shape[-1] % _BLOCK
+        blocks = weights[:, :end].view(weights.shape[0], end // _BLOCK, _BLOCK).sum(-1)
+        rest = weights[:, end:].sum(-1, dtype=torch.float64)
+        totals.append(blocks.sum(-1, dtype=torch.float64) + rest)
+    return torch.cat(totals)
+
+
+def _row_chunks(scores: torch.Tensor) -> Iterator[slice]:
+    rows, width = scores.shape
+    step = rows if scores.is_cuda else max(1, _CPU_CHUNK_ELEMENTS // width)
+    return (slice(start, start + step) for start in range(0, rows, step))
 
 
 def _most_likely(scores: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -313,11 +341,11 @@ def _first_argmax(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     Block maxima first: `amax` is vectorised where `argmax` is not.
     """
     rows, width = scores.shape
-    blocks = width // _ARGMAX_BLOCK
-    if width % _ARGMAX_BLOCK or blocks < 2:
+    blocks = width // _BLOCK
+    if width % _BLOCK or blocks < 2:
         best, token_ids = scores.max(-1)
         return token_ids, best
-    split = scores.view(rows, blocks, _ARGMAX_BLOCK)
+    split = scores.view(rows, blocks, _BLOCK)
     best, block = split.amax(-1).max(-1)
     inner = split[torch.arange(rows, device=scores.device), block].max(-1).indices
-    return block * _ARGMAX_BLOCK + inner, best
+    return block * _BLOCK + inner, best
