@@ -154,17 +154,18 @@ def _content(prompt: Prompt) -> str | list[int]:
     Raises:
         TypeError: when it is neither.
     """
+    value: Any = prompt
     if isinstance(prompt, Mapping):
         if len(prompt) != 1 or not {"prompt", "prompt_token_ids"} & set(prompt):
             raise TypeError(
                 f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
             )
-        prompt = next(iter(prompt.values()))
-    if isinstance(prompt, str):
-        return prompt
-    if not all(isinstance(t, int) and not isinstance(t, bool) for t in prompt):
-        raise TypeError(f"a prompt is text or token ids, got {prompt!r}")
-    return list(prompt)
+        value = next(iter(prompt.values()))
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, Sequence) or not all(type(t) is int for t in value):
+        raise TypeError(f"a prompt is text or token ids, got {value!r}")
+    return list(value)
 
 
 def _one_each(name: str, value: Any, count: int) -> list[Any]:

@@ -35,6 +35,10 @@ class ScheduledSequence:
     successor_token: int | None = None
 
     @property
+    def draft_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+    @property
     def context_len(self) -> int:
         """Tokens in the KV cache once the step has run."""
         return self.start + len(self.token_ids)

@@ -30,6 +30,12 @@ from atom.spec_decode.base import NullProposer
 
 logger = logging.getLogger(__name__)
 
+DTYPES_BY_NAME = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
 
 class Executor(Protocol):
     """Runs scheduled batches, wherever the model lives."""
@@ -146,7 +152,7 @@ def process_after_loading(model: nn.Module) -> None:
 def _resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
     if name == "auto":
         return source.default_dtype
-    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    return DTYPES_BY_NAME[name]
 
 
 def _fit_context(config: EngineConfig, context_len: int, num_blocks: int) -> int:

@@ -61,7 +61,8 @@ def build_attention_metadata(
 def _positions(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
     """start, start + 1, ... of every sequence, one after another."""
     offsets = np.cumsum(lens) - lens
-    return np.arange(lens.sum()) + np.repeat(starts - offsets, lens)
+    positions: np.ndarray = np.arange(lens.sum()) + np.repeat(starts - offsets, lens)
+    return positions
 
 
 def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:

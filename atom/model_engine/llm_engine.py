@@ -38,8 +38,11 @@ class LLMEngine:
         Raises:
             RequestRefusedError: when it could never run as given.
         """
-        text = prompt if isinstance(prompt, str) else None
-        token_ids = self.tokenizer.encode(text) if text is not None else list(prompt)
+        text: str | None = None
+        token_ids = prompt
+        if isinstance(prompt, str):
+            text, token_ids = prompt, self.tokenizer.encode(prompt)
+        assert isinstance(token_ids, list)
         check_request(token_ids, params, self.core.limits)
         for request in self._processor.add_request(
             request_id, text, token_ids, params, stream=stream, priority=priority

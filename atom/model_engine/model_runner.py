@@ -1,9 +1,11 @@
-"""`ModelRunner`: build the input, run the model, sample, propose; nothing else."""
+"""`ModelRunner`: build the input, run the model, sample and verify, propose; nothing else."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from atom.model_engine.batch import (
@@ -15,13 +17,43 @@ from atom.model_engine.batch import (
 from atom.model_engine.input_builder import build_model_input
 from atom.model_engine.messages import TokenLogprobs
 from atom.model_engine.sampling_state import SamplingRow, SamplingStates
-from atom.model_ops.metadata import ModelOutput, SamplerOutput
+from atom.model_ops.metadata import ModelInput, ModelOutput, SamplerOutput
 from atom.model_ops.sampler import compute_logprobs, sample
 from atom.models.base import CausalLM
-from atom.spec_decode.base import Proposer
+from atom.spec_decode.base import Proposer, VerifiedStep
+from atom.spec_decode.verify import NO_DRAFT, VerifyResult, verify
 
 # Prompt logprobs need the logits of every prompt row; this many rows exist at a time.
 _PROMPT_LOGPROB_ROWS = 64
+
+
+@dataclass(frozen=True)
+class SampleLayout:
+    """How the R rows of logits belong to the S sequences that are sampled.
+
+    Attributes:
+        indices: for each sampled sequence its place in the batch.
+        rows: [S, k + 1] int64 rows of logits; short sequences repeat their last.
+        drafts: [S, k] int64, padded with `NO_DRAFT`.
+    """
+
+    indices: list[int]
+    rows: torch.Tensor
+    drafts: torch.Tensor
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch, device: torch.device) -> SampleLayout:
+        indices = [i for i, s in enumerate(batch.sequences) if s.wants_sample]
+        most = max((batch.sequences[i].num_drafts for i in indices), default=0)
+        rows = np.zeros((len(indices), most + 1), dtype=np.int64)
+        drafts = np.full((len(indices), most), NO_DRAFT, dtype=np.int64)
+        first = 0
+        for s, index in enumerate(indices):
+            count = batch.sequences[index].num_drafts
+            rows[s] = first + np.minimum(np.arange(most + 1), count)
+            drafts[s, :count] = batch.sequences[index].draft_token_ids
+            first += count + 1
+        return cls(indices, torch.from_numpy(rows).to(device), torch.from_numpy(drafts).to(device))
 
 
 class ModelRunner:
@@ -43,36 +75,105 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, batch: ScheduledBatch) -> StepOutput:
-        """Compute every scheduled token and sample the sequences that want it."""
+        """Compute every scheduled token, sample and verify, and propose the next drafts."""
         self._states.update(batch.new, batch.finished_ids)
         if not batch.sequences:
             return StepOutput([])
         model_input = build_model_input(batch, self._block_size, self._device)
         output = self._model.forward(model_input)
         prompt_logprobs = self._prompt_logprobs(batch, output)
-        sampled = self._sample(batch, output.hidden_states[model_input.logits_indices])
-        results: list[SequenceResult] = []
-        for sequence, logprobs in zip(batch.sequences, prompt_logprobs, strict=True):
-            if not sequence.wants_sample:
-                results.append(SequenceResult([], prompt_logprobs=logprobs))
-                continue
-            token_id, token_logprobs = next(sampled)
-            self._states[sequence.id].output_token_ids.append(token_id)
-            results.append(SequenceResult([token_id], token_logprobs, logprobs))
+        layout = SampleLayout.of(batch, self._device)
+        sampled = self._sample(batch, layout, output.hidden_states[model_input.logits_indices])
+        verified = verify(sampled.token_ids[layout.rows], layout.drafts)
+        token_ids = self._append(batch, layout, verified)
+        step = self._verified_step(batch, layout, model_input, output, sampled, verified)
+        drafts = self._proposer.propose(step).tolist()
+        logprobs = self._logprobs(batch, layout, sampled, token_ids)
+        results = [SequenceResult([], prompt_logprobs=p) for p in prompt_logprobs]
+        for s, index in enumerate(layout.indices):
+            results[index] = SequenceResult(
+                token_ids[s],
+                logprobs[s],
+                prompt_logprobs[index],
+                [t for t in drafts[s] if t != NO_DRAFT],
+            )
         return StepOutput(results)
 
     def _sample(
-        self, batch: ScheduledBatch, hidden_states: torch.Tensor
-    ) -> Iterator[tuple[int, list[TokenLogprobs] | None]]:
-        """The next token of every sequence that wants one, with its logprobs."""
-        states = [self._states[s.id] for s in batch.sequences if s.wants_sample]
-        if not states:
-            return iter(())
-        metadata = self._states.build_metadata([SamplingRow(state) for state in states])
-        sampled = sample(self._model.compute_logits(hidden_states), metadata)
-        wanted = [state.params.logprobs for state in states]
-        logprobs = logprobs_to_host(sampled, wanted)
-        return iter(zip(sampled.token_ids.tolist(), logprobs, strict=True))
+        self, batch: ScheduledBatch, layout: SampleLayout, hidden_states: torch.Tensor
+    ) -> SamplerOutput:
+        """Sample every row of logits from the target's processed distribution."""
+        rows = [
+            SamplingRow(self._states[sequence.id], sequence.draft_token_ids[:j])
+            for sequence in (batch.sequences[i] for i in layout.indices)
+            for j in range(sequence.num_drafts + 1)
+        ]
+        if not rows:
+            return SamplerOutput(torch.empty(0, dtype=torch.int64, device=self._device))
+        metadata = self._states.build_metadata(rows)
+        return sample(self._model.compute_logits(hidden_states), metadata)
+
+    def _append(
+        self, batch: ScheduledBatch, layout: SampleLayout, verified: VerifyResult
+    ) -> list[list[int]]:
+        """Bring the verified tokens to the host and remember them; one list per sequence."""
+        columns = torch.cat((verified.num_accepted[:, None], verified.token_ids), dim=1)
+        token_ids = [row[1 : row[0] + 2] for row in columns.tolist()]
+        for index, tokens in zip(layout.indices, token_ids, strict=True):
+            self._states[batch.sequences[index].id].output_token_ids += tokens
+        return token_ids
+
+    def _verified_step(
+        self,
+        batch: ScheduledBatch,
+        layout: SampleLayout,
+        model_input: ModelInput,
+        output: ModelOutput,
+        sampled: SamplerOutput,
+        verified: VerifyResult,
+    ) -> VerifiedStep:
+        next_token_ids = model_input.input_ids.roll(-1)
+        ends = model_input.attention.cu_seqlens_q[1:].long() - 1
+        chunks = [(i, s.successor_token) for i, s in enumerate(batch.sequences)]
+        middle = [(i, token) for i, token in chunks if token is not None]
+        if middle:
+            places, tokens = torch.tensor(middle, device=self._device).T
+            next_token_ids[ends[places]] = tokens
+        next_token_ids[model_input.logits_indices] = sampled.token_ids
+        states = [self._states[batch.sequences[i].id] for i in layout.indices]
+        accepted = layout.rows.gather(1, verified.num_accepted[:, None])[:, 0]
+        return VerifiedStep(
+            model_input=model_input,
+            model_output=output,
+            next_token_ids=next_token_ids,
+            last_rows=model_input.logits_indices[accepted],
+            sequence_indices=layout.indices,
+            histories=[(s.prompt_token_ids, s.output_token_ids) for s in states],
+        )
+
+    def _logprobs(
+        self,
+        batch: ScheduledBatch,
+        layout: SampleLayout,
+        sampled: SamplerOutput,
+        token_ids: list[list[int]],
+    ) -> list[list[TokenLogprobs] | None]:
+        """For each sampled sequence, the logprobs of the tokens that were kept."""
+        if sampled.logprobs is None:
+            return [None] * len(layout.indices)
+        assert sampled.logprob_token_ids is not None
+        assert sampled.ranks is not None
+        columns = (sampled.logprob_token_ids, sampled.logprobs, sampled.ranks)
+        rows = iter(zip(*(column.tolist() for column in columns), strict=True))
+        results: list[list[TokenLogprobs] | None] = []
+        for index, tokens in zip(layout.indices, token_ids, strict=True):
+            sequence = batch.sequences[index]
+            own = [next(rows) for _ in range(sequence.num_drafts + 1)]
+            wanted = self._states[sequence.id].params.logprobs
+            results.append(
+                None if wanted is None else [_cut(wanted, *row) for row in own[: len(tokens)]]
+            )
+        return results
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, output: ModelOutput
@@ -81,48 +182,31 @@ class ModelRunner:
         results: list[list[TokenLogprobs] | None] = []
         first_row = 0
         for sequence in batch.sequences:
-            results.append(self._prompt_logprobs_of(sequence, output.hidden_states, first_row))
+            rows = output.hidden_states[first_row : first_row + len(sequence.token_ids)]
+            results.append(self._prompt_logprobs_of(sequence, rows))
             first_row += len(sequence.token_ids)
         return results
 
     def _prompt_logprobs_of(
-        self, sequence: ScheduledSequence, hidden_states: torch.Tensor, first_row: int
+        self, sequence: ScheduledSequence, hidden_states: torch.Tensor
     ) -> list[TokenLogprobs] | None:
         state = self._states[sequence.id]
         wanted = state.params.prompt_logprobs
-        targets = state.prompt_token_ids[sequence.start + 1 : sequence.context_len + 1]
         # A resumed sequence has outputs: its prompt's logprobs were reported with the first.
-        if wanted is None or not targets or state.output_token_ids:
+        if wanted is None or state.output_token_ids:
             return None
+        targets = state.prompt_token_ids[sequence.start + 1 : sequence.context_len + 1]
         logprobs: list[TokenLogprobs] = []
         for start in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
-            tokens = targets[start : start + _PROMPT_LOGPROB_ROWS]
-            rows = hidden_states[first_row + start : first_row + start + len(tokens)]
-            chosen = torch.tensor(tokens, device=self._device)
-            columns = compute_logprobs(self._model.compute_logits(rows), chosen, wanted)
-            logprobs += [
-                TokenLogprobs(ids, values, _ranks(rank, len(ids)))
-                for ids, values, rank in zip(*(c.tolist() for c in columns), strict=True)
-            ]
+            chosen = torch.tensor(targets[start : start + _PROMPT_LOGPROB_ROWS])
+            logits = self._model.compute_logits(hidden_states[start : start + len(chosen)])
+            columns = compute_logprobs(logits, chosen.to(self._device), wanted)
+            rows = zip(*(column.tolist() for column in columns), strict=True)
+            logprobs += [_cut(wanted, *row) for row in rows]
         return logprobs
 
 
-def logprobs_to_host(
-    sampled: SamplerOutput, wanted: Sequence[int | None]
-) -> list[list[TokenLogprobs] | None]:
-    """One entry per row, cut to the number of alternatives that each row wants."""
-    if sampled.logprobs is None:
-        return [None] * len(wanted)
-    assert sampled.logprob_token_ids is not None
-    assert sampled.ranks is not None
-    columns = (sampled.logprob_token_ids, sampled.logprobs, sampled.ranks)
-    rows = zip(wanted, *(c.tolist() for c in columns), strict=True)
-    return [
-        None if n is None else [TokenLogprobs(ids[: n + 1], values[: n + 1], _ranks(rank, n + 1))]
-        for n, ids, values, rank in rows
-    ]
-
-
-def _ranks(chosen: int, count: int) -> list[int]:
-    """The chosen token's rank, then those of the most likely tokens in order."""
-    return [chosen, *range(1, count)]
+def _cut(wanted: int, ids: Sequence[int], values: Sequence[float], rank: int) -> TokenLogprobs:
+    """The chosen token and the `wanted` most likely ones, whose ranks are their order."""
+    count = min(wanted + 1, len(ids))
+    return TokenLogprobs(list(ids[:count]), list(values[:count]), [rank, *range(1, count)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -12,42 +13,48 @@ from atom.model_ops.metadata import ModelInput, ModelOutput
 
 
 @dataclass(frozen=True)
-class VerifyResult:
-    """Attributes:
-    token_ids: [B, k + 1] int64; row b holds `num_accepted[b]` accepted drafts, then the
-        correction or bonus token; the rest is undefined.
-    num_accepted: [B] int64.
+class VerifiedStep:
+    """A finished target step, as a drafter needs to see it.
+
+    S of the batch's B sequences were sampled; the others are in the middle of their prompts.
+
+    Attributes:
+        model_input, model_output: T rows, rejected drafts included.
+        next_token_ids: [T] int64; the token after each row: known from the prompt, or sampled.
+            Rows of rejected drafts hold anything: what they write is overwritten by the next
+            step before it is read.
+        last_rows: [S] int64; for each sampled sequence the row whose next token is its newest.
+        sequence_indices: for each sampled sequence its place in the batch.
+        histories: for each sampled sequence its prompt and its outputs, the newest included.
     """
 
-    token_ids: torch.Tensor
-    num_accepted: torch.Tensor
-
-
-@dataclass(frozen=True)
-class DraftOutput:
-    """Attributes:
-    token_ids: [B, k] int64, the drafts for the next step.
-    """
-
-    token_ids: torch.Tensor
+    model_input: ModelInput
+    model_output: ModelOutput
+    next_token_ids: torch.Tensor
+    last_rows: torch.Tensor
+    sequence_indices: Sequence[int]
+    histories: Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of every sequence of a batch.
+    """Guesses the next tokens of every sampled sequence of a batch.
 
     Attributes:
-        num_lookahead_tokens: drafts per step; the scheduler keeps that many KV slots ready.
-        aux_layer_ids: target layers whose input hidden states the proposer reads.
-        kv_cache_builder: the proposer's own KV cache, sized with the target's.
+        num_lookahead_tokens: most drafts per step; the scheduler keeps that many KV slots ready.
+        aux_layer_ids: target layers (boundary ids) whose hidden states the proposer reads.
+        kv_cache_builders: the proposer's own KV caches, sized with the target's.
+        kv_depends_on_successor: whether the proposer's KV at a position depends on the token
+            after it, so that the last block of a cached prefix cannot be shared.
     """
 
     num_lookahead_tokens: int
     aux_layer_ids: tuple[int, ...]
-    kv_cache_builder: KVCacheBuilder | None
+    kv_cache_builders: Sequence[KVCacheBuilder]
+    kv_depends_on_successor: bool
 
-    def propose(
-        self, model_input: ModelInput, model_output: ModelOutput, verified: VerifyResult
-    ) -> DraftOutput: ...
+    def propose(self, step: VerifiedStep) -> torch.Tensor:
+        """[S, k] int64 drafts, padded with `NO_DRAFT` where there are fewer."""
+        ...
 
 
 class NullProposer:
@@ -55,9 +62,8 @@ class NullProposer:
 
     num_lookahead_tokens = 0
     aux_layer_ids: tuple[int, ...] = ()
-    kv_cache_builder: KVCacheBuilder | None = None
+    kv_cache_builders: Sequence[KVCacheBuilder] = ()
+    kv_depends_on_successor = False
 
-    def propose(
-        self, model_input: ModelInput, model_output: ModelOutput, verified: VerifyResult
-    ) -> DraftOutput:
-        return DraftOutput(verified.token_ids[:, :0])
+    def propose(self, step: VerifiedStep) -> torch.Tensor:
+        return step.next_token_ids.new_empty((len(step.sequence_indices), 0))
