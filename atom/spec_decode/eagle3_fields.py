@@ -1,0 +1,162 @@
+"""Reading an Eagle3 draft's `config.json`: typed fields, and which keys may be ignored."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from atom.config import ConfigError
+
+# Read by `Eagle3Config`, wherever they stand.
+_READ = """
+architectures eagle_config eagle_aux_hidden_state_layer_ids use_aux_hidden_state
+num_aux_hidden_states draft_vocab_size target_hidden_size norm_before_residual fc_norm
+norm_output kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps
+vocab_size max_position_embeddings attention_bias mlp_bias hidden_act tie_word_embeddings
+sliding_window use_sliding_window layer_types quantization_config
+rope_theta rope_scaling rope_parameters rope_interleave
+"""
+
+# Say nothing about the arithmetic of the one dense layer. A mixture's keys are copied from the
+# target by MLA drafts, whose MLP is dense all the same; `num_hidden_layers` is copied too, and a
+# second layer's tensors would be refused as unexpected.
+_HARMLESS = """
+model_type torch_dtype dtype transformers_version auto_map _name_or_path
+bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
+initializer_range use_cache attention_dropout hidden_dropout dropout pretraining_tp
+num_hidden_layers max_window_layers chunk_size_feed_forward id2label label2id problem_type
+return_dict output_attentions output_hidden_states output_router_logits is_encoder_decoder
+attn_implementation _attn_implementation _attn_implementation_autoset use_flash_attn
+num_nextn_predict_layers first_k_dense_replace moe_intermediate_size moe_layer_freq n_group
+n_routed_experts n_shared_experts num_experts num_experts_per_tok norm_topk_prob
+routed_scaling_factor scoring_func topk_group topk_method aux_loss_alpha seq_aux ep_size
+router_aux_loss_coef qk_head_dim target_model_type target_layer_count
+eagle_decoder_type
+"""
+
+_KNOWN = frozenset((_READ + _HARMLESS).split())
+
+# Values with which a key changes nothing, beside null, false and empty.
+_NEUTRAL: Mapping[str, object] = {
+    "logit_scale": 1.0,
+    "partial_rotary_factor": 1.0,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "logits_scaling": 1.0,
+}
+
+_CHANGES_THE_MATHS = re.compile(
+    r"norm|rope|rotary|scal|multiplier|bias|fc|gate|residual|softcap|cap$|attn|attention|embed"
+    r"|window|logit|_eps|epsilon|_act$|activation|aux|head|temperature"
+)
+
+
+class Fields:
+    """A draft's keys: the top level first, then `eagle_config`; null counts as absent."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        nested = raw.get("eagle_config") or {}
+        if not isinstance(nested, dict):
+            raise ConfigError(f"{where}: eagle_config should be an object, got {nested!r}")
+        self.where = where
+        self._top = raw
+        self._nested = nested
+
+    def get(self, name: str) -> Any:
+        """The value as JSON gives it; None when absent."""
+        value = self._top.get(name)
+        return self._nested.get(name) if value is None else value
+
+    def integer(self, name: str, default: int | None = None) -> int:
+        """A positive integer.
+
+        Raises:
+            ConfigError: for anything else, or when it is absent without a default.
+        """
+        value = self.get(name)
+        if value is None and default is not None:
+            return default
+        if type(value) is not int or value < 1:
+            raise self.error(f"{name} should be a positive integer, got {value!r}")
+        return value
+
+    def number(self, name: str, default: float) -> float:
+        """A positive number."""
+        value = self.get(name)
+        if value is None:
+            return default
+        if type(value) not in (int, float) or value <= 0:
+            raise self.error(f"{name} should be a positive number, got {value!r}")
+        return float(value)
+
+    def flag(self, name: str, default: bool = False) -> bool:
+        value = self.get(name)
+        if value is None:
+            return default
+        if type(value) is not bool:
+            raise self.error(f"{name} should be true or false, got {value!r}")
+        return value
+
+    def integers(self, name: str) -> tuple[int, ...] | None:
+        """A list of integers; None when absent."""
+        value = self.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list) or not value or any(type(i) is not int for i in value):
+            raise self.error(f"{name} should be a list of integers, got {value!r}")
+        return tuple(value)
+
+    def error(self, message: str) -> ConfigError:
+        return ConfigError(f"{self.where}: {message}")
+
+    def unknown(self) -> list[str]:
+        """Keys that may be ignored although nobody knows them.
+
+        Raises:
+            ConfigError: naming the unknown keys that change the arithmetic: all of those in
+                `eagle_config`, and those at the top level whose names speak of it.
+        """
+        nested = _meaningful(self._nested)
+        top = _meaningful(self._top)
+        refused = nested + [name for name in top if _CHANGES_THE_MATHS.search(name)]
+        if refused:
+            raise self.error(
+                f"unknown keys that may change what the draft computes: "
+                f"{', '.join(f'{name}={self.get(name)!r}' for name in refused)}; ignoring them "
+                f"would cost acceptance without a word. Remove them only if the draft was "
+                f"trained without them"
+            )
+        return top
+
+
+def _meaningful(level: Mapping[str, Any]) -> list[str]:
+    """The unknown keys of one level that are not switched off."""
+    return sorted(
+        name
+        for name, value in level.items()
+        if name not in _KNOWN
+        and value not in (None, False, "", [], {})
+        and not (name in _NEUTRAL and value == _NEUTRAL[name])
+    )
+
+
+def read_draft_config(folder: Path) -> Fields:
+    """The fields of `folder/config.json`.
+
+    Raises:
+        ConfigError: when there is no such file or it holds no JSON object.
+    """
+    path = folder / "config.json"
+    if not path.is_file():
+        raise ConfigError(f"{folder} holds no config.json, so it is no draft model folder")
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(raw, dict):
+        raise ConfigError(f"{path} should hold a JSON object, got {type(raw).__name__}")
+    return Fields(raw, str(path))
