@@ -6,6 +6,9 @@ import torch
 from torch import nn
 
 from atom.model_engine.kv_cache import KVCacheBuilder, MHACacheBuilder
+from atom.model_engine.mla_cache import MLACacheBuilder
+from atom.model_ops.attention_mha import Attention
+from atom.model_ops.attention_mla import MLAAttention
 from atom.models.base import attention_layers
 
 
@@ -13,7 +16,15 @@ def target_cache_builders(
     model: nn.Module, block_size: int, dtype: torch.dtype, device: torch.device
 ) -> list[KVCacheBuilder]:
     """One builder per kind of attention in `model`; `dtype` is that of the cache."""
-    return [MHACacheBuilder(attention_layers(model), block_size, dtype, device)]
+    layers = attention_layers(model)
+    mha = {i: layer for i, layer in layers.items() if isinstance(layer, Attention)}
+    mla = {i: layer for i, layer in layers.items() if isinstance(layer, MLAAttention)}
+    builders: list[KVCacheBuilder] = []
+    if mha:
+        builders.append(MHACacheBuilder(mha, block_size, dtype, device))
+    if mla:
+        builders.append(MLACacheBuilder(mla, block_size, dtype, device))
+    return builders
 
 
 def bind_kv_caches(model: nn.Module, builders: list[KVCacheBuilder]) -> None:
@@ -27,4 +38,4 @@ def bind_kv_caches(model: nn.Module, builders: list[KVCacheBuilder]) -> None:
         view = next((view for view in views if view is not None), None)
         if view is None:
             raise RuntimeError(f"no KV cache builder serves attention layer {layer_id}")
-        module.kv_cache = view
+        module.bind_kv_cache(view)

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from atom.model_ops.attention_mha import Attention
-from atom.model_ops.metadata import KVCacheTensor
+from atom.model_ops.metadata import CacheTensor, KVCacheTensor
 
 
 class KVCacheBuilder(Protocol):
@@ -27,7 +27,7 @@ class KVCacheBuilder(Protocol):
         """Allocate the pool; the keys are unique over all builders."""
         ...
 
-    def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> KVCacheTensor | None:
+    def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> CacheTensor | None:
         """The view for one attention module; None when the module is not of this kind."""
         ...
 

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
+from atom.model_ops.metadata import AttentionMetadata, CacheTensor, KVCacheTensor
 
 
 class Attention(nn.Module):
@@ -37,6 +37,16 @@ class Attention(nn.Module):
         shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
         self._write = context.ops.resolve("kv_cache_write", context.dtype, **shape)
         self._attend = context.ops.resolve("paged_attention", context.dtype, **shape)
+
+    def bind_kv_cache(self, cache: CacheTensor) -> None:
+        """Use `cache` from now on.
+
+        Raises:
+            TypeError: when the cache is of another attention's kind.
+        """
+        if not isinstance(cache, KVCacheTensor):
+            raise TypeError(f"attention wants keys and values, not {type(cache).__name__}")
+        self.kv_cache = cache
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 
@@ -75,6 +76,25 @@ class KVCacheTensor:
     @property
     def block_size(self) -> int:
         return self.key.shape[1]
+
+
+@dataclass(frozen=True)
+class LatentCacheTensor:
+    """One latent attention layer's share of the paged pool.
+
+    Attributes:
+        latent: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]; per token the
+            normalised latent, then the rotated part of the key.
+    """
+
+    latent: torch.Tensor
+
+    @property
+    def block_size(self) -> int:
+        return self.latent.shape[1]
+
+
+CacheTensor: TypeAlias = KVCacheTensor | LatentCacheTensor
 
 
 @dataclass(frozen=True)

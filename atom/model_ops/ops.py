@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atom.model_ops.kernels.torch import attention, elementwise, linear
+from atom.model_ops.kernels.torch import attention, elementwise, linear, mla, moe
 from atom.model_ops.registry import Implementation, always
 
 OPS: dict[str, tuple[Implementation, ...]] = {
@@ -13,4 +13,8 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "rope": (Implementation("torch", always, lambda: elementwise.rope),),
     "kv_cache_write": (Implementation("torch", always, lambda: attention.kv_cache_write),),
     "paged_attention": (Implementation("torch", always, attention.load),),
+    "mla_cache_write": (Implementation("torch", always, lambda: mla.mla_cache_write),),
+    "mla_attention": (Implementation("torch", always, lambda: mla.mla_attention),),
+    "moe_route": (Implementation("torch", always, lambda: moe.moe_route),),
+    "moe_experts": (Implementation("torch", always, moe.load),),
 }

@@ -15,6 +15,9 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 class RotaryEmbedding(nn.Module):
     """Rotates the two halves of each head ("neox" style) by position.
 
+    With `interleaved`, a checkpoint's heads hold pairs (x0, x1), (x2, x3), ... instead; they leave
+    as halves, which changes no product of a query and a key.
+
     The table covers the engine's whole context. "dynamic" scaling depends on a sequence's
     length in its paper; a KV cache needs one rotation per position, so the base is the one of
     the longest context the engine serves, and unchanged when that is within the original one.
@@ -25,8 +28,15 @@ class RotaryEmbedding(nn.Module):
 
     cos_sin: torch.Tensor
 
-    def __init__(self, config: PretrainedConfig, head_dim: int, context: LayerContext) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        head_dim: int,
+        context: LayerContext,
+        interleaved: bool = False,
+    ) -> None:
         super().__init__()
+        self.interleaved = interleaved
         inv_freq, scaling = rope_frequencies(config, head_dim, context.max_model_len)
         positions = torch.arange(context.max_model_len, dtype=torch.float32)
         angles = positions[:, None] * inv_freq[None, :].float().cpu()
@@ -38,8 +48,15 @@ class RotaryEmbedding(nn.Module):
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [T, heads, d], k [T, kv_heads, d] -> rotated, same shapes."""
+        if self.interleaved:
+            q, k = _pairs_to_halves(q), _pairs_to_halves(k)
         out: tuple[torch.Tensor, torch.Tensor] = self._op(positions, q, k, self.cos_sin)
         return out
+
+
+def _pairs_to_halves(x: torch.Tensor) -> torch.Tensor:
+    """x0 x1 x2 x3 ... -> x0 x2 ... x1 x3 ..., along the last dimension."""
+    return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
 
 
 def rope_frequencies(

@@ -15,15 +15,11 @@ class WeightMapping:
     renames: prefix in the checkpoint -> prefix in the model, the first that fits.
     packed: fused module name -> the checkpoint's modules that it stacks, in order.
     ignored: regular expressions of checkpoint tensors that are knowingly not used.
-    experts: name of the modules that hold a mixture's experts. `P.experts.3.gate_proj.weight`
-        goes to module `P.experts` with shard `3.gate_proj`; `P.experts.gate_up_proj`, all
-        experts in one tensor, goes to the same module under that name, without a shard.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
-    experts: str | None = None
 
 
 @runtime_checkable
@@ -40,13 +36,13 @@ class WeightLoading(Protocol):
 
 
 @runtime_checkable
-class ExpertLoading(WeightLoading, Protocol):
-    """A module that holds a mixture's experts."""
+class WeightNaming(WeightLoading, Protocol):
+    """A module that itself knows the names of its many tensors, such as a mixture's experts."""
 
-    def expert_shards(self) -> tuple[str, ...]:
-        """Every shard that a checkpoint with one tensor per matrix must bring."""
+    def place_weight(self, name: str) -> tuple[str, str | None] | None:
+        """Parameter and shard of checkpoint tensor `<module>.<name>`; None when it has none."""
         ...
 
-    def stacked_names(self) -> tuple[str, ...]:
-        """What a checkpoint with all experts in one tensor must bring instead."""
+    def weight_shards(self, name: str) -> tuple[str, ...]:
+        """Every shard of parameter `name`, unless one tensor without a shard fills it."""
         ...

@@ -8,6 +8,8 @@ import torch
 from torch import nn
 
 from atom.model_ops.attention_mha import Attention
+from atom.model_ops.attention_mla import MLAAttention
+from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.metadata import ModelInput, ModelOutput
 from atom.model_ops.weight_mapping import WeightMapping
 
@@ -20,6 +22,16 @@ class CausalLM(nn.Module, ABC):
     def weight_mapping(self) -> WeightMapping:
         """How the checkpoint's tensor names become this model's parameters."""
 
+    @property
+    @abstractmethod
+    def token_embedding(self) -> VocabParallelEmbedding:
+        """The input embedding, for a draft that shares it."""
+
+    @property
+    @abstractmethod
+    def output_head(self) -> ParallelLMHead:
+        """The module that makes the logits, for a draft that shares it."""
+
     @abstractmethod
     def forward(self, model_input: ModelInput) -> ModelOutput:
         """Run all layers over T tokens, writing their keys and values to the KV cache."""
@@ -28,8 +40,51 @@ class CausalLM(nn.Module, ABC):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab], in the model's dtype."""
 
+    @abstractmethod
+    def set_aux_layer_ids(self, layer_ids: tuple[int, ...]) -> None:
+        """Ask every later forward for hidden states between layers, in this order.
 
-def attention_layers(model: nn.Module) -> dict[int, Attention]:
+        Id i is the hidden state that enters decoder layer i (0 is the embedding's output); the
+        number of layers is the output of the last one, before the final norm.
+
+        Raises:
+            ValueError: for an id outside that range.
+        """
+
+    @abstractmethod
+    def default_aux_layer_ids(self) -> tuple[int, ...]:
+        """The ids that a draft reads when its config names none."""
+
+
+def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
     """The attention modules in the order of their layers."""
-    modules = [m for m in model.modules() if isinstance(m, Attention)]
+    modules = [m for m in model.modules() if isinstance(m, (Attention, MLAAttention))]
     return dict(enumerate(modules))
+
+
+def check_aux_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
+    """Refuse ids that name no hidden state of a model of `num_layers` layers.
+
+    Raises:
+        ValueError: with the ids and the range.
+    """
+    if any(not 0 <= i <= num_layers for i in layer_ids):
+        raise ValueError(
+            f"aux layer ids {list(layer_ids)} must lie in 0..{num_layers} for a model of "
+            f"{num_layers} layers"
+        )
+
+
+def spread_aux_layer_ids(num_layers: int) -> tuple[int, ...]:
+    """`(2, N // 2, N - 3)`, the published default; first, middle and last for under 7 layers.
+
+    Raises:
+        ValueError: for a single layer, which has no three distinct states.
+    """
+    if num_layers < 2:
+        raise ValueError(
+            f"no default aux layer ids for a model of {num_layers} layer(s); name them"
+        )
+    if num_layers < 7:
+        return (0, num_layers // 2, num_layers)
+    return (2, num_layers // 2, num_layers - 3)

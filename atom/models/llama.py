@@ -8,6 +8,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
+from atom.config import ConfigError
 from atom.model_ops.activation import SiluAndMul
 from atom.model_ops.attention_mha import Attention
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -21,21 +22,29 @@ from atom.model_ops.linear import (
 from atom.model_ops.metadata import AttentionMetadata, ModelInput, ModelOutput
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.base import CausalLM
+from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
 
 
 class LlamaMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))` with gate and up in one product."""
 
-    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
+    def __init__(
+        self,
+        config: PretrainedConfig,
+        intermediate_size: int,
+        context: LayerContext,
+        prefix: str,
+    ) -> None:
         super().__init__()
+        if config.hidden_act != "silu":
+            raise ConfigError(f"hidden_act={config.hidden_act!r} is not supported; only silu is")
         bias = self.has_bias(config)
-        sizes = {"gate_proj": config.intermediate_size, "up_proj": config.intermediate_size}
+        sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, sizes, bias, context, f"{prefix}.gate_up_proj"
         )
         self.down_proj = RowParallelLinear(
-            config.intermediate_size, config.hidden_size, bias, context, f"{prefix}.down_proj"
+            intermediate_size, config.hidden_size, bias, context, f"{prefix}.down_proj"
         )
         self.act = SiluAndMul(self.down_proj.in_features, context)
 
@@ -57,7 +66,7 @@ class LlamaAttention(nn.Module):
         super().__init__()
         head_dim = head_size(config)
         self.qkv_proj = QKVParallelLinear(
-            config.hidden_size,
+            self.input_size(config),
             head_dim,
             config.num_attention_heads,
             config.num_key_value_heads,
@@ -80,6 +89,11 @@ class LlamaAttention(nn.Module):
             context,
             self.sliding_window(config, layer_id),
         )
+
+    @staticmethod
+    def input_size(config: PretrainedConfig) -> int:
+        """Elements of one row of the attention's input."""
+        return int(config.hidden_size)
 
     @staticmethod
     def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
@@ -106,7 +120,7 @@ class LlamaAttention(nn.Module):
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm; the residual stream is kept apart."""
 
-    attention_class: ClassVar[type[LlamaAttention]] = LlamaAttention
+    attention_class: ClassVar[type[nn.Module]] = LlamaAttention
 
     def __init__(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -115,7 +129,13 @@ class LlamaDecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
         self.self_attn = self.attention_class(config, layer_id, context, f"{prefix}.self_attn")
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
-        self.mlp = LlamaMLP(config, context, f"{prefix}.mlp")
+        self.mlp = self.create_mlp(config, layer_id, context, f"{prefix}.mlp")
+
+    def create_mlp(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> nn.Module:
+        """The layer's second half, [T, hidden] -> [T, hidden]."""
+        return LlamaMLP(config, config.intermediate_size, context, prefix)
 
     def forward(
         self,
@@ -136,33 +156,43 @@ class LlamaDecoderLayer(nn.Module):
 
 
 class LlamaModel(nn.Module):
-    """Embedding, decoder layers and final norm."""
+    """Embedding, decoder layers and final norm.
+
+    Attributes:
+        aux_layer_ids: boundaries between layers whose hidden states a forward returns.
+    """
 
     def __init__(
         self,
         config: PretrainedConfig,
         context: LayerContext,
-        layer_class: type[LlamaDecoderLayer] = LlamaDecoderLayer,
+        layer_class: type[LlamaDecoderLayer],
+        rotary: RotaryEmbedding,
+        prefix: str,
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
         self.layers = nn.ModuleList(
-            layer_class(config, i, context, f"model.layers.{i}")
+            layer_class(config, i, context, f"{prefix}.layers.{i}")
             for i in range(config.num_hidden_layers)
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
-        self.rotary = RotaryEmbedding(config, head_size(config), context)
+        self.rotary = rotary
+        self.aux_layer_ids: tuple[int, ...] = ()
 
     def forward(self, model_input: ModelInput) -> ModelOutput:
         hidden = self.embed_tokens(model_input.input_ids)
         residual: torch.Tensor | None = None
-        for layer in self.layers:
+        boundaries: dict[int, torch.Tensor] = {}
+        for i, layer in enumerate(self.layers):
+            if i in self.aux_layer_ids:
+                boundaries[i] = hidden if residual is None else hidden + residual
             hidden, residual = layer(
                 hidden, residual, model_input.positions, model_input.attention, self.rotary
             )
         assert residual is not None
-        hidden, _ = self.norm.add(hidden, residual)
-        return ModelOutput(hidden)
+        hidden, boundaries[len(self.layers)] = self.norm.add(hidden, residual)
+        return ModelOutput(hidden, tuple(boundaries[i] for i in self.aux_layer_ids))
 
 
 class LlamaForCausalLM(CausalLM):
@@ -170,12 +200,17 @@ class LlamaForCausalLM(CausalLM):
 
     layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
 
-    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
         super().__init__()
         self.tied = bool(config.tie_word_embeddings)
-        self.model = LlamaModel(config, context, self.layer_class)
+        rotary = self.create_rotary(config, context)
+        self.model = LlamaModel(config, context, self.layer_class, rotary, f"{prefix}model")
         tied_to = self.model.embed_tokens if self.tied else None
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, tied_to)
+
+    def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
+        """The rotation that all layers share."""
+        return RotaryEmbedding(config, head_size(config), context)
 
     @property
     def weight_mapping(self) -> WeightMapping:
@@ -189,6 +224,14 @@ class LlamaForCausalLM(CausalLM):
             ignored=(*ignored, r"lm_head\.weight") if self.tied else ignored,
         )
 
+    @property
+    def token_embedding(self) -> VocabParallelEmbedding:
+        return self.model.embed_tokens
+
+    @property
+    def output_head(self) -> ParallelLMHead:
+        return self.lm_head
+
     def forward(self, model_input: ModelInput) -> ModelOutput:
         output: ModelOutput = self.model(model_input)
         return output
@@ -196,6 +239,13 @@ class LlamaForCausalLM(CausalLM):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = self.lm_head(hidden_states)
         return logits
+
+    def set_aux_layer_ids(self, layer_ids: tuple[int, ...]) -> None:
+        check_aux_layer_ids(layer_ids, len(self.model.layers))
+        self.model.aux_layer_ids = layer_ids
+
+    def default_aux_layer_ids(self) -> tuple[int, ...]:
+        return spread_aux_layer_ids(len(self.model.layers))
 
 
 def head_size(config: PretrainedConfig) -> int:

@@ -10,9 +10,15 @@ from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 
+# Architecture -> module and class.
 _MODELS = {
-    "LlamaForCausalLM": "atom.models.llama",
-    "Qwen3ForCausalLM": "atom.models.qwen3",
+    "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
+    "Qwen3ForCausalLM": ("qwen3", "Qwen3ForCausalLM"),
+    "DeepseekV2ForCausalLM": ("deepseek_v2", "DeepseekV2ForCausalLM"),
+    "DeepseekV3ForCausalLM": ("deepseek_v2", "DeepseekV3ForCausalLM"),
+    "KimiK25ForConditionalGeneration": ("kimi_k25", "KimiK25ForConditionalGeneration"),
+    # transformers' spelling of the same.
+    "Kimi_K25ForConditionalGeneration": ("kimi_k25", "KimiK25ForConditionalGeneration"),
 }
 
 
@@ -29,6 +35,7 @@ def create_model(config: PretrainedConfig, context: LayerContext) -> CausalLM:
             f"architecture {', '.join(names) or '(none given)'} is not supported; supported are "
             f"{', '.join(_MODELS)}"
         )
-    model_class = getattr(importlib.import_module(_MODELS[known[0]]), known[0])
+    module, name = _MODELS[known[0]]
+    model_class = getattr(importlib.import_module(f"atom.models.{module}"), name)
     model: CausalLM = model_class(config, context)
     return model

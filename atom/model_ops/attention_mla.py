@@ -1,0 +1,90 @@
+"""Multi-head latent attention: one small vector per cached token, shared by all heads."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.metadata import AttentionMetadata, CacheTensor, LatentCacheTensor
+from atom.model_ops.weights import copy_weight
+
+
+class LatentUpProjection(nn.Module):
+    """A latent [rank] to every head's key part and value, [heads * (nope + v), rank].
+
+    Not a linear layer: attention reads it head by head, so it stays dense whatever the
+    storage of the other weights.
+    """
+
+    def __init__(self, num_heads: int, rank: int, head_rows: int, context: LayerContext) -> None:
+        super().__init__()
+        self.group = context.group
+        self.num_heads = context.group.divide(num_heads, "num_attention_heads")
+        self.weight = context.empty(self.num_heads * head_rows, rank)
+
+    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
+        if name != "weight" or shard is not None:
+            raise ValueError(f"a latent up projection has a weight only, not {name} {shard or ''}")
+        copy_weight(self.weight, self.group.shard(tensor, 0))
+
+    def by_head(self) -> torch.Tensor:
+        """[heads, nope + v, rank], a view."""
+        return self.weight.view(self.num_heads, -1, self.weight.shape[1])
+
+
+class MLAAttention(nn.Module):
+    """Writes new latents to its KV cache, then attends over it.
+
+    Attributes:
+        kv_cache: bound once by the runner, before the first forward.
+        latent_dim: elements that one token takes in the cache.
+    """
+
+    kv_cache: LatentCacheTensor
+
+    def __init__(
+        self,
+        num_heads: int,
+        kv_lora_rank: int,
+        qk_rope_head_dim: int,
+        v_head_dim: int,
+        scale: float,
+        context: LayerContext,
+    ) -> None:
+        super().__init__()
+        self.num_heads = num_heads
+        self.v_head_dim = v_head_dim
+        self.latent_dim = kv_lora_rank + qk_rope_head_dim
+        self.scale = scale
+        shape = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
+        self._write = context.ops.resolve("mla_cache_write", context.dtype, **shape)
+        self._attend = context.ops.resolve(
+            "mla_attention", context.dtype, num_heads=num_heads, v_head_dim=v_head_dim, **shape
+        )
+
+    def bind_kv_cache(self, cache: CacheTensor) -> None:
+        """Use `cache` from now on.
+
+        Raises:
+            TypeError: when the cache is of another attention's kind.
+        """
+        if not isinstance(cache, LatentCacheTensor):
+            raise TypeError(f"latent attention wants latents, not {type(cache).__name__}")
+        self.kv_cache = cache
+
+    def forward(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        up_proj: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> torch.Tensor:
+        """q [T, heads, nope + rope], latent [T, rank], k_rope [T, rope] -> [T, heads * v].
+
+        up_proj: [heads, nope + v, rank], from a latent to keys and values.
+        """
+        self._write(latent, k_rope, self.kv_cache, metadata.slot_mapping)
+        out: torch.Tensor = self._attend(q, self.kv_cache, up_proj, metadata, self.scale)
+        return out.reshape(q.shape[0], self.num_heads * self.v_head_dim)

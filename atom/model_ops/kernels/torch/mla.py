@@ -1,0 +1,125 @@
+"""Multi-head latent attention in plain torch.
+
+The cache holds one latent vector and one rotated key part per token, shared by all heads.
+`up_proj` [heads, nope + v, rank] turns a latent into each head's key and value. Two readings of
+the same sum: few queries are carried into the latent space ("absorbed": no key or value is ever
+built); for many it is cheaper to build keys and values once ("expanded").
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+from atom.model_ops.kernels.torch.paged import (
+    by_query_length,
+    causal_mask,
+    compute_dtype,
+    gather_blocks,
+)
+from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+
+
+def mla_cache_write(
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write latent [T, rank] and k_rope [T, rope] to their slots; slot -1 writes nothing."""
+    rows = torch.cat((latent, k_rope), dim=-1).to(kv_cache.latent.dtype)
+    if bool((slot_mapping < 0).any()):
+        real = slot_mapping >= 0
+        rows, slot_mapping = rows[real], slot_mapping[real]
+    kv_cache.latent.flatten(0, 1).index_copy_(0, slot_mapping, rows)
+
+
+def mla_attention(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
+
+    The last query of a sequence sits at the last position of its context.
+    """
+    heads, _, rank = up_proj.shape
+    nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)
+    dtype = compute_dtype(q)
+    dense = up_proj.to(dtype)
+    w_uk, w_uv = dense[:, :nope], dense[:, nope:]
+    limit = absorb_limit(rank, up_proj.shape[1])
+    out = q.new_empty(q.shape[0], heads, w_uv.shape[1])
+    for length, rows, tokens in by_query_length(metadata, q.device):
+        batch = (q if tokens is None else q[tokens]).view(len(rows), length, heads, -1).to(dtype)
+        longest = max(metadata.context_lens_cpu[b] for b in rows)
+        cache = gather_blocks(kv_cache.latent, metadata, rows, longest).to(dtype)
+        mask = causal_mask(metadata, rows, length, longest)
+        attend = _absorbed if length <= limit else _expanded
+        attended = attend(batch, cache, w_uk, w_uv, mask, scale).flatten(0, 1).to(q.dtype)
+        if tokens is None:
+            return attended
+        out[tokens] = attended
+    return out
+
+
+def absorb_limit(rank: int, up_rows: int) -> float:
+    """The most queries per sequence for which absorbing takes fewer operations.
+
+    Per head and cached token, building a key and a value costs `rank * up_rows`; a query then
+    saves `2 * rank - up_rows` against the latent space. `up_rows` is nope + v.
+    """
+    saved = 2 * rank - up_rows
+    return rank * up_rows / saved if saved > 0 else float("inf")
+
+
+def _absorbed(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """q [b, L, heads, nope + rope], cache [b, C, rank + rope] -> [b, L, heads, v]."""
+    num_seqs, length, heads, _ = q.shape
+    nope, rank = w_uk.shape[1:]
+    q_nope, q_rope = q[..., :nope], q[..., nope:]
+    # Heads first: one product per head. Then all heads are queries of the one shared key.
+    carried = torch.matmul(q_nope.permute(2, 0, 1, 3).flatten(1, 2), w_uk)
+    carried = carried.view(heads, num_seqs, length, rank).permute(1, 0, 2, 3)
+    wide = torch.cat((carried, q_rope.transpose(1, 2)), dim=-1).flatten(1, 2)[:, None]
+    if mask is not None:
+        mask = mask[:, None].expand(-1, heads, -1, -1).flatten(1, 2)[:, None]
+    shared = cache[:, None]
+    # The values are the keys' first `rank` columns; with equal widths nothing is copied.
+    seen = F.scaled_dot_product_attention(wide, shared, shared, attn_mask=mask, scale=scale)
+    seen = seen[..., :rank].reshape(num_seqs, heads, length, rank).transpose(0, 1).flatten(1, 2)
+    out = torch.matmul(seen, w_uv.transpose(1, 2))
+    return out.view(heads, num_seqs, length, -1).permute(1, 2, 0, 3)
+
+
+def _expanded(
+    q: torch.Tensor,
+    cache: torch.Tensor,
+    w_uk: torch.Tensor,
+    w_uv: torch.Tensor,
+    mask: torch.Tensor | None,
+    scale: float,
+) -> torch.Tensor:
+    """q [b, L, heads, nope + rope], cache [b, C, rank + rope] -> [b, L, heads, v]."""
+    (heads, _, rank), v_dim = w_uk.shape, w_uv.shape[1]
+    latent, k_rope = cache[..., :rank], cache[..., rank:]
+    key = torch.einsum("bcr,hnr->bhcn", latent, w_uk)
+    key = torch.cat((key, k_rope[:, None].expand(-1, heads, -1, -1)), dim=-1)
+    value = torch.einsum("bcr,hvr->bhcv", latent, w_uv)
+    # Equal widths let attention run without a matrix of all scores.
+    value = F.pad(value, (0, max(key.shape[-1] - v_dim, 0)))
+    if mask is not None:
+        mask = mask[:, None]
+    out = F.scaled_dot_product_attention(q.transpose(1, 2), key, value, attn_mask=mask, scale=scale)
+    return out[..., :v_dim].transpose(1, 2)

@@ -1,0 +1,96 @@
+"""Mixture of experts in plain torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import accumulate
+
+import torch
+
+from atom.model_ops.kernels.torch import linear
+from atom.model_ops.kernels.torch.elementwise import silu_and_mul
+from atom.model_ops.routing import Routing
+
+MoEExpertsOp = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
+]
+
+
+def moe_route(
+    logits: torch.Tensor, correction_bias: torch.Tensor | None, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k].
+
+    `correction_bias` [experts] takes part in the choice only, never in the weights.
+    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    """
+    scores = logits.softmax(dim=-1) if routing.scoring == "softmax" else logits.sigmoid()
+    choice = scores if correction_bias is None else scores + correction_bias
+    if routing.num_groups > 1:
+        choice = choice.masked_fill(~_eligible(choice, routing), float("-inf"))
+    ids = choice.topk(routing.top_k, dim=-1, sorted=False).indices
+    weights = scores.gather(1, ids)
+    if routing.renormalize:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
+    return weights * routing.scaling, ids
+
+
+def _eligible(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
+    """[T, experts] bool: whether an expert lies in one of its token's best groups."""
+    grouped = choice.view(-1, routing.num_groups, routing.group_size)
+    if routing.group_score == "max":
+        group_scores = grouped.amax(dim=-1)
+    else:
+        group_scores = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    best = group_scores.topk(routing.top_groups, dim=-1, sorted=False).indices
+    mask = torch.zeros_like(group_scores, dtype=torch.bool).scatter_(1, best, True)
+    return mask.repeat_interleave(routing.group_size, dim=1)
+
+
+def load() -> MoEExpertsOp:
+    return partial(moe_experts, linear.load())
+
+
+def moe_experts(
+    matmul: linear.LinearOp,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
+
+    w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter].
+    Each expert's weights are read once, and only where a token visits it.
+    """
+    if x.shape[0] == 1:
+        parts = [_expert(matmul, x, w13[e], w2[e]) for e in ids[0].tolist()]
+        return _weighted_sum(torch.stack(parts, dim=1), weights).to(x.dtype)
+    num_tokens, top_k = ids.shape
+    pairs = ids.flatten()
+    order = pairs.argsort(stable=True)
+    counts = torch.bincount(pairs, minlength=w13.shape[0]).tolist()
+    ends = list(accumulate(counts))
+    sorted_x = x[order // top_k]
+    results = torch.empty_like(sorted_x)
+    for expert, (count, end) in enumerate(zip(counts, ends, strict=True)):
+        if count:
+            rows = slice(end - count, end)
+            results[rows] = _expert(matmul, sorted_x[rows], w13[expert], w2[expert])
+    # Back in the order of tokens, so that a token's sum does not depend on its batch.
+    in_order = torch.empty_like(results)
+    in_order[order] = results
+    return _weighted_sum(in_order.view(num_tokens, top_k, -1), weights).to(x.dtype)
+
+
+def _expert(
+    matmul: linear.LinearOp, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
+) -> torch.Tensor:
+    return matmul(silu_and_mul(matmul(x, w13, None)), w2, None)
+
+
+def _weighted_sum(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """results [T, k, hidden], weights [T, k] -> [T, hidden] float32."""
+    return torch.bmm(weights[:, None], results.float())[:, 0]

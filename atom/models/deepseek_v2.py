@@ -1,0 +1,257 @@
+"""DeepSeek-V2 and V3: latent attention, a mixture of experts behind dense first layers.
+
+Source of names and arithmetic: transformers' `deepseek_v2` and `deepseek_v3`; the papers are
+arXiv 2405.04434 and 2412.19437.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from typing import ClassVar
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from atom.config import ConfigError
+from atom.model_ops.attention_mla import LatentUpProjection, MLAAttention
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.layernorm import RMSNorm
+from atom.model_ops.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from atom.model_ops.metadata import AttentionMetadata
+from atom.model_ops.moe import FusedMoE, TopKRouter
+from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.routing import Routing
+from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+
+# Of the norms between the low-rank projections, whatever the config's rms_norm_eps.
+_LATENT_NORM_EPS = 1e-6
+
+
+class DeepseekV2Attention(nn.Module):
+    """Latent attention; queries come straight from the input or through a low rank."""
+
+    def __init__(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> None:
+        super().__init__()
+        self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
+        self.rank: int = config.kv_lora_rank
+        self.has_low_rank_queries = config.q_lora_rank is not None
+        self._create_query_projection(config, context, prefix)
+        self.kv_a_proj_with_mqa = ReplicatedLinear(
+            self.input_size(config),
+            self.rank + self.rope_dim,
+            config.attention_bias,
+            context,
+            f"{prefix}.kv_a_proj_with_mqa",
+        )
+        self.kv_a_layernorm = RMSNorm(self.rank, _LATENT_NORM_EPS, context)
+        self.kv_b_proj = LatentUpProjection(
+            config.num_attention_heads, self.rank, self.nope_dim + config.v_head_dim, context
+        )
+        self.o_proj = RowParallelLinear(
+            config.num_attention_heads * config.v_head_dim,
+            config.hidden_size,
+            config.attention_bias,
+            context,
+            f"{prefix}.o_proj",
+        )
+        self.attn = MLAAttention(
+            self.kv_b_proj.num_heads,
+            self.rank,
+            self.rope_dim,
+            config.v_head_dim,
+            attention_scale(config),
+            context,
+        )
+
+    @staticmethod
+    def input_size(config: PretrainedConfig) -> int:
+        """Width of what the layer attends from."""
+        return int(config.hidden_size)
+
+    def _create_query_projection(
+        self, config: PretrainedConfig, context: LayerContext, prefix: str
+    ) -> None:
+        size = self.input_size(config)
+        rows = config.num_attention_heads * (self.nope_dim + self.rope_dim)
+        if not self.has_low_rank_queries:
+            self.q_proj = ColumnParallelLinear(size, rows, False, context, f"{prefix}.q_proj")
+            return
+        rank = config.q_lora_rank
+        self.q_a_proj = ReplicatedLinear(
+            size, rank, config.attention_bias, context, f"{prefix}.q_a_proj"
+        )
+        self.q_a_layernorm = RMSNorm(rank, _LATENT_NORM_EPS, context)
+        self.q_b_proj = ColumnParallelLinear(rank, rows, False, context, f"{prefix}.q_b_proj")
+
+    def _queries(self, x: torch.Tensor) -> torch.Tensor:
+        """[T, input_size] -> [T, heads, nope + rope]."""
+        if self.has_low_rank_queries:
+            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+        else:
+            q = self.q_proj(x)
+        queries: torch.Tensor = q.view(x.shape[0], -1, self.nope_dim + self.rope_dim)
+        return queries
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        q = self._queries(x)
+        compressed = self.kv_a_proj_with_mqa(x)
+        latent = self.kv_a_layernorm(compressed[:, : self.rank].contiguous())
+        q_rope, k_rope = rotary(
+            positions, q[..., self.nope_dim :], compressed[:, None, self.rank :]
+        )
+        q = torch.cat((q[..., : self.nope_dim], q_rope), dim=-1)
+        attended = self.attn(q, latent, k_rope[:, 0], self.kv_b_proj.by_head(), metadata)
+        out: torch.Tensor = self.o_proj(attended)
+        return out
+
+
+class DeepseekV2MoE(nn.Module):
+    """Routed experts plus shared ones that every token visits."""
+
+    has_correction_bias: ClassVar[bool] = False
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
+        super().__init__()
+        _expect(config, "hidden_act", "silu")
+        self.group = context.group
+        self.gate = TopKRouter(
+            config.hidden_size, self.routing(config), self.has_correction_bias, context
+        )
+        self.experts = FusedMoE(
+            config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, context
+        )
+        self.shared_experts = None
+        if config.n_shared_experts:
+            size = config.moe_intermediate_size * config.n_shared_experts
+            self.shared_experts = LlamaMLP(config, size, context, f"{prefix}.shared_experts")
+
+    @staticmethod
+    def routing(config: PretrainedConfig) -> Routing:
+        """Softmax scores; a group of experts is as good as its best."""
+        _expect(config, "scoring_func", "softmax")
+        _expect(config, "topk_method", "greedy", "group_limited_greedy")
+        # transformers ignores the field and DeepSeek's own code does not: nobody publishes it.
+        _expect(config, "norm_topk_prob", False)
+        grouped = config.topk_method == "group_limited_greedy"
+        return Routing(
+            num_experts=config.n_routed_experts,
+            top_k=config.num_experts_per_tok,
+            scoring="softmax",
+            num_groups=config.n_group if grouped else 1,
+            top_groups=config.topk_group if grouped else 1,
+            group_score="max",
+            scaling=config.routed_scaling_factor,
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = self.group.all_reduce(self.experts(x, *self.gate(x)))
+        return out if self.shared_experts is None else out + self.shared_experts(x)
+
+
+class DeepseekV3MoE(DeepseekV2MoE):
+    """V3 corrects scores for balance when it chooses experts, not when it weighs them."""
+
+    has_correction_bias = True
+
+    @staticmethod
+    def routing(config: PretrainedConfig) -> Routing:
+        """Sigmoid scores; a group of experts is as good as its best two."""
+        _expect(config, "scoring_func", "sigmoid")
+        _expect(config, "topk_method", "noaux_tc")
+        return Routing(
+            num_experts=config.n_routed_experts,
+            top_k=config.num_experts_per_tok,
+            scoring="sigmoid",
+            num_groups=config.n_group or 1,
+            top_groups=config.topk_group or 1,
+            group_score="top2_sum",
+            renormalize=config.norm_topk_prob,
+            scaling=config.routed_scaling_factor,
+        )
+
+
+class DeepseekV2DecoderLayer(LlamaDecoderLayer):
+    """The first `first_k_dense_replace` layers are dense."""
+
+    attention_class = DeepseekV2Attention
+    moe_class: ClassVar[type[DeepseekV2MoE]] = DeepseekV2MoE
+
+    def create_mlp(
+        self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
+    ) -> nn.Module:
+        _expect(config, "moe_layer_freq", 1)
+        if layer_id < config.first_k_dense_replace:
+            return super().create_mlp(config, layer_id, context, prefix)
+        return self.moe_class(config, context, prefix)
+
+
+class DeepseekV3DecoderLayer(DeepseekV2DecoderLayer):
+    moe_class = DeepseekV3MoE
+
+
+class DeepseekV2ForCausalLM(LlamaForCausalLM):
+    """Source of names and arithmetic: transformers' `deepseek_v2`."""
+
+    layer_class = DeepseekV2DecoderLayer
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
+        super().__init__(config, context, prefix)
+        self._mtp_layers = _mtp_layers(config, prefix)
+
+    def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
+        return RotaryEmbedding(config, config.qk_rope_head_dim, context, interleaved=True)
+
+    @property
+    def weight_mapping(self) -> WeightMapping:
+        mapping = super().weight_mapping
+        packed = {"gate_up_proj": mapping.packed["gate_up_proj"]}
+        return WeightMapping(mapping.renames, packed, (*mapping.ignored, *self._mtp_layers))
+
+
+class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
+    """Source of names and arithmetic: transformers' `deepseek_v3`; runs Kimi-K2 as well."""
+
+    layer_class = DeepseekV3DecoderLayer
+
+    def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
+        interleaved = bool(config.rope_interleave)
+        return RotaryEmbedding(config, config.qk_rope_head_dim, context, interleaved)
+
+
+def attention_scale(config: PretrainedConfig) -> float:
+    """The softmax scale; long-context scaling with `mscale_all_dim` sharpens it."""
+    scale: float = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
+    rope = config.rope_parameters
+    mscale_all_dim = rope.get("mscale_all_dim", 0)
+    if rope.get("rope_type", "default") == "default" or not mscale_all_dim or rope["factor"] <= 1:
+        return scale
+    mscale: float = 0.1 * mscale_all_dim * math.log(rope["factor"]) + 1.0
+    return scale * mscale * mscale
+
+
+def _expect(config: PretrainedConfig, field: str, *supported: object) -> None:
+    """Refuse a config whose `field`, where it has one, would change the maths."""
+    value = getattr(config, field, None)  # only some publishers write the field
+    if value is not None and value not in supported:
+        raise ConfigError(
+            f"{config.model_type} with {field}={value!r} is not supported; supported: "
+            f"{', '.join(repr(s) for s in supported)}"
+        )
+
+
+def _mtp_layers(config: PretrainedConfig, prefix: str) -> tuple[str, ...]:
+    """Patterns of the layers after the last one, which only a multi-token drafter reads."""
+    count = getattr(config, "num_nextn_predict_layers", None) or 0  # absent from V2's config
+    first = config.num_hidden_layers
+    return tuple(rf"{re.escape(prefix)}model\.layers\.{i}\..*" for i in range(first, first + count))

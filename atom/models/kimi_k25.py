@@ -1,0 +1,36 @@
+"""Kimi-K2.5: DeepSeek-V3 as the text network of a model that also sees. Text only here."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+
+from transformers import PretrainedConfig
+
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.deepseek_v2 import DeepseekV3ForCausalLM
+
+logger = logging.getLogger(__name__)
+
+_TEXT = "language_model."
+_VISION = (r"vision_tower\..*", r"(model\.)?mm_projector\..*")
+
+
+class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
+    """The checkpoint's `language_model.*`; its vision weights are not loaded."""
+
+    def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
+        super().__init__(config.get_text_config(), context, _TEXT)
+        logger.info("%s runs as a text model: its vision weights are skipped", config.model_type)
+
+    @property
+    def weight_mapping(self) -> WeightMapping:
+        mapping = super().weight_mapping
+        # Patterns are of names in the checkpoint.
+        head = (rf"{_TEXT}lm_head\.weight",) if self.tied else ()
+        return replace(
+            mapping,
+            renames=((_TEXT, ""), *mapping.renames),
+            ignored=(*mapping.ignored, *head, *_VISION),
+        )
