@@ -1,0 +1,121 @@
+"""The safetensors files of a folder and what is in them, without reading any weights."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+from atom.model_loader.errors import WeightError, name_some
+
+_INDEX = "model.safetensors.index.json"
+_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
+_ITEM_BYTES |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+
+
+@dataclass(frozen=True)
+class CheckpointTensor:
+    """Attributes:
+    dtype: safetensors' name, such as `BF16`.
+    """
+
+    name: str
+    file: Path
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def num_bytes(self) -> int:
+        return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 1)
+
+
+def has_weights(folder: Path) -> bool:
+    """Whether a folder holds safetensors files, or an index that promises some."""
+    return (folder / _INDEX).is_file() or any(folder.glob("*.safetensors"))
+
+
+def list_tensors(folder: Path) -> list[CheckpointTensor]:
+    """Every tensor of the folder's checkpoint, file by file in the order of the data.
+
+    Raises:
+        WeightError: when a file is missing, damaged, or a tensor occurs in two files.
+    """
+    weight_map = _read_index(folder)
+    files = _files_without_index(folder) if weight_map is None else _files(folder, weight_map)
+    tensors = [tensor for file in files for tensor in _tensors_of(file)]
+    counts = Counter(tensor.name for tensor in tensors)
+    if twice := [name for name, count in counts.items() if count > 1]:
+        raise WeightError(f"{folder}: tensors occur in several files: {name_some(twice)}")
+    if weight_map is not None:
+        _check_index(folder, weight_map, tensors)
+    return tensors
+
+
+def stored_dtype(folder: Path) -> str | None:
+    """torch's name of the type that most of the checkpoint is stored in; None without weights."""
+    if not has_weights(folder):
+        return None
+    num_bytes: Counter[str] = Counter()
+    for tensor in list_tensors(folder):
+        num_bytes[tensor.dtype] += tensor.num_bytes
+    most = num_bytes.most_common(1)
+    return _DTYPE_NAMES.get(most[0][0], most[0][0]) if most else None
+
+
+def _read_index(folder: Path) -> dict[str, str] | None:
+    path = folder / _INDEX
+    if not path.is_file():
+        return None
+    try:
+        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+        return {str(name): str(file) for name, file in weight_map.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise WeightError(f"{path} is no index of safetensors files: {error!r}") from error
+
+
+def _files(folder: Path, weight_map: dict[str, str]) -> list[Path]:
+    names = sorted(set(weight_map.values()))
+    if outside := [name for name in names if Path(name).name != name]:
+        raise WeightError(f"{folder / _INDEX} names files elsewhere: {name_some(outside)}")
+    if missing := [name for name in names if not (folder / name).is_file()]:
+        raise WeightError(f"{folder / _INDEX} names files that are not there: {name_some(missing)}")
+    return [folder / name for name in names]
+
+
+def _files_without_index(folder: Path) -> list[Path]:
+    files = sorted(folder.glob("*.safetensors"))
+    # Some publishers add the same weights under their own names in consolidated files.
+    own = [file for file in files if not file.name.startswith("consolidated")]
+    if not files:
+        raise WeightError(f"{folder} holds no *.safetensors files")
+    return own or files
+
+
+def _tensors_of(file: Path) -> list[CheckpointTensor]:
+    try:
+        with safe_open(file, "pt") as handle:
+            tensors = []
+            for name in handle.offset_keys():
+                header = handle.get_slice(name)
+                tensors.append(
+                    CheckpointTensor(name, file, header.get_dtype(), tuple(header.get_shape()))
+                )
+            return tensors
+    except (SafetensorError, OSError) as error:
+        raise WeightError(
+            f"{file} is damaged or incomplete ({file.stat().st_size} bytes): {error}; fetch it "
+            f"again"
+        ) from error
+
+
+def _check_index(folder: Path, weight_map: dict[str, str], tensors: list[CheckpointTensor]) -> None:
+    found = {tensor.name for tensor in tensors if weight_map.get(tensor.name) == tensor.file.name}
+    if missing := [name for name in weight_map if name not in found]:
+        raise WeightError(
+            f"{folder / _INDEX} names tensors that are not in their files: {name_some(missing)}"
+        )

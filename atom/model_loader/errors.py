@@ -1,0 +1,18 @@
+"""What is wrong with a checkpoint's content."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+_MOST_NAMED = 10
+
+
+class WeightError(ValueError):
+    """A checkpoint is damaged or does not fit the model; the message names what and where."""
+
+
+def name_some(names: Sequence[str], separator: str = ", ") -> str:
+    """The first ten names, and how many more there are."""
+    shown = separator.join(names[:_MOST_NAMED])
+    hidden = len(names) - _MOST_NAMED
+    return f"{shown} and {hidden} more" if hidden > 0 else shown

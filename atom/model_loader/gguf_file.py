@@ -1,0 +1,263 @@
+"""Reading the header of a GGUF file: its metadata, and where each tensor lies.
+
+Source of the format: `gguf.constants`, and the format's description in ggml's `docs/gguf.md`.
+The header of a real model holds hundreds of thousands of strings, so they are decoded in one
+pass over a memory map, without an object per field.
+"""
+
+from __future__ import annotations
+
+import mmap
+import struct
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+import numpy as np
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
+
+from atom.config import ConfigError
+from atom.model_loader.errors import WeightError
+
+_MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_DEFAULT_ALIGNMENT = 32
+_SMALLEST_STRING = 8
+_SMALLEST_TENSOR_INFO = 24
+
+_SCALARS = {
+    GGUFValueType.UINT8: "B",
+    GGUFValueType.INT8: "b",
+    GGUFValueType.UINT16: "H",
+    GGUFValueType.INT16: "h",
+    GGUFValueType.UINT32: "I",
+    GGUFValueType.INT32: "i",
+    GGUFValueType.FLOAT32: "f",
+    GGUFValueType.BOOL: "?",
+    GGUFValueType.UINT64: "Q",
+    GGUFValueType.INT64: "q",
+    GGUFValueType.FLOAT64: "d",
+}
+
+T = TypeVar("T", int, float, bool, str)
+
+
+@dataclass(frozen=True)
+class GGUFTensor:
+    """Attributes:
+    shape: outermost dimension first.
+    kind: how the elements are stored.
+    offset: of the first byte, from the start of the file.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    kind: GGMLQuantizationType
+    offset: int
+    num_bytes: int
+
+    @property
+    def num_elements(self) -> int:
+        return int(np.prod(self.shape, dtype=np.int64))
+
+    @property
+    def num_rows(self) -> int:
+        """Rows along the innermost dimension, which is the one that is quantised in blocks."""
+        return self.num_elements // self.shape[-1]
+
+
+class Metadata:
+    """The key-value pairs of a GGUF file, read with the type that the reader expects."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self._path = path
+        self._values = values
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._values
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    @overload
+    def get(self, key: str, kind: type[T], default: T) -> T: ...
+    @overload
+    def get(self, key: str, kind: type[T]) -> T | None: ...
+    def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
+        """The value, or the default when the key is absent.
+
+        Raises:
+            WeightError: when the value has another type.
+        """
+        value = self._values.get(key, default)
+        return value if value is None else self._checked(key, value, kind)
+
+    def require(self, key: str, kind: type[T]) -> T:
+        """The value.
+
+        Raises:
+            WeightError: when it is absent or has another type.
+        """
+        if key not in self._values:
+            raise WeightError(f"{self._path}: the metadata lacks {key}")
+        return self._checked(key, self._values[key], kind)
+
+    def require_list(self, key: str, kind: type[T]) -> list[T]:
+        """A list value.
+
+        Raises:
+            WeightError: when it is absent, no list, or its items have another type.
+        """
+        value = self._values.get(key)
+        if not isinstance(value, list):
+            raise WeightError(f"{self._path}: the metadata lacks the list {key}")
+        return [self._checked(key, item, kind) for item in value]
+
+    def _checked(self, key: str, value: Any, kind: type[T]) -> T:
+        if kind is float and type(value) is int:
+            return kind(value)
+        if type(value) is not kind:
+            raise WeightError(
+                f"{self._path}: {key} should be of type {kind.__name__}, got {type(value).__name__}"
+            )
+        return value
+
+
+@dataclass(frozen=True)
+class GGUFFile:
+    """The header of a GGUF file."""
+
+    path: Path
+    metadata: Metadata
+    tensors: dict[str, GGUFTensor]
+
+    @property
+    def architecture(self) -> str:
+        return self.metadata.require("general.architecture", str)
+
+
+def read_gguf(path: Path) -> GGUFFile:
+    """Read a GGUF file's header and check that every tensor lies within the file.
+
+    Raises:
+        ConfigError: for a kind of GGUF file that is not supported.
+        WeightError: when the file is no GGUF file, is cut short or damaged.
+    """
+    with path.open("rb") as handle:
+        if handle.read(len(_MAGIC)) != _MAGIC:
+            raise WeightError(f"{path} is no GGUF file: it does not begin with {_MAGIC.decode()}")
+        with mmap.mmap(handle.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return _HeaderReader(path, data).read()
+
+
+class _HeaderReader:
+    """Walks the header from front to back; every read is checked against the file's end."""
+
+    def __init__(self, path: Path, data: mmap.mmap) -> None:
+        self.path = path
+        self.data = data
+        self.offset = len(_MAGIC)
+
+    def read(self) -> GGUFFile:
+        version = self.scalar("I")
+        if version not in _VERSIONS:
+            swapped = int.from_bytes(struct.pack("<I", version), "big")
+            what = "big-endian" if swapped in _VERSIONS else f"version {version}"
+            raise ConfigError(f"{self.path} is a {what} GGUF file; versions 2 and 3 are read")
+        num_tensors, num_values = self.scalar("Q"), self.scalar("Q")
+        values = {}
+        for _ in range(num_values):
+            key = self.string()
+            values[key] = self.value(self.value_type())
+        metadata = Metadata(self.path, values)
+        self.expect(num_tensors * _SMALLEST_TENSOR_INFO)
+        infos = [self.tensor_info() for _ in range(num_tensors)]
+        alignment = metadata.get("general.alignment", int, _DEFAULT_ALIGNMENT)
+        if alignment < 1 or alignment & (alignment - 1):
+            raise self.damaged(f"the alignment {alignment} is no power of two")
+        start = -(-self.offset // alignment) * alignment
+        tensors = {info[0]: self.tensor(start, *info) for info in infos}
+        if len(tensors) != num_tensors:
+            raise self.damaged("a tensor occurs twice")
+        return GGUFFile(self.path, metadata, tensors)
+
+    def scalar(self, code: str) -> Any:
+        size = struct.calcsize(code)
+        self.expect(size)
+        (value,) = struct.unpack_from("<" + code, self.data, self.offset)
+        self.offset += size
+        # Floats are written in decimal and stored in 32 bits: the shortest decimal that
+        # rounds to the stored value is the one that was meant.
+        return float(str(np.float32(value))) if code == "f" else value
+
+    def string(self) -> str:
+        size = self.scalar("Q")
+        self.expect(size)
+        raw = self.data[self.offset : self.offset + size]
+        self.offset += size
+        try:
+            return raw.decode()
+        except UnicodeDecodeError:
+            raise self.damaged(f"{raw[:40]!r} is not UTF-8") from None
+
+    def value_type(self) -> GGUFValueType:
+        number = self.scalar("I")
+        try:
+            return GGUFValueType(number)
+        except ValueError:
+            raise self.damaged(f"there is no value type {number}") from None
+
+    def value(self, kind: GGUFValueType) -> Any:
+        if kind is GGUFValueType.STRING:
+            return self.string()
+        if kind is GGUFValueType.ARRAY:
+            return self.array()
+        return self.scalar(_SCALARS[kind])
+
+    def array(self) -> list[Any]:
+        kind, length = self.value_type(), self.scalar("Q")
+        if kind not in _SCALARS:
+            self.expect(length * _SMALLEST_STRING)
+            return [self.value(kind) for _ in range(length)]
+        item = np.dtype("<" + _SCALARS[kind])
+        self.expect(length * item.itemsize)
+        values = np.frombuffer(self.data, item, length, self.offset).tolist()
+        self.offset += length * item.itemsize
+        return list(values)
+
+    def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
+        name = self.string()
+        num_dimensions = self.scalar("I")
+        self.expect(num_dimensions * 8)
+        innermost_first = [self.scalar("Q") for _ in range(num_dimensions)]
+        return name, tuple(reversed(innermost_first)), self.scalar("I"), self.scalar("Q")
+
+    def tensor(
+        self, start: int, name: str, shape: tuple[int, ...], number: int, offset: int
+    ) -> GGUFTensor:
+        try:
+            kind = GGMLQuantizationType(number)
+        except ValueError:
+            raise ConfigError(
+                f"{self.path}: tensor {name} is stored as type {number}, which this version of "
+                f"the gguf package does not know"
+            ) from None
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if not shape or 0 in shape or shape[-1] % block:
+            raise self.damaged(f"tensor {name} of shape {list(shape)} is no {kind.name} tensor")
+        num_bytes = int(np.prod([int(n) for n in shape], dtype=object)) // block * block_bytes
+        tensor = GGUFTensor(name, shape, kind, start + offset, num_bytes)
+        if tensor.offset + tensor.num_bytes > len(self.data):
+            raise self.damaged(
+                f"tensor {name} ends at byte {tensor.offset + tensor.num_bytes}, the file at "
+                f"{len(self.data)}; fetch it again"
+            )
+        return tensor
+
+    def expect(self, size: int) -> None:
+        if self.offset + size > len(self.data):
+            raise self.damaged(f"its header is cut short at byte {len(self.data)}; fetch it again")
+
+    def damaged(self, what: str) -> WeightError:
+        return WeightError(f"{self.path} is damaged: {what}")

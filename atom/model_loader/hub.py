@@ -1,0 +1,81 @@
+"""Fetching models and tokenizers from the Hugging Face hub."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import (
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+
+from atom.config import ConfigError, ModelOptions
+
+_TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
+# Weights a second time, in other formats or other layouts.
+_IGNORED_PATTERNS = ("original/*", "consolidated*", "onnx/*", "openvino/*", "*/*.safetensors")
+
+
+def looks_like_path(model: str) -> bool:
+    """Whether the user surely means a place on disk rather than `name` or `owner/name`."""
+    return (
+        model.startswith((".", "/", "~"))
+        or model.endswith((".gguf", ".safetensors", "/"))
+        or model.count("/") > 1
+        or "\\" in model
+    )
+
+
+def download(model: str, options: ModelOptions) -> Path:
+    """The local folder of a hub repository, fetched where it is not cached yet.
+
+    Raises:
+        ConfigError: when there is no such repository, revision, permission or connection.
+    """
+    patterns = list(_TOKENIZER_PATTERNS)
+    if options.load_format != "dummy":
+        patterns.append("*.safetensors")
+    return _download(model, options, options.revision, patterns)
+
+
+def download_tokenizer(model: str, options: ModelOptions) -> Path:
+    """The local folder of a hub repository, without weights.
+
+    Raises:
+        ConfigError: as `download`.
+    """
+    return _download(model, options, None, list(_TOKENIZER_PATTERNS))
+
+
+def _download(model: str, options: ModelOptions, revision: str | None, patterns: list[str]) -> Path:
+    if options.trust_remote_code:
+        patterns = [*patterns, "*.py"]
+    at = f" at revision {revision}" if revision else ""
+    try:
+        folder = snapshot_download(
+            model,
+            revision=revision,
+            allow_patterns=patterns,
+            ignore_patterns=list(_IGNORED_PATTERNS),
+        )
+    except HFValidationError as error:
+        raise ConfigError(f"{model!r} is neither a path nor a hub id: {error}") from error
+    except GatedRepoError as error:
+        raise ConfigError(f"the hub wants a login or a licence for {model}: {error}") from error
+    except (RepositoryNotFoundError, RevisionNotFoundError) as error:
+        raise ConfigError(
+            f"there is no folder {model} here, and no repository {model}{at} on the hub that you "
+            f"may read"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise ConfigError(
+            f"there is no folder {model} here, {model}{at} is not in the hub's local cache, and "
+            f"the hub cannot be reached (or is switched off by HF_HUB_OFFLINE)"
+        ) from error
+    except OSError as error:
+        raise ConfigError(f"cannot fetch {model}{at} from the hub: {error}") from error
+    return Path(folder)

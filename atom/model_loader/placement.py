@@ -1,0 +1,186 @@
+"""Where each checkpoint tensor goes in a model, decided and checked before any is read."""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from atom.model_loader.checkpoint import CheckpointTensor
+from atom.model_loader.errors import WeightError, name_some
+from atom.model_ops.weight_mapping import WeightLoading, WeightMapping, WeightNaming
+from atom.model_ops.weights import copy_weight
+
+# Types that hold plain numbers; the others mean nothing without a scale.
+_VALUE_TYPES = {"F64", "F32", "F16", "BF16"}
+
+
+@dataclass(frozen=True)
+class Target:
+    """A parameter of the model and the module that owns it."""
+
+    module: nn.Module
+    parameter_name: str
+    parameter: nn.Parameter
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where one checkpoint tensor goes; `shard` names its part of a parameter with several."""
+
+    tensor: CheckpointTensor
+    target: Target
+    shard: str | None
+
+    def copy(self, tensor: torch.Tensor) -> None:
+        """Copy the tensor's values into the model.
+
+        Raises:
+            ValueError: when the tensor does not fit.
+        """
+        if isinstance(self.target.module, WeightLoading):
+            self.target.module.load_weight(self.target.parameter_name, tensor, self.shard)
+        elif self.shard is None:
+            copy_weight(self.target.parameter, tensor)
+        else:
+            raise ValueError(
+                f"{type(self.target.module).__name__} cannot take {self.shard} as a part of its "
+                f"{self.target.parameter_name}"
+            )
+
+
+def find_targets(model: nn.Module) -> dict[str, Target]:
+    """Every parameter of the model by its full name."""
+    targets = {}
+    for module_name, module in model.named_modules():
+        prefix = f"{module_name}." if module_name else ""
+        for name, parameter in module.named_parameters(recurse=False):
+            targets[prefix + name] = Target(module, name, parameter)
+    return targets
+
+
+def place_tensors(
+    tensors: Iterable[CheckpointTensor],
+    mapping: WeightMapping,
+    targets: dict[str, Target],
+    folder: Path,
+) -> list[Placement]:
+    """A place for every tensor that is not ignored, and tensors for every parameter.
+
+    Raises:
+        WeightError: naming tensors that are missing, unexpected, given twice or of a type
+            that has no plain values.
+    """
+    directory = _Directory(mapping, targets)
+    ignored = [re.compile(pattern) for pattern in mapping.ignored]
+    placements = []
+    unexpected = []
+    problems = []
+    filled: dict[str, set[str | None]] = defaultdict(set)
+    for tensor in tensors:
+        if any(pattern.fullmatch(tensor.name) for pattern in ignored):
+            continue
+        target_name, shard = directory.find(tensor.name)
+        target = targets.get(target_name)
+        if target is None:
+            unexpected.append(tensor.name)
+            continue
+        if filled[target_name] and (shard is None or filled[target_name] & {shard, None}):
+            problems.append(f"{tensor.name} is given twice")
+        filled[target_name].add(shard)
+        if tensor.dtype not in _VALUE_TYPES and target.parameter.is_floating_point():
+            problems.append(f"{tensor.name} is stored as {tensor.dtype}, which has no plain values")
+        placements.append(Placement(tensor, target, shard))
+    if unexpected:
+        problems.append(f"unexpected tensors ({len(unexpected)}): {name_some(unexpected)}")
+    if missing := _missing(directory, targets, filled):
+        problems.append(f"missing tensors ({len(missing)}): {name_some(missing)}")
+    raise_if_any(problems, folder)
+    return placements
+
+
+def raise_if_any(problems: list[str], folder: Path) -> None:
+    """Raises: WeightError with all problems, if there are any."""
+    if problems:
+        listed = name_some(problems, separator="; ")
+        raise WeightError(f"the checkpoint {folder} does not fit the model: {listed}")
+
+
+class _Directory:
+    """Finds the parameter that a checkpoint's name stands for."""
+
+    def __init__(self, mapping: WeightMapping, targets: dict[str, Target]) -> None:
+        self._mapping = mapping
+        self._targets = targets
+        self._naming = {
+            full.removesuffix(f".{target.parameter_name}"): target.module
+            for full, target in targets.items()
+            if isinstance(target.module, WeightNaming)
+        }
+
+    def find(self, name: str) -> tuple[str, str | None]:
+        """The parameter for a checkpoint tensor and its shard; an unknown name stays."""
+        for old, new in self._mapping.renames:
+            if name.startswith(old):
+                name = new + name[len(old) :]
+                break
+        if name in self._targets:
+            return name, None
+        return self._in_packed(name) or self._by_module(name) or (name, None)
+
+    def shards(self, name: str) -> tuple[str, ...]:
+        """The parts that together fill a parameter that got at least one part."""
+        target = self._targets[name]
+        if isinstance(target.module, WeightNaming):
+            return target.module.weight_shards(target.parameter_name)
+        module = name.rpartition(".")[0].rpartition(".")[2]
+        return self._mapping.packed[module]
+
+    def _in_packed(self, name: str) -> tuple[str, str] | None:
+        module, _, parameter = name.rpartition(".")
+        parent, dot, part = module.rpartition(".")
+        for packed, parts in self._mapping.packed.items():
+            candidate = f"{parent}{dot}{packed}.{parameter}"
+            if part in parts and candidate in self._targets:
+                return candidate, part
+        return None
+
+    def _by_module(self, name: str) -> tuple[str, str | None] | None:
+        """Ask the modules along the name that know their tensors themselves."""
+        for module_name, rest in _cuts(name):
+            module = self._naming.get(module_name)
+            placed = module.place_weight(rest) if module is not None else None
+            if placed is not None:
+                parameter_name, shard = placed
+                return f"{module_name}.{parameter_name}", shard
+        return None
+
+
+def _cuts(name: str) -> Iterator[tuple[str, str]]:
+    """Each way to cut a dotted name in two, the longest front first."""
+    parts = name.split(".")
+    for end in range(len(parts) - 1, 0, -1):
+        yield ".".join(parts[:end]), ".".join(parts[end:])
+
+
+def _missing(
+    directory: _Directory, targets: dict[str, Target], filled: dict[str, set[str | None]]
+) -> list[str]:
+    # A parameter that two modules share is filled under either name.
+    shared = {id(targets[name].parameter) for name in filled}
+    missing = []
+    for name, target in targets.items():
+        found = filled.get(name)
+        if found is None:
+            if id(target.parameter) not in shared:
+                missing.append(name)
+        elif None not in found:
+            lacking = [part for part in directory.shards(name) if part not in found]
+            if lacking:
+                missing.append(f"{name} (lacks {name_some(lacking)})")
+    return missing

