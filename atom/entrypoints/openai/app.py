@@ -1,0 +1,222 @@
+"""The HTTP application: routes, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from fastapi import FastAPI
+from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+
+from atom.entrypoints.detokenizer import Vocabulary
+from atom.entrypoints.openai.auth import ApiKeyMiddleware
+from atom.entrypoints.openai.body import Body, read_body
+from atom.entrypoints.openai.chat import ChatFormat, prepare_chat
+from atom.entrypoints.openai.completions import CompletionFormat, prepare_completion
+from atom.entrypoints.openai.errors import (
+    INVALID_REQUEST,
+    SERVER_ERROR,
+    ApiError,
+    as_api_error,
+    bad_request,
+    json_response,
+)
+from atom.entrypoints.openai.generation import respond, unless_disconnected
+from atom.entrypoints.openai.metrics import ServerMetrics
+from atom.entrypoints.openai.options import ServerOptions
+from atom.entrypoints.openai.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from atom.entrypoints.openai.tokenization import PromptEncoder
+from atom.model_engine.async_engine import AsyncEngine, QueueFullError
+from atom.model_engine.messages import EngineDeadError, RequestRefusedError
+from atom.version import __version__
+
+# nginx's status for a client that has gone; nobody reads it.
+CLIENT_CLOSED_REQUEST = 499
+
+
+@dataclass(frozen=True)
+class Api:
+    """The handlers, and what they work with.
+
+    Attributes:
+        model_names: what requests may call the model; the first is what answers say.
+    """
+
+    engine: AsyncEngine
+    options: ServerOptions
+    encoder: PromptEncoder
+    vocabulary: Vocabulary
+    metrics: ServerMetrics
+    model_names: tuple[str, ...]
+    created: int
+
+    async def completions(self, request: Request) -> Response:
+        body = await self._body(request, CompletionRequest)
+        model = self._model(body.model)
+        max_model_len = self.engine.limits.max_model_len
+        generation = await unless_disconnected(
+            request, prepare_completion(body, model, self.encoder, max_model_len)
+        )
+        choices = CompletionFormat(body, self.encoder, self.vocabulary)
+        return await respond(request, self.engine, generation, choices)
+
+    async def chat_completions(self, request: Request) -> Response:
+        body = await self._body(request, ChatCompletionRequest)
+        model = self._model(body.model)
+        generation = await unless_disconnected(request, prepare_chat(body, model, self.encoder))
+        return await respond(request, self.engine, generation, ChatFormat(body, self.vocabulary))
+
+    async def models(self) -> Response:
+        cards = [self._model_card(name) for name in self.model_names]
+        return json_response({"object": "list", "data": cards})
+
+    async def model(self, model_id: str) -> Response:
+        return json_response(self._model_card(self._model(model_id)))
+
+    async def tokenize(self, request: Request) -> Response:
+        body = await self._body(request, TokenizeRequest)
+        self._model(body.model)
+        if (body.prompt is None) == (not body.messages):
+            raise bad_request("send either prompt or messages", "prompt")
+        if body.prompt is None:
+            prompt = await self.encoder.encode_chat(
+                body, add_special_tokens=bool(body.add_special_tokens)
+            )
+        else:
+            prompt = await self.encoder.encode(
+                body.prompt,
+                add_special_tokens=body.add_special_tokens is not False,
+                param="prompt",
+            )
+        spelled = None
+        if body.return_token_strs:
+            spelled = [self.vocabulary.token_text(token_id) for token_id in prompt.token_ids]
+        return json_response(
+            {
+                "count": len(prompt.token_ids),
+                "max_model_len": self.engine.limits.max_model_len,
+                "tokens": prompt.token_ids,
+                "token_strs": spelled,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        body = await self._body(request, DetokenizeRequest)
+        self._model(body.model)
+        size = self.engine.limits.vocab_size
+        bad = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
+        if bad is not None:
+            raise bad_request(f"token id {bad} is outside the vocabulary of {size}", "tokens")
+        return json_response({"prompt": await self.encoder.detokenize(body.tokens)})
+
+    async def health(self) -> Response:
+        if not self.engine.is_healthy:
+            raise ApiError(503, "the engine does not answer", kind=SERVER_ERROR, code="unhealthy")
+        return json_response({"status": "ok"})
+
+    async def prometheus(self) -> Response:
+        content, content_type = self.metrics.expose(self.engine.stats)
+        return Response(content, media_type=content_type)
+
+    async def version(self) -> Response:
+        return json_response({"version": __version__})
+
+    async def _body(self, request: Request, model: type[Body]) -> Body:
+        return await read_body(request, model, self.options.max_body_bytes)
+
+    def _model(self, name: str | None) -> str:
+        if name is None:
+            return self.model_names[0]
+        if name not in self.model_names:
+            raise ApiError(
+                404,
+                f"the model {name!r} does not exist; this server has {', '.join(self.model_names)}",
+                param="model",
+                code="model_not_found",
+            )
+        return name
+
+    def _model_card(self, name: str) -> dict[str, Any]:
+        return {
+            "id": name,
+            "object": "model",
+            "created": self.created,
+            "owned_by": "atom",
+            "root": self.model_names[0],
+            "parent": None,
+            "max_model_len": self.engine.limits.max_model_len,
+        }
+
+
+def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetrics) -> FastAPI:
+    """The application around a started engine.
+
+    Raises:
+        OptionError: when the chat template of `options` is not one.
+    """
+    api = Api(
+        engine=engine,
+        options=options,
+        encoder=PromptEncoder(engine.tokenizer, engine.limits.max_model_len, options.chat_template),
+        vocabulary=engine.vocabulary,
+        metrics=metrics,
+        model_names=options.served_model_names or (engine.model_name,),
+        created=int(time.time()),
+    )
+    app = FastAPI(title="ATOM", version=__version__, openapi_url=None)
+    app.add_api_route("/v1/completions", api.completions, methods=["POST"])
+    app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/models", api.models)
+    app.add_api_route("/v1/models/{model_id:path}", api.model)
+    app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
+    app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
+    app.add_api_route("/health", api.health, methods=["GET", "HEAD"])
+    app.add_api_route("/metrics", api.prometheus)
+    app.add_api_route("/version", api.version)
+    app.add_exception_handler(ClientDisconnect, _on_disconnect)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+    app.add_exception_handler(Exception, _on_exception)
+    for error in (ApiError, RequestRefusedError, QueueFullError, EngineDeadError):
+        app.add_exception_handler(error, _on_exception)
+    # The last one added is the outermost: preflight requests carry no key.
+    if options.api_keys:
+        app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys)
+    if options.cors_allow_origins:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors_allow_origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+        )
+    return app
+
+
+async def _on_disconnect(request: Request, error: Exception) -> Response:
+    del request, error
+    return Response(status_code=CLIENT_CLOSED_REQUEST)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    codes = {404: "not_found", 405: "method_not_allowed"}
+    return ApiError(
+        error.status_code,
+        f"{request.method} {request.url.path}: {error.detail}",
+        kind=INVALID_REQUEST if error.status_code < 500 else SERVER_ERROR,
+        code=codes.get(error.status_code),
+        headers=error.headers,
+    ).response()
+
+
+async def _on_exception(request: Request, error: Exception) -> Response:
+    del request
+    return as_api_error(error).response()

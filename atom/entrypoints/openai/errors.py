@@ -1,0 +1,101 @@
+"""Every error of the server in OpenAI's shape, with the status that says whose fault it is."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from atom.model_engine.async_engine import EngineShuttingDownError, QueueFullError
+from atom.model_engine.messages import EngineDeadError, RequestRefusedError
+
+logger = logging.getLogger(__name__)
+
+# Seconds after which a client that met a full queue may try again.
+RETRY_AFTER_SECONDS = 1
+
+INVALID_REQUEST = "invalid_request_error"
+RATE_LIMIT = "rate_limit_error"
+SERVER_ERROR = "server_error"
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Attributes:
+        status: HTTP status.
+        kind: OpenAI's `type`.
+        param: the offending field of the request, where there is one.
+        code: a stable word that programs can compare.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    def response(self) -> Response:
+        return json_response(self.body(), self.status, self.headers)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def invalid_parameters(error: ValueError, field_names: Mapping[str, str]) -> ApiError:
+    """A `SamplingParams` that cannot be built; its messages begin with the field's name.
+
+    `field_names` are the request's own names of fields that are called otherwise there.
+    """
+    match = re.match(r"[a-z_]+", str(error))
+    name = match.group() if match else ""
+    return bad_request(str(error), field_names.get(name, name) or None)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The answer to an exception of the engine; the unforeseen is logged and a 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestRefusedError):
+        return bad_request(str(error), error.param)
+    if isinstance(error, QueueFullError):
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return ApiError(429, str(error), kind=RATE_LIMIT, code="queue_full", headers=headers)
+    if isinstance(error, EngineDeadError):
+        shuts_down = isinstance(error, EngineShuttingDownError)
+        code = "shutting_down" if shuts_down else "engine_dead"
+        return ApiError(503, str(error), kind=SERVER_ERROR, code=code)
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return ApiError(500, "internal server error; see the server's log", kind=SERVER_ERROR)
+
+
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")

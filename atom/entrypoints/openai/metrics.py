@@ -1,0 +1,124 @@
+"""Prometheus metrics of one server, all named `atom:...`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from atom.model_engine.messages import EngineStats
+from atom.outputs import RequestMetrics
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+# Seconds.
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_REQUEST_BUCKETS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0),
+)
+
+
+class ServerMetrics:
+    """Watches requests as an `EngineObserver`, and joins the engine's own counts when read.
+
+    Every instance has a registry of its own.
+    """
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = _EngineCollector()
+        self._registry.register(self._engine)
+        self._finished = Counter(
+            "atom:requests_finished",
+            "Requests that ended, by reason.",
+            ["reason"],
+            registry=self._registry,
+        )
+        for reason in FINISH_REASONS:
+            self._finished.labels(reason)  # present from the start, at zero
+        self._time_to_first_token = self._histogram(
+            "time_to_first_token", "From arrival to the first token.", _REQUEST_BUCKETS
+        )
+        self._inter_token_latency = self._histogram(
+            "inter_token_latency",
+            "Between tokens of a sequence; tokens of one step share its time.",
+            _TOKEN_BUCKETS,
+        )
+        self._latency = self._histogram(
+            "e2e_request_latency", "From arrival to the end.", _REQUEST_BUCKETS
+        )
+        self._queue_time = self._histogram(
+            "request_queue_time", "From arrival to the first scheduling.", _REQUEST_BUCKETS
+        )
+
+    def expose(self, stats: EngineStats) -> tuple[bytes, str]:
+        """The metrics with the engine's latest state, and their content type."""
+        self._engine.stats = stats
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def on_first_token(self, seconds: float) -> None:
+        self._time_to_first_token.observe(seconds)
+
+    def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
+        if seconds is None:
+            return
+        for _ in range(num_tokens):
+            self._inter_token_latency.observe(seconds / num_tokens)
+
+    def on_request_finished(
+        self,
+        metrics: RequestMetrics,
+        finish_reason: str,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+    ) -> None:
+        del num_prompt_tokens, num_output_tokens  # the engine counts tokens itself
+        self._finished.labels(finish_reason).inc()
+        arrived = metrics.arrival_time
+        if metrics.finished_time is not None:
+            self._latency.observe(metrics.finished_time - arrived)
+        if metrics.first_scheduled_time is not None:
+            self._queue_time.observe(metrics.first_scheduled_time - arrived)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"atom:{name}_seconds", text, buckets=buckets, registry=self._registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's `EngineStats` as metrics; read when scraped, so steps cost nothing."""
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.stats
+        gauges = (
+            ("num_requests_running", "Sequences in the running batch.", stats.num_running),
+            ("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting),
+            ("kv_cache_usage_ratio", "Share of KV blocks in use.", stats.kv_cache_usage),
+            ("kv_cache_blocks", "KV blocks there are.", stats.num_blocks),
+            ("kv_cache_used_blocks", "KV blocks that live sequences hold.", stats.num_used_blocks),
+        )
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(f"atom:{name}", text, value=value)
+        counters = (
+            ("prompt_tokens", "Prompt tokens of scheduled requests.", stats.num_prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.num_generation_tokens),
+            ("preemptions", "Sequences preempted.", stats.num_preemptions),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_cache_queries,
+            ),
+            (
+                "prefix_cache_hits",
+                "Prompt tokens found in the prefix cache.",
+                stats.prefix_cache_hits,
+            ),
+        )
+        for name, text, value in counters:
+            yield CounterMetricFamily(f"atom:{name}", text, value=value)

@@ -1,0 +1,196 @@
+"""The bodies of requests: every field by name and type, and what becomes of it.
+
+A field is either used, harmless (accepted, changes nothing, listed in docs/server.md), or not
+supported: then it is refused unless its value asks for nothing. Unknown fields are refused.
+Ranges are the business of `SamplingParams`.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic_core import PydanticCustomError
+
+# More than any client needs; each stop string costs time at every token.
+MAX_STOP_STRINGS = 64
+
+# The type of the validation error whose context names the refused `field`.
+UNSUPPORTED_FIELD = "unsupported_field"
+
+Role = Literal["system", "developer", "user", "assistant", "tool"]
+Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
+# Lists fail at their first wrong item: megabytes of wrong items must not become errors each.
+StopStrings = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+TokenIds = Annotated[list[int], Field(fail_fast=True)]
+
+
+class ApiModel(BaseModel):
+    """Strict: no unknown fields, no "5" for 5.
+
+    Attributes:
+        UNSUPPORTED: unsupported fields, with the values that ask for nothing.
+    """
+
+    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="after")
+    def _refuse_unsupported(self) -> ApiModel:
+        for name in self.model_fields_set & self.UNSUPPORTED.keys():
+            value = getattr(self, name)
+            if value is not None and value not in self.UNSUPPORTED[name]:
+                raise PydanticCustomError(
+                    UNSUPPORTED_FIELD, "{field} is not supported", {"field": name}
+                )
+        return self
+
+
+class StreamOptions(ApiModel):
+    include_usage: bool | None = None
+    include_obfuscation: bool | None = None  # harmless
+
+
+class GenerationRequest(ApiModel):
+    """What completions and chat completions have in common; null means the default."""
+
+    model: str | None = None
+    n: int | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    repetition_penalty: float | None = None
+    logit_bias: dict[int, float] | None = None
+    seed: int | None = None
+    stop: str | StopStrings | None = None
+    stop_token_ids: TokenIds | None = None
+    include_stop_str_in_output: bool | None = None
+    ignore_eos: bool | None = None
+    min_tokens: int | None = None
+    max_tokens: int | None = None
+    prompt_logprobs: int | None = None
+    skip_special_tokens: bool | None = None
+    add_special_tokens: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+
+    # Harmless.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    safety_identifier: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+
+
+class CompletionRequest(GenerationRequest):
+    """`POST /v1/completions`; the shape of `prompt` is checked by `parse_prompts`."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"suffix": ("",)}
+
+    prompt: Any
+    echo: bool | None = None
+    logprobs: int | None = None
+    best_of: int | None = None
+    suffix: Any = None
+
+
+class ContentPart(BaseModel):
+    """A part of a message; only text is supported, others are refused by their type."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    type: str
+    text: str | None = None
+
+
+class ChatMessage(ApiModel):
+    """One message. The unsupported fields are what clients echo back from a response."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "function_call": (),
+        "audio": (),
+        "refusal": ("",),
+        "annotations": ([],),
+    }
+
+    role: Role
+    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    name: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+    function_call: Any = None
+    audio: Any = None
+    refusal: Any = None
+    annotations: Any = None
+
+
+class ChatPrompt(ApiModel):
+    """What the chat template renders."""
+
+    messages: Annotated[list[ChatMessage], Field(fail_fast=True)] = Field(default_factory=list)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: Any = None
+
+
+class ChatCompletionRequest(GenerationRequest, ChatPrompt):
+    """`POST /v1/chat/completions`."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "chat_template": (),
+        "tools": ([],),
+        "tool_choice": ("none",),
+        "parallel_tool_calls": (False, True),
+        "functions": ([],),
+        "function_call": ("none",),
+        "response_format": ({"type": "text"},),
+        "modalities": (["text"], []),
+        "audio": (),
+        "prediction": (),
+        "web_search_options": (),
+        "reasoning_effort": (),
+        "verbosity": (),
+    }
+
+    max_completion_tokens: int | None = None
+    logprobs: bool | None = None
+    top_logprobs: int | None = None
+    tools: Any = None
+    tool_choice: Any = None
+    parallel_tool_calls: Any = None
+    functions: Any = None
+    function_call: Any = None
+    response_format: Any = None
+    modalities: Any = None
+    audio: Any = None
+    prediction: Any = None
+    web_search_options: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+
+
+class TokenizeRequest(ChatPrompt):
+    """`POST /tokenize`: a prompt, or messages with the fields of `ChatPrompt`."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (), "tools": ([],)}
+
+    model: str | None = None
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+    tools: Any = None
+
+
+class DetokenizeRequest(ApiModel):
+    """`POST /detokenize`."""
+
+    model: str | None = None
+    tokens: TokenIds

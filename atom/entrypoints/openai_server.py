@@ -1,0 +1,76 @@
+"""`python -m atom.entrypoints.openai_server`: the OpenAI-compatible server."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import sys
+from collections.abc import Coroutine, Sequence
+from typing import Any
+
+from atom.config import ConfigError
+from atom.entrypoints.openai.options import OptionError, ServerOptions
+from atom.model_engine.arg_utils import EngineArgs
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve until stopped; returns the exit code: 0 after a signal, 1 after a failure."""
+    parser = create_parser()
+    namespace = parser.parse_args(argv)
+    try:
+        options = ServerOptions.from_cli_args(namespace)
+        args = EngineArgs.from_cli_args(namespace)
+        args.create_config()
+    except (ConfigError, OptionError) as error:
+        parser.error(str(error))
+    logging.basicConfig(
+        level=options.log_level.upper(),
+        format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+    )
+    logging.getLogger("uvicorn").setLevel(
+        logging.DEBUG if options.log_level == "debug" else logging.WARNING
+    )
+    return serve_forever(args, options)
+
+
+def create_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="python -m atom.entrypoints.openai_server",
+        description="Serve a model with the OpenAI API.",
+        allow_abbrev=False,
+    )
+    ServerOptions.add_cli_args(parser)
+    EngineArgs.add_cli_args(parser)
+    return parser
+
+
+def serve_forever(args: EngineArgs, options: ServerOptions) -> int:
+    # After the options were found right: these imports bring torch.
+    from atom.entrypoints.openai.serve import bind, serve
+    from atom.model_engine.messages import EngineDeadError
+    from atom.model_loader.errors import WeightError
+
+    try:
+        sock = bind(options.host, options.port)
+    except OSError as error:
+        print(f"cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)
+        return 1
+    with sock:
+        try:
+            return _run(serve(args, options, sock))
+        except (ConfigError, OptionError, WeightError, EngineDeadError) as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 1
+
+
+def _run(main: Coroutine[Any, Any, int]) -> int:
+    try:
+        import uvloop
+    except ImportError:  # not for every platform
+        return asyncio.run(main)
+    return uvloop.run(main)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
