@@ -15,6 +15,8 @@ DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 LOAD_STRATEGIES = ("lazy", "prefetch")
 DEVICES = ("auto", "cpu", "cuda")
+SPECULATIVE_METHODS = ("eagle3", "mtp", "ngram")
+MAX_SPECULATIVE_TOKENS = 15
 
 # Shares of memory when the user names none: of the whole device on a GPU, of the memory
 # that is free on a CPU, where other programs live too.
@@ -116,10 +118,54 @@ class ParallelOptions:
 
 
 @dataclass(frozen=True)
+class SpeculativeOptions:
+    """How drafts are proposed.
+
+    Attributes:
+        method: `eagle3` (a draft model), `mtp` (the target's own prediction layers) or `ngram`
+            (lookup in the text so far).
+        num_speculative_tokens: drafts per step, 1 to 15.
+        model: folder or hub id of the draft; for `eagle3` alone.
+        ngram_max, ngram_min: longest and shortest suffix to look up; for `ngram` alone.
+        draft_tensor_parallel_size: ranks of the draft; only 1 runs today.
+    """
+
+    method: str
+    num_speculative_tokens: int
+    model: str | None = None
+    ngram_max: int = 4
+    ngram_min: int = 1
+    draft_tensor_parallel_size: int = 1
+
+    def __post_init__(self) -> None:
+        _one_of("method", self.method, SPECULATIVE_METHODS)
+        k = self.num_speculative_tokens
+        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
+            raise ConfigError(
+                f"num_speculative_tokens must be 1 to {MAX_SPECULATIVE_TOKENS}, got {k!r}; leave "
+                "the method out to run without speculation"
+            )
+        if (self.method == "eagle3") != (self.model is not None):
+            raise ConfigError(
+                "method eagle3 needs a draft model"
+                if self.model is None
+                else f"method {self.method} takes no draft model, got {self.model!r}"
+            )
+        _at_least("ngram_min", self.ngram_min, 1)
+        _at_least("ngram_max", self.ngram_max, self.ngram_min)
+        if self.draft_tensor_parallel_size != 1:
+            raise ConfigError(
+                f"draft_tensor_parallel_size={self.draft_tensor_parallel_size} is not supported "
+                "yet; use 1"
+            )
+
+
+@dataclass(frozen=True)
 class EngineConfig:
     """Everything an engine is built from.
 
     Attributes:
+        speculative: None runs without speculation.
         seed: seeds the generator that draws the seeds of requests without one; None is random.
         max_logprobs: the most alternatives a request may ask for.
     """
@@ -128,6 +174,7 @@ class EngineConfig:
     cache: CacheOptions
     scheduler: SchedulerOptions
     parallel: ParallelOptions
+    speculative: SpeculativeOptions | None = None
     device: str = "auto"
     seed: int | None = None
     max_logprobs: int = 20

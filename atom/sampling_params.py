@@ -18,11 +18,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         top_p: smallest set of tokens whose probability reaches it, in (0, 1].
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
         min_p: tokens less likely than `min_p` times the most likely are dropped, in [0, 1].
-        presence_penalty, frequency_penalty: OpenAI's penalties over the generated tokens, in [-2, 2].
+        presence_penalty, frequency_penalty: OpenAI's, over the generated tokens, in [-2, 2].
         repetition_penalty: over prompt and generated tokens, > 0; 1 is off.
         logit_bias: token id -> value added to its logit, in [-100, 100].
         seed: makes the output a function of the request alone; None draws one per request.
-        stop: strings that end generation (removed from the text unless `include_stop_str_in_output`).
+        stop: strings that end generation, removed from the text unless
+            `include_stop_str_in_output`.
         stop_token_ids: token ids that end generation, besides the model's own end tokens.
         ignore_eos: go on after the model's end tokens.
         min_tokens: end tokens cannot be sampled, nor stop strings match, before that many tokens.

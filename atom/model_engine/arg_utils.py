@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from atom import config as cfg
+from atom.model_engine.speculative_args import speculative_options
+
+JsonObject = dict[str, Any]
 
 
 def _arg(default: Any, help_text: str, **extra: Any) -> Any:
@@ -40,6 +43,16 @@ class EngineArgs:
     max_num_batched_tokens: int = _arg(2048, "tokens computed in one step")
     max_num_seqs: int = _arg(64, "sequences computed in one step")
     enable_chunked_prefill: bool = _arg(True, "compute long prompts in several steps")
+    method: str | None = _arg(
+        None, "how to propose drafts; none when omitted", choices=cfg.SPECULATIVE_METHODS
+    )
+    draft_model: str | None = _arg(None, "folder or hub id of the draft, for --method eagle3")
+    num_speculative_tokens: int | None = _arg(None, "drafts per step, 1 to 15", type=int)
+    ngram_max: int | None = _arg(None, "longest suffix to look up (4), for ngram", type=int)
+    ngram_min: int | None = _arg(None, "shortest suffix to look up (1), for ngram", type=int)
+    speculative_config: str | JsonObject | None = _arg(  # noqa: RUF009
+        None, "the speculation options as one JSON object, instead of the flags", type=str
+    )
     tensor_parallel_size: int = _arg(1, "number of GPUs that share the model")
     num_threads: int | None = _arg(None, "CPU threads; all processors when omitted", type=int)
     device: str = _arg("auto", "where to run", choices=cfg.DEVICES)
@@ -79,7 +92,8 @@ class EngineArgs:
         unknown = sorted(set(kwargs) - known)
         if unknown:
             raise TypeError(
-                f"unknown engine argument(s) {', '.join(unknown)}; known: {', '.join(sorted(known))}"
+                f"unknown engine argument(s) {', '.join(unknown)}; "
+                f"known: {', '.join(sorted(known))}"
             )
         return cls(**kwargs)
 
@@ -114,6 +128,16 @@ class EngineArgs:
             ),
             parallel=cfg.ParallelOptions(
                 tensor_parallel_size=self.tensor_parallel_size, num_threads=self.num_threads
+            ),
+            speculative=speculative_options(
+                {
+                    "method": self.method,
+                    "model": self.draft_model,
+                    "num_speculative_tokens": self.num_speculative_tokens,
+                    "ngram_max": self.ngram_max,
+                    "ngram_min": self.ngram_min,
+                },
+                self.speculative_config,
             ),
             device=self.device,
             seed=self.seed,

@@ -33,7 +33,11 @@ class EngineCore:
             self.limits.num_blocks, self.limits.block_size, config.cache.enable_prefix_caching
         )
         self._scheduler = Scheduler(
-            config.scheduler, self.block_pool, self.limits, self._executor.eos_token_ids
+            config.scheduler,
+            self.block_pool,
+            self.limits,
+            self._executor.eos_token_ids,
+            self._executor.lookahead,
         )
 
     def add_request(self, request: EngineRequest) -> None:

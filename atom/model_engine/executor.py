@@ -26,7 +26,8 @@ from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, default_num_threads, select_platform
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import NullProposer
+from atom.spec_decode.base import Lookahead
+from atom.spec_decode.factory import create_proposer
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class Executor(Protocol):
 
     limits: EngineLimits
     eos_token_ids: frozenset[int]
+    lookahead: Lookahead
 
     def step(self, batch: ScheduledBatch) -> StepOutput: ...
 
@@ -62,11 +64,15 @@ class UniprocExecutor:
         context_len = resolve_max_model_len(text_config, config.model.max_model_len)
         context = LayerContext.create(dtype, context_len, platform)
         self._model = _load_model(config, source, context)
+        self._proposer = create_proposer(config, self._model, source, context)
+        self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
         self._runner = self._create_runner(config, source, context)
         self.eos_token_ids = source.eos_token_ids
-        builders = target_cache_builders(
-            self._model, config.cache.block_size, dtype, context.device
-        )
+        self.lookahead = self._proposer.lookahead
+        builders = [
+            *target_cache_builders(self._model, config.cache.block_size, dtype, context.device),
+            *self._proposer.kv_cache_builders,
+        ]
         num_blocks = self._allocate_kv_cache(config, builders, platform, context_len)
         self.limits = EngineLimits(
             max_model_len=_fit_context(config, context_len, num_blocks),
@@ -94,7 +100,7 @@ class UniprocExecutor:
         vocab_size = source.hf_config.get_text_config().vocab_size
         states = SamplingStates(vocab_size, source.eos_token_ids, context.device)
         return ModelRunner(
-            self._model, NullProposer(), states, config.cache.block_size, context.device
+            self._model, self._proposer, states, config.cache.block_size, context.device
         )
 
     def _allocate_kv_cache(
@@ -127,6 +133,8 @@ class UniprocExecutor:
         for builder in builders:
             builder.allocate_kv_cache_tensors(num_blocks)
         bind_kv_caches(self._model, builders)
+        if self._proposer.draft_model is not None:
+            bind_kv_caches(self._proposer.draft_model, builders)
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
         return self._runner.step(batch)

@@ -11,6 +11,7 @@ import enum
 import msgspec
 
 from atom.sampling_params import SamplingParams
+from atom.spec_decode.stats import SpecDecodeStats
 
 
 class FinishReason(str, enum.Enum):
@@ -88,6 +89,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_generation_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    spec_decode: SpecDecodeStats | None = None
 
     @property
     def kv_cache_usage(self) -> float:

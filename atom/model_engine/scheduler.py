@@ -2,7 +2,9 @@
 
 Prefill, chunked prefill, decode and resuming after a preemption are one rule: a running
 sequence computes the next tokens that are known and not in the cache yet, and when the last
-known token is among them, the model's next token becomes known.
+known token is among them, the model's next token becomes known. Drafts are tokens that may
+become known: they are computed behind the known ones, and only what the model confirms counts
+as computed.
 """
 
 from __future__ import annotations
@@ -31,6 +33,8 @@ from atom.model_engine.messages import (
     check_request,
 )
 from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus
+from atom.spec_decode.base import NO_LOOKAHEAD, Lookahead
+from atom.spec_decode.stats import SpecDecodeCounter
 
 
 class Scheduler:
@@ -48,6 +52,7 @@ class Scheduler:
         pool: BlockPool,
         limits: EngineLimits,
         eos_token_ids: frozenset[int],
+        lookahead: Lookahead = NO_LOOKAHEAD,
     ) -> None:
         if (limits.num_blocks, limits.block_size) != (pool.num_blocks, pool.block_size):
             raise ValueError(
@@ -58,6 +63,8 @@ class Scheduler:
         self._pool = pool
         self._limits = limits
         self._eos_token_ids = eos_token_ids
+        self._lookahead = lookahead
+        self._spec = SpecDecodeCounter(lookahead.num_tokens)
         self._live: dict[str, Sequence] = {}
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
@@ -167,6 +174,7 @@ class Scheduler:
             num_running=len(self._running),
             num_waiting=len(self._waiting),
             num_used_blocks=self._pool.num_used,
+            spec_decode=self._spec.snapshot(),
         )
 
     def check_integrity(self) -> None:
@@ -192,17 +200,35 @@ class Scheduler:
             seq = self._running[len(rows)]
             # Each sequence behind keeps a token of the budget: a long prefill stalls no decode.
             num_behind = len(self._running) - len(rows) - 1
-            count = min(len(seq.token_ids) - seq.num_computed, max(budget - num_behind, 1))
-            if not self._reserve(seq, seq.num_computed + count):
+            share = max(budget - num_behind, 1)
+            count = min(len(seq.token_ids) - seq.num_computed, share)
+            num_drafts = self._num_drafts(seq, count, share)
+            if not self._reserve(seq, seq.num_computed + count + num_drafts):
                 break
             rows.append(seq)
-            scheduled.append(self._schedule(seq, count))
-            budget -= count
+            scheduled.append(self._schedule(seq, count, num_drafts))
+            budget -= count + num_drafts
         return budget, len(self._running) < num_before
+
+    def _num_drafts(self, seq: Sequence, count: int, share: int) -> int:
+        """How many drafts follow the `count` known tokens of a step.
+
+        None before the last known token; no more than could all be kept with the token after
+        them, so that nothing overshoots max_tokens or the context.
+        """
+        if seq.num_computed + count < len(seq.token_ids):
+            return 0
+        room = seq.max_num_tokens - len(seq.token_ids) - 1
+        return max(min(len(seq.draft_token_ids), share - count, room), 0)
+
+    def _num_reserved(self, seq: Sequence, num_tokens: int) -> int:
+        """`num_tokens` and the slots that the proposer writes ahead of them."""
+        return max(min(num_tokens + self._lookahead.num_tokens, seq.max_num_tokens), num_tokens)
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Grow a block table to `num_tokens`; false when the sequence itself was preempted."""
-        missing = self._num_blocks(num_tokens) - len(seq.block_ids)
+        wanted = self._num_reserved(seq, num_tokens)
+        missing = self._num_blocks(wanted) - len(seq.block_ids)
         if missing <= 0:
             return True
         while (block_ids := self._pool.allocate(missing)) is None:
@@ -236,7 +262,7 @@ class Scheduler:
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = now
             rows.append(seq)
-            scheduled.append(self._schedule(seq, count))
+            scheduled.append(self._schedule(seq, count, 0))
             outputs = seq.token_ids[seq.num_prompt_tokens :]
             request = seq.request
             new.append(
@@ -261,7 +287,8 @@ class Scheduler:
         count = min(len(seq.token_ids) - start, budget)
         # Without chunked prefill the first step reaches the end of the prompt at least.
         target = 0 if self._options.enable_chunked_prefill else seq.num_prompt_tokens
-        missing = self._num_blocks(len(seq.token_ids)) - len(cached)
+        wanted = self._num_reserved(seq, len(seq.token_ids))
+        missing = self._num_blocks(wanted) - len(cached)
         fits = start + count >= target and missing + len(self._running) <= self._pool.num_free
         block_ids = self._pool.allocate(missing) if fits else None
         if block_ids is None:
@@ -288,21 +315,27 @@ class Scheduler:
         if not self._matches(seq):
             return []
         size = self._pool.block_size
-        return self._pool.match_prefix(seq.full_block_hashes(len(seq.token_ids) - 1, size))
+        cached = self._pool.match_prefix(seq.full_block_hashes(len(seq.token_ids) - 1, size))
+        if cached and self._lookahead.kv_depends_on_successor:
+            # The drafter's KV of the last position belongs to another sequence's next token;
+            # those before are followed by tokens that the next block's hash vouches for.
+            self._pool.free([cached.pop()])
+        return cached
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)
 
-    def _schedule(self, seq: Sequence, count: int) -> ScheduledSequence:
+    def _schedule(self, seq: Sequence, count: int, num_drafts: int) -> ScheduledSequence:
         start = seq.num_computed
         end = start + count
         is_last = end == len(seq.token_ids)
         return ScheduledSequence(
             id=seq.request.id,
-            token_ids=seq.token_ids[start:end],
+            token_ids=seq.token_ids[start:end] + seq.draft_token_ids[:num_drafts],
             start=start,
-            block_ids=seq.block_ids[: self._num_blocks(end)],
+            block_ids=list(seq.block_ids),
             wants_sample=is_last,
+            num_drafts=num_drafts,
             successor_token=None if is_last else seq.token_ids[end],
         )
 
@@ -317,12 +350,14 @@ class Scheduler:
             )
         if seq.prompt_logprobs is not None:
             seq.prompt_logprobs += result.prompt_logprobs or ()
-        seq.num_computed = scheduled.context_len
-        self._publish(seq)
+        seq.num_computed = scheduled.context_len - scheduled.num_drafts
+        seq.draft_token_ids = result.draft_token_ids
         if not scheduled.wants_sample:
+            self._publish(seq)
             return None
         if seq.num_outputs == 0:
             self._totals.num_prompt_tokens += seq.num_prompt_tokens
+        self._spec.count(scheduled.num_drafts, len(result.token_ids) - 1)
         finish_reason, stop_reason = None, None
         num_new = 0
         while finish_reason is None and num_new < len(result.token_ids):
@@ -330,6 +365,9 @@ class Scheduler:
             finish_reason, stop_reason = seq.append(token_id, self._eos_token_ids)
             num_new += 1
         self._totals.num_generation_tokens += num_new
+        # Confirmed drafts are in the cache; the newest token never is.
+        seq.num_computed += num_new - 1
+        self._publish(seq)
         made = _output(seq, result.token_ids[:num_new], finish_reason, stop_reason)
         made.prompt_logprobs = seq.take_prompt_logprobs()
         if result.logprobs is not None:

@@ -28,6 +28,7 @@ class Sequence:
         order: (priority, number of arrival); the lowest runs first and is preempted last.
         max_num_tokens: prompt and output tokens at which it ends for length.
         token_ids: the known tokens: the prompt, then the outputs.
+        draft_token_ids: guesses at what follows the known tokens, to be verified next.
         num_computed: tokens whose KV is in the cache; always less than the known tokens.
         block_ids: the block table.
         block_hashes: the hash chain over the full blocks of known tokens, as far as it was
@@ -47,6 +48,7 @@ class Sequence:
     stop_token_ids: frozenset[int] = field(init=False)
     prompt_logprobs: list[TokenLogprobs | None] | None = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
+    draft_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     block_hashes: list[BlockHash] = field(default_factory=list)
@@ -114,6 +116,7 @@ class Sequence:
         """Forget everything that lay in blocks: the known tokens will be computed again."""
         self.status = SequenceStatus.WAITING
         self.block_ids = []
+        self.draft_token_ids = []
         self.num_computed = 0
         self.num_published = 0
         self.num_preemptions += 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from atom.model_engine.kv_cache import KVCacheBuilder
 from atom.model_ops.metadata import ModelInput, ModelOutput
@@ -36,21 +37,37 @@ class VerifiedStep:
     histories: Sequence[tuple[Sequence[int], Sequence[int]]]
 
 
-class Proposer(Protocol):
-    """Guesses the next tokens of every sampled sequence of a batch.
+@dataclass(frozen=True)
+class Lookahead:
+    """What the scheduler must know of a proposer.
 
     Attributes:
-        num_lookahead_tokens: most drafts per step; the scheduler keeps that many KV slots ready.
-        aux_layer_ids: target layers (boundary ids) whose hidden states the proposer reads.
-        kv_cache_builders: the proposer's own KV caches, sized with the target's.
+        num_tokens: most drafts per step; that many KV slots are kept ready past the known tokens.
         kv_depends_on_successor: whether the proposer's KV at a position depends on the token
             after it, so that the last block of a cached prefix cannot be shared.
     """
 
-    num_lookahead_tokens: int
+    num_tokens: int = 0
+    kv_depends_on_successor: bool = False
+
+
+NO_LOOKAHEAD = Lookahead()
+
+
+class Proposer(Protocol):
+    """Guesses the next tokens of every sampled sequence of a batch.
+
+    Attributes:
+        lookahead: what the scheduler must know.
+        draft_model: holds the attention layers that the KV cache is bound to; None without one.
+        aux_layer_ids: target layers (boundary ids) whose hidden states the proposer reads.
+        kv_cache_builders: the proposer's own KV caches, sized with the target's.
+    """
+
+    lookahead: Lookahead
+    draft_model: nn.Module | None
     aux_layer_ids: tuple[int, ...]
     kv_cache_builders: Sequence[KVCacheBuilder]
-    kv_depends_on_successor: bool
 
     def propose(self, step: VerifiedStep) -> torch.Tensor:
         """[S, k] int64 drafts, padded with `NO_DRAFT` where there are fewer."""
@@ -60,10 +77,10 @@ class Proposer(Protocol):
 class NullProposer:
     """Proposes nothing: every step verifies one row per sequence."""
 
-    num_lookahead_tokens = 0
+    lookahead = NO_LOOKAHEAD
+    draft_model: nn.Module | None = None
     aux_layer_ids: tuple[int, ...] = ()
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
-    kv_depends_on_successor = False
 
     def propose(self, step: VerifiedStep) -> torch.Tensor:
         return step.next_token_ids.new_empty((len(step.sequence_indices), 0))

@@ -1,0 +1,37 @@
+"""From the configuration to a proposer."""
+
+from __future__ import annotations
+
+from atom.config import EngineConfig, SpeculativeOptions
+from atom.model_loader.source import ModelSource
+from atom.model_ops.layer_context import LayerContext
+from atom.models.base import CausalLM
+from atom.spec_decode.base import NullProposer, Proposer
+from atom.spec_decode.ngram import NgramProposer
+
+
+def create_proposer(
+    config: EngineConfig, target: CausalLM, source: ModelSource, context: LayerContext
+) -> Proposer:
+    """The proposer that the configuration asks for.
+
+    Raises:
+        ConfigError: when the draft does not fit the target, with the numbers.
+    """
+    options = config.speculative
+    if options is None:
+        return NullProposer()
+    if options.method == "ngram":
+        return NgramProposer(options.num_speculative_tokens, options.ngram_max, options.ngram_min)
+    return _create_eagle3(options, config, target, source, context)
+
+
+def _create_eagle3(
+    options: SpeculativeOptions,
+    config: EngineConfig,
+    target: CausalLM,
+    source: ModelSource,
+    context: LayerContext,
+) -> Proposer:
+
+    raise NotImplementedError
