@@ -1,0 +1,113 @@
+"""A model with its weights and KV cache, run in any split of any sequences, without the engine."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+
+import torch
+
+from atom.config import ModelOptions
+from atom.model_engine.batch import ScheduledBatch, ScheduledSequence
+from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
+from atom.model_engine.executor import process_after_loading
+from atom.model_engine.input_builder import build_model_input
+from atom.model_loader.source import resolve_model
+from atom.model_loader.weights import load_weights
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.metadata import ModelOutput
+from atom.models.base import CausalLM
+from atom.models.registry import create_model
+from atom.platform import cpu_platform
+
+
+def load_model(folder: Path, max_model_len: int, dtype: torch.dtype = torch.float32) -> CausalLM:
+    """The model of a checkpoint folder, loaded as the engine loads it."""
+    options = ModelOptions(model=str(folder))
+    source = resolve_model(options)
+    model = create_model(
+        source.hf_config, LayerContext.create(dtype, max_model_len, cpu_platform())
+    )
+    load_weights(model, model.weight_mapping, source, options)
+    process_after_loading(model)
+    return model
+
+
+class ModelBench:
+    """Runs steps over sequences named by the test; their blocks lie scattered in the pool.
+
+    Attributes:
+        pools: what the cache builders allocated, by key.
+        output: of the last step.
+        block_ids: of each sequence, in order.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        block_size: int = 4,
+        num_blocks: int = 64,
+        max_model_len: int = 128,
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
+        self.model = load_model(folder, max_model_len, dtype)
+        self.block_size = block_size
+        device = torch.device("cpu")
+        builders = target_cache_builders(self.model, block_size, dtype, device)
+        self.pools: dict[str, torch.Tensor] = {}
+        for builder in builders:
+            self.pools |= builder.allocate_kv_cache_tensors(num_blocks)
+        bind_kv_caches(self.model, builders)
+        self.output: ModelOutput | None = None
+        self.block_ids: dict[str, list[int]] = {}
+        self._lengths: dict[str, int] = {}
+        self._free = random.Random(0).sample(range(num_blocks), num_blocks)
+
+    @torch.inference_mode()
+    def step(self, tokens: dict[str, list[int]]) -> dict[str, torch.Tensor]:
+        """Append tokens to sequences, all in one batch -> logits [n, vocab] of each."""
+        parts = [self._schedule(name, ids) for name, ids in tokens.items()]
+        batch = ScheduledBatch(parts, [], [])
+        self.output = self.model.forward(
+            build_model_input(batch, self.block_size, torch.device("cpu"))
+        )
+        logits = self.model.compute_logits(self.output.hidden_states)
+        lengths = [len(ids) for ids in tokens.values()]
+        return dict(zip(tokens, logits.split(lengths), strict=True))
+
+    def run(self, tokens: list[int], sizes: list[int], name: str = "seq") -> torch.Tensor:
+        """Run one sequence in steps of the given sizes, the last repeated -> [T, vocab]."""
+        logits = []
+        for chunk in split(tokens, sizes):
+            logits.append(self.step({name: chunk})[name])
+        return torch.cat(logits)
+
+    def rewind(self, name: str, length: int) -> None:
+        """Forget a sequence's tokens after the first `length`; what they wrote stays."""
+        self._lengths[name] = length
+
+    def slots(self, name: str) -> list[int]:
+        """The pool's slots of the sequence's tokens, in order."""
+        blocks = self.block_ids[name]
+        return [
+            blocks[i // self.block_size] * self.block_size + i % self.block_size
+            for i in range(self._lengths[name])
+        ]
+
+    def _schedule(self, name: str, token_ids: list[int]) -> ScheduledSequence:
+        start = self._lengths.get(name, 0)
+        blocks = self.block_ids.setdefault(name, [])
+        self._lengths[name] = start + len(token_ids)
+        while len(blocks) * self.block_size < self._lengths[name]:
+            blocks.append(self._free.pop())
+        return ScheduledSequence(name, token_ids, start, list(blocks), wants_sample=True)
+
+
+def split(tokens: list[int], sizes: list[int]) -> list[list[int]]:
+    """Cut `tokens` into pieces of the given sizes, the last size repeated."""
+    pieces, start = [], 0
+    while start < len(tokens):
+        size = sizes[min(len(pieces), len(sizes) - 1)]
+        pieces.append(tokens[start : start + size])
+        start += size
+    return pieces
