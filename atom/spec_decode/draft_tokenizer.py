@@ -1,0 +1,65 @@
+"""Whether a draft's tokenizer, where it brings one, is its target's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from atom.config import ConfigError
+
+# Compared as they are; each holds a vocabulary in its order.
+_VOCABULARY_FILES = ("tiktoken.model", "tokenizer.model", "vocab.json")
+
+
+def check_same_tokenizer(draft: Path, target: Path) -> None:
+    """Compare the tokenizer files of two folders, as far as both have the same kind.
+
+    Raises:
+        ConfigError: when a token id means one text to the draft and another to the target.
+    """
+    ours, theirs = draft / "tokenizer.json", target / "tokenizer.json"
+    if ours.is_file() and theirs.is_file():
+        _compare_vocabularies(_tokens_by_id(ours), _tokens_by_id(theirs), draft, target)
+        return
+    for name in _VOCABULARY_FILES:
+        ours, theirs = draft / name, target / name
+        if not (ours.is_file() and theirs.is_file()):
+            continue
+        if ours.read_bytes() != theirs.read_bytes():
+            raise ConfigError(
+                f"{ours} ({ours.stat().st_size} bytes) and {theirs} ({theirs.stat().st_size} "
+                f"bytes) differ: the draft was made for another tokenizer than the target's"
+            )
+        return
+
+
+def _compare_vocabularies(
+    ours: dict[int, str], theirs: dict[int, str], draft: Path, target: Path
+) -> None:
+    different = sorted(i for i in ours.keys() & theirs.keys() if ours[i] != theirs[i])
+    if different:
+        i = different[0]
+        raise ConfigError(
+            f"the draft's tokenizer ({draft}, {len(ours)} tokens) is not the target's ({target}, "
+            f"{len(theirs)} tokens): {len(different)} ids mean something else, such as {i}: "
+            f"{ours[i]!r} to the draft, {theirs[i]!r} to the target"
+        )
+
+
+def _tokens_by_id(path: Path) -> dict[int, str]:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        vocabulary = content["model"]["vocab"]
+        tokens = _numbered(vocabulary)
+        tokens |= {int(t["id"]): str(t["content"]) for t in content.get("added_tokens") or []}
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise ConfigError(f"{path} cannot be read as a tokenizer: {error!r}") from error
+    return tokens
+
+
+def _numbered(vocabulary: Any) -> dict[int, str]:
+    """A vocabulary by id; unigram models list tokens with their scores, in order."""
+    if isinstance(vocabulary, list):
+        return {i: str(entry[0]) for i, entry in enumerate(vocabulary)}
+    return {int(i): str(token) for token, i in vocabulary.items()}
