@@ -1,0 +1,87 @@
+"""Targets that drafts are loaded against: random weights, no checkpoint."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from draft_bench import HIDDEN, NUM_LAYERS, VOCAB
+from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
+
+from atom.model_loader.source import ModelSource
+from atom.model_ops.layer_context import LayerContext
+from atom.models.base import CausalLM
+from atom.models.registry import create_model
+from atom.platform import cpu_platform
+
+Target = tuple[CausalLM, ModelSource]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Products this small lose to the hand-over between threads."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def create_target(config: PretrainedConfig, folder: Path) -> Target:
+    context = LayerContext.create(torch.float32, 128, cpu_platform())
+    model = create_model(config, context)
+    generator = torch.Generator().manual_seed(1)
+    for parameter in model.parameters():
+        parameter.normal_(0, 0.2, generator=generator)
+    return model, ModelSource(folder, "target", config, frozenset(), torch.float32)
+
+
+@pytest.fixture(scope="session")
+def llama_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """Grouped-query attention, 8 layers, untied head."""
+    config = LlamaConfig(
+        architectures=["LlamaForCausalLM"],
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        tie_word_embeddings=False,
+    )
+    return create_target(config, tmp_path_factory.mktemp("llama-target"))
+
+
+@pytest.fixture(scope="session")
+def mla_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """Latent attention, 8 layers, all dense."""
+    config = DeepseekV3Config(
+        architectures=["DeepseekV3ForCausalLM"],
+        vocab_size=VOCAB,
+        hidden_size=HIDDEN,
+        intermediate_size=48,
+        num_hidden_layers=NUM_LAYERS,
+        first_k_dense_replace=NUM_LAYERS,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        q_lora_rank=24,
+        kv_lora_rank=16,
+        qk_nope_head_dim=8,
+        qk_rope_head_dim=8,
+        v_head_dim=12,
+        num_nextn_predict_layers=0,
+    )
+    return create_target(config, tmp_path_factory.mktemp("mla-target"))
+
+
+@pytest.fixture
+def random_rows() -> Callable[[int, int], tuple[list[int], list[torch.Tensor]]]:
+    """(tokens, hidden size) -> next tokens and three aux hidden states."""
+    generator = torch.Generator().manual_seed(2)
+
+    def rows(count: int, size: int = HIDDEN) -> tuple[list[int], list[torch.Tensor]]:
+        tokens = torch.randint(0, VOCAB, (count,), generator=generator).tolist()
+        return tokens, [torch.randn(count, size, generator=generator) * 3 for _ in range(3)]
+
+    return rows
