@@ -7,7 +7,6 @@ import time
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from atom.config import ConfigError, EngineConfig
 from atom.model_engine.batch import NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
@@ -21,7 +20,7 @@ from atom.model_engine.sampling_state import SamplingStates
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.weights import load_weights
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import LinearBase
+from atom.model_ops.linear import process_after_loading
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, default_num_threads, select_platform
@@ -148,13 +147,6 @@ def _load_model(config: EngineConfig, source: ModelSource, context: LayerContext
     load_weights(model, model.weight_mapping, source, config.model)
     process_after_loading(model)
     return model
-
-
-def process_after_loading(model: nn.Module) -> None:
-    """Bring every linear layer's weights into the layout that its op wants."""
-    for module in model.modules():
-        if isinstance(module, LinearBase):
-            module.process_after_loading()
 
 
 def _resolve_dtype(name: str, source: ModelSource) -> torch.dtype:

@@ -145,6 +145,13 @@ class RowParallelLinear(LinearBase):
         return self.group.all_reduce(super().forward(x))
 
 
+def process_after_loading(model: nn.Module) -> None:
+    """Bring every linear layer's weights into the layout that its op wants."""
+    for module in model.modules():
+        if isinstance(module, LinearBase):
+            module.process_after_loading()
+
+
 def _no_shard(name: str, shard: str | None) -> None:
     if shard is not None:
         raise ValueError(f"{name} has no shard {shard}")

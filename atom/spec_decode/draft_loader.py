@@ -10,12 +10,12 @@ import torch
 from transformers import PretrainedConfig
 
 from atom.config import ConfigError, ModelOptions
-from atom.model_engine.executor import process_after_loading
 from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_tensors
 from atom.model_loader.hub import download, looks_like_path
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import load_weights
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import process_after_loading
 from atom.model_ops.quant.unquantized import UnquantizedConfig
 from atom.models.base import CausalLM
 from atom.models.eagle3_base import Eagle3Draft

@@ -10,11 +10,11 @@ import torch
 from atom.config import ModelOptions
 from atom.model_engine.batch import ScheduledBatch, ScheduledSequence
 from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
-from atom.model_engine.executor import process_after_loading
 from atom.model_engine.input_builder import build_model_input
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import load_weights
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import process_after_loading
 from atom.model_ops.metadata import ModelOutput
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
