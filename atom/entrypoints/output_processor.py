@@ -231,6 +231,11 @@ class OutputProcessor:
         return self._seeds.getrandbits(63)
 
 
+def request_id_of(sequence_id: str) -> str:
+    """The request that an engine id belongs to."""
+    return sequence_id.rpartition("/")[0]
+
+
 def child_seed(seed: int, index: int) -> int:
     """The seed of completion `index` of a request with a seed.
 

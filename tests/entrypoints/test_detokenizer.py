@@ -12,12 +12,15 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from atom.config import ModelOptions
 from atom.entrypoints.detokenizer import (
     ByteLevelVocabulary,
     Vocabulary,
     WindowVocabulary,
     create_vocabulary,
 )
+from atom.model_loader.source import resolve_model
+from atom.model_loader.tokenizer import load_tokenizer
 
 FEW = settings(max_examples=150, deadline=None)
 
@@ -65,6 +68,13 @@ def sentencepiece_tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+@pytest.fixture(scope="module")
+def embedded_tokenizer() -> PreTrainedTokenizerFast:
+    """The tokenizer of the embedded model."""
+    options = ModelOptions()
+    return load_tokenizer(resolve_model(options), options)
+
+
 def stream(vocabulary: Vocabulary, ids: Sequence[int], sizes: Sequence[int], skip: bool) -> str:
     """Feed `ids` in steps of the given sizes, over and over."""
     detokenizer = vocabulary.detokenizer(skip_special_tokens=skip)
@@ -93,6 +103,19 @@ def test_byte_level_stream_is_the_full_decode(
     vocabulary = create_vocabulary(rich_tokenizer)
     assert isinstance(vocabulary, ByteLevelVocabulary)
     assert stream(vocabulary, ids, sizes, skip) == decode(rich_tokenizer, ids, skip)
+
+
+@FEW
+@given(data=st.data(), sizes=SIZES, skip=st.booleans())
+def test_stream_of_a_real_tokenizer_is_the_full_decode(
+    embedded_tokenizer: PreTrainedTokenizerFast, data: st.DataObject, sizes: list[int], skip: bool
+) -> None:
+    vocabulary = create_vocabulary(embedded_tokenizer)
+    assert isinstance(vocabulary, ByteLevelVocabulary)
+    text_ids = embedded_tokenizer(data.draw(st.text(max_size=30)))["input_ids"]
+    any_ids = data.draw(st.lists(st.integers(0, len(embedded_tokenizer) - 1), max_size=40))
+    ids = [*text_ids, *any_ids]
+    assert stream(vocabulary, ids, sizes, skip) == decode(embedded_tokenizer, ids, skip)
 
 
 @FEW
@@ -233,10 +256,10 @@ def test_time_is_linear(
             stray = rich_tokenizer("é", add_special_tokens=False)["input_ids"][-1:]
             make = create_vocabulary if kind == "byte_level" else WindowVocabulary
             vocabulary, ids = make(rich_tokenizer), stray * num_tokens
-        start = time.perf_counter()
+        start = time.thread_time()
         stream(vocabulary, ids, [1], True)
-        return time.perf_counter() - start
+        return time.thread_time() - start
 
     seconds(200)
     # Quadratic growth would make this 100.
-    assert min(seconds(10_000) for _ in range(2)) < 40 * max(seconds(1_000), 1e-3)
+    assert min(seconds(10_000) for _ in range(2)) < 50 * max(seconds(1_000), 5e-3)

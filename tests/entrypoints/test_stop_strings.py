@@ -71,9 +71,9 @@ def test_which_stop_string_wins(stops: list[str], text: str, expected: str, matc
 
 def test_a_long_stop_string_costs_no_more_than_a_short_one() -> None:
     matcher = StopMatcher(StopStrings(["a" * 20_000 + "b"], include=False))
-    start = time.perf_counter()
+    start = time.thread_time()
     for _ in range(20_000):
         assert matcher.feed("ac") == "ac"
     assert matcher.feed("a" * 19_999) == ""
     assert matcher.finish() == "a" * 19_999
-    assert time.perf_counter() - start < 2
+    assert time.thread_time() - start < 2

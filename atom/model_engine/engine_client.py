@@ -1,0 +1,185 @@
+"""The engine process as the frontend holds it: its sockets, its life and its end."""
+
+from __future__ import annotations
+
+import asyncio
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+import zmq
+
+from atom.config import ConfigError
+from atom.model_engine import wire
+from atom.model_engine.messages import EngineDeadError
+
+# The path of a Unix socket fits in about 100 bytes.
+_LONGEST_SOCKET_DIR = 80
+# Patience with an engine that was asked to end: for a step in progress, then for the kernel.
+_SHUTDOWN_SECONDS = 5.0
+_EXIT_SECONDS = 2.0
+# Messages of an ended process may still be on their way to this one.
+_LAST_WORDS_SECONDS = 0.1
+
+
+class EngineClient:
+    """Starts the process at construction; must be built in a running event loop."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self._wakeup = asyncio.Event()
+        self._exited = asyncio.Event()
+        self._socket_dir = _make_socket_dir()
+        self._context = zmq.Context()
+        # The connecting side queues messages from the start, before the engine is there.
+        self._requests = self._create_socket(zmq.PUSH)
+        self._requests.connect(wire.requests_address(self._socket_dir))
+        self._reports = self._create_socket(zmq.PULL)
+        self._reports.bind(wire.reports_address(self._socket_dir))
+        self._loop.add_reader(self._reports.fileno(), self._wakeup.set)
+        command = [sys.executable, "-m", "atom.model_engine.engine_process"]
+        # The pipe is never written to: the process ends when it closes, with this one.
+        self._process = subprocess.Popen(
+            [*command, "--socket-dir", str(self._socket_dir)], stdin=subprocess.PIPE
+        )
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
+    def is_alive(self) -> bool:
+        return not self._exited.is_set()
+
+    @property
+    def is_open(self) -> bool:
+        """Whether `stop` or `kill` is still due."""
+        return not self._reports.closed
+
+    def send(self, message: wire.ToEngine) -> None:
+        """Queue a message; it is lost when the engine is dead.
+
+        Raises:
+            UnicodeEncodeError: when a string of it is no valid Unicode.
+        """
+        data = wire.encode(message)
+        if self.is_alive:
+            self._requests.send(data, zmq.NOBLOCK)
+
+    async def receive(self) -> list[wire.FromEngine]:
+        """All messages that are there, waiting for the first.
+
+        Raises:
+            EngineDeadError: when the process ended and everything it said was received.
+        """
+        while True:
+            self._wakeup.clear()
+            if messages := self._drain():
+                return messages
+            if self._exited.is_set():
+                await asyncio.sleep(_LAST_WORDS_SECONDS)
+                if messages := self._drain():
+                    return messages
+                raise EngineDeadError(f"the engine process {self._describe_exit()}")
+            await self._wakeup.wait()
+
+    async def wait_ready(self) -> wire.Ready:
+        """Wait until the engine is built.
+
+        Raises:
+            ConfigError: with the engine's message when an option or the checkpoint is wrong.
+            EngineDeadError: when it failed otherwise.
+        """
+        for message in await self.receive():
+            match message:
+                case wire.Ready():
+                    # Connections outlive their names; so nothing is left behind, whatever ends us.
+                    shutil.rmtree(self._socket_dir, ignore_errors=True)
+                    return message
+                case wire.StartupFailed(text, is_users=True):
+                    raise ConfigError(text)
+                case wire.StartupFailed(text):
+                    raise EngineDeadError(f"the engine could not be built: {text}")
+        raise TypeError("the engine spoke before it was ready")
+
+    async def stop(self) -> None:
+        """End the process: ask, then close its pipe, then kill it. Frees everything."""
+        self.send(wire.Shutdown())
+        if not await self._has_exited(_SHUTDOWN_SECONDS):
+            self._close_pipe()
+            if not await self._has_exited(_EXIT_SECONDS):
+                self._process.kill()
+                await self._exited.wait()
+        self._close()
+
+    async def kill(self) -> None:
+        """End the process without asking. Frees everything."""
+        self._process.kill()
+        await self._exited.wait()
+        self._close()
+
+    async def _has_exited(self, seconds: float) -> bool:
+        try:
+            await asyncio.wait_for(self._exited.wait(), seconds)
+        except asyncio.TimeoutError:
+            return False
+        return True
+
+    def _create_socket(self, kind: int) -> zmq.Socket[bytes]:
+        socket = self._context.socket(kind)
+        socket.set_hwm(0)
+        socket.linger = 0
+        return socket
+
+    def _drain(self) -> list[wire.FromEngine]:
+        # To the last one: the socket's descriptor only tells of changes.
+        messages: list[wire.FromEngine] = []
+        while True:
+            try:
+                data = self._reports.recv(zmq.NOBLOCK)
+            except zmq.Again:
+                return messages
+            messages.append(wire.decode_from_engine(data))
+
+    def _watch(self) -> None:
+        self._process.wait()
+        try:
+            self._loop.call_soon_threadsafe(self._on_exit)
+        except RuntimeError:  # the event loop was closed before the engine ended
+            return
+
+    def _on_exit(self) -> None:
+        self._exited.set()
+        self._wakeup.set()
+
+    def _describe_exit(self) -> str:
+        status = self._process.returncode
+        if status >= 0:
+            return f"ended with status {status}; its log says why"
+        hint = ", perhaps for lack of memory" if status == -9 else ""
+        return f"was killed by signal {-status}{hint}"
+
+    def _close_pipe(self) -> None:
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+
+    def _close(self) -> None:
+        self._close_pipe()
+        if self.is_open:
+            self._loop.remove_reader(self._reports.fileno())
+            self._context.destroy(linger=0)
+        shutil.rmtree(self._socket_dir, ignore_errors=True)
+
+
+def _make_socket_dir() -> Path:
+    """A folder that only this user can enter, with a path short enough for a socket."""
+    folder = tempfile.gettempdir()
+    return Path(
+        tempfile.mkdtemp(
+            prefix="atom-", dir=folder if len(folder.encode()) <= _LONGEST_SOCKET_DIR else "/tmp"
+        )
+    )

@@ -1,0 +1,336 @@
+"""The async engine with a real engine process on a tiny checkpoint."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import logging
+import os
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+from pathlib import Path
+
+import pytest
+import pytest_asyncio
+
+from atom.config import ConfigError
+from atom.model_engine import async_engine, wire
+from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.async_engine import (
+    AsyncEngine,
+    EngineShuttingDownError,
+    NullObserver,
+    QueueFullError,
+)
+from atom.model_engine.messages import EngineDeadError, RequestRefusedError
+from atom.outputs import RequestMetrics, RequestOutput
+from atom.sampling_params import SamplingParams
+
+pytestmark = pytest.mark.asyncio(loop_scope="module")
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+# Far longer than any test waits, unless it is aborted.
+ENDLESS = SamplingParams(max_tokens=3900, ignore_eos=True, seed=1)
+MAX_NUM_SEQS = 4
+MAX_WAITING = 8
+
+
+class Recorder(NullObserver):
+    def __init__(self) -> None:
+        self.num_tokens = 0
+        self.finished: list[tuple[str, int, int]] = []
+
+    def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
+        self.num_tokens += num_tokens
+
+    def on_request_finished(
+        self,
+        metrics: RequestMetrics,
+        finish_reason: str,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+    ) -> None:
+        assert metrics.finished_time is not None
+        self.finished.append((finish_reason, num_prompt_tokens, num_output_tokens))
+
+
+@pytest.fixture(scope="module")
+def args(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> EngineArgs:
+    """The tiny checkpoint with a context long enough to be caught in the middle of it."""
+    folder = tmp_path_factory.mktemp("long-llama")
+    for path in tiny_llama_dir.iterdir():
+        text = path.read_bytes()
+        if path.name == "config.json":
+            text = text.replace(
+                b'"max_position_embeddings": 512', b'"max_position_embeddings": 4096'
+            )
+        (folder / path.name).write_bytes(text)
+    return EngineArgs(
+        model=str(folder),
+        dtype="float32",
+        num_threads=1,
+        max_num_seqs=MAX_NUM_SEQS,
+        max_num_batched_tokens=64,
+        kv_cache_memory="64MB",
+    )
+
+
+@pytest.fixture(scope="module")
+def observer() -> Recorder:
+    return Recorder()
+
+
+@pytest_asyncio.fixture(scope="module", loop_scope="module")
+async def engine(args: EngineArgs, observer: Recorder) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(args, max_waiting_requests=MAX_WAITING, observer=observer)
+    yield engine
+    await engine.shutdown(0)
+
+
+@pytest_asyncio.fixture(loop_scope="module")
+async def own_engine(args: EngineArgs) -> AsyncIterator[AsyncEngine]:
+    """An engine that the test may break."""
+    engine = await AsyncEngine.start(args)
+    yield engine
+    await engine.shutdown(0)
+
+
+def encode(engine: AsyncEngine, text: str) -> list[int]:
+    return list(engine.tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+async def collect(
+    engine: AsyncEngine, name: str, params: SamplingParams, stream: bool = True
+) -> list[RequestOutput]:
+    prompt = encode(engine, f"The quick {name}")
+    return [o async for o in engine.generate(name, prompt, params, stream=stream)]
+
+
+async def until(condition: Callable[[], bool], seconds: float = 20) -> None:
+    deadline = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < deadline, "it did not happen in time"
+        await asyncio.sleep(0.01)
+
+
+async def until_idle(engine: AsyncEngine) -> None:
+    """The engine itself reports that nothing runs and no block is held."""
+    await until(lambda: not engine.stats.num_running and not engine.stats.num_used_blocks)
+    assert engine.stats.num_waiting == 0
+
+
+async def test_stream_equals_whole_result(engine: AsyncEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True, logprobs=2)
+    deltas = await collect(engine, "fox", params)
+    (whole,) = await collect(engine, "fox", params, stream=False)
+    completion = whole.outputs[0]
+    assert len(deltas) > 1
+    assert "".join(d.outputs[0].text for d in deltas) == completion.text
+    assert [t for d in deltas for t in d.outputs[0].token_ids] == completion.token_ids
+    assert len(completion.token_ids) == 24
+    assert len(completion.logprobs or []) == 24
+    assert completion.text == engine.tokenizer.decode(
+        completion.token_ids, skip_special_tokens=True
+    )
+    assert deltas[-1].outputs[0].cumulative_logprob == pytest.approx(
+        completion.cumulative_logprob, abs=1e-4
+    )
+    assert completion.finish_reason == "length"
+    assert whole.metrics.first_scheduled_time is not None
+    assert whole.metrics.arrival_time <= whole.metrics.first_scheduled_time
+
+
+async def test_many_at_once_equal_one_at_a_time(engine: AsyncEngine) -> None:
+    params = SamplingParams(n=2, seed=5, max_tokens=16, ignore_eos=True)
+    names = ["a", "bb", "ccc", "dddd"]
+    alone = [await collect(engine, name, params, stream=False) for name in names]
+    together = await asyncio.gather(*(collect(engine, n, params, stream=False) for n in names))
+    for (one,), (other,) in zip(alone, together, strict=True):
+        assert [c.token_ids for c in one.outputs] == [c.token_ids for c in other.outputs]
+        assert one.outputs[0].token_ids != one.outputs[1].token_ids
+
+
+async def test_stop_string_ends_the_sequence_in_the_engine(
+    engine: AsyncEngine, observer: Recorder
+) -> None:
+    params = SamplingParams(seed=1, max_tokens=3900, ignore_eos=True, stop=["e"])
+    deltas = await collect(engine, "stop", params)
+    assert deltas[-1].outputs[0].finish_reason == "stop"
+    assert deltas[-1].outputs[0].stop_reason == "e"
+    assert "e" not in "".join(d.outputs[0].text for d in deltas)
+    num_tokens = sum(len(d.outputs[0].token_ids) for d in deltas)
+    assert observer.finished[-1] == ("stop", len(encode(engine, "The quick stop")), num_tokens)
+    await until_idle(engine)
+
+
+@pytest.mark.parametrize("way", ["break", "aclose", "cancel"])
+async def test_leaving_early_frees_the_blocks(
+    engine: AsyncEngine, observer: Recorder, way: str
+) -> None:
+    reading = asyncio.Event()
+
+    async def read() -> None:
+        outputs = engine.generate(way, encode(engine, "Hello"), ENDLESS)
+        if way == "aclose":
+            async with aclosing(outputs):
+                await anext(outputs)
+            return
+        async for _ in outputs:
+            reading.set()
+            if way == "break":
+                break
+
+    task = asyncio.create_task(read())
+    if way == "cancel":
+        await reading.wait()
+        task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    await until_idle(engine)
+    assert observer.finished[-1][0] == "abort"
+    # The name may be used again.
+    assert (await collect(engine, way, GREEDY))[-1].finished
+
+
+async def test_nothing_starts_before_the_first_read(engine: AsyncEngine) -> None:
+    outputs = engine.generate("unread", encode(engine, "Hello"), ENDLESS)
+    await asyncio.sleep(0.05)
+    assert engine.stats.num_running == 0
+    await outputs.aclose()
+
+
+async def test_refused_requests(engine: AsyncEngine) -> None:
+    limit = engine.limits.max_model_len
+    for prompt, params, message in (
+        ([], GREEDY, "no tokens"),
+        ([5] * limit, GREEDY, str(limit)),
+        ([5], SamplingParams(max_tokens=limit), "exceed"),
+        ([engine.limits.vocab_size], GREEDY, "vocabulary"),
+        ([5], SamplingParams(logprobs=1000), "max_logprobs"),
+    ):
+        with pytest.raises(RequestRefusedError, match=message):
+            await anext(engine.generate("refused", prompt, params))
+    with pytest.raises(RequestRefusedError, match="Unicode"):
+        await anext(engine.generate("refused", [5], GREEDY, cache_salt="\ud800"))
+    await until_idle(engine)
+
+
+async def test_stop_string_that_is_no_valid_unicode(engine: AsyncEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, stop="\ud800")
+    assert (await collect(engine, "surrogate", params))[-1].finished
+
+
+async def test_slow_reader_gets_merged_deltas(engine: AsyncEngine) -> None:
+    (whole,) = await collect(engine, "slow", GREEDY, stream=False)
+    outputs = engine.generate("slow", encode(engine, "The quick slow"), GREEDY)
+    first = await anext(outputs)
+    await asyncio.sleep(0.1)
+    await until_idle(engine)
+    second = await anext(outputs)
+    assert second.finished
+    texts = [o.outputs[0].text for o in (first, second)]
+    tokens = first.outputs[0].token_ids + second.outputs[0].token_ids
+    assert "".join(texts) == whole.outputs[0].text
+    assert tokens == whole.outputs[0].token_ids
+    with pytest.raises(StopAsyncIteration):
+        await anext(outputs)
+
+
+async def test_full_queue(engine: AsyncEngine) -> None:
+    params = SamplingParams(temperature=0, max_tokens=50, ignore_eos=True)
+
+    async def attempt(i: int) -> bool:
+        try:
+            await collect(engine, f"queue {i}", params)
+        except QueueFullError:
+            return False
+        return True
+
+    taken = await asyncio.gather(*(attempt(i) for i in range(MAX_NUM_SEQS + MAX_WAITING + 5)))
+    assert taken.count(True) == MAX_NUM_SEQS + MAX_WAITING
+    await until_idle(engine)
+    assert await attempt(0)
+
+
+async def test_a_stuck_engine_is_not_healthy(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(async_engine, "HEALTHY_SECONDS", 2.0)
+    await until(lambda: engine.is_healthy)
+    os.kill(engine.pid, signal.SIGSTOP)
+    try:
+        await until(lambda: not engine.is_healthy, 10)
+    finally:
+        os.kill(engine.pid, signal.SIGCONT)
+    await until(lambda: engine.is_healthy)
+    assert (await collect(engine, "again", GREEDY))[-1].finished
+
+
+async def test_killed_engine(own_engine: AsyncEngine) -> None:
+    engine = own_engine
+    prompt = encode(engine, "Hello")
+    readers = [engine.generate(f"{i}", prompt, ENDLESS, stream=i < 5) for i in range(6)]
+    for reader in readers[:4]:
+        await anext(reader)
+    waiting = [asyncio.ensure_future(anext(reader)) for reader in readers[4:]]
+    dead = asyncio.create_task(engine.wait_dead())
+    await asyncio.sleep(0)
+    assert engine.is_healthy
+    os.kill(engine.pid, signal.SIGKILL)
+    begin = time.monotonic()
+    assert "killed by signal 9" in await dead
+    for reader in readers[:4]:
+        with pytest.raises(EngineDeadError, match="signal 9"):
+            async for _ in reader:
+                pass
+    for future in waiting:
+        with pytest.raises(EngineDeadError, match="signal 9"):
+            await future
+    assert time.monotonic() - begin < 2
+    assert not engine.is_healthy
+    with pytest.raises(EngineDeadError, match="signal 9"):
+        await anext(engine.generate("late", prompt, GREEDY))
+    await engine.shutdown(5)
+
+
+async def test_failing_engine_says_why(own_engine: AsyncEngine, args: EngineArgs) -> None:
+    reader = own_engine.generate("r", encode(own_engine, "Hello"), ENDLESS)
+    await anext(reader)
+    # Out of place, as a bug would be: the loop cannot go on.
+    own_engine._client.send(wire.Start(args, logging.INFO))
+    with pytest.raises(EngineDeadError, match="TypeError: the engine is started already"):
+        async for _ in reader:
+            pass
+    assert "started already" in await own_engine.wait_dead()
+    assert not own_engine.is_healthy
+
+
+async def test_shutdown_drains_then_aborts(own_engine: AsyncEngine) -> None:
+    engine = own_engine
+    prompt = encode(engine, "Hello")
+    short = asyncio.create_task(collect(engine, "short", GREEDY))
+    endless = engine.generate("endless", prompt, ENDLESS)
+    await anext(endless)
+    down = asyncio.create_task(engine.shutdown(0.5))
+    await asyncio.sleep(0)
+    with pytest.raises(EngineShuttingDownError):
+        await anext(engine.generate("late", prompt, GREEDY))
+    rest = [output async for output in endless]
+    assert rest[-1].finished
+    assert rest[-1].outputs[0].finish_reason == "abort"
+    assert (await short)[-1].outputs[0].finish_reason == "length"
+    await asyncio.gather(down, engine.shutdown(0))
+    assert not engine.is_healthy
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine.pid, 0)
+
+
+async def test_startup_error_is_the_users_message(args: EngineArgs) -> None:
+    with pytest.raises(ConfigError, match="block_size"):
+        await AsyncEngine.start(dataclasses.replace(args, block_size=0))
+    # Found out in the engine process alone.
+    with pytest.raises(ConfigError, match="10 bytes holds no block"):
+        await AsyncEngine.start(dataclasses.replace(args, kv_cache_memory=10))
+    with pytest.raises(ConfigError, match="nowhere"):
+        await AsyncEngine.start(dataclasses.replace(args, model="./nowhere"))

@@ -1,0 +1,264 @@
+"""The engine process: its loop on a scripted core, and its end with its parent."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+import msgspec
+import pytest
+import zmq
+
+from atom.config import ConfigError, EngineConfig
+from atom.model_engine import wire
+from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.engine_process import EngineLoop
+from atom.model_engine.messages import (
+    EngineLimits,
+    EngineRequest,
+    EngineStats,
+    FinishReason,
+    RequestRefusedError,
+    SequenceOutput,
+    StepReport,
+)
+from atom.sampling_params import SamplingParams
+
+LIMITS = EngineLimits(max_model_len=64, num_blocks=8, block_size=16, vocab_size=100, max_logprobs=5)
+
+
+class ScriptedCore:
+    """Each step gives every sequence one token: its number of steps so far.
+
+    A prompt token 13 is refused; a step with a prompt token 66 fails.
+    """
+
+    def __init__(self, config: EngineConfig) -> None:
+        if config.cache.block_size == 3:
+            raise ConfigError("a block size of 3 is odd")
+        if config.cache.block_size == 5:
+            raise ZeroDivisionError("oops")
+        self.limits = LIMITS
+        self.prompts: dict[str, list[int]] = {}
+        self.num_steps = 0
+        self.is_shut_down = False
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.prompts)
+
+    @property
+    def stats(self) -> EngineStats:
+        return EngineStats(num_running=len(self.prompts))
+
+    def add_request(self, request: EngineRequest) -> None:
+        if 13 in request.prompt_token_ids:
+            raise RequestRefusedError("13 is bad luck", "prompt")
+        self.prompts[request.id] = request.prompt_token_ids
+
+    def abort(self, ids: Iterable[str]) -> list[SequenceOutput]:
+        known = [i for i in ids if self.prompts.pop(i, None) is not None]
+        return [SequenceOutput(id=i, finish_reason=FinishReason.ABORT) for i in known]
+
+    def step(self) -> StepReport:
+        if any(66 in prompt for prompt in self.prompts.values()):
+            raise RuntimeError("the device is lost")
+        time.sleep(0.001)
+        self.num_steps += 1
+        outputs = [SequenceOutput(id=i, token_ids=[self.num_steps]) for i in self.prompts]
+        return StepReport(outputs=outputs, stats=self.stats)
+
+    def shutdown(self) -> None:
+        self.is_shut_down = True
+
+
+class Frontend:
+    """The other end of a loop that runs in a thread."""
+
+    def __init__(self) -> None:
+        context = zmq.Context.instance()
+        sockets = [context.socket(kind) for kind in (zmq.PUSH, zmq.PULL, zmq.PULL, zmq.PUSH)]
+        for socket in sockets:
+            socket.set_hwm(0)
+        self.requests, requests, self.reports, reports = sockets
+        for i, (binding, connecting) in enumerate(
+            [(self.requests, requests), (self.reports, reports)]
+        ):
+            binding.bind(f"inproc://{id(self)}-{i}")
+            connecting.connect(f"inproc://{id(self)}-{i}")
+        self._sockets = sockets
+        self.may_build = threading.Event()
+        self.may_build.set()
+        self.core: ScriptedCore | None = None
+        self.status: int | None = None
+        loop = EngineLoop(requests, reports, self._create_core)
+        self.thread = threading.Thread(target=self._run, args=(loop,), daemon=True)
+        self.thread.start()
+
+    def _create_core(self, config: EngineConfig) -> ScriptedCore:
+        assert self.may_build.wait(5)
+        self.core = ScriptedCore(config)
+        return self.core
+
+    def _run(self, loop: EngineLoop) -> None:
+        self.status = loop.run()
+
+    def send(self, *messages: wire.ToEngine) -> None:
+        for message in messages:
+            self.requests.send(wire.encode(message))
+
+    def add(self, name: str, prompt: list[int]) -> None:
+        params = SamplingParams(logit_bias={3: 1.5}, temperature=0)
+        self.send(
+            wire.AddRequest(
+                EngineRequest(id=name, prompt_token_ids=prompt, params=params, seed=2**63 - 1)
+            )
+        )
+
+    def receive(self) -> wire.FromEngine:
+        assert self.reports.poll(5000), "the engine is silent"
+        return wire.decode_from_engine(self.reports.recv())
+
+    def until(self, condition: Callable[[wire.FromEngine], bool]) -> wire.FromEngine:
+        while not condition(message := self.receive()):
+            pass
+        return message
+
+    def start(self, **args: int) -> wire.FromEngine:
+        self.send(wire.Start(EngineArgs(**args), 30))
+        return self.receive()
+
+    def join(self) -> int | None:
+        self.thread.join(5)
+        assert not self.thread.is_alive()
+        return self.status
+
+    def close(self) -> None:
+        if self.thread.is_alive():
+            self.send(wire.Shutdown())
+            self.thread.join(5)
+        for socket in self._sockets:
+            socket.close(linger=0)
+
+
+@pytest.fixture
+def frontend() -> Iterator[Frontend]:
+    frontend = Frontend()
+    yield frontend
+    frontend.close()
+
+
+def test_requests_run_until_aborted(frontend: Frontend) -> None:
+    ready = frontend.start()
+    assert isinstance(ready, wire.Ready)
+    assert ready.limits == LIMITS
+    frontend.add("a", [1, 2])
+    report = frontend.receive()
+    assert isinstance(report, wire.Step)
+    assert [(o.id, o.token_ids) for o in report.report.outputs] == [("a", [1])]
+    frontend.send(wire.Abort(["a", "unknown"]))
+    last = frontend.until(
+        lambda m: isinstance(m, wire.Step) and any(o.finish_reason for o in m.report.outputs)
+    )
+    assert isinstance(last, wire.Step)
+    assert last.report.outputs == [SequenceOutput(id="a", finish_reason=FinishReason.ABORT)]
+    assert last.report.stats.num_running == 0  # the numbers are true when the loop falls idle
+    frontend.send(wire.Shutdown())
+    assert frontend.join() == 0
+    assert frontend.core is not None
+    assert frontend.core.is_shut_down
+
+
+def test_all_pending_messages_are_taken_before_a_step(frontend: Frontend) -> None:
+    frontend.may_build.clear()
+    frontend.send(wire.Start(EngineArgs(), 30))
+    for name in ("a", "b", "c"):
+        frontend.add(name, [1])
+    frontend.send(wire.Abort(["b"]))
+    frontend.may_build.set()
+    assert isinstance(frontend.receive(), wire.Ready)
+    first = frontend.until(
+        lambda m: isinstance(m, wire.Step) and any(o.token_ids for o in m.report.outputs)
+    )
+    assert isinstance(first, wire.Step)
+    assert [o.id for o in first.report.outputs] == ["a", "c"]
+
+
+def test_refused_request(frontend: Frontend) -> None:
+    frontend.start()
+    frontend.add("bad", [13])
+    assert frontend.receive() == wire.RequestRefused("bad", "13 is bad luck", "prompt")
+    frontend.add("good", [1])
+    assert isinstance(frontend.receive(), wire.Step)
+
+
+def test_idle_loop_blocks_and_beats(frontend: Frontend) -> None:
+    frontend.start()
+    begin, cpu = time.monotonic(), time.process_time()
+    beats = [frontend.receive() for _ in range(2)]
+    assert beats == [wire.Heartbeat(EngineStats())] * 2
+    assert 1.5 < time.monotonic() - begin < 4
+    assert time.process_time() - cpu < 0.5
+
+
+def test_startup_errors(frontend: Frontend) -> None:
+    assert frontend.start(block_size=3) == wire.StartupFailed("a block size of 3 is odd", True)
+    assert frontend.join() == 1
+
+
+def test_invalid_options(frontend: Frontend) -> None:
+    failed = frontend.start(max_num_seqs=0)
+    assert isinstance(failed, wire.StartupFailed)
+    assert failed.is_users
+    assert "max_num_seqs" in failed.message
+
+
+def test_unforeseen_startup_error(frontend: Frontend, caplog: pytest.LogCaptureFixture) -> None:
+    failed = frontend.start(block_size=5)
+    assert failed == wire.StartupFailed("ZeroDivisionError: oops", False)
+    assert frontend.join() == 1
+    assert "Traceback" in caplog.text
+
+
+def test_failing_step(frontend: Frontend, caplog: pytest.LogCaptureFixture) -> None:
+    frontend.start()
+    frontend.add("a", [66])
+    assert frontend.receive() == wire.EngineFailed("RuntimeError: the device is lost")
+    assert frontend.join() == 1
+    assert "Traceback" in caplog.text
+
+
+def test_engine_args_cross_whole() -> None:
+    args = EngineArgs(model="m", kv_cache_memory="2GiB", gpu_memory_utilization=0.5, seed=3)
+    message = wire.decode_to_engine(wire.encode(wire.Start(args, 20)))
+    assert message == wire.Start(args, 20)
+    with pytest.raises(msgspec.ValidationError):
+        wire.decode_to_engine(wire.encode(wire.Heartbeat(EngineStats())))
+
+
+def test_process_ends_with_its_parent_alone(tmp_path: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-m", "atom.model_engine.engine_process", "--socket-dir", str(tmp_path)],
+        stdin=subprocess.PIPE,
+    )
+    try:
+        deadline = time.monotonic() + 30
+        while not (tmp_path / "requests").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+        # Terminals and service managers signal whole groups; the frontend decides.
+        process.send_signal(signal.SIGINT)
+        process.send_signal(signal.SIGTERM)
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(0.3)
+        assert process.stdin is not None
+        process.stdin.close()
+        assert process.wait(5) == 1
+    finally:
+        process.kill()
+        process.wait()
