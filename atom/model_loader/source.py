@@ -209,10 +209,9 @@ def _default_dtype(folder: Path, raw: dict[str, Any]) -> torch.dtype:
             break
     else:
         stated = stored_dtype(folder) or "float32"
-    name = str(stated).removeprefix("torch.")
-    if name not in _DTYPES:
-        raise ConfigError(f"{folder} is stored as {name}; supported are {', '.join(_DTYPES)}")
-    return _DTYPES[name]
+    if stated not in _DTYPES:
+        raise ConfigError(f"{folder} is stored as {stated}; supported are {', '.join(_DTYPES)}")
+    return _DTYPES[stated]
 
 
 def _eos_token_ids(folder: Path, raw: dict[str, Any], options: ModelOptions) -> frozenset[int]:
