@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
+from transformers import PretrainedConfig
 
 from atom.config import ConfigError
 from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
@@ -42,8 +42,9 @@ class Eagle3Config:
 
     Attributes:
         architecture: `LlamaForCausalLMEagle3` or `Eagle3DeepseekV2ForCausalLM`.
-        network: sizes, biases and rotation of the decoder layer, as transformers holds them;
-            `sliding_window` is None where attention sees everything.
+        network: sizes, biases and rotation of the decoder layer, under the names of
+            transformers' Llama and DeepSeek-V3 configurations (whose classes would refuse some
+            sizes); `sliding_window` is None where attention sees everything.
         draft_vocab_size: rows of the draft's output head.
         target_hidden_size: elements of one of the target's hidden states.
         aux_layer_ids: target layers that feed `fc`, in the checkpoint's own convention; None
@@ -206,7 +207,7 @@ def _num_aux(fields: Fields, aux_layer_ids: tuple[int, ...] | None) -> int:
     return count
 
 
-def _mha_network(fields: Fields) -> LlamaConfig:
+def _mha_network(fields: Fields) -> PretrainedConfig:
     heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -218,7 +219,7 @@ def _mha_network(fields: Fields) -> LlamaConfig:
             f"hidden_size={hidden_size} does not split over num_attention_heads={heads} and "
             f"there is no head_dim"
         )
-    return LlamaConfig(
+    return PretrainedConfig(
         num_key_value_heads=kv_heads,
         head_dim=fields.integer("head_dim", max(hidden_size // heads, 1)),
         mlp_bias=fields.flag("mlp_bias"),
@@ -227,7 +228,7 @@ def _mha_network(fields: Fields) -> LlamaConfig:
     )
 
 
-def _mla_network(fields: Fields) -> DeepseekV3Config:
+def _mla_network(fields: Fields) -> PretrainedConfig:
     if _sliding_window(fields) is not None:
         raise fields.error(
             f"sliding_window={fields.get('sliding_window')} is not supported for an MLA draft"
@@ -235,14 +236,14 @@ def _mla_network(fields: Fields) -> DeepseekV3Config:
     if fields.flag("mlp_bias"):
         raise fields.error("mlp_bias=true is not supported for an MLA draft")
     rank = fields.get("q_lora_rank")
-    return DeepseekV3Config(
+    return PretrainedConfig(
         q_lora_rank=None if rank is None else fields.integer("q_lora_rank"),
         kv_lora_rank=fields.integer("kv_lora_rank"),
         qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
         qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
+        head_dim=fields.integer("qk_rope_head_dim"),  # what is rotated
         v_head_dim=fields.integer("v_head_dim"),
         rope_interleave=fields.flag("rope_interleave", True),
-        num_key_value_heads=fields.integer("num_attention_heads"),
         **_common_network(fields),
     )
 

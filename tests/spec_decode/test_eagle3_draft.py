@@ -41,6 +41,7 @@ MHA_VARIANTS: dict[str, dict[str, Any]] = {
     "mha": {},
     "gqa": {"num_key_value_heads": 2},
     "wide heads": {"head_dim": 16, "num_key_value_heads": 1},
+    "odd head size": {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 14},
     "fc_norm": {"fc_norm": True},
     "norm_output": {"norm_output": True},
     "eagle 3.1": {"fc_norm": True, "norm_output": True},
