@@ -179,7 +179,8 @@ def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions
     for level in _levels(raw):
         quantization = level.get("quantization_config")
         if quantization is not None:
-            method = quantization.get("quant_method", "an unnamed method")
+            named = isinstance(quantization, dict) and quantization.get("quant_method")
+            method = named or "by an unnamed method"
             raise ConfigError(
                 f"{folder} is quantised ({method}); quantised safetensors checkpoints are not "
                 f"supported yet. Use the unquantised checkpoint or a GGUF file"
