@@ -1,0 +1,244 @@
+"""Keys, limits, and the two ends of a server: a signal, or the engine's death."""
+
+from __future__ import annotations
+
+import json
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from server_process import ServerProcess
+
+from atom.entrypoints.openai_server import main
+
+KEY = {"Authorization": "Bearer second"}
+ORIGIN = "https://app.example"
+LONG: dict[str, Any] = {"prompt": "The", "max_tokens": 480, "ignore_eos": True}
+
+
+@pytest.fixture(scope="module")
+def guarded(
+    tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    template = tmp_path_factory.mktemp("template") / "chat.jinja"
+    template.write_text(
+        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
+        "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ mood }}"
+    )
+    flags = ["--api-key", "first", "second", "--cors-allow-origin", ORIGIN]
+    flags += ["--max-body-bytes", "2000", "--chat-template", str(template)]
+    flags += ["--max-num-seqs", "4", "--max-waiting-requests", "40", "--drain-seconds", "5"]
+    process = ServerProcess(tiny_llama_dir, *flags, env={"ATOM_API_KEY": "unused"})
+    try:
+        yield process.wait_ready()
+    finally:
+        process.stop()
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {},
+        {"Authorization": "Bearer wrong"},
+        {"Authorization": "Bearer unused"},
+        {"Authorization": "second"},
+        {"Authorization": "Basic second"},
+        {"Authorization": "Bearer second second"},
+        {"Authorization": b"Bearer \xff\xfe"},
+    ],
+)
+def test_without_a_valid_key(guarded: ServerProcess, headers: dict[str, Any]) -> None:
+    for method, path in (
+        ("GET", "/v1/models"),
+        ("GET", "/metrics"),
+        ("GET", "/version"),
+        ("GET", "/nowhere"),
+        ("POST", "/v1/completions"),
+        ("POST", "/tokenize"),
+        ("OPTIONS", "/v1/completions"),
+    ):
+        response = httpx.request(method, guarded.url + path, headers=headers)
+        assert response.status_code == 401, path
+        assert response.json()["error"]["code"] == "invalid_api_key"
+        assert response.headers["www-authenticate"] == "Bearer"
+
+
+def test_with_a_key(guarded: ServerProcess) -> None:
+    for key in ("first", "second"):
+        assert len(guarded.client(key).models.list().data) == 1
+    with pytest.raises(openai.AuthenticationError):
+        guarded.client("third").models.list()
+    assert httpx.get(guarded.url + "/health").status_code == 200
+
+
+def test_only_the_named_origin_may_call(guarded: ServerProcess) -> None:
+    for origin, allowed in ((ORIGIN, ORIGIN), ("https://other.example", None)):
+        preflight = httpx.options(
+            guarded.url + "/v1/completions",
+            headers={
+                "Origin": origin,
+                "Access-Control-Request-Method": "POST",
+                "Access-Control-Request-Headers": "authorization,content-type",
+            },
+        )
+        assert preflight.headers.get("access-control-allow-origin") == allowed
+        answer = httpx.get(guarded.url + "/v1/models", headers={"Origin": origin, **KEY})
+        assert answer.headers.get("access-control-allow-origin") == allowed
+    refused = httpx.get(guarded.url + "/v1/models", headers={"Origin": ORIGIN})
+    assert refused.status_code == 401
+    assert refused.headers["access-control-allow-origin"] == ORIGIN
+
+
+def test_no_origin_may_call_unless_told(server: ServerProcess) -> None:
+    answer = httpx.get(server.url + "/v1/models", headers={"Origin": ORIGIN})
+    assert "access-control-allow-origin" not in answer.headers
+
+
+def test_the_body_limit(guarded: ServerProcess) -> None:
+    body = {"prompt": "a" * 2000}
+    assert guarded.post("/tokenize", json=body, headers=KEY).status_code == 413
+    body = {"prompt": "a" * 1900}
+    assert guarded.post("/tokenize", json=body, headers=KEY).status_code == 200
+
+
+def test_the_given_chat_template(guarded: ServerProcess) -> None:
+    messages = [{"role": "developer", "content": "x"}, {"role": "user", "content": "y"}]
+    body = {"messages": messages, "chat_template_kwargs": {"mood": "!"}}
+    tokens = guarded.post("/tokenize", json=body, headers=KEY).json()["tokens"]
+    text = guarded.post("/detokenize", json={"tokens": tokens}, headers=KEY).json()["prompt"]
+    assert text == "[system]x[user]y!"
+    body = {"messages": [{"role": "tool", "content": "z"}]}
+    response = guarded.post("/v1/chat/completions", json=body, headers=KEY)
+    assert response.status_code == 400
+    assert "no tools here" in response.json()["error"]["message"]
+
+
+def test_a_full_queue_is_429(guarded: ServerProcess) -> None:
+    """4 sequences run, 40 may wait: 60 are too many, and 44 are not."""
+    body = {**LONG, "n": 60}
+    for stream in (False, True):
+        response = guarded.post("/v1/completions", json={**body, "stream": stream}, headers=KEY)
+        assert response.status_code == 429
+        assert response.json()["error"]["code"] == "queue_full"
+        assert int(response.headers["retry-after"]) >= 1
+    with pytest.raises(openai.RateLimitError):
+        guarded.client("first").completions.create(
+            model=guarded.client("first").models.list().data[0].id, prompt="x", n=60
+        )
+    fits = guarded.post(
+        "/v1/completions", json={"prompt": "a", "n": 44, "max_tokens": 2}, headers=KEY
+    )
+    assert fits.status_code == 200
+
+
+class _Reader:
+    """Streams one completion in a thread, keeping every event."""
+
+    def __init__(self, server: ServerProcess, headers: dict[str, str], **fields: Any) -> None:
+        self.events: list[str] = []
+        self.seconds: float | None = None
+        self._begun = threading.Event()
+        self._request = (server.url + "/v1/completions", {**LONG, **fields, "stream": True})
+        self._headers = headers
+        self._thread = threading.Thread(target=self._read)
+        self._thread.start()
+        assert self._begun.wait(30)
+
+    def join(self) -> list[str]:
+        self._thread.join(30)
+        assert not self._thread.is_alive()
+        return self.events
+
+    def _read(self) -> None:
+        url, body = self._request
+        with httpx.stream("POST", url, json=body, headers=self._headers, timeout=60) as response:
+            for line in response.iter_lines():
+                if line:
+                    self.events.append(line.removeprefix("data: "))
+                    self._begun.set()
+
+
+def test_a_signal_lets_requests_end_until_the_deadline(guarded: ServerProcess) -> None:
+    """Last of this server's tests. The deadline is 5 s."""
+    short = _Reader(guarded, KEY, max_tokens=40)
+    # Forty long sequences, three or four at a time.
+    endless = _Reader(guarded, KEY, n=40)
+    guarded.signal(signal.SIGTERM)
+    start = time.monotonic()
+    assert short.join()[-1] == "[DONE]"
+    last = json.loads(endless.join()[-1])
+    assert last["error"]["code"] == "shutting_down"
+    assert guarded.wait_exit() == 0
+    assert 4 < time.monotonic() - start < 20
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(guarded.url + "/health")
+
+
+def test_a_dead_engine_ends_the_server(tiny_llama_dir: Path) -> None:
+    server = ServerProcess(tiny_llama_dir)
+    try:
+        server.wait_ready()
+        reader = _Reader(server, {}, n=16)
+        answers: list[httpx.Response] = []
+        waiting = threading.Thread(
+            target=lambda: answers.append(server.post("/v1/completions", json={**LONG, "n": 16}))
+        )
+        waiting.start()
+        time.sleep(0.3)
+        start = time.monotonic()
+        server.engine.kill()
+        assert json.loads(reader.join()[-1])["error"]["code"] == "engine_dead"
+        waiting.join(10)
+        assert time.monotonic() - start < 2.5
+        assert answers[0].status_code == 503
+        assert answers[0].json()["error"]["code"] == "engine_dead"
+        assert httpx.get(server.url + "/health").status_code == 503
+        assert server.post("/v1/completions", json=LONG).status_code == 503
+        assert server.wait_exit() == 1
+        assert any("engine died" in line for line in server.log)
+    finally:
+        server.stop()
+
+
+def test_a_port_in_use_is_said_before_the_model_is_loaded(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        assert main(["--model", "/no/such/model", "--port", str(port)]) == 1
+    assert f"cannot listen on 127.0.0.1:{port}" in capsys.readouterr().err
+
+
+def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    assert main(["--model", str(tmp_path / "absent"), "--port", "0"]) == 1
+    assert "absent" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--port", "70000"],
+        ["--max-body-bytes", "0"],
+        ["--max-waiting-requests", "-1"],
+        ["--drain-seconds", "nan"],
+        ["--api-key", " "],
+        ["--chat-template", "/no/such/file"],
+        ["--log-level", "loud"],
+        ["--dtype", "int3"],
+        ["--block-size", "0"],
+        ["--unknown"],
+        ["--max-body", "5"],
+    ],
+)
+def test_wrong_flags(flags: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(flags)
+    assert caught.value.code == 2
+    assert flags[0].strip("-").split("-")[0] in capsys.readouterr().err.replace("_", "-")

@@ -1,0 +1,147 @@
+"""From texts and chats to token ids, and from logprobs to their spelling."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+from transformers import PreTrainedTokenizerFast
+
+from atom.entrypoints.detokenizer import create_vocabulary
+from atom.entrypoints.openai.errors import ApiError
+from atom.entrypoints.openai.logprobs import CompletionLogprobs, chat_logprobs
+from atom.entrypoints.openai.options import OptionError
+from atom.entrypoints.openai.protocol import ChatPrompt
+from atom.entrypoints.openai.tokenization import MAX_INLINE_CHARACTERS, PromptEncoder
+from atom.outputs import Logprob
+
+
+@pytest.fixture
+def tokenizer(
+    byte_level_tokenizer: PreTrainedTokenizerFast, tmp_path: Path
+) -> PreTrainedTokenizerFast:
+    """A copy to change."""
+    byte_level_tokenizer.save_pretrained(tmp_path)
+    return PreTrainedTokenizerFast.from_pretrained(tmp_path)
+
+
+@pytest.fixture
+def encoder(byte_level_tokenizer: PreTrainedTokenizerFast) -> PromptEncoder:
+    return PromptEncoder(byte_level_tokenizer, 8000, None)
+
+
+async def test_long_prompts_are_tokenised_in_a_thread(
+    encoder: PromptEncoder,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads = []
+    original = PromptEncoder._encode
+
+    def watched(self: PromptEncoder, text: str, add_special_tokens: bool) -> list[int]:
+        threads.append(threading.current_thread() is threading.main_thread())
+        return original(self, text, add_special_tokens)
+
+    monkeypatch.setattr(PromptEncoder, "_encode", watched)
+    for size in (10, MAX_INLINE_CHARACTERS + 10):
+        text = "x" * size
+        prompt = await encoder.encode(text, add_special_tokens=False, param="prompt")
+        assert prompt.token_ids == byte_level_tokenizer.encode(text)
+    assert threads == [True, False]
+    encoder.close()
+
+
+async def test_a_text_that_cannot_fit_is_not_tokenised(encoder: PromptEncoder) -> None:
+    with pytest.raises(ApiError, match="8000 tokens") as caught:
+        await encoder.encode("x" * 10**6, add_special_tokens=False, param="prompt")
+    assert caught.value.code == "context_length_exceeded"
+
+
+async def test_special_tokens_are_not_added_twice(tokenizer: PreTrainedTokenizerFast) -> None:
+    start = tokenizer.convert_tokens_to_ids("<|endoftext|>")
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", start)]
+    )
+    encoder = PromptEncoder(tokenizer, 1000, "<|endoftext|>{{ messages[0].content }}")
+    chat = ChatPrompt.model_validate({"messages": [{"role": "user", "content": "hi"}]})
+    once = await encoder.encode_chat(chat, add_special_tokens=False)
+    twice = await encoder.encode_chat(chat, add_special_tokens=True)
+    plain = await encoder.encode("hi", add_special_tokens=True, param="prompt")
+    assert once.token_ids == plain.token_ids
+    assert once.token_ids.count(start) == 1
+    assert twice.token_ids.count(start) == 2
+
+
+async def test_a_tokenizer_without_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
+    tokenizer.chat_template = None
+    encoder = PromptEncoder(tokenizer, 1000, None)
+    chat = ChatPrompt.model_validate({"messages": [{"role": "user", "content": "hi"}]})
+    with pytest.raises(ApiError, match="--chat-template"):
+        await encoder.encode_chat(chat, add_special_tokens=False)
+
+
+def test_a_template_that_is_none(byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(OptionError, match="line 2"):
+        PromptEncoder(byte_level_tokenizer, 1000, "fine\n{% if %}")
+    # Refusing one chat does not make it a wrong template.
+    PromptEncoder(byte_level_tokenizer, 1000, "{{ raise_exception('never') }}")
+
+
+async def test_roles_and_tool_calls_reach_the_template(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    template = (
+        "{% for m in messages %}{{ m.role }}:{{ m.content }}"
+        "{% if m.tool_calls %}{{ m.tool_calls[0].function.arguments.x + 1 }}{% endif %}"
+        "{% if m.tool_call_id %}({{ m.tool_call_id }}){% endif %};{% endfor %}"
+    )
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"x": 41}'}}
+    messages = [
+        {"role": "developer", "content": "d"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": [{"type": "text", "text": "t"}], "tool_call_id": "c"},
+    ]
+    chat = ChatPrompt.model_validate({"messages": messages})
+    encoder = PromptEncoder(byte_level_tokenizer, 1000, template)
+    prompt = await encoder.encode_chat(chat, add_special_tokens=False)
+    assert prompt.text == "system:d;assistant:42;tool:t(c);"
+    knows = PromptEncoder(byte_level_tokenizer, 1000, template + "{# developer #}")
+    prompt = await knows.encode_chat(chat, add_special_tokens=False)
+    assert prompt.text is not None
+    assert prompt.text.startswith("developer:d;")
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.text(max_size=30))
+def test_offsets_find_the_tokens(byte_level_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
+    vocabulary = create_vocabulary(byte_level_tokenizer)
+    ids = byte_level_tokenizer.encode(text, add_special_tokens=False)
+    columns = CompletionLogprobs(vocabulary, 0, skip_special_tokens=False).format(
+        ids, [None] * len(ids)
+    )
+    for token, offset in zip(columns["tokens"], columns["text_offset"], strict=True):
+        if not token.startswith("bytes:\\x"):
+            assert text.startswith(token, offset)
+
+
+def test_candidates_are_ranked_and_cut(byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
+    vocabulary = create_vocabulary(byte_level_tokenizer)
+    a, b, c, d = (byte_level_tokenizer.convert_tokens_to_ids(t) for t in "abcd")
+    position = {
+        d: Logprob(float("-inf"), 9, "d"),
+        a: Logprob(-1.0, 2, "a"),
+        b: Logprob(-0.5, 1, "b"),
+        c: Logprob(-2.0, 3, "c"),
+    }
+    columns = CompletionLogprobs(vocabulary, 2, skip_special_tokens=True).format([d], [position])
+    assert columns["top_logprobs"] == [{"b": -0.5, "a": -1.0, "d": -9999.0}]
+    assert [*columns["top_logprobs"][0]] == ["b", "a", "d"]
+    assert columns["token_logprobs"] == [-9999.0]
+    rows = chat_logprobs(vocabulary, 2, [d], [position])["content"]
+    assert rows[0]["token"] == "d"
+    assert [row["token"] for row in rows[0]["top_logprobs"]] == ["b", "a"]
+    assert chat_logprobs(vocabulary, 0, [d], [position])["content"][0]["top_logprobs"] == []
