@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 from atom.entrypoints.openai.errors import bad_request, invalid_parameters
 from atom.entrypoints.openai.protocol import GenerationRequest
@@ -27,7 +26,6 @@ SHARED_FIELDS = frozenset(
         "include_stop_str_in_output",
         "ignore_eos",
         "min_tokens",
-        "max_tokens",
         "prompt_logprobs",
         "skip_special_tokens",
     }
@@ -35,11 +33,18 @@ SHARED_FIELDS = frozenset(
 
 
 def sampling_params(
-    body: GenerationRequest, field_names: Mapping[str, str], **overrides: Any
+    body: GenerationRequest,
+    field_names: Mapping[str, str],
+    *,
+    max_tokens: int | None,
+    **overrides: int | None,
 ) -> SamplingParams:
-    """The request's parameters; `overrides` that are None leave the default.
+    """The request's parameters.
 
-    `field_names` are the request's names of fields that `SamplingParams` calls otherwise.
+    Args:
+        field_names: the request's names of fields that `SamplingParams` calls otherwise.
+        max_tokens: None means up to the end of the context.
+        overrides: instead of the request's fields; None leaves the default.
 
     Raises:
         ApiError: 400 that names the impossible field.
@@ -47,7 +52,7 @@ def sampling_params(
     values = body.model_dump(include=set(SHARED_FIELDS - overrides.keys()), exclude_none=True)
     values.update({name: value for name, value in overrides.items() if value is not None})
     try:
-        return SamplingParams(**values)
+        return SamplingParams(max_tokens=max_tokens, **values)
     except ValueError as error:
         raise invalid_parameters(error, field_names) from None
 
