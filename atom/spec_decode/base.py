@@ -44,7 +44,7 @@ class Lookahead:
     Attributes:
         num_tokens: most drafts per step; that many KV slots are kept ready past the known tokens.
         kv_depends_on_successor: whether the proposer's KV at a position depends on the token
-            after it, so that the last block of a cached prefix cannot be shared.
+            after it, so that a cached block is only the same where the next token is.
     """
 
     num_tokens: int = 0

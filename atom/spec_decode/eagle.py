@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch import nn
 
 from atom.model_engine.kv_cache import KVCacheBuilder
 from atom.models.eagle3_base import Eagle3Draft
@@ -24,16 +25,15 @@ class EagleProposer:
     def __init__(
         self,
         draft: Eagle3Draft,
-        aux_layer_ids: tuple[int, ...],
-        kv_cache_builders: Sequence[KVCacheBuilder],
+        kv_cache_builder: KVCacheBuilder,
         num_speculative_tokens: int,
         block_size: int,
         max_model_len: int,
     ) -> None:
         self.lookahead = Lookahead(num_speculative_tokens, kv_depends_on_successor=True)
-        self.draft_model = draft
-        self.aux_layer_ids = aux_layer_ids
-        self.kv_cache_builders = kv_cache_builders
+        self.draft_model: nn.Module | None = draft
+        self.aux_layer_ids = draft.aux_layer_ids
+        self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._draft = draft
         self._block_size = block_size
         self._max_model_len = max_model_len
@@ -43,10 +43,10 @@ class EagleProposer:
         positions = step.model_input.positions
         hidden = self._draft.fuse(step.model_output.aux_hidden_states)
         post_norm, pre_norm = self._draft(step.next_token_ids, hidden, positions, metadata)
+        if not step.sequence_indices:
+            return step.next_token_ids.new_empty((0, self.lookahead.num_tokens))
         post_norm, pre_norm = post_norm[step.last_rows], pre_norm[step.last_rows]
         drafts = [self._most_likely(post_norm)]
-        if not step.sequence_indices:
-            return drafts[0][:, None].expand(0, self.lookahead.num_tokens)
         # The newest token is known but not computed: the pass above ended one position before.
         newest = [len(prompt) + len(outputs) - 1 for prompt, outputs in step.histories]
         for i in range(self.lookahead.num_tokens - 1):

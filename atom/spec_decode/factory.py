@@ -7,6 +7,9 @@ from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.spec_decode.base import NullProposer, Proposer
+from atom.spec_decode.draft_loader import load_draft
+from atom.spec_decode.eagle import EagleProposer
+from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.ngram import NgramProposer
 
 
@@ -33,5 +36,13 @@ def _create_eagle3(
     source: ModelSource,
     context: LayerContext,
 ) -> Proposer:
-
-    raise NotImplementedError
+    assert options.model is not None
+    draft = load_draft(options.model, target, source, context, config.model)
+    builder = Eagle3DraftBuilder(draft, config.cache.block_size, context.dtype, context.device)
+    return EagleProposer(
+        draft,
+        builder,
+        options.num_speculative_tokens,
+        config.cache.block_size,
+        context.max_model_len,
+    )
