@@ -37,10 +37,8 @@ def create_target(config: PretrainedConfig, folder: Path) -> Target:
     return model, ModelSource(folder, "target", config, frozenset(), torch.float32)
 
 
-@pytest.fixture(scope="session")
-def llama_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
-    """Grouped-query attention, 8 layers, untied head."""
-    config = LlamaConfig(
+def llama_config(tied: bool) -> LlamaConfig:
+    return LlamaConfig(
         architectures=["LlamaForCausalLM"],
         vocab_size=VOCAB,
         hidden_size=HIDDEN,
@@ -48,9 +46,20 @@ def llama_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
         num_hidden_layers=NUM_LAYERS,
         num_attention_heads=4,
         num_key_value_heads=2,
-        tie_word_embeddings=False,
+        tie_word_embeddings=tied,
     )
-    return create_target(config, tmp_path_factory.mktemp("llama-target"))
+
+
+@pytest.fixture(scope="session")
+def llama_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """Grouped-query attention, 8 layers, untied head."""
+    return create_target(llama_config(tied=False), tmp_path_factory.mktemp("llama-target"))
+
+
+@pytest.fixture(scope="session")
+def tied_llama_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """The same with the embedding as its head."""
+    return create_target(llama_config(tied=True), tmp_path_factory.mktemp("tied-target"))
 
 
 @pytest.fixture(scope="session")

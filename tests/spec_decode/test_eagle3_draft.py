@@ -146,6 +146,20 @@ def test_shared_and_own_embedding_and_head(
     check_against_reference(raw, tmp_path, llama_target, random_rows, tensors)
 
 
+def test_shared_head_of_a_tied_target(
+    tmp_path: Path, tied_llama_target: Target, random_rows: Rows
+) -> None:
+    raw = {**MHA, **FULL}
+    target = tied_llama_target[0]
+    tensors = draft_tensors(raw, head=False)
+    draft = load(write_draft(tmp_path, raw, tensors), *tied_llama_target)
+    embed = target.token_embedding.weight
+    tokens, aux = random_rows(9)
+    fused = draft.fuse(tuple(aux))
+    chain = DraftBench(draft).propose("s", 0, tokens, fused, 4)
+    check_chains_equal(chain, ReferenceDraft(raw, tensors, embed, embed).propose(tokens, fused, 4))
+
+
 def test_draft_narrower_than_its_target(
     tmp_path: Path, llama_target: Target, random_rows: Rows
 ) -> None:
