@@ -22,7 +22,7 @@ from atom.model_engine.batch import (
     SequenceResult,
     StepOutput,
 )
-from atom.model_engine.block_pool import BlockPool
+from atom.model_engine.block_pool import BlockHash, BlockPool
 from atom.model_engine.messages import (
     EngineLimits,
     EngineRequest,
@@ -113,7 +113,7 @@ class Scheduler:
             seq = self._live.get(id)
             if seq is not None:
                 self._finish(seq)
-                outputs.append(_output(seq, [], FinishReason.ABORT))
+                outputs.append(seq.report([], FinishReason.ABORT))
         return outputs
 
     def schedule(self) -> ScheduledBatch:
@@ -222,8 +222,11 @@ class Scheduler:
         return max(min(len(seq.draft_token_ids), share - count, room), 0)
 
     def _num_reserved(self, seq: Sequence, num_tokens: int) -> int:
-        """`num_tokens` and the slots that the proposer writes ahead of them."""
-        return max(min(num_tokens + self._lookahead.num_tokens, seq.max_num_tokens), num_tokens)
+        """`num_tokens` and the slots that the proposer writes ahead of them.
+
+        Never more than the sequence needs when it runs alone: the last token has no slot.
+        """
+        return min(num_tokens + self._lookahead.num_tokens, seq.max_num_tokens - 1)
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Grow a block table to `num_tokens`; false when the sequence itself was preempted."""
@@ -314,13 +317,14 @@ class Scheduler:
         """Take the cached blocks at the start of a sequence, leaving a token to compute."""
         if not self._matches(seq):
             return []
+        return self._pool.match_prefix(self._hashes(seq, len(seq.token_ids) - 1))
+
+    def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
+        """Hashes of the full blocks of the first `num_tokens` tokens, which are not the last."""
         size = self._pool.block_size
-        cached = self._pool.match_prefix(seq.full_block_hashes(len(seq.token_ids) - 1, size))
-        if cached and self._lookahead.kv_depends_on_successor:
-            # The drafter's KV of the last position belongs to another sequence's next token;
-            # those before are followed by tokens that the next block's hash vouches for.
-            self._pool.free([cached.pop()])
-        return cached
+        # A KV that depends on the token after it is only the same where that token is.
+        overlap = 1 if self._lookahead.kv_depends_on_successor else 0
+        return seq.block_hashes(num_tokens // size, size, overlap)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)
@@ -366,9 +370,9 @@ class Scheduler:
             num_new += 1
         self._totals.num_generation_tokens += num_new
         # Confirmed drafts are in the cache; the newest token never is.
-        seq.num_computed += num_new - 1
+        seq.num_computed += min(num_new - 1, scheduled.num_drafts)
         self._publish(seq)
-        made = _output(seq, result.token_ids[:num_new], finish_reason, stop_reason)
+        made = seq.report(result.token_ids[:num_new], finish_reason, stop_reason)
         made.prompt_logprobs = seq.take_prompt_logprobs()
         if result.logprobs is not None:
             made.logprobs = result.logprobs[:num_new]
@@ -380,10 +384,9 @@ class Scheduler:
         """Offer the blocks whose tokens are all computed to other sequences."""
         if not self._pool.enable_prefix_caching:
             return
-        size = self._pool.block_size
-        if seq.num_computed // size == seq.num_published:
+        if seq.num_computed // self._pool.block_size == seq.num_published:
             return
-        hashes = seq.full_block_hashes(seq.num_computed, size)
+        hashes = self._hashes(seq, seq.num_computed)
         for index in range(seq.num_published, len(hashes)):
             self._pool.publish(seq.block_ids[index], hashes[index])
         seq.num_published = len(hashes)
@@ -403,20 +406,3 @@ class Scheduler:
         self._running.remove(seq)
         self._pool.free(seq.block_ids)
         self._gone_ids.append(seq.request.id)
-
-
-def _output(
-    seq: Sequence,
-    token_ids: list[int],
-    finish_reason: FinishReason | None,
-    stop_reason: int | None = None,
-) -> SequenceOutput:
-    return SequenceOutput(
-        id=seq.request.id,
-        token_ids=token_ids,
-        finish_reason=finish_reason,
-        stop_reason=stop_reason,
-        num_cached_tokens=seq.num_cached_tokens,
-        num_preemptions=seq.num_preemptions,
-        first_scheduled_time=seq.first_scheduled_time,
-    )

@@ -9,7 +9,12 @@ from dataclasses import dataclass, field
 from operator import attrgetter
 
 from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
-from atom.model_engine.messages import EngineRequest, FinishReason, TokenLogprobs
+from atom.model_engine.messages import (
+    EngineRequest,
+    FinishReason,
+    SequenceOutput,
+    TokenLogprobs,
+)
 
 
 class SequenceStatus(enum.Enum):
@@ -31,8 +36,6 @@ class Sequence:
         draft_token_ids: guesses at what follows the known tokens, to be verified next.
         num_computed: tokens whose KV is in the cache; always less than the known tokens.
         block_ids: the block table.
-        block_hashes: the hash chain over the full blocks of known tokens, as far as it was
-            needed; each link is computed once in the sequence's life.
         num_published: leading blocks of the table that need no publishing (any more).
         prompt_logprobs: collected so far, None for the first token; None when not asked for or
             delivered already.
@@ -51,11 +54,11 @@ class Sequence:
     draft_token_ids: list[int] = field(default_factory=list)
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
-    block_hashes: list[BlockHash] = field(default_factory=list)
     num_published: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
+    _hashes: list[BlockHash] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -67,14 +70,18 @@ class Sequence:
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
-    def full_block_hashes(self, num_tokens: int, block_size: int) -> list[BlockHash]:
-        """The hash chain over the full blocks of the first `num_tokens` known tokens."""
-        count = num_tokens // block_size
-        hashes = self.block_hashes
+    def block_hashes(self, count: int, block_size: int, overlap: int) -> list[BlockHash]:
+        """The hash chain over the first `count` blocks, each link computed once.
+
+        Args:
+            overlap: tokens after a block that its hash includes; they must be known too.
+        """
+        hashes = self._hashes
         while len(hashes) < count:
             start = len(hashes) * block_size
             parent = hashes[-1] if hashes else root_hash(self.request.cache_salt)
-            hashes.append(hash_block(parent, self.token_ids[start : start + block_size]))
+            tokens = self.token_ids[start : start + block_size + overlap]
+            hashes.append(hash_block(parent, tokens))
         return hashes[:count]
 
     def append(
@@ -111,6 +118,23 @@ class Sequence:
                 f"{len(taken) - 1} prompt logprobs, expected one for each token but the first"
             )
         return taken
+
+    def report(
+        self,
+        token_ids: list[int],
+        finish_reason: FinishReason | None,
+        stop_reason: int | None = None,
+    ) -> SequenceOutput:
+        """What the frontend is told of new tokens, or of the end."""
+        return SequenceOutput(
+            id=self.request.id,
+            token_ids=token_ids,
+            finish_reason=finish_reason,
+            stop_reason=stop_reason,
+            num_cached_tokens=self.num_cached_tokens,
+            num_preemptions=self.num_preemptions,
+            first_scheduled_time=self.first_scheduled_time,
+        )
 
     def restart(self) -> None:
         """Forget everything that lay in blocks: the known tokens will be computed again."""

@@ -11,6 +11,7 @@ from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.messages import EngineLimits, EngineRequest, SequenceOutput
 from atom.model_engine.scheduler import Scheduler
 from atom.sampling_params import SamplingParams
+from atom.spec_decode.base import NO_LOOKAHEAD, Lookahead
 
 EOS = 0
 A, B = 10, 11  # ordinary tokens
@@ -24,6 +25,7 @@ class Bench:
         num_blocks: int = 16,
         max_model_len: int = 64,
         enable_prefix_caching: bool = True,
+        lookahead: Lookahead = NO_LOOKAHEAD,
         **options: Any,
     ) -> None:
         self.pool = BlockPool(num_blocks, 4, enable_prefix_caching)
@@ -34,7 +36,9 @@ class Bench:
             vocab_size=1000,
             max_logprobs=5,
         )
-        self.scheduler = Scheduler(SchedulerOptions(**options), self.pool, limits, frozenset({EOS}))
+        self.scheduler = Scheduler(
+            SchedulerOptions(**options), self.pool, limits, frozenset({EOS}), lookahead
+        )
 
     def add(
         self, id: str, prompt: Iterable[int], priority: int = 0, salt: str = "", **params: Any
@@ -51,11 +55,19 @@ class Bench:
         )
 
     def finish(
-        self, batch: ScheduledBatch, says: dict[str, list[int]] | None = None
+        self,
+        batch: ScheduledBatch,
+        says: dict[str, list[int]] | None = None,
+        drafts: list[int] | None = None,
     ) -> dict[str, SequenceOutput]:
-        """Answer a batch: sampled rows get what `says` has for them, else one token A."""
+        """Answer a batch.
+
+        Sampled rows get what `says` has for them, else one token A; and `drafts` for the next step.
+        """
         results = [
-            SequenceResult((says or {}).get(s.id, [A]) if s.wants_sample else [])
+            SequenceResult((says or {}).get(s.id, [A]), draft_token_ids=drafts or [])
+            if s.wants_sample
+            else SequenceResult([])
             for s in batch.sequences
         ]
         outputs = self.scheduler.update(batch, StepOutput(results))
@@ -63,11 +75,11 @@ class Bench:
         return {output.id: output for output in outputs}
 
     def step(
-        self, says: dict[str, list[int]] | None = None
+        self, says: dict[str, list[int]] | None = None, drafts: list[int] | None = None
     ) -> tuple[ScheduledBatch, dict[str, SequenceOutput]]:
         batch = self.scheduler.schedule()
         self.scheduler.check_integrity()
-        return batch, self.finish(batch, says)
+        return batch, self.finish(batch, says, drafts)
 
     def run(self, says: dict[str, list[int]] | None = None) -> dict[str, list[SequenceOutput]]:
         """Step until nothing is left; all outputs by id."""
