@@ -198,13 +198,16 @@ class AsyncEngine:
             if not self._client.is_open:
                 return
             deadline = time.monotonic() + drain_seconds
-            while self._processor.num_unfinished and time.monotonic() < deadline:
-                if self._dead.done():
-                    break
+            while self._has_live_requests and time.monotonic() < deadline:
                 await asyncio.sleep(_DRAIN_POLL_SECONDS)
-            self._abort_all()
+            if self._has_live_requests:
+                self._abort_all()
             self._reader.cancel()
             await self._client.stop()
+
+    @property
+    def _has_live_requests(self) -> bool:
+        return bool(self._processor.num_unfinished) and not self._dead.done()
 
     def _check_open(self) -> None:
         if self._dead.done():
