@@ -39,7 +39,7 @@ class EngineClient:
         self._requests.connect(wire.requests_address(self._socket_dir))
         self._reports = self._create_socket(zmq.PULL)
         self._reports.bind(wire.reports_address(self._socket_dir))
-        self._loop.add_reader(self._reports.fileno(), self._wakeup.set)
+        self._loop.add_reader(self._reports.fileno(), self._on_readable)
         command = [sys.executable, "-m", "atom.model_engine.engine_process"]
         # The pipe is never written to: the process ends when it closes, with this one.
         self._process = subprocess.Popen(
@@ -134,6 +134,12 @@ class EngineClient:
         socket.set_hwm(0)
         socket.linger = 0
         return socket
+
+    def _on_readable(self) -> None:
+        # Taking note of the events quiets the descriptor, which the loop would otherwise find
+        # readable over and over while nobody receives.
+        self._reports.getsockopt(zmq.EVENTS)
+        self._wakeup.set()
 
     def _drain(self) -> list[wire.FromEngine]:
         # To the last one: the socket's descriptor only tells of changes.
