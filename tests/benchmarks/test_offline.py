@@ -1,0 +1,44 @@
+"""The offline benchmarks on a tiny model: that they run, and what they report."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+def run(name: str, folder: Path, *args: str) -> dict[str, Any]:
+    path = folder / "report.json"
+    command = [sys.executable, str(BENCHMARKS / name), *args, "--output-json", str(path)]
+    subprocess.run(command, check=True, capture_output=True)
+    report: dict[str, Any] = json.loads(path.read_text())
+    assert {"date", "command", "cpu", "torch", "atom"} <= set(report["environment"])
+    return report
+
+
+def test_throughput(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    sizes = ("--num-prompts", "5", "--max-tokens", "7", "--rounds", "2")
+    model = ("--model", str(tiny_llama_dir), "--dtype", "float32", "--num-threads", "1")
+    report = run("throughput.py", tmp_path, *model, *sizes, "--random-input-len", "20")
+    assert len(report["rounds"]) == 2
+    assert report["median"]["output_tokens"] == 35
+    assert report["median"]["prompt_tokens"] == 100
+    assert report["median"]["output_tokens_per_s"] > 0
+    assert report["engine"]["dtype"] == "float32"
+
+
+def test_compare_transformers(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    """In float32 both must generate the same tokens, padded batch or not."""
+    sizes = ("--rounds", "1", "--max-tokens", "8", "--prefill-tokens", "100")
+    model = ("--model", str(tiny_llama_dir), "--dtype", "float32", "--num-threads", "1")
+    markdown = tmp_path / "report.md"
+    report = run("compare_transformers.py", tmp_path, *model, *sizes, "--output-md", str(markdown))
+    assert [r["case"] for r in report["results"]] == ["decode-1", "decode-8", "prefill"]
+    for result in report["results"]:
+        assert result["same_tokens"] == 1
+        assert result["ratio"] > 0
+    assert "| decode-8 |" in markdown.read_text()
