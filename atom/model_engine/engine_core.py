@@ -27,8 +27,8 @@ class EngineCore:
     """
 
     def __init__(self, config: EngineConfig) -> None:
-        self._executor: Executor = UniprocExecutor(config)
-        self.limits: EngineLimits = self._executor.limits
+        self.executor: Executor = UniprocExecutor(config)
+        self.limits: EngineLimits = self.executor.limits
         self.block_pool = BlockPool(
             self.limits.num_blocks, self.limits.block_size, config.cache.enable_prefix_caching
         )
@@ -36,8 +36,8 @@ class EngineCore:
             config.scheduler,
             self.block_pool,
             self.limits,
-            self._executor.eos_token_ids,
-            self._executor.lookahead,
+            self.executor.eos_token_ids,
+            self.executor.lookahead,
         )
 
     def add_request(self, request: EngineRequest) -> None:
@@ -63,8 +63,8 @@ class EngineCore:
     def step(self) -> StepReport:
         """Run one batch and report what came of it."""
         batch = self._scheduler.schedule()
-        output = self._executor.step(batch)
+        output = self.executor.step(batch)
         return StepReport(outputs=self._scheduler.update(batch, output), stats=self.stats)
 
     def shutdown(self) -> None:
-        self._executor.shutdown()
+        self.executor.shutdown()

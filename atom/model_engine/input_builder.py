@@ -49,6 +49,7 @@ def build_attention_metadata(
     return AttentionMetadata(
         slot_mapping=_to(blocks * block_size + positions % block_size, device),
         block_tables=_to(tables, device),
+        block_counts=_to(np.array([len(s.block_ids) for s in sequences], dtype=np.int32), device),
         context_lens=_to(contexts.astype(np.int32), device),
         cu_seqlens_q=_to(np.concatenate(([0], np.cumsum(lens))).astype(np.int32), device),
         max_seqlen_q=int(lens.max()),

@@ -19,6 +19,7 @@ class AttentionMetadata:
         slot_mapping: [T] int64; token t is written to slot `block_id * block_size + offset`;
             -1 writes nothing (padding).
         block_tables: [B, max_blocks] int32, rows padded with 0.
+        block_counts: [B] int32; how many entries of each row are the sequence's own.
         context_lens: [B] int32; tokens in the cache after this step's writes.
         cu_seqlens_q: [B + 1] int32; tokens of sequence b are cu_seqlens_q[b] .. cu_seqlens_q[b+1].
         max_seqlen_q, max_context_len: the largest query length and context length.
@@ -27,6 +28,7 @@ class AttentionMetadata:
 
     slot_mapping: torch.Tensor
     block_tables: torch.Tensor
+    block_counts: torch.Tensor
     context_lens: torch.Tensor
     cu_seqlens_q: torch.Tensor
     max_seqlen_q: int

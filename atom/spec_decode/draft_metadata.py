@@ -26,17 +26,20 @@ def advance(
     """
     device = metadata.block_tables.device
     tables = metadata.block_tables[list(sequence_indices)]
-    capacity = tables.shape[1] * block_size
+    counts = metadata.block_counts[list(sequence_indices)]
+    capacity = counts.long() * block_size
     wanted = torch.tensor(positions, dtype=torch.int64, device=device)
-    inside = wanted.clamp(max=capacity - 1)
+    inside = wanted.minimum(capacity - 1)
     blocks = tables.long().gather(1, (inside // block_size)[:, None])[:, 0]
     slots = torch.where(wanted < capacity, blocks * block_size + inside % block_size, -1)
-    contexts = tuple(min(p + 1, capacity) for p in positions)
+    context_lens = (inside + 1).int()
+    contexts = tuple(context_lens.tolist())
     count = len(sequence_indices)
     return AttentionMetadata(
         slot_mapping=slots,
         block_tables=tables,
-        context_lens=(inside + 1).int(),
+        block_counts=counts,
+        context_lens=context_lens,
         cu_seqlens_q=torch.arange(count + 1, dtype=torch.int32, device=device),
         max_seqlen_q=1,
         max_context_len=max(contexts, default=0),

@@ -1,0 +1,77 @@
+"""Unseeded samples with speculation follow the target's distribution."""
+
+from __future__ import annotations
+
+import math
+from itertools import product
+from pathlib import Path
+
+import torch
+from models import checkpoints
+from spec_decode import engines
+from transformers import PreTrainedTokenizerFast
+
+from atom import SamplingParams
+
+TOP_K = 4
+TEMPERATURE = 1.5
+NUM_SAMPLES = 50_000
+NUM_TOKENS = 3
+
+
+def test_chi_square(tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
+    """50,000 continuations of three tokens, against the probabilities of transformers' logits.
+
+    The first token comes from the prompt's step, the others from rows that verified drafts.
+    """
+    vocab_size = len(byte_level_tokenizer)
+    checkpoint = checkpoints.llama(tmp_path, vocab_size=vocab_size, hidden_size=engines.HIDDEN)
+    byte_level_tokenizer.save_pretrained(tmp_path)
+    prompt = checkpoints.prompt(9) * 2
+    # The engine's seed makes the requests' own seeds, and so this test, repeatable.
+    engine = engines.create_engine(
+        tmp_path,
+        seed=0,
+        max_num_seqs=512,
+        method="ngram",
+        num_speculative_tokens=2,
+    )
+    sampling = SamplingParams(
+        temperature=TEMPERATURE, top_k=TOP_K, max_tokens=NUM_TOKENS, ignore_eos=True, n=100
+    )
+    outputs = engine.generate([prompt] * (NUM_SAMPLES // 100), sampling, use_tqdm=False)
+    counts: dict[tuple[int, ...], int] = {}
+    for output in outputs:
+        for completion in output.outputs:
+            key = tuple(completion.token_ids)
+            counts[key] = counts.get(key, 0) + 1
+    stats = engine.engine.core.stats.spec_decode
+    assert stats is not None
+    assert stats.num_accepted_tokens > 1000  # the accepting path was taken as well
+    expected = _distribution(checkpoint, prompt)
+    assert set(counts) <= set(expected)
+    statistic = sum(
+        (counts.get(key, 0) - p * NUM_SAMPLES) ** 2 / (p * NUM_SAMPLES)
+        for key, p in expected.items()
+    )
+    degrees = len(expected) - 1
+    # Five standard deviations of a chi-square variable.
+    assert statistic < degrees + 5 * math.sqrt(2 * degrees)
+
+
+def _distribution(
+    checkpoint: checkpoints.Checkpoint, prompt: list[int]
+) -> dict[tuple[int, ...], float]:
+    """The probability of each continuation of `NUM_TOKENS` tokens."""
+    result = {(): 1.0}
+    for _ in range(NUM_TOKENS):
+        longer: dict[tuple[int, ...], float] = {}
+        for prefix, probability in result.items():
+            logits = checkpoint.logits([*prompt, *prefix])[-1].double() / TEMPERATURE
+            top = torch.topk(logits, TOP_K)
+            weights = torch.softmax(top.values, dim=-1).tolist()
+            for token_id, weight in zip(top.indices.tolist(), weights, strict=True):
+                longer[(*prefix, token_id)] = probability * weight
+        result = longer
+    assert len(result) == len(list(product(range(TOP_K), repeat=NUM_TOKENS)))
+    return result

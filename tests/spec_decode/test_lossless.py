@@ -1,0 +1,124 @@
+"""Speculation changes nothing but the number of steps."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+from spec_decode import engines
+from spec_decode.engines import PROMPTS, SETTINGS, OracleProposer, create_engine, generate, params
+from transformers import PreTrainedTokenizerFast
+
+from atom.spec_decode.stats import SpecDecodeStats
+
+METHODS = ["mha", "mla", "ngram"]
+
+
+class Targets:
+    """Checkpoints and their continuations without speculation, each made once."""
+
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self.target = cache(self._target)
+        self.draft = cache(self._draft)
+        self.expected = cache(self._expected)
+
+    def _target(self, kind: str) -> Path:
+        return engines.write_target(kind, self._folder / kind, self._tokenizer)
+
+    def _draft(self, kind: str) -> Path:
+        return engines.write_draft(kind, self._folder / kind, len(self._tokenizer))
+
+    def _expected(self, kind: str) -> dict[str, list[list[int]]]:
+        engine = create_engine(self.target(kind))
+        return {name: generate(engine, params(name)) for name in SETTINGS}
+
+    def speculation(self, method: str, k: int) -> dict[str, object]:
+        """Engine arguments of a method."""
+        common = {"num_speculative_tokens": k}
+        if method == "ngram":
+            return {**common, "method": "ngram"}
+        return {**common, "method": "eagle3", "draft_model": str(self.draft(method))}
+
+
+@pytest.fixture(scope="module")
+def targets(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Targets:
+    return Targets(tmp_path_factory.mktemp("lossless"), byte_level_tokenizer)
+
+
+def stats_of(engine: object) -> SpecDecodeStats:
+    stats = engine.engine.core.stats.spec_decode
+    assert stats is not None
+    return stats
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("target", ["llama", "deepseek_v3"])
+def test_tokens_equal_those_without_speculation(
+    targets: Targets, target: str, method: str, k: int
+) -> None:
+    engine = create_engine(targets.target(target), **targets.speculation(method, k))
+    for name in SETTINGS:
+        assert generate(engine, params(name)) == targets.expected(target)[name], name
+    assert stats_of(engine).num_drafts > 0
+
+
+@pytest.mark.parametrize("k", [1, 3, 7, 15])
+@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize("wrong", [False, True], ids=["oracle", "never"])
+def test_acceptance_extremes(
+    targets: Targets, setting: str, k: int, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An oracle's drafts all count, a liar's none, and the tokens are the same."""
+    expected = targets.expected("llama")[setting]
+    known = {tuple(p): tokens for p, tokens in zip(PROMPTS, expected, strict=True)}
+    with engines.proposer_replaced(monkeypatch, lambda _: OracleProposer(known, k, wrong)):
+        engine = create_engine(targets.target("llama"), **targets.speculation("ngram", k))
+    assert generate(engine, params(setting)) == expected
+    stats = stats_of(engine)
+    if wrong:
+        assert stats.tokens_per_forward == 1
+        assert stats.accepted_counts == [stats.num_drafts] + [0] * k
+    else:
+        assert stats.num_accepted_tokens == stats.num_draft_tokens
+        # Full steps gain k + 1 tokens; only the last one is cut by max_tokens.
+        assert stats.accepted_counts[k] == len(PROMPTS) * (23 // (k + 1))
+
+
+def test_limits_and_stops_inside_accepted_drafts(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """max_tokens is never overshot, and a stop token among accepted drafts ends there."""
+    expected = targets.expected("llama")["warm"]
+    known = {tuple(p): tokens for p, tokens in zip(PROMPTS, expected, strict=True)}
+    with engines.proposer_replaced(monkeypatch, lambda _: OracleProposer(known, 7, False)):
+        engine = create_engine(targets.target("llama"), **targets.speculation("ngram", 7))
+    for limit in (1, 2, 7, 8, 9):
+        cut = generate(engine, params("warm", max_tokens=limit))
+        assert cut == [tokens[:limit] for tokens in expected]
+    for prompt, tokens in zip(PROMPTS, expected, strict=True):
+        stop = tokens[5]
+        until = tokens[: tokens.index(stop) + 1]
+        assert generate(engine, params("warm", stop_token_ids=[stop]), [prompt]) == [until]
+
+
+def test_logprobs_are_those_without_speculation(targets: Targets) -> None:
+    plain = create_engine(targets.target("llama"))
+    fast = create_engine(targets.target("llama"), **targets.speculation("ngram", 3))
+    sampling = params("warm", logprobs=3, n=2)
+    outputs = (e.generate(PROMPTS, sampling, use_tqdm=False) for e in (plain, fast))
+    for a, b in zip(*outputs, strict=True):
+        for x, y in zip(a.outputs, b.outputs, strict=True):
+            assert x.token_ids == y.token_ids
+            assert x.logprobs is not None
+            assert y.logprobs is not None
+            for p, q in zip(x.logprobs, y.logprobs, strict=True):
+                assert list(p) == list(q)
+                for token_id in p:
+                    assert p[token_id].logprob == pytest.approx(q[token_id].logprob, abs=1e-4)
+                    assert p[token_id].rank == q[token_id].rank
