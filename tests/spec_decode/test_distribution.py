@@ -3,24 +3,54 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
 from pathlib import Path
 
+import pytest
 import torch
 from models import checkpoints
 from spec_decode import engines
+from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
+from atom.model_engine.kv_cache import KVCacheBuilder
+from atom.spec_decode.base import Lookahead, VerifiedStep
 
-TOP_K = 4
-TEMPERATURE = 1.5
+TOP_K = 3
+TEMPERATURE = 2.0
 NUM_SAMPLES = 50_000
-NUM_TOKENS = 3
+NUM_TOKENS = 4
 
 
-def test_chi_square(tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
-    """50,000 continuations of three tokens, against the probabilities of transformers' logits.
+class GuessProposer:
+    """Drafts the likeliest continuation, which a sample follows now and then."""
+
+    draft_model: nn.Module | None = None
+    aux_layer_ids: tuple[int, ...] = ()
+    kv_cache_builders: Sequence[KVCacheBuilder] = ()
+    lookahead = Lookahead(NUM_TOKENS - 2)
+
+    def __init__(self, distribution: dict[tuple[int, ...], float]) -> None:
+        self._distribution = distribution
+
+    def propose(self, step: VerifiedStep) -> torch.Tensor:
+        k = self.lookahead.num_tokens
+        drafts = [self._guess(tuple(outputs)) for _, outputs in step.histories]
+        return torch.tensor([(*d, *(0,) * k)[:k] for d in drafts]).view(len(drafts), k)
+
+    def _guess(self, known: tuple[int, ...]) -> tuple[int, ...]:
+        matching = [key for key in self._distribution if key[: len(known)] == known]
+        return max(matching, key=lambda key: self._distribution[key])[len(known) :]
+
+
+def test_chi_square(
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """50,000 continuations of four tokens, against the probabilities of transformers' logits.
 
     The first token comes from the prompt's step, the others from rows that verified drafts.
     """
@@ -28,14 +58,11 @@ def test_chi_square(tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFas
     checkpoint = checkpoints.llama(tmp_path, vocab_size=vocab_size, hidden_size=engines.HIDDEN)
     byte_level_tokenizer.save_pretrained(tmp_path)
     prompt = checkpoints.prompt(9) * 2
-    # The engine's seed makes the requests' own seeds, and so this test, repeatable.
-    engine = engines.create_engine(
-        tmp_path,
-        seed=0,
-        max_num_seqs=512,
-        method="ngram",
-        num_speculative_tokens=2,
-    )
+    expected = _distribution(checkpoint, prompt)
+    guesses = GuessProposer(expected)
+    with engines.proposer_replaced(monkeypatch, lambda _: guesses):
+        # The engine's seed makes the requests' own seeds, and so this test, repeatable.
+        engine = engines.create_engine(tmp_path, seed=0, max_num_seqs=512)
     sampling = SamplingParams(
         temperature=TEMPERATURE, top_k=TOP_K, max_tokens=NUM_TOKENS, ignore_eos=True, n=100
     )
@@ -48,7 +75,6 @@ def test_chi_square(tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFas
     stats = engine.engine.core.stats.spec_decode
     assert stats is not None
     assert stats.num_accepted_tokens > 1000  # the accepting path was taken as well
-    expected = _distribution(checkpoint, prompt)
     assert set(counts) <= set(expected)
     statistic = sum(
         (counts.get(key, 0) - p * NUM_SAMPLES) ** 2 / (p * NUM_SAMPLES)

@@ -1,0 +1,154 @@
+"""Multi-token prediction layers against a dense reading of them, and in the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from models import checkpoints
+from models.harness import load_model, split
+from spec_decode.mtp_reference import ReferenceMTP, add_mtp_layers, remove_tensors
+
+from atom.config import ConfigError, ModelOptions
+from atom.model_engine.batch import ScheduledSequence
+from atom.model_engine.cache_builders import bind_kv_caches
+from atom.model_engine.input_builder import build_attention_metadata
+from atom.model_loader.errors import WeightError
+from atom.model_loader.source import resolve_model
+from atom.model_ops.layer_context import LayerContext
+from atom.models.deepseek_mtp import DeepseekMTP
+from atom.platform import cpu_platform
+from atom.spec_decode.mtp import MTPCacheBuilder
+from atom.spec_decode.mtp_loader import load_mtp
+
+CPU = torch.device("cpu")
+TEXT = "language_model."
+
+
+def write(folder: Path, count: int, own: tuple[str, ...] = (), **overrides: object) -> Path:
+    checkpoints.deepseek_v3(folder, num_nextn_predict_layers=count, **overrides)
+    add_mtp_layers(folder, own=own)
+    return folder
+
+
+def load(folder: Path) -> DeepseekMTP:
+    options = ModelOptions(model=str(folder))
+    context = LayerContext.create(torch.float32, 128, cpu_platform())
+    return load_mtp(load_model(folder, 128), resolve_model(options), context, options)
+
+
+class MTPBench:
+    """Prediction layers with their cache; every sequence has 8 blocks, far apart."""
+
+    def __init__(self, mtp: DeepseekMTP, block_size: int = 4) -> None:
+        self.mtp = mtp
+        self.block_size = block_size
+        builder = MTPCacheBuilder(mtp, block_size, torch.float32, CPU)
+        (self.key,) = builder.allocate_kv_cache_tensors(32)
+        bind_kv_caches(mtp, [builder])
+        self._names: list[str] = []
+
+    @torch.inference_mode()
+    def forward(
+        self, step: int, name: str, start: int, tokens: list[int], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        if name not in self._names:
+            self._names.append(name)
+        number = self._names.index(name)
+        blocks = [(7 * i + 3 + number) % 32 for i in range(0, 32, 4)]
+        part = ScheduledSequence(name, tokens, start, blocks, wants_sample=True)
+        return self.mtp(
+            step,
+            torch.tensor(tokens),
+            hidden,
+            torch.arange(start, start + len(tokens)),
+            build_attention_metadata([part], self.block_size, CPU),
+        )
+
+    def propose(
+        self, name: str, sizes: list[int], tokens: list[int], hidden: torch.Tensor, k: int
+    ) -> tuple[list[int], torch.Tensor]:
+        """Rows in chunks of the given sizes, then k - 1 single steps."""
+        start = 0
+        for chunk in split(tokens, sizes):
+            end = start + len(chunk)
+            state = self.forward(0, name, start, chunk, hidden[start:end])[-1:]
+            start = end
+        drafts, states = [], [state]
+        for step in range(k):
+            drafts.append(int(self.mtp.compute_logits(step, states[-1]).argmax()))
+            if step < k - 1:
+                at = len(tokens) + step
+                states.append(self.forward(step + 1, name, at, drafts[-1:], states[-1]))
+        return drafts, torch.cat(states)
+
+
+@pytest.fixture
+def rows() -> Callable[[int], tuple[list[int], torch.Tensor]]:
+    generator = torch.Generator().manual_seed(3)
+
+    def rows(count: int) -> tuple[list[int], torch.Tensor]:
+        return checkpoints.prompt(count), torch.randn(count, 48, generator=generator)
+
+    return rows
+
+
+@pytest.mark.parametrize("own", [(), ("embed_tokens", "shared_head.head")], ids=["shared", "own"])
+@pytest.mark.parametrize("count", [1, 2])
+def test_network_equals_reference(count: int, own: tuple[str, ...], tmp_path: Path, rows) -> None:
+    write(tmp_path, count, own)
+    bench, reference = MTPBench(load(tmp_path)), ReferenceMTP(tmp_path)
+    assert bench.key == "mtp_kv_cache"
+    has = {"embed_tokens", "shared_head.head"} & {
+        name.removesuffix(".weight").split(".", 3)[3] for name, _ in bench.mtp.named_parameters()
+    }
+    assert has == set(own)
+    tokens, hidden = rows(11)
+    for layer in range(count):
+        got = bench.forward(layer, f"prefill {layer}", 0, tokens, hidden)
+        torch.testing.assert_close(
+            got, reference.forward(layer, tokens, hidden), atol=1e-4, rtol=1e-4
+        )
+    expected = reference.propose(tokens, hidden, 4)
+    for name, sizes in {"whole": [11], "chunked": [4, 3, 1], "single": [1]}.items():
+        drafts, states = bench.propose(name, sizes, tokens, hidden, 4)
+        assert drafts == expected[0]
+        torch.testing.assert_close(states, expected[1], atol=1e-4, rtol=1e-4)
+
+
+def test_kimi_names(tmp_path: Path, rows) -> None:
+    checkpoints.kimi_k25(tmp_path, num_nextn_predict_layers=1)
+    add_mtp_layers(tmp_path, TEXT)
+    tokens, hidden = rows(7)
+    expected = ReferenceMTP(tmp_path, TEXT).propose(tokens, hidden, 3)
+    drafts, states = MTPBench(load(tmp_path)).propose("seq", [7], tokens, hidden, 3)
+    assert drafts == expected[0]
+    torch.testing.assert_close(states, expected[1], atol=1e-4, rtol=1e-4)
+
+
+def test_absent_embedding_and_head_are_the_targets(tmp_path: Path) -> None:
+    write(tmp_path, 1)
+    remove_tensors(tmp_path, "3.embed_tokens.weight", "shared_head.head.weight")
+    names = [name for name, _ in load(tmp_path).named_parameters()]
+    assert not [name for name in names if "embed_tokens" in name or "head.head" in name]
+
+
+def test_missing_tensors_are_named(tmp_path: Path) -> None:
+    write(tmp_path, 2)
+    remove_tensors(tmp_path, "4.eh_proj.weight", "3.mlp.experts.5.up_proj.weight")
+    with pytest.raises(WeightError, match=r"layers\.3\.mlp.*5\.up_proj.*layers\.4\.eh_proj"):
+        load(tmp_path)
+
+
+def test_a_model_without_prediction_layers_is_refused(tmp_path: Path) -> None:
+    checkpoints.deepseek_v3(tmp_path / "none", num_nextn_predict_layers=0)
+    with pytest.raises(ConfigError, match="num_nextn_predict_layers=0"):
+        load(tmp_path / "none")
+    checkpoints.deepseek_v3(tmp_path / "saved without", num_nextn_predict_layers=1)
+    with pytest.raises(ConfigError, match=r"num_nextn_predict_layers=1.*model\.layers\.3"):
+        load(tmp_path / "saved without")
+    checkpoints.llama(tmp_path / "llama")
+    with pytest.raises(ConfigError, match="LlamaForCausalLM"):
+        load(tmp_path / "llama")
