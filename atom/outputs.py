@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from atom.spec_decode.stats import SpecDecodeStats
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -60,7 +62,10 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """A request's result, whole (offline) or as a delta (streaming)."""
+    """A request's result, whole (offline) or as a delta (streaming).
+
+    `spec_decode` holds the request's drafts so far; None when none was verified.
+    """
 
     request_id: str
     prompt: str | None
@@ -70,3 +75,4 @@ class RequestOutput:
     metrics: RequestMetrics
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int = 0
+    spec_decode: SpecDecodeStats | None = None

@@ -7,6 +7,7 @@ import random
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -18,6 +19,7 @@ from atom.entrypoints.stop_strings import StopStrings
 from atom.model_engine.messages import EngineRequest, FinishReason, SequenceOutput
 from atom.outputs import PositionLogprobs, RequestMetrics, RequestOutput
 from atom.sampling_params import SamplingParams
+from atom.spec_decode.stats import SpecDecodeCounter
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -44,6 +46,7 @@ class _RequestState:
     sequences: list[SequenceState] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int | None = None
+    spec_decode: SpecDecodeCounter = field(default_factory=partial(SpecDecodeCounter, warns=False))
 
     @property
     def live(self) -> list[SequenceState]:
@@ -181,6 +184,7 @@ class OutputProcessor:
                 None if position is None else decode_logprobs(position, self.vocabulary)
                 for position in output.prompt_logprobs
             ]
+        state.spec_decode.count(output.num_draft_tokens, output.num_accepted_tokens)
         num_new = sequence.apply(output)
         if not num_new:
             return
@@ -212,6 +216,7 @@ class OutputProcessor:
             metrics=state.metrics,
             prompt_logprobs=prompt_logprobs,
             num_cached_tokens=state.num_cached_tokens or 0,
+            spec_decode=state.spec_decode.snapshot(),
         )
 
     def _finish(self, state: _RequestState, now: float) -> None:

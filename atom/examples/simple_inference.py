@@ -110,6 +110,9 @@ def run(prompts: Sequence[str], params: SamplingParams, engine_args: EngineArgs)
         measurements.append(_answer(llm, prompt, params))
     print()
     print(format_table(measurements))
+    stats = llm.engine.core.stats.spec_decode
+    if stats is not None:
+        print(f"speculation: {stats.describe()}")
     llm.shutdown()
 
 

@@ -63,6 +63,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
         finish_reason, stop_reason: set on the last output; `stop_reason` is the stop token
             id that ended the sequence unless it is the model's own end token.
         num_cached_tokens: prompt tokens served by the prefix cache.
+        num_draft_tokens, num_accepted_tokens: drafts that the step verified, and kept.
         first_scheduled_time: seconds, `time.monotonic()`.
     """
 
@@ -74,6 +75,8 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     stop_reason: int | None = None
     num_cached_tokens: int = 0
     num_preemptions: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
     first_scheduled_time: float | None = None
 
 

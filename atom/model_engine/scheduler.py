@@ -361,7 +361,8 @@ class Scheduler:
             return None
         if seq.num_outputs == 0:
             self._totals.num_prompt_tokens += seq.num_prompt_tokens
-        self._spec.count(scheduled.num_drafts, len(result.token_ids) - 1)
+        num_accepted = len(result.token_ids) - 1
+        self._spec.count(scheduled.num_drafts, num_accepted)
         finish_reason, stop_reason = None, None
         num_new = 0
         while finish_reason is None and num_new < len(result.token_ids):
@@ -373,6 +374,8 @@ class Scheduler:
         seq.num_computed += min(num_new - 1, scheduled.num_drafts)
         self._publish(seq)
         made = seq.report(result.token_ids[:num_new], finish_reason, stop_reason)
+        made.num_draft_tokens = scheduled.num_drafts
+        made.num_accepted_tokens = min(num_accepted, scheduled.num_drafts)
         made.prompt_logprobs = seq.take_prompt_logprobs()
         if result.logprobs is not None:
             made.logprobs = result.logprobs[:num_new]

@@ -70,7 +70,7 @@ class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 class SpecDecodeCounter:
     """Counts verifications, and warns when a drafter keeps losing."""
 
-    def __init__(self, num_speculative_tokens: int, *, warns: bool = True) -> None:
+    def __init__(self, num_speculative_tokens: int = 0, *, warns: bool = True) -> None:
         self._accepted_counts = [0] * (num_speculative_tokens + 1)
         self._num_draft_tokens = 0
         self._warns = warns
@@ -80,13 +80,15 @@ class SpecDecodeCounter:
         """One sequence in one step; steps without drafts do not count."""
         if num_drafts == 0:
             return
+        missing = num_drafts + 1 - len(self._accepted_counts)
+        self._accepted_counts += [0] * missing
         self._accepted_counts[num_accepted] += 1
         self._num_draft_tokens += num_drafts
         if self._warns:
             self._check_losing()
 
     def snapshot(self) -> SpecDecodeStats | None:
-        """The totals so far; None without speculation."""
+        """The totals so far; None where no draft can have been verified."""
         if len(self._accepted_counts) == 1:
             return None
         return SpecDecodeStats(

@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from atom.model_engine.messages import EngineStats
 from atom.outputs import RequestMetrics
+from atom.spec_decode.stats import SpecDecodeStats
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -122,3 +123,24 @@ class _EngineCollector(Collector):
         )
         for name, text, value in counters:
             yield CounterMetricFamily(f"atom:{name}", text, value=value)
+        if stats.spec_decode is not None:
+            yield from _spec_decode_metrics(stats.spec_decode)
+
+
+def _spec_decode_metrics(stats: SpecDecodeStats) -> Iterator[Metric]:
+    """Counted only where drafts were verified."""
+    counters = (
+        ("num_drafts", "Sequences' steps in which drafts were verified.", stats.num_drafts),
+        ("num_draft_tokens", "Drafts verified.", stats.num_draft_tokens),
+        ("num_accepted_tokens", "Drafts accepted.", stats.num_accepted_tokens),
+    )
+    for name, text, value in counters:
+        yield CounterMetricFamily(f"atom:spec_decode_{name}", text, value=value)
+    per_position = CounterMetricFamily(
+        "atom:spec_decode_num_accepted_tokens_per_pos",
+        "Drafts accepted, by their position in the step from 0.",
+        labels=["position"],
+    )
+    for position, count in enumerate(stats.accepted_per_position):
+        per_position.add_metric([str(position)], count)
+    yield per_position
