@@ -56,6 +56,7 @@ def merge(earlier: RequestOutput, later: RequestOutput) -> None:
     if later.prompt_logprobs is not None:
         earlier.prompt_logprobs = later.prompt_logprobs
     earlier.num_cached_tokens = later.num_cached_tokens
+    earlier.spec_decode = later.spec_decode
 
 
 def _append(earlier: CompletionOutput, later: CompletionOutput) -> None:
