@@ -12,7 +12,7 @@ from atom.config import ConfigError, EngineConfig
 from atom.model_engine.batch import NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
 from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
 from atom.model_engine.context_len import resolve_max_model_len
-from atom.model_engine.kv_cache import KVCacheBuilder, plan_kv_cache
+from atom.model_engine.kv_cache import KVCacheBuilder, num_spare_blocks, plan_kv_cache
 from atom.model_engine.memory import kv_cache_budget
 from atom.model_engine.messages import EngineLimits
 from atom.model_engine.model_runner import ModelRunner
@@ -124,6 +124,7 @@ class UniprocExecutor:
             [builder.compute_block_bytes() for builder in builders],
             block_size,
             config.scheduler.max_num_seqs * context_len,
+            num_spare_blocks(platform.device),
         )
         self._allocate(builders, plan.num_blocks)
         return plan.num_blocks

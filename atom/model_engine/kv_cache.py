@@ -24,12 +24,21 @@ class KVCacheBuilder(Protocol):
         ...
 
     def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
-        """Allocate the pool; the keys are unique over all builders."""
+        """Allocate the pool and its spare blocks; the keys are unique over all builders."""
         ...
 
     def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> CacheTensor | None:
         """The view for one attention module; None when the module is not of this kind."""
         ...
+
+
+def num_spare_blocks(device: torch.device) -> int:
+    """Blocks at the end of a pool that no sequence owns.
+
+    Slot -1 writes nothing. A GPU sends such rows to the last slot of a spare block: finding out
+    which rows they are would make the host wait, and a graph cannot be captured around that.
+    """
+    return 0 if device.type == "cpu" else 1
 
 
 class KVCacheMemoryError(RuntimeError):
@@ -48,7 +57,11 @@ class KVCachePlan:
 
 
 def plan_kv_cache(
-    budget_bytes: int, block_bytes: Sequence[int], block_size: int, max_tokens: int
+    budget_bytes: int,
+    block_bytes: Sequence[int],
+    block_size: int,
+    max_tokens: int,
+    num_spare: int = 0,
 ) -> KVCachePlan:
     """Turn a memory budget into a number of blocks.
 
@@ -57,12 +70,13 @@ def plan_kv_cache(
         block_bytes: bytes of a block, one entry per builder.
         block_size: tokens of a block.
         max_tokens: tokens that can ever be alive at once (a larger pool serves nobody).
+        num_spare: blocks that the budget must hold beside those of the plan.
 
     Raises:
         KVCacheMemoryError: when not even one block fits.
     """
     per_block = sum(block_bytes)
-    num_blocks = min(budget_bytes // per_block, -(-max_tokens // block_size))
+    num_blocks = min(budget_bytes // per_block - num_spare, -(-max_tokens // block_size))
     if num_blocks < 1:
         raise KVCacheMemoryError(
             f"a KV cache budget of {budget_bytes} bytes holds no block of {block_size} tokens "
@@ -100,7 +114,8 @@ class MHACacheBuilder:
 
     def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
         first = next(iter(self._modules.values()))
-        shape = (len(self._modules), 2, num_blocks, *self._block_shape(first))
+        blocks = num_blocks + num_spare_blocks(self._device)
+        shape = (len(self._modules), 2, blocks, *self._block_shape(first))
         # Zeros, never uninitialised: a masked key must not be NaN.
         pool = torch.zeros(shape, dtype=self._dtype, device=self._device)
         self._layers = {

@@ -22,8 +22,13 @@ class AttentionMetadata:
         block_counts: [B] int32; how many entries of each row are the sequence's own.
         context_lens: [B] int32; tokens in the cache after this step's writes.
         cu_seqlens_q: [B + 1] int32; tokens of sequence b are cu_seqlens_q[b] .. cu_seqlens_q[b+1].
-        max_seqlen_q, max_context_len: the largest query length and context length.
+        max_seqlen_q, max_context_len: the largest query length, and the largest context length
+            or an upper bound of it.
         query_lens_cpu, context_lens_cpu: the lengths on the host, for ops that group by them.
+            context_lens_cpu is None where the host does not know: inside a graph, which is
+            replayed for other lengths than it was captured with, and in a draft's single-token
+            steps. Then `context_lens` alone says how far each sequence reaches; an op sizes its
+            work by `max_context_len` and masks.
     """
 
     slot_mapping: torch.Tensor
@@ -34,7 +39,7 @@ class AttentionMetadata:
     max_seqlen_q: int
     max_context_len: int
     query_lens_cpu: tuple[int, ...]
-    context_lens_cpu: tuple[int, ...]
+    context_lens_cpu: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -68,6 +73,9 @@ class ModelOutput:
 class KVCacheTensor:
     """One attention layer's share of the paged pool.
 
+    On a GPU one block more lies at the end, which no sequence owns: slot -1 is its last slot, so
+    that rows without a slot can be written without asking which they are.
+
     Attributes:
         key, value: [num_blocks, block_size, num_kv_heads, head_dim].
     """
@@ -82,7 +90,7 @@ class KVCacheTensor:
 
 @dataclass(frozen=True)
 class LatentCacheTensor:
-    """One latent attention layer's share of the paged pool.
+    """One latent attention layer's share of the paged pool; on a GPU with that spare block too.
 
     Attributes:
         latent: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]; per token the

@@ -12,6 +12,8 @@ from atom.model_ops.kernels.torch.paged import (
     causal_mask,
     compute_dtype,
     gather_blocks,
+    longest_context,
+    write_rows,
 )
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 
@@ -24,11 +26,7 @@ def kv_cache_write(
     k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
 ) -> None:
     """Write k, v [T, kv_heads, d] to their slots; slot -1 writes nothing."""
-    if bool((slot_mapping < 0).any()):
-        real = slot_mapping >= 0
-        k, v, slot_mapping = k[real], v[real], slot_mapping[real]
-    kv_cache.key.flatten(0, 1).index_copy_(0, slot_mapping, k.to(kv_cache.key.dtype))
-    kv_cache.value.flatten(0, 1).index_copy_(0, slot_mapping, v.to(kv_cache.value.dtype))
+    write_rows(slot_mapping, (kv_cache.key, k), (kv_cache.value, v))
 
 
 def load() -> PagedAttentionOp:
@@ -68,7 +66,7 @@ def _attend(
     num_seqs, length, heads, head_dim = q.shape
     kv_heads = kv_cache.key.shape[2]
     group = heads // kv_heads
-    longest = max(metadata.context_lens_cpu[b] for b in rows)
+    longest = longest_context(metadata, rows)
     dtype = compute_dtype(q)
     key = gather_blocks(kv_cache.key, metadata, rows, longest).transpose(1, 2).to(dtype)
     value = gather_blocks(kv_cache.value, metadata, rows, longest).transpose(1, 2).to(dtype)

@@ -18,6 +18,8 @@ from atom.model_ops.kernels.torch.paged import (
     causal_mask,
     compute_dtype,
     gather_blocks,
+    longest_context,
+    write_rows,
 )
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 
@@ -29,11 +31,7 @@ def mla_cache_write(
     slot_mapping: torch.Tensor,
 ) -> None:
     """Write latent [T, rank] and k_rope [T, rope] to their slots; slot -1 writes nothing."""
-    rows = torch.cat((latent, k_rope), dim=-1).to(kv_cache.latent.dtype)
-    if bool((slot_mapping < 0).any()):
-        real = slot_mapping >= 0
-        rows, slot_mapping = rows[real], slot_mapping[real]
-    kv_cache.latent.flatten(0, 1).index_copy_(0, slot_mapping, rows)
+    write_rows(slot_mapping, (kv_cache.latent, torch.cat((latent, k_rope), dim=-1)))
 
 
 def mla_attention(
@@ -56,7 +54,7 @@ def mla_attention(
     out = q.new_empty(q.shape[0], heads, w_uv.shape[1])
     for length, rows, tokens in by_query_length(metadata, q.device):
         batch = (q if tokens is None else q[tokens]).view(len(rows), length, heads, -1).to(dtype)
-        longest = max(metadata.context_lens_cpu[b] for b in rows)
+        longest = longest_context(metadata, rows)
         cache = gather_blocks(kv_cache.latent, metadata, rows, longest).to(dtype)
         mask = causal_mask(metadata, rows, length, longest)
         attend = _absorbed if length <= limit else _expanded

@@ -65,6 +65,8 @@ def moe_experts(
     w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter].
     Each expert's weights are read once, and only where a token visits it.
     """
+    if x.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
+        return moe_experts_on_device(x, w13, w2, weights, ids)
     if x.shape[0] == 1:
         parts = [_expert(matmul, x, w13[e], w2[e]) for e in ids[0].tolist()]
         return _weighted_sum(torch.stack(parts, dim=1), weights).to(x.dtype)
@@ -83,6 +85,33 @@ def moe_experts(
     in_order = torch.empty_like(results)
     in_order[order] = results
     return _weighted_sum(in_order.view(num_tokens, top_k, -1), weights).to(x.dtype)
+
+
+def moe_experts_on_device(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """The same sum without asking the device which experts are visited, for graphs.
+
+    Few visits copy the weights of each visited expert; more make every token visit every expert.
+    """
+    num_tokens, top_k = ids.shape
+    # A copy reads, writes and reads again what a visit to every expert reads once.
+    if 3 * ids.numel() <= w13.shape[0]:
+        visits = x.repeat_interleave(top_k, dim=0)[:, None]
+        results = _all_experts(visits, w13[ids.flatten()], w2[ids.flatten()])
+        return _weighted_sum(results.view(num_tokens, top_k, -1), weights).to(x.dtype)
+    everyone = _all_experts(x.expand(w13.shape[0], *x.shape), w13, w2).transpose(0, 1)
+    chosen = everyone.gather(1, ids[:, :, None].expand(-1, -1, everyone.shape[-1]))
+    return _weighted_sum(chosen, weights).to(x.dtype)
+
+
+def _all_experts(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    """x [experts, rows, hidden] -> the same shape, each expert on its own rows."""
+    return torch.bmm(silu_and_mul(torch.bmm(x, w13.transpose(1, 2))), w2.transpose(1, 2))
 
 
 def _expert(

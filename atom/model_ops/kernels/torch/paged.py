@@ -1,4 +1,8 @@
-"""What the attention kinds of plain torch share: gathering blocks, masks, grouping."""
+"""What the attention kinds of plain torch share: slots, gathering blocks, masks, grouping.
+
+On a GPU nothing here asks the device for a number, nor copies one to it, when all sequences have
+equally many queries and the context lengths are unknown to the host: a graph can capture it.
+"""
 
 from __future__ import annotations
 
@@ -35,14 +39,35 @@ def by_query_length(
         yield length, rows, torch.tensor(tokens, device=device)
 
 
+def write_rows(slots: torch.Tensor, *writes: tuple[torch.Tensor, torch.Tensor]) -> None:
+    """Write rows [T, ...] of each pool [blocks, block_size, ...] to slots [T].
+
+    Slot -1 writes nothing on a CPU, and elsewhere to the spare block at the pool's end.
+    """
+    if slots.device.type != "cpu":
+        for pool, rows in writes:
+            pool.flatten(0, 1).index_put_((slots,), rows.to(pool.dtype))
+        return
+    if bool((slots < 0).any()):
+        real = slots >= 0
+        slots, writes = slots[real], tuple((pool, rows[real]) for pool, rows in writes)
+    for pool, rows in writes:
+        pool.flatten(0, 1).index_copy_(0, slots, rows.to(pool.dtype))
+
+
+def longest_context(metadata: AttentionMetadata, rows: list[int]) -> int:
+    """The longest context of sequences `rows`, or an upper bound of it."""
+    if metadata.context_lens_cpu is None:
+        return metadata.max_context_len
+    return max(metadata.context_lens_cpu[b] for b in rows)
+
+
 def gather_blocks(
     cache: torch.Tensor, metadata: AttentionMetadata, rows: list[int], longest: int
 ) -> torch.Tensor:
     """[blocks, block_size, ...] -> each sequence's first tokens, [b, longest, ...]."""
     num_blocks = -(-longest // cache.shape[1])
-    tables = metadata.block_tables[:, :num_blocks]
-    if len(rows) != tables.shape[0]:
-        tables = tables[rows]
+    tables = _rows(metadata.block_tables[:, :num_blocks], rows)
     return cache[tables].flatten(1, 2)[:, :longest]
 
 
@@ -57,10 +82,11 @@ def causal_mask(
 
     The last query of a sequence sits at the last position of its context.
     """
-    uniform = all(metadata.context_lens_cpu[b] == longest for b in rows)
+    known = metadata.context_lens_cpu
+    uniform = known is not None and all(known[b] == longest for b in rows)
     if uniform and length == 1 and (sliding_window is None or longest <= sliding_window):
         return None
-    context_lens = metadata.context_lens[rows]
+    context_lens = _rows(metadata.context_lens, rows)
     device = context_lens.device
     last = context_lens[:, None] - length + torch.arange(length, device=device)
     keys = torch.arange(longest, device=device)
@@ -68,3 +94,8 @@ def causal_mask(
     if sliding_window is not None:
         mask &= keys > last[:, :, None] - sliding_window
     return mask
+
+
+def _rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
+    """`values[rows]`; rows ascend, so that as many as there are means all."""
+    return values if len(rows) == values.shape[0] else values[rows]
