@@ -201,13 +201,19 @@ class DeepseekV3DecoderLayer(DeepseekV2DecoderLayer):
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    """Source of names and arithmetic: transformers' `deepseek_v2`."""
+    """Source of names and arithmetic: transformers' `deepseek_v2`.
+
+    Attributes:
+        config: of the text network.
+        prefix: what precedes its tensors' names in the checkpoint.
+    """
 
     layer_class = DeepseekV2DecoderLayer
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str = "") -> None:
         super().__init__(config, context, prefix)
-        self._mtp_layers = _mtp_layers(config, prefix)
+        self.config = config
+        self.prefix = prefix
 
     def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
         return RotaryEmbedding(config, config.qk_rope_head_dim, context, interleaved=True)
@@ -216,7 +222,8 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     def weight_mapping(self) -> WeightMapping:
         mapping = super().weight_mapping
         packed = {"gate_up_proj": mapping.packed["gate_up_proj"]}
-        return WeightMapping(mapping.renames, packed, (*mapping.ignored, *self._mtp_layers))
+        mtp = _mtp_layers(self.config, self.prefix)
+        return WeightMapping(mapping.renames, packed, (*mapping.ignored, *mtp))
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
@@ -250,8 +257,12 @@ def _expect(config: PretrainedConfig, field: str, *supported: object) -> None:
         )
 
 
-def _mtp_layers(config: PretrainedConfig, prefix: str) -> tuple[str, ...]:
-    """Patterns of the layers after the last one, which only a multi-token drafter reads."""
+def mtp_layer_ids(config: PretrainedConfig) -> range:
+    """The layers after the last one, which only a multi-token drafter reads."""
     count = getattr(config, "num_nextn_predict_layers", None) or 0  # absent from V2's config
-    first = config.num_hidden_layers
-    return tuple(rf"{re.escape(prefix)}model\.layers\.{i}\..*" for i in range(first, first + count))
+    return range(config.num_hidden_layers, config.num_hidden_layers + count)
+
+
+def _mtp_layers(config: PretrainedConfig, prefix: str) -> tuple[str, ...]:
+    """Patterns of their tensors."""
+    return tuple(rf"{re.escape(prefix)}model\.layers\.{i}\..*" for i in mtp_layer_ids(config))

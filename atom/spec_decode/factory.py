@@ -10,6 +10,8 @@ from atom.spec_decode.base import NullProposer, Proposer
 from atom.spec_decode.draft_loader import load_draft
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
+from atom.spec_decode.mtp import MTPCacheBuilder, MTPProposer
+from atom.spec_decode.mtp_loader import load_mtp
 from atom.spec_decode.ngram import NgramProposer
 
 
@@ -19,13 +21,16 @@ def create_proposer(
     """The proposer that the configuration asks for.
 
     Raises:
-        ConfigError: when the draft does not fit the target, with the numbers.
+        ConfigError: when the draft does not fit the target, or the target has no prediction
+            layers, with the numbers.
     """
     options = config.speculative
     if options is None:
         return NullProposer()
     if options.method == "ngram":
         return NgramProposer(options.num_speculative_tokens, options.ngram_max, options.ngram_min)
+    if options.method == "mtp":
+        return _create_mtp(options, config, target, source, context)
     return _create_eagle3(options, config, target, source, context)
 
 
@@ -42,6 +47,23 @@ def _create_eagle3(
     return EagleProposer(
         draft,
         builder,
+        options.num_speculative_tokens,
+        config.cache.block_size,
+        context.max_model_len,
+    )
+
+
+def _create_mtp(
+    options: SpeculativeOptions,
+    config: EngineConfig,
+    target: CausalLM,
+    source: ModelSource,
+    context: LayerContext,
+) -> Proposer:
+    mtp = load_mtp(target, source, context, config.model)
+    return MTPProposer(
+        mtp,
+        MTPCacheBuilder(mtp, config.cache.block_size, context.dtype, context.device),
         options.num_speculative_tokens,
         config.cache.block_size,
         context.max_model_len,

@@ -9,7 +9,10 @@ import pytest
 import torch
 from models import checkpoints
 from models.harness import load_model, split
+from spec_decode import engines
+from spec_decode.engines import RecordingProposer, create_engine, generate, params
 from spec_decode.mtp_reference import ReferenceMTP, add_mtp_layers, remove_tensors
+from transformers import PreTrainedTokenizerFast
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_engine.batch import ScheduledSequence
@@ -152,3 +155,53 @@ def test_a_model_without_prediction_layers_is_refused(tmp_path: Path) -> None:
     checkpoints.llama(tmp_path / "llama")
     with pytest.raises(ConfigError, match="LlamaForCausalLM"):
         load(tmp_path / "llama")
+
+
+PROMPTS = [checkpoints.prompt(n, seed=n) for n in (1, 4, 9, 16, 23)] + [checkpoints.prompt(5) * 4]
+NEW_TOKENS = 12
+SAMPLING = [
+    params("greedy", max_tokens=NEW_TOKENS),
+    params("warm", max_tokens=NEW_TOKENS, temperature=0.8),
+]
+
+
+@pytest.mark.parametrize(("count", "k"), [(1, 1), (1, 4), (2, 3)])
+def test_speculation_in_the_engine(
+    count: int,
+    k: int,
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tokens are those without it, and the drafts those of the dense reading."""
+    byte_level_tokenizer.save_pretrained(tmp_path)
+    vocab_size = len(byte_level_tokenizer)
+    target = checkpoints.deepseek_v3(
+        tmp_path, vocab_size=vocab_size, num_nextn_predict_layers=count
+    )
+    add_mtp_layers(tmp_path)
+    recorders: list[RecordingProposer] = []
+
+    def record(inner: object) -> RecordingProposer:
+        recorders.append(RecordingProposer(inner))
+        return recorders[-1]
+
+    plain = create_engine(tmp_path)
+    with engines.proposer_replaced(monkeypatch, record):
+        # Steps too small for all prompts at once.
+        fast = create_engine(
+            tmp_path, method="mtp", num_speculative_tokens=k, max_num_batched_tokens=24
+        )
+    for sampling in SAMPLING:
+        assert generate(fast, sampling, PROMPTS) == generate(plain, sampling, PROMPTS)
+    stats = fast.engine.core.stats.spec_decode
+    assert stats.num_drafts > 0
+    reference = ReferenceMTP(tmp_path)
+    drafts = recorders[0].drafts
+    for history in list(drafts)[:: len(drafts) // 10]:
+        (prompt,) = (p for p in PROMPTS if list(history[: len(p)]) == p)
+        # The scheduler keeps no blocks for drafts past the last token, and verifies none.
+        room = len(prompt) + NEW_TOKENS - len(history) - 1
+        hidden = target.hidden_states(list(history))[-1][:-1]
+        expected, _ = reference.propose(list(history[1:]), hidden, k)
+        assert drafts[history][:room] == expected[:room]

@@ -1,0 +1,109 @@
+"""From a target's own checkpoint to its multi-token prediction layers."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+
+import torch
+from safetensors import safe_open
+
+from atom.config import ConfigError, ModelOptions
+from atom.model_loader.checkpoint import CheckpointTensor, list_tensors
+from atom.model_loader.source import ModelSource
+from atom.model_loader.weights import load_weights
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import process_after_loading
+from atom.models.base import CausalLM
+from atom.models.deepseek_mtp import DeepseekMTP, MTPParts
+from atom.models.deepseek_v2 import DeepseekV3ForCausalLM, mtp_layer_ids
+
+logger = logging.getLogger(__name__)
+
+_COMPARED_ROWS = 4096
+
+
+def load_mtp(
+    target: CausalLM, source: ModelSource, context: LayerContext, options: ModelOptions
+) -> DeepseekMTP:
+    """Build the prediction layers that follow the target's last layer, and fill them.
+
+    An embedding or a head of theirs that equals the target's in the checkpoint, or is absent
+    from it, is the target's.
+
+    Args:
+        target: loaded.
+        source: of the target's checkpoint, the layers' as well.
+
+    Raises:
+        ConfigError: when the model has no such layers.
+        WeightError: naming tensors that are missing, unexpected or do not fit.
+    """
+    if not isinstance(target, DeepseekV3ForCausalLM):
+        raise ConfigError(
+            f"method mtp drafts with the prediction layers of DeepSeek-V3 and Kimi checkpoints; "
+            f"{source.name} is a {', '.join(source.hf_config.architectures or ['?'])}; use "
+            f"method eagle3 or ngram"
+        )
+    layer_ids = mtp_layer_ids(target.config)
+    if not layer_ids:
+        given = target.config.num_nextn_predict_layers
+        raise ConfigError(
+            f"method mtp needs prediction layers and {source.name} has none "
+            f"(num_nextn_predict_layers={given}); use method eagle3 or ngram"
+        )
+    parts = [MTPParts() for _ in layer_ids]
+    if options.load_format != "dummy":
+        parts = _parts(target, layer_ids, source)
+    mtp = DeepseekMTP(target, parts, context)
+    source = dataclasses.replace(source, name=f"{source.name} (prediction layers)")
+    load_weights(mtp, mtp.weight_mapping, source, options)
+    process_after_loading(mtp)
+    logger.info(
+        "%s: layers %s, with an embedding of their own: %d, with a head of their own: %d",
+        source.name,
+        ", ".join(str(i) for i in layer_ids),
+        sum(part.embed_tokens for part in parts),
+        sum(part.head for part in parts),
+    )
+    return mtp
+
+
+def _parts(target: DeepseekV3ForCausalLM, layer_ids: range, source: ModelSource) -> list[MTPParts]:
+    """What each layer brings that is not the target's as well."""
+    tensors = {tensor.name: tensor for tensor in list_tensors(source.path)}
+    layers = f"{target.prefix}model.layers"
+    for i in layer_ids:
+        if not any(name.startswith(f"{layers}.{i}.") for name in tensors):
+            raise ConfigError(
+                f"{source.path}: the config says num_nextn_predict_layers={len(layer_ids)}, and "
+                f"the checkpoint holds no tensor of {layers}.{i}: it was saved without its "
+                f"prediction layers; use the complete one, or method eagle3 or ngram"
+            )
+    embedding = f"{target.prefix}model.embed_tokens.weight"
+    head = embedding if target.tied else f"{target.prefix}lm_head.weight"
+    return [
+        MTPParts(
+            embed_tokens=_differs(tensors, f"{layers}.{i}.embed_tokens.weight", embedding),
+            head=_differs(tensors, f"{layers}.{i}.shared_head.head.weight", head),
+        )
+        for i in layer_ids
+    ]
+
+
+def _differs(tensors: Mapping[str, CheckpointTensor], name: str, shared: str) -> bool:
+    """Whether the checkpoint has `name` and it is not a copy of `shared`."""
+    if name not in tensors:
+        return False
+    a, b = tensors[name], tensors.get(shared)
+    if b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
+        return True
+    with safe_open(a.file, "pt") as file_a, safe_open(b.file, "pt") as file_b:
+        rows_a, rows_b = file_a.get_slice(name), file_b.get_slice(shared)
+        return not all(
+            torch.equal(
+                rows_a[start : start + _COMPARED_ROWS], rows_b[start : start + _COMPARED_ROWS]
+            )
+            for start in range(0, a.shape[0], _COMPARED_ROWS)
+        )
