@@ -11,6 +11,7 @@ import pytest
 import torch
 from models import checkpoints
 from spec_decode import draft_bench
+from spec_decode.mtp_reference import add_mtp_layers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
@@ -46,9 +47,13 @@ def params(setting: str, **overrides: Any) -> SamplingParams:
 
 
 def write_target(kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """A `llama` or a `deepseek_v3` (latent attention, mixture of experts) checkpoint."""
-    make = {"llama": checkpoints.llama, "deepseek_v3": checkpoints.deepseek_v3}[kind]
-    make(folder, vocab_size=len(tokenizer), hidden_size=HIDDEN)
+    """A `llama` or a `deepseek_v3` (latent attention, experts, prediction layers) checkpoint."""
+    fields = {"vocab_size": len(tokenizer), "hidden_size": HIDDEN}
+    if kind == "llama":
+        checkpoints.llama(folder, **fields)
+    else:
+        checkpoints.deepseek_v3(folder, num_nextn_predict_layers=2, **fields)
+        add_mtp_layers(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

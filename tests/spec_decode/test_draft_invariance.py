@@ -30,23 +30,22 @@ WAYS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize(("target", "draft"), [("llama", "mha"), ("deepseek_v3", "mla")])
+@pytest.mark.parametrize(
+    ("target", "draft"), [("llama", "mha"), ("deepseek_v3", "mla"), ("deepseek_v3", None)]
+)
 def test_drafts_are_the_same(
     target: str,
-    draft: str,
+    draft: str | None,
     way: str,
     tmp_path: Path,
     byte_level_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = engines.write_target(target, tmp_path / "target", byte_level_tokenizer)
-    speculation = {
-        "method": "eagle3",
-        "num_speculative_tokens": 4,
-        "draft_model": str(
-            engines.write_draft(draft, tmp_path / "draft", len(byte_level_tokenizer))
-        ),
-    }
+    speculation = {"method": "mtp", "num_speculative_tokens": 4}
+    if draft is not None:
+        written = engines.write_draft(draft, tmp_path / "draft", len(byte_level_tokenizer))
+        speculation |= {"method": "eagle3", "draft_model": str(written)}
     recorders: list[RecordingProposer] = []
 
     def record(inner: Any) -> RecordingProposer:

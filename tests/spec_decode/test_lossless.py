@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.spec_decode.stats import SpecDecodeStats
 
-METHODS = ["mha", "mla", "ngram"]
+METHODS = {"llama": ["mha", "mla", "ngram"], "deepseek_v3": ["mha", "mla", "ngram", "mtp"]}
 
 
 class Targets:
@@ -38,8 +38,8 @@ class Targets:
     def speculation(self, method: str, k: int) -> dict[str, object]:
         """Engine arguments of a method."""
         common = {"num_speculative_tokens": k}
-        if method == "ngram":
-            return {**common, "method": "ngram"}
+        if method in ("ngram", "mtp"):
+            return {**common, "method": method}
         return {**common, "method": "eagle3", "draft_model": str(self.draft(method))}
 
 
@@ -57,8 +57,9 @@ def stats_of(engine: object) -> SpecDecodeStats:
 
 
 @pytest.mark.parametrize("k", [1, 3, 7])
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("target", ["llama", "deepseek_v3"])
+@pytest.mark.parametrize(
+    ("target", "method"), [(target, method) for target in METHODS for method in METHODS[target]]
+)
 def test_tokens_equal_those_without_speculation(
     targets: Targets, target: str, method: str, k: int
 ) -> None:
