@@ -198,10 +198,10 @@ def test_speculation_in_the_engine(
     assert stats.num_drafts > 0
     reference = ReferenceMTP(tmp_path)
     drafts = recorders[0].drafts
-    for history in list(drafts)[:: len(drafts) // 10]:
+    for history in list(drafts)[::4]:
         (prompt,) = (p for p in PROMPTS if list(history[: len(p)]) == p)
         # The scheduler keeps no blocks for drafts past the last token, and verifies none.
-        room = len(prompt) + NEW_TOKENS - len(history) - 1
+        room = max(len(prompt) + NEW_TOKENS - len(history) - 1, 0)
         hidden = target.hidden_states(list(history))[-1][:-1]
         expected, _ = reference.propose(list(history[1:]), hidden, k)
         assert drafts[history][:room] == expected[:room]
