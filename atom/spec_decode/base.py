@@ -9,6 +9,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
+from atom.model_engine.graph_capture import GraphPlan
 from atom.model_engine.kv_cache import KVCacheBuilder
 from atom.model_ops.metadata import ModelInput, ModelOutput
 
@@ -69,6 +70,10 @@ class Proposer(Protocol):
     aux_layer_ids: tuple[int, ...]
     kv_cache_builders: Sequence[KVCacheBuilder]
 
+    def capture(self, plan: GraphPlan) -> None:
+        """Replay from now on what can be captured; the KV cache is bound and stays."""
+        ...
+
     def propose(self, step: VerifiedStep) -> torch.Tensor:
         """[S, k] int64 drafts, padded with `NO_DRAFT` where there are fewer."""
         ...
@@ -81,6 +86,9 @@ class NullProposer:
     draft_model: nn.Module | None = None
     aux_layer_ids: tuple[int, ...] = ()
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
+
+    def capture(self, plan: GraphPlan) -> None:
+        """There is nothing to capture."""
 
     def propose(self, step: VerifiedStep) -> torch.Tensor:
         return step.next_token_ids.new_empty((len(step.sequence_indices), 0))

@@ -7,10 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from atom.model_engine.graph_capture import GraphPlan
 from atom.model_engine.kv_cache import KVCacheBuilder
+from atom.model_ops.metadata import AttentionMetadata
 from atom.models.eagle3_base import Eagle3Draft
 from atom.spec_decode.base import Lookahead, VerifiedStep
-from atom.spec_decode.draft_metadata import advance
+from atom.spec_decode.chain import DraftLoop
 
 
 class EagleProposer:
@@ -35,34 +37,36 @@ class EagleProposer:
         self.aux_layer_ids = draft.aux_layer_ids
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._draft = draft
-        self._block_size = block_size
-        self._max_model_len = max_model_len
+        self._loop = DraftLoop(self._predict, num_speculative_tokens, block_size, max_model_len)
+
+    def capture(self, plan: GraphPlan) -> None:
+        self._loop.capture(plan, self._draft.norm.weight)
 
     def propose(self, step: VerifiedStep) -> torch.Tensor:
         metadata = step.model_input.attention
-        positions = step.model_input.positions
         hidden = self._draft.fuse(step.model_output.aux_hidden_states)
-        post_norm, pre_norm = self._draft(step.next_token_ids, hidden, positions, metadata)
+        post_norm, pre_norm = self._draft(
+            step.next_token_ids, hidden, step.model_input.positions, metadata
+        )
         if not step.sequence_indices:
             return step.next_token_ids.new_empty((0, self.lookahead.num_tokens))
-        post_norm, pre_norm = post_norm[step.last_rows], pre_norm[step.last_rows]
-        drafts = [self._most_likely(post_norm)]
-        # The newest token is known but not computed: the pass above ended one position before.
-        newest = [len(prompt) + len(outputs) - 1 for prompt, outputs in step.histories]
-        for i in range(self.lookahead.num_tokens - 1):
-            # Past the context no draft is ever verified; the rotary table ends there.
-            at = [min(n + i, self._max_model_len - 1) for n in newest]
-            ahead = advance(metadata, step.sequence_indices, at, self._block_size)
-            post_norm, pre_norm = self._draft(
-                drafts[-1],
-                self._draft.feedback(post_norm, pre_norm),
-                torch.tensor(at, dtype=torch.int64, device=positions.device),
-                ahead,
-            )
-            drafts.append(self._most_likely(post_norm))
-        return torch.stack(drafts, dim=1)
+        first, hidden = self._outcome(post_norm[step.last_rows], pre_norm[step.last_rows])
+        return self._loop.run(step, first, hidden)
 
-    def _most_likely(self, post_norm: torch.Tensor) -> torch.Tensor:
-        """[S, hidden] -> [S] target token ids."""
+    def _predict(
+        self,
+        _: int,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of the chain; all are alike."""
+        return self._outcome(*self._draft(token_ids, hidden, positions, metadata))
+
+    def _outcome(
+        self, post_norm: torch.Tensor, pre_norm: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """[S, hidden] both -> the most likely target token ids [S], what the next step is fed."""
         draft_ids = self._draft.compute_logits(post_norm).argmax(dim=-1)
-        return self._draft.to_target_ids(draft_ids)
+        return self._draft.to_target_ids(draft_ids), self._draft.feedback(post_norm, pre_norm)

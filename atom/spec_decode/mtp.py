@@ -7,13 +7,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
+from atom.model_engine.graph_capture import GraphPlan
 from atom.model_engine.kv_cache import KVCacheBuilder
 from atom.model_engine.mla_cache import MLACacheBuilder
 from atom.model_ops.attention_mla import MLAAttention
+from atom.model_ops.metadata import AttentionMetadata
 from atom.models.base import attention_layers
-from atom.models.deepseek_mtp import DeepseekMTP
+from atom.models.deepseek_mtp import DeepseekMTP, MTPLayer
 from atom.spec_decode.base import Lookahead, VerifiedStep
-from atom.spec_decode.draft_metadata import advance
+from atom.spec_decode.chain import DraftLoop
 
 
 class MTPCacheBuilder(MLACacheBuilder):
@@ -50,25 +52,34 @@ class MTPProposer:
         self.draft_model: nn.Module | None = mtp
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._mtp = mtp
-        self._block_size = block_size
-        self._max_model_len = max_model_len
+        self._loop = DraftLoop(self._predict, num_speculative_tokens, block_size, max_model_len)
+
+    def capture(self, plan: GraphPlan) -> None:
+        layer = next(m for m in self._mtp.modules() if isinstance(m, MTPLayer))
+        self._loop.capture(plan, layer.enorm.weight)
 
     def propose(self, step: VerifiedStep) -> torch.Tensor:
-        metadata = step.model_input.attention
-        positions = step.model_input.positions
-        hidden = step.model_output.hidden_states
-        hidden = self._mtp(0, step.next_token_ids, hidden, positions, metadata)
+        hidden = self._mtp(
+            0,
+            step.next_token_ids,
+            step.model_output.hidden_states,
+            step.model_input.positions,
+            step.model_input.attention,
+        )
         if not step.sequence_indices:
             return step.next_token_ids.new_empty((0, self.lookahead.num_tokens))
         hidden = hidden[step.last_rows]
-        drafts = [self._mtp.compute_logits(0, hidden).argmax(dim=-1)]
-        # The newest token is known but not computed: the pass above ended one position before.
-        newest = [len(prompt) + len(outputs) - 1 for prompt, outputs in step.histories]
-        for i in range(1, self.lookahead.num_tokens):
-            # Past the context no draft is ever verified; the rotary table ends there.
-            at = [min(n + i - 1, self._max_model_len - 1) for n in newest]
-            ahead = advance(metadata, step.sequence_indices, at, self._block_size)
-            positions = torch.tensor(at, dtype=torch.int64, device=hidden.device)
-            hidden = self._mtp(i, drafts[-1], hidden, positions, ahead)
-            drafts.append(self._mtp.compute_logits(i, hidden).argmax(dim=-1))
-        return torch.stack(drafts, dim=1)
+        first = self._mtp.compute_logits(0, hidden).argmax(dim=-1)
+        return self._loop.run(step, first, hidden)
+
+    def _predict(
+        self,
+        place: int,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One step of the chain."""
+        hidden = self._mtp(place, token_ids, hidden, positions, metadata)
+        return self._mtp.compute_logits(place, hidden).argmax(dim=-1), hidden

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from atom.model_engine.graph_capture import GraphPlan
 from atom.model_engine.kv_cache import KVCacheBuilder
 from atom.spec_decode.base import Lookahead, VerifiedStep
 from atom.spec_decode.verify import NO_DRAFT
@@ -30,6 +31,9 @@ class NgramProposer:
         self.lookahead = Lookahead(num_speculative_tokens)
         self._ngram_max = ngram_max
         self._ngram_min = ngram_min
+
+    def capture(self, plan: GraphPlan) -> None:
+        """Nothing runs on the device."""
 
     def propose(self, step: VerifiedStep) -> torch.Tensor:
         k = self.lookahead.num_tokens

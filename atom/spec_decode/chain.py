@@ -1,0 +1,208 @@
+"""The single-token steps of a draft: each reads the token and the state of the one before.
+
+The steps ask the device for nothing, so that the whole loop can be captured in one graph.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from typing import Protocol
+
+import torch
+
+from atom.model_engine.graph_capture import Bucket, GraphPlan, fill_rows
+from atom.model_ops.metadata import AttentionMetadata
+from atom.spec_decode.base import VerifiedStep
+
+
+@dataclass(frozen=True)
+class ChainStart:
+    """Where the chains of S sequences begin.
+
+    Attributes:
+        token_ids: [S] int64; the first drafts.
+        hidden: [S, hidden]; what the next step is fed beside them.
+        positions: [S] int64; where the next step's rows sit.
+        block_tables: [S, max_blocks] int32. block_counts: [S] int32.
+        max_context_len: upper bound of the tokens in the cache after the last step.
+    """
+
+    token_ids: torch.Tensor
+    hidden: torch.Tensor
+    positions: torch.Tensor
+    block_tables: torch.Tensor
+    block_counts: torch.Tensor
+    max_context_len: int
+
+    @classmethod
+    def after(
+        cls,
+        step: VerifiedStep,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        num_steps: int,
+        max_model_len: int,
+    ) -> ChainStart:
+        """The start behind the last rows of a step's sampled sequences.
+
+        The newest token is known but not computed: a last row sits one position before it.
+        """
+        metadata = step.model_input.attention
+        tables, counts = metadata.block_tables, metadata.block_counts
+        if len(step.sequence_indices) != tables.shape[0]:
+            owners = torch.tensor(step.sequence_indices, device=tables.device)
+            tables, counts = tables[owners], counts[owners]
+        positions = step.model_input.positions[step.last_rows] + 1
+        longest = min(metadata.max_context_len + num_steps, max_model_len)
+        return cls(token_ids, hidden, positions, tables, counts, longest)
+
+
+class Chain(Protocol):
+    """Runs the steps after the first draft."""
+
+    def run(self, start: ChainStart) -> torch.Tensor:
+        """[S, num_steps] int64 target token ids; valid until the next run."""
+        ...
+
+
+# (draft's place in the chain, token ids [S], hidden [S, hidden], positions [S], metadata) ->
+# the most likely next token ids [S], and the hidden state that the next step is fed.
+PredictOp = Callable[
+    [int, torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata],
+    tuple[torch.Tensor, torch.Tensor],
+]
+
+
+class EagerChain:
+    """Step after step.
+
+    Args:
+        predict: one step of the draft, which writes its KV.
+        num_steps: drafts after the first.
+    """
+
+    def __init__(
+        self, predict: PredictOp, num_steps: int, block_size: int, max_model_len: int
+    ) -> None:
+        self.num_steps = num_steps
+        self._predict = predict
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+
+    def run(self, start: ChainStart) -> torch.Tensor:
+        token_ids, hidden = start.token_ids, start.hidden
+        drafts = token_ids.new_empty((len(token_ids), self.num_steps))
+        for i in range(self.num_steps):
+            positions, metadata = self._advance(start, i)
+            token_ids, hidden = self._predict(i + 1, token_ids, hidden, positions, metadata)
+            drafts[:, i] = token_ids
+        return drafts
+
+    def _advance(self, start: ChainStart, step: int) -> tuple[torch.Tensor, AttentionMetadata]:
+        """One token for each sequence, `step` positions after the start.
+
+        Past its block table or the context a sequence stays at the last position and writes
+        nothing: the scheduler never verifies a draft made there.
+        """
+        tables, device = start.block_tables, start.block_tables.device
+        limit = (start.block_counts.long() * self._block_size).clamp(max=self._max_model_len)
+        wanted = start.positions + step
+        inside = wanted.minimum(limit - 1).clamp(min=0)
+        blocks = tables.long().gather(1, (inside // self._block_size)[:, None])[:, 0]
+        slots = blocks * self._block_size + inside % self._block_size
+        count, capacity = tables.shape[0], tables.shape[1] * self._block_size
+        return inside, AttentionMetadata(
+            slot_mapping=torch.where(wanted < limit, slots, -1),
+            block_tables=tables,
+            block_counts=start.block_counts,
+            context_lens=(inside + 1).int(),
+            cu_seqlens_q=torch.arange(count + 1, dtype=torch.int32, device=device),
+            max_seqlen_q=1,
+            max_context_len=min(start.max_context_len, capacity),
+            query_lens_cpu=(1,) * count,
+            context_lens_cpu=None,
+        )
+
+
+class GraphChain:
+    """An `EagerChain` that is captured for every bucket; what fits none runs eagerly.
+
+    Padding rows own no block, so that they write nothing. Building one captures: the KV cache is
+    bound by then and stays where it is.
+
+    Args:
+        hidden: a start's hidden states are as wide as this tensor and of its type.
+    """
+
+    def __init__(self, chain: EagerChain, plan: GraphPlan, hidden: torch.Tensor) -> None:
+        self._chain = chain
+        self._plan = plan
+        size, device = plan.batch_sizes[-1], plan.device
+        self._buffers = ChainStart(
+            token_ids=torch.zeros(size, dtype=torch.int64, device=device),
+            hidden=torch.zeros(size, hidden.shape[-1], dtype=hidden.dtype, device=device),
+            positions=torch.zeros(size, dtype=torch.int64, device=device),
+            block_tables=torch.zeros(size, plan.table_width, dtype=torch.int32, device=device),
+            block_counts=torch.zeros(size, dtype=torch.int32, device=device),
+            max_context_len=plan.context_bounds[-1],
+        )
+        self._drafts = torch.zeros(size, chain.num_steps, dtype=torch.int64, device=device)
+        self._replays: dict[Bucket, Callable[[], None]] = {}
+        with torch.inference_mode():
+            for bucket in plan.buckets():
+                self._replays[bucket] = plan.backend.capture(partial(self._compute, bucket))
+
+    def run(self, start: ChainStart) -> torch.Tensor:
+        count = len(start.token_ids)
+        bucket = self._plan.fit(count, start.max_context_len)
+        if bucket is None:
+            return self._chain.run(start)
+        buffers, size = self._buffers, bucket.batch_size
+        fill_rows(buffers.token_ids, start.token_ids, size, 0)
+        fill_rows(buffers.hidden, start.hidden, size, 0)
+        fill_rows(buffers.positions, start.positions, size, 0)
+        fill_rows(buffers.block_tables, start.block_tables, size, 0)
+        fill_rows(buffers.block_counts, start.block_counts, size, 0)
+        self._replays[bucket]()
+        return self._drafts[:count]
+
+    def _compute(self, bucket: Bucket) -> None:
+        """What a graph holds."""
+        buffers, size = self._buffers, bucket.batch_size
+        start = ChainStart(
+            buffers.token_ids[:size],
+            buffers.hidden[:size],
+            buffers.positions[:size],
+            buffers.block_tables[:size],
+            buffers.block_counts[:size],
+            bucket.max_context_len,
+        )
+        self._drafts[:size].copy_(self._chain.run(start))
+
+
+class DraftLoop:
+    """Everything after a proposer's first pass: the first drafts, then the chain behind them."""
+
+    def __init__(
+        self,
+        predict: PredictOp,
+        num_speculative_tokens: int,
+        block_size: int,
+        max_model_len: int,
+    ) -> None:
+        self._num_steps = num_speculative_tokens - 1
+        self._max_model_len = max_model_len
+        self._eager = EagerChain(predict, self._num_steps, block_size, max_model_len)
+        self._chain: Chain = self._eager
+
+    def capture(self, plan: GraphPlan, hidden: torch.Tensor) -> None:
+        """Replay graphs from now on; hidden states are as wide as `hidden` and of its type."""
+        if self._num_steps:
+            self._chain = GraphChain(self._eager, plan, hidden)
+
+    def run(self, step: VerifiedStep, first: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """From the first drafts [S] and the states [S, hidden] fed with them, all drafts [S, k]."""
+        start = ChainStart.after(step, first, hidden, self._num_steps, self._max_model_len)
+        return torch.cat((first[:, None], self._chain.run(start)), dim=1)
