@@ -59,7 +59,7 @@ def serve_forever(args: EngineArgs, options: ServerOptions) -> int:
     with sock:
         try:
             return _run(serve(args, options, sock))
-        except (ConfigError, OptionError, WeightError, EngineDeadError) as error:
+        except (ConfigError, OptionError, WeightError, EngineDeadError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
 

@@ -13,7 +13,7 @@ import uvicorn
 
 from atom.entrypoints.openai.app import create_app
 from atom.entrypoints.openai.metrics import ServerMetrics
-from atom.entrypoints.openai.options import ServerOptions
+from atom.entrypoints.openai.options import OptionError, ServerOptions
 from atom.entrypoints.openai.sse import cancel
 from atom.model_engine.arg_utils import EngineArgs
 from atom.model_engine.async_engine import AsyncEngine
@@ -26,6 +26,8 @@ DEAD_LINGER_SECONDS = 3.0
 
 # For the last bytes of answers whose generation has been ended.
 FLUSH_SECONDS = 3.0
+
+BACKLOG = 2048
 
 # Longer than the idle timeouts of common clients and proxies, which should close first.
 KEEP_ALIVE_SECONDS = 75
@@ -87,6 +89,10 @@ async def _listen(
     signals: _Signals,
 ) -> int:
     url = _url(sock)  # uvicorn closes the socket
+    try:
+        sock.listen(BACKLOG)  # not left to the event loop: uvloop keeps a failure to itself
+    except OSError as error:
+        raise OptionError(f"cannot listen on {url}: {error}") from error
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     dead = asyncio.create_task(engine.wait_dead())
     try:
