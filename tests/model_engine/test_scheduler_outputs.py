@@ -155,6 +155,21 @@ def test_prompt_logprobs_survive_preemption(caching: bool) -> None:
     assert (starts[-1] > 0) == caching
 
 
+def test_prompt_logprobs_start_over_when_preempted_half_way() -> None:
+    bench = Bench(num_blocks=6, max_num_batched_tokens=2, max_num_seqs=2)
+    bench.add("a", tokens(100, 4), max_tokens=12)
+    bench.add("b", tokens(200, 12), prompt_logprobs=1, max_tokens=1)
+    starts = []
+    delivered = []
+    while bench.scheduler.has_unfinished:
+        batch = bench.scheduler.schedule()
+        starts += [s.start for s in batch.sequences if s.id == "b"]
+        outputs = bench.scheduler.update(batch, with_logprobs(batch, 12))
+        delivered += [o.prompt_logprobs for o in outputs if o.id == "b"]
+    assert starts[:9] == [0, 1, 2, 3, 4, 5, 6, 7, 0]
+    assert delivered == [[None, *(candidates(i) for i in range(1, 12))]]
+
+
 def test_missing_prompt_logprobs_are_an_error() -> None:
     bench = Bench()
     bench.add("a", [1, 2, 3], prompt_logprobs=1, max_tokens=1)
