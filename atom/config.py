@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -99,6 +100,39 @@ class SchedulerOptions:
 
 
 @dataclass(frozen=True)
+class GraphOptions:
+    """Replaying captured work on a GPU instead of launching each kernel.
+
+    Attributes:
+        enforce_eager: capture nothing. On a CPU there is nothing to capture.
+        capture_sizes: numbers of sequences to capture, ascending; None takes powers of two up to
+            max_num_seqs.
+    """
+
+    enforce_eager: bool = False
+    capture_sizes: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.capture_sizes is None:
+            return
+        if self.enforce_eager:
+            raise ConfigError(
+                f"enforce_eager captures no graphs, so cudagraph_capture_sizes="
+                f"{_listed(self.capture_sizes)} would have no effect; give one or the other"
+            )
+        if not self.capture_sizes:
+            raise ConfigError(
+                "cudagraph_capture_sizes names no size; use enforce_eager to capture nothing"
+            )
+        for size in self.capture_sizes:
+            _at_least("cudagraph_capture_sizes", size, 1)
+        if list(self.capture_sizes) != sorted(set(self.capture_sizes)):
+            raise ConfigError(
+                f"cudagraph_capture_sizes must ascend, got {_listed(self.capture_sizes)}"
+            )
+
+
+@dataclass(frozen=True)
 class ParallelOptions:
     """Attributes:
     tensor_parallel_size: ranks of the target; only 1 runs today.
@@ -175,6 +209,7 @@ class EngineConfig:
     scheduler: SchedulerOptions
     parallel: ParallelOptions
     speculative: SpeculativeOptions | None = None
+    graphs: GraphOptions = field(default_factory=GraphOptions)
     device: str = "auto"
     seed: int | None = None
     max_logprobs: int = 20
@@ -186,6 +221,12 @@ class EngineConfig:
             raise ConfigError(
                 f"max_num_batched_tokens ({self.scheduler.max_num_batched_tokens}) must be at "
                 f"least max_num_seqs ({self.scheduler.max_num_seqs})"
+            )
+        sizes = self.graphs.capture_sizes
+        if sizes is not None and sizes[-1] > self.scheduler.max_num_seqs:
+            raise ConfigError(
+                f"cudagraph_capture_sizes={_listed(sizes)}: no step has more than "
+                f"max_num_seqs={self.scheduler.max_num_seqs} sequences"
             )
 
 
@@ -203,6 +244,19 @@ def parse_bytes(text: str | int) -> int:
     number, unit, binary = match.groups()
     power = " kmgt".index(unit) if unit else 0
     return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def parse_sizes(value: str | Sequence[str | int]) -> tuple[int, ...]:
+    """`"1,2,4"`, `["1", "2,4"]` or `[1, 2, 4]` as integers, in the order given.
+
+    Raises:
+        ConfigError: when a part is no integer.
+    """
+    items = [value] if isinstance(value, str) else value
+    parts = [part for item in items for part in str(item).split(",")]
+    if not all(re.fullmatch(r"\s*-?\d+\s*", part) for part in parts):
+        raise ConfigError(f"expected integers such as 1,2,4, got {value!r}")
+    return tuple(int(part) for part in parts)
 
 
 def cache_dir() -> Path:
@@ -231,3 +285,7 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def _listed(sizes: Sequence[int]) -> str:
+    return ",".join(str(size) for size in sizes)

@@ -53,6 +53,16 @@ class EngineArgs:
     speculative_config: str | JsonObject | None = _arg(  # noqa: RUF009
         None, "the speculation options as one JSON object, instead of the flags", type=str
     )
+    enforce_eager: bool = _arg(
+        False, "capture no CUDA or HIP graphs; on a CPU there are none, so every step is eager"
+    )
+    cudagraph_capture_sizes: str | list[str | int] | None = _arg(  # noqa: RUF009
+        None,
+        "numbers of sequences to capture graphs for, such as 1,2,4; powers of two up to "
+        "--max-num-seqs when omitted",
+        nargs="+",
+        action="extend",
+    )
     tensor_parallel_size: int = _arg(1, "number of GPUs that share the model")
     num_threads: int | None = _arg(None, "CPU threads; all processors when omitted", type=int)
     device: str = _arg("auto", "where to run", choices=cfg.DEVICES)
@@ -104,6 +114,7 @@ class EngineArgs:
             ConfigError: saying what was given and what is expected.
         """
         memory = None if self.kv_cache_memory is None else cfg.parse_bytes(self.kv_cache_memory)
+        sizes = self.cudagraph_capture_sizes
         return cfg.EngineConfig(
             model=cfg.ModelOptions(
                 model=self.model,
@@ -138,6 +149,10 @@ class EngineArgs:
                     "ngram_min": self.ngram_min,
                 },
                 self.speculative_config,
+            ),
+            graphs=cfg.GraphOptions(
+                enforce_eager=self.enforce_eager,
+                capture_sizes=None if sizes is None else cfg.parse_sizes(sizes),
             ),
             device=self.device,
             seed=self.seed,

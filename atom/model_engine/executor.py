@@ -12,8 +12,15 @@ from atom.config import ConfigError, EngineConfig
 from atom.model_engine.batch import NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
 from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
 from atom.model_engine.context_len import resolve_max_model_len
+from atom.model_engine.graph_capture import (
+    GraphPlan,
+    capture_backend,
+    default_batch_sizes,
+    default_context_bounds,
+)
+from atom.model_engine.graph_runner import EagerRunner, GraphRunner
 from atom.model_engine.kv_cache import KVCacheBuilder, num_spare_blocks, plan_kv_cache
-from atom.model_engine.memory import kv_cache_budget
+from atom.model_engine.memory import estimate_graph_bytes, kv_cache_budget
 from atom.model_engine.messages import EngineLimits
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.sampling_state import SamplingStates
@@ -65,6 +72,9 @@ class UniprocExecutor:
         self._model = _load_model(config, source, context)
         self._proposer = create_proposer(config, self._model, source, context)
         self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
+        self._graphs = _create_graph_runner(
+            config, self._model, self._proposer.lookahead, platform, context_len
+        )
         self._runner = self._create_runner(config, source, context)
         self.eos_token_ids = source.eos_token_ids
         self.lookahead = self._proposer.lookahead
@@ -73,6 +83,9 @@ class UniprocExecutor:
             *self._proposer.kv_cache_builders,
         ]
         num_blocks = self._allocate_kv_cache(config, builders, platform, context_len)
+        if self._graphs is not None:
+            self._graphs.capture()
+            self._proposer.capture(self._graphs.plan)
         self.limits = EngineLimits(
             max_model_len=_fit_context(config, context_len, num_blocks),
             num_blocks=num_blocks,
@@ -99,7 +112,12 @@ class UniprocExecutor:
         vocab_size = source.hf_config.get_text_config().vocab_size
         states = SamplingStates(vocab_size, source.eos_token_ids, context.device)
         return ModelRunner(
-            self._model, self._proposer, states, config.cache.block_size, context.device
+            self._model,
+            self._graphs or EagerRunner(self._model),
+            self._proposer,
+            states,
+            config.cache.block_size,
+            context.device,
         )
 
     def _allocate_kv_cache(
@@ -118,7 +136,12 @@ class UniprocExecutor:
             self._runner.step(_profile_batch(tokens, block_size))
             self._runner.step(ScheduledBatch([], [], ["profile"]))
 
-        budget = kv_cache_budget(config.cache, platform, profile)
+        def graph_bytes() -> int:
+            if self._graphs is None:
+                return 0
+            return estimate_graph_bytes(self._graphs.rehearse, self._graphs.num_graphs)
+
+        budget = kv_cache_budget(config.cache, platform, profile, graph_bytes)
         plan = plan_kv_cache(
             budget,
             [builder.compute_block_bytes() for builder in builders],
@@ -141,6 +164,37 @@ class UniprocExecutor:
 
     def shutdown(self) -> None:
         """Nothing outlives the process."""
+
+
+def _create_graph_runner(
+    config: EngineConfig,
+    model: CausalLM,
+    lookahead: Lookahead,
+    platform: Platform,
+    context_len: int,
+) -> GraphRunner | None:
+    """What will replay graphs, not captured yet; None where every step is eager.
+
+    Raises:
+        ConfigError: for sizes to capture on a device that captures nothing.
+    """
+    backend = None if config.graphs.enforce_eager else capture_backend(platform)
+    sizes = config.graphs.capture_sizes
+    if backend is None:
+        if sizes is not None:
+            raise ConfigError(
+                f"cudagraph_capture_sizes={list(sizes)} has no effect on a {platform.kind}: "
+                f"there are no graphs to capture; leave it out"
+            )
+        return None
+    plan = GraphPlan(
+        backend,
+        sizes or default_batch_sizes(config.scheduler.max_num_seqs),
+        default_context_bounds(context_len),
+        config.cache.block_size,
+        platform.device,
+    )
+    return GraphRunner(model, plan, tuple(sorted({1, 1 + lookahead.num_tokens})))
 
 
 def _load_model(config: EngineConfig, source: ModelSource, context: LayerContext) -> CausalLM:

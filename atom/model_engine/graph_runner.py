@@ -51,6 +51,7 @@ class GraphRunner:
     `capture`.
 
     Attributes:
+        plan: what is captured.
         graph_aux_hidden: for each (batch size, queries per sequence) the aux hidden states that
             its graphs write, one [batch size * queries, hidden] per requested layer.
 
@@ -60,7 +61,7 @@ class GraphRunner:
 
     def __init__(self, model: CausalLM, plan: GraphPlan, query_lens: tuple[int, ...]) -> None:
         self._model = model
-        self._plan = plan
+        self.plan = plan
         self._query_lens = query_lens
         self._inputs = _InputBuffers(plan, query_lens)
         self._hidden: dict[tuple[int, int], torch.Tensor] = {}
@@ -69,7 +70,7 @@ class GraphRunner:
 
     def run(self, model_input: ModelInput) -> ModelOutput:
         metadata = model_input.attention
-        bucket = self._plan.fit(len(metadata.query_lens_cpu), metadata.max_context_len)
+        bucket = self.plan.fit(len(metadata.query_lens_cpu), metadata.max_context_len)
         query_len = metadata.max_seqlen_q
         ragged = any(length != query_len for length in metadata.query_lens_cpu)
         if bucket is None or ragged or (bucket, query_len) not in self._replays:
@@ -81,10 +82,16 @@ class GraphRunner:
         aux = tuple(states[:rows] for states in self.graph_aux_hidden[key])
         return ModelOutput(self._hidden[key][:rows], aux)
 
+    @property
+    def num_graphs(self) -> int:
+        """Graphs of the target, and as many of a proposer as for one query length."""
+        buckets = len(self.plan.batch_sizes) * len(self.plan.context_bounds)
+        return buckets * (len(self._query_lens) + 1)
+
     @torch.inference_mode()
     def rehearse(self) -> ModelOutput:
         """Run the largest bucket's work, all padding, without capturing it."""
-        largest = self._inputs.view(self._plan.largest, max(self._query_lens))
+        largest = self._inputs.view(self.plan.largest, max(self._query_lens))
         output: ModelOutput = self._model.forward(largest)
         return output
 
@@ -94,16 +101,16 @@ class GraphRunner:
         started = time.perf_counter()
         self._allocate_outputs(self.rehearse())
         lens = sorted(self._query_lens, reverse=True)
-        keys = [(bucket, query_len) for bucket in self._plan.buckets() for query_len in lens]
+        keys = [(bucket, query_len) for bucket in self.plan.buckets() for query_len in lens]
         for key in tqdm(keys, desc="Capturing graphs", unit="graph", disable=None):
-            self._replays[key] = self._plan.backend.capture(partial(self._compute, *key))
+            self._replays[key] = self.plan.backend.capture(partial(self._compute, *key))
         logger.info("captured %d graphs in %.1f s", len(keys), time.perf_counter() - started)
 
     def _allocate_outputs(self, largest: ModelOutput) -> None:
         """Results have room for the largest bucket; smaller ones use the first rows."""
         hidden = torch.empty_like(largest.hidden_states)
         aux = tuple(torch.empty_like(states) for states in largest.aux_hidden_states)
-        for batch_size in self._plan.batch_sizes:
+        for batch_size in self.plan.batch_sizes:
             for query_len in self._query_lens:
                 key, rows = (batch_size, query_len), batch_size * query_len
                 self._hidden[key] = hidden[:rows]

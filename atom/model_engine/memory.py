@@ -13,12 +13,22 @@ from atom.config import (
 )
 from atom.platform import Platform, free_memory_bytes, total_memory_bytes
 
+# What the driver keeps for a captured graph, whose nodes are about a thousand kernel launches.
+_BYTES_PER_GRAPH = 8 << 20
 
-def kv_cache_budget(options: CacheOptions, platform: Platform, profile: Callable[[], None]) -> int:
+
+def kv_cache_budget(
+    options: CacheOptions,
+    platform: Platform,
+    profile: Callable[[], None],
+    graph_bytes: Callable[[], int],
+) -> int:
     """Bytes for the KV pool.
 
     Args:
         profile: runs the largest forward pass once, so that a GPU's peak use is known.
+        graph_bytes: what graphs will take. They are captured when the pool is bound, so it is
+            kept free; called after `profile`.
     """
     if options.kv_cache_memory is not None:
         return options.kv_cache_memory
@@ -26,10 +36,21 @@ def kv_cache_budget(options: CacheOptions, platform: Platform, profile: Callable
         share = options.gpu_memory_utilization or DEFAULT_CPU_MEMORY_UTILIZATION
         return int(free_memory_bytes(platform) * share)
     share = options.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
-    torch.cuda.reset_peak_memory_stats()
-    profile()
-    torch.cuda.synchronize()
-    activations = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
-    torch.cuda.empty_cache()
+    activations = _peak_bytes(profile) + graph_bytes()
     in_use = total_memory_bytes(platform) - free_memory_bytes(platform)
     return int(total_memory_bytes(platform) * share) - in_use - activations
+
+
+def estimate_graph_bytes(largest: Callable[[], object], num_graphs: int) -> int:
+    """What capturing takes: `largest`'s temporaries, which all graphs share, and their nodes."""
+    return _peak_bytes(largest) + num_graphs * _BYTES_PER_GRAPH
+
+
+def _peak_bytes(work: Callable[[], object]) -> int:
+    """The most that `work` allocates beyond what it leaves."""
+    torch.cuda.reset_peak_memory_stats()
+    work()
+    torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - torch.cuda.memory_allocated()
+    torch.cuda.empty_cache()
+    return peak

@@ -14,6 +14,7 @@ from atom.model_engine.batch import (
     SequenceResult,
     StepOutput,
 )
+from atom.model_engine.graph_runner import ForwardRunner
 from atom.model_engine.input_builder import build_model_input
 from atom.model_engine.messages import TokenLogprobs
 from atom.model_engine.sampling_state import SamplingRow, SamplingStates
@@ -62,12 +63,14 @@ class ModelRunner:
     def __init__(
         self,
         model: CausalLM,
+        forward: ForwardRunner,
         proposer: Proposer,
         states: SamplingStates,
         block_size: int,
         device: torch.device,
     ) -> None:
         self._model = model
+        self._forward = forward
         self._proposer = proposer
         self._states = states
         self._block_size = block_size
@@ -80,7 +83,7 @@ class ModelRunner:
         if not batch.sequences:
             return StepOutput([])
         model_input = build_model_input(batch, self._block_size, self._device)
-        output = self._model.forward(model_input)
+        output = self._forward.run(model_input)
         prompt_logprobs = self._prompt_logprobs(batch, output)
         layout = SampleLayout.of(batch, self._device)
         sampled = self._sample(batch, layout, output.hidden_states[model_input.logits_indices])
