@@ -272,6 +272,11 @@ def api_key_from_environment() -> str | None:
     return os.environ.get("ATOM_API_KEY") or None
 
 
+def cxx_compiler() -> str | None:
+    """`$CXX`: the C++ compiler of the CPU kernels, when the usual names do not find it."""
+    return os.environ.get("CXX") or None
+
+
 def op_override(op: str) -> str | None:
     """`$ATOM_OP_<NAME>`: the implementation that the user wants for one op."""
     return os.environ.get(f"ATOM_OP_{op.upper()}") or None

@@ -2,17 +2,42 @@
 
 from __future__ import annotations
 
+from atom.model_ops.kernels.native import attention as native_attention
+from atom.model_ops.kernels.native import elementwise as native_elementwise
+from atom.model_ops.kernels.native import linear as native_linear
+from atom.model_ops.kernels.native.bindings import implementation as native
 from atom.model_ops.kernels.torch import attention, elementwise, linear, mla, moe
 from atom.model_ops.registry import Implementation, always
 
 OPS: dict[str, tuple[Implementation, ...]] = {
-    "linear": (Implementation("torch", always, linear.load),),
-    "rms_norm": (Implementation("torch", always, lambda: elementwise.rms_norm),),
-    "add_rms_norm": (Implementation("torch", always, lambda: elementwise.add_rms_norm),),
-    "silu_and_mul": (Implementation("torch", always, lambda: elementwise.silu_and_mul),),
-    "rope": (Implementation("torch", always, lambda: elementwise.rope),),
-    "kv_cache_write": (Implementation("torch", always, lambda: attention.kv_cache_write),),
-    "paged_attention": (Implementation("torch", always, attention.load),),
+    "linear": (
+        native(native_linear.load, native_linear.refuses),
+        Implementation("torch", always, linear.load),
+    ),
+    "rms_norm": (
+        native(native_elementwise.load_rms_norm),
+        Implementation("torch", always, lambda: elementwise.rms_norm),
+    ),
+    "add_rms_norm": (
+        native(native_elementwise.load_add_rms_norm),
+        Implementation("torch", always, lambda: elementwise.add_rms_norm),
+    ),
+    "silu_and_mul": (
+        native(native_elementwise.load_silu_and_mul),
+        Implementation("torch", always, lambda: elementwise.silu_and_mul),
+    ),
+    "rope": (
+        native(native_elementwise.load_rope),
+        Implementation("torch", always, lambda: elementwise.rope),
+    ),
+    "kv_cache_write": (
+        native(native_attention.load_kv_cache_write),
+        Implementation("torch", always, lambda: attention.kv_cache_write),
+    ),
+    "paged_attention": (
+        native(native_attention.load_paged_attention, native_attention.refuses),
+        Implementation("torch", always, attention.load),
+    ),
     "mla_cache_write": (Implementation("torch", always, lambda: mla.mla_cache_write),),
     "mla_attention": (Implementation("torch", always, lambda: mla.mla_attention),),
     "moe_route": (Implementation("torch", always, lambda: moe.moe_route),),

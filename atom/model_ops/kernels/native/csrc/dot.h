@@ -1,0 +1,106 @@
+// Dot products of a few weight rows with a few activation rows, the one product behind
+// linear layers and attention scores.
+//
+// Each sum has one accumulator, runs over its elements in order and folds its lanes in a fixed
+// order at the end. So a result has the same bits whatever tile it was computed in, and a
+// row of activations the same results in any batch.
+#pragma once
+
+#include "simd.h"
+
+namespace atom {
+
+// Rows of activations that one tile takes at most.
+constexpr int kTileRows = 5;
+
+// Elements of a row are consumed in steps of this many.
+constexpr int64_t kDotStep = 2 * kLanes;
+
+// Activations as the tile wants them: float32 in pair order, or, where the processor
+// multiplies bfloat16, as they are.
+template <class T>
+using Packed =
+    std::conditional_t<kHardwareBf16 && std::is_same_v<T, bfloat16>, bfloat16, float>;
+
+template <class T>
+ATOM_INLINE void pack(const T* x, Packed<T>* out, int64_t count) {
+  if constexpr (std::is_same_v<T, Packed<T>>) {
+    std::memcpy(out, x, count * sizeof(T));
+  } else {
+    for (int64_t k = 0; k < count; k += kDotStep) {
+      store(out + k, load_first(x + k));
+      store(out + k + kLanes, load_second(x + k));
+    }
+  }
+}
+
+template <int R, int G>
+ATOM_INLINE void multiply_add(vfloat (&acc)[R * G], vfloat (&w)[R], const float* x,
+                              int64_t x_stride) {
+  ATOM_UNROLL for (int r = 0; r < R; ++r) ATOM_IN_REGISTER(w[r]);
+  ATOM_UNROLL for (int g = 0; g < G; ++g) {
+    vfloat xv = load(x + g * x_stride);
+    if (R > 1) ATOM_IN_REGISTER(xv);
+    ATOM_UNROLL for (int r = 0; r < R; ++r) acc[g * R + r] = fma(w[r], xv, acc[g * R + r]);
+  }
+}
+
+template <int R, int G>
+ATOM_INLINE void multiply_add(vfloat (&acc)[R * G], const bfloat16* const (&w)[R], int64_t k,
+                              const bfloat16* x, int64_t x_stride) {
+#if defined(__AVX512BF16__)
+  __m512bh wv[R];
+  ATOM_UNROLL for (int r = 0; r < R; ++r) wv[r] = raw<__m512bh>(w[r] + k);
+  ATOM_UNROLL for (int g = 0; g < G; ++g) {
+    const __m512bh xv = raw<__m512bh>(x + g * x_stride);
+    ATOM_UNROLL for (int r = 0; r < R; ++r) {
+      acc[g * R + r] = (vfloat)_mm512_dpbf16_ps((__m512)acc[g * R + r], wv[r], xv);
+    }
+  }
+#endif
+}
+
+// sums[g * R + r] = w[r] . x[g] over `count` elements, a multiple of kDotStep.
+// `ahead`: bytes from what is read to what is fetched from memory meanwhile; 0 fetches nothing.
+template <class T, int R, int G>
+ATOM_INLINE void dot_tile(const T* const (&w)[R], const Packed<T>* x, int64_t x_stride,
+                          int64_t count, int64_t ahead, float (&sums)[R * G]) {
+  vfloat acc[R * G] = {};
+  for (int64_t k = 0; k < count; k += kDotStep) {
+    if (ahead != 0) {
+      ATOM_UNROLL for (int r = 0; r < R; ++r)
+          __builtin_prefetch(reinterpret_cast<const char*>(w[r] + k) + ahead);
+    }
+    if constexpr (std::is_same_v<T, Packed<T>> && !std::is_same_v<T, float>) {
+      multiply_add<R, G>(acc, w, k, x + k, x_stride);
+    } else {
+      vfloat part[R];
+      ATOM_UNROLL for (int r = 0; r < R; ++r) part[r] = load_first(w[r] + k);
+      multiply_add<R, G>(acc, part, x + k, x_stride);
+      ATOM_UNROLL for (int r = 0; r < R; ++r) part[r] = load_second(w[r] + k);
+      multiply_add<R, G>(acc, part, x + k + kLanes, x_stride);
+    }
+  }
+  constexpr int eights = R * G / 8 * 8;
+  ATOM_UNROLL for (int i = 0; i < eights; i += 8) sum_eight(acc + i, sums + i);
+  ATOM_UNROLL for (int i = eights; i < R * G; ++i) sums[i] = sum(acc[i]);
+}
+
+// Cuts `rows` activation rows into the fewest groups of at most kTileRows, evenly, and calls
+// `tile(std::integral_constant<int, G>, first_row)` for each.
+template <class Tile>
+ATOM_INLINE void for_row_groups(int64_t rows, const Tile& tile) {
+  const int64_t groups = (rows + kTileRows - 1) / kTileRows;
+  for (int64_t i = 0; i < groups; ++i) {
+    const int64_t begin = rows * i / groups;
+    switch (rows * (i + 1) / groups - begin) {
+      case 1: tile(std::integral_constant<int, 1>{}, begin); break;
+      case 2: tile(std::integral_constant<int, 2>{}, begin); break;
+      case 3: tile(std::integral_constant<int, 3>{}, begin); break;
+      case 4: tile(std::integral_constant<int, 4>{}, begin); break;
+      default: tile(std::integral_constant<int, 5>{}, begin); break;
+    }
+  }
+}
+
+}  // namespace atom

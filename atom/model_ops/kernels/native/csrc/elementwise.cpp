@@ -1,0 +1,192 @@
+// Normalisation, gated activation, rotation and cache writes: float32 inside, rounded once.
+#include <algorithm>
+#include <cmath>
+
+#include "parallel.h"
+#include "simd.h"
+
+namespace atom {
+namespace {
+
+// Elements below which waking other threads costs more than it saves.
+constexpr int64_t kSerialElements = 1 << 15;
+
+int64_t threads_for(int64_t elements, int64_t threads) {
+  return elements < kSerialElements ? 1 : threads;
+}
+
+struct NormArgs {
+  const void* x;         // [outer, inner, size], strides outer_stride and inner_stride
+  const void* residual;  // [outer * inner, size] or null
+  const void* weight;    // [size]
+  void* out;             // [outer * inner, size]
+  void* total;           // [outer * inner, size]: x + residual in storage precision, or null
+  int64_t outer, inner, outer_stride, inner_stride, size;
+  double eps;
+  int64_t threads;
+};
+
+template <class T>
+void norm_row(const T* x, const T* residual, const T* weight, T* out, T* total, int64_t size,
+              float eps) {
+  if (residual != nullptr) {
+    for (int64_t i = 0; i < size; i += kLanes) {
+      store_some(total + i, load_some(x + i, size - i) + load_some(residual + i, size - i),
+                 size - i);
+    }
+    x = total;
+  }
+  vfloat squares[2] = {};
+  for (int64_t i = 0; i < size; i += 2 * kLanes) {
+    for (int64_t j = 0; j < 2 && i + j * kLanes < size; ++j) {
+      const vfloat v = load_some(x + i + j * kLanes, size - i - j * kLanes);
+      squares[j] = fma(v, v, squares[j]);
+    }
+  }
+  const float inverse = 1.0f / std::sqrt(sum(squares[0] + squares[1]) / float(size) + eps);
+  for (int64_t i = 0; i < size; i += kLanes) {
+    const vfloat normed = load_some(x + i, size - i) * inverse;
+    store_some(out + i, normed * load_some(weight + i, size - i), size - i);
+  }
+}
+
+template <class T>
+int64_t rms_norm(const NormArgs& a) {
+  const int64_t rows = a.outer * a.inner;
+  run_shares(rows, threads_for(rows * a.size, a.threads), [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      const T* x = static_cast<const T*>(a.x) + i / a.inner * a.outer_stride +
+                   i % a.inner * a.inner_stride;
+      const T* residual =
+          a.residual == nullptr ? nullptr : static_cast<const T*>(a.residual) + i * a.size;
+      T* total = a.total == nullptr ? nullptr : static_cast<T*>(a.total) + i * a.size;
+      norm_row(x, residual, static_cast<const T*>(a.weight),
+               static_cast<T*>(a.out) + i * a.size, total, a.size, float(a.eps));
+    }
+  });
+  return 0;
+}
+
+struct GateArgs {
+  const void* x;  // [rows, 2 * size]: gate beside up, rows `x_stride` elements apart
+  void* out;      // [rows, size]
+  int64_t rows, size, x_stride, threads;
+};
+
+template <class T>
+int64_t silu_and_mul(const GateArgs& a) {
+  // One row may be all there is, so rows are cut into columns as well.
+  constexpr int64_t columns = 512;
+  const int64_t pieces = (a.size + columns - 1) / columns;
+  const int64_t threads = threads_for(a.rows * a.size, a.threads);
+  run_shares(a.rows * pieces, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t piece = begin; piece < end; ++piece) {
+      const int64_t row = piece / pieces, first = piece % pieces * columns;
+      const T* gate = static_cast<const T*>(a.x) + row * a.x_stride;
+      T* out = static_cast<T*>(a.out) + row * a.size;
+      const int64_t stop = std::min(first + columns, a.size);
+      for (int64_t i = first; i < stop; i += kLanes) {
+        const vfloat g = load_some(gate + i, stop - i);
+        const vfloat up = load_some(gate + a.size + i, stop - i);
+        store_some(out + i, g / (exp(-g) + 1.0f) * up, stop - i);
+      }
+    }
+  });
+  return 0;
+}
+
+struct RopeArgs {
+  const int64_t* positions;  // [rows]
+  const float* cos_sin;      // [table_rows, rotary_dim]: cosines, then sines
+  const void* q;             // [rows, q_heads, head_dim], rows q_stride elements apart
+  const void* k;
+  void* q_out;  // contiguous
+  void* k_out;
+  int64_t rows, q_heads, k_heads, head_dim, rotary_dim, table_rows, q_stride, k_stride, threads;
+};
+
+template <class T>
+void rotate_head(const T* x, const float* table, T* out, int64_t head_dim, int64_t rotary_dim) {
+  const int64_t half = rotary_dim / 2;
+  for (int64_t i = 0; i < half; i += kLanes) {
+    const int64_t count = half - i;
+    const vfloat cos = load_some(table + i, count), sin = load_some(table + half + i, count);
+    const vfloat a = load_some(x + i, count), b = load_some(x + half + i, count);
+    store_some(out + i, fma(a, cos, -(b * sin)), count);
+    store_some(out + half + i, fma(b, cos, a * sin), count);
+  }
+  std::memcpy(out + rotary_dim, x + rotary_dim, (head_dim - rotary_dim) * sizeof(T));
+}
+
+// 0, or 1 + the row whose position lies outside the table.
+template <class T>
+int64_t rope(const RopeArgs& a) {
+  for (int64_t t = 0; t < a.rows; ++t) {
+    if (a.positions[t] < 0 || a.positions[t] >= a.table_rows) return t + 1;
+  }
+  const int64_t heads = a.q_heads + a.k_heads;
+  const int64_t threads = threads_for(a.rows * heads * a.head_dim, a.threads);
+  run_shares(a.rows, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t t = begin; t < end; ++t) {
+      const float* table = a.cos_sin + a.positions[t] * a.rotary_dim;
+      for (int64_t h = 0; h < a.q_heads; ++h) {
+        rotate_head(static_cast<const T*>(a.q) + t * a.q_stride + h * a.head_dim, table,
+                    static_cast<T*>(a.q_out) + (t * a.q_heads + h) * a.head_dim, a.head_dim,
+                    a.rotary_dim);
+      }
+      for (int64_t h = 0; h < a.k_heads; ++h) {
+        rotate_head(static_cast<const T*>(a.k) + t * a.k_stride + h * a.head_dim, table,
+                    static_cast<T*>(a.k_out) + (t * a.k_heads + h) * a.head_dim, a.head_dim,
+                    a.rotary_dim);
+      }
+    }
+  });
+  return 0;
+}
+
+struct CacheWriteArgs {
+  const int64_t* slots;  // [rows]; a negative one writes nothing
+  const char* key;       // [rows, row_bytes], rows key_stride bytes apart
+  const char* value;
+  char* key_cache;  // [num_slots, row_bytes]
+  char* value_cache;
+  int64_t rows, row_bytes, num_slots, key_stride, value_stride;
+};
+
+// 0, or 1 + the row whose slot lies outside the cache.
+int64_t kv_cache_write(const CacheWriteArgs& a) {
+  for (int64_t t = 0; t < a.rows; ++t) {
+    if (a.slots[t] >= a.num_slots) return t + 1;
+  }
+  for (int64_t t = 0; t < a.rows; ++t) {
+    const int64_t slot = a.slots[t];
+    if (slot < 0) continue;
+    std::memcpy(a.key_cache + slot * a.row_bytes, a.key + t * a.key_stride, a.row_bytes);
+    std::memcpy(a.value_cache + slot * a.row_bytes, a.value + t * a.value_stride, a.row_bytes);
+  }
+  return 0;
+}
+
+}  // namespace
+}  // namespace atom
+
+#define ATOM_DEFINE(type, name)                                               \
+  ATOM_EXPORT int64_t atom_rms_norm_##name(const atom::NormArgs* args) {      \
+    return atom::rms_norm<type>(*args);                                       \
+  }                                                                           \
+  ATOM_EXPORT int64_t atom_silu_and_mul_##name(const atom::GateArgs* args) {  \
+    return atom::silu_and_mul<type>(*args);                                   \
+  }                                                                           \
+  ATOM_EXPORT int64_t atom_rope_##name(const atom::RopeArgs* args) {          \
+    return atom::rope<type>(*args);                                           \
+  }
+
+ATOM_DEFINE(float, float32)
+ATOM_DEFINE(atom::bfloat16, bfloat16)
+#if defined(__F16C__) || defined(__aarch64__)
+ATOM_DEFINE(atom::float16, float16)
+#endif
+
+ATOM_EXPORT int64_t atom_kv_cache_write(const atom::CacheWriteArgs* args) {
+  return atom::kv_cache_write(*args);
+}

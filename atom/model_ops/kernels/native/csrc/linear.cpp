@@ -1,0 +1,154 @@
+// out = x . weight^T + bias, by streaming the weights once per block of activation rows.
+#include <algorithm>
+
+#include "dot.h"
+#include "parallel.h"
+
+namespace atom {
+namespace {
+
+struct LinearArgs {
+  const void* x;       // [rows, in_features], rows `x_stride` elements apart
+  const void* weight;  // [out_features, in_features]
+  const void* bias;    // [out_features] or null
+  void* out;           // [rows, out_features]
+  int64_t rows, in_features, out_features, x_stride, threads;
+};
+
+// Bytes between reading and prefetching a weight row: far enough to hide memory, near
+// enough to stay in the first-level cache.
+constexpr int64_t kAheadBytes = 2048;
+
+// Packed activations of one block stay within a second-level cache.
+constexpr int64_t kBlockBytes = 256 * 1024;
+constexpr int64_t kMaxBlockRows = 96;
+
+// Below this many multiplications one thread is done before others have woken up.
+constexpr int64_t kSerialWork = 1 << 16;
+
+// One row of weights at a time streams fastest from memory; several at a time load fewer
+// activations, which counts once the processor rather than memory is the limit.
+constexpr int64_t kOneWeightRowUpTo = 2;
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int64_t kTwoWeightRowsUpTo = 16;
+#else
+constexpr int64_t kTwoWeightRowsUpTo = std::numeric_limits<int64_t>::max();  // 16 registers
+#endif
+
+// Output features that are computed in float32 before they are rounded together.
+constexpr int64_t kPanel = 32;
+
+template <class T>
+struct Block {
+  const Packed<T>* x;  // [rows, in_features]
+  int64_t rows;
+  T* out;
+  const LinearArgs& args;
+};
+
+// panel[g * kPanel + r] = weight row (n + r) . x[g], for R features and G activation rows.
+template <class T, int R, int G>
+ATOM_INLINE void tile(const Block<T>& block, int64_t n, const Packed<T>* x, int64_t ahead,
+                      float* panel) {
+  const int64_t size = block.args.in_features;
+  const T* w[R];
+  for (int r = 0; r < R; ++r) w[r] = static_cast<const T*>(block.args.weight) + (n + r) * size;
+  float sums[R * G];
+  dot_tile<T, R, G>(w, x, size, size, ahead * R, sums);
+  ATOM_UNROLL for (int g = 0; g < G; ++g)
+      std::memcpy(panel + g * kPanel, sums + g * R, sizeof(float) * R);
+}
+
+// Few activation rows stay in the first-level cache while the panel's weights, which the first
+// group has brought into the second-level cache, pass by.
+template <class T, int G>
+void compute_rows(const Block<T>& block, int64_t begin, int64_t end, int64_t first,
+                  float* panel) {
+  const Packed<T>* x = block.x + first * block.args.in_features;
+  const int64_t ahead = first == 0 ? kAheadBytes : 0;
+  float* out = panel + first * kPanel - begin;
+  int64_t n = begin;
+  if (block.rows > kTwoWeightRowsUpTo) {
+    for (; n + 4 <= end; n += 4) tile<T, 4, G>(block, n, x, ahead, out + n);
+  }
+  if (block.rows > kOneWeightRowUpTo) {
+    for (; n + 2 <= end; n += 2) tile<T, 2, G>(block, n, x, ahead, out + n);
+  }
+  for (; n < end; ++n) tile<T, 1, G>(block, n, x, ahead, out + n);
+}
+
+template <class T>
+void compute_panel(const Block<T>& block, int64_t begin, int64_t end, float* panel) {
+  for_row_groups(block.rows, [&](auto group, int64_t first) {
+    compute_rows<T, decltype(group)::value>(block, begin, end, first, panel);
+  });
+}
+
+template <class T>
+void store_panel(const Block<T>& block, int64_t begin, int64_t end, const float* panel) {
+  for (int64_t j = 0; j < end - begin; j += kLanes) {
+    const int64_t count = end - begin - j;
+    const T* bias = static_cast<const T*>(block.args.bias);
+    const vfloat add = bias == nullptr ? vfloat{} : load_some(bias + begin + j, count);
+    for (int64_t m = 0; m < block.rows; ++m) {
+      T* out = block.out + m * block.args.out_features + begin + j;
+      store_some(out, load(panel + m * kPanel + j) + add, count);
+    }
+  }
+}
+
+template <class T>
+void linear(const LinearArgs& a) {
+  const int64_t fitting = kBlockBytes / (a.in_features * int64_t(sizeof(Packed<T>)));
+  const int64_t block_rows =
+      std::clamp(fitting / kTileRows * kTileRows, int64_t{16}, kMaxBlockRows);
+  const int64_t blocks = (a.rows + block_rows - 1) / block_rows;
+  const bool serial = a.rows * a.in_features * a.out_features < kSerialWork;
+  const int64_t threads = serial ? 1 : a.threads;
+  const int64_t wanted = threads == 1 ? 1 : (8 * threads + blocks - 1) / blocks;
+  const int64_t panels = (a.out_features + kPanel - 1) / kPanel;
+  const int64_t shares = std::clamp(wanted, int64_t{1}, panels);
+  run_tasks(blocks * shares, threads, [&](TaskQueue& queue) {
+    static thread_local Scratch scratch;
+    auto* packed = scratch.get<Packed<T>>(std::min(block_rows, a.rows) * a.in_features);
+    int64_t packed_block = -1;
+    for (int64_t task; queue.take(task);) {
+      const int64_t block = task / shares, share = task % shares;
+      const int64_t first = block * block_rows;
+      const int64_t rows = std::min(block_rows, a.rows - first);
+      if (block != packed_block) {
+        for (int64_t m = 0; m < rows; ++m) {
+          pack(static_cast<const T*>(a.x) + (first + m) * a.x_stride,
+               packed + m * a.in_features, a.in_features);
+        }
+        packed_block = block;
+      }
+      const Block<T> work{packed, rows, static_cast<T*>(a.out) + first * a.out_features, a};
+      const int64_t end = panels * (share + 1) / shares;
+      for (int64_t p = panels * share / shares; p < end; ++p) {
+        alignas(64) float panel[kMaxBlockRows * kPanel];
+        const int64_t n = p * kPanel, stop = std::min(n + kPanel, a.out_features);
+        compute_panel(work, n, stop, panel);
+        store_panel(work, n, stop, panel);
+      }
+    }
+  });
+}
+
+}  // namespace
+}  // namespace atom
+
+ATOM_EXPORT int64_t atom_linear_float32(const atom::LinearArgs* args) {
+  atom::linear<float>(*args);
+  return 0;
+}
+ATOM_EXPORT int64_t atom_linear_bfloat16(const atom::LinearArgs* args) {
+  atom::linear<atom::bfloat16>(*args);
+  return 0;
+}
+#if defined(__F16C__) || defined(__aarch64__)
+ATOM_EXPORT int64_t atom_linear_float16(const atom::LinearArgs* args) {
+  atom::linear<atom::float16>(*args);
+  return 0;
+}
+#endif
