@@ -124,6 +124,15 @@ def test_logprobs_carry_the_tokens_bytes(client: openai.OpenAI) -> None:
     assert all(row.logprob <= 0 and row.top_logprobs == [] for row in logprobs.content)
 
 
+def test_prompt_logprobs(server: ServerProcess) -> None:
+    body = {"messages": MESSAGES, "max_tokens": 1, "prompt_logprobs": 0}
+    answer = server.post("/v1/chat/completions", json=body).json()
+    rows = answer["prompt_logprobs"]
+    assert len(rows) == answer["usage"]["prompt_tokens"]
+    assert rows[0] is None
+    assert all(len(row) == 1 for row in rows[1:])
+
+
 def test_continue_final_message(client: openai.OpenAI, server: ServerProcess) -> None:
     messages = [*MESSAGES, {"role": "assistant", "content": "Because of"}]
     body = {"messages": messages, "continue_final_message": True}
