@@ -10,6 +10,7 @@ import torch
 from atom.config import ModelOptions
 from atom.model_engine.batch import ScheduledBatch, ScheduledSequence
 from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
+from atom.model_engine.graph_runner import EagerRunner, ForwardRunner
 from atom.model_engine.input_builder import build_model_input
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import load_weights
@@ -18,15 +19,20 @@ from atom.model_ops.linear import process_after_loading
 from atom.model_ops.metadata import ModelOutput
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
-from atom.platform import cpu_platform
+from atom.platform import Platform, cpu_platform
 
 
-def load_model(folder: Path, max_model_len: int, dtype: torch.dtype = torch.float32) -> CausalLM:
-    """The model of a checkpoint folder, loaded as the engine loads it."""
+def load_model(
+    folder: Path,
+    max_model_len: int,
+    dtype: torch.dtype = torch.float32,
+    platform: Platform | None = None,
+) -> CausalLM:
+    """The model of a checkpoint folder, loaded as the engine loads it; on the CPU by default."""
     options = ModelOptions(model=str(folder))
     source = resolve_model(options)
     model = create_model(
-        source.hf_config, LayerContext.create(dtype, max_model_len, cpu_platform())
+        source.hf_config, LayerContext.create(dtype, max_model_len, platform or cpu_platform())
     )
     load_weights(model, model.weight_mapping, source, options)
     process_after_loading(model)
@@ -37,6 +43,7 @@ class ModelBench:
     """Runs steps over sequences named by the test; their blocks lie scattered in the pool.
 
     Attributes:
+        runner: who runs the model's layers; eagerly unless replaced.
         pools: what the cache builders allocated, by key.
         output: of the last step.
         block_ids: of each sequence, in order.
@@ -49,11 +56,13 @@ class ModelBench:
         num_blocks: int = 64,
         max_model_len: int = 128,
         dtype: torch.dtype = torch.float32,
+        platform: Platform | None = None,
     ) -> None:
-        self.model = load_model(folder, max_model_len, dtype)
+        self.model = load_model(folder, max_model_len, dtype, platform)
+        self.runner: ForwardRunner = EagerRunner(self.model)
         self.block_size = block_size
-        device = torch.device("cpu")
-        builders = target_cache_builders(self.model, block_size, dtype, device)
+        self.device = (platform or cpu_platform()).device
+        builders = target_cache_builders(self.model, block_size, dtype, self.device)
         self.pools: dict[str, torch.Tensor] = {}
         for builder in builders:
             self.pools |= builder.allocate_kv_cache_tensors(num_blocks)
@@ -68,9 +77,7 @@ class ModelBench:
         """Append tokens to sequences, all in one batch -> logits [n, vocab] of each."""
         parts = [self._schedule(name, ids) for name, ids in tokens.items()]
         batch = ScheduledBatch(parts, [], [])
-        self.output = self.model.forward(
-            build_model_input(batch, self.block_size, torch.device("cpu"))
-        )
+        self.output = self.runner.run(build_model_input(batch, self.block_size, self.device))
         logits = self.model.compute_logits(self.output.hidden_states)
         lengths = [len(ids) for ids in tokens.values()]
         return dict(zip(tokens, logits.split(lengths), strict=True))
