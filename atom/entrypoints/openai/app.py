@@ -62,9 +62,8 @@ class Api:
     async def completions(self, request: Request) -> Response:
         body = await self._body(request, CompletionRequest)
         model = self._model(body.model)
-        max_model_len = self.engine.limits.max_model_len
         generation = await unless_disconnected(
-            request, prepare_completion(body, model, self.encoder, max_model_len)
+            request, prepare_completion(body, model, self.encoder)
         )
         choices = CompletionFormat(body, self.encoder, self.vocabulary)
         return await respond(request, self.engine, generation, choices)

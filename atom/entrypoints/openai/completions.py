@@ -7,8 +7,6 @@ import uuid
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from atom.entrypoints.detokenizer import Vocabulary
 from atom.entrypoints.openai.errors import ApiError, bad_request
 from atom.entrypoints.openai.generation import Choice, Generation
@@ -19,15 +17,12 @@ from atom.entrypoints.openai.tokenization import Prompt, PromptEncoder
 from atom.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from atom.sampling_params import SamplingParams
 
-# OpenAI's default of this endpoint, shortened where the context ends sooner.
-DEFAULT_MAX_TOKENS = 16
-
 # Of one HTTP request; each is a sequence that waits in the engine's queue.
 MAX_CHOICES = 4096
 
 
 async def prepare_completion(
-    body: CompletionRequest, model: str, encoder: PromptEncoder, max_model_len: int
+    body: CompletionRequest, model: str, encoder: PromptEncoder
 ) -> Generation:
     """Tokenise and validate.
 
@@ -56,7 +51,7 @@ async def prepare_completion(
         model=model,
         created=int(time.time()),
         prompts=prompts,
-        params=[_limited(params, prompt, max_model_len) for prompt in prompts],
+        params=[params] * len(prompts),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
@@ -121,14 +116,6 @@ def _unsupported_best_of(body: CompletionRequest) -> ApiError:
         "best_of",
         "unsupported_field",
     )
-
-
-def _limited(params: SamplingParams, prompt: Prompt, max_model_len: int) -> SamplingParams:
-    if params.max_tokens is not None:
-        return params
-    room = max(max_model_len - len(prompt.token_ids), 1)
-    default = max(min(DEFAULT_MAX_TOKENS, room), params.min_tokens)
-    return msgspec.structs.replace(params, max_tokens=default)
 
 
 class CompletionFormat:
