@@ -1,0 +1,131 @@
+"""The embedded model, with real text, against transformers in float32."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from atom import LLM, SamplingParams
+from atom.config import ModelOptions
+from atom.model_loader.source import resolve_model
+
+NEW_TOKENS = 128
+QUESTIONS = (
+    "What is the capital of France?",
+    "Explain why the sky is blue, in three sentences.",
+    "Write a haiku about the sea.",
+    "A train travels 120 km in 1.5 hours. What is its average speed?",
+    "Write a Python function that reverses a string.",
+    "List five fruits that are red.",
+    "Translate 'good morning' into Spanish, French and German.",
+    "Who wrote Pride and Prejudice, and when?",
+    "What is the difference between a virus and a bacterium?",
+    "Tom has 3 boxes with 12 pencils each and gives away 7. How many are left?",
+    "Give me a recipe for pancakes.",
+    "Summarise the plot of Romeo and Juliet in two sentences.",
+    "What does the HTTP status code 404 mean?",
+    "Name three ways to save energy at home.",
+    "Is 91 a prime number? Explain.",
+    "Write a short email that asks a colleague to move a meeting to Friday.",
+)
+GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
+
+
+def create_llm(**overrides: Any) -> LLM:
+    defaults = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
+    return LLM(**{**defaults, **overrides})
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    llm = create_llm()
+    return [llm.render_chat([{"role": "user", "content": q}]) for q in QUESTIONS]
+
+
+@pytest.fixture(scope="module")
+def batched(prompts: list[list[int]]) -> list[list[int]]:
+    """The greedy tokens of all prompts in one batch."""
+    return generate(create_llm(), prompts)
+
+
+@pytest.fixture(scope="module")
+def reference() -> Any:
+    from transformers import AutoModelForCausalLM
+
+    folder = resolve_model(ModelOptions(dtype="float32")).path
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    llm.engine.core.block_pool.check_integrity()
+    assert llm.engine.core.block_pool.num_used == 0
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+def test_greedy_tokens_are_those_of_transformers(
+    prompts: list[list[int]], batched: list[list[int]], reference: Any
+) -> None:
+    """Each token is the argmax of transformers' logits after the tokens before it.
+
+    By induction these are the tokens that its own greedy generation yields.
+    """
+    for prompt, tokens in zip(prompts, batched, strict=True):
+        assert len(tokens) == NEW_TOKENS or tokens[-1] == 2
+        with torch.inference_mode():
+            logits = reference(torch.tensor([[*prompt, *tokens[:-1]]])).logits[0]
+        assert logits[len(prompt) - 1 :].argmax(dim=-1).tolist() == tokens
+
+
+@pytest.mark.slow
+def test_greedy_generation_of_transformers(
+    prompts: list[list[int]], batched: list[list[int]], reference: Any
+) -> None:
+    for prompt, tokens in zip(prompts, batched, strict=True):
+        generated = reference.generate(
+            torch.tensor([prompt]),
+            attention_mask=torch.ones(1, len(prompt), dtype=torch.int64),
+            do_sample=False,
+            max_new_tokens=NEW_TOKENS,
+        )
+        assert generated[0, len(prompt) :].tolist() == tokens
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 16},
+        {"max_num_batched_tokens": 512, "enable_prefix_caching": False},
+        {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
+        {"method": "ngram", "num_speculative_tokens": 3},
+    ],
+    ids=["chunks of 16", "no prefix cache", "chunks of 16, no prefix cache", "ngram"],
+)
+def test_no_option_changes_a_token(
+    options: dict[str, Any], prompts: list[list[int]], batched: list[list[int]]
+) -> None:
+    llm = create_llm(**options)
+    assert generate(llm, prompts) == batched
+    if options.get("enable_prefix_caching", True):
+        assert generate(llm, prompts) == batched  # now from the cache
+        assert llm.engine.core.stats.prefix_cache_hits > 0
+
+
+def test_alone_as_in_a_batch(prompts: list[list[int]], batched: list[list[int]]) -> None:
+    llm = create_llm()
+    assert [generate(llm, [prompt])[0] for prompt in prompts] == batched
+
+
+def test_seeded_sampling_is_the_requests_own(prompts: list[list[int]]) -> None:
+    """With a seed the batch, the chunks and speculation change nothing; without, all differ."""
+    seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=32)
+    llm = create_llm(max_num_batched_tokens=16, method="ngram", num_speculative_tokens=2)
+    together = llm.generate(prompts[:8], seeded, use_tqdm=False)
+    for prompt, output in zip(prompts[:3], together, strict=False):
+        alone = create_llm().generate([prompt], seeded, use_tqdm=False)[0]
+        assert alone.outputs[0].token_ids == output.outputs[0].token_ids
+    free = SamplingParams(temperature=1.0, max_tokens=32)
+    same_prompt = llm.generate([prompts[2]] * 4, free, use_tqdm=False)
+    assert len({tuple(output.outputs[0].token_ids) for output in same_prompt}) == 4
