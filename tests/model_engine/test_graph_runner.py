@@ -5,25 +5,19 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_engine.graph_bench import AUX, BOUNDS, QUERY_LENS, SIZES, Pair
 from models import checkpoints
 from models.checkpoints import prompt
-from models.harness import ModelBench
 
-from atom.model_engine.graph_capture import Bucket, GraphPlan, ReexecuteBackend
-from atom.model_engine.graph_runner import GraphRunner
-from atom.model_ops.metadata import ModelOutput
+from atom.model_engine.graph_capture import Bucket
 from atom.model_ops.ops import OPS
 
-BLOCK_SIZE = 4
-SIZES, BOUNDS, QUERY_LENS = (1, 2, 4), (16, 48), (1, 3)
-AUX = (0, 2, 3)
 Make = Callable[..., checkpoints.Checkpoint]
 
 
@@ -33,59 +27,6 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(before)
-
-
-class LoggingBackend(ReexecuteBackend):
-    """Remembers which bucket and query length every replay was captured for."""
-
-    def __init__(self) -> None:
-        self.replays: list[tuple[Any, ...]] = []
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        assert isinstance(work, partial)
-        repeat = super().capture(work)
-
-        def replay() -> None:
-            self.replays.append(work.args)
-            repeat()
-
-        return replay
-
-
-class Pair:
-    """The same sequences, eagerly and through graphs, each with a KV cache of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.eager, self.graphed = (ModelBench(folder, BLOCK_SIZE, num_blocks=128) for _ in "12")
-        for bench in (self.eager, self.graphed):
-            bench.model.set_aux_layer_ids(AUX)
-        self.backend = LoggingBackend()
-        plan = GraphPlan(self.backend, SIZES, BOUNDS, BLOCK_SIZE, torch.device("cpu"))
-        self.runner = GraphRunner(self.graphed.model, plan, QUERY_LENS)
-        self.graphed.runner = self.runner
-        self.runner.capture()
-
-    def step(self, tokens: dict[str, list[int]]) -> ModelOutput:
-        """Run a step on both, compare all that it leaves, and return the graphed output."""
-        self.eager.step(tokens)
-        self.graphed.step(tokens)
-        expected, output = self.eager.output, self.graphed.output
-        assert expected is not None
-        assert output is not None
-        assert_same(output.hidden_states, expected.hidden_states)
-        for states in zip(output.aux_hidden_states, expected.aux_hidden_states, strict=True):
-            assert_same(*states)
-        for key, pool in self.eager.pools.items():
-            found = self.graphed.pools[key]
-            assert_same(found, pool)
-            assert not found[pool == 0].any()
-        return output
-
-
-def assert_same(found: torch.Tensor, expected: torch.Tensor) -> None:
-    """Up to rounding: products of more rows, and attention over a longer bound, add differently."""
-    atol = 1e-5 * float(expected.abs().max())
-    torch.testing.assert_close(found, expected, atol=atol, rtol=0)
 
 
 @pytest.fixture(scope="module", params=["llama", "deepseek_v3", "llama in torch"])
