@@ -30,7 +30,8 @@ struct AttentionArgs {
 
 constexpr int64_t kChunk = 64;
 
-// Query rows (queries times the heads that share a KV head) that meet a chunk together.
+// Rows (a query in one head) that meet a chunk together. Few queries take several KV heads
+// at once: a token's heads lie side by side in memory.
 constexpr int64_t kUnitRows = 96;
 
 // Multiplications below which one thread is done before others have woken up.
@@ -38,9 +39,11 @@ constexpr int64_t kSerialWork = 1 << 16;
 
 constexpr float kNothing = -std::numeric_limits<float>::infinity();
 
-// Neighbouring queries of one sequence and the heads that share one of its KV heads.
+// Neighbouring queries of one sequence and neighbouring KV heads, with all heads that share
+// those. Its rows are ordered by KV head, then query, then head.
 struct Unit {
-  int64_t sequence, kv_head;
+  int64_t sequence;
+  int64_t first_kv_head, kv_heads;
   int64_t first_token, queries;    // rows of q
   int64_t first_position;          // of the first query
   int64_t chunk_begin, chunk_end;  // the chunks that some query sees
@@ -67,7 +70,8 @@ struct State {
   }
 };
 
-// Where the keys of one chunk lie; [begin, end) of its positions are in use.
+// Where the keys of one chunk lie, of the unit's first KV head. [begin, end) of its positions
+// are in use; the other pointers point somewhere.
 template <class T>
 struct Chunk {
   int64_t first_position;
@@ -76,7 +80,13 @@ struct Chunk {
   const T* value[kChunk];
 };
 
-// What one thread needs for one chunk. Rows are queries times group.
+// Fetches one head's `count` elements while others are worked on.
+template <class T>
+ATOM_INLINE void prefetch(const T* p, int64_t count) {
+  for (int64_t d = 0; d < count; d += int64_t(64 / sizeof(T))) __builtin_prefetch(p + d);
+}
+
+// What one thread needs for one chunk.
 template <class T>
 struct Workspace {
   Packed<T>* q;             // [rows, head_dim]
@@ -109,15 +119,18 @@ class Attention {
   int64_t run();
 
  private:
-  int64_t rows(const Unit& unit) const { return unit.queries * group; }
+  // Rows of one KV head, and of all.
+  int64_t head_rows(const Unit& unit) const { return unit.queries * group; }
+  int64_t rows(const Unit& unit) const { return unit.kv_heads * head_rows(unit); }
   int64_t check() const;
   void plan(std::vector<Unit>& units) const;
   void gather(const Unit& unit, int64_t index, Chunk<T>& chunk) const;
   void pack_queries(const Unit& unit, Packed<T>* out) const;
-  void score(const Chunk<T>& chunk, int64_t rows, const Workspace<T>& work) const;
+  void score(const Unit& unit, const Chunk<T>& chunk, const Chunk<T>& next,
+             const Workspace<T>& work) const;
   void normalise(const Unit& unit, const Chunk<T>& chunk, const Workspace<T>& work) const;
-  void weigh_values(const Chunk<T>& chunk, int64_t rows, const Workspace<T>& work,
-                    State& state) const;
+  void weigh_values(const Unit& unit, const Chunk<T>& chunk, const Chunk<T>& next,
+                    const Workspace<T>& work, State& state) const;
   void attend(const Unit& unit, int64_t chunk_index, const Workspace<T>& work,
               State& state) const;
   void merge(const State& part, int64_t rows, const Workspace<T>& work, State& state) const;
@@ -157,8 +170,10 @@ void Attention<T>::plan(std::vector<Unit>& units) const {
       const int64_t position = a.context_lens[s] - (end - t);
       const int64_t oldest = a.window > 0 ? std::max(int64_t{0}, position - a.window + 1) : 0;
       const int64_t stop = (position + queries + kChunk - 1) / kChunk;
-      for (int64_t h = 0; h < a.kv_heads; ++h) {
-        units.push_back({s, h, t, queries, position, oldest / kChunk, stop});
+      const int64_t together = std::max(int64_t{1}, kUnitRows / (queries * group));
+      for (int64_t h = 0; h < a.kv_heads; h += together) {
+        const int64_t heads = std::min(together, a.kv_heads - h);
+        units.push_back({s, h, heads, t, queries, position, oldest / kChunk, stop});
       }
     }
   }
@@ -171,82 +186,111 @@ void Attention<T>::gather(const Unit& unit, int64_t index, Chunk<T>& chunk) cons
   chunk.first_position = base;
   chunk.begin = std::max(int64_t{0}, oldest - base);
   chunk.end = std::min(kChunk, unit.first_position + unit.queries - base);
+  std::fill(chunk.key, chunk.key + kChunk, static_cast<const T*>(a.key));
+  std::fill(chunk.value, chunk.value + kChunk, static_cast<const T*>(a.value));
   const int32_t* table = a.block_tables + unit.sequence * a.table_width;
-  for (int64_t i = chunk.begin; i < chunk.end; ++i) {
-    const int64_t block = table[(base + i) / a.block_size];
-    const int64_t slot = block * a.block_size + (base + i) % a.block_size;
-    const int64_t offset = (slot * a.kv_heads + unit.kv_head) * a.head_dim;
-    chunk.key[i] = static_cast<const T*>(a.key) + offset;
-    chunk.value[i] = static_cast<const T*>(a.value) + offset;
-    for (int64_t d = 0; d < a.head_dim; d += int64_t(64 / sizeof(T))) {
-      __builtin_prefetch(chunk.key[i] + d);
-      __builtin_prefetch(chunk.value[i] + d);
+  const int64_t token = a.kv_heads * a.head_dim;
+  int64_t block = (base + chunk.begin) / a.block_size;
+  int64_t within = (base + chunk.begin) % a.block_size;
+  for (int64_t i = chunk.begin; i < chunk.end; ++block, within = 0) {
+    const int64_t stop = std::min(chunk.end, i + a.block_size - within);
+    int64_t at = (table[block] * a.block_size + within) * token + unit.first_kv_head * a.head_dim;
+    for (; i < stop; ++i, at += token) {
+      chunk.key[i] = static_cast<const T*>(a.key) + at;
+      chunk.value[i] = static_cast<const T*>(a.value) + at;
     }
   }
 }
 
 template <class T>
 void Attention<T>::pack_queries(const Unit& unit, Packed<T>* out) const {
-  for (int64_t i = 0; i < unit.queries; ++i) {
-    const T* q = static_cast<const T*>(a.q) + (unit.first_token + i) * a.q_stride +
-                 unit.kv_head * group * a.head_dim;
-    pack(q, out + i * group * a.head_dim, group * a.head_dim);
+  const int64_t width = group * a.head_dim;
+  for (int64_t h = 0; h < unit.kv_heads; ++h) {
+    for (int64_t i = 0; i < unit.queries; ++i, out += width) {
+      pack(static_cast<const T*>(a.q) + (unit.first_token + i) * a.q_stride +
+               (unit.first_kv_head + h) * width,
+           out, width);
+    }
+  }
+}
+
+// Scores of G rows with all keys; `offset`: from the unit's first KV head to theirs. `next`: the
+// keys to fetch meanwhile.
+template <class T, int G>
+void score_rows(const Chunk<T>& chunk, const T* const* next, const Packed<T>* q,
+                int64_t head_dim, int64_t offset, float* scores) {
+  int64_t i = chunk.begin;
+  for (; i + 2 <= chunk.end; i += 2) {
+    if (next != nullptr) {
+      prefetch(next[i] + offset, head_dim);
+      prefetch(next[i + 1] + offset, head_dim);
+    }
+    const T* keys[2] = {chunk.key[i] + offset, chunk.key[i + 1] + offset};
+    float sums[2 * G];
+    dot_tile<T, 2, G>(keys, q, head_dim, head_dim, 0, sums);
+    ATOM_UNROLL for (int g = 0; g < G; ++g)
+        std::memcpy(scores + g * kChunk + i, sums + 2 * g, 2 * sizeof(float));
+  }
+  for (; i < chunk.end; ++i) {
+    const T* keys[1] = {chunk.key[i] + offset};
+    float sums[G];
+    dot_tile<T, 1, G>(keys, q, head_dim, head_dim, 0, sums);
+    ATOM_UNROLL for (int g = 0; g < G; ++g) scores[g * kChunk + i] = sums[g];
   }
 }
 
 template <class T>
-void Attention<T>::score(const Chunk<T>& chunk, int64_t rows, const Workspace<T>& work) const {
-  for_row_groups(rows, [&](auto size, int64_t first) {
-    constexpr int G = decltype(size)::value;
-    const Packed<T>* q = work.q + first * a.head_dim;
-    float* scores = work.scores + first * kChunk;
-    int64_t i = chunk.begin;
-    for (; i + 2 <= chunk.end; i += 2) {
-      const T* keys[2] = {chunk.key[i], chunk.key[i + 1]};
-      float sums[2 * G];
-      dot_tile<T, 2, G>(keys, q, a.head_dim, a.head_dim, 0, sums);
-      ATOM_UNROLL for (int g = 0; g < G; ++g)
-          std::memcpy(scores + g * kChunk + i, sums + 2 * g, 2 * sizeof(float));
-    }
-    for (; i < chunk.end; ++i) {
-      const T* keys[1] = {chunk.key[i]};
-      float sums[G];
-      dot_tile<T, 1, G>(keys, q, a.head_dim, a.head_dim, 0, sums);
-      ATOM_UNROLL for (int g = 0; g < G; ++g) scores[g * kChunk + i] = sums[g];
-    }
-  });
+void Attention<T>::score(const Unit& unit, const Chunk<T>& chunk, const Chunk<T>& next,
+                         const Workspace<T>& work) const {
+  for (int64_t h = 0; h < unit.kv_heads; ++h) {
+    for_row_groups(head_rows(unit), [&](auto size, int64_t first) {
+      const int64_t row = h * head_rows(unit) + first;
+      score_rows<T, decltype(size)::value>(chunk, first == 0 ? next.key : nullptr,
+                                           work.q + row * a.head_dim, a.head_dim,
+                                           h * a.head_dim, work.scores + row * kChunk);
+    });
+  }
 }
 
-// Turns scores into exp(scale * score - peak), 0 where the query may not look.
+// One row: scores [from, end) become exp(scale * score - peak), 0 outside [low, high).
+// `from` is a multiple of kLanes.
+ATOM_INLINE void normalise_row(float* scores, int64_t from, int64_t end, int64_t low,
+                               int64_t high, float scale, float& peak_out, float& total_out) {
+  vint lane;
+  for (int i = 0; i < kLanes; ++i) lane[i] = i;
+  const vint first = vint{} + int32_t(low), stop = vint{} + int32_t(high);
+  vfloat peak = splat(kNothing), total = {};
+  for (int64_t i = from; i < end; i += kLanes) {
+    vfloat x = load(scores + i) * scale;
+    if (i < low || i + kLanes > high) {
+      const vint index = lane + int32_t(i);
+      x = select((index >= first) & (index < stop), x, splat(kNothing));
+    }
+    store(scores + i, x);
+    peak = max(x, peak);
+  }
+  peak_out = maximum(peak);
+  // Where nothing is seen every exponent is -infinity, not NaN.
+  const float shift = low < high ? peak_out : 0.0f;
+  for (int64_t i = from; i < end; i += kLanes) {
+    const vfloat p = exp(load(scores + i) - shift);
+    store(scores + i, p);
+    total += p;
+  }
+  total_out = sum(total);
+}
+
 template <class T>
 void Attention<T>::normalise(const Unit& unit, const Chunk<T>& chunk,
                              const Workspace<T>& work) const {
-  vint lane;
-  for (int i = 0; i < kLanes; ++i) lane[i] = i;
   const int64_t from = chunk.begin / kLanes * kLanes;
   for (int64_t r = 0; r < rows(unit); ++r) {
-    const int64_t position = unit.first_position + r / group - chunk.first_position;
+    const int64_t query = r / group % unit.queries;
+    const int64_t position = unit.first_position + query - chunk.first_position;
     const int64_t oldest = a.window > 0 ? position - a.window + 1 : 0;
-    const vint low = vint{} + int32_t(std::max(chunk.begin, oldest));
-    const vint high = vint{} + int32_t(std::min(chunk.end, position + 1));
-    float* scores = work.scores + r * kChunk;
-    vfloat peak = splat(kNothing), total = {};
-    for (int64_t i = from; i < chunk.end; i += kLanes) {
-      const vint index = lane + int32_t(i);
-      const vint seen = (index >= low) & (index < high);
-      const vfloat x = select(seen, load(scores + i) * float(a.scale), splat(kNothing));
-      store(scores + i, x);
-      peak = max(x, peak);
-    }
-    work.peak[r] = maximum(peak);
-    // Where nothing is seen every exponent is -infinity, not NaN.
-    const float shift = work.peak[r] == kNothing && low[0] >= high[0] ? 0.0f : work.peak[r];
-    for (int64_t i = from; i < chunk.end; i += kLanes) {
-      const vfloat p = exp(load(scores + i) - shift);
-      store(scores + i, p);
-      total += p;
-    }
-    work.total[r] = sum(total);
+    normalise_row(work.scores + r * kChunk, from, chunk.end, std::max(chunk.begin, oldest),
+                  std::min(chunk.end, position + 1), float(a.scale), work.peak[r],
+                  work.total[r]);
   }
 }
 
@@ -266,41 +310,73 @@ void join_peaks(const float* peak, const float* total, int64_t rows, const Works
   }
 }
 
-template <class T>
-void Attention<T>::weigh_values(const Chunk<T>& chunk, int64_t rows, const Workspace<T>& work,
-                                State& state) const {
-  for_row_groups(rows, [&](auto size, int64_t row) {
-    constexpr int G = decltype(size)::value;
-    const float* p = work.scores + row * kChunk;
-    for (int64_t d = 0; d < a.head_dim; d += 2 * kLanes) {
-      vfloat first[G] = {}, second[G] = {};
-      for (int64_t i = chunk.begin; i < chunk.end; ++i) {
-        const vfloat v0 = load_first(chunk.value[i] + d), v1 = load_second(chunk.value[i] + d);
-        ATOM_UNROLL for (int g = 0; g < G; ++g) {
-          const vfloat weight = splat(p[g * kChunk + i]);
-          first[g] = fma(weight, v0, first[g]);
-          second[g] = fma(weight, v1, second[g]);
-        }
-      }
-      ATOM_UNROLL for (int g = 0; g < G; ++g) {
-        float* acc = state.acc + (row + g) * a.head_dim + d;
-        const vfloat keep = splat(work.keep[row + g]), admit = splat(work.admit[row + g]);
-        store(acc, fma(first[g], admit, load(acc) * keep));
-        store(acc + kLanes, fma(second[g], admit, load(acc + kLanes) * keep));
-      }
+// Adds `P` pairs of vectors of the values, weighted, to G rows of the state. `next`: the values
+// to fetch meanwhile, where kFetch.
+template <class T, int G, int P, bool kFetch>
+ATOM_INLINE void weigh_columns(const Chunk<T>& chunk, const T* const* next, int64_t at,
+                               const float* weights, const float* keep, const float* admit,
+                               float* acc, int64_t head_dim) {
+  vfloat sums[G][2 * P] = {};
+  for (int64_t i = chunk.begin; i < chunk.end; ++i) {
+    if (kFetch) prefetch(next[i] + at, head_dim);
+    vfloat v[2 * P];
+    ATOM_UNROLL for (int p = 0; p < P; ++p) {
+      v[2 * p] = load_first(chunk.value[i] + at + p * 2 * kLanes);
+      v[2 * p + 1] = load_second(chunk.value[i] + at + p * 2 * kLanes);
     }
-  });
+    ATOM_UNROLL for (int g = 0; g < G; ++g) {
+      const vfloat weight = splat(weights[g * kChunk + i]);
+      ATOM_UNROLL for (int j = 0; j < 2 * P; ++j) sums[g][j] = fma(weight, v[j], sums[g][j]);
+    }
+  }
+  ATOM_UNROLL for (int g = 0; g < G; ++g) {
+    ATOM_UNROLL for (int j = 0; j < 2 * P; ++j) {
+      float* out = acc + g * head_dim + j * kLanes;
+      store(out, fma(sums[g][j], splat(admit[g]), load(out) * keep[g]));
+    }
+  }
+}
+
+template <class T>
+void Attention<T>::weigh_values(const Unit& unit, const Chunk<T>& chunk, const Chunk<T>& next,
+                                const Workspace<T>& work, State& state) const {
+  for (int64_t h = 0; h < unit.kv_heads; ++h) {
+    for_row_groups(head_rows(unit), [&](auto size, int64_t first) {
+      constexpr int G = decltype(size)::value;
+      constexpr int P = G <= 3 ? 2 : 1;  // as many sums as registers
+      const int64_t row = h * head_rows(unit) + first;
+      const float* weights = work.scores + row * kChunk;
+      const float *keep = work.keep + row, *admit = work.admit + row;
+      float* acc = state.acc + row * a.head_dim;
+      const int64_t at = h * a.head_dim;
+      int64_t d = 0;
+      if (first == 0) {
+        weigh_columns<T, G, 1, true>(chunk, next.value, at, weights, keep, admit, acc,
+                                     a.head_dim);
+        d = 2 * kLanes;
+      }
+      for (; d + 2 * P * kLanes <= a.head_dim; d += 2 * P * kLanes) {
+        weigh_columns<T, G, P, false>(chunk, nullptr, at + d, weights, keep, admit, acc + d,
+                                      a.head_dim);
+      }
+      for (; P > 1 && d < a.head_dim; d += 2 * kLanes) {
+        weigh_columns<T, G, 1, false>(chunk, nullptr, at + d, weights, keep, admit, acc + d,
+                                      a.head_dim);
+      }
+    });
+  }
 }
 
 template <class T>
 void Attention<T>::attend(const Unit& unit, int64_t chunk_index, const Workspace<T>& work,
                           State& state) const {
-  Chunk<T> chunk;
+  Chunk<T> chunk, next;
   gather(unit, chunk_index, chunk);
-  score(chunk, rows(unit), work);
+  gather(unit, std::min(chunk_index + 1, unit.chunk_end - 1), next);
+  score(unit, chunk, next, work);
   normalise(unit, chunk, work);
   join_peaks(work.peak, work.total, rows(unit), work, state);
-  weigh_values(chunk, rows(unit), work, state);
+  weigh_values(unit, chunk, next, work, state);
 }
 
 template <class T>
@@ -318,9 +394,9 @@ void Attention<T>::merge(const State& part, int64_t rows, const Workspace<T>& wo
 template <class T>
 void Attention<T>::write(const Unit& unit, const State& state) const {
   for (int64_t r = 0; r < rows(unit); ++r) {
-    const int64_t head = unit.kv_head * group + r % group;
-    T* out = static_cast<T*>(a.out) +
-             ((unit.first_token + r / group) * a.heads + head) * a.head_dim;
+    const int64_t head = (unit.first_kv_head + r / head_rows(unit)) * group + r % group;
+    const int64_t token = unit.first_token + r / group % unit.queries;
+    T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.head_dim;
     const float* acc = state.acc + r * a.head_dim;
     for (int64_t d = 0; d < a.head_dim; d += 2 * kLanes) {
       store_pair(out + d, load(acc + d) / state.total[r],

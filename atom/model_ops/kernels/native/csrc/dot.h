@@ -35,9 +35,8 @@ ATOM_INLINE void pack(const T* x, Packed<T>* out, int64_t count) {
 }
 
 template <int R, int G>
-ATOM_INLINE void multiply_add(vfloat (&acc)[R * G], vfloat (&w)[R], const float* x,
+ATOM_INLINE void multiply_add(vfloat (&acc)[R * G], const vfloat (&w)[R], const float* x,
                               int64_t x_stride) {
-  ATOM_UNROLL for (int r = 0; r < R; ++r) ATOM_IN_REGISTER(w[r]);
   ATOM_UNROLL for (int g = 0; g < G; ++g) {
     vfloat xv = load(x + g * x_stride);
     if (R > 1) ATOM_IN_REGISTER(xv);
@@ -81,9 +80,16 @@ ATOM_INLINE void dot_tile(const T* const (&w)[R], const Packed<T>* x, int64_t x_
       multiply_add<R, G>(acc, part, x + k + kLanes, x_stride);
     }
   }
-  constexpr int eights = R * G / 8 * 8;
-  ATOM_UNROLL for (int i = 0; i < eights; i += 8) sum_eight(acc + i, sums + i);
-  ATOM_UNROLL for (int i = eights; i < R * G; ++i) sums[i] = sum(acc[i]);
+  // Four sums or more are worth the shuffles of eight.
+  constexpr int tile = R * G, wide = (tile + 4) / 8 * 8;
+  ATOM_UNROLL for (int i = 0; i < wide; i += 8) {
+    vfloat eight[8] = {};
+    float out[8];
+    ATOM_UNROLL for (int j = 0; j < 8; ++j) if (i + j < tile) eight[j] = acc[i + j];
+    sum_eight(eight, out);
+    std::memcpy(sums + i, out, sizeof(float) * (tile - i < 8 ? tile - i : 8));
+  }
+  ATOM_UNROLL for (int i = wide; i < tile; ++i) sums[i] = sum(acc[i]);
 }
 
 // Cuts `rows` activation rows into the fewest groups of at most kTileRows, evenly, and calls
@@ -98,7 +104,7 @@ ATOM_INLINE void for_row_groups(int64_t rows, const Tile& tile) {
       case 2: tile(std::integral_constant<int, 2>{}, begin); break;
       case 3: tile(std::integral_constant<int, 3>{}, begin); break;
       case 4: tile(std::integral_constant<int, 4>{}, begin); break;
-      default: tile(std::integral_constant<int, 5>{}, begin); break;
+      default: tile(std::integral_constant<int, kTileRows>{}, begin); break;
     }
   }
 }

@@ -3,10 +3,12 @@
 // with torch's for the processors.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
+#include <chrono>
 #include <cstdint>
 #include <cstdlib>
-#include <new>
+#include <thread>
 
 #define ATOM_EXPORT extern "C" __attribute__((visibility("default")))
 
@@ -34,25 +36,73 @@ class TaskQueue {
   const int64_t count_;
 };
 
+inline int64_t nanoseconds() {
+  return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// Whether threads are worth it. A team waits for its last thread, and where other programs
+// keep the processors busy, that one may wait for milliseconds to run at all, hundreds of times
+// a step. When waiting costs more than the other threads bring, the caller works alone for a
+// while, then tries again.
+class Company {
+ public:
+  bool alone(int64_t now) const { return now < alone_until_; }
+
+  // busy: how long the caller worked in a team; waited: how long for the others, after.
+  void record(int64_t now, int64_t busy, int64_t waited, int64_t threads) {
+    busy_ += busy;
+    waited_ += waited;
+    if (waited_ > kPatience + (threads - 1) * busy_) {
+      pause_ = std::clamp(2 * pause_, kShortestPause, kLongestPause);
+      alone_until_ = now + pause_;
+      busy_ = waited_ = 0;
+    } else if (busy_ > kMemory) {
+      pause_ = 0;
+      busy_ /= 2;
+      waited_ /= 2;
+    }
+  }
+
+ private:
+  static constexpr int64_t kMillisecond = 1'000'000;
+  static constexpr int64_t kPatience = kMillisecond / 2;
+  static constexpr int64_t kMemory = 20 * kMillisecond;
+  static constexpr int64_t kShortestPause = 50 * kMillisecond;
+  static constexpr int64_t kLongestPause = 1000 * kMillisecond;
+
+  int64_t busy_ = 0, waited_ = 0, pause_ = 0, alone_until_ = 0;
+};
+
+inline Company& company() {
+  static thread_local Company mine;
+  return mine;
+}
+
 // Runs `worker(queue)` on every thread. The runtime ends and restarts threads when the size
 // of a team changes, so it is either all of them or the caller alone.
 template <class Worker>
 void run_tasks(int64_t tasks, int64_t threads, const Worker& worker) {
   TaskQueue queue(tasks);
-  if (threads <= 1 || tasks <= 1) {
+  const int64_t start = threads <= 1 || tasks <= 1 ? 0 : nanoseconds();
+  if (start == 0 || company().alone(start)) {
     worker(queue);
     return;
   }
   struct Shared {
     const Worker& worker;
     TaskQueue& queue;
-  } shared{worker, queue};
+    std::thread::id caller;
+    int64_t finished;
+  } shared{worker, queue, std::this_thread::get_id(), start};
   team(
       [](void* data) {
         auto* s = static_cast<Shared*>(data);
         s->worker(s->queue);
+        if (std::this_thread::get_id() == s->caller) s->finished = nanoseconds();
       },
       &shared, static_cast<unsigned>(threads), 0);
+  const int64_t end = nanoseconds();
+  company().record(end, shared.finished - start, end - shared.finished, threads);
 }
 
 // `body(begin, end)` over equal shares of [0, count).

@@ -65,7 +65,8 @@ struct float16 {
 
 // ---- arithmetic ---------------------------------------------------------------------------
 
-ATOM_INLINE vfloat splat(float value) { return vfloat{} + value; }
+// Not `vfloat{} + value`: adding zero turns -0 to 0 and is not free.
+ATOM_INLINE vfloat splat(float value) { return value - vfloat{}; }
 
 ATOM_INLINE vfloat fma(vfloat a, vfloat b, vfloat c) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
@@ -80,11 +81,32 @@ ATOM_INLINE vfloat fma(vfloat a, vfloat b, vfloat c) {
 }
 
 ATOM_INLINE vfloat select(vint mask, vfloat yes, vfloat no) {
+#if defined(__AVX2__) && defined(__FMA__) && !defined(__AVX512F__)
+  return (vfloat)_mm256_blendv_ps((__m256)no, (__m256)yes, (__m256)mask);
+#else
   return (vfloat)((mask & (vint)yes) | (~mask & (vint)no));
+#endif
 }
 
-// The second operand where the first is NaN.
-ATOM_INLINE vfloat max(vfloat a, vfloat b) { return select(a > b, a, b); }
+// The second operand where one is NaN.
+ATOM_INLINE vfloat max(vfloat a, vfloat b) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return (vfloat)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (vfloat)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return select(a > b, a, b);
+#endif
+}
+ATOM_INLINE vfloat min(vfloat a, vfloat b) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return (vfloat)_mm512_min_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (vfloat)_mm256_min_ps((__m256)a, (__m256)b);
+#else
+  return select(a < b, a, b);
+#endif
+}
 
 // Sums the lanes as halves, then neighbours, then pairs of neighbours: the order that
 // `sum_eight` has for eight vectors at once.
@@ -140,15 +162,15 @@ ATOM_INLINE void sum_eight(const vfloat* v, float* out) {
 #endif
 }
 
-// e^x to about 2 ulp; 0 below -87.3, infinity above 88.3, NaN for NaN.
+// e^x to about 2 ulp; 0 below -87.7, infinity above 88.3, NaN for NaN: the bounds are where the
+// power of two becomes 0 and infinity by itself.
 // Range reduction and polynomial: Cephes, expf.
 ATOM_INLINE vfloat exp(vfloat x) {
-  const vfloat low = splat(-87.336544f), high = splat(88.376259f);
-  const vfloat clamped = select(x < low, low, select(x > high, high, x));
+  x = min(splat(88.9f), max(splat(-88.0f), x));
   const vfloat magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
-  const vfloat shifted = fma(clamped, splat(1.44269504089f), magic);
+  const vfloat shifted = fma(x, splat(1.44269504089f), magic);
   const vfloat n = shifted - magic;
-  vfloat r = fma(n, splat(-0.693359375f), clamped);
+  vfloat r = fma(n, splat(-0.693359375f), x);
   r = fma(n, splat(2.12194440e-4f), r);
   vfloat p = splat(1.9875691500e-4f);
   p = fma(p, r, splat(1.3981999507e-3f));
@@ -157,19 +179,16 @@ ATOM_INLINE vfloat exp(vfloat x) {
   p = fma(p, r, splat(1.6666665459e-1f));
   p = fma(p, r, splat(5.0000001201e-1f));
   p = fma(p, r * r, r) + 1.0f;
-  const vuint exponent = ((vuint)shifted - (vuint)magic + 127u) << 23;
-  const vfloat value = p * (vfloat)exponent;
-  const vfloat infinity = splat(std::numeric_limits<float>::infinity());
-  return select(x < low, vfloat{}, select(x > high, infinity, value));
+  return p * (vfloat)(((vuint)shifted - (vuint)magic + 127u) << 23);
 }
 
 // ---- conversions --------------------------------------------------------------------------
 
+// A value of another type at an address of any alignment.
 template <class V, class T>
 ATOM_INLINE V raw(const T* p) {
-  V v;
-  std::memcpy(&v, p, sizeof v);
-  return v;
+  typedef V unaligned __attribute__((aligned(1), may_alias));
+  return *reinterpret_cast<const unaligned*>(p);
 }
 
 // The nearest bfloat16, ties to even, in the upper half of each lane.
