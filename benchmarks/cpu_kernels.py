@@ -15,6 +15,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -22,6 +23,7 @@ import torch
 from _report import environment, environment_markdown, markdown_table, write_json
 from transformers import LlamaConfig
 
+from atom.model_ops.attention_mha import Attention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, ModelInput
 from atom.model_ops.ops import OPS
@@ -91,6 +93,7 @@ def build(config: LlamaConfig, dtype: torch.dtype, kernels: str) -> CausalLM:
 
 def bind_cache(model: CausalLM, num_blocks: int, dtype: torch.dtype) -> None:
     for layer in attention_layers(model).values():
+        assert isinstance(layer, Attention)
         shape = (num_blocks, BLOCK_SIZE, layer.num_kv_heads, layer.head_dim)
         layer.bind_kv_cache(
             KVCacheTensor(torch.randn(shape).to(dtype), torch.randn(shape).to(dtype))
@@ -141,7 +144,7 @@ def measure(models: dict[str, CausalLM], case: Case, blocks: int, rounds: int) -
         step(model, given)
     for _ in range(rounds):
         for name, model in models.items():
-            times[name].append(seconds(lambda model=model: step(model, given)) * 1e3)
+            times[name].append(seconds(partial(step, model, given)) * 1e3)
     result = {name: statistics.median(values) for name, values in times.items()}
     if len(models) == 2:
         ratios = [t / n for t, n in zip(times["torch"], times["native"], strict=True)]

@@ -15,6 +15,7 @@ from atom.entrypoints.openai.app import create_app
 from atom.entrypoints.openai.metrics import ServerMetrics
 from atom.entrypoints.openai.options import OptionError, ServerOptions
 from atom.entrypoints.openai.sse import cancel
+from atom.entrypoints.openai.stats_log import log_stats
 from atom.model_engine.arg_utils import EngineArgs
 from atom.model_engine.async_engine import AsyncEngine
 
@@ -95,6 +96,7 @@ async def _listen(
         raise OptionError(f"cannot listen on {url}: {error}") from error
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     dead = asyncio.create_task(engine.wait_dead())
+    stats = asyncio.create_task(log_stats(engine))
     try:
         while not (server.started or serving.done()):
             await asyncio.sleep(0.01)
@@ -108,7 +110,7 @@ async def _listen(
         await _drain(server, serving, engine, 0 if died else options.drain_seconds, signals)
         return 1 if died else 0
     finally:
-        await cancel(serving, dead)
+        await cancel(serving, dead, stats)
 
 
 async def _drain(
