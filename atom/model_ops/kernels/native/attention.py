@@ -43,16 +43,17 @@ def load_kv_cache_write() -> CacheWriteOp:
         """
         key, value = kv_cache.key, kv_cache.value
         num_blocks, block_size, kv_heads, head_dim = key.shape
-        rows = k.shape[0]
+        shape = k.shape
+        rows = shape[0]
         dtype = key.dtype
         if (
-            k.shape != (rows, kv_heads, head_dim)
-            or v.shape != k.shape
+            shape != (rows, kv_heads, head_dim)
+            or v.shape != shape
             or k.dtype is not dtype
             or v.dtype is not dtype
             or not key.is_contiguous()
             or not value.is_contiguous()
-            or slot_mapping.shape != (rows,)
+            or slot_mapping.numel() != rows
             or slot_mapping.dtype is not torch.int64
             or not slot_mapping.is_contiguous()
         ):
@@ -116,7 +117,9 @@ def load_paged_attention() -> PagedAttentionOp:
             raise mismatch("paged_attention", q=q, key=key, value=value)
         if not (_is_index(tables) and _is_index(lens) and _is_index(starts)):
             raise mismatch("paged_attention", tables=tables, context_lens=lens, starts=starts)
-        q, stride = rows_apart(q)
+        stride = heads * head_dim
+        if not q.is_contiguous():
+            q, stride = rows_apart(q)
         out = q.new_empty(tokens, heads, head_dim)
         pointers = q.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
         indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()

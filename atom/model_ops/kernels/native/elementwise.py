@@ -21,10 +21,10 @@ def load_rms_norm() -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tenso
         """[..., size] -> [..., size]."""
         shape = x.shape
         size = shape[-1]
-        if x.dtype is not weight.dtype or weight.shape != (size,):
+        if x.dtype is not weight.dtype or weight.numel() != size:
             raise mismatch("rms_norm", x=x, weight=weight)
-        x, layout = _norm_rows(x)
-        out = x.new_empty(shape)
+        x, layout = _norm_rows(x, size)
+        out = x.new_empty(*shape)
         pointers = x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0
         by_dtype[x.dtype](pack(*pointers, *layout, size, eps, num_threads()))
         return out
@@ -46,15 +46,15 @@ def load_add_rms_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         dtype = x.dtype
         if (
             residual.shape != shape
-            or weight.shape != (size,)
+            or weight.numel() != size
             or dtype is not weight.dtype
             or dtype is not residual.dtype
         ):
             raise mismatch("add_rms_norm", x=x, residual=residual, weight=weight)
-        x, layout = _norm_rows(x)
+        x, layout = _norm_rows(x, size)
         if not residual.is_contiguous():
             residual = residual.contiguous()
-        out, total = x.new_empty(shape), x.new_empty(shape)
+        out, total = x.new_empty(*shape), x.new_empty(*shape)
         inputs = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
         outputs = out.data_ptr(), total.data_ptr()
         by_dtype[dtype](pack(*inputs, *outputs, *layout, size, eps, num_threads()))
@@ -63,9 +63,8 @@ def load_add_rms_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     return add_rms_norm
 
 
-def _norm_rows(x: torch.Tensor) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
+def _norm_rows(x: torch.Tensor, size: int) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
     """x and (outer, inner, outer_stride, inner_stride) of its rows."""
-    size = x.shape[-1]
     if x.is_contiguous():
         return x, (x.numel() // size, 1, size, 0)
     strides = x.stride()
@@ -84,7 +83,9 @@ def load_silu_and_mul() -> Callable[[torch.Tensor], torch.Tensor]:
         """[T, 2 * size], gate beside up -> silu(gate) * up, [T, size]."""
         rows, width = x.shape
         size = width // 2
-        x, stride = rows_apart(x)
+        stride = width
+        if not x.is_contiguous():
+            x, stride = rows_apart(x)
         out = x.new_empty(rows, size)
         by_dtype[x.dtype](pack(x.data_ptr(), out.data_ptr(), rows, size, stride, num_threads()))
         return out
@@ -115,7 +116,7 @@ def load_rope() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             or k_dim != head_dim
             or rotary_dim > head_dim
             or dtype is not k.dtype
-            or positions.shape != (rows,)
+            or positions.numel() != rows
             or positions.dtype is not torch.int64
             or cos_sin.dtype is not torch.float32
             or not positions.is_contiguous()

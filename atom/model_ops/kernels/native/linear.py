@@ -42,10 +42,12 @@ def load() -> LinearOp:
             raise mismatch("linear", x=x, weight=weight)
         bias_at = 0
         if bias is not None:
-            if bias.shape != (outs,) or bias.dtype is not dtype:
+            if bias.numel() != outs or bias.dtype is not dtype:
                 raise mismatch("linear", weight=weight, bias=bias)
             bias_at = bias.data_ptr()
-        x, stride = rows_apart(x)
+        stride = size
+        if not x.is_contiguous():
+            x, stride = rows_apart(x)
         out = x.new_empty(rows, outs)
         pointers = x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr()
         by_dtype[dtype](pack(*pointers, rows, size, outs, stride, num_threads()))

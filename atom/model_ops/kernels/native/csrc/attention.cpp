@@ -409,9 +409,9 @@ void Attention<T>::write(const Unit& unit, const State& state) const {
 template <class T>
 void Attention<T>::run_whole(const std::vector<Unit>& units, int64_t threads) const {
   const int64_t count = int64_t(units.size());
-  run_tasks(count, threads, [&](TaskQueue& queue) {
+  run_tasks(count, threads, [&](TaskQueue::Hand& hand) {
     static thread_local Scratch scratch;
-    for (int64_t task; queue.take(task);) {
+    for (int64_t task; hand.take(task);) {
       const Unit& unit = units[count - 1 - task];  // later queries see more keys: longest first
       const int64_t n = rows(unit);
       Workspace<T> work(scratch.get<float>(Workspace<T>::size(n, a.head_dim)), n, a.head_dim);
@@ -438,9 +438,9 @@ void Attention<T>::run_divided(const std::vector<Unit>& units, int64_t threads) 
   }
   static thread_local Scratch parts_scratch;
   float* const parts = parts_scratch.get<float>(offsets[count]);
-  run_tasks(count * pieces, threads, [&](TaskQueue& queue) {
+  run_tasks(count * pieces, threads, [&](TaskQueue::Hand& hand) {
     static thread_local Scratch scratch;
-    for (int64_t task; queue.take(task);) {
+    for (int64_t task; hand.take(task);) {
       const int64_t u = task / pieces, piece = task % pieces;
       const Unit& unit = units[u];
       const int64_t n = rows(unit), size = State::size(n, a.head_dim);

@@ -11,7 +11,7 @@
 namespace atom {
 
 // Rows of activations that one tile takes at most.
-constexpr int kTileRows = 5;
+constexpr int kTileRows = 6;
 
 // Elements of a row are consumed in steps of this many.
 constexpr int64_t kDotStep = 2 * kLanes;
@@ -37,10 +37,15 @@ ATOM_INLINE void pack(const T* x, Packed<T>* out, int64_t count) {
 template <int R, int G>
 ATOM_INLINE void multiply_add(vfloat (&acc)[R * G], const vfloat (&w)[R], const float* x,
                               int64_t x_stride) {
+  vfloat wv[R];
+  ATOM_UNROLL for (int r = 0; r < R; ++r) {
+    wv[r] = w[r];
+    ATOM_IN_REGISTER(wv[r]);
+  }
   ATOM_UNROLL for (int g = 0; g < G; ++g) {
     vfloat xv = load(x + g * x_stride);
     if (R > 1) ATOM_IN_REGISTER(xv);
-    ATOM_UNROLL for (int r = 0; r < R; ++r) acc[g * R + r] = fma(w[r], xv, acc[g * R + r]);
+    ATOM_UNROLL for (int r = 0; r < R; ++r) acc[g * R + r] = fma(wv[r], xv, acc[g * R + r]);
   }
 }
 
@@ -92,20 +97,24 @@ ATOM_INLINE void dot_tile(const T* const (&w)[R], const Packed<T>* x, int64_t x_
   ATOM_UNROLL for (int i = wide; i < tile; ++i) sums[i] = sum(acc[i]);
 }
 
-// Cuts `rows` activation rows into the fewest groups of at most kTileRows, evenly, and calls
-// `tile(std::integral_constant<int, G>, first_row)` for each.
+// Cuts `rows` activation rows into the fewest groups of at most kTileRows and calls
+// `tile(std::integral_constant<int, G>, first_row)` for each. All groups are full but the last
+// two, which share what is left: a group of one row wastes most of a tile.
 template <class Tile>
 ATOM_INLINE void for_row_groups(int64_t rows, const Tile& tile) {
   const int64_t groups = (rows + kTileRows - 1) / kTileRows;
-  for (int64_t i = 0; i < groups; ++i) {
-    const int64_t begin = rows * i / groups;
-    switch (rows * (i + 1) / groups - begin) {
+  for (int64_t i = 0, begin = 0; i < groups; ++i) {
+    const int64_t left = rows - begin, count = groups - i;
+    const int64_t size = count > 2 ? kTileRows : left / count;
+    switch (size) {
       case 1: tile(std::integral_constant<int, 1>{}, begin); break;
       case 2: tile(std::integral_constant<int, 2>{}, begin); break;
       case 3: tile(std::integral_constant<int, 3>{}, begin); break;
       case 4: tile(std::integral_constant<int, 4>{}, begin); break;
+      case 5: tile(std::integral_constant<int, 5>{}, begin); break;
       default: tile(std::integral_constant<int, kTileRows>{}, begin); break;
     }
+    begin += size;
   }
 }
 

@@ -21,7 +21,7 @@ constexpr int64_t kAheadBytes = 2048;
 
 // Packed activations of one block stay within a second-level cache.
 constexpr int64_t kBlockBytes = 256 * 1024;
-constexpr int64_t kMaxBlockRows = 96;
+constexpr int64_t kMaxBlockRows = 20 * kTileRows;
 
 // Below this many multiplications one thread is done before others have woken up.
 constexpr int64_t kSerialWork = 1 << 16;
@@ -46,41 +46,54 @@ struct Block {
   const LinearArgs& args;
 };
 
+// What to bring from memory while a panel is computed: the next panel's weights, so many bytes
+// for each feature and group of rows.
+struct Fetch {
+  const char* at;
+  int64_t bytes;
+};
+
 // panel[g * kPanel + r] = weight row (n + r) . x[g], for R features and G activation rows.
 template <class T, int R, int G>
-ATOM_INLINE void tile(const Block<T>& block, int64_t n, const Packed<T>* x, int64_t ahead,
+ATOM_INLINE void tile(const Block<T>& block, int64_t n, const Packed<T>* x, Fetch& fetch,
                       float* panel) {
   const int64_t size = block.args.in_features;
   const T* w[R];
   for (int r = 0; r < R; ++r) w[r] = static_cast<const T*>(block.args.weight) + (n + r) * size;
+  const char* const stop = fetch.at + R * fetch.bytes;
+  for (; fetch.at < stop; fetch.at += 64) __builtin_prefetch(fetch.at, 0, 2);
   float sums[R * G];
-  dot_tile<T, R, G>(w, x, size, size, ahead * R, sums);
+  dot_tile<T, R, G>(w, x, size, size, fetch.bytes == 0 ? kAheadBytes * R : 0, sums);
   ATOM_UNROLL for (int g = 0; g < G; ++g)
       std::memcpy(panel + g * kPanel, sums + g * R, sizeof(float) * R);
 }
 
-// Few activation rows stay in the first-level cache while the panel's weights, which the first
-// group has brought into the second-level cache, pass by.
+// Few activation rows stay in the first-level cache while the panel's weights pass by from the
+// second-level cache.
 template <class T, int G>
 void compute_rows(const Block<T>& block, int64_t begin, int64_t end, int64_t first,
-                  float* panel) {
+                  Fetch& fetch, float* panel) {
   const Packed<T>* x = block.x + first * block.args.in_features;
-  const int64_t ahead = first == 0 ? kAheadBytes : 0;
   float* out = panel + first * kPanel - begin;
   int64_t n = begin;
   if (block.rows > kTwoWeightRowsUpTo) {
-    for (; n + 4 <= end; n += 4) tile<T, 4, G>(block, n, x, ahead, out + n);
+    for (; n + 4 <= end; n += 4) tile<T, 4, G>(block, n, x, fetch, out + n);
   }
   if (block.rows > kOneWeightRowUpTo) {
-    for (; n + 2 <= end; n += 2) tile<T, 2, G>(block, n, x, ahead, out + n);
+    for (; n + 2 <= end; n += 2) tile<T, 2, G>(block, n, x, fetch, out + n);
   }
-  for (; n < end; ++n) tile<T, 1, G>(block, n, x, ahead, out + n);
+  for (; n < end; ++n) tile<T, 1, G>(block, n, x, fetch, out + n);
 }
 
 template <class T>
 void compute_panel(const Block<T>& block, int64_t begin, int64_t end, float* panel) {
+  const int64_t groups = (block.rows + kTileRows - 1) / kTileRows;
+  const int64_t row_bytes = block.args.in_features * int64_t(sizeof(T));
+  const char* weight = static_cast<const char*>(block.args.weight);
+  // One group of rows passes too fast for that: it fetches just ahead of itself.
+  Fetch fetch{weight + end * row_bytes, groups == 1 ? 0 : (row_bytes + groups - 1) / groups};
   for_row_groups(block.rows, [&](auto group, int64_t first) {
-    compute_rows<T, decltype(group)::value>(block, begin, end, first, panel);
+    compute_rows<T, decltype(group)::value>(block, begin, end, first, fetch, panel);
   });
 }
 
@@ -98,39 +111,40 @@ void store_panel(const Block<T>& block, int64_t begin, int64_t end, const float*
 }
 
 template <class T>
+void pack_rows(const LinearArgs& a, int64_t first, int64_t rows, Packed<T>* out) {
+  for (int64_t m = 0; m < rows; ++m) {
+    pack(static_cast<const T*>(a.x) + (first + m) * a.x_stride, out + m * a.in_features,
+         a.in_features);
+  }
+}
+
+template <class T>
 void linear(const LinearArgs& a) {
   const int64_t fitting = kBlockBytes / (a.in_features * int64_t(sizeof(Packed<T>)));
-  const int64_t block_rows =
-      std::clamp(fitting / kTileRows * kTileRows, int64_t{16}, kMaxBlockRows);
+  const int64_t most = std::clamp(fitting, 4 * int64_t{kTileRows}, kMaxBlockRows);
+  const int64_t fewest = (a.rows + most - 1) / most;  // of equal blocks of whole tiles
+  const int64_t tiles = (a.rows + fewest * kTileRows - 1) / std::max(int64_t{1}, fewest * kTileRows);
+  const int64_t block_rows = std::max(int64_t{1}, tiles) * kTileRows;
   const int64_t blocks = (a.rows + block_rows - 1) / block_rows;
-  const bool serial = a.rows * a.in_features * a.out_features < kSerialWork;
-  const int64_t threads = serial ? 1 : a.threads;
-  const int64_t wanted = threads == 1 ? 1 : (8 * threads + blocks - 1) / blocks;
   const int64_t panels = (a.out_features + kPanel - 1) / kPanel;
-  const int64_t shares = std::clamp(wanted, int64_t{1}, panels);
-  run_tasks(blocks * shares, threads, [&](TaskQueue& queue) {
+  const bool serial = a.rows * a.in_features * a.out_features < kSerialWork;
+  run_tasks(blocks * panels, serial ? 1 : a.threads, [&](TaskQueue::Hand& hand) {
     static thread_local Scratch scratch;
     auto* packed = scratch.get<Packed<T>>(std::min(block_rows, a.rows) * a.in_features);
     int64_t packed_block = -1;
-    for (int64_t task; queue.take(task);) {
-      const int64_t block = task / shares, share = task % shares;
+    for (int64_t task; hand.take(task);) {
+      const int64_t block = task / panels, begin = task % panels * kPanel;
       const int64_t first = block * block_rows;
       const int64_t rows = std::min(block_rows, a.rows - first);
       if (block != packed_block) {
-        for (int64_t m = 0; m < rows; ++m) {
-          pack(static_cast<const T*>(a.x) + (first + m) * a.x_stride,
-               packed + m * a.in_features, a.in_features);
-        }
+        pack_rows<T>(a, first, rows, packed);
         packed_block = block;
       }
       const Block<T> work{packed, rows, static_cast<T*>(a.out) + first * a.out_features, a};
-      const int64_t end = panels * (share + 1) / shares;
-      for (int64_t p = panels * share / shares; p < end; ++p) {
-        alignas(64) float panel[kMaxBlockRows * kPanel];
-        const int64_t n = p * kPanel, stop = std::min(n + kPanel, a.out_features);
-        compute_panel(work, n, stop, panel);
-        store_panel(work, n, stop, panel);
-      }
+      const int64_t end = std::min(begin + kPanel, a.out_features);
+      alignas(64) float panel[kMaxBlockRows * kPanel];
+      compute_panel(work, begin, end, panel);
+      store_panel(work, begin, end, panel);
     }
   });
 }
