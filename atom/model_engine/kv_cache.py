@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -85,6 +87,18 @@ def plan_kv_cache(
     return KVCachePlan(num_blocks, per_block)
 
 
+def zero_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A pool of zeros: never uninitialised, since a masked key must not be NaN.
+
+    On a CPU the pages are mapped and not written, so that memory is taken as blocks come into
+    use; filling gigabytes at the start would take many seconds.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)
+
+
 class MHACacheBuilder:
     """The target's keys and values: [layers, 2, blocks, block_size, kv_heads, head_dim]."""
 
@@ -116,8 +130,7 @@ class MHACacheBuilder:
         first = next(iter(self._modules.values()))
         blocks = num_blocks + num_spare_blocks(self._device)
         shape = (len(self._modules), 2, blocks, *self._block_shape(first))
-        # Zeros, never uninitialised: a masked key must not be NaN.
-        pool = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        pool = zero_pool(shape, self._dtype, self._device)
         self._layers = {
             layer_id: KVCacheTensor(pool[i, 0], pool[i, 1])
             for i, layer_id in enumerate(self._modules)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from atom.model_engine.kv_cache import num_spare_blocks
+from atom.model_engine.kv_cache import num_spare_blocks, zero_pool
 from atom.model_ops.attention_mla import MLAAttention
 from atom.model_ops.metadata import LatentCacheTensor
 
@@ -39,8 +39,7 @@ class MLACacheBuilder:
     def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
         blocks = num_blocks + num_spare_blocks(self._device)
         shape = (len(self._modules), blocks, self._block_size, self._latent_dim)
-        # Zeros, never uninitialised: a masked key must not be NaN.
-        pool = torch.zeros(shape, dtype=self._dtype, device=self._device)
+        pool = zero_pool(shape, self._dtype, self._device)
         self._layers = {
             layer_id: LatentCacheTensor(pool[i]) for i, layer_id in enumerate(self._modules)
         }
