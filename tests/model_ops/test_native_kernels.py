@@ -27,7 +27,9 @@ from atom.platform import Platform, current_platform
 REASON = native_build().reason
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no native kernels: {REASON}")
 
-DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [torch.float32, torch.bfloat16]
+if REASON is None and bindings.constant("has_float16"):
+    DTYPES.append(torch.float16)
 # Twice the rounding of a result, and the errors of float32 sums.
 RTOL = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 2e-4}

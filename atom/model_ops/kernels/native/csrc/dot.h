@@ -49,10 +49,10 @@ ATOM_INLINE void multiply_add(vfloat (&acc)[R * G], const vfloat (&w)[R], const 
   }
 }
 
+#if defined(__AVX512BF16__)
 template <int R, int G>
 ATOM_INLINE void multiply_add(vfloat (&acc)[R * G], const bfloat16* const (&w)[R], int64_t k,
                               const bfloat16* x, int64_t x_stride) {
-#if defined(__AVX512BF16__)
   __m512bh wv[R];
   ATOM_UNROLL for (int r = 0; r < R; ++r) wv[r] = raw<__m512bh>(w[r] + k);
   ATOM_UNROLL for (int g = 0; g < G; ++g) {
@@ -61,8 +61,8 @@ ATOM_INLINE void multiply_add(vfloat (&acc)[R * G], const bfloat16* const (&w)[R
       acc[g * R + r] = (vfloat)_mm512_dpbf16_ps((__m512)acc[g * R + r], wv[r], xv);
     }
   }
-#endif
 }
+#endif
 
 // sums[g * R + r] = w[r] . x[g] over `count` elements, a multiple of kDotStep.
 // `ahead`: bytes from what is read to what is fetched from memory meanwhile; 0 fetches nothing.
