@@ -22,12 +22,15 @@ class EngineCore:
 
     Building one loads the model and allocates the KV cache.
 
+    Args:
+        executor: runs the batches; one in this process when None.
+
     Raises:
         ConfigError: when the model or an option cannot be honoured.
     """
 
-    def __init__(self, config: EngineConfig) -> None:
-        self.executor: Executor = UniprocExecutor(config)
+    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
+        self.executor: Executor = executor or UniprocExecutor(config)
         self.limits: EngineLimits = self.executor.limits
         self.block_pool = BlockPool(
             self.limits.num_blocks, self.limits.block_size, config.cache.enable_prefix_caching

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -32,7 +33,7 @@ from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, default_num_threads, select_platform
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import Lookahead
+from atom.spec_decode.base import Lookahead, Proposer
 from atom.spec_decode.factory import create_proposer
 
 logger = logging.getLogger(__name__)
@@ -42,6 +43,10 @@ DTYPES_BY_NAME = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
 }
+
+
+# (configuration, target, its source, layer context) -> a proposer
+ProposerFactory = Callable[[EngineConfig, CausalLM, ModelSource, LayerContext], Proposer]
 
 
 class Executor(Protocol):
@@ -57,9 +62,15 @@ class Executor(Protocol):
 
 
 class UniprocExecutor:
-    """The model in this process, on one device."""
+    """The model in this process, on one device.
 
-    def __init__(self, config: EngineConfig) -> None:
+    Args:
+        proposer_factory: makes the proposer; the one that the configuration names when None.
+    """
+
+    def __init__(
+        self, config: EngineConfig, proposer_factory: ProposerFactory | None = None
+    ) -> None:
         started = time.perf_counter()
         platform = select_platform(config.device)
         if not platform.is_gpu:
@@ -70,7 +81,9 @@ class UniprocExecutor:
         context_len = resolve_max_model_len(text_config, config.model.max_model_len)
         context = LayerContext.create(dtype, context_len, platform)
         self._model = _load_model(config, source, context)
-        self._proposer = create_proposer(config, self._model, source, context)
+        self._proposer = (proposer_factory or create_proposer)(
+            config, self._model, source, context
+        )
         self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
         self._graphs = _create_graph_runner(
             config, self._model, self._proposer.lookahead, platform, context_len

@@ -149,6 +149,7 @@ class ModelRunner:
             model_input=model_input,
             model_output=output,
             next_token_ids=next_token_ids,
+            sequence_ids=[sequence.id for sequence in batch.sequences],
             last_rows=model_input.logits_indices[accepted],
             sequence_indices=layout.indices,
             histories=[(s.prompt_token_ids, s.output_token_ids) for s in states],

@@ -25,6 +25,7 @@ class VerifiedStep:
         next_token_ids: [T] int64; the token after each row: known from the prompt, or sampled.
             Rows of rejected drafts hold anything: what they write is overwritten by the next
             step before it is read.
+        sequence_ids: of all B sequences, in the order of the batch.
         last_rows: [S] int64; for each sampled sequence the row whose next token is its newest.
         sequence_indices: for each sampled sequence its place in the batch.
         histories: for each sampled sequence its prompt and its outputs, the newest included.
@@ -33,6 +34,7 @@ class VerifiedStep:
     model_input: ModelInput
     model_output: ModelOutput
     next_token_ids: torch.Tensor
+    sequence_ids: Sequence[str]
     last_rows: torch.Tensor
     sequence_indices: Sequence[int]
     histories: Sequence[tuple[Sequence[int], Sequence[int]]]
