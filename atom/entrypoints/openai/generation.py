@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine
+from collections.abc import AsyncGenerator, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -112,23 +112,38 @@ async def stream_events(
     if generation.include_usage:
         head["usage"] = None
     usage = Usage()
-    opened: set[int] = set()
-    async with aclosing(_stream(engine, generation)) as outputs:
+    chunks = ChunkChoices(generation, choices)
+    async with aclosing(stream_outputs(engine, generation)) as outputs:
         async for number, request in outputs:
             usage.add(number, request)
-            prompt = generation.prompts[number]
-            events = bytearray()
-            for output in request.outputs:
-                index = number * generation.params[number].n + output.index
-                if index not in opened:
-                    opened.add(index)
-                    events += _event(head, choices.open(index, prompt, request))
-                events += _event(head, choices.delta(index, output))
+            events = b"".join(_event(head, choice) for choice in chunks.of(number, request))
             if events:
-                yield bytes(events)
+                yield events
     if generation.include_usage:
         yield encode_event({**head, "choices": [], "usage": usage.as_dict()})
     yield DONE
+
+
+class ChunkChoices:
+    """What a stream says of each output of the engine, in order."""
+
+    def __init__(self, generation: Generation, choices: ChoiceFormat) -> None:
+        self._generation = generation
+        self._choices = choices
+        self._opened: set[int] = set()
+
+    def of(self, number: int, request: RequestOutput) -> Iterator[Choice]:
+        """The choices of an output for prompt `number`."""
+        prompt = self._generation.prompts[number]
+        for output in request.outputs:
+            index = number * self._generation.params[number].n + output.index
+            opening = None
+            if index not in self._opened:
+                self._opened.add(index)
+                opening = self._choices.open(index, prompt, request)
+            for choice in (opening, self._choices.delta(index, output)):
+                if choice is not None:
+                    yield choice
 
 
 def whole_response(
@@ -219,7 +234,7 @@ async def _generate(
         raise bad_request(str(error), name) from error
 
 
-async def _stream(
+async def stream_outputs(
     engine: AsyncEngine, generation: Generation
 ) -> AsyncGenerator[tuple[int, RequestOutput], None]:
     """The deltas of all prompts as they come, each with its prompt's number."""
@@ -261,8 +276,8 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
-def _event(head: dict[str, Any], choice: Choice | None) -> bytes:
-    return b"" if choice is None else encode_event({**head, "choices": [choice]})
+def _event(head: dict[str, Any], choice: Choice) -> bytes:
+    return encode_event({**head, "choices": [choice]})
 
 
 def _check_not_aborted(request: RequestOutput) -> None:

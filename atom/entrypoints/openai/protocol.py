@@ -51,11 +51,9 @@ class StreamOptions(ApiModel):
     include_obfuscation: bool | None = None  # harmless
 
 
-class GenerationRequest(ApiModel):
-    """What completions and chat completions have in common; null means the default."""
+class SamplingFields(ApiModel):
+    """How tokens are chosen, the same in every API; null means the default."""
 
-    model: str | None = None
-    n: int | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
@@ -65,19 +63,26 @@ class GenerationRequest(ApiModel):
     repetition_penalty: float | None = None
     logit_bias: dict[int, float] | None = None
     seed: int | None = None
-    stop: str | StopStrings | None = None
     stop_token_ids: TokenIds | None = None
-    include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
+    skip_special_tokens: bool | None = None
+    priority: Int32 | None = None
+    cache_salt: str | None = None
+
+
+class GenerationRequest(SamplingFields):
+    """What completions and chat completions have in common."""
+
+    model: str | None = None
+    n: int | None = None
+    stop: str | StopStrings | None = None
+    include_stop_str_in_output: bool | None = None
     max_tokens: int | None = None
     prompt_logprobs: int | None = None
-    skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    priority: Int32 | None = None
-    cache_salt: str | None = None
 
     # Harmless.
     user: Any = None

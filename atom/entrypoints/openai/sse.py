@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import aclosing
 from typing import Any
 
@@ -11,7 +11,7 @@ import msgspec
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from atom.entrypoints.openai.errors import as_api_error
+from atom.entrypoints.openai.errors import ApiError, as_api_error
 
 DONE = b"data: [DONE]\n\n"
 
@@ -22,21 +22,31 @@ def encode_event(data: dict[str, Any]) -> bytes:
     return b"data: " + _encoder.encode(data) + b"\n\n"
 
 
+def encode_error(error: ApiError) -> bytes:
+    return encode_event(error.body())
+
+
 class EventStream(Response):
     """Sends `first`, then `events` as they come.
 
     When the client leaves, `events` is closed at once. When `events` fails, the stream ends
-    with an event that holds the error, and without `[DONE]`.
+    with what `encode_failure` makes of the error, and without `[DONE]`.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: bytes, events: AsyncGenerator[bytes, None]) -> None:
+    def __init__(
+        self,
+        first: bytes,
+        events: AsyncGenerator[bytes, None],
+        encode_failure: Callable[[ApiError], bytes] = encode_error,
+    ) -> None:
         super().__init__(headers={"Cache-Control": "no-cache", "X-Accel-Buffering": "no"})
         # The length is not known.
         self.raw_headers = [h for h in self.raw_headers if h[0] != b"content-length"]
         self._first = first
         self._events = events
+        self._encode_failure = encode_failure
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         del scope
@@ -60,7 +70,7 @@ class EventStream(Response):
             async for data in self._events:
                 await say(data)
         except Exception as error:
-            await say(encode_event(as_api_error(error).body()))
+            await say(self._encode_failure(as_api_error(error)))
         await say(b"", more=False)
 
 
