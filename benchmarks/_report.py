@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import gzip
 import json
 import os
 import platform
@@ -36,21 +37,25 @@ DEFAULT_CONVERSATIONS = [
 ]
 
 
-def read_conversations(path: Path | None, field: str) -> list[list[dict[str, Any]]]:
-    """Conversations of a JSONL file, or the built-in ones when there is none.
+# Where the text is, in the order they are looked for when no field is named.
+_FIELDS = ("messages", "question", "turns", "prompt")
+
+
+def read_conversations(path: Path | None, field: str | None) -> list[list[dict[str, Any]]]:
+    """Conversations of a JSONL file (or .jsonl.gz), or the built-in ones when there is none.
 
     The field holds OpenAI messages, the text of a user message, or a list of texts, of which
-    the first is taken (the turns of MT-Bench).
+    the first is taken (the turns of MT-Bench). Without a name it is the first there is of
+    `messages`, `question`, `turns` and `prompt`.
 
     Raises:
         ValueError: naming the line that is none of these.
     """
     if path is None:
         return DEFAULT_CONVERSATIONS
-    lines = path.read_text(encoding="utf-8").splitlines()
     found = [
         _conversation(line, field, f"{path}:{number}")
-        for number, line in enumerate(lines, 1)
+        for number, line in enumerate(_read_text(path).splitlines(), 1)
         if line.strip()
     ]
     if not found:
@@ -58,11 +63,21 @@ def read_conversations(path: Path | None, field: str) -> list[list[dict[str, Any
     return found
 
 
-def _conversation(line: str, field: str, where: str) -> list[dict[str, Any]]:
+def _read_text(path: Path) -> str:
+    try:
+        content = path.read_bytes()
+        return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise ValueError(f"cannot read prompts from {path}: {error}") from error
+
+
+def _conversation(line: str, field: str | None, where: str) -> list[dict[str, Any]]:
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where} is not JSON: {error}") from error
+    if field is None and isinstance(record, dict):
+        field = next((name for name in _FIELDS if name in record), None)
     value = record.get(field) if isinstance(record, dict) else None
     if isinstance(value, list) and value and isinstance(value[0], str):
         value = value[0]
@@ -71,9 +86,9 @@ def _conversation(line: str, field: str, where: str) -> list[dict[str, Any]]:
     if isinstance(value, list) and value and all(isinstance(m, dict) for m in value):
         return value
     known = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    looked = f"field {field!r} holds" if field else f"{', '.join(_FIELDS)} hold"
     raise ValueError(
-        f"{where}: field {field!r} holds neither messages nor text (there is: {known}); "
-        "choose another with --field"
+        f"{where}: {looked} neither messages nor text (there is: {known}); name another field"
     )
 
 
@@ -122,10 +137,15 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
 
 def write_json(path: Path | None, report: Mapping[str, Any]) -> None:
     """Write the report, making its folder; nothing without a path."""
+    write_text(path, json.dumps(report, indent=2) + "\n")
+
+
+def write_text(path: Path | None, text: str) -> None:
+    """Write a file, making its folder; nothing without a path."""
     if path is None:
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    path.write_text(text, encoding="utf-8")
     print(f"wrote {path}", file=sys.stderr)
 
 

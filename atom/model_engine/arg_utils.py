@@ -9,12 +9,19 @@ from typing import Any
 
 from atom import config as cfg
 from atom.model_engine.speculative_args import speculative_options
+from atom.spec_decode.shipped_draft import SHIPPED_NUM_TOKENS, shipped_draft_for
 
 JsonObject = dict[str, Any]
 
 
 def _arg(default: Any, help_text: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **extra})
+
+
+def _is_speculative(name: str) -> bool:
+    return name in ("method", "draft_model", "num_speculative_tokens") or name.startswith(
+        ("ngram_", "speculative_")
+    )
 
 
 @dataclass(frozen=True)
@@ -106,6 +113,31 @@ class EngineArgs:
                 f"known: {', '.join(sorted(known))}"
             )
         return cls(**kwargs)
+
+    def without_speculation(self) -> EngineArgs:
+        """The same engine, proposing no drafts."""
+        options = {f.name: f.default for f in dataclasses.fields(self) if _is_speculative(f.name)}
+        return dataclasses.replace(self, **options)
+
+    @property
+    def says_speculation(self) -> bool:
+        """Whether any option about speculation was given."""
+        return self != self.without_speculation()
+
+    def with_shipped_draft(self) -> EngineArgs:
+        """The same engine with the draft that comes with the package for its model.
+
+        Unchanged when there is none, or when anything was said about speculation.
+        """
+        draft = shipped_draft_for(self.model)
+        if draft is None or self.says_speculation:
+            return self
+        return dataclasses.replace(
+            self,
+            method="eagle3",
+            draft_model=str(draft),
+            num_speculative_tokens=SHIPPED_NUM_TOKENS,
+        )
 
     def create_config(self) -> cfg.EngineConfig:
         """Validate and group the options.

@@ -1,0 +1,21 @@
+"""Drafts that come with the package. This file loads no torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_ASSETS = Path(__file__).parents[1] / "assets"
+_EMBEDDED_MODELS_DRAFT = "smollm2-135m-eagle3"
+
+# Drafts a step that the shipped draft is fastest with.
+SHIPPED_NUM_TOKENS = 3
+
+
+def shipped_draft_for(model: str | None) -> Path | None:
+    """The folder of the draft that was made for a model; None when there is none.
+
+    Args:
+        model: as the user named it; None is the embedded model, the only one with a draft.
+    """
+    folder = _ASSETS / _EMBEDDED_MODELS_DRAFT
+    return folder if model is None and (folder / "config.json").is_file() else None
