@@ -11,7 +11,7 @@ from typing import Any
 
 from atom.config import ConfigError
 from atom.entrypoints.openai.options import OptionError, ServerOptions
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import EngineArgs, add_no_speculation
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -20,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     namespace = parser.parse_args(argv)
     try:
         options = ServerOptions.from_cli_args(namespace)
-        args = EngineArgs.from_cli_args(namespace)
+        args = EngineArgs.from_cli_args(namespace).choose_draft(namespace.no_speculation)
         args.create_config()
     except (ConfigError, OptionError) as error:
         parser.error(str(error))
@@ -42,6 +42,7 @@ def create_parser() -> argparse.ArgumentParser:
     )
     ServerOptions.add_cli_args(parser)
     EngineArgs.add_cli_args(parser)
+    add_no_speculation(parser)
     return parser
 
 

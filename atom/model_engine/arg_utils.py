@@ -18,6 +18,15 @@ def _arg(default: Any, help_text: str, **extra: Any) -> Any:
     return field(default=default, metadata={"help": help_text, **extra})
 
 
+def add_no_speculation(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that turns the shipped draft off, for `EngineArgs.choose_draft`."""
+    parser.add_argument(
+        "--no-speculation",
+        action="store_true",
+        help="do not use the draft that comes with the package, where there is one for the model",
+    )
+
+
 def _is_speculative(name: str) -> bool:
     return name in ("method", "draft_model", "num_speculative_tokens") or name.startswith(
         ("ngram_", "speculative_")
@@ -138,6 +147,21 @@ class EngineArgs:
             draft_model=str(draft),
             num_speculative_tokens=SHIPPED_NUM_TOKENS,
         )
+
+    def choose_draft(self, no_speculation: bool) -> EngineArgs:
+        """What programs run that speculate unless told not to.
+
+        Args:
+            no_speculation: the flag of `add_no_speculation`.
+
+        Raises:
+            ConfigError: when the flag contradicts another.
+        """
+        if no_speculation and self.says_speculation:
+            raise cfg.ConfigError(
+                "--no-speculation and the options of speculation contradict each other"
+            )
+        return self if no_speculation else self.with_shipped_draft()
 
     def create_config(self) -> cfg.EngineConfig:
         """Validate and group the options.
