@@ -148,10 +148,10 @@ class CompletionFormat:
             "finish_reason": None,
         }
 
-    def delta(self, index: int, output: CompletionOutput) -> Choice | None:
+    def delta(self, index: int, output: CompletionOutput) -> list[Choice]:
         choice = self._choice(index, output)
         has_logprobs = choice["logprobs"] is not None and output.token_ids
-        return choice if output.text or output.finish_reason or has_logprobs else None
+        return [choice] if output.text or output.finish_reason or has_logprobs else []
 
     def whole(
         self, index: int, prompt: Prompt, request: RequestOutput, output: CompletionOutput

@@ -56,8 +56,8 @@ class ChoiceFormat(Protocol):
     def open(self, index: int, prompt: Prompt, request: RequestOutput) -> Choice | None:
         """What a stream says of a choice before its first token."""
 
-    def delta(self, index: int, output: CompletionOutput) -> Choice | None:
-        """What a stream says of new tokens; None when there is nothing to say."""
+    def delta(self, index: int, output: CompletionOutput) -> list[Choice]:
+        """What a stream says of new tokens, after `open`; each choice is a chunk of its own."""
 
     def whole(
         self, index: int, prompt: Prompt, request: RequestOutput, output: CompletionOutput
@@ -137,13 +137,12 @@ class ChunkChoices:
         prompt = self._generation.prompts[number]
         for output in request.outputs:
             index = number * self._generation.params[number].n + output.index
-            opening = None
             if index not in self._opened:
                 self._opened.add(index)
                 opening = self._choices.open(index, prompt, request)
-            for choice in (opening, self._choices.delta(index, output)):
-                if choice is not None:
-                    yield choice
+                if opening is not None:
+                    yield opening
+            yield from self._choices.delta(index, output)
 
 
 def whole_response(
