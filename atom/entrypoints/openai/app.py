@@ -1,8 +1,10 @@
-"""The HTTP application: routes, and errors in OpenAI's shape."""
+"""The HTTP application: routes, and errors in their API's shape."""
 
 from __future__ import annotations
 
 import time
+import uuid
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from atom.entrypoints.detokenizer import Vocabulary
+from atom.entrypoints.openai import messages_api, responses
 from atom.entrypoints.openai.auth import ApiKeyMiddleware
 from atom.entrypoints.openai.body import Body, read_body
 from atom.entrypoints.openai.chat import ChatFormat, prepare_chat
@@ -25,8 +28,11 @@ from atom.entrypoints.openai.errors import (
     bad_request,
     json_response,
 )
-from atom.entrypoints.openai.generation import respond, unless_disconnected
+from atom.entrypoints.openai.generation import Generation, respond, unless_disconnected
+from atom.entrypoints.openai.messages_events import MessageTranslation
+from atom.entrypoints.openai.messages_protocol import CountTokensRequest, MessagesRequest
 from atom.entrypoints.openai.metrics import ServerMetrics
+from atom.entrypoints.openai.openapi import add_document_route
 from atom.entrypoints.openai.options import ServerOptions
 from atom.entrypoints.openai.protocol import (
     ChatCompletionRequest,
@@ -34,7 +40,10 @@ from atom.entrypoints.openai.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
+from atom.entrypoints.openai.responses_events import ResponseTranslation
+from atom.entrypoints.openai.responses_protocol import ResponsesRequest
 from atom.entrypoints.openai.tokenization import PromptEncoder
+from atom.entrypoints.openai.translation import Translation, renamed, respond_translated
 from atom.model_engine.async_engine import AsyncEngine, QueueFullError
 from atom.model_engine.messages import EngineDeadError, RequestRefusedError
 from atom.version import __version__
@@ -70,9 +79,50 @@ class Api:
 
     async def chat_completions(self, request: Request) -> Response:
         body = await self._body(request, ChatCompletionRequest)
-        model = self._model(body.model)
+        generation, choices = await self._chat(request, body, self._model(body.model))
+        return await respond(request, self.engine, generation, choices)
+
+    async def responses(self, request: Request) -> Response:
+        body = await self._body(request, ResponsesRequest)
+        fields = responses.response_fields(body, self._model(body.model))
+        return await self._translated(
+            request, responses.as_chat(body), ResponseTranslation(fields), responses.FIELD_NAMES
+        )
+
+    async def messages(self, request: Request) -> Response:
+        body = await self._body(request, MessagesRequest)
+        translation = MessageTranslation(f"msg_{uuid.uuid4().hex}", self._model(body.model))
+        return await self._translated(
+            request, messages_api.as_chat(body), translation, messages_api.FIELD_NAMES
+        )
+
+    async def count_tokens(self, request: Request) -> Response:
+        body = await self._body(request, CountTokensRequest)
+        self._model(body.model)
+        chat = messages_api.as_chat(body)
+        prompt = await self.encoder.encode_chat(chat, add_special_tokens=False)
+        return json_response({"input_tokens": len(prompt.token_ids)})
+
+    async def _chat(
+        self, request: Request, body: ChatCompletionRequest, model: str
+    ) -> tuple[Generation, ChatFormat]:
+        """What a chat asks of the engine, and how its choices are spelled."""
         generation = await unless_disconnected(request, prepare_chat(body, model, self.encoder))
-        return await respond(request, self.engine, generation, ChatFormat(body, self.vocabulary))
+        return generation, ChatFormat(body, self.vocabulary)
+
+    async def _translated(
+        self,
+        request: Request,
+        body: ChatCompletionRequest,
+        translation: Translation,
+        field_names: Mapping[str, str],
+    ) -> Response:
+        """A chat, spelled by another API."""
+        try:
+            generation, choices = await self._chat(request, body, self.model_names[0])
+            return await respond_translated(request, self.engine, generation, choices, translation)
+        except ApiError as error:
+            raise renamed(error, field_names) from None
 
     async def models(self) -> Response:
         cards = [self._model_card(name) for name in self.model_names]
@@ -174,6 +224,9 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     app = FastAPI(title="ATOM", version=__version__, openapi_url=None)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"])
+    app.add_api_route("/v1/responses", api.responses, methods=["POST"])
+    app.add_api_route("/v1/messages", api.messages, methods=["POST"])
+    app.add_api_route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"])
     app.add_api_route("/v1/models", api.models)
     app.add_api_route("/v1/models/{model_id:path}", api.model)
     app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
@@ -181,6 +234,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     app.add_api_route("/health", api.health, methods=["GET", "HEAD"])
     app.add_api_route("/metrics", api.prometheus)
     app.add_api_route("/version", api.version)
+    add_document_route(app)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)
@@ -213,9 +267,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
         kind=INVALID_REQUEST if error.status_code < 500 else SERVER_ERROR,
         code=codes.get(error.status_code),
         headers=error.headers,
-    ).response()
+    ).response(request.url.path)
 
 
 async def _on_exception(request: Request, error: Exception) -> Response:
-    del request
-    return as_api_error(error).response()
+    return as_api_error(error).response(request.url.path)

@@ -1,4 +1,4 @@
-"""API keys: a bearer token guards every route but `/health`."""
+"""API keys: a bearer token, or `x-api-key`, guards every route but `/health`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ OPEN_PATHS = frozenset({"/health"})
 
 
 class ApiKeyMiddleware:
-    """Answers 401 to requests without one of `api_keys` in `Authorization: Bearer`."""
+    """Answers 401 to requests that send none of `api_keys`."""
 
     def __init__(self, app: ASGIApp, api_keys: Sequence[str]) -> None:
         self._app = app
@@ -27,18 +27,20 @@ class ApiKeyMiddleware:
             return
         error = ApiError(
             401,
-            "a valid API key is needed: send it as 'Authorization: Bearer KEY'",
+            "a valid API key is needed: send it as 'Authorization: Bearer KEY' or 'x-api-key: KEY'",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
-        await error.response()(scope, receive, send)
+        await error.response(scope["path"])(scope, receive, send)
 
     def _admits(self, scope: Scope) -> bool:
-        kind, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = _digest(key.strip().encode("latin-1"))  # the header's own bytes
+        headers = Headers(scope=scope)
+        kind, _, bearer = headers.get("authorization", "").partition(" ")
+        candidates = [headers.get("x-api-key", ""), bearer if kind.lower() == "bearer" else ""]
+        given = [_digest(key.strip().encode("latin-1")) for key in candidates]  # headers' own bytes
         # Every key is compared, and digests of one length, so that time tells nothing.
-        matches = [hmac.compare_digest(given, digest) for digest in self._digests]
-        return kind.lower() == "bearer" and any(matches)
+        matches = [hmac.compare_digest(g, digest) for g in given for digest in self._digests]
+        return any(matches)
 
 
 def _digest(key: bytes) -> bytes:

@@ -9,7 +9,7 @@ from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from atom.entrypoints.openai.errors import ApiError, bad_request
-from atom.entrypoints.openai.protocol import UNSUPPORTED_FIELD
+from atom.entrypoints.openai.protocol import UNSUPPORTED_CONTENT, UNSUPPORTED_FIELD
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -37,7 +37,7 @@ async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body
     try:
         body = model.model_validate_json(data)
     except ValidationError as error:
-        raise _describe(error) from None
+        raise describe(error) from None
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Browsers send other types across origins without asking, past CORS.
     if media_type != "application/json":
@@ -86,7 +86,7 @@ async def _discard(stream: Any) -> None:
         return
 
 
-def _describe(error: ValidationError) -> ApiError:
+def describe(error: ValidationError) -> ApiError:
     """Say what is wrong with the first offending field."""
     if error.error_count() > MAX_PROBLEMS:
         return bad_request(f"the body has {error.error_count()} unknown or wrong fields")
@@ -97,6 +97,9 @@ def _describe(error: ValidationError) -> ApiError:
     if first["type"] == UNSUPPORTED_FIELD:
         name = _path((*first["loc"], first["ctx"]["field"]))
         return bad_request(f"{name} is not supported by this server", name, UNSUPPORTED_FIELD)
+    if first["type"] == UNSUPPORTED_CONTENT:
+        name = _path(first["loc"])
+        return bad_request(f"{name}: {first['msg']}", name, UNSUPPORTED_CONTENT)
     if not first["loc"]:
         return bad_request(f"the body must be a JSON object: {first['msg']}", code="invalid_type")
     same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
@@ -118,6 +121,6 @@ def _path(loc: tuple[int | str, ...]) -> str:
     for part in loc[1:]:
         if isinstance(part, int):
             text += f"[{part}]"
-        elif part not in UNION_TAGS:
+        elif part not in UNION_TAGS and not part.startswith("<"):
             text += f".{part}"
     return text

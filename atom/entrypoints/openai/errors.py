@@ -1,4 +1,4 @@
-"""Every error of the server in OpenAI's shape, with the status that says whose fault it is."""
+"""Every error of the server in its API's shape, with the status that says whose fault it is."""
 
 from __future__ import annotations
 
@@ -21,6 +21,18 @@ RETRY_AFTER_SECONDS = 1
 INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
+
+
+# Anthropic's `type` of each status; 400 and 500 stand for the others.
+ANTHROPIC_KINDS = {
+    400: INVALID_REQUEST,
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: RATE_LIMIT,
+    500: "api_error",
+}
+ANTHROPIC_PATHS = "/v1/messages"
 
 
 class ApiError(Exception):
@@ -60,8 +72,15 @@ class ApiError(Exception):
         }
         return {"error": error}
 
-    def response(self) -> Response:
-        return json_response(self.body(), self.status, self.headers)
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = ANTHROPIC_KINDS.get(self.status, ANTHROPIC_KINDS[400 if self.status < 500 else 500])
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str) -> Response:
+        """The answer in the shape of the API that `path` belongs to."""
+        is_anthropic = path.startswith(ANTHROPIC_PATHS)
+        body = self.anthropic_body() if is_anthropic else self.body()
+        return json_response(body, self.status, self.headers)
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:

@@ -7,16 +7,21 @@ Ranges are the business of `SamplingParams`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 # More than any client needs; each stop string costs time at every token.
 MAX_STOP_STRINGS = 64
 
 # The type of the validation error whose context names the refused `field`.
 UNSUPPORTED_FIELD = "unsupported_field"
+
+# The type of the validation error of an item or part of a kind that is not supported.
+UNSUPPORTED_CONTENT = "unsupported_content"
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
@@ -35,15 +40,46 @@ class ApiModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
+    @classmethod
+    def __get_pydantic_json_schema__(
+        cls, schema: CoreSchema, handler: GetJsonSchemaHandler
+    ) -> JsonSchemaValue:
+        """Of unsupported fields the schema allows the values that ask for nothing."""
+        described = handler(schema)
+        properties = handler.resolve_ref_schema(described).get("properties", {})
+        for name, values in cls.UNSUPPORTED.items():
+            alias = name.rstrip("_")
+            properties[alias] = {"enum": [None, *values], "description": "Not supported."}
+        return described
+
     @model_validator(mode="after")
     def _refuse_unsupported(self) -> ApiModel:
         for name in self.model_fields_set & self.UNSUPPORTED.keys():
             value = getattr(self, name)
             if value is not None and value not in self.UNSUPPORTED[name]:
                 raise PydanticCustomError(
-                    UNSUPPORTED_FIELD, "{field} is not supported", {"field": name}
+                    UNSUPPORTED_FIELD, "{field} is not supported", {"field": name.rstrip("_")}
                 )
         return self
+
+
+def kind_of(default: str) -> Callable[[Any], str]:
+    """Tells the members of a union apart by their `type`: the tag of "text" is "<text>".
+
+    Args:
+        default: the tag of what has no type.
+    """
+
+    def tag(value: Any) -> str:
+        kind = value.get("type") if isinstance(value, dict) else None
+        return default if kind is None else f"<{kind}>"
+
+    return tag
+
+
+def list_or_string(value: Any) -> str:
+    """The tag, "<list>" or "<string>", of a union of these two."""
+    return "<list>" if isinstance(value, list) else "<string>"
 
 
 class StreamOptions(ApiModel):

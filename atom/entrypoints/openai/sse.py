@@ -22,6 +22,10 @@ def encode_event(data: dict[str, Any]) -> bytes:
     return b"data: " + _encoder.encode(data) + b"\n\n"
 
 
+def encode_named_event(name: str, data: dict[str, Any]) -> bytes:
+    return f"event: {name}\n".encode() + encode_event(data)
+
+
 def encode_error(error: ApiError) -> bytes:
     return encode_event(error.body())
 

@@ -44,7 +44,7 @@ def _body_app() -> FastAPI:
         try:
             found = await read_body(request, DetokenizeRequest, LIMIT)
         except ApiError as error:
-            return error.response()
+            return error.response("/")
         return Response(json.dumps(found.tokens))
 
     app = FastAPI(openapi_url=None)
@@ -119,7 +119,7 @@ def test_any_body_is_understood_or_described(fields: dict[str, Any], raw: bytes 
 def test_the_shared_fields_are_the_requests_and_the_engines() -> None:
     assert SHARED_FIELDS.issubset(CompletionRequest.model_fields)
     assert SHARED_FIELDS.issubset(ChatCompletionRequest.model_fields)
-    converted_apart = {"max_tokens", "logprobs"}
+    converted_apart = {"max_tokens", "logprobs", "kept_special_tokens"}
     assert set(SamplingParams.__struct_fields__) == SHARED_FIELDS | converted_apart
 
 

@@ -1,0 +1,247 @@
+"""Chat's stream spelled by other APIs: one run of blocks, whole or as events.
+
+Both answers, whole and streamed, come out of the same `Translation` fed with the same choices,
+so they cannot differ.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, Iterable, Mapping
+from contextlib import aclosing
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeVar
+
+from pydantic import ValidationError
+from starlette.requests import Request
+from starlette.responses import Response
+
+from atom.entrypoints.openai.body import describe
+from atom.entrypoints.openai.errors import ApiError, json_response
+from atom.entrypoints.openai.generation import (
+    ChoiceFormat,
+    ChunkChoices,
+    Generation,
+    Usage,
+    collect,
+    stream_outputs,
+    unless_disconnected,
+)
+from atom.entrypoints.openai.protocol import ChatPrompt
+from atom.entrypoints.openai.sse import EventStream, encode_named_event
+from atom.model_engine.async_engine import AsyncEngine
+from atom.outputs import RequestOutput
+
+Event = dict[str, Any]
+Chat = TypeVar("Chat", bound=ChatPrompt)
+
+
+@dataclass
+class Block:
+    """An uninterrupted run of one kind of output.
+
+    Attributes:
+        index: its place in the answer.
+        call_id, name: of a call.
+        logprobs: chat's, of the text's tokens.
+    """
+
+    kind: Literal["reasoning", "text", "call"]
+    index: int
+    call_id: str = ""
+    name: str = ""
+    pieces: list[str] = field(default_factory=list)
+    logprobs: list[dict[str, Any]] = field(default_factory=list)
+    complete: bool = False
+
+    @property
+    def text(self) -> str:
+        return "".join(self.pieces)
+
+
+class Translation(ABC):
+    """Turns the choices of one chat, as they stream, into events and a whole answer.
+
+    Use: `start`, `feed` for each choice, `finish`; `whole` is valid after `finish`.
+    """
+
+    def __init__(self) -> None:
+        self.blocks: list[Block] = []
+        self.finish_reason: str | None = None
+        self.stop_reason: int | str | None = None
+        self._open: Block | None = None
+        # Of tokens that no text has come of yet.
+        self._held_logprobs: list[dict[str, Any]] = []
+
+    @abstractmethod
+    def start(self, usage: Usage) -> list[Event]: ...
+
+    @abstractmethod
+    def whole(self) -> dict[str, Any]: ...
+
+    @abstractmethod
+    def fail(self, error: ApiError) -> list[Event]:
+        """The events that end a stream when generation fails."""
+
+    @abstractmethod
+    def _block_opened(self, block: Block) -> list[Event]: ...
+
+    @abstractmethod
+    def _block_grown(
+        self, block: Block, piece: str, logprobs: list[dict[str, Any]]
+    ) -> list[Event]: ...
+
+    @abstractmethod
+    def _block_closed(self, block: Block) -> list[Event]: ...
+
+    @abstractmethod
+    def _finished(self, usage: Usage) -> list[Event]: ...
+
+    def feed(self, choice: Mapping[str, Any]) -> list[Event]:
+        """The events of one choice of a chat's chunk."""
+        delta = choice["delta"]
+        self._held_logprobs += (choice.get("logprobs") or {}).get("content") or []
+        events: list[Event] = []
+        if reasoning := delta.get("reasoning_content"):
+            events += self._extend("reasoning", reasoning)
+        if text := delta.get("content"):
+            events += self._extend("text", text)
+        for piece in delta.get("tool_calls") or ():
+            events += self._extend_call(piece)
+        if choice["finish_reason"] is not None:
+            self.finish_reason = choice["finish_reason"]
+            self.stop_reason = choice.get("stop_reason")
+        return events
+
+    def finish(self, usage: Usage) -> list[Event]:
+        if self._open is not None and self._open.kind == "text":
+            self._open.logprobs += self._held_logprobs
+        return [*self._close(complete=self.finish_reason != "length"), *self._finished(usage)]
+
+    def _extend(self, kind: Literal["reasoning", "text"], piece: str) -> list[Event]:
+        events: list[Event] = []
+        block = self._open
+        if block is None or block.kind != kind:
+            block = Block(kind, len(self.blocks))
+            events += self._begin(block)
+        return [*events, *self._grow(block, piece)]
+
+    def _extend_call(self, piece: Mapping[str, Any]) -> list[Event]:
+        """Calls follow one another: a piece without an id belongs to the one that is open."""
+        events: list[Event] = []
+        function = piece.get("function") or {}
+        block = self._open
+        if piece.get("id"):
+            block = Block("call", len(self.blocks), piece["id"], function["name"])
+            events += self._begin(block)
+        assert block is not None
+        assert block.kind == "call"
+        arguments = function.get("arguments")
+        return [*events, *self._grow(block, arguments)] if arguments else events
+
+    def _begin(self, block: Block) -> list[Event]:
+        events = self._close(complete=True)
+        self._open = block
+        self.blocks.append(block)
+        return [*events, *self._block_opened(block)]
+
+    def _grow(self, block: Block, piece: str) -> list[Event]:
+        block.pieces.append(piece)
+        logprobs: list[dict[str, Any]] = []
+        if block.kind == "text":
+            logprobs, self._held_logprobs = self._held_logprobs, []
+        block.logprobs += logprobs
+        return self._block_grown(block, piece, logprobs)
+
+    def _close(self, *, complete: bool) -> list[Event]:
+        block, self._open = self._open, None
+        if block is None:
+            return []
+        block.complete = complete
+        return self._block_closed(block)
+
+
+def translate_request(
+    model: type[Chat], fields: Mapping[str, Any], field_names: Mapping[str, str]
+) -> Chat:
+    """The chat request that a translated request stands for.
+
+    Args:
+        field_names: the original request's names of chat's fields.
+
+    Raises:
+        ApiError: 400 in the original request's names.
+    """
+    try:
+        return model.model_validate(fields)
+    except ValidationError as error:
+        raise renamed(describe(error), field_names) from None
+
+
+def renamed(error: ApiError, field_names: Mapping[str, str]) -> ApiError:
+    """The error of a chat request in the names of the request that it was made from."""
+    for chat_name, name in field_names.items():
+        if error.param is not None and error.param.startswith(chat_name):
+            if error.message.startswith(chat_name):
+                error.message = name + error.message.removeprefix(chat_name)
+            error.param = name
+            break
+    return error
+
+
+async def respond_translated(
+    request: Request,
+    engine: AsyncEngine,
+    generation: Generation,
+    choices: ChoiceFormat,
+    translation: Translation,
+) -> Response:
+    """Generate one choice and answer, whole or as a stream, as `translation` spells it.
+
+    Raises:
+        ClientDisconnect: when nobody waits for the answer any more.
+    """
+    if not generation.stream:
+        (output,) = await unless_disconnected(request, collect(engine, generation))
+        return json_response(_whole(generation, choices, translation, output))
+    events = _events(engine, generation, choices, translation)
+    first = await unless_disconnected(request, _first(events))
+    return EventStream(first, events, lambda error: _encode(translation.fail(error)))
+
+
+def _whole(
+    generation: Generation, choices: ChoiceFormat, translation: Translation, output: RequestOutput
+) -> dict[str, Any]:
+    usage = Usage()
+    usage.add(0, output)
+    translation.start(usage)
+    for choice in ChunkChoices(generation, choices).of(0, output):
+        translation.feed(choice)
+    translation.finish(usage)
+    return translation.whole()
+
+
+async def _events(
+    engine: AsyncEngine, generation: Generation, choices: ChoiceFormat, translation: Translation
+) -> AsyncGenerator[bytes, None]:
+    usage = Usage()
+    chunks = ChunkChoices(generation, choices)
+    started = False
+    async with aclosing(stream_outputs(engine, generation)) as outputs:
+        async for number, output in outputs:
+            usage.add(number, output)
+            events = [] if started else translation.start(usage)
+            started = True
+            for choice in chunks.of(number, output):
+                events += translation.feed(choice)
+            if events:
+                yield _encode(events)
+    yield _encode(translation.finish(usage))
+
+
+async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
+    return await anext(events)
+
+
+def _encode(events: Iterable[Event]) -> bytes:
+    return b"".join(encode_named_event(event["type"], event) for event in events)
