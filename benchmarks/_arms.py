@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 import httpx
-from _prometheus import drafts_between, scrape_spec_decode, sum_stats
+from _prometheus import drafts_between, scrape_spec_decode
 
 from atom.model_engine.arg_utils import EngineArgs
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.stats import SpecDecodeStats
+from atom.spec_decode.stats import SpecDecodeStats, total
 
 if TYPE_CHECKING:
     from atom.outputs import RequestOutput
@@ -91,7 +91,7 @@ class OfflineArm:
             num_tokens=[len(text) for text in texts],
             seconds=seconds,
             decode_seconds=_decode_seconds(outputs),
-            drafts=sum_stats([output.spec_decode for output in outputs]),
+            drafts=total(o.spec_decode for o in outputs if o.spec_decode is not None),
         )
 
     def close(self) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import re
-from collections.abc import Sequence
 
 import httpx
 
@@ -50,22 +49,6 @@ def scrape_spec_decode(http: httpx.Client, url: str) -> SpecDecodeStats | None:
     response = http.get(url)
     response.raise_for_status()
     return parse_spec_decode(response.text)
-
-
-def sum_stats(parts: Sequence[SpecDecodeStats | None]) -> SpecDecodeStats | None:
-    """All of them together; None when no drafts were verified in any."""
-    known = [part for part in parts if part is not None and part.num_drafts]
-    if not known:
-        return None
-    counts = [0] * max(len(part.accepted_counts) for part in known)
-    for part in known:
-        for accepted, count in enumerate(part.accepted_counts):
-            counts[accepted] += count
-    return SpecDecodeStats(
-        num_drafts=sum(part.num_drafts for part in known),
-        num_draft_tokens=sum(part.num_draft_tokens for part in known),
-        accepted_counts=counts,
-    )
 
 
 def drafts_between(

@@ -17,6 +17,7 @@ from types import TracebackType
 import httpx
 
 ROOT = Path(__file__).resolve().parents[1]
+PROGRAM = ("-m", "atom.entrypoints.openai_server")
 # After SIGTERM; then every process of the server is killed.
 _STOP_SECONDS = 45.0
 _TAIL_CHARACTERS = 2000
@@ -34,9 +35,8 @@ class Server:
 
     def __init__(self, flags: Sequence[str], log: Path) -> None:
         self._port = free_port()
-        module = [sys.executable, "-m", "atom.entrypoints.openai_server"]
         address = ["--host", "127.0.0.1", "--port", str(self._port)]
-        self.command = [*module, *flags, *address]
+        self.command = [sys.executable, *PROGRAM, *flags, *address]
         self._log = log
 
     @property

@@ -22,21 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _acceptance_report import line, to_markdown
 from _arms import Arm, Batch, Conversation, OfflineArm, Sampling, ServerArm
-from _prometheus import sum_stats
-from _report import (
-    environment,
-    environment_markdown,
-    markdown_table,
-    read_conversations,
-    write_json,
-    write_text,
-)
+from _report import environment, read_conversations, write_json, write_text
 from tqdm import tqdm
 
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import EngineArgs
-from atom.spec_decode.stats import SpecDecodeStats
+from atom.spec_decode.stats import SpecDecodeStats, total
 from atom.spec_decode.training.repetition import repeated_bigram_share
 
 OFF = "off"
@@ -251,7 +244,7 @@ def evaluate(records: Mapping[str, Record], unit: str) -> list[dict[str, Any]]:
     reference = next(iter(records.values()))
     results = []
     for name, record in records.items():
-        stats = sum_stats([b.drafts for b in record.batches]) or SpecDecodeStats()
+        stats = total(b.drafts for b in record.batches if b.drafts is not None)
         drafted = stats.num_drafts or 1
         decode = [s for s in record.decode_speeds() if s is not None]
         results.append(
@@ -264,6 +257,7 @@ def evaluate(records: Mapping[str, Record], unit: str) -> list[dict[str, Any]]:
                 "acceptance_per_position": [n / drafted for n in stats.accepted_per_position],
                 "distribution": stats.accepted_counts,
                 "verified_steps": stats.num_drafts,
+                "by_source": _by_source(stats),
                 "repeated_bigrams": statistics.fmean(map(repeated_bigram_share, record.texts)),
                 "bigrams_of": unit,
                 "tokens_per_s": statistics.median(record.speeds()),
@@ -280,6 +274,20 @@ def evaluate(records: Mapping[str, Record], unit: str) -> list[dict[str, Any]]:
     return results
 
 
+def _by_source(stats: SpecDecodeStats) -> dict[str, dict[str, Any]]:
+    """Who proposed how often, and what it yielded."""
+    return {
+        name: {
+            "share_of_steps": part.num_drafts / stats.num_drafts,
+            "tokens_per_forward": part.tokens_per_forward,
+            "acceptance_rate": part.acceptance_rate,
+            "distribution": part.accepted_counts,
+        }
+        for name, part in stats.by_source.items()
+        if part.num_drafts
+    }
+
+
 def _median_ratio(ours: Sequence[float | None], theirs: Sequence[float | None]) -> float | None:
     ratios = [a / b for a, b in zip(ours, theirs, strict=True) if a is not None and b]
     return statistics.median(ratios) if ratios else None
@@ -292,48 +300,6 @@ def _judge_adaptive(results: list[dict[str, Any]]) -> None:
         on = result["arm"].removesuffix(" adaptive")
         if on != result["arm"] and on in speeds and OFF in speeds:
             result["against_better"] = result["total_tokens_per_s"] / max(speeds[on], speeds[OFF])
-
-
-def to_markdown(results: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
-    header = ["prompts", "T", "batch", "arm", "tokens/forward", "acceptance", "per position"]
-    header += ["distribution 0..k", "repeated bigrams", "tokens/s", "ratio", "decode ratio"]
-    header += ["same texts"]
-    rows = [
-        [
-            r["prompts"],
-            f"{r['temperature']:g}",
-            r["batch_size"],
-            r["arm"],
-            f"{r['tokens_per_forward']:.2f}",
-            f"{r['acceptance_rate']:.1%}" if r["verified_steps"] else "",
-            " / ".join(f"{share:.2f}" for share in r["acceptance_per_position"]),
-            " / ".join(map(str, r["distribution"])),
-            f"{r['repeated_bigrams']:.2f}",
-            f"{r['tokens_per_s']:.1f}",
-            _times(r["speedup"]),
-            _times(r["decode_speedup"]),
-            f"{r['same_texts']}/{r['num_prompts']}",
-        ]
-        for r in results
-    ]
-    adaptive = [
-        f"- {r['prompts']}, T={r['temperature']:g}, batch {r['batch_size']}, {r['arm']}: "
-        f"{r['against_better']:.2f} of the better of on and off"
-        for r in results
-        if "against_better" in r
-    ]
-    notes = (
-        "Tokens/s and both ratios are medians over chunks; a ratio compares the chunks that two "
-        "arms answered in turn. The decode ratio leaves the prompt's time out. Repeated bigrams: "
-        "the share of an answer's pairs of neighbouring tokens (words, from a server) that "
-        "occurred in it before; loops inflate acceptance."
-    )
-    parts = [markdown_table(header, rows), *(["\n".join(adaptive)] if adaptive else [])]
-    return "\n\n".join([*parts, notes, environment_markdown(facts)]) + "\n"
-
-
-def _times(ratio: float | None) -> str:
-    return "" if ratio is None else f"{ratio:.2f}x"
 
 
 def run(args: argparse.Namespace) -> list[dict[str, Any]]:
@@ -351,21 +317,13 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
                     group = Group(name, temperature, batch_size)
                     records = run_group(group, prompts, arms, args)
                     found = evaluate(records, arms[0].unit)
-                    results += [{**dataclasses.asdict(group), **r} for r in found]
                     for r in found:
-                        print(_line(group, r), flush=True)
+                        results.append({**dataclasses.asdict(group), **r})
+                        print(line(results[-1]), flush=True)
         return results
     finally:
         for arm in arms:
             arm.close()
-
-
-def _line(group: Group, r: Mapping[str, Any]) -> str:
-    return (
-        f"{group.prompts} T={group.temperature:g} batch {group.batch_size} {r['arm']}: "
-        f"{r['tokens_per_forward']:.2f} tokens per forward, {r['tokens_per_s']:.1f} tokens/s "
-        f"({_times(r['speedup'])}), {r['same_texts']}/{r['num_prompts']} texts the same"
-    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
