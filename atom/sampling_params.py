@@ -31,6 +31,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         logprobs: None, or how many alternatives to report beside the sampled token.
         prompt_logprobs: the same for every prompt token but the first.
         skip_special_tokens: leave special tokens out of the text.
+        kept_special_tokens: texts of special tokens that stay in the text nevertheless.
     """
 
     n: int = 1
@@ -52,6 +53,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    kept_special_tokens: list[str] | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:

@@ -36,10 +36,15 @@ class Vocabulary(Protocol):
         """The token's own text, where a part of a character reads U+FFFD."""
 
     def detokenizer(
-        self, *, skip_special_tokens: bool, context_ids: Sequence[int] = ()
+        self,
+        *,
+        skip_special_tokens: bool,
+        kept: Sequence[str] = (),
+        context_ids: Sequence[int] = (),
     ) -> Detokenizer:
         """A detokenizer for one sequence.
 
+        `kept` are the texts of special tokens that are never left out.
         `context_ids` are the tokens before it (the prompt, or its end): a tokenizer that
         drops the space of a text's first word keeps it when there is text before.
         """
@@ -78,10 +83,15 @@ class ByteLevelVocabulary:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def detokenizer(
-        self, *, skip_special_tokens: bool, context_ids: Sequence[int] = ()
+        self,
+        *,
+        skip_special_tokens: bool,
+        kept: Sequence[str] = (),
+        context_ids: Sequence[int] = (),
     ) -> Detokenizer:
         del context_ids  # bytes do not depend on what precedes them
-        return _ByteLevelDetokenizer(self, skip_special_tokens)
+        kept_ids = frozenset(self._backend.token_to_id(token) for token in kept)
+        return _ByteLevelDetokenizer(self, skip_special_tokens, kept_ids)
 
     def lookup(self, token_id: int, *, skip_special_tokens: bool) -> bytes:
         table = self._skipping_bytes if skip_special_tokens else self._plain_bytes
@@ -113,16 +123,22 @@ _BYTE_OF_CHAR = _byte_of_char()
 
 
 class _ByteLevelDetokenizer:
-    def __init__(self, vocabulary: ByteLevelVocabulary, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        vocabulary: ByteLevelVocabulary,
+        skip_special_tokens: bool,
+        kept_ids: frozenset[int | None],
+    ) -> None:
         self._vocabulary = vocabulary
         self._skip = skip_special_tokens
+        self._kept_ids = kept_ids
         # Replaces maximal invalid subparts one by one, as the tokenizers library does.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        lookup = self._vocabulary.lookup
+        lookup, skip, kept = self._vocabulary.lookup, self._skip, self._kept_ids
         return self._decoder.decode(
-            b"".join([lookup(token_id, skip_special_tokens=self._skip) for token_id in token_ids])
+            b"".join([lookup(t, skip_special_tokens=skip and t not in kept) for t in token_ids])
         )
 
     def finish(self) -> str:
@@ -138,7 +154,8 @@ class WindowVocabulary:
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         # Ids without a token come from padded embeddings; some tokenizers raise on them.
-        self._known = frozenset(tokenizer.get_vocab().values())
+        self._id_of_token: dict[str, int] = tokenizer.get_vocab()
+        self._known = frozenset(self._id_of_token.values())
         self._token_bytes: dict[int, bytes] = {}
         self._is_byte: dict[int, bool] = {}
         self._is_skipped: dict[int, bool] = {}
@@ -153,9 +170,14 @@ class WindowVocabulary:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
 
     def detokenizer(
-        self, *, skip_special_tokens: bool, context_ids: Sequence[int] = ()
+        self,
+        *,
+        skip_special_tokens: bool,
+        kept: Sequence[str] = (),
+        context_ids: Sequence[int] = (),
     ) -> Detokenizer:
-        return _WindowDetokenizer(self, skip_special_tokens, context_ids)
+        kept_ids = frozenset(self._id_of_token.get(token) for token in kept) - {None}
+        return _WindowDetokenizer(self, skip_special_tokens, kept_ids, context_ids)
 
     def knows(self, token_id: int) -> bool:
         return token_id in self._known
@@ -212,10 +234,12 @@ class _WindowDetokenizer:
         self,
         vocabulary: WindowVocabulary,
         skip_special_tokens: bool,
+        kept_ids: frozenset[int | None],
         context_ids: Sequence[int],
     ) -> None:
         self._vocabulary = vocabulary
         self._skip = skip_special_tokens
+        self._kept_ids = kept_ids
         self._byte_run: list[int] = []
         self._window = [t for t in context_ids[-self._KEEP :] if vocabulary.knows(t)]
         self._num_returned = len(self._decode())  # characters of the window's text
@@ -225,7 +249,7 @@ class _WindowDetokenizer:
         for token_id in token_ids:
             if not self._vocabulary.knows(token_id):
                 continue
-            if self._skip and self._vocabulary.is_skipped(token_id):
+            if self._skip and self._is_left_out(token_id):
                 continue
             self._byte_run.append(token_id)
             if not self._vocabulary.is_byte(token_id):
@@ -252,5 +276,10 @@ class _WindowDetokenizer:
             self._num_returned = len(self._decode()) - num_held
         return new
 
+    def _is_left_out(self, token_id: int) -> bool:
+        return token_id not in self._kept_ids and self._vocabulary.is_skipped(token_id)
+
     def _decode(self) -> str:
-        return self._vocabulary.decode(self._window, skip_special_tokens=self._skip)
+        # What is left out never gets into the window, what is kept must come out of it.
+        skip = self._skip and not self._kept_ids
+        return self._vocabulary.decode(self._window, skip_special_tokens=skip)

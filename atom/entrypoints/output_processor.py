@@ -254,7 +254,10 @@ def child_seed(seed: int, index: int) -> int:
 
 
 def _engine_params(params: SamplingParams, index: int) -> SamplingParams:
-    """What the engine must know: no stop strings, and the prompt's logprobs only once."""
+    """What the engine must know: nothing of texts, and the prompt's logprobs only once."""
     return msgspec.structs.replace(
-        params, stop=None, prompt_logprobs=params.prompt_logprobs if index == 0 else None
+        params,
+        stop=None,
+        kept_special_tokens=None,
+        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
     )

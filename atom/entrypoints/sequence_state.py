@@ -44,7 +44,9 @@ class SequenceState:
         self._params = params
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.detokenizer(
-            skip_special_tokens=params.skip_special_tokens, context_ids=prompt_token_ids
+            skip_special_tokens=params.skip_special_tokens,
+            kept=params.kept_special_tokens or (),
+            context_ids=prompt_token_ids,
         )
         self._matcher = StopMatcher(stops) if stops else None
         self._cumulative_logprob = 0.0

@@ -18,7 +18,8 @@ from atom.entrypoints.detokenizer import Vocabulary
 from atom.entrypoints.openai import messages_api, responses
 from atom.entrypoints.openai.auth import ApiKeyMiddleware
 from atom.entrypoints.openai.body import Body, read_body
-from atom.entrypoints.openai.chat import ChatFormat, prepare_chat
+from atom.entrypoints.openai.chat import prepare_chat
+from atom.entrypoints.openai.chat_format import ChatFormat
 from atom.entrypoints.openai.completions import CompletionFormat, prepare_completion
 from atom.entrypoints.openai.errors import (
     INVALID_REQUEST,
@@ -107,8 +108,8 @@ class Api:
         self, request: Request, body: ChatCompletionRequest, model: str
     ) -> tuple[Generation, ChatFormat]:
         """What a chat asks of the engine, and how its choices are spelled."""
-        generation = await unless_disconnected(request, prepare_chat(body, model, self.encoder))
-        return generation, ChatFormat(body, self.vocabulary)
+        preparing = prepare_chat(body, model, self.encoder, self.vocabulary, self.options)
+        return await unless_disconnected(request, preparing)
 
     async def _translated(
         self,

@@ -1,26 +1,33 @@
-"""`/v1/chat/completions`: messages through the template, and the choices' spelling."""
+"""`/v1/chat/completions`: messages through the template, and what comes back as choices."""
 
 from __future__ import annotations
 
 import time
 import uuid
-from typing import Any
 
 from atom.entrypoints.detokenizer import Vocabulary
+from atom.entrypoints.openai.chat_format import ChatFormat
 from atom.entrypoints.openai.errors import bad_request
-from atom.entrypoints.openai.generation import Choice, Generation
-from atom.entrypoints.openai.logprobs import chat_logprobs, prompt_logprobs
+from atom.entrypoints.openai.generation import Generation
+from atom.entrypoints.openai.options import ServerOptions
+from atom.entrypoints.openai.output_parser import ChatOutputParser
 from atom.entrypoints.openai.params import check_stream_fields, includes_usage, sampling_params
 from atom.entrypoints.openai.protocol import ChatCompletionRequest
+from atom.entrypoints.openai.reasoning import REASONING_PARSERS
 from atom.entrypoints.openai.tokenization import Prompt, PromptEncoder
-from atom.outputs import CompletionOutput, RequestOutput
+from atom.entrypoints.openai.tool_choice import ToolUse, resolve_tool_use
+from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
 from atom.sampling_params import SamplingParams
 
 
 async def prepare_chat(
-    body: ChatCompletionRequest, model: str, encoder: PromptEncoder
-) -> Generation:
-    """Render, tokenise and validate.
+    body: ChatCompletionRequest,
+    model: str,
+    encoder: PromptEncoder,
+    vocabulary: Vocabulary,
+    options: ServerOptions,
+) -> tuple[Generation, ChatFormat]:
+    """Render, tokenise and validate; returns what to ask of the engine and how to answer.
 
     Raises:
         ApiError: 400 for what cannot be generated as asked.
@@ -29,9 +36,12 @@ async def prepare_chat(
     field_names = {"prompt": "messages", "logprobs": "top_logprobs"}
     if body.max_completion_tokens is not None:
         field_names["max_tokens"] = "max_completion_tokens"
-    params = _params(body, field_names)
-    prompt = await encoder.encode_chat(body, add_special_tokens=bool(body.add_special_tokens))
-    return Generation(
+    use = resolve_tool_use(body, options)
+    params = _constrained(_params(body, field_names, use, options), use)
+    prompt = await encoder.encode_chat(
+        body, add_special_tokens=bool(body.add_special_tokens), with_tools=use.mode != "none"
+    )
+    generation = Generation(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         model=model,
         created=int(time.time()),
@@ -43,9 +53,23 @@ async def prepare_chat(
         include_usage=includes_usage(body),
         field_names=field_names,
     )
+    starts_in_reasoning = _starts_in_reasoning(body, prompt, options)
+
+    def create_parser(index: int) -> ChatOutputParser:
+        salt = f"{generation.id}/{index}"
+        return ChatOutputParser(
+            use.parser, options.reasoning_parser, use.tools, starts_in_reasoning, id_salt=salt
+        )
+
+    return generation, ChatFormat(body, vocabulary, create_parser)
 
 
-def _params(body: ChatCompletionRequest, field_names: dict[str, str]) -> SamplingParams:
+def _params(
+    body: ChatCompletionRequest,
+    field_names: dict[str, str],
+    use: ToolUse,
+    options: ServerOptions,
+) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
     newer, older = body.max_completion_tokens, body.max_tokens
@@ -59,61 +83,43 @@ def _params(body: ChatCompletionRequest, field_names: dict[str, str]) -> Samplin
         field_names,
         max_tokens=older if newer is None else newer,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        kept_special_tokens=_markers(use.parser, options.reasoning_parser) or None,
     )
 
 
-class ChatFormat:
-    """Choices of a chat completion."""
+def _markers(tool_parser: str | None, reasoning_parser: str | None) -> list[str]:
+    """The parsers see these even where they are special tokens, and no other special token."""
+    markers: list[str] = []
+    if tool_parser is not None:
+        markers += TOOL_PARSERS[tool_parser].markers
+    if reasoning_parser is not None:
+        markers += REASONING_PARSERS[reasoning_parser].markers
+    return markers
 
-    response_object = "chat.completion"
-    chunk_object = "chat.completion.chunk"
 
-    def __init__(self, body: ChatCompletionRequest, vocabulary: Vocabulary) -> None:
-        self._vocabulary = vocabulary
-        self._num_top = (body.top_logprobs or 0) if body.logprobs else None
-        self._wants_prompt_logprobs = body.prompt_logprobs is not None
+def _constrained(params: SamplingParams, use: ToolUse) -> SamplingParams:
+    """The parameters with the grammar that the tool choice needs, if it needs one."""
+    if not use.needs_grammar:
+        return params
+    choice = "tools with strict schemas" if use.mode == "auto" else f"tool_choice {use.mode!r}"
+    if not use.parallel:
+        raise bad_request(
+            "parallel_tool_calls=false is not supported", "parallel_tool_calls", "unsupported_field"
+        )
+    raise bad_request(
+        f"{choice} is not supported",
+        "tools" if use.mode == "auto" else "tool_choice",
+        "unsupported_field",
+    )
 
-    def open(self, index: int, prompt: Prompt, request: RequestOutput) -> Choice | None:
-        del prompt, request
-        return {
-            "index": index,
-            "delta": {"role": "assistant", "content": ""},
-            "logprobs": None,
-            "finish_reason": None,
-        }
 
-    def delta(self, index: int, output: CompletionOutput) -> Choice | None:
-        logprobs = self._format_logprobs(output)
-        if not (output.text or output.finish_reason or logprobs):
-            return None
-        choice = {
-            "index": index,
-            "delta": {"content": output.text} if output.text or logprobs else {},
-            "logprobs": logprobs,
-            "finish_reason": output.finish_reason,
-        }
-        if output.finish_reason is not None:
-            choice["stop_reason"] = output.stop_reason
-        return choice
-
-    def whole(
-        self, index: int, prompt: Prompt, request: RequestOutput, output: CompletionOutput
-    ) -> Choice:
-        del prompt, request
-        return {
-            "index": index,
-            "message": {"role": "assistant", "content": output.text, "refusal": None},
-            "logprobs": self._format_logprobs(output),
-            "finish_reason": output.finish_reason,
-            "stop_reason": output.stop_reason,
-        }
-
-    def response_fields(self, requests: list[RequestOutput]) -> dict[str, Any]:
-        if not self._wants_prompt_logprobs:
-            return {}
-        return {"prompt_logprobs": prompt_logprobs(requests[0].prompt_logprobs)}
-
-    def _format_logprobs(self, output: CompletionOutput) -> dict[str, Any] | None:
-        if self._num_top is None or not output.logprobs:
-            return None
-        return chat_logprobs(self._vocabulary, self._num_top, output.token_ids, output.logprobs)
+def _starts_in_reasoning(
+    body: ChatCompletionRequest, prompt: Prompt, options: ServerOptions
+) -> bool:
+    if options.reasoning_parser is None or prompt.text is None:
+        return False
+    continued = ""
+    if body.continue_final_message:
+        last = body.messages[-1].content or ""
+        continued = last if isinstance(last, str) else "".join(part.text or "" for part in last)
+    return REASONING_PARSERS[options.reasoning_parser].is_open_after(prompt.text, continued)

@@ -68,8 +68,8 @@ def chat_logprobs(
     num_top: int,
     token_ids: Sequence[int],
     positions: Sequence[PositionLogprobs],
-) -> dict[str, Any]:
-    """The `logprobs` of a chat choice for these tokens."""
+) -> list[dict[str, Any]]:
+    """The rows of a chat choice's `logprobs` for these tokens."""
 
     def row(token_id: int, candidate: Logprob) -> dict[str, Any]:
         return {
@@ -84,7 +84,7 @@ def chat_logprobs(
         top.sort(key=_by_rank)
         rows = [row(*item) for item in top]
         content.append({**row(token_id, position[token_id]), "top_logprobs": rows})
-    return {"content": content, "refusal": None}
+    return content
 
 
 def prompt_logprobs(positions: Sequence[PositionLogprobs | None] | None) -> list[Any] | None:

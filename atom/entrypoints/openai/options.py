@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
 from atom.config import api_key_from_environment
+from atom.entrypoints.openai.reasoning import REASONING_PARSERS
+from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
@@ -30,6 +33,8 @@ class ServerOptions:
     cors_allow_origins: origins whose pages may call the server; `*` is all.
     drain_seconds: how long requests in flight may go on after SIGTERM or SIGINT.
     chat_template: Jinja text that replaces the tokenizer's own template.
+    tool_call_parser, reasoning_parser: how the model writes tool calls and reasoning.
+    enable_auto_tool_choice: requests may leave it to the model whether it calls tools.
     """
 
     host: str = DEFAULT_HOST
@@ -42,6 +47,9 @@ class ServerOptions:
     drain_seconds: float = DEFAULT_DRAIN_SECONDS
     log_level: str = "info"
     chat_template: str | None = None
+    tool_call_parser: str | None = None
+    reasoning_parser: str | None = None
+    enable_auto_tool_choice: bool = False
 
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
@@ -58,6 +66,10 @@ class ServerOptions:
             raise OptionError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}")
         if not 0 <= self.drain_seconds < float("inf"):
             raise OptionError(f"--drain-seconds must be at least 0, got {self.drain_seconds}")
+        _check_name("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS)
+        _check_name("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
+        if self.enable_auto_tool_choice and self.tool_call_parser is None:
+            raise OptionError("--enable-auto-tool-choice needs --tool-call-parser NAME")
 
     @staticmethod
     def add_cli_args(parser: argparse.ArgumentParser) -> None:
@@ -111,6 +123,21 @@ class ServerOptions:
         )
         add("--log-level", choices=LOG_LEVELS, default="info", help="(default: %(default)s)")
         add("--chat-template", type=Path, help="file with a Jinja chat template")
+        add(
+            "--tool-call-parser",
+            metavar="NAME",
+            help=f"how the model writes tool calls: {', '.join(TOOL_PARSERS)}",
+        )
+        add(
+            "--reasoning-parser",
+            metavar="NAME",
+            help=f"how the model marks reasoning: {', '.join(REASONING_PARSERS)}",
+        )
+        add(
+            "--enable-auto-tool-choice",
+            action="store_true",
+            help="let the model decide whether it calls the tools of a request",
+        )
 
     @classmethod
     def from_cli_args(cls, namespace: argparse.Namespace) -> ServerOptions:
@@ -129,7 +156,15 @@ class ServerOptions:
             drain_seconds=namespace.drain_seconds,
             log_level=namespace.log_level,
             chat_template=_read_template(namespace.chat_template),
+            tool_call_parser=namespace.tool_call_parser,
+            reasoning_parser=namespace.reasoning_parser,
+            enable_auto_tool_choice=namespace.enable_auto_tool_choice,
         )
+
+
+def _check_name(flag: str, name: str | None, known: Collection[str]) -> None:
+    if name is not None and name not in known:
+        raise OptionError(f"{flag} must be one of {', '.join(known)}, got {name!r}")
 
 
 def _read_template(path: Path | None) -> str | None:

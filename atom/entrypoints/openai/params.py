@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from atom.entrypoints.openai.errors import bad_request, invalid_parameters
 from atom.entrypoints.openai.protocol import GenerationRequest
@@ -37,7 +38,7 @@ def sampling_params(
     field_names: Mapping[str, str],
     *,
     max_tokens: int | None,
-    **overrides: int | None,
+    **overrides: Any,
 ) -> SamplingParams:
     """The request's parameters.
 

@@ -24,6 +24,7 @@ UNSUPPORTED_FIELD = "unsupported_field"
 UNSUPPORTED_CONTENT = "unsupported_content"
 
 Role = Literal["system", "developer", "user", "assistant", "tool"]
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 # Lists fail at their first wrong item: megabytes of wrong items must not become errors each.
 StopStrings = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
@@ -151,6 +152,33 @@ class ContentPart(BaseModel):
     text: str | None = None
 
 
+class FunctionDefinition(ApiModel):
+    """A function that the model may call; `parameters` is a JSON schema."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.-]{1,128}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(ApiModel):
+    type: Literal["function"]
+    function: FunctionDefinition
+
+
+class FunctionName(ApiModel):
+    name: str
+
+
+class NamedToolChoice(ApiModel):
+    type: Literal["function"]
+    function: FunctionName
+
+
+ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
+Tools = Annotated[list[Tool], Field(fail_fast=True)]
+
+
 class ChatMessage(ApiModel):
     """One message. The unsupported fields are what clients echo back from a response."""
 
@@ -163,6 +191,7 @@ class ChatMessage(ApiModel):
 
     role: Role
     content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    reasoning_content: str | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -179,6 +208,8 @@ class ChatPrompt(ApiModel):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    reasoning_effort: ReasoningEffort | None = None
+    tools: Tools | None = None
     chat_template: Any = None
 
 
@@ -187,9 +218,6 @@ class ChatCompletionRequest(GenerationRequest, ChatPrompt):
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "chat_template": (),
-        "tools": ([],),
-        "tool_choice": ("none",),
-        "parallel_tool_calls": (False, True),
         "functions": ([],),
         "function_call": ("none",),
         "response_format": ({"type": "text"},),
@@ -197,16 +225,14 @@ class ChatCompletionRequest(GenerationRequest, ChatPrompt):
         "audio": (),
         "prediction": (),
         "web_search_options": (),
-        "reasoning_effort": (),
         "verbosity": (),
     }
 
     max_completion_tokens: int | None = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
-    tools: Any = None
-    tool_choice: Any = None
-    parallel_tool_calls: Any = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
     response_format: Any = None
@@ -214,20 +240,18 @@ class ChatCompletionRequest(GenerationRequest, ChatPrompt):
     audio: Any = None
     prediction: Any = None
     web_search_options: Any = None
-    reasoning_effort: Any = None
     verbosity: Any = None
 
 
 class TokenizeRequest(ChatPrompt):
     """`POST /tokenize`: a prompt, or messages with the fields of `ChatPrompt`."""
 
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": (), "tools": ([],)}
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"chat_template": ()}
 
     model: str | None = None
     prompt: str | None = None
     add_special_tokens: bool | None = None
     return_token_strs: bool | None = None
-    tools: Any = None
 
 
 class DetokenizeRequest(ApiModel):

@@ -69,6 +69,7 @@ class PromptEncoder:
         self._template = chat_template or _default_template(tokenizer)
         # One thread: the tokenizer's settings are not meant to be changed from several.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._takes_arguments_as_text = self._probe_arguments()
         self._max_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
         if chat_template is not None:
             self._check_syntax()
@@ -84,10 +85,13 @@ class PromptEncoder:
         encode = functools.partial(self._encode, text, add_special_tokens)
         return Prompt(await self._call(len(text), encode), text)
 
-    async def encode_chat(self, chat: ChatPrompt, *, add_special_tokens: bool) -> Prompt:
+    async def encode_chat(
+        self, chat: ChatPrompt, *, add_special_tokens: bool, with_tools: bool = True
+    ) -> Prompt:
         """Render the chat template, then tokenise.
 
         The template writes the special tokens itself, so none are added unless asked for.
+        Without `with_tools` the model is not told of the chat's tools.
 
         Raises:
             ApiError: 400 when there is no template or it does not accept the messages.
@@ -110,7 +114,8 @@ class PromptEncoder:
         messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
         size = sum(len(message["content"]) for message in messages)
         self._check_length(size, "messages")
-        text = await self._call(size, functools.partial(self._render, messages, chat))
+        tools = tool_dicts(chat) if with_tools else None
+        text = await self._call(size, functools.partial(self._render, messages, chat, tools))
         return await self.encode(text, add_special_tokens=add_special_tokens, param="messages")
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -135,10 +140,17 @@ class PromptEncoder:
         )
         return token_ids
 
-    def _render(self, messages: list[dict[str, Any]], chat: ChatPrompt) -> str:
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        chat: ChatPrompt,
+        tools: list[dict[str, Any]] | None,
+    ) -> str:
         continues = bool(chat.continue_final_message)
         opens = not continues if chat.add_generation_prompt is None else chat.add_generation_prompt
-        variables = chat.chat_template_kwargs or {}
+        variables = dict(chat.chat_template_kwargs or {})
+        if chat.reasoning_effort is not None:
+            variables["reasoning_effort"] = chat.reasoning_effort
         reserved = sorted(RESERVED_TEMPLATE_KWARGS & variables.keys())
         if reserved:
             raise bad_request(
@@ -147,6 +159,7 @@ class PromptEncoder:
         try:
             text: str = self._tokenizer.apply_chat_template(
                 messages,
+                tools=tools,
                 chat_template=self._template,
                 add_generation_prompt=opens,
                 continue_final_message=continues,
@@ -166,13 +179,54 @@ class PromptEncoder:
         if role == "developer" and "developer" not in (self._template or ""):
             role = "system"
         rendered: dict[str, Any] = {"role": role, "content": _text(message, where)}
+        if message.reasoning_content is not None:
+            rendered["reasoning_content"] = message.reasoning_content
         if message.name is not None:
             rendered["name"] = message.name
         if message.tool_call_id is not None:
             rendered["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
-            rendered["tool_calls"] = [_tool_call(call, where) for call in message.tool_calls]
+            rendered["tool_calls"] = [self._tool_call(call, where) for call in message.tool_calls]
         return rendered
+
+    def _tool_call(self, call: dict[str, Any], where: str) -> dict[str, Any]:
+        """A call of the history, its arguments as the template wants them."""
+        function = call.get("function")
+        if not isinstance(function, dict):
+            raise bad_request(f"{where}.tool_calls need a 'function' object", where)
+        arguments = function.get("arguments")
+        if self._takes_arguments_as_text or not isinstance(arguments, str):
+            return call
+        try:
+            return {**call, "function": {**function, "arguments": json.loads(arguments)}}
+        except ValueError as error:
+            raise bad_request(f"{where}.tool_calls: arguments are not JSON: {error}", where) from (
+                error
+            )
+
+    def _probe_arguments(self) -> bool:
+        """Whether the template writes a call's arguments as they are.
+
+        Then history reads as the model wrote it; other templates spell out an object.
+        """
+        text = '{"probe":  1}'
+        call = {"name": "probe", "arguments": text}
+        messages = [
+            {"role": "user", "content": "probe"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "functions.probe:0", "type": "function", "function": call}],
+            },
+        ]
+        if self._template is None:
+            return False
+        try:
+            return text in self._tokenizer.apply_chat_template(
+                messages, chat_template=self._template, tokenize=False
+            )
+        except Exception:  # it refuses texts, or this chat
+            return False
 
     def _check_length(self, size: int, param: str) -> None:
         if size > self._max_characters:
@@ -194,6 +248,11 @@ class PromptEncoder:
             return  # the template may well refuse this particular chat
 
 
+def tool_dicts(chat: ChatPrompt) -> list[dict[str, Any]] | None:
+    """The chat's tools as templates and parsers take them; None without tools."""
+    return [tool.model_dump(exclude_none=True) for tool in chat.tools or ()] or None
+
+
 def _default_template(tokenizer: Any) -> str | None:
     template = tokenizer.chat_template
     return template.get("default") if isinstance(template, dict) else template
@@ -204,7 +263,7 @@ def _text(message: ChatMessage, where: str) -> str:
     if isinstance(message.content, str):
         return message.content
     if message.content is None:
-        if message.role == "assistant" and message.tool_calls:
+        if message.role == "assistant" and (message.tool_calls or message.reasoning_content):
             return ""
         raise bad_request(f"{where}.content is missing", f"{where}.content", "missing_field")
     texts = []
@@ -223,16 +282,3 @@ def _unsupported_part(where: str, kind: str) -> ApiError:
         where,
         "unsupported_content",
     )
-
-
-def _tool_call(call: dict[str, Any], where: str) -> dict[str, Any]:
-    function = call.get("function")
-    if not isinstance(function, dict):
-        raise bad_request(f"{where}.tool_calls need a 'function' object", where)
-    arguments = function.get("arguments")
-    if not isinstance(arguments, str):
-        return call
-    try:
-        return {**call, "function": {**function, "arguments": json.loads(arguments)}}
-    except ValueError as error:
-        raise bad_request(f"{where}.tool_calls: arguments are not JSON: {error}", where) from error

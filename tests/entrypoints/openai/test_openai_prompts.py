@@ -141,7 +141,7 @@ def test_candidates_are_ranked_and_cut(byte_level_tokenizer: PreTrainedTokenizer
     assert columns["top_logprobs"] == [{"b": -0.5, "a": -1.0, "d": -9999.0}]
     assert [*columns["top_logprobs"][0]] == ["b", "a", "d"]
     assert columns["token_logprobs"] == [-9999.0]
-    rows = chat_logprobs(vocabulary, 2, [d], [position])["content"]
+    rows = chat_logprobs(vocabulary, 2, [d], [position])
     assert rows[0]["token"] == "d"
     assert [row["token"] for row in rows[0]["top_logprobs"]] == ["b", "a"]
-    assert chat_logprobs(vocabulary, 0, [d], [position])["content"][0]["top_logprobs"] == []
+    assert chat_logprobs(vocabulary, 0, [d], [position])[0]["top_logprobs"] == []
