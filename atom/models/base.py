@@ -10,6 +10,7 @@ from torch import nn
 from atom.model_ops.attention_mha import Attention
 from atom.model_ops.attention_mla import MLAAttention
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
+from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.metadata import ModelInput, ModelOutput
 from atom.model_ops.weight_mapping import WeightMapping
 
@@ -31,6 +32,11 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def output_head(self) -> ParallelLMHead:
         """The module that makes the logits, for a draft that shares it."""
+
+    @property
+    @abstractmethod
+    def final_norm(self) -> RMSNorm:
+        """The norm between the last layer and the output head."""
 
     @abstractmethod
     def forward(self, model_input: ModelInput) -> ModelOutput:

@@ -116,6 +116,18 @@ class LlamaAttention(nn.Module):
         out: torch.Tensor = self.o_proj(self.attn(q, k, v, metadata))
         return out
 
+    def write_kv(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        """What `forward` leaves in the cache, and nothing else of it."""
+        q, k, v = self.qkv_proj.split(self.qkv_proj(x))
+        _, k = rotary(positions, *self.prepare(q, k))
+        self.attn.write(k, v, metadata)
+
 
 class LlamaDecoderLayer(nn.Module):
     """Attention and MLP, each behind a norm; the residual stream is kept apart."""
@@ -231,6 +243,10 @@ class LlamaForCausalLM(CausalLM):
     @property
     def output_head(self) -> ParallelLMHead:
         return self.lm_head
+
+    @property
+    def final_norm(self) -> RMSNorm:
+        return self.model.norm
 
     def forward(self, model_input: ModelInput) -> ModelOutput:
         output: ModelOutput = self.model(model_input)

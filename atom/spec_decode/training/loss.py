@@ -1,0 +1,74 @@
+"""Soft cross-entropy of a draft against its target's distribution."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+
+# Entries of a target distribution below this are no candidates of their own right.
+_NEGLIGIBLE = 1e-3
+
+
+class SoftCrossEntropy:
+    """`sum_rows -sum_v p(v) log q(v)`, over all of the vocabulary or a sample of it.
+
+    With `num_negatives` the normaliser is estimated: candidates are the tokens that any row's
+    target considers, and that many others drawn uniformly, whose logits are raised by the log of
+    how many tokens each stands for (importance sampling).
+    """
+
+    def __init__(self, vocab_size: int, num_negatives: int | None) -> None:
+        self._vocab_size = vocab_size
+        self._num_negatives = num_negatives
+
+    def candidates(
+        self, target_ids: torch.Tensor, target_probs: torch.Tensor, generator: torch.Generator
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Candidate token ids [C] and what is added to their logits [C]; None for all tokens."""
+        if self._num_negatives is None:
+            return None
+        chosen = torch.zeros(self._vocab_size, dtype=torch.bool, device=target_ids.device)
+        chosen[target_ids[target_probs >= _NEGLIGIBLE]] = True
+        chosen[target_ids[:, 0]] = True
+        others = (~chosen).nonzero()[:, 0]
+        count = min(self._num_negatives, len(others))
+        positives = chosen.nonzero()[:, 0]
+        offsets = torch.zeros(len(positives) + count, device=target_ids.device)
+        if count:
+            order = torch.randperm(len(others), generator=generator)[:count]
+            offsets[len(positives) :] = math.log(len(others) / count)
+            others = others[order.to(others.device)]
+        return torch.cat((positives, others[:count])), offsets
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        head: torch.Tensor,
+        target_ids: torch.Tensor,
+        target_probs: torch.Tensor,
+        candidates: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """hidden [N, size], head [vocab, size], targets [N, K] -> the loss, and hits [N] bool.
+
+        A hit is a row whose most likely candidate is the target's most likely token.
+        """
+        if candidates is None:
+            logits, places = F.linear(hidden, head).float(), target_ids
+        else:
+            ids, offsets = candidates
+            logits = F.linear(hidden, head[ids]).float()
+            place_of = ids.new_full((self._vocab_size,), -1)
+            place_of[ids] = torch.arange(len(ids), device=ids.device)
+            places = place_of[target_ids]
+            # Negligible entries may have no place; the others take their share.
+            target_probs = target_probs.masked_fill(places < 0, 0.0)
+            target_probs = target_probs / target_probs.sum(-1, keepdim=True)
+            places = places.clamp(min=0)
+            hits = logits.detach().argmax(-1) == places[:, 0]
+            logits = logits + offsets
+        if candidates is None:
+            hits = logits.detach().argmax(-1) == places[:, 0]
+        expected = (target_probs * logits.gather(1, places)).sum(-1)
+        return (logits.logsumexp(-1) - expected).sum(), hits

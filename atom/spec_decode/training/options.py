@@ -1,0 +1,57 @@
+"""What a training run is told."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """Attributes:
+    epochs: passes over the data, not necessarily whole; the rate falls to 0 over them.
+    rows_per_batch: drafting rows of a batch. accumulate: batches of an optimiser step.
+    depth: draft steps that are unrolled. step_decay: weight of step i is its i-th power.
+    lr, lr_fc, lr_head: peak rates of AdamW; a head's rate of 0 freezes it.
+    warmup: share of the steps in which the rates rise.
+    num_targets: entries kept of each target distribution.
+    num_negatives: candidates drawn for the normaliser beside the targets' own; None takes all.
+    held_out: share of the texts that only measure.
+    dtype: `float32` or `bfloat16`, of the arithmetic; weights and optimiser are float32.
+    log_every, save_every: optimiser steps; save_every is a multiple of log_every.
+    """
+
+    epochs: float = 3.0
+    rows_per_batch: int = 512
+    accumulate: int = 1
+    depth: int = 3
+    step_decay: float = 0.8
+    lr: float = 8e-4
+    lr_fc: float = 3e-4
+    lr_head: float = 4e-4
+    warmup: float = 0.03
+    clip: float = 1.0
+    num_targets: int = 16
+    num_negatives: int | None = None
+    held_out: float = 0.02
+    dtype: str = "float32"
+    log_every: int = 20
+    save_every: int = 200
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rows_per_batch", "accumulate", "depth", "num_targets", "log_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
+        if self.epochs <= 0:
+            raise ValueError(f"epochs must be positive, got {self.epochs}")
+        if not 0 <= self.held_out < 1:
+            raise ValueError(f"held_out must be in [0, 1), got {self.held_out}")
+        if self.save_every % self.log_every:
+            raise ValueError(
+                f"save_every ({self.save_every}) must be a multiple of log_every "
+                f"({self.log_every}), so that a resumed log has no gap"
+            )
+        if self.num_negatives is not None and self.num_negatives < 1:
+            raise ValueError(f"num_negatives must be at least 1, got {self.num_negatives}")
+        if self.dtype not in ("float32", "bfloat16"):
+            raise ValueError(f"dtype must be float32 or bfloat16, got {self.dtype!r}")

@@ -1,0 +1,35 @@
+"""How repetitive a text is: small models fall into loops, and loops teach a draft nothing."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+_LOOP_SIZE = 6
+_LOOP_COUNT = 4
+
+
+def repeated_bigram_share(token_ids: Sequence[int]) -> float:
+    """The share of bigrams that occurred before, in [0, 1]."""
+    bigrams = list(itertools.pairwise(token_ids))
+    return 1 - len(set(bigrams)) / len(bigrams) if bigrams else 0.0
+
+
+class LoopDetector:
+    """Says when a growing text goes round: the same six tokens for the fourth time."""
+
+    def __init__(self) -> None:
+        self._window: list[int] = []
+        self._counts: Counter[tuple[int, ...]] = Counter()
+
+    def feed(self, token_ids: Iterable[int]) -> bool:
+        """Whether the text loops once these tokens are appended."""
+        looping = False
+        for token_id in token_ids:
+            self._window = [*self._window[1 - _LOOP_SIZE :], token_id]
+            if len(self._window) == _LOOP_SIZE:
+                window = tuple(self._window)
+                self._counts[window] += 1
+                looping = looping or self._counts[window] >= _LOOP_COUNT
+        return looping

@@ -1,0 +1,57 @@
+"""The weights of a target that its draft starts from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from atom.config import EngineConfig
+from atom.model_engine.executor import DTYPES_BY_NAME
+from atom.model_loader.source import ModelSource
+from atom.model_loader.weights import load_weights
+from atom.model_ops.embedding import ParallelLMHead
+from atom.model_ops.layer_context import LayerContext
+from atom.models.llama import LlamaMLP
+from atom.models.registry import create_model
+from atom.platform import select_platform
+
+
+@dataclass(frozen=True)
+class TargetParts:
+    """Attributes:
+    embedding, head: [vocab, hidden], in the target's dtype. final_norm: [hidden].
+    gate_proj, up_proj: [intermediate, hidden] of the last dense layer; None without one.
+    default_aux_layer_ids: boundary ids of the states that a draft reads by default.
+    """
+
+    embedding: torch.Tensor
+    head: torch.Tensor
+    final_norm: torch.Tensor
+    gate_proj: torch.Tensor | None
+    up_proj: torch.Tensor | None
+    default_aux_layer_ids: tuple[int, ...]
+
+
+def load_target_parts(config: EngineConfig, source: ModelSource) -> TargetParts:
+    """Raises:
+    ConfigError: when the target cannot be loaded.
+    """
+    name = config.model.dtype
+    dtype = source.default_dtype if name == "auto" else DTYPES_BY_NAME[name]
+    context = LayerContext.create(dtype, 1, select_platform(config.device))
+    target = create_model(source.hf_config, context)
+    load_weights(target, target.weight_mapping, source, config.model)
+    embedding = target.token_embedding.weight.data
+    head = _head_weight(target.output_head, embedding)
+    dense = [module for module in target.modules() if isinstance(module, LlamaMLP)]
+    gate = up = None
+    if dense:
+        gate, up = (t.clone() for t in dense[-1].gate_up_proj.weight.data.float().chunk(2))
+    norm = target.final_norm.weight.data.float().clone()
+    return TargetParts(embedding, head, norm, gate, up, target.default_aux_layer_ids())
+
+
+def _head_weight(head: ParallelLMHead, embedding: torch.Tensor) -> torch.Tensor:
+    own = dict(head.named_parameters()).get("weight")
+    return embedding if own is None else own.data
