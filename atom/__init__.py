@@ -10,12 +10,21 @@ if TYPE_CHECKING:
     from atom.entrypoints.llm import LLM
     from atom.outputs import CompletionOutput, RequestOutput
     from atom.sampling_params import SamplingParams
+    from atom.structured_output.params import StructuredOutput
 
-__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+__all__ = [
+    "LLM",
+    "CompletionOutput",
+    "RequestOutput",
+    "SamplingParams",
+    "StructuredOutput",
+    "__version__",
+]
 
 _HOMES = {
     "LLM": "atom.entrypoints.llm",
     "SamplingParams": "atom.sampling_params",
+    "StructuredOutput": "atom.structured_output.params",
     "RequestOutput": "atom.outputs",
     "CompletionOutput": "atom.outputs",
 }

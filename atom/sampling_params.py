@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import msgspec
 
+from atom.structured_output.params import StructuredOutput
+
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """How the tokens of one request are chosen and when generation ends.
@@ -32,6 +34,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         prompt_logprobs: the same for every prompt token but the first.
         skip_special_tokens: leave special tokens out of the text.
         kept_special_tokens: texts of special tokens that stay in the text nevertheless.
+        structured_output: a grammar that the text obeys; it decides where end tokens may come,
+            also before `min_tokens` when it allows nothing else, and excludes `ignore_eos`.
     """
 
     n: int = 1
@@ -54,6 +58,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     kept_special_tokens: list[str] | None = None
+    structured_output: StructuredOutput | None = None
 
     def __post_init__(self) -> None:
         for name, low, high in _RANGES:
@@ -73,6 +78,8 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
             )
+        if self.structured_output is not None and self.ignore_eos:
+            raise ValueError("ignore_eos cannot be combined with structured_output")
         if not all(isinstance(s, str) and s for s in self.stop_strings):
             raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
         for token_id in self.stop_token_ids or ():

@@ -251,17 +251,23 @@ class AsyncEngine:
             case wire.Step(report):
                 self.stats = report.stats
                 self._deliver(report.outputs)
+                for refused in report.refused:
+                    self._refuse(refused.id, refused.message, refused.param)
             case wire.Heartbeat(stats):
                 self.stats = stats
             case wire.RequestRefused(sequence_id, text, param):
-                request_id = request_id_of(sequence_id)
-                self._abort(self._processor.abort(request_id))
-                if request_id in self._mailboxes:
-                    self._mailboxes[request_id].fail(RequestRefusedError(text, param))
+                self._refuse(sequence_id, text, param)
             case wire.EngineFailed(text):
                 self._die(f"the engine failed: {text}")
             case wire.Ready() | wire.StartupFailed():
                 raise TypeError("the engine was ready already")
+
+    def _refuse(self, sequence_id: str, message: str, param: str | None) -> None:
+        """Fail the request that a sequence belongs to."""
+        request_id = request_id_of(sequence_id)
+        self._abort(self._processor.abort(request_id))
+        if request_id in self._mailboxes:
+            self._mailboxes[request_id].fail(RequestRefusedError(message, param))
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         processed = self._processor.process(outputs)

@@ -81,12 +81,14 @@ class SequenceResult:
         prompt_logprobs: one entry per prompt token predicted by this step's rows (row `start + i`
             predicts prompt token `start + i + 1`), when asked for.
         draft_token_ids: guesses for the next step.
+        is_stuck: the sequence's grammar allows nothing after `token_ids`, which may be empty.
     """
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     draft_token_ids: list[int] = field(default_factory=list)
+    is_stuck: bool = False
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from atom.config import EngineConfig
 from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.executor import Executor, UniprocExecutor
+from atom.model_engine.grammar_queue import GrammarQueue
 from atom.model_engine.messages import (
     EngineLimits,
     EngineRequest,
@@ -15,6 +16,7 @@ from atom.model_engine.messages import (
     StepReport,
 )
 from atom.model_engine.scheduler import Scheduler
+from atom.structured_output.params import StructuredOutput
 
 
 class EngineCore:
@@ -42,32 +44,59 @@ class EngineCore:
             self.executor.eos_token_ids,
             self.executor.lookahead,
         )
+        self._grammar_queue = GrammarQueue(self.executor.grammars)
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
 
+        One with a grammar that is not compiled yet enters the scheduler later, while others run;
+        if it turns out then that it cannot, a step's report refuses it.
+
         Raises:
             RequestRefusedError: when it could never run as given.
         """
-        self._scheduler.add(request)
+        if request.params.structured_output is not None:
+            self._grammar_queue.add(request)
+        else:
+            self._scheduler.add(request)
 
     def abort(self, ids: Iterable[str]) -> list[SequenceOutput]:
         """End sequences now; their blocks are free when this returns."""
-        return self._scheduler.abort(ids)
+        ids = list(ids)
+        return self._grammar_queue.abort(ids) + self._scheduler.abort(ids)
+
+    def compile_grammar(self, wanted: StructuredOutput) -> None:
+        """Wait until a grammar is compiled, so that a request with it can run at once.
+
+        Raises:
+            RequestRefusedError: when it cannot be.
+        """
+        self._grammar_queue.compile(wanted)
 
     @property
     def has_work(self) -> bool:
-        return self._scheduler.has_unfinished
+        return self._scheduler.has_unfinished or self._grammar_queue.has_waiting
 
     @property
     def stats(self) -> EngineStats:
-        return self._scheduler.stats()
+        stats = self._scheduler.stats()
+        stats.num_waiting += self._grammar_queue.num_waiting
+        return stats
 
     def step(self) -> StepReport:
-        """Run one batch and report what came of it."""
+        """Run one batch and report what came of it.
+
+        When grammars are all there is to wait for, waits for one of them, but not for long.
+        """
+        if not self._scheduler.has_unfinished:
+            self._grammar_queue.wait()
+        refused = self._grammar_queue.release(self._scheduler.add)
         batch = self._scheduler.schedule()
-        output = self.executor.step(batch)
-        return StepReport(outputs=self._scheduler.update(batch, output), stats=self.stats)
+        outputs = self._scheduler.update(batch, self.executor.step(batch))
+        refused += self._scheduler.take_refused()
+        self._grammar_queue.forget(o.id for o in outputs if o.finish_reason is not None)
+        self._grammar_queue.forget(sequence.id for sequence in refused)
+        return StepReport(outputs=outputs, stats=self.stats, refused=refused)
 
     def shutdown(self) -> None:
         self.executor.shutdown()

@@ -5,11 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from atom.config import ConfigError, EngineConfig
+from atom.config import ConfigError, EngineConfig, ModelOptions
 from atom.model_engine.batch import NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
 from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
 from atom.model_engine.context_len import resolve_max_model_len
@@ -26,6 +27,7 @@ from atom.model_engine.messages import EngineLimits
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.sampling_state import SamplingStates
 from atom.model_loader.source import ModelSource, resolve_model
+from atom.model_loader.tokenizer import load_tokenizer
 from atom.model_loader.weights import load_weights
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import process_after_loading
@@ -35,6 +37,9 @@ from atom.platform import Platform, default_num_threads, select_platform
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead, Proposer
 from atom.spec_decode.factory import create_proposer
+from atom.structured_output.base import GrammarBackend
+from atom.structured_output.cache import GrammarCache
+from atom.structured_output.xgrammar_backend import XGrammarBackend
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +60,7 @@ class Executor(Protocol):
     limits: EngineLimits
     eos_token_ids: frozenset[int]
     lookahead: Lookahead
+    grammars: GrammarCache
 
     def step(self, batch: ScheduledBatch) -> StepOutput: ...
 
@@ -81,13 +87,13 @@ class UniprocExecutor:
         context_len = resolve_max_model_len(text_config, config.model.max_model_len)
         context = LayerContext.create(dtype, context_len, platform)
         self._model = _load_model(config, source, context)
-        self._proposer = (proposer_factory or create_proposer)(
-            config, self._model, source, context
-        )
+        self._proposer = (proposer_factory or create_proposer)(config, self._model, source, context)
         self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
         self._graphs = _create_graph_runner(
             config, self._model, self._proposer.lookahead, platform, context_len
         )
+        create_backend = partial(_create_grammar_backend, config.model, source)
+        self.grammars = GrammarCache(create_backend)
         self._runner = self._create_runner(config, source, context)
         self.eos_token_ids = source.eos_token_ids
         self.lookahead = self._proposer.lookahead
@@ -123,7 +129,7 @@ class UniprocExecutor:
         self, config: EngineConfig, source: ModelSource, context: LayerContext
     ) -> ModelRunner:
         vocab_size = source.hf_config.get_text_config().vocab_size
-        states = SamplingStates(vocab_size, source.eos_token_ids, context.device)
+        states = SamplingStates(vocab_size, source.eos_token_ids, context.device, self.grammars)
         return ModelRunner(
             self._model,
             self._graphs or EagerRunner(self._model),
@@ -176,7 +182,12 @@ class UniprocExecutor:
         return self._runner.step(batch)
 
     def shutdown(self) -> None:
-        """Nothing outlives the process."""
+        self.grammars.shutdown()
+
+
+def _create_grammar_backend(options: ModelOptions, source: ModelSource) -> GrammarBackend:
+    vocab_size = source.hf_config.get_text_config().vocab_size
+    return XGrammarBackend(load_tokenizer(source, options), vocab_size, source.eos_token_ids)
 
 
 def _create_graph_runner(

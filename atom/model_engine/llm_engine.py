@@ -5,9 +5,9 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from atom.config import EngineConfig
-from atom.entrypoints.output_processor import OutputProcessor
+from atom.entrypoints.output_processor import OutputProcessor, request_id_of
 from atom.model_engine.engine_core import EngineCore
-from atom.model_engine.messages import check_request
+from atom.model_engine.messages import RequestRefusedError, check_request
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.outputs import RequestOutput
@@ -44,6 +44,8 @@ class LLMEngine:
             text, token_ids = prompt, self.tokenizer.encode(prompt)
         assert isinstance(token_ids, list)
         check_request(token_ids, params, self.core.limits)
+        if params.structured_output is not None:
+            self.core.compile_grammar(params.structured_output)
         for request in self._processor.add_request(
             request_id, text, token_ids, params, stream=stream, priority=priority
         ):
@@ -54,9 +56,17 @@ class LLMEngine:
         return self.core.has_work
 
     def step(self) -> list[RequestOutput]:
-        """Run one batch; deltas of streamed requests and the results of finished ones."""
-        processed = self._processor.process(self.core.step().outputs)
+        """Run one batch; deltas of streamed requests and the results of finished ones.
+
+        Raises:
+            RequestRefusedError: when a request met the dead end of its grammar; it is aborted.
+        """
+        report = self.core.step()
+        processed = self._processor.process(report.outputs)
         self.core.abort(processed.aborts)
+        for refused in report.refused:
+            self.abort(request_id_of(refused.id))
+            raise RequestRefusedError(refused.message, refused.param)
         return processed.outputs
 
     def abort(self, request_id: str) -> None:

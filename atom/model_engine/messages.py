@@ -100,11 +100,20 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
+class RefusedSequence(msgspec.Struct, frozen=True, array_like=True):
+    """A sequence that ended because it turned out that it cannot run as given."""
+
+    id: str
+    message: str
+    param: str | None
+
+
 class StepReport(msgspec.Struct, kw_only=True):
     """All that one engine step has to tell the frontend."""
 
     outputs: list[SequenceOutput]
     stats: EngineStats
+    refused: list[RefusedSequence] = []
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,7 +88,7 @@ class ModelRunner:
         layout = SampleLayout.of(batch, self._device)
         sampled = self._sample(batch, layout, output.hidden_states[model_input.logits_indices])
         verified = verify(sampled.token_ids[layout.rows], layout.drafts)
-        token_ids = self._append(batch, layout, verified)
+        token_ids, are_stuck = self._append(batch, layout, verified)
         step = self._verified_step(batch, layout, model_input, output, sampled, verified)
         drafts = self._proposer.propose(step).tolist()
         logprobs = self._logprobs(batch, layout, sampled, token_ids)
@@ -99,6 +99,7 @@ class ModelRunner:
                 logprobs[s],
                 prompt_logprobs[index],
                 [t for t in drafts[s] if t != NO_DRAFT],
+                is_stuck=are_stuck[s],
             )
         return StepOutput(results)
 
@@ -118,13 +119,21 @@ class ModelRunner:
 
     def _append(
         self, batch: ScheduledBatch, layout: SampleLayout, verified: VerifyResult
-    ) -> list[list[int]]:
-        """Bring the verified tokens to the host and remember them; one list per sequence."""
+    ) -> tuple[list[list[int]], list[bool]]:
+        """Bring the verified tokens to the host and remember them.
+
+        Returns:
+            For each sampled sequence its tokens, as far as its grammar admits them, and whether
+            it does not admit them all.
+        """
         columns = torch.cat((verified.num_accepted[:, None], verified.token_ids), dim=1)
-        token_ids = [row[1 : row[0] + 2] for row in columns.tolist()]
-        for index, tokens in zip(layout.indices, token_ids, strict=True):
-            self._states[batch.sequences[index].id].output_token_ids += tokens
-        return token_ids
+        token_ids, are_stuck = [], []
+        for index, row in zip(layout.indices, columns.tolist(), strict=True):
+            tokens = row[1 : row[0] + 2]
+            count = self._states[batch.sequences[index].id].extend(tokens)
+            token_ids.append(tokens[:count])
+            are_stuck.append(count < len(tokens))
+        return token_ids, are_stuck
 
     def _verified_step(
         self,

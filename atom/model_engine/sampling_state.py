@@ -5,21 +5,34 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from atom.model_engine.batch import NewSequence
 from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling_params import SamplingParams
+from atom.structured_output.base import TokenMask
+from atom.structured_output.cache import GrammarCache
+from atom.structured_output.state import GrammarState
 
 
 @dataclass
 class SequenceState:
-    """One live sequence. `output_token_ids` grows with every sampled token."""
+    """One live sequence.
+
+    `output_token_ids` grows with every sampled token, and the grammar goes on with it.
+    """
 
     params: SamplingParams
     seed: int
     prompt_token_ids: list[int]
     output_token_ids: list[int]
+    grammar: GrammarState | None = None
+
+    def extend(self, token_ids: list[int]) -> int:
+        """Take in sampled tokens; how many of them the grammar admits."""
+        self.output_token_ids += token_ids
+        return len(token_ids) if self.grammar is None else self.grammar.advance(token_ids)
 
     @property
     def has_penalties(self) -> bool:
@@ -47,10 +60,17 @@ class SamplingRow:
 class SamplingStates:
     """All live sequences of a runner, and the sampling metadata of any rows of theirs."""
 
-    def __init__(self, vocab_size: int, eos_token_ids: Iterable[int], device: torch.device) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Iterable[int],
+        device: torch.device,
+        grammars: GrammarCache,
+    ) -> None:
         self._vocab_size = vocab_size
         self._eos_token_ids = frozenset(eos_token_ids)
         self._device = device
+        self._grammars = grammars
         self._states: dict[str, SequenceState] = {}
 
     def __getitem__(self, sequence_id: str) -> SequenceState:
@@ -62,17 +82,24 @@ class SamplingStates:
             self._states.pop(sequence_id, None)
         for s in new:
             self._states[s.id] = SequenceState(
-                s.params, s.seed, s.prompt_token_ids, list(s.output_token_ids)
+                s.params,
+                s.seed,
+                s.prompt_token_ids,
+                list(s.output_token_ids),
+                self._grammar_state(s),
             )
 
     def build_metadata(self, rows: Sequence[SamplingRow]) -> SamplingMetadata:
         """Sampling tensors for `rows`; what no row uses stays None."""
         params = [row.state.params for row in rows]
         logprobs = [p.logprobs for p in params if p.logprobs is not None]
+        mask = self._grammar_mask(rows)
         fields: dict[str, torch.Tensor | None] = {
             "logit_bias": self._logit_bias(params),
-            "banned": self._banned(rows),
+            "banned": self._banned(rows, mask),
         }
+        if mask is not None:
+            fields["grammar_mask"] = torch.from_numpy(mask).to(self._device, non_blocking=True)
         if any(row.state.has_penalties for row in rows):
             fields |= self._penalties(rows)
         if not all(p.is_greedy for p in params):
@@ -118,8 +145,34 @@ class SamplingStates:
                 bias[i, token_id] = value
         return bias.to(self._device)
 
-    def _banned(self, rows: Sequence[SamplingRow]) -> torch.Tensor | None:
-        """End tokens of sequences that have not reached min_tokens."""
+    def _grammar_state(self, new: NewSequence) -> GrammarState | None:
+        """The state behind the outputs of a sequence, which a resumed one has already."""
+        wanted = new.params.structured_output
+        if wanted is None:
+            return None
+        state = GrammarState(self._grammars.get(wanted).create_matcher())
+        state.advance(new.output_token_ids)
+        return state
+
+    def _grammar_mask(self, rows: Sequence[SamplingRow]) -> TokenMask | None:
+        """What grammars allow at each row; the rows of a sequence follow one another."""
+        if all(row.state.grammar is None for row in rows):
+            return None
+        mask: TokenMask = np.full((len(rows), -(-self._vocab_size // 32)), -1, dtype=np.int32)
+        for i, row in enumerate(rows):
+            if row.state.grammar is None or row.drafts:
+                continue
+            last = i
+            while last + 1 < len(rows) and rows[last + 1].state is row.state:
+                last += 1
+            row.state.grammar.fill(mask, i, rows[last].drafts)
+        return mask
+
+    def _banned(self, rows: Sequence[SamplingRow], mask: TokenMask | None) -> torch.Tensor | None:
+        """End tokens of sequences that have not reached min_tokens.
+
+        Where a grammar allows nothing but end tokens they are not banned.
+        """
         early = [i for i, row in enumerate(rows) if row.num_outputs < row.state.params.min_tokens]
         if not early:
             return None
@@ -127,7 +180,9 @@ class SamplingStates:
         for i in early:
             params = rows[i].state.params
             ends = () if params.ignore_eos else self._eos_token_ids
-            banned[i, list({*ends, *(params.stop_token_ids or ())})] = True
+            token_ids = list({*ends, *(params.stop_token_ids or ())})
+            if mask is None or _allows_others(mask[i], token_ids):
+                banned[i, token_ids] = True
         return banned.to(self._device)
 
     def _optional(self, values: list[float], off: float) -> torch.Tensor | None:
@@ -138,3 +193,11 @@ class SamplingStates:
 
     def _integers(self, values: list[int]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)
+
+
+def _allows_others(allowed: TokenMask, token_ids: Iterable[int]) -> bool:
+    """Whether a row of a mask allows more than these tokens."""
+    others = allowed.view(np.uint32).copy()
+    for token_id in token_ids:
+        others[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+    return bool(others.any())

@@ -28,6 +28,7 @@ from atom.model_engine.messages import (
     EngineRequest,
     EngineStats,
     FinishReason,
+    RefusedSequence,
     RequestRefusedError,
     SequenceOutput,
     check_request,
@@ -75,6 +76,7 @@ class Scheduler:
         # sequence by the time its results come.
         self._in_flight: tuple[ScheduledBatch, list[Sequence]] | None = None
         self._totals = EngineStats(num_blocks=pool.num_blocks)
+        self._refused: list[RefusedSequence] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -161,6 +163,11 @@ class Scheduler:
                 if made is not None:
                     outputs.append(made)
         return outputs
+
+    def take_refused(self) -> list[RefusedSequence]:
+        """The sequences that ended in `update` because their grammar leads nowhere."""
+        refused, self._refused = self._refused, []
+        return refused
 
     def stats(self) -> EngineStats:
         """The state now, and totals since the start.
@@ -347,7 +354,7 @@ class Scheduler:
         self, seq: Sequence, scheduled: ScheduledSequence, result: SequenceResult
     ) -> SequenceOutput | None:
         """Take in one sequence's results; None when there is nothing to tell of it."""
-        if bool(result.token_ids) != scheduled.wants_sample:
+        if bool(result.token_ids or result.is_stuck) != scheduled.wants_sample:
             raise RuntimeError(
                 f"sequence {scheduled.id!r} got {len(result.token_ids)} new tokens from a step "
                 f"with wants_sample={scheduled.wants_sample}"
@@ -358,6 +365,9 @@ class Scheduler:
         seq.draft_token_ids = result.draft_token_ids
         if not scheduled.wants_sample:
             self._publish(seq)
+            return None
+        if not result.token_ids:
+            self._refuse(seq)
             return None
         if seq.num_outputs == 0:
             self._totals.num_prompt_tokens += seq.num_prompt_tokens
@@ -370,6 +380,9 @@ class Scheduler:
             finish_reason, stop_reason = seq.append(token_id, self._eos_token_ids)
             num_new += 1
         self._totals.num_generation_tokens += num_new
+        if result.is_stuck and finish_reason is None:
+            self._refuse(seq)
+            return None
         # Confirmed drafts are in the cache; the newest token never is.
         seq.num_computed += min(num_new - 1, scheduled.num_drafts)
         self._publish(seq)
@@ -382,6 +395,15 @@ class Scheduler:
         if finish_reason is not None:
             self._finish(seq)
         return made
+
+    def _refuse(self, seq: Sequence) -> None:
+        """End a sequence whose grammar allows no further token."""
+        message = (
+            f"the grammar allows no token of this model after {seq.num_outputs} tokens; rewrite it "
+            f"so that every text that it begins can be completed"
+        )
+        self._refused.append(RefusedSequence(seq.request.id, message, "structured_output"))
+        self._finish(seq)
 
     def _publish(self, seq: Sequence) -> None:
         """Offer the blocks whose tokens are all computed to other sequences."""

@@ -94,8 +94,9 @@ class Sequence:
             that also fills the length counts as a stop.
         """
         params = self.request.params
-        # The sampler bans end tokens until min_tokens outputs exist; so does this.
-        may_stop = self.num_outputs >= params.min_tokens
+        # The sampler bans end tokens until min_tokens outputs exist, and so does this; under a
+        # grammar it lets one through where nothing else may follow.
+        may_stop = self.num_outputs >= params.min_tokens or params.structured_output is not None
         self.token_ids.append(token_id)
         if may_stop and token_id in eos_token_ids and not params.ignore_eos:
             return FinishReason.STOP, None

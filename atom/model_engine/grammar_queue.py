@@ -1,0 +1,109 @@
+"""Requests wait here, before the scheduler, until their grammars are compiled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable
+from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import wait as wait_any
+
+from atom.model_engine.messages import (
+    EngineRequest,
+    FinishReason,
+    RefusedSequence,
+    RequestRefusedError,
+    SequenceOutput,
+)
+from atom.structured_output.base import Grammar, GrammarError
+from atom.structured_output.cache import GrammarCache
+from atom.structured_output.params import StructuredOutput
+
+logger = logging.getLogger(__name__)
+
+PARAM = "structured_output"
+# A new request or an abort is met with this delay at most while only grammars are awaited.
+_WAIT_SECONDS = 0.02
+
+
+class GrammarQueue:
+    """Holds waiting requests, and the grammars of those that the scheduler has."""
+
+    def __init__(self, grammars: GrammarCache) -> None:
+        self._grammars = grammars
+        self._waiting: dict[str, EngineRequest] = {}
+        # Of every live sequence with a grammar: what is held stays compiled.
+        self._futures: dict[str, Future[Grammar]] = {}
+
+    @property
+    def has_waiting(self) -> bool:
+        return bool(self._waiting)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    def add(self, request: EngineRequest) -> None:
+        """Begin to compile a request's grammar.
+
+        Raises:
+            ValueError: when a live sequence has its id.
+        """
+        if request.id in self._futures:
+            raise ValueError(f"request id {request.id!r} is already in use by a live request")
+        wanted = request.params.structured_output
+        assert wanted is not None
+        self._waiting[request.id] = request
+        self._futures[request.id] = self._grammars.submit(wanted)
+
+    def compile(self, wanted: StructuredOutput) -> None:
+        """Wait for a grammar.
+
+        Raises:
+            RequestRefusedError: when it cannot be compiled.
+        """
+        _check(self._grammars.submit(wanted))
+
+    def wait(self) -> None:
+        """Wait a little for one of the grammars, if any is awaited."""
+        if self._waiting:
+            futures = [self._futures[id] for id in self._waiting]
+            wait_any(futures, _WAIT_SECONDS, FIRST_COMPLETED)
+
+    def release(self, admit: Callable[[EngineRequest], None]) -> list[RefusedSequence]:
+        """Hand on every request whose grammar is compiled; what cannot run is returned."""
+        refused: list[RefusedSequence] = []
+        done = [id for id in self._waiting if self._futures[id].done()]
+        for id in done:
+            request = self._waiting.pop(id)
+            try:
+                _check(self._futures[id])
+                admit(request)
+            except RequestRefusedError as error:
+                refused.append(RefusedSequence(id, str(error), error.param))
+        return refused
+
+    def abort(self, ids: Iterable[str]) -> list[SequenceOutput]:
+        """Let go of sequences; the outputs report the ends of those that were waiting."""
+        outputs = []
+        for id in ids:
+            self._futures.pop(id, None)
+            if self._waiting.pop(id, None) is not None:
+                outputs.append(SequenceOutput(id=id, finish_reason=FinishReason.ABORT))
+        return outputs
+
+    def forget(self, ids: Iterable[str]) -> None:
+        """Let go of the grammars of sequences that ended."""
+        for id in ids:
+            self._futures.pop(id, None)
+
+
+def _check(future: Future[Grammar]) -> None:
+    """Raises RequestRefusedError when the grammar could not be compiled."""
+    try:
+        future.result()
+    except GrammarError as error:
+        raise RequestRefusedError(f"{PARAM}: {error}", PARAM) from error
+    except Exception as error:
+        logger.exception("a grammar could not be compiled")
+        message = f"{PARAM} cannot be compiled: {type(error).__name__}: {error}"
+        raise RequestRefusedError(message, PARAM) from error

@@ -1,0 +1,170 @@
+"""Which JSON schemas a grammar can enforce: what it would ignore is refused.
+
+The list is that of xgrammar 0.2, found by trying each keyword. Where a grammar is narrower
+than its schema (properties in their declared order, patterns over the whole string), documents
+are still valid; `oneOf` is enforced as `anyOf`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+# Deeper schemas compile in more than a second.
+MAX_DEPTH = 64
+
+_IGNORED = (
+    "not",
+    "if",
+    "then",
+    "else",
+    "contains",
+    "minContains",
+    "maxContains",
+    "dependentRequired",
+    "dependentSchemas",
+    "dependencies",
+    "unevaluatedItems",
+    "$dynamicRef",
+    "$recursiveRef",
+    "extends",
+)
+# Keywords that constrain nothing: they may stand beside anything.
+_ANNOTATIONS = frozenset(
+    {
+        "title",
+        "description",
+        "default",
+        "examples",
+        "example",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+        "discriminator",
+        "$comment",
+        "$defs",
+        "definitions",
+        "$schema",
+        "$id",
+    }
+)
+# The keywords that decide alone: xgrammar reads nothing beside the first of them.
+_EXCLUSIVE = ("$ref", "anyOf", "oneOf", "allOf")
+_NEEDS_TYPE = {
+    "multipleOf": ("number", "integer"),
+    "minimum": ("number", "integer"),
+    "maximum": ("number", "integer"),
+    "exclusiveMinimum": ("number", "integer"),
+    "exclusiveMaximum": ("number", "integer"),
+    "minLength": ("string",),
+    "maxLength": ("string",),
+    "pattern": ("string",),
+    "format": ("string",),
+    "minItems": ("array",),
+    "maxItems": ("array",),
+    "minProperties": ("object",),
+    "maxProperties": ("object",),
+    "propertyNames": ("object",),
+}
+_MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
+_LISTS_OF_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
+_SCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "propertyNames")
+
+
+def check_schema(schema: Any) -> None:
+    """Refuse a schema that is none, or that a grammar could not enforce in full.
+
+    Raises:
+        ValueError: naming the place and the reason.
+    """
+    pending: list[tuple[Any, str, int]] = [(schema, "#", 0)]
+    while pending:
+        part, where, depth = pending.pop()
+        if isinstance(part, bool):
+            continue
+        if not isinstance(part, dict):
+            raise ValueError(f"json_schema: {where} must be an object or a boolean, got {part!r}")
+        if depth > MAX_DEPTH:
+            raise ValueError(f"json_schema: it is nested deeper than {MAX_DEPTH} levels")
+        reason = _reason(part, schema)
+        if reason is not None:
+            raise ValueError(f"json_schema: {where}: {reason}")
+        pending += [(child, f"{where}/{name}", depth + 1) for name, child in _children(part)]
+
+
+def is_enforceable(schema: Any) -> bool:
+    """Whether `check_schema` takes it."""
+    try:
+        check_schema(schema)
+    except ValueError:
+        return False
+    return True
+
+
+def _children(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    for name in _MAPS_OF_SCHEMAS:
+        value = part.get(name)
+        if isinstance(value, dict):
+            yield from ((f"{name}/{key}", child) for key, child in value.items())
+    for name in _LISTS_OF_SCHEMAS:
+        value = part.get(name)
+        if isinstance(value, list):
+            yield from ((f"{name}/{i}", child) for i, child in enumerate(value))
+    for name in _SCHEMAS:
+        if name in part:
+            yield name, part[name]
+
+
+def _reason(part: dict[str, Any], root: Any) -> str | None:
+    """Why this one schema, its parts aside, cannot be enforced."""
+    ignored = next((name for name in _IGNORED if name in part), None)
+    if ignored is not None:
+        return f"{ignored!r} is not supported"
+    if part.get("uniqueItems"):
+        return "'uniqueItems' is not supported"
+    return _wrong_combination(part) or _wrong_object(part) or _wrong_reference(part, root)
+
+
+def _wrong_combination(part: dict[str, Any]) -> str | None:
+    exclusive = next((name for name in _EXCLUSIVE if name in part), None)
+    beside = sorted(part.keys() - _ANNOTATIONS - {exclusive})
+    if exclusive is not None and beside:
+        return f"{beside} beside {exclusive!r} is not supported; write it into the branches"
+    if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1:
+        return "'allOf' of several schemas is not supported; merge them"
+    if "pattern" in part and ("minLength" in part or "maxLength" in part):
+        return "'pattern' with 'minLength' or 'maxLength' is not supported; use the pattern alone"
+    if {"type", "enum", "const"} & part.keys():
+        return None
+    untyped = next((name for name in _NEEDS_TYPE if name in part), None)
+    if untyped is not None:
+        return f"{untyped!r} needs a 'type' ({' or '.join(_NEEDS_TYPE[untyped])}) beside it"
+    return None
+
+
+def _wrong_object(part: dict[str, Any]) -> str | None:
+    properties = part.get("properties", {})
+    if not isinstance(properties, dict):
+        return f"'properties' must be an object, got {properties!r}"
+    required = part.get("required", [])
+    if not isinstance(required, list):
+        return f"'required' must be a list of names, got {required!r}"
+    unknown = [name for name in required if not isinstance(name, str) or name not in properties]
+    if unknown:
+        return f"'required' names {unknown}, which 'properties' does not describe"
+    return None
+
+
+def _wrong_reference(part: dict[str, Any], root: Any) -> str | None:
+    reference = part.get("$ref")
+    if reference is None or reference == "#":
+        return None
+    if not isinstance(reference, str) or not reference.startswith("#/"):
+        return f"'$ref' must point into the schema ('#/...'), got {reference!r}"
+    target = root
+    for name in reference[2:].split("/"):
+        name = name.replace("~1", "/").replace("~0", "~")
+        if not isinstance(target, dict) or name not in target:
+            return f"'$ref' points to {reference!r}, which is not there"
+        target = target[name]
+    return None

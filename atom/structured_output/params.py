@@ -1,0 +1,158 @@
+"""What a text must look like: the part of a request that a grammar enforces."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal
+
+import msgspec
+
+from atom.structured_output.json_schema import check_schema
+
+Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag"]
+
+# Grammars this long compile in about a second; far longer ones take minutes.
+MAX_CHARACTERS = 65536
+MAX_CHOICES = 4096
+
+
+class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A constraint on the generated text; build one with the class methods.
+
+    Valid at construction as far as that shows without compiling: every other fault of a
+    grammar is reported when its request is submitted.
+
+    Attributes:
+        kind: how to read `value`.
+        value: a JSON schema, a list of choices or a structural tag's format as JSON text; a
+            regular expression; an EBNF grammar whose first rule is `root`. Empty for
+            `json_object`.
+        starts_after: text up to and with this marker is free, and the constraint holds from
+            there on: the end of a reasoning section. None when it holds from the start.
+
+    Raises:
+        ValueError: for a constraint that is too large, malformed, or cannot be enforced.
+    """
+
+    kind: Kind
+    value: str = ""
+    starts_after: str | None = None
+
+    def __post_init__(self) -> None:
+        if len(self.value) > MAX_CHARACTERS:
+            raise ValueError(
+                f"structured_output: the {self.kind} has {len(self.value)} characters, at most "
+                f"{MAX_CHARACTERS} are supported; make it smaller"
+            )
+        if self.starts_after == "":
+            raise ValueError("structured_output: starts_after must not be empty")
+        _CHECKS[self.kind](self.value)
+
+    @classmethod
+    def json_object(cls) -> StructuredOutput:
+        """Any JSON object."""
+        return cls(kind="json_object")
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | bool | str) -> StructuredOutput:
+        """A JSON document that is valid under `schema`, an object or its JSON text."""
+        text = schema if isinstance(schema, str) else _dump(schema)
+        return cls(kind="json_schema", value=text)
+
+    @classmethod
+    def regex(cls, pattern: str) -> StructuredOutput:
+        """A text that the whole pattern matches."""
+        return cls(kind="regex", value=pattern)
+
+    @classmethod
+    def choice(cls, choices: Sequence[str]) -> StructuredOutput:
+        """One of the texts."""
+        return cls(kind="choice", value=_dump(choices))
+
+    @classmethod
+    def ebnf(cls, grammar: str) -> StructuredOutput:
+        """A text of the grammar, in the GBNF notation of llama.cpp; it starts at `root`."""
+        return cls(kind="ebnf", value=grammar)
+
+    @classmethod
+    def structural_tag(cls, format: Mapping[str, Any]) -> StructuredOutput:
+        """Free text with constrained parts; `format` is that of an xgrammar structural tag."""
+        return cls(kind="structural_tag", value=_dump(format))
+
+
+def _dump(value: Any) -> str:
+    """JSON text with keys in their order: properties are generated in the schema's order."""
+    try:
+        return json.dumps(value, ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"structured_output: not JSON: {error}") from error
+
+
+def _load(kind: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"structured_output: the {kind} is not JSON: {error}") from error
+
+
+def _check_empty(value: str) -> None:
+    if value:
+        raise ValueError(f"structured_output: json_object takes no value, got {value!r}")
+
+
+def _check_schema(value: str) -> None:
+    _check_one_schema(_load("json_schema", value))
+
+
+def _check_one_schema(schema: Any) -> None:
+    try:
+        check_schema(schema)
+    except ValueError as error:
+        raise ValueError(f"structured_output: {error}") from error
+
+
+def _check_text(value: str) -> None:
+    if not value:
+        raise ValueError("structured_output: the pattern or grammar is empty")
+
+
+def _check_choices(value: str) -> None:
+    choices = _load("choice", value)
+    if not isinstance(choices, list) or not all(type(c) is str and c for c in choices):
+        raise ValueError("structured_output: choice must be a list of non-empty strings")
+    if not 1 <= len(choices) <= MAX_CHOICES:
+        raise ValueError(
+            f"structured_output: choice must hold 1 to {MAX_CHOICES} strings, got {len(choices)}"
+        )
+
+
+def _check_tag(value: str) -> None:
+    tag = _load("structural_tag", value)
+    if not isinstance(tag, dict):
+        raise ValueError("structured_output: a structural_tag's format must be an object")
+    for part in _parts(tag):
+        if part.get("type") == "json_schema":
+            _check_one_schema(part.get("json_schema"))
+
+
+def _parts(format: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """A format and the formats within it; schemas are not looked into."""
+    pending: list[Any] = [format]
+    while pending:
+        item = pending.pop()
+        if isinstance(item, dict):
+            yield item
+            pending += [value for key, value in item.items() if key != "json_schema"]
+        elif isinstance(item, list):
+            pending += item
+
+
+_CHECKS = {
+    "json_object": _check_empty,
+    "json_schema": _check_schema,
+    "regex": _check_text,
+    "choice": _check_choices,
+    "ebnf": _check_text,
+    "structural_tag": _check_tag,
+}

@@ -1,0 +1,132 @@
+"""Every kind of constraint as the format of one structural tag, xgrammar's richest notation.
+
+https://xgrammar.mlc.ai/docs/structural_tag/structural_tag.html describes the notation.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from atom.structured_output.params import StructuredOutput
+
+Format = dict[str, Any]
+
+# White space in a row within JSON: enough to indent, too little to go on forever.
+MAX_WHITESPACE = 64
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
+
+
+def token(text: str) -> Format:
+    """A marker: the token of that text where the vocabulary has one, else the text itself."""
+    return {"type": "token", "token": text}
+
+
+def literal(text: str) -> Format:
+    return {"type": "const_string", "value": text}
+
+
+def sequence(*elements: Format) -> Format:
+    return {"type": "sequence", "elements": list(elements)}
+
+
+def one_of(formats: list[Format]) -> Format:
+    return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
+
+
+def json_document(schema: Mapping[str, Any] | bool) -> Format:
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+
+
+def as_format(wanted: StructuredOutput) -> Format:
+    """The constraint as a format; markers are still texts."""
+    format = _FORMATS[wanted.kind](wanted.value)
+    if wanted.starts_after is None:
+        return format
+    until = {"type": "any_tokens", "exclude_tokens": [wanted.starts_after]}
+    return sequence(
+        {"type": "tag", "begin": "", "content": until, "end": token(wanted.starts_after)}, format
+    )
+
+
+def lower_tokens(format: Any, markers: Mapping[str, int]) -> Any:
+    """Name marker tokens by their ids; those that the vocabulary lacks become plain text.
+
+    Args:
+        markers: the ids of the tokens that are no text.
+    """
+    if isinstance(format, list):
+        return [lower_tokens(item, markers) for item in format]
+    if not isinstance(format, dict):
+        return format
+    rule = _RULES.get(format.get("type"))
+    if rule is not None:
+        format = rule(format, markers)
+    return {
+        key: value if key == "json_schema" else lower_tokens(value, markers)
+        for key, value in format.items()
+    }
+
+
+def _lower_token(format: Format, markers: Mapping[str, int]) -> Format:
+    text = format["token"]
+    if not isinstance(text, str):
+        return format
+    return {**format, "token": markers[text]} if text in markers else literal(text)
+
+
+def _lower_tag(format: Format, markers: Mapping[str, int]) -> Format:
+    """A tag's ends are strings or tokens, never formats."""
+    return {
+        **format,
+        **{side: _plain(format[side], markers) for side in ("begin", "end") if side in format},
+    }
+
+
+def _plain(end: Any, markers: Mapping[str, int]) -> Any:
+    is_text = isinstance(end, dict) and end.get("token") not in markers
+    return end["token"] if is_text and isinstance(end.get("token"), str) else end
+
+
+def _lower_any_tokens(format: Format, markers: Mapping[str, int]) -> Format:
+    excluded = format.get("exclude_tokens", [])
+    if all(item in markers or not isinstance(item, str) for item in excluded):
+        return {**format, "exclude_tokens": [markers.get(item, item) for item in excluded]}
+    return {"type": "any_text"}
+
+
+def _lower_triggered(format: Format, markers: Mapping[str, int]) -> Format:
+    triggers = format["trigger_tokens"]
+    excluded = format.get("exclude_tokens", [])
+    if all(item in markers or not isinstance(item, str) for item in triggers):
+        known = [markers.get(item, item) for item in excluded]
+        return {
+            **format,
+            "trigger_tokens": [markers.get(item, item) for item in triggers],
+            "exclude_tokens": [item for item in known if not isinstance(item, str)],
+        }
+    lowered = {k: v for k, v in format.items() if k not in ("trigger_tokens", "exclude_tokens")}
+    return {
+        **lowered,
+        "type": "triggered_tags",
+        "triggers": triggers,
+        "excludes": [item for item in excluded if isinstance(item, str) and item not in markers],
+    }
+
+
+_RULES: dict[Any, Callable[[Format, Mapping[str, int]], Format]] = {
+    "token": _lower_token,
+    "tag": _lower_tag,
+    "any_tokens": _lower_any_tokens,
+    "token_triggered_tags": _lower_triggered,
+}
+
+_FORMATS: dict[str, Callable[[str], Format]] = {
+    "json_object": lambda _: json_document(ANY_OBJECT),
+    "json_schema": lambda text: json_document(json.loads(text)),
+    "regex": lambda pattern: {"type": "regex", "pattern": pattern},
+    "choice": lambda text: {"type": "or", "elements": [literal(c) for c in json.loads(text)]},
+    "ebnf": lambda grammar: {"type": "grammar", "grammar": grammar},
+    "structural_tag": json.loads,
+}

@@ -1,0 +1,179 @@
+"""Grammars of tool calls take what the models write, and only what the parsers can read."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+from tokenizers import AddedToken
+from transformers import PreTrainedTokenizerFast
+
+from atom import StructuredOutput
+from atom.entrypoints.openai.output_parser import ChatOutputParser
+from atom.entrypoints.openai.tool_grammar import (
+    CALL_GRAMMARS,
+    answer_or_calls,
+    tool_call_grammar,
+)
+from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
+from atom.structured_output.state import is_allowed
+from atom.structured_output.xgrammar_backend import XGrammarBackend
+
+
+def tool(name: str, *, strict: bool = True) -> dict[str, Any]:
+    parameters = {
+        "type": "object",
+        "properties": {"city": {"type": "string"}, "days": {"type": "integer"}},
+        "required": ["city"],
+        "additionalProperties": False,
+    }
+    return {
+        "type": "function",
+        "function": {"name": name, "parameters": parameters, "strict": strict},
+    }
+
+
+TOOLS = [tool("get-weather"), tool("send.mail_2")]
+GOOD = '{"city": "北京 \\"<x>\\" 😀", "days": 3}'
+
+
+def call(parser: str, name: str, arguments: str, number: int = 0) -> str:
+    """One call as the models write it."""
+    return {
+        "kimi_k2": f"<|tool_call_begin|>functions.{name}:{number}<|tool_call_argument_begin|>"
+        f"{arguments}<|tool_call_end|>",
+        "deepseek_v3": f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n"
+        f"{arguments}\n```<｜tool▁call▁end｜>",
+        "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
+        "llama3_json": f'{{"name": "{name}", "parameters": {arguments}}}',
+    }[parser]
+
+
+def answer(parser: str, *calls: str) -> str:
+    begin, end = CALL_GRAMMARS[parser].section or ("", "")
+    return begin + CALL_GRAMMARS[parser].separator.join(calls) + end
+
+
+class Bench:
+    """Whole texts against grammars, with markers as tokens or spelled out."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerFast, with_markers: bool) -> None:
+        self.tokenizer = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer.backend_tokenizer, eos_token="<|im_end|>"
+        )
+        if with_markers:
+            markers = {m for parser in TOOL_PARSERS.values() for m in parser.markers}
+            self.tokenizer.add_tokens([AddedToken(m, special=True) for m in sorted(markers)])
+        self.eos = self.tokenizer.eos_token_id
+        self.backend = XGrammarBackend(self.tokenizer, len(self.tokenizer), [self.eos])
+
+    def takes(self, wanted: StructuredOutput | None, text: str, *, ends: bool = True) -> bool:
+        """Whether the text can be written, and the answer can end after it."""
+        assert wanted is not None
+        matcher = self.backend.compile(wanted).create_matcher()
+        for token_id in self.tokenizer.encode(text, add_special_tokens=False):
+            if not matcher.accept(token_id):
+                return False
+        mask = np.full((1, -(-len(self.tokenizer) // 32)), -1, dtype=np.int32)
+        matcher.fill(mask, 0)
+        return is_allowed(mask, 0, self.eos) or not ends
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tokens", "spelled"])
+def bench(request: pytest.FixtureRequest, byte_level_tokenizer: PreTrainedTokenizerFast) -> Bench:
+    # A copy: tokens are added to the backend itself.
+    backend = type(byte_level_tokenizer.backend_tokenizer).from_str(
+        byte_level_tokenizer.backend_tokenizer.to_str()
+    )
+    copy = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    return Bench(copy, request.param)
+
+
+@pytest.mark.parametrize("parser", CALL_GRAMMARS)
+@pytest.mark.parametrize("choice", ["required", "auto", "named"])
+def test_calls_as_models_write_them(bench: Bench, parser: str, choice: str) -> None:
+    chosen: Any = choice
+    if choice == "named":
+        chosen = {"type": "function", "function": {"name": "send.mail_2"}}
+    wanted = tool_call_grammar(parser, TOOLS, chosen)
+    first, second = call(parser, "get-weather", GOOD), call(parser, "send.mail_2", GOOD, 12)
+    assert bench.takes(wanted, answer(parser, second))
+    assert bench.takes(wanted, answer(parser, first)) == (choice != "named")
+    assert bench.takes(wanted, answer(parser, first, second)) == (choice != "named")
+    assert bench.takes(wanted, "Let me see. {") == (choice == "auto")
+    assert not bench.takes(wanted, answer(parser, call(parser, "other", GOOD)))
+    for wrong in ('{"city": 1}', '{"town": "x"}', "{}", '{"city": "x"', "text"):
+        assert not bench.takes(wanted, answer(parser, call(parser, "send.mail_2", wrong)))
+    single = tool_call_grammar(parser, TOOLS, chosen, parallel_tool_calls=False)
+    assert bench.takes(single, answer(parser, second))
+    assert not bench.takes(single, answer(parser, first, second))
+
+
+@pytest.mark.parametrize("parser", CALL_GRAMMARS)
+def test_what_the_grammar_takes_the_parser_reads(bench: Bench, parser: str) -> None:
+    wanted = tool_call_grammar(parser, TOOLS, "required")
+    text = answer(parser, call(parser, "get-weather", GOOD), call(parser, "send.mail_2", GOOD, 1))
+    assert bench.takes(wanted, text)
+    message = ChatOutputParser(parser, None, TOOLS, False).parse_complete(text, "stop")
+    assert [c.function.name for c in message.tool_calls] == ["get-weather", "send.mail_2"]
+    assert [json.loads(c.function.arguments) for c in message.tool_calls] == [json.loads(GOOD)] * 2
+    assert not message.content
+
+
+@pytest.mark.parametrize("parser", ["kimi_k2", "deepseek_v3"])
+def test_strings_hold_no_markers(bench: Bench, parser: str) -> None:
+    """Neither a marker's token nor its spelling: the parsers would end the call there."""
+    wanted = tool_call_grammar(parser, TOOLS, "required")
+    begin = answer(parser, call(parser, "get-weather", '{"city": "@')).split("@")[0]
+    assert bench.takes(wanted, begin + "<|tool <call>", ends=False)
+    for marker in TOOL_PARSERS[parser].markers:
+        assert not bench.takes(wanted, begin + marker, ends=False)
+        assert not bench.takes(wanted, begin + marker[:-1] + "x", ends=False)
+
+
+def test_free_text_of_auto_keeps_its_markers(bench: Bench) -> None:
+    wanted = tool_call_grammar("kimi_k2", TOOLS, "auto")
+    begin = "<|tool_calls_section_begin|>"
+    assert bench.takes(wanted, "thinking...</think>\n\nDone <tool_call>.")
+    assert bench.takes(wanted, f"Well. {begin}", ends=False)
+    assert not bench.takes(wanted, f"Well. {begin} text", ends=False)
+    assert not bench.takes(wanted, "Well. <|tool_call_begin|>", ends=False)
+
+
+def test_schemas_of_lax_tools_bind_where_a_call_is_forced(bench: Bench) -> None:
+    lax = [tool("get-weather", strict=False)]
+    odd = [tool("get-weather", strict=False)]
+    odd[0]["function"]["parameters"] = {"type": "object", "not": {"required": ["x"]}}
+    other = answer("hermes", call("hermes", "get-weather", '{"other": [1]}'))
+    assert tool_call_grammar("hermes", lax, "auto") is None
+    assert not bench.takes(tool_call_grammar("hermes", lax, "required"), other)
+    assert bench.takes(tool_call_grammar("hermes", odd, "required"), other)
+    assert bench.takes(tool_call_grammar("hermes", [*lax, TOOLS[1]], "auto"), other)
+    del lax[0]["function"]["parameters"]
+    assert bench.takes(tool_call_grammar("hermes", lax, "required"), other)
+
+
+def test_an_answer_beside_tools(bench: Bench) -> None:
+    wanted = answer_or_calls(StructuredOutput.choice(["yes", "no"]), "kimi_k2", TOOLS, True)
+    assert bench.takes(wanted, "yes")
+    assert bench.takes(wanted, answer("kimi_k2", call("kimi_k2", "get-weather", GOOD)))
+    assert not bench.takes(wanted, "maybe")
+
+
+def test_nothing_to_enforce() -> None:
+    assert tool_call_grammar("kimi_k2", TOOLS, "none") is None
+    assert tool_call_grammar("unheard-of", [tool("a", strict=False)], "auto") is None
+    assert tool_call_grammar("kimi_k2", [], "auto") is None
+
+
+def test_what_cannot_be_enforced() -> None:
+    with pytest.raises(ValueError, match="'unheard-of' has no grammar; there are kimi_k2"):
+        tool_call_grammar("unheard-of", TOOLS, "required")
+    with pytest.raises(ValueError, match="names 'x', which is not among"):
+        tool_call_grammar("kimi_k2", TOOLS, {"type": "function", "function": {"name": "x"}})
+    wrong = tool("a")
+    wrong["function"]["parameters"]["not"] = {}
+    with pytest.raises(ValueError, match=r"tools\[1\].function.parameters: .*'not'"):
+        tool_call_grammar("kimi_k2", [TOOLS[0], wrong], "auto")

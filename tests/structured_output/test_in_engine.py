@@ -1,0 +1,300 @@
+"""Grammars in the engine: obeyed at every row, the same with drafts, and compiled aside."""
+
+from __future__ import annotations
+
+import json
+import threading
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spec_decode import engines
+from spec_decode.engines import OracleProposer, create_engine
+from transformers import PreTrainedTokenizerFast
+
+from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
+from atom.model_engine import executor
+from atom.model_engine.engine_core import EngineCore
+from atom.model_engine.kv_cache import KVCachePlan
+from atom.model_engine.messages import EngineRequest, FinishReason, RequestRefusedError
+from atom.structured_output.base import Grammar, GrammarError
+from atom.structured_output.cache import GrammarCache
+
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "ok": {"type": "boolean"},
+        "color": {"enum": ["red", "green", "日本"]},
+        "n": {"type": "integer", "minimum": 0, "maximum": 99},
+    },
+    "required": ["ok", "color", "n"],
+    "additionalProperties": False,
+}
+DOCUMENT = StructuredOutput.json_schema(SCHEMA)
+CONSTRAINTS = [
+    DOCUMENT,
+    StructuredOutput.regex("[a-f]{3,9}-日本"),
+    StructuredOutput.choice(["yes", "perhaps", "no"]),
+    StructuredOutput.ebnf('root ::= "(" root ")" | "x"'),
+    None,
+]
+PROMPTS = engines.PROMPTS[:10]
+MAX_TOKENS = 40
+DEAD_END = StructuredOutput.ebnf('root ::= "abc" end\nend ::= end "d"')
+
+
+def params(number: int, **overrides: Any) -> SamplingParams:
+    wanted = CONSTRAINTS[number % len(CONSTRAINTS)]
+    return SamplingParams(
+        **{
+            "temperature": 1.0,
+            "seed": number,
+            "max_tokens": MAX_TOKENS,
+            "structured_output": wanted,
+            **overrides,
+        }
+    )
+
+
+def generate(engine: LLM, **overrides: Any) -> list[RequestOutput]:
+    """One request for each prompt, the constraints in turn; every block must have come back."""
+    each = [params(i, **overrides) for i in range(len(PROMPTS))]
+    outputs = engine.generate(PROMPTS, each, use_tqdm=False)
+    engine.engine.core.block_pool.check_integrity()
+    assert engine.engine.core.block_pool.num_used == 0
+    return outputs
+
+
+def tokens(outputs: list[RequestOutput]) -> list[list[list[int]]]:
+    return [[o.token_ids for o in output.outputs] for output in outputs]
+
+
+def check_obeyed(engine: LLM, outputs: list[RequestOutput]) -> None:
+    """Every text is complete, or was cut and could have gone on."""
+    core = engine.engine.core
+    for number, output in enumerate(outputs):
+        wanted = CONSTRAINTS[number % len(CONSTRAINTS)]
+        if wanted is None:
+            continue
+        for o in output.outputs:
+            matcher = core.executor.grammars.get(wanted).create_matcher()
+            assert all(matcher.accept(t) for t in o.token_ids), o.text
+            assert o.finish_reason in ("stop", "length")
+            assert matcher.is_finished == (o.finish_reason == "stop"), o.text
+            if wanted is DOCUMENT and o.finish_reason == "stop":
+                assert set(json.loads(o.text)) == {"ok", "color", "n"}
+
+
+class Targets:
+    """Checkpoints and what they say without speculation, each made once."""
+
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+        self._folder = folder
+        self._tokenizer = tokenizer
+        self.folder = cache(self._write)
+        self.expected = cache(self._expected)
+
+    def _write(self, kind: str) -> Path:
+        folder = self._folder / kind
+        if kind == "mha":
+            return engines.write_draft("mha", folder, len(self._tokenizer))
+        return engines.write_target(kind, folder, self._tokenizer)
+
+    def _expected(self, kind: str) -> list[list[list[int]]]:
+        engine = create_engine(self.folder(kind))
+        outputs = generate(engine)
+        check_obeyed(engine, outputs)
+        return tokens(outputs)
+
+
+@pytest.fixture(scope="module")
+def targets(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Targets:
+    return Targets(tmp_path_factory.mktemp("structured"), byte_level_tokenizer)
+
+
+@pytest.fixture(scope="module")
+def engine(targets: Targets) -> LLM:
+    return create_engine(targets.folder("llama"))
+
+
+@pytest.mark.parametrize(
+    ("target", "method", "k"),
+    [
+        *(("llama", "eagle3", k) for k in (1, 3, 7)),
+        ("llama", "ngram", 7),
+        ("deepseek_v3", "mtp", 3),
+    ],
+)
+def test_tokens_equal_those_without_speculation(
+    targets: Targets, target: str, method: str, k: int
+) -> None:
+    draft = {"draft_model": str(targets.folder("mha"))} if method == "eagle3" else {}
+    fast = create_engine(targets.folder(target), method=method, num_speculative_tokens=k, **draft)
+    assert tokens(generate(fast)) == targets.expected(target)
+    stats = fast.engine.core.stats.spec_decode
+    assert stats is not None
+    assert stats.num_drafts > 0
+
+
+@pytest.mark.parametrize("wrong", [False, True], ids=["oracle", "never"])
+def test_drafts_that_all_count_or_none(
+    targets: Targets, wrong: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole documents with their end tokens are accepted in steps of eight."""
+    expected = targets.expected("llama")
+    known = {tuple(p): t[0] for p, t in zip(PROMPTS, expected, strict=True)}
+    with engines.proposer_replaced(monkeypatch, lambda _: OracleProposer(known, 7, wrong)):
+        fast = create_engine(targets.folder("llama"), method="ngram", num_speculative_tokens=7)
+    assert tokens(generate(fast)) == expected
+    stats = fast.engine.core.stats.spec_decode
+    assert stats is not None
+    assert (stats.num_accepted_tokens == 0) == wrong
+
+
+def test_preempted_sequences_go_on(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(executor, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+    small = create_engine(
+        targets.folder("llama"), max_model_len=96, method="ngram", num_speculative_tokens=3
+    )
+    assert tokens(generate(small)) == targets.expected("llama")
+    assert small.engine.core.stats.num_preemptions > 0
+
+
+def test_several_completions_and_cached_prefixes(targets: Targets, engine: LLM) -> None:
+    for _ in range(2):
+        outputs = generate(engine, n=3)
+        check_obeyed(engine, outputs)
+        assert [t[:1] for t in tokens(outputs)] == targets.expected("llama")
+    assert any(len({tuple(t) for t in several}) > 1 for several in tokens(outputs))
+    assert engine.engine.core.stats.prefix_cache_hits > 0
+
+
+def test_penalties_and_greedy(engine: LLM) -> None:
+    check_obeyed(engine, generate(engine, temperature=0.0, repetition_penalty=1.5))
+    check_obeyed(engine, generate(engine, top_p=0.5, presence_penalty=1.0, logit_bias={7: 100}))
+
+
+def test_min_tokens_yield_to_the_grammar(engine: LLM) -> None:
+    """A complete text ends even then; one that may grow does."""
+    short = SamplingParams(structured_output=StructuredOutput.choice(["a"]), min_tokens=8)
+    grown = SamplingParams(structured_output=StructuredOutput.regex("a+"), min_tokens=8)
+    first, second = engine.generate([PROMPTS[0]] * 2, [short, grown], use_tqdm=False)
+    assert (first.outputs[0].text, first.outputs[0].finish_reason) == ("a", "stop")
+    assert len(second.outputs[0].token_ids) >= 8
+
+
+def test_stop_strings_end_a_text(engine: LLM) -> None:
+    sampling = params(0, stop=['"color"'])
+    [output] = engine.generate([PROMPTS[0]], sampling, use_tqdm=False)
+    assert output.outputs[0].stop_reason == '"color"'
+    assert '"ok"' in output.outputs[0].text
+
+
+@pytest.mark.parametrize(
+    "wanted", [StructuredOutput.regex("(a"), StructuredOutput.ebnf('root ::= root "a"')]
+)
+def test_wrong_grammars_are_refused_at_once(engine: LLM, wanted: StructuredOutput) -> None:
+    each = [SamplingParams(), SamplingParams(structured_output=wanted)]
+    with pytest.raises(RequestRefusedError, match="structured_output") as error:
+        engine.generate(PROMPTS[:2], each, use_tqdm=False)
+    assert error.value.param == "structured_output"
+    assert not engine.engine.has_unfinished
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_dead_ends_end_their_request_alone(targets: Targets, k: int) -> None:
+    speculation = {"method": "ngram", "num_speculative_tokens": k} if k else {}
+    core = create_engine(targets.folder("llama"), **speculation).engine.core
+    add(core, "dead", DEAD_END)
+    add(core, "good", DOCUMENT)
+    add(core, "free", None)
+    ends, refused = run(core)
+    assert refused.keys() == {"dead"}
+    assert "allows no token of this model after" in refused["dead"]
+    assert ends.keys() == {"good", "free"}
+    assert core.block_pool.num_used == 0
+
+
+def add(core: EngineCore, name: str, wanted: StructuredOutput | None) -> None:
+    sampling = SamplingParams(max_tokens=16, seed=1, structured_output=wanted)
+    core.add_request(EngineRequest(id=name, prompt_token_ids=PROMPTS[0], params=sampling, seed=1))
+
+
+def run(core: EngineCore) -> tuple[dict[str, FinishReason], dict[str, str]]:
+    """Step until nothing is left: how sequences ended, and why others were refused."""
+    ends, refused = {}, {}
+    while core.has_work:
+        report = core.step()
+        ends |= {o.id: o.finish_reason for o in report.outputs if o.finish_reason is not None}
+        refused |= {sequence.id: sequence.message for sequence in report.refused}
+    return ends, refused
+
+
+class GatedBackend:
+    """Compiles when it is let to; grammars of choices fail."""
+
+    def __init__(self, inner: Any) -> None:
+        self.gate = threading.Event()
+        self.compiled: list[StructuredOutput] = []
+        self._inner = inner
+
+    def compile(self, wanted: StructuredOutput) -> Grammar:
+        assert self.gate.wait(60)
+        self.compiled.append(wanted)
+        if wanted.kind == "choice":
+            raise GrammarError("no choices today")
+        grammar: Grammar = self._inner.compile(wanted)
+        return grammar
+
+
+def test_compilation_holds_up_nobody_else(engine: LLM) -> None:
+    core = engine.engine.core
+    grammars = core.executor.grammars
+    grammars.get(DOCUMENT)
+    gated = GatedBackend(grammars._backend)
+    grammars._backend = gated
+    try:
+        slow = StructuredOutput.regex("[xyz]{4}")
+        for name in ("slow-1", "slow-2", "aborted"):
+            add(core, name, slow)
+        add(core, "failing", StructuredOutput.choice(["a", "b"]))
+        add(core, "free", None)
+        with pytest.raises(ValueError, match="already in use"):
+            add(core, "slow-1", DOCUMENT)
+        ended: set[str] = set()
+        while "free" not in ended:
+            report = core.step()
+            ended |= {o.id for o in report.outputs if o.finish_reason is not None}
+        assert ended == {"free"}
+        assert core.has_work
+        assert core.stats.num_waiting == 4
+        assert core.step().outputs == []
+        [aborted] = core.abort(["aborted"])
+        assert (aborted.id, aborted.finish_reason) == ("aborted", FinishReason.ABORT)
+        gated.gate.set()
+        ends, refused = run(core)
+        assert ends == dict.fromkeys(("slow-1", "slow-2"), FinishReason.STOP)
+        assert refused == {"failing": "structured_output: no choices today"}
+        assert gated.compiled.count(slow) == 1
+        add(core, "failing", StructuredOutput.choice(["a", "b"]))
+        assert run(core)[1].keys() == {"failing"}
+        assert len(gated.compiled) == 2
+    finally:
+        grammars._backend = gated._inner
+
+
+def test_used_grammars_stay_though_many_follow(engine: LLM) -> None:
+    gated = GatedBackend(engine.engine.core.executor.grammars._backend or pytest.fail("none"))
+    gated.gate.set()
+    grammars = GrammarCache(lambda: gated, capacity=2)
+    first = StructuredOutput.regex("a")
+    held = grammars.submit(first)
+    for letter in "bcde":
+        grammars.get(StructuredOutput.regex(letter))
+    assert grammars.submit(first) is held
+    grammars.get(StructuredOutput.regex("b"))
+    assert [w.value for w in gated.compiled] == ["a", "b", "c", "d", "e", "b"]
+    grammars.shutdown()

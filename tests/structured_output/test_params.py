@@ -1,0 +1,121 @@
+"""Constraints as values: what is refused at construction, and the way over the wire."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atom import SamplingParams, StructuredOutput
+from atom.model_engine import wire
+from atom.model_engine.messages import EngineRequest
+from atom.structured_output.params import MAX_CHARACTERS
+
+S = {"type": "string"}
+
+
+@pytest.mark.parametrize(
+    ("schema", "reason"),
+    [
+        ("{", "not JSON"),
+        ([], "must be an object"),
+        ({"type": "object", "properties": {"a": 5}}, "#/properties/a must be an object"),
+        ({"not": S}, "'not' is not supported"),
+        ({"items": {"if": S}}, "#/items: 'if' is not supported"),
+        ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+        ({"anyOf": [{"type": "array", "contains": S}]}, "#/anyOf/0: 'contains'"),
+        ({"dependentRequired": {"a": ["b"]}}, "dependentRequired"),
+        ({"allOf": [S, S]}, "merge them"),
+        ({"type": "object", "anyOf": [S]}, r"\['type'\] beside 'anyOf'"),
+        ({"$defs": {"a": S}, "$ref": "#/$defs/a", "maxLength": 3}, "beside '\\$ref'"),
+        ({"$ref": "#/$defs/a"}, "which is not there"),
+        ({"$ref": "https://example.com/schema"}, "must point into the schema"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "use the pattern alone"),
+        ({"minimum": 3}, "needs a 'type'"),
+        ({"type": "object", "required": ["a"]}, r"'required' names \['a'\]"),
+        ({"type": "object", "properties": []}, "'properties' must be an object"),
+        ({"enum": ["x" * MAX_CHARACTERS]}, f"at most {MAX_CHARACTERS}"),
+    ],
+    ids=str,
+)
+def test_schemas_that_cannot_be_enforced(schema: Any, reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"^structured_output: .*{reason}"):
+        StructuredOutput.json_schema(schema)
+
+
+def test_deep_schemas() -> None:
+    schema: dict[str, Any] = S
+    for _ in range(65):
+        schema = {"type": "object", "properties": {"a": schema}}
+    StructuredOutput.json_schema(schema["properties"]["a"])
+    with pytest.raises(ValueError, match="deeper than 64"):
+        StructuredOutput.json_schema(schema)
+    for text in ("[" * 60000, '{"items":' * 6000):
+        with pytest.raises(ValueError, match="structured_output"):
+            StructuredOutput.json_schema(text)
+
+
+def test_schemas_of_models_pass() -> None:
+    """What pydantic writes: references, optional fields, descriptions beside references."""
+    node = {
+        "$defs": {"Node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/Node"}}}},
+        "type": "object",
+        "title": "T",
+        "properties": {
+            "root": {"$ref": "#/$defs/Node", "description": "the first"},
+            "tag": {"anyOf": [S, {"type": "null"}], "default": None, "title": "Tag"},
+            "not": {"type": "integer", "minimum": 0},
+        },
+        "required": ["root"],
+    }
+    assert StructuredOutput.json_schema(node).kind == "json_schema"
+
+
+@pytest.mark.parametrize(
+    ("fields", "reason"),
+    [
+        ({"kind": "json_object", "value": "x"}, "takes no value"),
+        ({"kind": "regex"}, "is empty"),
+        ({"kind": "ebnf", "value": ""}, "is empty"),
+        ({"kind": "choice", "value": "[]"}, "1 to 4096 strings, got 0"),
+        ({"kind": "choice", "value": '["a", 1]'}, "list of non-empty strings"),
+        ({"kind": "choice", "value": '["a", ""]'}, "list of non-empty strings"),
+        ({"kind": "structural_tag", "value": "[]"}, "must be an object"),
+        ({"kind": "regex", "value": "a", "starts_after": ""}, "starts_after"),
+    ],
+)
+def test_other_wrong_values(fields: dict[str, Any], reason: str) -> None:
+    with pytest.raises(ValueError, match=rf"^structured_output: .*{reason}"):
+        StructuredOutput(**fields)
+
+
+def test_schemas_within_tags_are_checked() -> None:
+    document = {"type": "json_schema", "json_schema": {"properties": {"type": {"not": {}}}}}
+    with pytest.raises(ValueError, match="#/properties/type: 'not'"):
+        StructuredOutput.structural_tag({"type": "sequence", "elements": [document]})
+
+
+def test_ignore_eos_contradicts() -> None:
+    with pytest.raises(ValueError, match="ignore_eos"):
+        SamplingParams(structured_output=StructuredOutput.json_object(), ignore_eos=True)
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [
+        StructuredOutput.json_object(),
+        StructuredOutput.json_schema({"type": "string", "enum": ["ä", '"']}),
+        StructuredOutput(kind="regex", value=r"\d+", starts_after="</think>"),
+        StructuredOutput.choice(["a", "日本"]),
+        StructuredOutput.ebnf('root ::= "a"'),
+        StructuredOutput.structural_tag({"type": "any_text"}),
+    ],
+    ids=lambda wanted: wanted.kind,
+)
+def test_wire_round_trip(wanted: StructuredOutput) -> None:
+    params = SamplingParams(structured_output=wanted)
+    request = EngineRequest(id="a", prompt_token_ids=[1], params=params, seed=1)
+    message = wire.decode_to_engine(wire.encode(wire.AddRequest(request)))
+    assert isinstance(message, wire.AddRequest)
+    assert message.request == request
+    assert hash(message.request.params.structured_output) == hash(wanted)
