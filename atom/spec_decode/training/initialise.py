@@ -108,10 +108,12 @@ def initialise(
     if draft.config.is_mla:
         layer.self_attn.o_proj.weight.mul_(0.5)
         return
-    _let_heads_carry(draft, from_embedding)
+    _let_heads_carry(draft, from_embedding, generator)
 
 
-def _let_heads_carry(draft: TrainingDraft, from_embedding: torch.Tensor) -> None:
+def _let_heads_carry(
+    draft: TrainingDraft, from_embedding: torch.Tensor, generator: torch.Generator
+) -> None:
     """Split [hidden, hidden] by SVD over heads that attend to their own row.
 
     Queries and keys are the embedding itself, which is like nothing but itself. Two thirds of
@@ -134,6 +136,6 @@ def _let_heads_carry(draft: TrainingDraft, from_embedding: torch.Tensor) -> None
     ):
         projection.weight[:rank] = torch.cat((part, torch.zeros(rank, size)), dim=1)
         if projection is not attention.v_proj:
-            projection.weight[:rank, size:].normal_(0, 0.02)
+            projection.weight[:rank, size:].normal_(0, 0.02, generator=generator)
     attention.o_proj.weight.mul_(0.5)
     attention.o_proj.weight[:, :rank] = u[:, :rank] * root
