@@ -86,9 +86,16 @@ class Api:
     async def responses(self, request: Request) -> Response:
         body = await self._body(request, ResponsesRequest)
         fields = responses.response_fields(body, self._model(body.model))
-        return await self._translated(
-            request, responses.as_chat(body), ResponseTranslation(fields), responses.FIELD_NAMES
-        )
+        chat = responses.as_chat(body)
+        if chat.logprobs and (chat.tools or self.options.reasoning_parser is not None):
+            raise bad_request(
+                "logprobs of text among reasoning and calls are not told apart here; "
+                "/v1/chat/completions gives those of all tokens",
+                "include",
+                "unsupported_field",
+            )
+        translation = ResponseTranslation(fields)
+        return await self._translated(request, chat, translation, responses.FIELD_NAMES)
 
     async def messages(self, request: Request) -> Response:
         body = await self._body(request, MessagesRequest)
@@ -101,7 +108,9 @@ class Api:
         body = await self._body(request, CountTokensRequest)
         self._model(body.model)
         chat = messages_api.as_chat(body)
-        prompt = await self.encoder.encode_chat(chat, add_special_tokens=False)
+        prompt = await self.encoder.encode_chat(
+            chat, add_special_tokens=False, with_tools=chat.tool_choice != "none"
+        )
         return json_response({"input_tokens": len(prompt.token_ids)})
 
     async def _chat(
@@ -121,7 +130,9 @@ class Api:
         """A chat, spelled by another API."""
         try:
             generation, choices = await self._chat(request, body, self.model_names[0])
-            return await respond_translated(request, self.engine, generation, choices, translation)
+            return await respond_translated(
+                request, self.engine, generation, choices, translation, self.encoder
+            )
         except ApiError as error:
             raise renamed(error, field_names) from None
 

@@ -34,7 +34,8 @@ class MessageTranslation(Translation):
     def fail(self, error: ApiError) -> list[Event]:
         return [error.anthropic_body()]
 
-    def _finished(self, usage: Usage) -> list[Event]:
+    def _finished(self, usage: Usage, num_reasoning_tokens: int) -> list[Event]:
+        del num_reasoning_tokens  # not told apart in this API
         self._usage = _message_usage(usage)
         delta = {"type": "message_delta", "delta": self._ending(), "usage": self._usage}
         return [delta, {"type": "message_stop"}]

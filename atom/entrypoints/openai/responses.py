@@ -19,6 +19,7 @@ from atom.entrypoints.openai.responses_protocol import (
     InputText,
     ReasoningItem,
     ResponsesRequest,
+    ToolChoice,
     ToolReference,
 )
 from atom.entrypoints.openai.translation import translate_request
@@ -59,9 +60,6 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
 
 def response_fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
     """What a response says besides its status, output and usage: the request and defaults."""
-    tool_choice = "auto" if body.tool_choice is None else body.tool_choice
-    if not isinstance(tool_choice, str):
-        tool_choice = tool_choice.model_dump()
     effort = None if body.reasoning is None else body.reasoning.effort
     text_format = body.text.format if body.text is not None else None
     return {
@@ -85,7 +83,7 @@ def response_fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "store": False,
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": text_format or {"type": "text"}, "verbosity": "medium"},
-        "tool_choice": tool_choice,
+        "tool_choice": _echoed_choice(body.tool_choice),
         "tools": [_echoed(tool) for tool in body.tools or ()],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
@@ -97,6 +95,12 @@ def response_fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
 def _echoed(tool: FunctionTool) -> dict[str, Any]:
     names = ("type", "name", "description", "parameters", "strict")
     return tool.model_dump(include=set(names))
+
+
+def _echoed_choice(choice: ToolChoice | None) -> str | dict[str, Any]:
+    if choice is None:
+        return "auto"
+    return choice if isinstance(choice, str) else choice.model_dump()
 
 
 def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:

@@ -43,8 +43,8 @@ class ResponseTranslation(Translation):
         failed = {**self._response("failed"), "error": said}
         return [self._event("response.failed", response=failed)]
 
-    def _finished(self, usage: Usage) -> list[Event]:
-        self._usage = _response_usage(usage)
+    def _finished(self, usage: Usage, num_reasoning_tokens: int) -> list[Event]:
+        self._usage = _response_usage(usage, num_reasoning_tokens)
         response = self.whole()
         return [self._event(f"response.{response['status']}", response=response)]
 
@@ -132,13 +132,13 @@ def _logprob(row: dict[str, Any]) -> dict[str, Any]:
     return {name: row[name] for name in ("token", "logprob", "bytes", "top_logprobs")}
 
 
-def _response_usage(usage: Usage) -> dict[str, Any]:
+def _response_usage(usage: Usage, num_reasoning_tokens: int) -> dict[str, Any]:
     counts = usage.as_dict()
     cached = counts["prompt_tokens_details"]["cached_tokens"]
     return {
         "input_tokens": counts["prompt_tokens"],
         "input_tokens_details": {"cached_tokens": cached, "cache_write_tokens": 0},
         "output_tokens": counts["completion_tokens"],
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": num_reasoning_tokens},
         "total_tokens": counts["total_tokens"],
     }

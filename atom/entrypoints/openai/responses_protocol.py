@@ -14,7 +14,6 @@ from atom.entrypoints.openai.protocol import (
     UNSUPPORTED_CONTENT,
     ApiModel,
     SamplingFields,
-    StreamOptions,
     kind_of,
     list_or_string,
 )
@@ -199,6 +198,10 @@ class TextConfig(ApiModel):
     verbosity: Any = None
 
 
+class StreamConfig(ApiModel):
+    include_obfuscation: bool | None = None  # harmless
+
+
 class ResponsesRequest(SamplingFields):
     """`POST /v1/responses`."""
 
@@ -224,7 +227,7 @@ class ResponsesRequest(SamplingFields):
     instructions: str | None = None
     max_output_tokens: int | None = None
     stream: bool | None = None
-    stream_options: StreamOptions | None = None
+    stream_options: StreamConfig | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None

@@ -6,6 +6,7 @@ so they cannot differ.
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator, Iterable, Mapping
 from contextlib import aclosing
@@ -23,12 +24,12 @@ from atom.entrypoints.openai.generation import (
     ChunkChoices,
     Generation,
     Usage,
-    collect,
     stream_outputs,
     unless_disconnected,
 )
 from atom.entrypoints.openai.protocol import ChatPrompt
 from atom.entrypoints.openai.sse import EventStream, encode_named_event
+from atom.entrypoints.openai.tokenization import PromptEncoder
 from atom.model_engine.async_engine import AsyncEngine
 from atom.outputs import RequestOutput
 
@@ -95,7 +96,12 @@ class Translation(ABC):
     def _block_closed(self, block: Block) -> list[Event]: ...
 
     @abstractmethod
-    def _finished(self, usage: Usage) -> list[Event]: ...
+    def _finished(self, usage: Usage, num_reasoning_tokens: int) -> list[Event]: ...
+
+    @property
+    def reasoning(self) -> str:
+        """All that was reasoned so far."""
+        return "".join(block.text for block in self.blocks if block.kind == "reasoning")
 
     def feed(self, choice: Mapping[str, Any]) -> list[Event]:
         """The events of one choice of a chat's chunk."""
@@ -113,10 +119,11 @@ class Translation(ABC):
             self.stop_reason = choice.get("stop_reason")
         return events
 
-    def finish(self, usage: Usage) -> list[Event]:
+    def finish(self, usage: Usage, num_reasoning_tokens: int) -> list[Event]:
         if self._open is not None and self._open.kind == "text":
             self._open.logprobs += self._held_logprobs
-        return [*self._close(complete=self.finish_reason != "length"), *self._finished(usage)]
+        events = self._close(complete=self.finish_reason != "length")
+        return [*events, *self._finished(usage, num_reasoning_tokens)]
 
     def _extend(self, kind: Literal["reasoning", "text"], piece: str) -> list[Event]:
         events: list[Event] = []
@@ -180,12 +187,12 @@ def translate_request(
 
 def renamed(error: ApiError, field_names: Mapping[str, str]) -> ApiError:
     """The error of a chat request in the names of the request that it was made from."""
-    for chat_name, name in field_names.items():
-        if error.param is not None and error.param.startswith(chat_name):
-            if error.message.startswith(chat_name):
-                error.message = name + error.message.removeprefix(chat_name)
-            error.param = name
-            break
+    chat_name = re.split(r"[.\[]", error.param or "")[0]
+    name = field_names.get(chat_name)
+    if name is not None:
+        if error.message.startswith(chat_name):
+            error.message = name + error.message.removeprefix(chat_name)
+        error.param = name
     return error
 
 
@@ -195,39 +202,35 @@ async def respond_translated(
     generation: Generation,
     choices: ChoiceFormat,
     translation: Translation,
+    encoder: PromptEncoder,
 ) -> Response:
     """Generate one choice and answer, whole or as a stream, as `translation` spells it.
+
+    Args:
+        encoder: counts the tokens of reasoning.
 
     Raises:
         ClientDisconnect: when nobody waits for the answer any more.
     """
+    outputs = stream_outputs(engine, generation)
+    events = _events(outputs, ChunkChoices(generation, choices), translation, encoder)
     if not generation.stream:
-        (output,) = await unless_disconnected(request, collect(engine, generation))
-        return json_response(_whole(generation, choices, translation, output))
-    events = _events(engine, generation, choices, translation)
-    first = await unless_disconnected(request, _first(events))
-    return EventStream(first, events, lambda error: _encode(translation.fail(error)))
-
-
-def _whole(
-    generation: Generation, choices: ChoiceFormat, translation: Translation, output: RequestOutput
-) -> dict[str, Any]:
-    usage = Usage()
-    usage.add(0, output)
-    translation.start(usage)
-    for choice in ChunkChoices(generation, choices).of(0, output):
-        translation.feed(choice)
-    translation.finish(usage)
-    return translation.whole()
+        await unless_disconnected(request, _exhaust(events))
+        return json_response(translation.whole())
+    encoded = _encoded(events)
+    first = await unless_disconnected(request, _first(encoded))
+    return EventStream(first, encoded, lambda error: _encode(translation.fail(error)))
 
 
 async def _events(
-    engine: AsyncEngine, generation: Generation, choices: ChoiceFormat, translation: Translation
-) -> AsyncGenerator[bytes, None]:
+    outputs: AsyncGenerator[tuple[int, RequestOutput], None],
+    chunks: ChunkChoices,
+    translation: Translation,
+    encoder: PromptEncoder,
+) -> AsyncGenerator[list[Event], None]:
     usage = Usage()
-    chunks = ChunkChoices(generation, choices)
     started = False
-    async with aclosing(stream_outputs(engine, generation)) as outputs:
+    async with aclosing(outputs):
         async for number, output in outputs:
             usage.add(number, output)
             events = [] if started else translation.start(usage)
@@ -235,8 +238,21 @@ async def _events(
             for choice in chunks.of(number, output):
                 events += translation.feed(choice)
             if events:
-                yield _encode(events)
-    yield _encode(translation.finish(usage))
+                yield events
+    reasoning = await encoder.encode(translation.reasoning, add_special_tokens=False, param="input")
+    yield translation.finish(usage, len(reasoning.token_ids))
+
+
+async def _exhaust(events: AsyncGenerator[list[Event], None]) -> None:
+    async with aclosing(events):
+        async for _ in events:
+            pass
+
+
+async def _encoded(events: AsyncGenerator[list[Event], None]) -> AsyncGenerator[bytes, None]:
+    async with aclosing(events):
+        async for some in events:
+            yield _encode(some)
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:

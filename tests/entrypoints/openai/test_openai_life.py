@@ -52,6 +52,8 @@ def guarded(
         {"Authorization": "Basic second"},
         {"Authorization": "Bearer second second"},
         {"Authorization": b"Bearer \xff\xfe"},
+        {"x-api-key": "wrong"},
+        {"x-api-key": "Bearer second"},
     ],
 )
 def test_without_a_valid_key(guarded: ServerProcess, headers: dict[str, Any]) -> None:
@@ -75,7 +77,15 @@ def test_with_a_key(guarded: ServerProcess) -> None:
         assert len(guarded.client(key).models.list().data) == 1
     with pytest.raises(openai.AuthenticationError):
         guarded.client("third").models.list()
+    for headers in ({"x-api-key": "first"}, {"x-api-key": "wrong", **KEY}):
+        assert httpx.get(guarded.url + "/v1/models", headers=headers).status_code == 200
     assert httpx.get(guarded.url + "/health").status_code == 200
+
+
+def test_messages_refuse_keys_in_their_own_shape(guarded: ServerProcess) -> None:
+    answer = guarded.post("/v1/messages", json={}, headers={"x-api-key": "third"})
+    assert answer.status_code == 401
+    assert answer.json()["error"]["type"] == "authentication_error"
 
 
 def test_only_the_named_origin_may_call(guarded: ServerProcess) -> None:

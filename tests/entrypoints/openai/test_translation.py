@@ -81,7 +81,7 @@ def _run(translation: Translation, choices: list[Any]) -> tuple[list[Event], dic
     events = translation.start(_usage())
     for choice in choices:
         events += translation.feed(choice)
-    events += translation.finish(_usage())
+    events += translation.finish(_usage(), 3)
     return events, translation.whole()
 
 

@@ -1,0 +1,135 @@
+"""The real server over HTTP with a scripted model: every answer is a text that the test sets."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import httpx
+import uvicorn
+
+from atom.entrypoints.openai.app import create_app
+from atom.entrypoints.openai.metrics import ServerMetrics
+from atom.entrypoints.openai.options import ServerOptions
+from atom.entrypoints.openai.serve import bind
+from atom.model_engine import wire
+from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.async_engine import AsyncEngine
+from atom.model_engine.messages import (
+    EngineLimits,
+    EngineStats,
+    FinishReason,
+    SequenceOutput,
+    StepReport,
+)
+
+
+class ScriptedClient:
+    """The far end of an `AsyncEngine`, in place of the engine process.
+
+    Attributes:
+        text: what every sequence answers.
+        tokens_per_step: as many come at once, as with speculation.
+        prompt: token ids of the last request.
+    """
+
+    pid = 0
+    is_alive = True
+    is_open = True
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.text = ""
+        self.tokens_per_step = 1
+        self.prompt: list[int] = []
+        self._tokenizer = tokenizer
+        self._reports: asyncio.Queue[wire.Step] = asyncio.Queue()
+        self._aborted: set[str] = set()
+
+    def send(self, message: wire.ToEngine) -> None:
+        if isinstance(message, wire.AddRequest):
+            self._answer(message)
+        elif isinstance(message, wire.Abort):
+            self._aborted |= set(message.ids)
+
+    async def receive(self) -> list[wire.FromEngine]:
+        while True:
+            step = await self._reports.get()
+            if step.report.outputs[0].id not in self._aborted:
+                return [step]
+
+    async def stop(self) -> None:
+        self.is_open = False
+
+    def _answer(self, message: wire.AddRequest) -> None:
+        request = message.request
+        self.prompt = request.prompt_token_ids
+        ids = self._tokenizer.encode(self.text, add_special_tokens=False)
+        ids.append(self._tokenizer.eos_token_id)
+        limit = request.params.max_tokens or len(ids)
+        reason = FinishReason.LENGTH if limit < len(ids) else FinishReason.STOP
+        ids = ids[:limit]
+        for start in range(0, len(ids), self.tokens_per_step):
+            step = ids[start : start + self.tokens_per_step]
+            is_last = start + len(step) == len(ids)
+            output = SequenceOutput(
+                id=request.id, token_ids=step, finish_reason=reason if is_last else None
+            )
+            report = StepReport(outputs=[output], stats=EngineStats())
+            self._reports.put_nowait(wire.Step(report))
+
+
+class ScriptedServer:
+    """Serves on a free loopback port from a thread of its own, until `stop`."""
+
+    def __init__(self, tokenizer: Any, options: ServerOptions) -> None:
+        self._tokenizer = tokenizer
+        self._options = options
+        self._sock = bind("127.0.0.1", 0)
+        host, port = self._sock.getsockname()
+        self.url = f"http://{host}:{port}"
+        self._ready = threading.Event()
+        self._thread = threading.Thread(target=lambda: asyncio.run(self._serve()), daemon=True)
+        self._thread.start()
+        self._ready.wait(60)
+
+    def says(self, text: str, tokens_per_step: int = 1) -> None:
+        self.model.text = text
+        self.model.tokens_per_step = tokens_per_step
+
+    @property
+    def prompt(self) -> str:
+        """The last prompt."""
+        return str(self._tokenizer.decode(self.model.prompt, skip_special_tokens=False))
+
+    def post(self, path: str, **kwargs: Any) -> httpx.Response:
+        return httpx.post(self.url + path, timeout=60, **kwargs)
+
+    def stop(self) -> None:
+        self._server.should_exit = True
+        self._thread.join(20)
+
+    async def _serve(self) -> None:
+        self.model = ScriptedClient(self._tokenizer)
+        limits = EngineLimits(
+            max_model_len=8000,
+            num_blocks=1000,
+            block_size=16,
+            vocab_size=len(self._tokenizer),
+            max_logprobs=20,
+        )
+        engine = AsyncEngine(
+            self.model,  # type: ignore[arg-type]
+            wire.Ready(limits, 0.0),
+            EngineArgs().create_config(),
+            "scripted",
+            self._tokenizer,
+            None,
+            None,
+        )
+        app = create_app(engine, self._options, ServerMetrics())
+        config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
+        self._server = uvicorn.Server(config)
+        self._ready.set()
+        await self._server.serve(sockets=[self._sock])
+        await engine.shutdown(0)
