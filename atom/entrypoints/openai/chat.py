@@ -5,6 +5,8 @@ from __future__ import annotations
 import time
 import uuid
 
+import msgspec
+
 from atom.entrypoints.detokenizer import Vocabulary
 from atom.entrypoints.openai.chat_format import ChatFormat
 from atom.entrypoints.openai.errors import bad_request
@@ -16,6 +18,7 @@ from atom.entrypoints.openai.protocol import ChatCompletionRequest
 from atom.entrypoints.openai.reasoning import REASONING_PARSERS
 from atom.entrypoints.openai.tokenization import Prompt, PromptEncoder
 from atom.entrypoints.openai.tool_choice import ToolUse, resolve_tool_use
+from atom.entrypoints.openai.tool_grammar import tool_call_grammar
 from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
 from atom.sampling_params import SamplingParams
 
@@ -37,10 +40,14 @@ async def prepare_chat(
     if body.max_completion_tokens is not None:
         field_names["max_tokens"] = "max_completion_tokens"
     use = resolve_tool_use(body, options)
-    params = _constrained(_params(body, field_names, use, options), use)
+    params = _params(body, field_names, use, options)
     prompt = await encoder.encode_chat(
         body, add_special_tokens=bool(body.add_special_tokens), with_tools=use.mode != "none"
     )
+    reasoning_end = _reasoning_end(body, prompt, options)
+    if use.parser is not None:
+        field_names["structured_output"] = "tools"
+        params = _with_call_grammar(params, use, reasoning_end)
     generation = Generation(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         model=model,
@@ -53,12 +60,15 @@ async def prepare_chat(
         include_usage=includes_usage(body),
         field_names=field_names,
     )
-    starts_in_reasoning = _starts_in_reasoning(body, prompt, options)
 
     def create_parser(index: int) -> ChatOutputParser:
         salt = f"{generation.id}/{index}"
         return ChatOutputParser(
-            use.parser, options.reasoning_parser, use.tools, starts_in_reasoning, id_salt=salt
+            use.parser,
+            options.reasoning_parser,
+            use.tools,
+            reasoning_end is not None,
+            id_salt=salt,
         )
 
     return generation, ChatFormat(body, vocabulary, create_parser)
@@ -97,29 +107,36 @@ def _markers(tool_parser: str | None, reasoning_parser: str | None) -> list[str]
     return markers
 
 
-def _constrained(params: SamplingParams, use: ToolUse) -> SamplingParams:
-    """The parameters with the grammar that the tool choice needs, if it needs one."""
-    if not use.needs_grammar:
-        return params
-    choice = "tools with strict schemas" if use.mode == "auto" else f"tool_choice {use.mode!r}"
-    if not use.parallel:
-        raise bad_request(
-            "parallel_tool_calls=false is not supported", "parallel_tool_calls", "unsupported_field"
-        )
-    raise bad_request(
-        f"{choice} is not supported",
-        "tools" if use.mode == "auto" else "tool_choice",
-        "unsupported_field",
-    )
+def _with_call_grammar(
+    params: SamplingParams, use: ToolUse, reasoning_end: str | None
+) -> SamplingParams:
+    """The parameters with the grammar that the tool choice needs, if it needs one.
+
+    Args:
+        reasoning_end: where the prompt opened reasoning, the marker that ends it.
+    """
+    assert use.parser is not None
+    try:
+        grammar = tool_call_grammar(use.parser, use.tools, use.mode, use.parallel)
+        if grammar is None:
+            return params
+        # With `auto` all but calls is free, reasoning too.
+        if use.mode != "auto" and reasoning_end is not None:
+            grammar = msgspec.structs.replace(grammar, starts_after=reasoning_end)
+        return msgspec.structs.replace(params, structured_output=grammar)
+    except ValueError as error:
+        raise bad_request(str(error), "tools") from None
 
 
-def _starts_in_reasoning(
+def _reasoning_end(
     body: ChatCompletionRequest, prompt: Prompt, options: ServerOptions
-) -> bool:
+) -> str | None:
+    """The marker that ends the reasoning that the prompt opened; None when it opened none."""
     if options.reasoning_parser is None or prompt.text is None:
-        return False
+        return None
     continued = ""
     if body.continue_final_message:
         last = body.messages[-1].content or ""
         continued = last if isinstance(last, str) else "".join(part.text or "" for part in last)
-    return REASONING_PARSERS[options.reasoning_parser].is_open_after(prompt.text, continued)
+    reasoning = REASONING_PARSERS[options.reasoning_parser]
+    return reasoning.close if reasoning.is_open_after(prompt.text, continued) else None

@@ -26,14 +26,6 @@ class ToolUse:
     parallel: bool = True
     parser: str | None = None
 
-    @property
-    def needs_grammar(self) -> bool:
-        """Whether the model's freedom must be limited."""
-        strict = any(tool["function"].get("strict") for tool in self.tools)
-        return self.mode in ("required", "named") or (
-            self.mode == "auto" and (strict or not self.parallel)
-        )
-
 
 NO_TOOLS = ToolUse("none")
 
