@@ -183,7 +183,8 @@ class Dataset:
                     texts.append(replace(example, index=len(texts)))
                     first += len(example) - 1
         if len(kept) > 1 and None not in kept:
-            raise DataError(f"the folders keep the features of different layers: {sorted(kept)}")
+            layers = sorted(ids for ids in kept if ids)
+            raise DataError(f"the folders keep the features of different layers: {layers}")
         return cls(texts, places, kept.pop() if len(kept) == 1 else None)
 
 

@@ -13,7 +13,8 @@ from collections.abc import Mapping
 import torch
 import torch.nn.functional as F
 
-from atom.spec_decode.training.network import TrainingDraft
+from atom.spec_decode.eagle3_config import Eagle3Config
+from atom.spec_decode.training.network import MultiHeadAttention, TrainingDraft
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +30,8 @@ def whitening_matrix(aux: torch.Tensor) -> torch.Tensor:
     scaled = aux / scale
     values, vectors = torch.linalg.eigh(scaled.T @ scaled / len(aux))
     spread = (values.clamp(min=0) + _WHITENING_DAMPING).sqrt()
-    return (vectors / spread) / scale[:, None]
+    matrix: torch.Tensor = (vectors / spread) / scale[:, None]
+    return matrix
 
 
 class LinearGuess:
@@ -105,26 +107,26 @@ def initialise(
     if mlp is not None:
         layer.mlp.gate_proj.weight.copy_(mlp["gate_proj"])
         layer.mlp.up_proj.weight.copy_(mlp["up_proj"])
-    if draft.config.is_mla:
-        layer.self_attn.o_proj.weight.mul_(0.5)
-        return
-    _let_heads_carry(draft, from_embedding, generator)
+    layer.self_attn.o_proj.weight.mul_(0.5)
+    if isinstance(layer.self_attn, MultiHeadAttention):
+        _let_heads_carry(layer.self_attn, draft.config, from_embedding, generator)
 
 
 def _let_heads_carry(
-    draft: TrainingDraft, from_embedding: torch.Tensor, generator: torch.Generator
+    attention: MultiHeadAttention,
+    config: Eagle3Config,
+    from_embedding: torch.Tensor,
+    generator: torch.Generator,
 ) -> None:
     """Split [hidden, hidden] by SVD over heads that attend to their own row.
 
     Queries and keys are the embedding itself, which is like nothing but itself. Two thirds of
     the heads carry; the rest stay free.
     """
-    attention = draft.midlayer.self_attn
-    size = draft.config.hidden_size
-    dim = attention.k_proj.weight.shape[0] // draft.config.network.num_key_value_heads
-    heads = draft.config.network.num_attention_heads
-    if draft.config.network.num_key_value_heads != heads:
+    size, heads = config.hidden_size, config.network.num_attention_heads
+    if config.network.num_key_value_heads != heads:
         return
+    dim = attention.k_proj.weight.shape[0] // heads
     rank = min(size, dim * max(1, 2 * heads // 3))
     u, values, vh = torch.linalg.svd(from_embedding)
     root = values[:rank].sqrt()
@@ -137,5 +139,4 @@ def _let_heads_carry(
         projection.weight[:rank] = torch.cat((part, torch.zeros(rank, size)), dim=1)
         if projection is not attention.v_proj:
             projection.weight[:rank, size:].normal_(0, 0.02, generator=generator)
-    attention.o_proj.weight.mul_(0.5)
     attention.o_proj.weight[:, :rank] = u[:, :rank] * root

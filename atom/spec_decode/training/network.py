@@ -81,7 +81,7 @@ class _Rope:
         return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1)
 
 
-class _MultiHeadAttention(nn.Module):
+class MultiHeadAttention(nn.Module):
     """q, k and v of each row; the Llama family's names."""
 
     def __init__(self, config: PretrainedConfig, max_len: int) -> None:
@@ -111,7 +111,7 @@ class _MultiHeadAttention(nn.Module):
         return k.repeat_interleave(self._groups, 1), v.repeat_interleave(self._groups, 1)
 
 
-class _LatentAttention(nn.Module):
+class LatentAttention(nn.Module):
     """q, k and v of each row by way of a latent; the DeepSeek family's names."""
 
     def __init__(self, config: PretrainedConfig, max_len: int) -> None:
@@ -163,7 +163,7 @@ class _Midlayer(nn.Module):
         super().__init__()
         network, size = config.network, config.hidden_size
         eps = network.rms_norm_eps
-        attention = _LatentAttention if config.is_mla else _MultiHeadAttention
+        attention = LatentAttention if config.is_mla else MultiHeadAttention
         self.input_layernorm = _Norm(size, eps)
         self.hidden_norm = _Norm(size, eps)
         self.self_attn = attention(network, max_len)

@@ -38,7 +38,7 @@ class FeatureRecorder:
         # Clones, so that no sequence keeps another's rows alive.
         for sequence_id, own, position in zip(
             step.sequence_ids,
-            rows.split(lengths),
+            torch.split(rows, list(lengths)),
             step.model_input.positions[step.model_input.attention.cu_seqlens_q[:-1].long()],
             strict=True,
         ):

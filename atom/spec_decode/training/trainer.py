@@ -156,7 +156,12 @@ class Trainer:
                     continue
                 seconds = time.monotonic() - started
                 speed = (self._progress.rows - start_rows) / seconds
-                line = {"step": step, "of": total, "rows": self._progress.rows, "rate": rate}
+                line: dict[str, Any] = {
+                    "step": step,
+                    "of": total,
+                    "rows": self._progress.rows,
+                    "rate": rate,
+                }
                 line |= {**window.means(), "rows_per_second": round(speed, 1)}
                 window = Window(options.depth)
                 if step % options.save_every == 0 or step == total:

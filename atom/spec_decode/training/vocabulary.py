@@ -30,7 +30,7 @@ def count_tokens(
 def soft_counts(final: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
     """[vocab]; summed next-token probabilities of [N, hidden] final states."""
     total = torch.zeros(len(head), dtype=torch.float64, device=head.device)
-    for rows in final.split(512):
+    for rows in torch.split(final, 512):
         total += F.linear(rows, head).softmax(-1).sum(0)
     return total.cpu()
 
