@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import time
 from collections.abc import Sequence
@@ -92,29 +93,31 @@ class Synthesizer:
 
     def run(self, prompts: Sequence[Prompt]) -> None:
         """Answer every prompt, or as many as the limits of the options allow."""
-        options, started = self._options, time.monotonic()
-        queue = iter(prompts)
-        with tqdm(total=options.max_tokens, unit="tok", desc="kept", smoothing=0.02) as bar:
-            bar.update(self._manifest.counts.get("trained_tokens", 0))
-            while True:
+        try:
+            self._run(prompts)
+        finally:
+            self._core.abort(list(self._live))
+            self.flush()
+
+    def _run(self, prompts: Sequence[Prompt]) -> None:
+        options, queue = self._options, iter(prompts)
+        deadline = math.inf
+        if options.max_seconds is not None:
+            deadline = time.monotonic() + options.max_seconds
+        with tqdm(total=options.max_tokens, unit="tok", desc="kept", mininterval=2) as bar:
+            while time.monotonic() < deadline:
                 kept = self._kept_tokens()
                 bar.update(kept - bar.n)
-                late = (
-                    options.max_seconds is not None
-                    and time.monotonic() - started > options.max_seconds
-                )
-                if late or (options.max_tokens is not None and kept >= options.max_tokens):
-                    break
+                if options.max_tokens is not None and kept >= options.max_tokens:
+                    return
                 while len(self._live) < self._max_live and (prompt := next(queue, None)):
                     self._start(prompt)
                 if not self._live:
-                    break
+                    return
                 for output in self._core.step().outputs:
                     self._advance(output)
                 if sum(map(len, self._finished)) >= options.shard_tokens:
                     self.flush()
-        self._core.abort(list(self._live))
-        self.flush()
 
     def flush(self) -> None:
         """Write what is finished; a killed run loses only what was not flushed."""
