@@ -160,7 +160,11 @@ class SpeculativeOptions:
             (lookup in the text so far).
         num_speculative_tokens: drafts per step, 1 to 15.
         model: folder or hub id of the draft; for `eagle3` alone.
-        ngram_max, ngram_min: longest and shortest suffix to look up; for `ngram` alone.
+        ngram_max, ngram_min: longest and shortest suffix to look up, for `ngram` and `lookup`;
+            without one the shortest is 1 for `ngram` and 2 beside a draft.
+        lookup: what occurred in the text before comes before the draft's own drafts; for
+            `eagle3` and `mtp`.
+        adaptive: ask for fewer drafts, or none, where more would cost time.
         draft_tensor_parallel_size: ranks of the draft; only 1 runs today.
     """
 
@@ -168,7 +172,9 @@ class SpeculativeOptions:
     num_speculative_tokens: int
     model: str | None = None
     ngram_max: int = 4
-    ngram_min: int = 1
+    ngram_min: int | None = None
+    lookup: bool = False
+    adaptive: bool = False
     draft_tensor_parallel_size: int = 1
 
     def __post_init__(self) -> None:
@@ -185,13 +191,26 @@ class SpeculativeOptions:
                 if self.model is None
                 else f"method {self.method} takes no draft model, got {self.model!r}"
             )
-        _at_least("ngram_min", self.ngram_min, 1)
-        _at_least("ngram_max", self.ngram_max, self.ngram_min)
+        _boolean("lookup", self.lookup)
+        _boolean("adaptive", self.adaptive)
+        if self.lookup and self.method == "ngram":
+            raise ConfigError(
+                "lookup goes beside a draft (eagle3 or mtp); method ngram is a lookup already"
+            )
+        _at_least("ngram_min", self.shortest_ngram, 1)
+        _at_least("ngram_max", self.ngram_max, self.shortest_ngram)
         if self.draft_tensor_parallel_size != 1:
             raise ConfigError(
                 f"draft_tensor_parallel_size={self.draft_tensor_parallel_size} is not supported "
                 "yet; use 1"
             )
+
+    @property
+    def shortest_ngram(self) -> int:
+        """The shortest suffix to look up."""
+        if self.ngram_min is not None:
+            return self.ngram_min
+        return 1 if self.method == "ngram" else 2
 
 
 @dataclass(frozen=True)
@@ -290,6 +309,11 @@ def _one_of(name: str, value: str, choices: tuple[str, ...]) -> None:
 def _at_least(name: str, value: int, low: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or value < low:
         raise ConfigError(f"{name} must be an integer of at least {low}, got {value!r}")
+
+
+def _boolean(name: str, value: bool) -> None:
+    if not isinstance(value, bool):
+        raise ConfigError(f"{name} must be true or false, got {value!r}")
 
 
 def _listed(sizes: Sequence[int]) -> str:

@@ -184,7 +184,9 @@ class OutputProcessor:
                 None if position is None else decode_logprobs(position, self.vocabulary)
                 for position in output.prompt_logprobs
             ]
-        state.spec_decode.count(output.num_draft_tokens, output.num_accepted_tokens)
+        state.spec_decode.count(
+            output.num_draft_tokens, output.num_accepted_tokens, output.draft_source
+        )
         num_new = sequence.apply(output)
         if not num_new:
             return

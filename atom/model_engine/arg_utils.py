@@ -64,8 +64,18 @@ class EngineArgs:
     )
     draft_model: str | None = _arg(None, "folder or hub id of the draft, for --method eagle3")
     num_speculative_tokens: int | None = _arg(None, "drafts per step, 1 to 15", type=int)
-    ngram_max: int | None = _arg(None, "longest suffix to look up (4), for ngram", type=int)
-    ngram_min: int | None = _arg(None, "shortest suffix to look up (1), for ngram", type=int)
+    ngram_max: int | None = _arg(
+        None, "longest suffix to look up (4), for ngram and lookup", type=int
+    )
+    ngram_min: int | None = _arg(
+        None, "shortest suffix to look up (1 for ngram, 2 for lookup beside a draft)", type=int
+    )
+    speculative_lookup: bool = _arg(
+        False, "draft what followed the newest tokens before in the text, where there is such"
+    )
+    speculative_adaptive: bool = _arg(
+        False, "measure what drafts cost and bring, and draft less where that is faster"
+    )
     speculative_config: str | JsonObject | None = _arg(  # noqa: RUF009
         None, "the speculation options as one JSON object, instead of the flags", type=str
     )
@@ -203,6 +213,8 @@ class EngineArgs:
                     "num_speculative_tokens": self.num_speculative_tokens,
                     "ngram_max": self.ngram_max,
                     "ngram_min": self.ngram_min,
+                    "lookup": self.speculative_lookup or None,
+                    "adaptive": self.speculative_adaptive or None,
                 },
                 self.speculative_config,
             ),

@@ -22,6 +22,7 @@ class ScheduledSequence:
         block_ids: the sequence's block table; it covers `start + len(token_ids)` tokens.
         wants_sample: the last row's logits are sampled (false for a middle prefill chunk).
         num_drafts: how many of the last `token_ids` are drafts to verify.
+        draft_source: who was asked for them, also when none came of it; None when nobody was.
         successor_token: on a middle prefill chunk, the prompt token after the chunk (a drafter
             pairs it with the last row); None otherwise.
     """
@@ -32,6 +33,7 @@ class ScheduledSequence:
     block_ids: list[int]
     wants_sample: bool
     num_drafts: int = 0
+    draft_source: str | None = None
     successor_token: int | None = None
 
     @property
@@ -81,6 +83,7 @@ class SequenceResult:
         prompt_logprobs: one entry per prompt token predicted by this step's rows (row `start + i`
             predicts prompt token `start + i + 1`), when asked for.
         draft_token_ids: guesses for the next step.
+        draft_source: who was asked for them; None when nothing was sampled.
         is_stuck: the sequence's grammar allows nothing after `token_ids`, which may be empty.
     """
 
@@ -88,6 +91,7 @@ class SequenceResult:
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
     draft_token_ids: list[int] = field(default_factory=list)
+    draft_source: str | None = None
     is_stuck: bool = False
 
 

@@ -36,7 +36,7 @@ from atom.models.registry import create_model
 from atom.platform import Platform, default_num_threads, select_platform
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead, Proposer
-from atom.spec_decode.factory import create_proposer
+from atom.spec_decode.factory import create_drafter, create_proposer
 from atom.structured_output.base import GrammarBackend
 from atom.structured_output.cache import GrammarCache
 from atom.structured_output.xgrammar_backend import XGrammarBackend
@@ -133,7 +133,7 @@ class UniprocExecutor:
         return ModelRunner(
             self._model,
             self._graphs or EagerRunner(self._model),
-            self._proposer,
+            create_drafter(config.speculative, self._proposer, captured=self._graphs is not None),
             states,
             config.cache.block_size,
             context.device,

@@ -64,6 +64,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
             id that ended the sequence unless it is the model's own end token.
         num_cached_tokens: prompt tokens served by the prefix cache.
         num_draft_tokens, num_accepted_tokens: drafts that the step verified, and kept.
+        draft_source: who made them; None when there were none.
         first_scheduled_time: seconds, `time.monotonic()`.
     """
 
@@ -77,6 +78,7 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_preemptions: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+    draft_source: str | None = None
     first_scheduled_time: float | None = None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -21,7 +22,8 @@ from atom.model_engine.sampling_state import SamplingRow, SamplingStates
 from atom.model_ops.metadata import ModelInput, ModelOutput, SamplerOutput
 from atom.model_ops.sampler import compute_logprobs, sample
 from atom.models.base import CausalLM
-from atom.spec_decode.base import Proposer, VerifiedStep
+from atom.spec_decode.base import Verification, VerifiedStep
+from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.verify import NO_DRAFT, VerifyResult, verify
 
 # Prompt logprobs need the logits of every prompt row; this many rows exist at a time.
@@ -64,14 +66,14 @@ class ModelRunner:
         self,
         model: CausalLM,
         forward: ForwardRunner,
-        proposer: Proposer,
+        drafter: Drafter,
         states: SamplingStates,
         block_size: int,
         device: torch.device,
     ) -> None:
         self._model = model
         self._forward = forward
-        self._proposer = proposer
+        self._drafter = drafter
         self._states = states
         self._block_size = block_size
         self._device = device
@@ -79,6 +81,7 @@ class ModelRunner:
     @torch.inference_mode()
     def step(self, batch: ScheduledBatch) -> StepOutput:
         """Compute every scheduled token, sample and verify, and propose the next drafts."""
+        started = time.perf_counter()
         self._states.update(batch.new, batch.finished_ids)
         if not batch.sequences:
             return StepOutput([])
@@ -89,8 +92,8 @@ class ModelRunner:
         sampled = self._sample(batch, layout, output.hidden_states[model_input.logits_indices])
         verified = verify(sampled.token_ids[layout.rows], layout.drafts)
         token_ids, are_stuck = self._append(batch, layout, verified)
-        step = self._verified_step(batch, layout, model_input, output, sampled, verified)
-        drafts = self._proposer.propose(step).tolist()
+        finished = (model_input, output, sampled, verified)
+        proposal = self._drafter.draft(self._verified_step(batch, layout, *finished, started))
         logprobs = self._logprobs(batch, layout, sampled, token_ids)
         results = [SequenceResult([], prompt_logprobs=p) for p in prompt_logprobs]
         for s, index in enumerate(layout.indices):
@@ -98,8 +101,9 @@ class ModelRunner:
                 token_ids[s],
                 logprobs[s],
                 prompt_logprobs[index],
-                [t for t in drafts[s] if t != NO_DRAFT],
-                is_stuck=are_stuck[s],
+                proposal.token_ids[s],
+                proposal.sources[s],
+                are_stuck[s],
             )
         return StepOutput(results)
 
@@ -143,6 +147,7 @@ class ModelRunner:
         output: ModelOutput,
         sampled: SamplerOutput,
         verified: VerifyResult,
+        started: float,
     ) -> VerifiedStep:
         next_token_ids = model_input.input_ids.roll(-1)
         ends = model_input.attention.cu_seqlens_q[1:].long() - 1
@@ -152,7 +157,9 @@ class ModelRunner:
             places, tokens = torch.tensor(middle, device=self._device).T
             next_token_ids[ends[places]] = tokens
         next_token_ids[model_input.logits_indices] = sampled.token_ids
-        states = [self._states[batch.sequences[i].id] for i in layout.indices]
+        sequences = [batch.sequences[i] for i in layout.indices]
+        states = [self._states[sequence.id] for sequence in sequences]
+        counts = verified.num_accepted.tolist()
         accepted = layout.rows.gather(1, verified.num_accepted[:, None])[:, 0]
         return VerifiedStep(
             model_input=model_input,
@@ -162,6 +169,12 @@ class ModelRunner:
             last_rows=model_input.logits_indices[accepted],
             sequence_indices=layout.indices,
             histories=[(s.prompt_token_ids, s.output_token_ids) for s in states],
+            verifications=[
+                Verification(s.draft_source, s.num_drafts, count)
+                for s, count in zip(sequences, counts, strict=True)
+            ],
+            num_drafts=0,
+            started=started,
         )
 
     def _logprobs(

@@ -347,6 +347,7 @@ class Scheduler:
             block_ids=list(seq.block_ids),
             wants_sample=is_last,
             num_drafts=num_drafts,
+            draft_source=seq.draft_source,
             successor_token=None if is_last else seq.token_ids[end],
         )
 
@@ -363,6 +364,7 @@ class Scheduler:
             seq.prompt_logprobs += result.prompt_logprobs or ()
         seq.num_computed = scheduled.context_len - scheduled.num_drafts
         seq.draft_token_ids = result.draft_token_ids
+        seq.draft_source = result.draft_source
         if not scheduled.wants_sample:
             self._publish(seq)
             return None
@@ -372,7 +374,7 @@ class Scheduler:
         if seq.num_outputs == 0:
             self._totals.num_prompt_tokens += seq.num_prompt_tokens
         num_accepted = len(result.token_ids) - 1
-        self._spec.count(scheduled.num_drafts, num_accepted)
+        self._spec.count(scheduled.num_drafts, num_accepted, scheduled.draft_source)
         finish_reason, stop_reason = None, None
         num_new = 0
         while finish_reason is None and num_new < len(result.token_ids):
@@ -388,6 +390,7 @@ class Scheduler:
         self._publish(seq)
         made = seq.report(result.token_ids[:num_new], finish_reason, stop_reason)
         made.num_draft_tokens = scheduled.num_drafts
+        made.draft_source = scheduled.draft_source if scheduled.num_drafts else None
         made.num_accepted_tokens = min(num_accepted, scheduled.num_drafts)
         made.prompt_logprobs = seq.take_prompt_logprobs()
         if result.logprobs is not None:

@@ -34,6 +34,7 @@ class Sequence:
         max_num_tokens: prompt and output tokens at which it ends for length.
         token_ids: the known tokens: the prompt, then the outputs.
         draft_token_ids: guesses at what follows the known tokens, to be verified next.
+        draft_source: who was asked for drafts last.
         num_computed: tokens whose KV is in the cache; always less than the known tokens.
         block_ids: the block table.
         num_published: leading blocks of the table that need no publishing (any more).
@@ -52,6 +53,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     draft_token_ids: list[int] = field(default_factory=list)
+    draft_source: str | None = None
     num_computed: int = 0
     block_ids: list[int] = field(default_factory=list)
     num_published: int = 0
@@ -142,6 +144,7 @@ class Sequence:
         self.status = SequenceStatus.WAITING
         self.block_ids = []
         self.draft_token_ids = []
+        self.draft_source = None
         self.num_computed = 0
         self.num_published = 0
         self.num_preemptions += 1

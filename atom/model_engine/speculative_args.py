@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from atom.config import ConfigError, SpeculativeOptions
@@ -14,8 +14,17 @@ _JSON_KEYS = (
     "num_speculative_tokens",
     "ngram_max",
     "ngram_min",
+    "lookup",
+    "adaptive",
     "draft_tensor_parallel_size",
 )
+
+# Flags that are not called like their option.
+_FLAGS = {
+    "model": "draft_model",
+    "lookup": "speculative_lookup",
+    "adaptive": "speculative_adaptive",
+}
 
 
 def speculative_options(
@@ -34,22 +43,30 @@ def speculative_options(
     if config is not None:
         if given:
             raise ConfigError(
-                f"--speculative-config and --{sorted(given)[0].replace('_', '-')} say the same "
-                "thing; give one of them"
+                f"--speculative-config and {_flags(given)[0]} say the same thing; give one of them"
             )
         given = _parse(config)
     if not given:
         return None
     if "method" not in given:
         raise ConfigError(
-            f"{', '.join(sorted(given))} has no effect without a speculative method; add --method"
+            f"{', '.join(_flags(given))} has no effect without a speculative method; add --method"
         )
     if "num_speculative_tokens" not in given:
         raise ConfigError(f"method {given['method']} needs num_speculative_tokens")
     unused = sorted({"ngram_max", "ngram_min"} & set(given))
-    if given["method"] != "ngram" and unused:
-        raise ConfigError(f"{', '.join(unused)} is for method ngram, not {given['method']}")
+    if given["method"] != "ngram" and not given.get("lookup") and unused:
+        raise ConfigError(
+            f"{', '.join(unused)} is for method ngram and for lookup beside a draft, not for "
+            f"{given['method']} alone"
+        )
     return SpeculativeOptions(**given)
+
+
+def _flags(names: Iterable[str]) -> list[str]:
+    """How the command line spells options."""
+    flags = (_FLAGS.get(name, name).replace("_", "-") for name in names)
+    return sorted(f"--{flag}" for flag in flags)
 
 
 def _parse(config: str | Mapping[str, Any]) -> dict[str, Any]:

@@ -52,8 +52,12 @@ class Attention(nn.Module):
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads * d]."""
-        self._write(k, v, self.kv_cache, metadata.slot_mapping)
+        self.write(k, v, metadata)
         out: torch.Tensor = self._attend(
             q, self.kv_cache, metadata, self.scale, self.sliding_window
         )
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
+
+    def write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
+        """The first half of `forward`, where nobody asks what comes out."""
+        self._write(k, v, self.kv_cache, metadata.slot_mapping)

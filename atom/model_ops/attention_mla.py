@@ -85,6 +85,12 @@ class MLAAttention(nn.Module):
 
         up_proj: [heads, nope + v, rank], from a latent to keys and values.
         """
-        self._write(latent, k_rope, self.kv_cache, metadata.slot_mapping)
+        self.write(latent, k_rope, metadata)
         out: torch.Tensor = self._attend(q, self.kv_cache, up_proj, metadata, self.scale)
         return out.reshape(q.shape[0], self.num_heads * self.v_head_dim)
+
+    def write(
+        self, latent: torch.Tensor, k_rope: torch.Tensor, metadata: AttentionMetadata
+    ) -> None:
+        """The first half of `forward`, where nobody asks what comes out."""
+        self._write(latent, k_rope, self.kv_cache, metadata.slot_mapping)

@@ -31,7 +31,11 @@ from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.quant.unquantized import UnquantizedConfig
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.deepseek_v2 import DeepseekV3DecoderLayer, DeepseekV3ForCausalLM
+from atom.models.deepseek_v2 import (
+    DeepseekV2Attention,
+    DeepseekV3DecoderLayer,
+    DeepseekV3ForCausalLM,
+)
 
 
 @dataclass(frozen=True)
@@ -93,11 +97,30 @@ class MTPLayer(DeepseekV3DecoderLayer):
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
         """input_ids [T], hidden [T, hidden] -> [T, hidden], after the norm before the head."""
-        embeds = self.enorm(self._embedding[0](input_ids))
-        x = self.eh_proj(torch.cat((embeds, self.hnorm(hidden)), dim=-1))
+        x = self._join(input_ids, hidden)
         x, residual = self(x, None, positions, metadata, rotary)
         post_norm, _ = self.shared_head.norm.add(x, residual)
         return post_norm
+
+    def write_kv(
+        self,
+        input_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        """What `predict` leaves in the cache, and nothing else of it."""
+        x = self.input_layernorm(self._join(input_ids, hidden))
+        attention = self.self_attn
+        assert isinstance(attention, DeepseekV2Attention)
+        attention.write_kv(x, positions, metadata, rotary)
+
+    def _join(self, input_ids: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+        """[T] and [T, hidden] -> [T, hidden], the decoder layer's input."""
+        embeds = self.enorm(self._embedding[0](input_ids))
+        joined: torch.Tensor = self.eh_proj(torch.cat((embeds, self.hnorm(hidden)), dim=-1))
+        return joined
 
     def compute_logits(self, post_norm: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab]."""
@@ -169,6 +192,17 @@ class DeepseekMTP(nn.Module):
             for layer in self._layers.values()
         ]
         return outputs[step % len(outputs)]
+
+    def write_kv(
+        self,
+        input_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """What `forward` leaves in the caches: a layer's depends on no other layer."""
+        for layer in self._layers.values():
+            layer.write_kv(input_ids, hidden, positions, metadata, self._rotary)
 
     def compute_logits(self, step: int, post_norm: torch.Tensor) -> torch.Tensor:
         """[R, hidden] of draft `step` -> [R, vocab]."""

@@ -115,6 +115,20 @@ class DeepseekV2Attention(nn.Module):
         out: torch.Tensor = self.o_proj(attended)
         return out
 
+    def write_kv(
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        """What `forward` leaves in the cache, and nothing else of it."""
+        compressed = self.kv_a_proj_with_mqa(x)
+        latent = self.kv_a_layernorm(compressed[:, : self.rank].contiguous())
+        k_rope = compressed[:, None, self.rank :]
+        _, k_rope = rotary(positions, k_rope, k_rope)
+        self.attn.write(latent, k_rope[:, 0], metadata)
+
 
 class DeepseekV2MoE(nn.Module):
     """Routed experts plus shared ones that every token visits."""

@@ -17,7 +17,8 @@ from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM
-from atom.models.llama import LlamaMLP
+from atom.models.deepseek_v2 import DeepseekV2Attention
+from atom.models.llama import LlamaAttention, LlamaMLP
 from atom.spec_decode.draft_parts import DraftParts
 from atom.spec_decode.eagle3_config import Eagle3Config
 
@@ -35,7 +36,7 @@ class Eagle3Layer(nn.Module):
     def __init__(
         self,
         config: Eagle3Config,
-        attention: nn.Module,
+        attention: LlamaAttention | DeepseekV2Attention,
         rotary: RotaryEmbedding,
         context: LayerContext,
     ) -> None:
@@ -64,6 +65,17 @@ class Eagle3Layer(nn.Module):
         attended = self.self_attn(x, positions, metadata, self.rotary)
         x, residual = self.post_attention_layernorm.add(attended, residual)
         return self.mlp(x), residual
+
+    def write_kv(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """What `forward` leaves in the cache, and nothing else of it."""
+        x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
+        self.self_attn.write_kv(x, positions, metadata, self.rotary)
 
 
 class Eagle3Draft(nn.Module, ABC):
@@ -162,10 +174,28 @@ class Eagle3Draft(nn.Module, ABC):
         Returns:
             `(post_norm, pre_norm)`, both [T, hidden].
         """
-        embedding = self.embed_tokens if self._parts.embed_tokens else self._shared_embedding[0]
-        x, residual = self.midlayer(embedding(input_ids), hidden, positions, metadata)
+        x, residual = self.midlayer(self._embed(input_ids), hidden, positions, metadata)
         post_norm, pre_norm = self.norm.add(x, residual)
         return post_norm, pre_norm
+
+    def write_kv(
+        self,
+        input_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """What `forward` leaves in the cache, for a fraction of its work: one projection.
+
+        The layer's keys and values depend on its inputs alone, and there is one layer.
+        """
+        self.midlayer.write_kv(self._embed(input_ids), hidden, positions, metadata)
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden]."""
+        embedding = self.embed_tokens if self._parts.embed_tokens else self._shared_embedding[0]
+        embeds: torch.Tensor = embedding(input_ids)
+        return embeds
 
     def feedback(self, post_norm: torch.Tensor, pre_norm: torch.Tensor) -> torch.Tensor:
         """The hidden state that the next draft step is fed."""

@@ -15,6 +15,20 @@ from atom.model_ops.metadata import ModelInput, ModelOutput
 
 
 @dataclass(frozen=True)
+class Verification:
+    """What became of one sequence's drafts in a step.
+
+    Attributes:
+        source: who had been asked for them; None when nobody was.
+        num_drafts, num_accepted: verified, and kept.
+    """
+
+    source: str | None
+    num_drafts: int
+    num_accepted: int
+
+
+@dataclass(frozen=True)
 class VerifiedStep:
     """A finished target step, as a drafter needs to see it.
 
@@ -28,7 +42,12 @@ class VerifiedStep:
         sequence_ids: of all B sequences, in the order of the batch.
         last_rows: [S] int64; for each sampled sequence the row whose next token is its newest.
         sequence_indices: for each sampled sequence its place in the batch.
-        histories: for each sampled sequence its prompt and its outputs, the newest included.
+        histories: for each sampled sequence its prompt and its outputs, the newest included;
+            the lists are the sequence's own and grow.
+        verifications: for each sampled sequence.
+        num_drafts: drafts wanted for each of them. With 0 a proposer only keeps its KV complete.
+        started: seconds, `time.perf_counter()`, when the step began; its tokens are on the host
+            by now.
     """
 
     model_input: ModelInput
@@ -38,6 +57,16 @@ class VerifiedStep:
     last_rows: torch.Tensor
     sequence_indices: Sequence[int]
     histories: Sequence[tuple[Sequence[int], Sequence[int]]]
+    verifications: Sequence[Verification]
+    num_drafts: int
+    started: float
+
+    @property
+    def is_decode(self) -> bool:
+        """Whether every sequence computed its newest token and drafts, and nothing else."""
+        rows = sum(1 + v.num_drafts for v in self.verifications)
+        everyone = len(self.sequence_ids) == len(self.sequence_indices)
+        return everyone and rows == self.model_input.input_ids.shape[0]
 
 
 @dataclass(frozen=True)
@@ -77,7 +106,7 @@ class Proposer(Protocol):
         ...
 
     def propose(self, step: VerifiedStep) -> torch.Tensor:
-        """[S, k] int64 drafts, padded with `NO_DRAFT` where there are fewer."""
+        """[S, num_drafts] int64 drafts, padded with `NO_DRAFT` where there are fewer."""
         ...
 
 

@@ -183,7 +183,10 @@ class GraphChain:
 
 
 class DraftLoop:
-    """Everything after a proposer's first pass: the first drafts, then the chain behind them."""
+    """Everything after a proposer's first pass: the first drafts, then the chain behind them.
+
+    Only the whole chain is captured; a shorter one runs eagerly.
+    """
 
     def __init__(
         self,
@@ -194,15 +197,26 @@ class DraftLoop:
     ) -> None:
         self._num_steps = num_speculative_tokens - 1
         self._max_model_len = max_model_len
-        self._eager = EagerChain(predict, self._num_steps, block_size, max_model_len)
-        self._chain: Chain = self._eager
+        self._eager = [
+            EagerChain(predict, num_steps, block_size, max_model_len)
+            for num_steps in range(num_speculative_tokens)
+        ]
+        # By the number of steps.
+        self._chains: list[Chain] = [*self._eager]
 
     def capture(self, plan: GraphPlan, hidden: torch.Tensor) -> None:
         """Replay graphs from now on; hidden states are as wide as `hidden` and of its type."""
         if self._num_steps:
-            self._chain = GraphChain(self._eager, plan, hidden)
+            self._chains[-1] = GraphChain(self._eager[-1], plan, hidden)
 
     def run(self, step: VerifiedStep, first: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """From the first drafts [S] and the states [S, hidden] fed with them, all drafts [S, k]."""
-        start = ChainStart.after(step, first, hidden, self._num_steps, self._max_model_len)
-        return torch.cat((first[:, None], self._chain.run(start)), dim=1)
+        """From the first drafts [S] and the states [S, hidden] fed with them, all those wanted.
+
+        Returns:
+            [S, num_drafts], one at least.
+        """
+        num_steps = step.num_drafts - 1
+        if num_steps == 0:
+            return first[:, None]
+        start = ChainStart.after(step, first, hidden, num_steps, self._max_model_len)
+        return torch.cat((first[:, None], self._chains[num_steps].run(start)), dim=1)

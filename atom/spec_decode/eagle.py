@@ -16,12 +16,14 @@ from atom.spec_decode.chain import DraftLoop
 
 
 class EagleProposer:
-    """Proposes a greedy chain of `num_speculative_tokens` drafts.
+    """Proposes a greedy chain of at most `num_speculative_tokens` drafts.
 
     One causal pass over the step's rows writes the draft's KV for every token that the target
     just computed (the row that pairs the hidden state at position t with the token at t + 1
     sits at position t). The newest row's output is the first draft; each further one is a
-    single-token step fed with the draft's own hidden state.
+    single-token step fed with the draft's own hidden state. What those steps write is written
+    again by the pass over the next step's rows, so a step may do with fewer of them or with none:
+    then the pass writes the KV and computes nothing else.
     """
 
     def __init__(
@@ -45,11 +47,11 @@ class EagleProposer:
     def propose(self, step: VerifiedStep) -> torch.Tensor:
         metadata = step.model_input.attention
         hidden = self._draft.fuse(step.model_output.aux_hidden_states)
-        post_norm, pre_norm = self._draft(
-            step.next_token_ids, hidden, step.model_input.positions, metadata
-        )
-        if not step.sequence_indices:
-            return step.next_token_ids.new_empty((0, self.lookahead.num_tokens))
+        rows = (step.next_token_ids, hidden, step.model_input.positions, metadata)
+        if step.num_drafts == 0:
+            self._draft.write_kv(*rows)
+            return step.next_token_ids.new_empty((len(step.sequence_indices), 0))
+        post_norm, pre_norm = self._draft(*rows)
         first, hidden = self._outcome(post_norm[step.last_rows], pre_norm[step.last_rows])
         return self._loop.run(step, first, hidden)
 

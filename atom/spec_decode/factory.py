@@ -1,4 +1,4 @@
-"""From the configuration to a proposer."""
+"""From the configuration to a proposer, and to what asks it."""
 
 from __future__ import annotations
 
@@ -6,10 +6,14 @@ from atom.config import EngineConfig, SpeculativeOptions
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
+from atom.spec_decode.adaptive import AdaptiveLength, spread_lengths
 from atom.spec_decode.base import NullProposer, Proposer
 from atom.spec_decode.draft_loader import load_draft
+from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
+from atom.spec_decode.length import DraftLength, FixedLength
+from atom.spec_decode.lookup import HistoryLookup, Lookup, NullLookup
 from atom.spec_decode.mtp import MTPCacheBuilder, MTPProposer
 from atom.spec_decode.mtp_loader import load_mtp
 from atom.spec_decode.ngram import NgramProposer
@@ -28,10 +32,34 @@ def create_proposer(
     if options is None:
         return NullProposer()
     if options.method == "ngram":
-        return NgramProposer(options.num_speculative_tokens, options.ngram_max, options.ngram_min)
+        return NgramProposer(
+            options.num_speculative_tokens, options.ngram_max, options.shortest_ngram
+        )
     if options.method == "mtp":
         return _create_mtp(options, config, target, source, context)
     return _create_eagle3(options, config, target, source, context)
+
+
+def create_drafter(
+    options: SpeculativeOptions | None, proposer: Proposer, *, captured: bool
+) -> Drafter:
+    """What asks `proposer` for drafts.
+
+    Args:
+        captured: whether steps are replayed from graphs. They are captured for one row per
+            sequence and for all drafts (`GraphRunner`); any number between would run eagerly, so
+            the adaptive length chooses between none and all.
+    """
+    most = proposer.lookahead.num_tokens
+    if options is None:
+        return Drafter(proposer, "none", NullLookup(), FixedLength(most))
+    lookup: Lookup = NullLookup()
+    if options.lookup:
+        lookup = HistoryLookup(most, options.ngram_max, options.shortest_ngram)
+    length: DraftLength = FixedLength(most)
+    if options.adaptive:
+        length = AdaptiveLength((0, most) if captured else spread_lengths(most))
+    return Drafter(proposer, options.method, lookup, length)
 
 
 def _create_eagle3(

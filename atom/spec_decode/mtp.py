@@ -32,7 +32,7 @@ class MTPCacheBuilder(MLACacheBuilder):
 
 
 class MTPProposer:
-    """Proposes a greedy chain of `num_speculative_tokens` drafts; layers take turns.
+    """Proposes a greedy chain of at most `num_speculative_tokens` drafts; layers take turns.
 
     The pass over the step's rows and the single-token steps after it are those of Eagle3; here
     the first takes the target's last hidden states, and there is nothing to fuse.
@@ -59,16 +59,16 @@ class MTPProposer:
         self._loop.capture(plan, layer.enorm.weight)
 
     def propose(self, step: VerifiedStep) -> torch.Tensor:
-        hidden = self._mtp(
-            0,
+        rows = (
             step.next_token_ids,
             step.model_output.hidden_states,
             step.model_input.positions,
             step.model_input.attention,
         )
-        if not step.sequence_indices:
-            return step.next_token_ids.new_empty((0, self.lookahead.num_tokens))
-        hidden = hidden[step.last_rows]
+        if step.num_drafts == 0:
+            self._mtp.write_kv(*rows)
+            return step.next_token_ids.new_empty((len(step.sequence_indices), 0))
+        hidden = self._mtp(0, *rows)[step.last_rows]
         first = self._mtp.compute_logits(0, hidden).argmax(dim=-1)
         return self._loop.run(step, first, hidden)
 

@@ -36,7 +36,9 @@ class NgramProposer:
         """Nothing runs on the device."""
 
     def propose(self, step: VerifiedStep) -> torch.Tensor:
-        k = self.lookahead.num_tokens
+        k = step.num_drafts
+        if k == 0:
+            return step.next_token_ids.new_empty((len(step.histories), 0))
         drafts = np.full((len(step.histories), k), NO_DRAFT, dtype=np.int64)
         for row, (prompt, outputs) in zip(drafts, step.histories, strict=True):
             history = np.array([*prompt, *outputs], dtype=np.int64)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+from collections.abc import Iterable
 
 import msgspec
 
@@ -21,11 +23,14 @@ class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         num_drafts: verifications: one for each sequence and step that had drafts.
         num_draft_tokens: drafts proposed in them.
         accepted_counts: how many verifications accepted exactly 0, 1, ... k drafts.
+        by_source: the same by who made the drafts, such as `eagle3` and `lookup`; within it, and
+            where that is not known, empty.
     """
 
     num_drafts: int = 0
     num_draft_tokens: int = 0
     accepted_counts: list[int] = []
+    by_source: dict[str, SpecDecodeStats] = {}
 
     @property
     def num_accepted_tokens(self) -> int:
@@ -47,15 +52,23 @@ class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     def describe(self) -> str:
-        """One line for a log."""
+        """One line for a log; sources are told apart where there are several."""
         if not self.num_drafts:
             return "no drafts verified"
         positions = " / ".join(f"{n / self.num_drafts:.1%}" for n in self.accepted_per_position)
-        return (
+        line = (
             f"{self.tokens_per_forward:.2f} tokens per forward, acceptance "
             f"{self.acceptance_rate:.1%}, per position {positions}, "
             f"distribution over 0..k {self.accepted_counts}"
         )
+        if len(self.by_source) < 2:
+            return line
+        parts = [
+            f"{name} {stats.num_drafts / self.num_drafts:.1%} of the verified steps, "
+            f"{stats.tokens_per_forward:.2f} tokens each"
+            for name, stats in self.by_source.items()
+        ]
+        return f"{line}, by source: {'; '.join(parts)}"
 
     def since(self, earlier: SpecDecodeStats) -> SpecDecodeStats:
         """What was counted after `earlier`."""
@@ -64,7 +77,27 @@ class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
             num_drafts=self.num_drafts - earlier.num_drafts,
             num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
             accepted_counts=[a - b for a, b in zip(self.accepted_counts, before, strict=True)],
+            by_source={
+                name: stats.since(earlier.by_source.get(name, SpecDecodeStats()))
+                for name, stats in self.by_source.items()
+            },
         )
+
+
+def total(parts: Iterable[SpecDecodeStats]) -> SpecDecodeStats:
+    """All of them together."""
+    known = list(parts)
+    names = dict.fromkeys(name for part in known for name in part.by_source)
+    positions = itertools.zip_longest(*(part.accepted_counts for part in known), fillvalue=0)
+    return SpecDecodeStats(
+        num_drafts=sum(part.num_drafts for part in known),
+        num_draft_tokens=sum(part.num_draft_tokens for part in known),
+        accepted_counts=[sum(counts) for counts in positions],
+        by_source={
+            name: total(part.by_source[name] for part in known if name in part.by_source)
+            for name in names
+        },
+    )
 
 
 class SpecDecodeCounter:
@@ -73,13 +106,18 @@ class SpecDecodeCounter:
     def __init__(self, num_speculative_tokens: int = 0, *, warns: bool = True) -> None:
         self._accepted_counts = [0] * (num_speculative_tokens + 1)
         self._num_draft_tokens = 0
+        self._by_source: dict[str, SpecDecodeCounter] = {}
         self._warns = warns
         self._window_start = SpecDecodeStats()
 
-    def count(self, num_drafts: int, num_accepted: int) -> None:
+    def count(self, num_drafts: int, num_accepted: int, source: str | None = None) -> None:
         """One sequence in one step; steps without drafts do not count."""
         if num_drafts == 0:
             return
+        if source is not None:
+            longest = len(self._accepted_counts) - 1
+            own = self._by_source.setdefault(source, SpecDecodeCounter(longest, warns=False))
+            own.count(num_drafts, num_accepted)
         missing = num_drafts + 1 - len(self._accepted_counts)
         self._accepted_counts += [0] * missing
         self._accepted_counts[num_accepted] += 1
@@ -95,6 +133,11 @@ class SpecDecodeCounter:
             num_drafts=sum(self._accepted_counts),
             num_draft_tokens=self._num_draft_tokens,
             accepted_counts=list(self._accepted_counts),
+            by_source={
+                name: stats
+                for name, counter in self._by_source.items()
+                if (stats := counter.snapshot()) is not None
+            },
         )
 
     def _check_losing(self) -> None:

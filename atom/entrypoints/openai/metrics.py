@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -144,3 +144,29 @@ def _spec_decode_metrics(stats: SpecDecodeStats) -> Iterator[Metric]:
     for position, count in enumerate(stats.accepted_per_position):
         per_position.add_metric([str(position)], count)
     yield per_position
+    yield from _by_source(stats.by_source)
+
+
+def _by_source(by_source: Mapping[str, SpecDecodeStats]) -> Iterator[Metric]:
+    """The same counts, told apart by who made the drafts."""
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    families = [
+        CounterMetricFamily(
+            f"atom:spec_decode_{name}_by_source",
+            f"As spec_decode_{name}, by who made the drafts.",
+            labels=["source"],
+        )
+        for name in names
+    ]
+    per_position = CounterMetricFamily(
+        "atom:spec_decode_num_accepted_tokens_per_pos_by_source",
+        "As spec_decode_num_accepted_tokens_per_pos, by who made the drafts.",
+        labels=["source", "position"],
+    )
+    for source, stats in by_source.items():
+        values = (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
+        for family, value in zip(families, values, strict=True):
+            family.add_metric([source], value)
+        for position, count in enumerate(stats.accepted_per_position):
+            per_position.add_metric([source, str(position)], count)
+    yield from (*families, per_position)

@@ -1,0 +1,134 @@
+"""A lookup beside the draft, and lengths that change: the same tokens, and a draft that is
+always up to date."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from models.checkpoints import prompt
+from spec_decode import engines
+from spec_decode.engines import PROMPTS, RecordingProposer, create_engine, generate, params
+from transformers import PreTrainedTokenizerFast
+
+from atom.model_engine import executor
+from atom.spec_decode import factory
+from atom.spec_decode.base import Proposer, Verification
+from atom.spec_decode.drafter import LOOKUP, Drafter
+from atom.spec_decode.lookup import HistoryLookup, Lookup, NullLookup
+
+K = 3
+# Loops are what a lookup finds; the others keep the draft at work.
+MIXED = [*PROMPTS[:4], *PROMPTS[10:14], prompt(6, seed=5) * 3]
+
+
+class RandomLength:
+    """Any number of drafts at any step, none included."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most
+        self._rng = random.Random(0)
+
+    def observe_step(self, verifications: Sequence[Verification], seconds: float | None) -> None:
+        pass
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
+        return self._rng.choice([0, 0, *range(self._most + 1)])
+
+    def observe_drafting(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+        pass
+
+
+class Bench:
+    """A target with a drafter, and what it says without."""
+
+    def __init__(self, kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+        target, _, draft = kind.partition(" ")
+        self.target = engines.write_target(target, folder / "target", tokenizer)
+        self.options: dict[str, Any] = {"num_speculative_tokens": K, "method": draft}
+        if draft != "mtp":
+            written = engines.write_draft(draft, folder / "draft", len(tokenizer))
+            self.options |= {"method": "eagle3", "draft_model": str(written)}
+        self.source: str = self.options["method"]
+        plain = create_engine(self.target)
+        self.settings = ("greedy", "warm")
+        self.expected = {name: generate(plain, params(name), MIXED) for name in self.settings}
+
+
+@pytest.fixture(scope="module", params=["llama mha", "deepseek_v3 mla", "deepseek_v3 mtp"])
+def bench(
+    request: pytest.FixtureRequest,
+    tmp_path_factory: pytest.TempPathFactory,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> Bench:
+    return Bench(request.param, tmp_path_factory.mktemp("hybrid"), byte_level_tokenizer)
+
+
+def test_tokens_are_those_without_speculation(bench: Bench) -> None:
+    """With everything on."""
+    options = {"speculative_lookup": True, "speculative_adaptive": True, "ngram_min": 1}
+    engine = create_engine(bench.target, **bench.options, **options)
+    for name, expected in bench.expected.items():
+        assert generate(engine, params(name), MIXED) == expected
+
+
+def test_statistics_tell_the_sources_apart(bench: Bench) -> None:
+    engine = create_engine(bench.target, **bench.options, speculative_lookup=True)
+    outputs = engine.generate(MIXED, params("greedy"), use_tqdm=False)
+    assert [output.outputs[0].token_ids for output in outputs] == bench.expected["greedy"]
+    stats = engine.engine.core.stats.spec_decode
+    assert stats is not None
+    assert set(stats.by_source) == {bench.source, LOOKUP}
+    for name in ("num_drafts", "num_draft_tokens", "num_accepted_tokens"):
+        assert sum(getattr(s, name) for s in stats.by_source.values()) == getattr(stats, name)
+    per_request = [output.spec_decode for output in outputs]
+    for source, found in stats.by_source.items():
+        own = [s.by_source[source] for s in per_request if s is not None and source in s.by_source]
+        assert sum(s.num_drafts for s in own) == found.num_drafts > 0
+        assert sum(s.num_accepted_tokens for s in own) == found.num_accepted_tokens
+    assert f"{LOOKUP} " in stats.describe()
+
+
+@pytest.mark.parametrize("way", ["lookup", "lengths", "both"])
+def test_a_draft_is_what_it_would_be_if_it_had_always_run(
+    bench: Bench, way: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever the draft proposes, its KV is that of a draft that proposed at every step."""
+
+    def create_drafter(_: Any, proposer: Proposer, **__: bool) -> Drafter:
+        lookup: Lookup = NullLookup()
+        if way != "lengths":
+            lookup = HistoryLookup(K, 4, 1)
+        length = RandomLength(K) if way != "lookup" else factory.FixedLength(K)
+        return Drafter(proposer, bench.source, lookup, length)
+
+    recorders: list[RecordingProposer] = []
+
+    def record(inner: Any) -> RecordingProposer:
+        recorders.append(RecordingProposer(inner))
+        return recorders[-1]
+
+    with engines.proposer_replaced(monkeypatch, record):
+        pure = create_engine(bench.target, **bench.options)
+        monkeypatch.setattr(executor, "create_drafter", create_drafter)
+        # Alone, so that nobody else needs the draft when the lookup finds something.
+        batch = {"max_num_seqs": 1} if way == "lookup" else {}
+        other = create_engine(bench.target, **bench.options, **batch)
+    for name, expected in bench.expected.items():
+        assert generate(pure, params(name), MIXED) == expected
+        assert generate(other, params(name), MIXED) == expected
+    always, sometimes = (recorder.drafts for recorder in recorders)
+    skipped = [history for history, row in sometimes.items() if not row]
+    compared = [h for h, row in sometimes.items() if row and h in always]
+    assert len(skipped) > 20
+    assert len(compared) > 20
+    longest = {tuple(p): len(p) + len(t) for p, t in zip(MIXED, expected, strict=True)}
+    for history in compared:
+        start = max((p for p in longest if history[: len(p)] == p), key=len)
+        # Drafts that max_tokens keeps from ever being verified may be made without a KV slot.
+        room = max(longest[start] - len(history) - 1, 0)
+        row = sometimes[history][:room]
+        assert row == always[history][: len(row)]
