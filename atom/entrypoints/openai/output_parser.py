@@ -57,7 +57,7 @@ class ChatOutputParser:
             names = frozenset(str(tool["function"]["name"]) for tool in tools or ())
             self._tools = _look_up(TOOL_PARSERS, tool_parser, "tool")(foreign, names)
         self._markers = Markers(foreign) if self._tools is None else self._tools.all
-        self._opening = frozenset() if self._tools is None else self._tools.opening
+        self._opening: frozenset[str] = frozenset() if self._tools is None else self._tools.opening
         self._steps = self._read(starts_in_reasoning)
 
     def feed(self, text: str) -> list[ChatDelta]:

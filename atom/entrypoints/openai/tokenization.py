@@ -150,6 +150,11 @@ class PromptEncoder:
         opens = not continues if chat.add_generation_prompt is None else chat.add_generation_prompt
         variables = dict(chat.chat_template_kwargs or {})
         if chat.reasoning_effort is not None:
+            if "reasoning_effort" in variables:
+                raise bad_request(
+                    "reasoning_effort and chat_template_kwargs.reasoning_effort are one; send one",
+                    "reasoning_effort",
+                )
             variables["reasoning_effort"] = chat.reasoning_effort
         reserved = sorted(RESERVED_TEMPLATE_KWARGS & variables.keys())
         if reserved:
@@ -200,9 +205,8 @@ class PromptEncoder:
         try:
             return {**call, "function": {**function, "arguments": json.loads(arguments)}}
         except ValueError as error:
-            raise bad_request(f"{where}.tool_calls: arguments are not JSON: {error}", where) from (
-                error
-            )
+            message = f"{where}.tool_calls: arguments are not JSON: {error}"
+            raise bad_request(message, where) from error
 
     def _probe_arguments(self) -> bool:
         """Whether the template writes a call's arguments as they are.
@@ -222,11 +226,12 @@ class PromptEncoder:
         if self._template is None:
             return False
         try:
-            return text in self._tokenizer.apply_chat_template(
+            rendered: str = self._tokenizer.apply_chat_template(
                 messages, chat_template=self._template, tokenize=False
             )
         except Exception:  # it refuses texts, or this chat
             return False
+        return text in rendered
 
     def _check_length(self, size: int, param: str) -> None:
         if size > self._max_characters:
