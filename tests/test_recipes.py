@@ -1,0 +1,284 @@
+"""Every command in recipes/*.md: parsed by the program that it starts, and run where it can be.
+
+What runs, runs on a tiny checkpoint with fewer tokens; nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import shlex
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import httpx
+import pytest
+
+from atom.config import ConfigError
+from atom.entrypoints.openai.options import ServerOptions
+from atom.entrypoints.openai_server import create_parser as server_parser
+from atom.examples import simple_inference
+from atom.model_engine.arg_utils import EngineArgs
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ROOT = Path(__file__).parents[1]
+RECIPES = sorted((ROOT / "recipes").glob("*.md"))
+SERVER = "atom.entrypoints.openai_server"
+DEMO = "atom.examples.simple_inference"
+TRAINING = "atom.spec_decode.training"
+
+# Programs of others, which are not here, or change the machine.
+FOREIGN = {"rocm-smi", "lm_eval", "pip", "python3"}
+# On the tiny model, briefly.
+TINY = ("--dtype", "float32", "--num-threads", "1", "--kv-cache-memory", "4MiB")
+
+
+@dataclass(frozen=True)
+class Command:
+    """One command of a recipe.
+
+    Attributes:
+        program: a module, a file of benchmarks/ without its ending, or another program's name.
+    """
+
+    recipe: str
+    line: int
+    program: str
+    arguments: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.recipe}:{self.line} {self.program}"
+
+    def value(self, flag: str) -> str | None:
+        if flag not in self.arguments:
+            return None
+        return self.arguments[self.arguments.index(flag) + 1]
+
+
+def read_commands(path: Path) -> list[Command]:
+    """The commands of all fenced `bash` blocks, continued lines joined."""
+    commands = []
+    text = path.read_text(encoding="utf-8")
+    for block in re.finditer(r"^```bash\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        first = text.count("\n", 0, block.start()) + 2
+        pending = ""
+        for number, line in enumerate(block[1].splitlines()):
+            pending += line + "\n"
+            if line.endswith("\\") or pending.count("'") % 2:
+                continue
+            words = shlex.split(pending.replace("\\\n", " "), comments=True)
+            pending = ""
+            if words:
+                commands.append(_command(path.name, first + number, words))
+        assert not pending, f"{path}: a command is not finished"
+    return commands
+
+
+def _command(recipe: str, line: int, words: list[str]) -> Command:
+    program, *arguments = words
+    if program == "./scripts/demo":
+        program = SERVER if arguments[:1] == ["--serve"] else DEMO
+        arguments = arguments[program == SERVER :]
+    elif program in ("python", ".venv/bin/python"):
+        program, *arguments = arguments
+        if program == "-m":
+            program, *arguments = arguments
+    program = program.removeprefix(".venv/bin/").removeprefix("lm_eval/bin/")
+    program = program.removeprefix("benchmarks/").removesuffix(".py")
+    return Command(recipe, line, program, tuple(arguments))
+
+
+COMMANDS = [command for path in RECIPES for command in read_commands(path)]
+
+
+def of(*programs: str, recipes: str = "") -> Any:
+    chosen = [c for c in COMMANDS if c.program in programs and recipes in c.recipe]
+    assert chosen
+    return pytest.mark.parametrize("command", chosen, ids=str)
+
+
+@pytest.fixture
+def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return importlib.import_module
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The working directory, with the files that recipes name."""
+    for name, record in {
+        "gsm8k/train.jsonl": {"question": "What is one and one?", "answer": "#### 2"},
+        "gsm8k/test.jsonl": {"question": "What is two and two?", "answer": "#### 4"},
+        "mt_bench/question.jsonl": {"turns": ["Write a poem.", "Once more."]},
+    }.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(json.dumps(record) + "\n", encoding="utf-8")
+    (tmp_path / "prompts.txt").write_text("Why?\n", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+@pytest.fixture(scope="session")
+def tiny_draft(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    """A random Eagle3 draft for the tiny model."""
+    from spec_decode import draft_bench
+
+    raw = {**draft_bench.MHA, "hidden_size": 64, "vocab_size": len(byte_level_tokenizer)}
+    raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 1]}
+    tensors = draft_bench.draft_tensors(raw)
+    return draft_bench.write_draft(tmp_path_factory.mktemp("tiny-draft"), raw, tensors)
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_every_command_is_known(recipe: Path) -> None:
+    """A fence without a language would escape these tests."""
+    fences = re.findall(r"^```(.*)$", recipe.read_text(encoding="utf-8"), re.MULTILINE)
+    assert set(fences[::2]) <= {"bash"}
+    assert set(fences[1::2]) <= {""}
+    commands = read_commands(recipe)
+    assert commands
+    benchmarks = {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")}
+    known = {SERVER, DEMO, TRAINING, "curl", *FOREIGN, *benchmarks}
+    assert {command.program for command in commands} <= known
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=lambda path: path.name)
+def test_links_lead_somewhere(recipe: Path) -> None:
+    for target in re.findall(r"\]\(([^)]+)\)", recipe.read_text(encoding="utf-8")):
+        assert target.startswith("https://") or (recipe.parent / target).exists(), target
+
+
+@of(SERVER)
+def test_server_flags(command: Command) -> None:
+    """Commands that the engine refuses belong to recipes that quote the refusal."""
+    namespace = server_parser().parse_args(command.arguments)
+    ServerOptions.from_cli_args(namespace)
+    args = EngineArgs.from_cli_args(namespace)
+    try:
+        args.create_config()
+    except ConfigError as error:
+        reason = str(error).partition(";")[0]
+        text = (ROOT / "recipes" / command.recipe).read_text(encoding="utf-8")
+        assert f"`{reason}`" in text, f"the recipe hides that {reason}"
+
+
+@of(TRAINING)
+def test_training_flags(command: Command) -> None:
+    from atom.spec_decode.training.cli import build_parser
+
+    args = build_parser().parse_args(command.arguments)
+    if args.command != "export":
+        EngineArgs.from_cli_args(args).create_config()
+
+
+@of("acceptance", "accuracy", "compare_transformers", "serving", "throughput")
+def test_benchmark_flags(command: Command, benchmark: Callable[[str], Any], folder: Path) -> None:
+    module = benchmark(command.program)
+    if command.program == "acceptance":
+        args = module.create_parser().parse_args(command.arguments)
+        prompts = module.read_prompts(args)
+        assert all(prompts.values())
+    else:
+        args = module.parse_args(command.arguments)
+    if command.program == "accuracy":
+        args.entries = ROOT / "recipes" / "accuracy.toml"
+        assert len(module.choose(args)) == len(args.names) > 0
+    assert folder.is_dir()
+
+
+def test_lm_eval_by_hand(benchmark: Callable[[str], Any]) -> None:
+    """The written command is the one that accuracy.py would run."""
+    (command,) = (c for c in COMMANDS if c.program == "lm_eval")
+    entries = benchmark("_accuracy_entries").read_entries(ROOT / "recipes" / "accuracy.toml")
+    entry = entries["kimi-k2.5"]
+    ours = benchmark("_lm_eval").lm_eval_command(
+        "lm_eval", entry, entry.task, "http://127.0.0.1:8000", entry.model, Path("."), None
+    )
+    for flag in ("--model", "--tasks", "--num_fewshot", "--batch_size", "--model_args"):
+        assert command.value(flag) == ours[ours.index(flag) + 1]
+
+
+@of(DEMO)
+def test_demos_run(
+    command: Command,
+    folder: Path,
+    tiny_llama_dir: Path,
+    tiny_draft: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    flags = ["--model", str(tiny_llama_dir), "--max-tokens", "6", *TINY]
+    flags += ["--draft-model", str(tiny_draft)] if command.value("--draft-model") else []
+    assert simple_inference.main([*command.arguments, *flags]) == 0
+    output = capsys.readouterr().out
+    assert "tokens/s" in output
+    if "--method" not in command.arguments:
+        assert "speculation:" not in output
+    elif "eagle3" in command.arguments:  # a lookup may find nothing
+        assert "speculation:" in output
+    assert folder.is_dir()
+
+
+@of("acceptance", recipes="SmolLM2")
+def test_acceptance_runs(
+    command: Command,
+    benchmark: Callable[[str], Any],
+    folder: Path,
+    tiny_llama_dir: Path,
+    tiny_draft: Path,
+) -> None:
+    flags = ["--model", str(tiny_llama_dir), "--max-tokens", "6", *TINY, "--method", "eagle3"]
+    flags += ["--draft-model", str(tiny_draft), "--limit", "1"]
+    assert benchmark("acceptance").main([*command.arguments, *flags]) == 0
+    if output := command.value("--output-dir"):
+        assert (folder / output / "acceptance.png").exists()
+
+
+@of("throughput", "compare_transformers")
+def test_benchmarks_run(
+    command: Command, benchmark: Callable[[str], Any], folder: Path, tiny_llama_dir: Path
+) -> None:
+    flags = ["--model", str(tiny_llama_dir), "--max-tokens", "4", "--rounds", "1"]
+    flags += ["--dtype", "float32", "--num-threads", "1", "--output-json", "report.json"]
+    if command.program == "compare_transformers":
+        flags += ["--prefill-tokens", "32"]
+    else:
+        flags += ["--num-prompts", "4"]
+    benchmark(command.program).main([*command.arguments, *flags])
+    assert json.loads((folder / "report.json").read_text(encoding="utf-8"))
+
+
+def test_the_server_answers_what_curl_asks(
+    benchmark: Callable[[str], Any], tiny_llama_dir: Path, tmp_path: Path
+) -> None:
+    """One server of the SmolLM2 recipe, every curl command of all recipes."""
+    chosen = [c for c in COMMANDS if c.program == SERVER and c.recipe == "SmolLM2.md"]
+    flags = list(chosen[0].arguments)
+    place = flags.index("--port")
+    del flags[place : place + 2]
+    model = ["--model", str(tiny_llama_dir), *TINY, "--method", "ngram"]
+    model += ["--num-speculative-tokens", "2"]
+    server = benchmark("_server").Server([*flags, *model], tmp_path / "server.log")
+    with server:
+        server.wait_healthy(240)
+        for command in (c for c in COMMANDS if c.program == "curl"):
+            (url,) = (word for word in command.arguments if word.startswith("http://"))
+            url = url.replace("http://127.0.0.1:8000", server.url)
+            body = command.value("-d")
+            if body is None:
+                answer = httpx.get(url, timeout=60)
+            else:
+                headers = dict([str(command.value("-H")).split(": ", 1)])
+                answer = httpx.post(url, content=body, headers=headers, timeout=60)
+            assert answer.status_code == 200, f"{command}: {answer.text}"
+            if url.endswith("/metrics"):
+                for name in ("num_accepted_tokens", "num_draft_tokens"):
+                    assert f"atom:spec_decode_{name}_total" in answer.text
+            if body is not None:
+                assert answer.text.endswith("data: [DONE]\n\n")
