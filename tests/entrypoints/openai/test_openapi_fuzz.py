@@ -27,7 +27,7 @@ LIMITS = {
 }
 
 
-Operation = APIOperation[Any, Any, Any, Any, Any]
+Operation = APIOperation[Any, Any, Any, Any]
 
 
 @pytest.fixture(scope="module")
