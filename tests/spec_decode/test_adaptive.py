@@ -129,7 +129,7 @@ def test_it_follows_a_change(batch: int) -> None:
         run(length, machine, batch, 1500)
         settled = run(length, machine, batch, 300).chosen
         assert settled.most_common(1)[0][0] == expected
-        assert settled[expected] > 180
+        assert settled[expected] > 150  # a neighbour that is nearly as good is tried often
 
 
 def test_the_batch_decides() -> None:
