@@ -178,7 +178,11 @@ def plan_arms(args: argparse.Namespace) -> dict[str, EngineArgs]:
     )
     base = given.without_speculation()
     arms = {OFF: base}
-    drafting = given if given.says_speculation else given.with_shipped_draft()
+    drafting = given
+    if not given.says_speculation:
+        # The shipped draft alone: lookup and adaptive lengths are arms of their own.
+        shipped = given.with_shipped_draft()
+        drafting = _with(given, {"method": shipped.method, "draft_model": shipped.draft_model})
     if drafting.method is not None:
         for k in ks:
             for name, options in _variants(args, k).items():

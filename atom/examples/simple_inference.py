@@ -1,5 +1,8 @@
 """Streams a few chat prompts to the terminal, then shows what each cost.
 
+The embedded model speculates with the draft that was made for it; the prompts are then answered
+once more without speculation, and a table compares the two.
+
 python -m atom.examples.simple_inference
 python -m atom.examples.simple_inference --model MODEL --prompt "Why is the sky blue?"
 """
@@ -7,15 +10,20 @@ python -m atom.examples.simple_inference --model MODEL --prompt "Why is the sky 
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import random
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import msgspec
+
 from atom.config import ConfigError
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import EngineArgs, add_no_speculation
 from atom.sampling_params import SamplingParams
+from atom.spec_decode.stats import SpecDecodeStats, total
 
 if TYPE_CHECKING:
     from atom.entrypoints.llm import LLM
@@ -29,24 +37,31 @@ DEFAULT_PROMPTS = (
 
 
 @dataclass(frozen=True)
-class Measurement:
-    """Attributes:
-    ttft: seconds from submission to the first token.
-    decode_seconds: seconds from the first token to the last.
+class Answer:
+    """What one prompt yielded, and what it cost.
+
+    Attributes:
+        ttft: seconds from submission to the first token.
+        decode_seconds: seconds from the first token to the last.
+        drafts: those that were verified; None when none was.
     """
 
     num_prompt_tokens: int
-    num_output_tokens: int
+    token_ids: list[int]
     ttft: float
     decode_seconds: float
     finish_reason: str
+    drafts: SpecDecodeStats | None = None
 
     @property
     def tokens_per_second(self) -> float:
         """Decode speed: every token but the first, over the time since the first."""
-        if not self.decode_seconds:
-            return 0.0
-        return (self.num_output_tokens - 1) / self.decode_seconds
+        return _speed([self])
+
+
+def _speed(answers: Sequence[Answer]) -> float:
+    seconds = sum(a.decode_seconds for a in answers)
+    return sum(len(a.token_ids) - 1 for a in answers) / seconds if seconds else 0.0
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -60,7 +75,13 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer")
     parser.add_argument("--temperature", type=float, default=0.0, help="0 is greedy")
     parser.add_argument("--top-p", type=float, default=1.0)
+    parser.add_argument(
+        "--compare",
+        action=argparse.BooleanOptionalAction,
+        help="answer again without speculation; only with the embedded model when omitted",
+    )
     EngineArgs.add_cli_args(parser)
+    add_no_speculation(parser)
     return parser.parse_args(argv)
 
 
@@ -89,63 +110,133 @@ def main(argv: Sequence[str] | None = None) -> int:
         params = SamplingParams(
             max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p
         )
-        engine_args = EngineArgs.from_cli_args(args)
-        run(prompts, params, engine_args)
+        engine_args = EngineArgs.from_cli_args(args).choose_draft(args.no_speculation)
+        compare = args.model is None if args.compare is None else args.compare
+        run(prompts, params, engine_args, compare and engine_args.says_speculation)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
 
 
-def run(prompts: Sequence[str], params: SamplingParams, engine_args: EngineArgs) -> None:
-    """Answer every prompt in turn and print the table."""
-    import dataclasses
+def run(
+    prompts: Sequence[str], params: SamplingParams, engine_args: EngineArgs, compare: bool
+) -> None:
+    """Answer every prompt in turn and print the table.
 
+    Args:
+        compare: answer them once more without speculation.
+    """
+    if compare and engine_args.seed is None:
+        # Both engines draw the seeds of their requests from it.
+        engine_args = dataclasses.replace(engine_args, seed=random.SystemRandom().getrandbits(31))
+    answers = _answer_all(engine_args, prompts, params, shown=True)
+    print()
+    if not compare:
+        print(format_table(answers))
+    else:
+        print("once more without speculation ...", flush=True)
+        plain = _answer_all(engine_args.without_speculation(), prompts, params, shown=False)
+        print()
+        print(format_comparison(answers, plain))
+    drafts = [a.drafts for a in answers if a.drafts is not None]
+    if drafts:
+        print(f"speculation: {total(drafts).describe()}")
+
+
+def _answer_all(
+    engine_args: EngineArgs, prompts: Sequence[str], params: SamplingParams, *, shown: bool
+) -> list[Answer]:
     from atom.entrypoints.llm import LLM
 
     llm = LLM(**dataclasses.asdict(engine_args))
-    measurements = []
+    # The first steps of a process find memory and load kernels.
+    warm_up = msgspec.structs.replace(params, max_tokens=2)
+    _answer(llm, prompts[0], warm_up, shown=False)
+    answers = []
     for prompt in prompts:
-        print(f"\n\033[1m> {prompt}\033[0m" if sys.stdout.isatty() else f"\n> {prompt}")
-        measurements.append(_answer(llm, prompt, params))
-    print()
-    print(format_table(measurements))
-    stats = llm.engine.core.stats.spec_decode
-    if stats is not None:
-        print(f"speculation: {stats.describe()}")
+        if shown:
+            print(f"\n\033[1m> {prompt}\033[0m" if sys.stdout.isatty() else f"\n> {prompt}")
+        answers.append(_answer(llm, prompt, params, shown=shown))
     llm.shutdown()
+    return answers
 
 
-def _answer(llm: LLM, prompt: str, params: SamplingParams) -> Measurement:
-    num_tokens = 0
+def _answer(llm: LLM, prompt: str, params: SamplingParams, *, shown: bool) -> Answer:
+    token_ids: list[int] = []
     output = None
     for output in llm.stream(llm.render_chat([{"role": "user", "content": prompt}]), params):
         completion = output.outputs[0]
-        num_tokens += len(completion.token_ids)
-        print(completion.text, end="", flush=True)
-    print()
+        token_ids += completion.token_ids
+        if shown:
+            print(completion.text, end="", flush=True)
+    if shown:
+        print()
     assert output is not None
     metrics = output.metrics
     assert metrics.first_token_time is not None
     assert metrics.last_token_time is not None
-    return Measurement(
+    return Answer(
         num_prompt_tokens=len(output.prompt_token_ids),
-        num_output_tokens=num_tokens,
+        token_ids=token_ids,
         ttft=metrics.first_token_time - metrics.arrival_time,
         decode_seconds=metrics.last_token_time - metrics.first_token_time,
         finish_reason=str(output.outputs[0].finish_reason),
+        drafts=output.spec_decode,
     )
 
 
-def format_table(measurements: Sequence[Measurement]) -> str:
+def format_table(answers: Sequence[Answer]) -> str:
     """One line per prompt."""
     lines = [f"{'prompt':>6} {'tokens in':>9} {'out':>5} {'TTFT ms':>8} {'tokens/s':>8}  finish"]
     lines += [
-        f"{i:>6} {m.num_prompt_tokens:>9} {m.num_output_tokens:>5} {m.ttft * 1e3:>8.0f} "
-        f"{m.tokens_per_second:>8.1f}  {m.finish_reason}"
-        for i, m in enumerate(measurements, 1)
+        f"{i:>6} {a.num_prompt_tokens:>9} {len(a.token_ids):>5} {a.ttft * 1e3:>8.0f} "
+        f"{a.tokens_per_second:>8.1f}  {a.finish_reason}"
+        for i, a in enumerate(answers, 1)
     ]
     return "\n".join(lines)
+
+
+def format_comparison(speculating: Sequence[Answer], plain: Sequence[Answer]) -> str:
+    """One line per prompt and one for all: decode speed with and without speculation."""
+    header = f"{'prompt':>6} {'tokens in':>9} {'out':>5} {'TTFT ms':>8} {'tokens/s':>8} "
+    header += f"{'without':>8} {'speed-up':>8} {'accepted':>8} {'tokens/forward':>14}  same text"
+    lines = [header]
+    for i, (a, b) in enumerate(zip(speculating, plain, strict=True), 1):
+        lines.append(
+            f"{i:>6} {a.num_prompt_tokens:>9} {len(a.token_ids):>5} {a.ttft * 1e3:>8.0f} "
+            f"{_compared([a], [b])}  {_same(a, b)}"
+        )
+    tokens_in = sum(a.num_prompt_tokens for a in speculating)
+    tokens_out = sum(len(a.token_ids) for a in speculating)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(speculating, plain, strict=True))
+    lines.append(
+        f"{'all':>6} {tokens_in:>9} {tokens_out:>5} {'':>8} {_compared(speculating, plain)}  "
+        f"{same} of {len(plain)}"
+    )
+    if same < len(plain):
+        lines.append(
+            "Rounding depends on how many tokens a step computes, so where two tokens are almost "
+            "as likely, texts may part; --dtype float32 makes that all but impossible."
+        )
+    return "\n".join(lines)
+
+
+def _compared(speculating: Sequence[Answer], plain: Sequence[Answer]) -> str:
+    fast, slow = _speed(speculating), _speed(plain)
+    drafts = total([a.drafts for a in speculating if a.drafts is not None])
+    return (
+        f"{fast:>8.1f} {slow:>8.1f} {fast / slow if slow else 0:>7.2f}x "
+        f"{drafts.acceptance_rate:>8.1%} {drafts.tokens_per_forward:>14.2f}"
+    )
+
+
+def _same(a: Answer, b: Answer) -> str:
+    if a.token_ids == b.token_ids:
+        return "yes"
+    pairs = zip(a.token_ids, b.token_ids, strict=False)
+    shared = next((i for i, (x, y) in enumerate(pairs) if x != y), len(a.token_ids))
+    return f"up to token {shared}"
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from typing import Any
 
 from atom import config as cfg
 from atom.model_engine.speculative_args import speculative_options
-from atom.spec_decode.shipped_draft import SHIPPED_NUM_TOKENS, shipped_draft_for
+from atom.spec_decode.shipped_draft import SHIPPED_OPTIONS, shipped_draft_for
 
 JsonObject = dict[str, Any]
 
@@ -151,12 +151,7 @@ class EngineArgs:
         draft = shipped_draft_for(self.model)
         if draft is None or self.says_speculation:
             return self
-        return dataclasses.replace(
-            self,
-            method="eagle3",
-            draft_model=str(draft),
-            num_speculative_tokens=SHIPPED_NUM_TOKENS,
-        )
+        return dataclasses.replace(self, method="eagle3", draft_model=str(draft), **SHIPPED_OPTIONS)
 
     def choose_draft(self, no_speculation: bool) -> EngineArgs:
         """What programs run that speculate unless told not to.

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 _ASSETS = Path(__file__).parents[1] / "assets"
 _EMBEDDED_MODELS_DRAFT = "smollm2-135m-eagle3"
 
-# Drafts a step that the shipped draft is fastest with.
-SHIPPED_NUM_TOKENS = 3
+# Fields of `EngineArgs` that the shipped draft runs with.
+SHIPPED_OPTIONS: dict[str, Any] = {"num_speculative_tokens": 3, "speculative_lookup": True}
 
 
 def shipped_draft_for(model: str | None) -> Path | None:
