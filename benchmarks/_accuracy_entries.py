@@ -69,7 +69,7 @@ class Entry:
         return [*(["--model", self.model] if self.model else []), *self.flags]
 
 
-_KINDS = {
+_KINDS: dict[str, type | tuple[type, ...]] = {
     "str": str,
     "int": int,
     "float": (int, float),
@@ -112,7 +112,7 @@ def _entry(name: str, table: Any) -> Entry:
         wrong = not isinstance(value, kind) or isinstance(value, bool)
         if wrong or (isinstance(value, list) and not all(isinstance(v, str) for v in value)):
             raise EntryError(f"[{name}] {key} must be of type {known[key].type}, got {value!r}")
-    values = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
+    values: dict[str, Any] = {k: tuple(v) if isinstance(v, list) else v for k, v in table.items()}
     return Entry(name=name, **values)
 
 

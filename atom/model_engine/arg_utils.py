@@ -135,7 +135,9 @@ class EngineArgs:
 
     def without_speculation(self) -> EngineArgs:
         """The same engine, proposing no drafts."""
-        options = {f.name: f.default for f in dataclasses.fields(self) if _is_speculative(f.name)}
+        options: JsonObject = {
+            f.name: f.default for f in dataclasses.fields(self) if _is_speculative(f.name)
+        }
         return dataclasses.replace(self, **options)
 
     @property
