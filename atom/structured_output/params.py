@@ -47,6 +47,10 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             )
         if self.starts_after == "":
             raise ValueError("structured_output: starts_after must not be empty")
+        try:
+            (self.value + (self.starts_after or "")).encode("utf-8")
+        except UnicodeEncodeError as error:
+            raise ValueError(f"structured_output: not valid Unicode: {error}") from error
         _CHECKS[self.kind](self.value)
 
     @classmethod

@@ -6,7 +6,7 @@ https://xgrammar.mlc.ai/docs/structural_tag/structural_tag.html describes the no
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from atom.structured_output.params import StructuredOutput
@@ -39,19 +39,22 @@ def json_document(schema: Mapping[str, Any] | bool) -> Format:
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
 
 
+def after(marker: str, format: Format, excluded: Sequence[str] = ()) -> Format:
+    """Anything up to and with a marker, but for the `excluded` markers; then the format."""
+    free = {"type": "any_tokens", "exclude_tokens": [marker, *excluded]}
+    return sequence({"type": "tag", "begin": "", "content": free, "end": token(marker)}, format)
+
+
 def as_format(wanted: StructuredOutput) -> Format:
     """The constraint as a format; markers are still texts."""
     format = _FORMATS[wanted.kind](wanted.value)
-    if wanted.starts_after is None:
-        return format
-    until = {"type": "any_tokens", "exclude_tokens": [wanted.starts_after]}
-    return sequence(
-        {"type": "tag", "begin": "", "content": until, "end": token(wanted.starts_after)}, format
-    )
+    return format if wanted.starts_after is None else after(wanted.starts_after, format)
 
 
 def lower_tokens(format: Any, markers: Mapping[str, int]) -> Any:
     """Name marker tokens by their ids; those that the vocabulary lacks become plain text.
+
+    Where free text is left by a token, only tokens can be excluded from it.
 
     Args:
         markers: the ids of the tokens that are no text.
@@ -90,10 +93,10 @@ def _plain(end: Any, markers: Mapping[str, int]) -> Any:
 
 
 def _lower_any_tokens(format: Format, markers: Mapping[str, int]) -> Format:
-    excluded = format.get("exclude_tokens", [])
-    if all(item in markers or not isinstance(item, str) for item in excluded):
-        return {**format, "exclude_tokens": [markers.get(item, item) for item in excluded]}
-    return {"type": "any_text"}
+    items = [markers.get(item, item) for item in format.get("exclude_tokens", [])]
+    if items and isinstance(items[0], str):
+        return {"type": "any_text", "excludes": [item for item in items if isinstance(item, str)]}
+    return {**format, "exclude_tokens": [item for item in items if not isinstance(item, str)]}
 
 
 def _lower_triggered(format: Format, markers: Mapping[str, int]) -> Format:

@@ -76,6 +76,13 @@ KINDS: list[tuple[StructuredOutput, list[str], list[str]]] = [
         ['{"name": "Käse 😀", "age": 3}', '{\n  "name": "",\n  "age": -1\n}'],
         ['{"name": "x"}', '{"name": 1, "age": 2}', '{"name": "x", "age": 1, "more": 1}'],
     ),
+    (
+        StructuredOutput.json_schema({"type": "object", "properties": {"a": {"type": "object"}}}),
+        ['{"a": {"b": [1]}}', '{"a": {}}', "{}"],
+        ['{"b": 1}'],
+    ),
+    (StructuredOutput.json_schema({"type": "object"}), ['{"b": [1]}', "{}"], ["[]"]),
+    (StructuredOutput.json_schema({}), ['{"b": [1]}', "5"], ["x"]),
     (StructuredOutput.regex("[a-c]{2}(日本)?"), ["ab", "cc日本"], ["a", "abc", "日本"]),
     (StructuredOutput.choice(["yes", "no", 'a "b"']), ["yes", "no", 'a "b"'], ["ye", "maybe"]),
     (

@@ -9,6 +9,7 @@ import msgspec
 
 from atom.entrypoints.detokenizer import Vocabulary
 from atom.entrypoints.openai.chat_format import ChatFormat
+from atom.entrypoints.openai.constraint import constraint_names
 from atom.entrypoints.openai.errors import bad_request
 from atom.entrypoints.openai.generation import Generation
 from atom.entrypoints.openai.options import ServerOptions
@@ -18,7 +19,7 @@ from atom.entrypoints.openai.protocol import ChatCompletionRequest
 from atom.entrypoints.openai.reasoning import REASONING_PARSERS
 from atom.entrypoints.openai.tokenization import Prompt, PromptEncoder
 from atom.entrypoints.openai.tool_choice import ToolUse, resolve_tool_use
-from atom.entrypoints.openai.tool_grammar import tool_call_grammar
+from atom.entrypoints.openai.tool_grammar import answer_or_calls, tool_call_grammar
 from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
 from atom.sampling_params import SamplingParams
 
@@ -36,7 +37,7 @@ async def prepare_chat(
         ApiError: 400 for what cannot be generated as asked.
     """
     check_stream_fields(body)
-    field_names = {"prompt": "messages", "logprobs": "top_logprobs"}
+    field_names = {"prompt": "messages", "logprobs": "top_logprobs", **constraint_names(body)}
     if body.max_completion_tokens is not None:
         field_names["max_tokens"] = "max_completion_tokens"
     use = resolve_tool_use(body, options)
@@ -46,14 +47,13 @@ async def prepare_chat(
     )
     reasoning_end = _reasoning_end(body, prompt, options)
     if use.parser is not None:
-        field_names["structured_output"] = "tools"
-        params = _with_call_grammar(params, use, reasoning_end)
+        field_names.setdefault("structured_output", "tools")
     generation = Generation(
         id=f"chatcmpl-{uuid.uuid4().hex}",
         model=model,
         created=int(time.time()),
         prompts=[prompt],
-        params=[params],
+        params=[_constrained(params, use, reasoning_end)],
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
@@ -107,25 +107,29 @@ def _markers(tool_parser: str | None, reasoning_parser: str | None) -> list[str]
     return markers
 
 
-def _with_call_grammar(
-    params: SamplingParams, use: ToolUse, reasoning_end: str | None
-) -> SamplingParams:
-    """The parameters with the grammar that the tool choice needs, if it needs one.
+def _constrained(params: SamplingParams, use: ToolUse, reasoning_end: str | None) -> SamplingParams:
+    """The parameters with the grammar of the answer, which may be calls instead of content.
 
     Args:
-        reasoning_end: where the prompt opened reasoning, the marker that ends it.
+        reasoning_end: the marker that ends the reasoning that the prompt opened.
     """
-    assert use.parser is not None
-    try:
-        grammar = tool_call_grammar(use.parser, use.tools, use.mode, use.parallel)
-        if grammar is None:
-            return params
-        # With `auto` all but calls is free, reasoning too.
-        if use.mode != "auto" and reasoning_end is not None:
-            grammar = msgspec.structs.replace(grammar, starts_after=reasoning_end)
-        return msgspec.structs.replace(params, structured_output=grammar)
-    except ValueError as error:
-        raise bad_request(str(error), "tools") from None
+    wanted = params.structured_output
+    if use.parser is None:
+        if wanted is not None:
+            wanted = msgspec.structs.replace(wanted, starts_after=reasoning_end)
+    else:
+        call = (use.parser, use.tools)
+        try:
+            if use.mode == "auto" and wanted is not None:
+                wanted = answer_or_calls(wanted, *call, use.parallel, reasoning_end)
+            else:
+                # A forced call has no content that could obey a response format.
+                wanted = tool_call_grammar(*call, use.mode, use.parallel, reasoning_end)
+        except ValueError as error:
+            raise bad_request(str(error), "tools") from error
+    if wanted is not None and params.ignore_eos:
+        raise bad_request("ignore_eos cannot be combined with constrained calls", "ignore_eos")
+    return msgspec.structs.replace(params, structured_output=wanted)
 
 
 def _reasoning_end(

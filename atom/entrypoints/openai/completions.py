@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from atom.entrypoints.detokenizer import Vocabulary
+from atom.entrypoints.openai.constraint import constraint_names
 from atom.entrypoints.openai.errors import ApiError, bad_request
 from atom.entrypoints.openai.generation import Choice, Generation
 from atom.entrypoints.openai.logprobs import CompletionLogprobs, prompt_logprobs
@@ -57,6 +58,7 @@ async def prepare_completion(
         stream=bool(body.stream),
         include_usage=includes_usage(body),
         discards_output=discards_output,
+        field_names=constraint_names(body),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from atom.entrypoints.openai.constraint import constraint_of
 from atom.entrypoints.openai.errors import bad_request, invalid_parameters
 from atom.entrypoints.openai.protocol import GenerationRequest
 from atom.sampling_params import SamplingParams
@@ -50,8 +51,11 @@ def sampling_params(
     Raises:
         ApiError: 400 that names the impossible field.
     """
+    constraint = constraint_of(body)
     values = body.model_dump(include=set(SHARED_FIELDS - overrides.keys()), exclude_none=True)
     values.update({name: value for name, value in overrides.items() if value is not None})
+    if constraint is not None:
+        values["structured_output"] = constraint.value
     try:
         return SamplingParams(max_tokens=max_tokens, **values)
     except ValueError as error:

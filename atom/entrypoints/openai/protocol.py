@@ -106,6 +106,24 @@ class SamplingFields(ApiModel):
     skip_special_tokens: bool | None = None
     priority: Int32 | None = None
     cache_salt: str | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    guided_grammar: str | None = None
+
+
+class SchemaFormat(ApiModel):
+    """The `json_schema` of a response format; it is enforced with and without `strict`."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: dict[str, Any] = Field(alias="schema")
+    strict: bool | None = None
+
+
+class ResponseFormat(ApiModel):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: SchemaFormat | None = None
 
 
 class GenerationRequest(SamplingFields):
@@ -116,6 +134,7 @@ class GenerationRequest(SamplingFields):
     stop: str | StopStrings | None = None
     include_stop_str_in_output: bool | None = None
     max_tokens: int | None = None
+    response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None
@@ -220,7 +239,6 @@ class ChatCompletionRequest(GenerationRequest, ChatPrompt):
         "chat_template": (),
         "functions": ([],),
         "function_call": ("none",),
-        "response_format": ({"type": "text"},),
         "modalities": (["text"], []),
         "audio": (),
         "prediction": (),
@@ -235,7 +253,6 @@ class ChatCompletionRequest(GenerationRequest, ChatPrompt):
     parallel_tool_calls: bool | None = None
     functions: Any = None
     function_call: Any = None
-    response_format: Any = None
     modalities: Any = None
     audio: Any = None
     prediction: Any = None

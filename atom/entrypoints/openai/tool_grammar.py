@@ -17,6 +17,7 @@ from atom.structured_output.params import StructuredOutput
 from atom.structured_output.tags import (
     ANY_OBJECT,
     Format,
+    after,
     as_format,
     json_document,
     literal,
@@ -38,7 +39,8 @@ class CallGrammar:
         call: (name, format of the arguments) -> one call.
         separator: what stands between two calls.
         section: the markers around all calls of an answer; None where there are none.
-        stray: further markers, which must not stand in free text.
+        opening: further markers that begin calls, which must not stand outside the section; of
+            formats without sections, all that do.
         forbidden: what no string of the arguments may hold, since the reader would take it for
             a marker. Empty for formats whose reader knows where strings of JSON end.
     """
@@ -46,7 +48,7 @@ class CallGrammar:
     call: Callable[[str, Format], Format]
     separator: str
     section: tuple[str, str] | None
-    stray: tuple[str, ...] = ()
+    opening: tuple[str, ...] = ()
     forbidden: tuple[str, ...] = ()
 
 
@@ -82,14 +84,14 @@ CALL_GRAMMARS: dict[str, CallGrammar] = {
         _kimi_k2,
         separator="",
         section=(kimi_k2.SECTION_BEGIN[0], kimi_k2.SECTION_END[0]),
-        stray=(kimi_k2.CALL_BEGIN, kimi_k2.SECTION_BEGIN[1]),
+        opening=(kimi_k2.CALL_BEGIN, kimi_k2.SECTION_BEGIN[1]),
         forbidden=("<|tool_call",),
     ),
     "deepseek_v3": CallGrammar(
         _deepseek_v3,
         separator="\n",
         section=deepseek_v3.SECTION,
-        stray=(deepseek_v3.CALL_BEGIN,),
+        opening=(deepseek_v3.CALL_BEGIN,),
         forbidden=("<｜tool",),
     ),
     "hermes": CallGrammar(_hermes, separator="\n", section=None),
@@ -102,6 +104,7 @@ def tool_call_grammar(
     tools: Sequence[Tool],
     tool_choice: str | Mapping[str, Any],
     parallel_tool_calls: bool = True,
+    starts_after: str | None = None,
 ) -> StructuredOutput | None:
     """The grammar that a request's tools and their choice ask for.
 
@@ -111,6 +114,7 @@ def tool_call_grammar(
             without it in the modes that force a call, if the schema can be enforced.
         tool_choice: `none`, `auto`, `required`, `named` (of the one tool given), or OpenAI's
             object that names a function. A named function is called exactly once.
+        starts_after: the marker that ends the reasoning in which the answer begins.
 
     Returns:
         None when the model is free: for `none`, and for `auto` with parallel calls and no strict
@@ -139,12 +143,18 @@ def tool_call_grammar(
     calls = [_call(grammar, i, tool, tool_choice != "auto") for i, tool in enumerate(tools)]
     repeats = parallel_tool_calls and tool_choice != "named"
     if tool_choice == "auto":
-        return StructuredOutput.structural_tag(_optional_calls(grammar, calls, repeats))
-    return StructuredOutput.structural_tag(_calls(grammar, calls, repeats))
+        format = _optional_calls(grammar, calls, repeats)
+        is_free = format["type"] == "token_triggered_tags"  # reasoning is free text too
+        return _tagged(grammar, format, None if is_free else starts_after)
+    return _tagged(grammar, _calls(grammar, calls, repeats), starts_after)
 
 
 def answer_or_calls(
-    answer: StructuredOutput, parser_name: str, tools: Sequence[Tool], parallel_tool_calls: bool
+    answer: StructuredOutput,
+    parser_name: str,
+    tools: Sequence[Tool],
+    parallel_tool_calls: bool = True,
+    starts_after: str | None = None,
 ) -> StructuredOutput:
     """Either a text under `answer`, or calls: `auto` beside a response format.
 
@@ -153,14 +163,21 @@ def answer_or_calls(
     """
     calls = tool_call_grammar(parser_name, tools, "required", parallel_tool_calls)
     assert calls is not None
-    return StructuredOutput.structural_tag(one_of([as_format(answer), as_format(calls)]))
+    either = one_of([as_format(answer), as_format(calls)])
+    return _tagged(CALL_GRAMMARS[parser_name], either, starts_after)
+
+
+def _tagged(grammar: CallGrammar, format: Format, starts_after: str | None) -> StructuredOutput:
+    if starts_after is not None:
+        format = after(starts_after, format, grammar.opening)
+    return StructuredOutput.structural_tag(format)
 
 
 def _call(grammar: CallGrammar, index: int, tool: Tool, is_forced: bool) -> Format:
     function = tool["function"]
     schema = function.get("parameters")
     if function.get("strict"):
-        schema = _NO_PARAMETERS if schema is None else schema
+        schema = _NO_PARAMETERS if schema is None else schema or ANY_OBJECT
         try:
             check_schema(schema)
         except ValueError as error:
@@ -177,10 +194,17 @@ def _arguments(schema: Mapping[str, Any], forbidden: Sequence[str]) -> Format:
     return {**json_document(schema), "excludes": list(forbidden)}
 
 
-def _mentions(schema: Any, names: set[str]) -> bool:
-    if isinstance(schema, Mapping):
-        return bool(names & schema.keys()) or any(_mentions(v, names) for v in schema.values())
-    return isinstance(schema, list) and any(_mentions(item, names) for item in schema)
+def _mentions(schema: Mapping[str, Any], names: set[str]) -> bool:
+    pending: list[Any] = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Mapping):
+            if names & part.keys():
+                return True
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
+    return False
 
 
 def _calls(grammar: CallGrammar, calls: list[Format], repeats: bool) -> Format:
@@ -211,6 +235,6 @@ def _optional_calls(grammar: CallGrammar, calls: list[Format], repeats: bool) ->
         "type": "token_triggered_tags",
         "trigger_tokens": [trigger],
         "tags": tags,
-        "exclude_tokens": list(grammar.stray),
+        "exclude_tokens": list(grammar.opening),
         "stop_after_first": not repeats,
     }

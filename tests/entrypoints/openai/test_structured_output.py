@@ -1,0 +1,170 @@
+"""Constrained answers over HTTP, from an engine that speculates."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from server_process import ServerProcess
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"ok": {"type": "boolean"}, "color": {"enum": ["red", "日本"]}},
+    "required": ["ok", "color"],
+    "additionalProperties": False,
+}
+FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+USER: Any = [{"role": "user", "content": "hi"}]
+TOOLS: Any = [
+    {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": True}}
+    for name in ("first", "second")
+]
+
+
+@pytest.fixture(scope="module")
+def server(tiny_llama_dir: Path) -> Iterator[ServerProcess]:
+    flags = ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
+    flags += ["--method", "ngram", "--num-speculative-tokens", "3"]
+    process = ServerProcess(tiny_llama_dir, "--served-model-name", "tiny", *flags)
+    try:
+        yield process.wait_ready()
+    finally:
+        process.stop()
+
+
+def is_valid(document: Any) -> bool:
+    return (
+        list(document) == ["ok", "color"]
+        and isinstance(document["ok"], bool)
+        and document["color"] in ("red", "日本")
+    )
+
+
+def test_response_formats_in_chats(client: openai.OpenAI) -> None:
+    ask = {"model": "tiny", "messages": USER, "max_tokens": 60}
+    answer = client.chat.completions.create(**ask, response_format=FORMAT, n=8, seed=1)
+    assert {choice.finish_reason for choice in answer.choices} <= {"stop", "length"}
+    done = [c.message.content or "" for c in answer.choices if c.finish_reason == "stop"]
+    assert len(done) > 4
+    assert all(is_valid(json.loads(text)) for text in done)
+    stream = client.chat.completions.create(**ask, response_format=FORMAT, seed=1, stream=True)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in stream)
+    assert text == answer.choices[0].message.content
+    answer = client.chat.completions.create(
+        **ask, response_format={"type": "json_object"}, temperature=0, logprobs=True
+    )
+    assert (answer.choices[0].message.content or "").lstrip().startswith("{")
+
+
+@pytest.mark.parametrize(
+    ("fields", "texts"),
+    [
+        ({"guided_choice": ["yes", "no"]}, {"yes", "no"}),
+        ({"guided_regex": "(日本){2}"}, {"日本日本"}),
+        ({"guided_grammar": 'root ::= "a" | "b"'}, {"a", "b"}),
+        ({"guided_json": {"enum": ["x"]}}, {'"x"'}),
+        ({"guided_json": '{"const": 5}'}, {"5"}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}},
+            {"1"},
+        ),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_guided_completions(server: ServerProcess, fields: Any, texts: set[str]) -> None:
+    body = {"prompt": ["a", "b c"], "max_tokens": 40, "n": 2, **fields}
+    answer = server.post("/v1/completions", json=body).json()
+    assert {choice["text"].strip() for choice in answer["choices"]} <= texts
+    assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "reason"),
+    [
+        ({"guided_regex": "(a"}, "guided_regex", "parenthesis is not closed"),
+        ({"guided_grammar": 'root ::= root "a"'}, "guided_grammar", "no text fulfils"),
+        ({"guided_grammar": 'root ::= "a" b\nb ::= b "c"'}, "guided_grammar", "allows no token"),
+        ({"guided_json": "{"}, "guided_json", "not JSON"),
+        ({"guided_json": {"not": {}}}, "guided_json", "'not' is not supported"),
+        ({"guided_json": {"type": "nothing"}}, "guided_json", 'Unsupported type "nothing"'),
+        ({"guided_choice": []}, "guided_choice", "1 to 4096"),
+        ({"guided_choice": ["x" * 70000]}, "guided_choice", "at most 65536"),
+        ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "send one"),
+        ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "cannot be combined"),
+        ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+        (
+            {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
+            "response_format",
+            "for the type 'json_schema'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_wrong_constraints(
+    server: ServerProcess, path: str, fields: dict[str, Any], param: str, reason: str
+) -> None:
+    prompt = {"messages": USER} if "chat" in path else {"prompt": "a"}
+    answer = server.post(path, json={**prompt, **fields})
+    assert answer.status_code == 400
+    assert reason in answer.json()["error"]["message"]
+    assert answer.json()["error"]["param"] == param
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("choice", ["required", "second"])
+def test_forced_calls(client: openai.OpenAI, choice: str, stream: bool) -> None:
+    named = {"type": "function", "function": {"name": choice}}
+    ask: Any = {
+        "model": "tiny",
+        "messages": USER,
+        "tools": TOOLS,
+        "tool_choice": "required" if choice == "required" else named,
+        "parallel_tool_calls": False,
+        "max_tokens": 120,
+        "seed": 3,
+    }
+    if stream:
+        chunks = [c.choices[0] for c in client.chat.completions.create(**ask, stream=True)]
+        deltas = [d.function for c in chunks for d in c.delta.tool_calls or () if d.function]
+        names = [d.name for d in deltas if d.name]
+        arguments = "".join(d.arguments or "" for d in deltas)
+        reason, content = chunks[-1].finish_reason, "".join(c.delta.content or "" for c in chunks)
+    else:
+        [whole] = client.chat.completions.create(**ask).choices
+        calls = whole.message.tool_calls or []
+        names = [call.function.name for call in calls]
+        arguments = "".join(call.function.arguments for call in calls)
+        reason, content = whole.finish_reason, whole.message.content or ""
+    assert len(names) == 1
+    assert names[0] in (("first", "second") if choice == "required" else ("second",))
+    assert is_valid(json.loads(arguments))
+    assert (reason, content) == ("tool_calls", "")
+
+
+def test_wrong_tools(server: ServerProcess) -> None:
+    wrong = {"name": "a", "parameters": {"not": {}}, "strict": True}
+    tools = [{"type": "function", "function": wrong}]
+    answer = server.post("/v1/chat/completions", json={"messages": USER, "tools": tools})
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "tools")
+    assert "tools[0].function.parameters" in error["message"]
+
+
+def test_an_answer_or_calls(client: openai.OpenAI) -> None:
+    """Beside tools a response format constrains what is not a call."""
+    answer = client.chat.completions.create(
+        model="tiny", messages=USER, tools=TOOLS, response_format=FORMAT, n=6, max_tokens=120
+    )
+    for choice in answer.choices:
+        if choice.finish_reason == "length":
+            continue
+        if choice.message.tool_calls:
+            assert all(
+                is_valid(json.loads(c.function.arguments)) for c in choice.message.tool_calls
+            )
+        else:
+            assert is_valid(json.loads(choice.message.content or ""))
