@@ -24,6 +24,8 @@ from atom.model_engine.messages import (
     StepReport,
 )
 
+HEARTBEAT_SECONDS = 1.0
+
 
 class ScriptedClient:
     """The far end of an `AsyncEngine`, in place of the engine process.
@@ -54,7 +56,10 @@ class ScriptedClient:
 
     async def receive(self) -> list[wire.FromEngine]:
         while True:
-            step = await self._reports.get()
+            try:
+                step = await asyncio.wait_for(self._reports.get(), HEARTBEAT_SECONDS)
+            except asyncio.TimeoutError:
+                return [wire.Heartbeat(EngineStats())]
             if step.report.outputs[0].id not in self._aborted:
                 return [step]
 

@@ -46,7 +46,9 @@ def scripted(byte_level_tokenizer: PreTrainedTokenizerFast) -> Iterator[Scripted
 
 def _operations(url: str) -> list[Operation]:
     schema = schemathesis.openapi.from_url(f"{url}/openapi.json")
-    return [result.ok() for result in schema.get_all_operations()]
+    operations = [result.ok() for result in schema.get_all_operations()]
+    # It takes nothing, and 503 is its answer while the machine is too busy.
+    return [operation for operation in operations if operation.path != "/health"]
 
 
 def _fuzz(operation: Operation, max_examples: int) -> None:
