@@ -75,9 +75,15 @@ def embedded_tokenizer() -> PreTrainedTokenizerFast:
     return load_tokenizer(resolve_model(options), options)
 
 
-def stream(vocabulary: Vocabulary, ids: Sequence[int], sizes: Sequence[int], skip: bool) -> str:
+def stream(
+    vocabulary: Vocabulary,
+    ids: Sequence[int],
+    sizes: Sequence[int],
+    skip: bool,
+    kept: Sequence[str] = (),
+) -> str:
     """Feed `ids` in steps of the given sizes, over and over."""
-    detokenizer = vocabulary.detokenizer(skip_special_tokens=skip)
+    detokenizer = vocabulary.detokenizer(skip_special_tokens=skip, kept=kept)
     text, start, steps = "", 0, itertools.cycle(sizes)
     while start < len(ids):
         size = next(steps)
@@ -116,6 +122,20 @@ def test_stream_of_a_real_tokenizer_is_the_full_decode(
     any_ids = data.draw(st.lists(st.integers(0, len(embedded_tokenizer) - 1), max_size=40))
     ids = [*text_ids, *any_ids]
     assert stream(vocabulary, ids, sizes, skip) == decode(embedded_tokenizer, ids, skip)
+
+
+@FEW
+@given(data=st.data(), sizes=SIZES)
+def test_kept_special_tokens_stay(
+    rich_tokenizer: PreTrainedTokenizerFast, data: st.DataObject, sizes: list[int]
+) -> None:
+    ids = data.draw(st.lists(st.integers(0, len(rich_tokenizer) - 1), max_size=40))
+    kept = ["<|日|>", "<|im_start|>", "no token of this vocabulary"]
+    kept_ids = [i for i in rich_tokenizer.convert_tokens_to_ids(kept[:2]) if i is not None]
+    visible = [i for i in ids if i in kept_ids or decode(rich_tokenizer, [i, i], True)]
+    expected = decode(rich_tokenizer, visible, False)
+    for vocabulary in (create_vocabulary(rich_tokenizer), WindowVocabulary(rich_tokenizer)):
+        assert stream(vocabulary, ids, sizes, True, kept) == expected
 
 
 @FEW

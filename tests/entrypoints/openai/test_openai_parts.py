@@ -119,7 +119,7 @@ def test_any_body_is_understood_or_described(fields: dict[str, Any], raw: bytes 
 def test_the_shared_fields_are_the_requests_and_the_engines() -> None:
     assert SHARED_FIELDS.issubset(CompletionRequest.model_fields)
     assert SHARED_FIELDS.issubset(ChatCompletionRequest.model_fields)
-    converted_apart = {"max_tokens", "logprobs", "kept_special_tokens"}
+    converted_apart = {"max_tokens", "logprobs", "kept_special_tokens", "structured_output"}
     assert set(SamplingParams.__struct_fields__) == SHARED_FIELDS | converted_apart
 
 

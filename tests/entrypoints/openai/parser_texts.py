@@ -1,0 +1,149 @@
+"""Answers in every format of tool calls, written from what they mean."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+from atom.entrypoints.openai.deltas import ChatDelta, ParsedMessage
+from atom.entrypoints.openai.output_parser import ChatOutputParser
+from atom.entrypoints.openai.reasoning import REASONING_PARSERS
+from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
+
+THINK = REASONING_PARSERS["think_tags"]
+
+
+@dataclass(frozen=True)
+class Call:
+    """`arguments` is JSON text."""
+
+    name: str
+    arguments: str
+
+
+Part = str | list[Call]  # content, or calls in one section
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One format.
+
+    Attributes:
+        calls: spells calls that follow one another; given the number of calls before.
+        is_sectioned: content may precede calls.
+    """
+
+    name: str
+    calls: Callable[[Sequence[Call], int], str]
+    is_sectioned: bool = True
+
+    def spell(self, parts: Iterable[Part]) -> str:
+        text, count = "", 0
+        for part in parts:
+            if isinstance(part, str):
+                text += part
+            else:
+                text += self.calls(part, count)
+                count += len(part)
+        return text
+
+    def expect_id(self, call: Call, index: int) -> str | None:
+        return f"functions.{call.name}:{index}" if self.name == "kimi_k2" else None
+
+    @property
+    def markers(self) -> tuple[str, ...]:
+        return (*TOOL_PARSERS[self.name].markers, *THINK.markers)
+
+
+def _kimi(calls: Sequence[Call], start: int) -> str:
+    body = "".join(
+        f"<|tool_call_begin|>functions.{c.name}:{i}<|tool_call_argument_begin|>{c.arguments}"
+        "<|tool_call_end|>"
+        for i, c in enumerate(calls, start)
+    )
+    return f"<|tool_calls_section_begin|>{body}<|tool_calls_section_end|>"
+
+
+def _hermes(calls: Sequence[Call], start: int) -> str:
+    del start
+    return "\n".join(f"<tool_call>\n{_object(c, 'arguments')}\n</tool_call>" for c in calls)
+
+
+def _llama(calls: Sequence[Call], start: int) -> str:
+    del start
+    return "; ".join(_object(c, "parameters") for c in calls)
+
+
+def _deepseek(calls: Sequence[Call], start: int) -> str:
+    del start
+    body = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{c.name}\n```json\n{c.arguments}\n```"
+        "<｜tool▁call▁end｜>"
+        for c in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
+
+
+def _object(call: Call, key: str) -> str:
+    return f'{{"name": {json.dumps(call.name)}, "{key}": {call.arguments}}}'
+
+
+KIMI = Spelling("kimi_k2", _kimi)
+SPELLINGS = (
+    KIMI,
+    Spelling("hermes", _hermes),
+    Spelling("llama3_json", _llama, is_sectioned=False),
+    Spelling("deepseek_v3", _deepseek),
+)
+
+
+def create_parser(tool_parser: str | None, *, reasons: bool = False) -> ChatOutputParser:
+    return ChatOutputParser(tool_parser, "think_tags", None, reasons)
+
+
+def stream(parser: ChatOutputParser, chunks: Iterable[str], reason: str) -> list[ChatDelta]:
+    """Feed and finish; what comes must keep OpenAI's contract."""
+    deltas = [delta for chunk in chunks for delta in parser.feed(chunk)]
+    deltas += parser.finish(reason)
+    check_contract(deltas)
+    return deltas
+
+
+def read(parser: ChatOutputParser, chunks: Iterable[str], reason: str = "stop") -> ParsedMessage:
+    return ParsedMessage.of(stream(parser, chunks, reason))
+
+
+def check_contract(deltas: Sequence[ChatDelta]) -> None:
+    num_calls = 0
+    for delta in deltas:
+        said = (delta.content, delta.reasoning_content, delta.tool_calls)
+        assert sum(field is not None for field in said) == 1
+        assert all(field for field in said if field is not None)
+        for piece in delta.tool_calls or ():
+            if piece.id is not None:
+                assert piece.index == num_calls
+                assert piece.id
+                assert piece.type == "function"
+                assert piece.function.name
+                num_calls += 1
+            else:
+                assert piece.index == num_calls - 1
+                assert piece.type is None
+                assert piece.function.name is None
+                assert piece.function.arguments
+
+
+def cuttings(text: str) -> Iterator[list[str]]:
+    """The text whole, by characters, in the sizes of speculative steps, and at random."""
+    for size in (len(text) or 1, 1, 2, 4, 8):
+        yield [text[i : i + size] for i in range(0, len(text), size)]
+    for seed in range(20):
+        sizes = random.Random(seed)
+        chunks, start = [], 0
+        while start < len(text):
+            size = sizes.randint(2, 7)
+            chunks.append(text[start : start + size])
+            start += size
+        yield chunks

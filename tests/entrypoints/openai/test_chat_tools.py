@@ -1,0 +1,275 @@
+"""Chats with tools and reasoning, from the request to the engine's parameters and the prompt."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+from transformers import PreTrainedTokenizerFast
+
+from atom.entrypoints.detokenizer import create_vocabulary
+from atom.entrypoints.openai.chat import prepare_chat
+from atom.entrypoints.openai.chat_format import ChatFormat
+from atom.entrypoints.openai.errors import ApiError
+from atom.entrypoints.openai.generation import Generation
+from atom.entrypoints.openai.options import OptionError, ServerOptions
+from atom.entrypoints.openai.protocol import ChatCompletionRequest
+from atom.entrypoints.openai.tokenization import PromptEncoder
+from atom.outputs import CompletionOutput, RequestMetrics, RequestOutput
+
+OPTIONS = ServerOptions(
+    tool_call_parser="kimi_k2", reasoning_parser="kimi_k2", enable_auto_tool_choice=True
+)
+TOOLS = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in ("get_weather", "write-file")
+]
+USER = [{"role": "user", "content": "hi"}]
+# Says all that it is given; arguments as they are, which makes it one of text.
+TEXT_TEMPLATE = (
+    "{% if tools %}{{ tools | tojson }};{% endif %}{% for m in messages %}{{ m.role }}:"
+    "{% if m.reasoning_content %}({{ m.reasoning_content }}){% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}[{{ c.id }} {{ c.function.arguments }}]{% endfor %}"
+    "{% if m.tool_call_id %}## Return of {{ m.tool_call_id }}{% endif %};{% endfor %}"
+    "{{ reasoning_effort }}{% if add_generation_prompt %}<think>"
+    "{% if thinking is false %}</think>{% endif %}{% endif %}"
+)
+SECTION = (
+    "<|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0"
+    '<|tool_call_argument_begin|>{"city":  "北京"}<|tool_call_end|><|tool_calls_section_end|>'
+)
+
+
+async def _prepare(
+    tokenizer: PreTrainedTokenizerFast,
+    options: ServerOptions = OPTIONS,
+    template: str | None = TEXT_TEMPLATE,
+    **fields: Any,
+) -> tuple[Generation, ChatFormat]:
+    body = ChatCompletionRequest.model_validate({"messages": USER, "tools": TOOLS, **fields})
+    encoder = PromptEncoder(tokenizer, 4000, template)
+    return await prepare_chat(body, "m", encoder, create_vocabulary(tokenizer), options)
+
+
+async def _prompt(tokenizer: PreTrainedTokenizerFast, **fields: Any) -> str:
+    generation, _ = await _prepare(tokenizer, **fields)
+    text = generation.prompts[0].text
+    assert text is not None
+    return text
+
+
+def _answer(generation: Generation, choices: ChatFormat, text: str, reason: str) -> dict[str, Any]:
+    output = CompletionOutput(0, text, [], finish_reason=reason)
+    request = RequestOutput("r", None, [], [output], True, RequestMetrics(0.0))
+    return choices.whole(0, generation.prompts[0], request, output)
+
+
+async def test_a_call_goes_out_and_its_history_comes_back(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    generation, choices = await _prepare(byte_level_tokenizer)
+    answer = _answer(generation, choices, f"why{SECTION}", "stop")
+    assert answer["finish_reason"] == "tool_calls"
+    message = answer["message"]
+    assert message["content"] is None
+    assert message["reasoning_content"] == "why"
+    assert message["tool_calls"] == [
+        {
+            "id": "functions.get_weather:0",
+            "type": "function",
+            "function": {"name": "get_weather", "arguments": '{"city":  "北京"}'},
+        }
+    ]
+    result = {"role": "tool", "content": "sunny", "tool_call_id": "functions.get_weather:0"}
+    prompt = await _prompt(byte_level_tokenizer, messages=[*USER, message, result])
+    assert 'assistant:(why)[functions.get_weather:0 {"city":  "北京"}];' in prompt
+    assert "tool:sunny## Return of functions.get_weather:0;" in prompt
+
+
+async def test_templates_that_want_objects_get_objects(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    template = (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        "{{ c.function.arguments | tojson }}{% endfor %}{% endfor %}"
+    )
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}
+    messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
+    prompt = await _prompt(byte_level_tokenizer, template=template, messages=messages)
+    assert prompt == '{"a": 1}'
+    call["function"] = {"name": "f", "arguments": '{"a":'}
+    with pytest.raises(ApiError, match="not JSON"):
+        await _prompt(byte_level_tokenizer, template=template, messages=messages)
+    assert '{"a":]' in await _prompt(byte_level_tokenizer, messages=messages)
+
+
+async def test_the_template_gets_tools_and_variables(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    prompt = await _prompt(byte_level_tokenizer, reasoning_effort="low")
+    assert '"name": "get_weather"' in prompt
+    assert "low<think>" in prompt
+    assert "get_weather" not in await _prompt(byte_level_tokenizer, tool_choice="none")
+    assert "get_weather" in await _prompt(
+        byte_level_tokenizer,
+        tool_choice={"type": "function", "function": {"name": "write-file"}},
+    )
+
+
+@pytest.mark.parametrize(
+    ("fields", "reasoning", "content"),
+    [
+        ({}, "a", "b"),
+        ({"chat_template_kwargs": {"thinking": False}}, None, "ab"),
+        ({"continue_final_message": True, "add_generation_prompt": False}, None, "ab"),
+    ],
+)
+async def test_the_prompt_decides_where_the_answer_starts(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    fields: dict[str, Any],
+    reasoning: str | None,
+    content: str,
+) -> None:
+    messages = [*USER, {"role": "assistant", "content": "So"}]
+    generation, choices = await _prepare(byte_level_tokenizer, messages=messages, **fields)
+    message = _answer(generation, choices, "a</think>b", "stop")["message"]
+    assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
+
+
+async def test_continuing_a_message_within_its_reasoning(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    messages = [*USER, {"role": "assistant", "content": "<think>half"}]
+    generation, choices = await _prepare(
+        byte_level_tokenizer, messages=messages, continue_final_message=True
+    )
+    message = _answer(generation, choices, " way</think>b", "stop")["message"]
+    assert (message["reasoning_content"], message["content"]) == (" way", "b")
+
+
+async def test_what_was_cut_says_length(byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
+    generation, choices = await _prepare(byte_level_tokenizer)
+    answer = _answer(generation, choices, SECTION[:-70], "length")
+    assert answer["finish_reason"] == "length"
+    (call,) = answer["message"]["tool_calls"]
+    assert '{"city":  "北京"}'.startswith(call["function"]["arguments"])
+
+
+async def test_markers_stay_in_the_text_that_is_parsed(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    generation, _ = await _prepare(byte_level_tokenizer)
+    kept = generation.params[0].kept_special_tokens
+    assert kept is not None
+    assert {"<|tool_call_end|>", "</think>"} <= set(kept)
+    generation, _ = await _prepare(byte_level_tokenizer, tool_choice="none")
+    assert generation.params[0].kept_special_tokens == ["<think>", "</think>"]
+    generation, _ = await _prepare(byte_level_tokenizer, ServerOptions(), tool_choice="none")
+    assert generation.params[0].kept_special_tokens is None
+
+
+@pytest.mark.parametrize(
+    ("fields", "constrained"),
+    [
+        ({}, False),
+        ({"tool_choice": "auto"}, False),
+        ({"tool_choice": "none", "parallel_tool_calls": False}, False),
+        ({"tools": None, "parallel_tool_calls": False}, False),
+        ({"parallel_tool_calls": False}, True),
+        ({"tool_choice": "required"}, True),
+        ({"tool_choice": {"type": "function", "function": {"name": "write-file"}}}, True),
+    ],
+)
+async def test_choices_become_grammars(
+    byte_level_tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any], constrained: bool
+) -> None:
+    generation, _ = await _prepare(byte_level_tokenizer, **fields)
+    grammar = generation.params[0].structured_output
+    assert (grammar is not None) is constrained
+    if grammar is not None:
+        forced = "tool_choice" in fields
+        assert grammar.starts_after == ("</think>" if forced else None)
+
+
+@pytest.mark.parametrize(
+    ("options", "fields", "param"),
+    [
+        (OPTIONS, {"tools": None, "tool_choice": "required"}, "tool_choice"),
+        (
+            OPTIONS,
+            {"tool_choice": {"type": "function", "function": {"name": "nosuch"}}},
+            "tool_choice",
+        ),
+        (ServerOptions(), {}, "tools"),
+        (ServerOptions(tool_call_parser="hermes"), {}, "tool_choice"),
+        (ServerOptions(tool_call_parser="hermes"), {"tool_choice": "auto"}, "tool_choice"),
+        (OPTIONS, {"tool_choice": "required", "ignore_eos": True}, "tools"),
+    ],
+)
+async def test_impossible_choices_are_refused(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    options: ServerOptions,
+    fields: dict[str, Any],
+    param: str,
+) -> None:
+    with pytest.raises(ApiError) as caught:
+        await _prepare(byte_level_tokenizer, options, **fields)
+    assert caught.value.status == 400
+    assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"tools": [{"type": "function"}]},
+        {"tools": [{"type": "function", "function": {"name": "a b"}}]},
+        {"tools": [{"type": "code_interpreter", "function": {"name": "f"}}]},
+        {"tool_choice": "sometimes"},
+        {"tool_choice": {"type": "function", "function": {}}},
+        {"parallel_tool_calls": "yes"},
+        {"reasoning_effort": "extreme"},
+    ],
+)
+def test_wrong_shapes_are_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(ValidationError):
+        ChatCompletionRequest.model_validate({"messages": USER, **fields})
+
+
+def test_flags_are_checked() -> None:
+    for options, message in (
+        ({"tool_call_parser": "nosuch"}, "--tool-call-parser must be one of .*kimi_k2"),
+        ({"reasoning_parser": "nosuch"}, "--reasoning-parser must be one of .*qwen3"),
+        ({"enable_auto_tool_choice": True}, "needs --tool-call-parser"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            ServerOptions(**options)
+
+
+def test_the_page_about_formats_shows_one_that_works() -> None:
+    from parser_texts import cuttings
+
+    from atom.entrypoints.openai.output_parser import ChatOutputParser
+    from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
+
+    page = (Path(__file__).parents[3] / "docs" / "parsers.md").read_text(encoding="utf-8")
+    code = page.partition("```python\n")[2].partition("```")[0]
+    namespace: dict[str, Any] = {}
+    exec("from __future__ import annotations\n" + code, namespace)
+    text = (
+        "a<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
+        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>[1]<｜tool▁call▁end｜><｜tool▁calls▁end｜>b"
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(TOOL_PARSERS, "deepseek_v31", namespace["DeepseekV31"])
+        whole = ChatOutputParser("deepseek_v31", None, None, False).parse_complete(text, "stop")
+        assert whole.content == "ab"
+        said = [(call.function.name, call.function.arguments) for call in whole.tool_calls]
+        assert said == [("f", "{}"), ("g", "[1]")]
+        for chunks in cuttings(text):
+            parser = ChatOutputParser("deepseek_v31", None, None, False)
+            deltas = [delta for chunk in chunks for delta in parser.feed(chunk)]
+            assert type(whole).of([*deltas, *parser.finish("stop")]) == whole
+    for name in TOOL_PARSERS:
+        assert f"`{name}`" in page

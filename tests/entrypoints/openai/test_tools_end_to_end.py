@@ -1,0 +1,234 @@
+"""Tool calls over HTTP from a real engine that speculates: nothing depends on the steps."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import socket
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+import uvicorn
+from parser_texts import SPELLINGS, Call, Part, Spelling, create_parser
+from scripted import ScriptWriter, write_models
+
+from atom.entrypoints.openai.app import create_app
+from atom.entrypoints.openai.metrics import ServerMetrics
+from atom.entrypoints.openai.options import ServerOptions
+from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
+from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.async_engine import AsyncEngine
+
+NAMES = ("get_weather", "write-file")
+TOOLS: list[Any] = [
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
+    for name in NAMES
+]
+LONG = json.dumps(
+    {"path": "北京/天气 😀.txt", "content": "".join(chr(0x4E00 + 7 * i) for i in range(2700))},
+    ensure_ascii=False,
+)
+SHORT = '{"city": "北京 😀", "quote": "\\"}\\n"}'
+
+
+def _parts(spelling: Spelling, first: Call) -> list[Part]:
+    calls: list[Part] = [[first, Call(NAMES[1], '{"x": ["é", 1]}')]]
+    return ["我来看看。", *calls, " 好了。"] if spelling.is_sectioned else calls
+
+
+class Scripts:
+    """What the model says, by format: (message, text, starts within reasoning)."""
+
+    def __init__(self) -> None:
+        markers = [m for format in TOOL_PARSERS.values() for m in format.markers]
+        self.writer = ScriptWriter(markers)
+        self.by_format: dict[str, list[tuple[str, str, bool]]] = {}
+        for spelling in SPELLINGS:
+            long = spelling.spell(_parts(spelling, Call(NAMES[1], LONG)))
+            short = "想一想…</think>" + spelling.spell(_parts(spelling, Call(NAMES[0], SHORT)))
+            self.by_format[spelling.name] = [
+                (self.writer.add(text, thinks=thinks), text, thinks)
+                for text, thinks in ((long, False), (short, True))
+            ]
+
+
+@pytest.fixture(scope="module")
+def scripts() -> Scripts:
+    return Scripts()
+
+
+@pytest.fixture(scope="module")
+def checkpoints(scripts: Scripts, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    return write_models(scripts.writer, tmp_path_factory.mktemp("scripted"))
+
+
+@asynccontextmanager
+async def serving(
+    checkpoints: tuple[Path, Path], k: int, parsers: Sequence[str]
+) -> AsyncIterator[tuple[AsyncEngine, dict[str, openai.AsyncOpenAI]]]:
+    """One engine behind a server for each format."""
+    target, draft = checkpoints
+    args = EngineArgs(
+        model=str(target),
+        method="eagle3",
+        draft_model=str(draft),
+        num_speculative_tokens=k,
+        dtype="float32",
+        kv_cache_memory="128MB",
+        num_threads=1,
+    )
+    engine = await AsyncEngine.start(args)
+    servers, tasks, clients = [], [], {}
+    try:
+        for name in parsers:
+            options = ServerOptions(
+                served_model_names=("scripted",),
+                tool_call_parser=name,
+                reasoning_parser="think_tags",
+                enable_auto_tool_choice=True,
+            )
+            app = create_app(engine, options, ServerMetrics())
+            sock = socket.create_server(("127.0.0.1", 0))
+            port = sock.getsockname()[1]
+            server = uvicorn.Server(uvicorn.Config(app, log_config=None, lifespan="off"))
+            servers.append(server)
+            tasks.append(asyncio.create_task(server.serve(sockets=[sock])))
+            clients[name] = openai.AsyncOpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0, timeout=300
+            )
+        yield engine, clients
+    finally:
+        for client in clients.values():
+            await client.close()
+        for server in servers:
+            server.should_exit = True
+        await asyncio.gather(*tasks)
+        await engine.shutdown(0)
+
+
+def _request(message: str, thinks: bool, **fields: Any) -> dict[str, Any]:
+    return {
+        "model": "scripted",
+        "messages": [{"role": "user", "content": message}],
+        "tools": TOOLS,
+        "max_completion_tokens": 2500,
+        "extra_body": {"chat_template_kwargs": {"thinking": thinks}},
+        **fields,
+    }
+
+
+async def _whole(client: openai.AsyncOpenAI, **request: Any) -> dict[str, Any]:
+    choice = (await client.chat.completions.create(**request)).choices[0]
+    calls = [call.model_dump() for call in choice.message.tool_calls or ()]
+    return {
+        "content": choice.message.content or "",
+        "reasoning": (choice.message.model_extra or {}).get("reasoning_content") or "",
+        "calls": [(c["id"], c["function"]["name"], c["function"]["arguments"]) for c in calls],
+        "reason": choice.finish_reason,
+    }
+
+
+async def _streamed(client: openai.AsyncOpenAI, **request: Any) -> dict[str, Any]:
+    """The answer put together as OpenAI's documentation does it."""
+    said: dict[str, Any] = {"content": "", "reasoning": "", "calls": [], "reason": None}
+    async for chunk in await client.chat.completions.create(**request, stream=True):
+        (choice,) = chunk.choices
+        delta = choice.delta
+        said["content"] += delta.content or ""
+        said["reasoning"] += (delta.model_extra or {}).get("reasoning_content") or ""
+        assert delta.tool_calls is None or delta.tool_calls
+        for piece in delta.tool_calls or ():
+            assert piece.function is not None
+            if piece.id:
+                assert piece.index == len(said["calls"])
+                said["calls"].append((piece.id, piece.function.name, ""))
+            call_id, name, arguments = said["calls"][piece.index]
+            arguments += piece.function.arguments or ""
+            said["calls"][piece.index] = (call_id, name, arguments)
+        said["reason"] = choice.finish_reason or said["reason"]
+    return said
+
+
+def _expected(name: str, text: str, thinks: bool) -> dict[str, Any]:
+    parser = create_parser(name, reasons=thinks)
+    message = parser.parse_complete(text, "stop")
+    return {
+        "content": message.content or "",
+        "reasoning": message.reasoning_content or "",
+        "calls": [(c.id, c.function.name, c.function.arguments) for c in message.tool_calls],
+        "reason": "tool_calls",
+    }
+
+
+def _check(name: str, said: dict[str, Any], expected: dict[str, Any]) -> None:
+    ids = [call[0] for call in said["calls"]]
+    assert len(set(ids)) == len(ids) == 2
+    if name != "kimi_k2":  # ids are the server's
+        assert all(ids)
+        said = {**said, "calls": [("", *call[1:]) for call in said["calls"]]}
+        expected = {**expected, "calls": [("", *call[1:]) for call in expected["calls"]]}
+    assert said == expected
+
+
+@pytest.mark.parametrize("k", [1, 3, 7])
+async def test_calls_over_http(scripts: Scripts, checkpoints: tuple[Path, Path], k: int) -> None:
+    assert len(LONG.encode()) > 8000
+    async with serving(checkpoints, k, list(scripts.by_format)) as (engine, clients):
+        for name, cases in scripts.by_format.items():
+            for message, text, thinks in cases:
+                request = _request(message, thinks)
+                expected = _expected(name, text, thinks)
+                _check(name, await _whole(clients[name], **request), expected)
+                _check(name, await _streamed(clients[name], **request), expected)
+        stats = engine.stats.spec_decode
+        assert stats is not None
+        assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens
+        if k == 3:
+            await _check_crowd(scripts, clients)
+            await _check_cut(scripts, clients["kimi_k2"])
+            await _check_choices(scripts, clients["hermes"])
+
+
+async def _check_crowd(scripts: Scripts, clients: dict[str, openai.AsyncOpenAI]) -> None:
+    """16 streams at once say what each says alone."""
+    crowd = [(name, *cases[1]) for name, cases in scripts.by_format.items()] * 4
+    answers = await asyncio.gather(
+        *(_streamed(clients[name], **_request(m, thinks)) for name, m, _, thinks in crowd)
+    )
+    for (name, _, text, thinks), said in zip(crowd, answers, strict=True):
+        _check(name, said, _expected(name, text, thinks))
+
+
+async def _check_cut(scripts: Scripts, client: openai.AsyncOpenAI) -> None:
+    message, _, thinks = scripts.by_format["kimi_k2"][0]
+    request = _request(message, thinks, max_completion_tokens=50)
+    whole, streamed = await _whole(client, **request), await _streamed(client, **request)
+    assert whole == streamed
+    assert whole["reason"] == "length"
+    ((call_id, name, arguments),) = whole["calls"]
+    assert (call_id, name) == ("functions.write-file:0", "write-file")
+    assert 100 < len(arguments.encode()) < 1000
+    assert LONG.startswith(arguments.rstrip("\ufffd"))
+
+
+async def _check_choices(scripts: Scripts, client: openai.AsyncOpenAI) -> None:
+    """`n` and `logprobs` with tools: every token's row comes, whichever chunk brings it."""
+    message, _, thinks = scripts.by_format["hermes"][1]
+    request = _request(message, thinks, n=2, logprobs=True, top_logprobs=1)
+    whole = await client.chat.completions.create(**request)
+    assert whole.usage is not None
+    tokens: dict[int, list[str]] = {0: [], 1: []}
+    async for chunk in await client.chat.completions.create(**request, stream=True):
+        for choice in chunk.choices:
+            if choice.logprobs is not None:
+                tokens[choice.index] += [row.token for row in choice.logprobs.content or ()]
+    for choice in whole.choices:
+        assert choice.finish_reason == "tool_calls"
+        assert len(choice.message.tool_calls or ()) == 2
+        assert choice.logprobs is not None
+        assert tokens[choice.index] == [row.token for row in choice.logprobs.content or ()]
+        assert 2 * len(tokens[choice.index]) == whole.usage.completion_tokens
