@@ -33,6 +33,7 @@ from atom.spec_decode.stats import SpecDecodeStats, total
 from atom.spec_decode.training.repetition import repeated_bigram_share
 
 OFF = "off"
+_DEFAULT_KS = [3]
 
 
 @dataclass(frozen=True)
@@ -158,7 +159,7 @@ def create_parser() -> argparse.ArgumentParser:
         "--num_speculative_tokens",
         type=int,
         nargs="+",
-        default=[3],
+        default=_DEFAULT_KS,
         help="an arm for each (default: 3)",
     )
     # A prompt that one arm has answered before would come from the cache.
@@ -178,6 +179,8 @@ def plan_arms(args: argparse.Namespace) -> dict[str, EngineArgs]:
     )
     base = given.without_speculation()
     arms = {OFF: base}
+    if given.speculative_config is not None:
+        raise ConfigError("give --speculative-config as an arm: --arm 'NAME={engine arguments}'")
     drafting = given
     if not given.says_speculation:
         # The shipped draft alone: lookup and adaptive lengths are arms of their own.
@@ -187,6 +190,8 @@ def plan_arms(args: argparse.Namespace) -> dict[str, EngineArgs]:
         for k in ks:
             for name, options in _variants(args, k).items():
                 arms[name] = _with(drafting, options)
+    elif args.lookup or args.adaptive or ks != _DEFAULT_KS:
+        raise ConfigError("--num-speculative-tokens, --lookup and --adaptive need a --method")
     for name, options in args.arm:
         arms[name] = _with(base, options)
     if len(arms) == 1:
@@ -212,10 +217,27 @@ def _with(engine_args: EngineArgs, options: Mapping[str, Any]) -> EngineArgs:
 
 
 def create_arms(args: argparse.Namespace) -> list[Arm]:
-    """Build every engine, or connect to every server."""
+    """Build every engine, or connect to every server.
+
+    Raises:
+        ConfigError: for options that are for the other kind, besides what `plan_arms` raises.
+    """
+    if args.base_url is None and args.api_key is not None:
+        raise ConfigError("--api-key is for servers; name one with --base-url")
     if args.base_url is not None:
+        _refuse_engine_flags(args)
         return [ServerArm(n, url, args.api_key, args.timeout) for n, url in args.base_url]
     return [OfflineArm(name, engine_args) for name, engine_args in plan_arms(args).items()]
+
+
+def _refuse_engine_flags(args: argparse.Namespace) -> None:
+    names = [f.name for f in dataclasses.fields(EngineArgs)] + ["arm", "lookup", "adaptive"]
+    given, default = vars(args), vars(create_parser().parse_args([]))
+    if ignored := [name for name in names if given[name] != default[name]]:
+        raise ConfigError(
+            f"--{ignored[0].replace('_', '-')} is for engines in this process, and --base-url "
+            "measures servers: give the option to them"
+        )
 
 
 def read_prompts(args: argparse.Namespace) -> dict[str, list[Conversation]]:

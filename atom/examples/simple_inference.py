@@ -111,8 +111,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p
         )
         engine_args = EngineArgs.from_cli_args(args).choose_draft(args.no_speculation)
+        speculates = engine_args.says_speculation
+        if args.compare and not speculates:
+            raise ConfigError("--compare compares with no speculation, so it needs a --method")
         compare = args.model is None if args.compare is None else args.compare
-        run(prompts, params, engine_args, compare and engine_args.says_speculation)
+        run(prompts, params, engine_args, compare and speculates)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -123,3 +123,5 @@ def test_prompts_are_answered_twice(
 def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert simple_inference.main(["--no-speculation", "--method", "ngram"]) == 2
     assert "contradict" in capsys.readouterr().err
+    assert simple_inference.main(["--model", "m", "--compare"]) == 2
+    assert "needs a --method" in capsys.readouterr().err
