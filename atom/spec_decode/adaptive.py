@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from atom.spec_decode.base import Verification
 
 # Share of the time that may be lost to trying out what is not thought best.
-_PROBE_SHARE = 0.015
+_PROBE_SHARE = 0.01
 
 # Acceptance of a draft whose predecessors were accepted, before anything is known, and the
 # weight of that in observations. High, because trying costs little and never trying much.
@@ -44,36 +44,41 @@ class CostCurve:
     """
 
     def __init__(self) -> None:
-        # By `_bucket`: how many rows were measured on average, their seconds, samples.
-        self._points: dict[int, tuple[float, float, int]] = {}
-        self._order: list[int] = []
+        # Ascending; for each bucket the average rows and seconds of its samples.
+        self._buckets: list[int] = []
+        self._rows: list[float] = []
+        self._seconds: list[float] = []
+        self._counts: list[int] = []
 
     def observe(self, rows: int, seconds: float) -> None:
         bucket = _bucket(rows)
-        if bucket not in self._points:
-            self._points[bucket] = (rows, seconds, 1)
-            self._order = sorted(self._points)
+        place = bisect_left(self._buckets, bucket)
+        if place == len(self._buckets) or self._buckets[place] != bucket:
+            self._buckets.insert(place, bucket)
+            self._rows.insert(place, rows)
+            self._seconds.insert(place, seconds)
+            self._counts.insert(place, 1)
             return
-        known_rows, known, count = self._points[bucket]
-        count += 1
+        known = self._seconds[place]
+        count = self._counts[place] + 1
         weight = 1 / min(count, _COST_WINDOW)
         if count <= 3 and seconds < known:
             weight = 1.0  # first runs allocate and look things up
-        known += weight * (min(seconds, _OUTLIER * known) - known)
-        known_rows += weight * (rows - known_rows)
-        self._points[bucket] = (known_rows, known, count)
+        self._seconds[place] += weight * (min(seconds, _OUTLIER * known) - known)
+        self._rows[place] += weight * (rows - self._rows[place])
+        self._counts[place] = count
 
     def at(self, rows: float) -> float | None:
         """Seconds for `rows`; None before the first measurement."""
-        points = [self._points[bucket][:2] for bucket in self._order]
-        if not points:
+        if not self._rows:
             return None
-        after = bisect_left(points, (rows, 0.0))
-        if after in (0, len(points)):
-            nearest, seconds = points[min(after, len(points) - 1)]
-            return seconds * _guessed_shape(rows) / _guessed_shape(nearest)
-        (x0, y0), (x1, y1) = points[after - 1], points[after]
-        return y0 + (y1 - y0) * (rows - x0) / (x1 - x0)
+        after = bisect_left(self._rows, rows)
+        if after in (0, len(self._rows)):
+            nearest = min(after, len(self._rows) - 1)
+            shape = _guessed_shape(rows) / _guessed_shape(self._rows[nearest])
+            return self._seconds[nearest] * shape
+        share = (rows - self._rows[after - 1]) / (self._rows[after] - self._rows[after - 1])
+        return self._seconds[after - 1] + share * (self._seconds[after] - self._seconds[after - 1])
 
 
 def _bucket(rows: int) -> int:
@@ -90,6 +95,8 @@ class Acceptance:
 
     Each position is measured only where its predecessors were accepted, so that no estimate
     depends on how many drafts were asked for. Drafts asked for and not made count as rejected.
+    Few observations are given the benefit of the doubt, a standard deviation of it at first: an
+    estimate that is too high corrects itself, one that is too low is hardly looked at again.
     """
 
     def __init__(self, most: int) -> None:
@@ -110,8 +117,9 @@ class Acceptance:
     def num_accepted(self, asked: int) -> float:
         """Drafts that one verification is expected to accept."""
         expected, reached = 0.0, 1.0
-        for rate in self._rates[:asked]:
-            reached *= rate
+        for rate, count in zip(self._rates[:asked], self._counts, strict=False):
+            doubt = 1 / math.sqrt(count) - 1 / math.sqrt(_ACCEPTANCE_WINDOW)
+            reached *= min(rate + math.sqrt(rate * (1 - rate)) * doubt, 1.0)
             expected += reached
         return expected
 

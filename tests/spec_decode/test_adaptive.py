@@ -168,8 +168,8 @@ def test_positions_are_measured_where_they_were_reached() -> None:
         acceptance.observe(1, 1, 1)
     first = acceptance.num_accepted(1)
     assert first > 0.95
-    # Nothing was learnt of the second.
-    assert acceptance.num_accepted(2) - first == pytest.approx(0.6 * first)
+    # Nothing was learnt of the second, so it has the benefit of the doubt.
+    assert 0.6 * first < acceptance.num_accepted(2) - first < 0.9 * first
     for _ in range(300):
         acceptance.observe(3, 3, 1)
     assert acceptance.num_accepted(3) == pytest.approx(1, abs=0.05)
