@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from atom.entrypoints.openai.tool_parsers import deepseek_v3, hermes, kimi_k2
+from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS, deepseek_v3, hermes, kimi_k2
 from atom.structured_output.json_schema import check_schema, is_enforceable
 from atom.structured_output.params import StructuredOutput
 from atom.structured_output.tags import (
@@ -39,8 +39,6 @@ class CallGrammar:
         call: (name, format of the arguments) -> one call.
         separator: what stands between two calls.
         section: the markers around all calls of an answer; None where there are none.
-        opening: further markers that begin calls, which must not stand outside the section; of
-            formats without sections, all that do.
         forbidden: what no string of the arguments may hold, since the reader would take it for
             a marker. Empty for formats whose reader knows where strings of JSON end.
     """
@@ -48,7 +46,6 @@ class CallGrammar:
     call: Callable[[str, Format], Format]
     separator: str
     section: tuple[str, str] | None
-    opening: tuple[str, ...] = ()
     forbidden: tuple[str, ...] = ()
 
 
@@ -84,14 +81,12 @@ CALL_GRAMMARS: dict[str, CallGrammar] = {
         _kimi_k2,
         separator="",
         section=(kimi_k2.SECTION_BEGIN[0], kimi_k2.SECTION_END[0]),
-        opening=(kimi_k2.CALL_BEGIN, kimi_k2.SECTION_BEGIN[1]),
         forbidden=("<|tool_call",),
     ),
     "deepseek_v3": CallGrammar(
         _deepseek_v3,
         separator="\n",
         section=deepseek_v3.SECTION,
-        opening=(deepseek_v3.CALL_BEGIN,),
         forbidden=("<｜tool",),
     ),
     "hermes": CallGrammar(_hermes, separator="\n", section=None),
@@ -143,10 +138,11 @@ def tool_call_grammar(
     calls = [_call(grammar, i, tool, tool_choice != "auto") for i, tool in enumerate(tools)]
     repeats = parallel_tool_calls and tool_choice != "named"
     if tool_choice == "auto":
-        format = _optional_calls(grammar, calls, repeats)
+        opening = TOOL_PARSERS[parser_name].opening
+        format = _optional_calls(grammar, calls, repeats, opening)
         is_free = format["type"] == "token_triggered_tags"  # reasoning is free text too
-        return _tagged(grammar, format, None if is_free else starts_after)
-    return _tagged(grammar, _calls(grammar, calls, repeats), starts_after)
+        return _tagged(parser_name, format, None if is_free else starts_after)
+    return _tagged(parser_name, _calls(grammar, calls, repeats), starts_after)
 
 
 def answer_or_calls(
@@ -164,12 +160,13 @@ def answer_or_calls(
     calls = tool_call_grammar(parser_name, tools, "required", parallel_tool_calls)
     assert calls is not None
     either = one_of([as_format(answer), as_format(calls)])
-    return _tagged(CALL_GRAMMARS[parser_name], either, starts_after)
+    return _tagged(parser_name, either, starts_after)
 
 
-def _tagged(grammar: CallGrammar, format: Format, starts_after: str | None) -> StructuredOutput:
+def _tagged(parser_name: str, format: Format, starts_after: str | None) -> StructuredOutput:
+    """The format, behind reasoning in which nothing opens as a call."""
     if starts_after is not None:
-        format = after(starts_after, format, grammar.opening)
+        format = after(starts_after, format, sorted(TOOL_PARSERS[parser_name].opening))
     return StructuredOutput.structural_tag(format)
 
 
@@ -219,7 +216,9 @@ def _calls(grammar: CallGrammar, calls: list[Format], repeats: bool) -> Format:
     return _tag(grammar.section[0], several, grammar.section[1])
 
 
-def _optional_calls(grammar: CallGrammar, calls: list[Format], repeats: bool) -> Format:
+def _optional_calls(
+    grammar: CallGrammar, calls: list[Format], repeats: bool, opening: frozenset[str]
+) -> Format:
     """Free text, in which whatever opens as a call is one."""
     if grammar.section is not None:
         trigger, tags = grammar.section[0], [_calls(grammar, calls, repeats)]
@@ -235,6 +234,6 @@ def _optional_calls(grammar: CallGrammar, calls: list[Format], repeats: bool) ->
         "type": "token_triggered_tags",
         "trigger_tokens": [trigger],
         "tags": tags,
-        "exclude_tokens": list(grammar.opening),
+        "exclude_tokens": sorted(opening - {trigger}),
         "stop_after_first": not repeats,
     }

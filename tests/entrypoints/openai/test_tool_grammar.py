@@ -65,6 +65,7 @@ class Bench:
         )
         if with_markers:
             markers = {m for parser in TOOL_PARSERS.values() for m in parser.markers}
+            markers.add("</think>")
             self.tokenizer.add_tokens([AddedToken(m, special=True) for m in sorted(markers)])
         self.eos = self.tokenizer.eos_token_id
         self.backend = XGrammarBackend(self.tokenizer, len(self.tokenizer), [self.eos])
@@ -140,6 +141,23 @@ def test_free_text_of_auto_keeps_its_markers(bench: Bench) -> None:
     assert bench.takes(wanted, f"Well. {begin}", ends=False)
     assert not bench.takes(wanted, f"Well. {begin} text", ends=False)
     assert not bench.takes(wanted, "Well. <|tool_call_begin|>", ends=False)
+
+
+@pytest.mark.parametrize("parser", CALL_GRAMMARS)
+def test_reasoning_comes_before_forced_calls(bench: Bench, parser: str) -> None:
+    wanted = tool_call_grammar(parser, TOOLS, "required", starts_after="</think>")
+    calls = answer(parser, call(parser, "get-weather", GOOD))
+    assert bench.takes(wanted, f"Well, {{ 日本...</think>{calls}")
+    assert not bench.takes(wanted, "Well, </think>Hello", ends=False)
+    assert not bench.takes(wanted, "Well, ")
+    for marker in TOOL_PARSERS[parser].opening:
+        assert not bench.takes(wanted, f"Well, {marker}", ends=False)
+    beside = answer_or_calls(
+        StructuredOutput.choice(["yes"]), parser, TOOLS, starts_after="</think>"
+    )
+    assert bench.takes(beside, f"Well</think>{calls}")
+    assert bench.takes(beside, "Well</think>yes")
+    assert not bench.takes(beside, "yes")
 
 
 def test_schemas_of_lax_tools_bind_where_a_call_is_forced(bench: Bench) -> None:
