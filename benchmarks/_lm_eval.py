@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 import subprocess
 from collections.abc import Mapping, Sequence
@@ -123,8 +124,11 @@ def lm_eval_command(
     return command
 
 
-def run_lm_eval(command: Sequence[str], log: Path) -> None:
+def run_lm_eval(command: Sequence[str], log: Path, *, offline: bool) -> None:
     """Run it to its end, its output to a file.
+
+    Args:
+        offline: the questions are here, so it need not look for them on the hub.
 
     Raises:
         LMEvalError: when it cannot be started or fails.
@@ -132,7 +136,11 @@ def run_lm_eval(command: Sequence[str], log: Path) -> None:
     try:
         with log.open("w", encoding="utf-8") as output:
             done = subprocess.run(
-                command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL
+                command,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env={**os.environ, **({"HF_HUB_OFFLINE": "1"} if offline else {})},
             )
     except OSError as error:
         raise LMEvalError(

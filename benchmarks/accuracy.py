@@ -79,7 +79,7 @@ def run_entry(entry: Entry, args: argparse.Namespace) -> Measured:
             args.lm_eval, entry, task, server.url, server.model(), Path(results), include
         )
         before = scrape_spec_decode(http, f"{server.url}/metrics")
-        run_lm_eval(command, folder / "lm_eval.log")
+        run_lm_eval(command, folder / "lm_eval.log", offline=args.data_dir is not None)
         drafts = drafts_between(before, scrape_spec_decode(http, f"{server.url}/metrics"))
         return Measured(
             outcome=read_outcome(Path(results), task),
