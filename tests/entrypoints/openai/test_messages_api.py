@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import anthropic
@@ -11,8 +12,11 @@ import pytest
 from server_process import ServerProcess
 
 USER: list[Any] = [{"role": "user", "content": "Why is the sky blue?"}]
-ASKED: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 12, "temperature": 0}
-END_SOON = {"stop_token_ids": list(range(3, 330)), "min_tokens": 5}
+BODY: dict[str, Any] = {"model": "tiny", "messages": USER, "max_tokens": 12}
+# Clients have dropped the argument, servers have not.
+ASKED = {**BODY, "extra_body": {"temperature": 0}}
+END_SOON = {"temperature": 0, "stop_token_ids": list(range(3, 330)), "min_tokens": 5}
+GO_ON = {"temperature": 0, "ignore_eos": True}
 
 
 @pytest.fixture
@@ -56,7 +60,7 @@ def test_blocks_of_text_are_joined(messages_client: anthropic.Anthropic) -> None
 
 @pytest.mark.parametrize("ends", [True, False])
 def test_a_stream_equals_the_whole_answer(messages_client: anthropic.Anthropic, ends: bool) -> None:
-    asked = {**ASKED, "extra_body": END_SOON if ends else {"ignore_eos": True}}
+    asked = {**ASKED, "extra_body": END_SOON if ends else GO_ON}
     whole = messages_client.messages.create(**asked)
     assert whole.stop_reason == ("end_turn" if ends else "max_tokens")
     with messages_client.messages.stream(**asked) as stream:
@@ -68,7 +72,7 @@ def test_a_stream_equals_the_whole_answer(messages_client: anthropic.Anthropic, 
 
 
 def test_stop_sequences(messages_client: anthropic.Anthropic) -> None:
-    asked = {**ASKED, "max_tokens": 40, "extra_body": {"ignore_eos": True}}
+    asked = {**ASKED, "max_tokens": 40, "extra_body": GO_ON}
     text = _text(messages_client.messages.create(**asked))
     stop = text[5:8]
     message = messages_client.messages.create(**asked, stop_sequences=["\0", stop])
@@ -109,6 +113,18 @@ def test_harmless_fields_are_accepted(messages_client: anthropic.Anthropic) -> N
     )
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_output_of_a_schema(messages_client: anthropic.Anthropic, stream: bool) -> None:
+    config = {"format": {"type": "json_schema", "schema": {"enum": ["red", "green"]}}}
+    asked = {**ASKED, "max_tokens": 40, "extra_body": {"output_config": config}}
+    if stream:
+        with messages_client.messages.stream(**asked) as events:
+            message: Any = events.get_final_message()
+    else:
+        message = messages_client.messages.create(**asked)
+    assert json.loads(_text(message)) in ("red", "green")
+
+
 def _refusal(answer: httpx.Response, status: int, kind: str) -> str:
     assert answer.status_code == status, answer.text
     body = answer.json()
@@ -140,6 +156,7 @@ def _refusal(answer: httpx.Response, status: int, kind: str) -> str:
         ({"stop_sequences": [""]}, "stop"),
         ({"temperature": -1}, "temperature"),
         ({"n": 2}, "n is not a field"),
+        ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "schema"),
         ({"container": "c"}, "container is not supported"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"thinking": {"type": "enabled"}}, "budget_tokens is missing"),
@@ -148,16 +165,16 @@ def _refusal(answer: httpx.Response, status: int, kind: str) -> str:
     ],
 )
 def test_refused(server: ServerProcess, fields: dict[str, Any], said: str) -> None:
-    answer = server.post("/v1/messages", json={**ASKED, **fields})
+    answer = server.post("/v1/messages", json={**BODY, **fields})
     assert said in _refusal(answer, 400, "invalid_request_error")
 
 
 def test_errors_have_anthropics_shape(server: ServerProcess) -> None:
     path = "/v1/messages"
-    unknown = server.post(path, json={**ASKED, "model": "other"})
+    unknown = server.post(path, json={**BODY, "model": "other"})
     assert "this server has tiny" in _refusal(unknown, 404, "not_found_error")
     _refusal(httpx.get(server.url + path), 405, "invalid_request_error")
-    json = {"Content-Type": "application/json"}
-    _refusal(server.post(path, content=b"{", headers=json), 400, "invalid_request_error")
+    headers = {"Content-Type": "application/json"}
+    _refusal(server.post(path, content=b"{", headers=headers), 400, "invalid_request_error")
     _refusal(server.post(path, content=b"x" * (11 * 2**20)), 413, "request_too_large")
     _refusal(server.post(f"{path}/nothing", json={}), 404, "not_found_error")

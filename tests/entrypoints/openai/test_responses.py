@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import openai
@@ -97,6 +98,20 @@ def test_logprobs(client: openai.OpenAI) -> None:
     assert all(len(row.top_logprobs) == 2 for row in part.logprobs)
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_text_of_a_schema(client: openai.OpenAI, stream: bool) -> None:
+    schema = {"enum": ["red", "green"]}
+    text: Any = {"format": {"type": "json_schema", "name": "c", "schema": schema, "strict": True}}
+    asked = {**ASKED, "max_output_tokens": 40, "text": text}
+    if stream:
+        response = list(client.responses.create(**asked, stream=True))[-1].response
+    else:
+        response = client.responses.create(**asked)
+    assert response.status == "completed"
+    assert json.loads(response.output_text) in ("red", "green")
+    assert response.to_dict()["text"]["format"] == text["format"]
+
+
 def test_an_answer_can_be_sent_back(client: openai.OpenAI) -> None:
     first = client.responses.create(**ASKED)
     history = [*USER, *first.output, {"role": "user", "content": "And the sea?"}]
@@ -140,6 +155,11 @@ def test_harmless_fields_are_accepted(client: openai.OpenAI) -> None:
         ({"truncation": "auto"}, "truncation", "unsupported_field"),
         ({"prompt": {"id": "p"}}, "prompt", "unsupported_field"),
         ({"reasoning": {"summary": "detailed"}}, "reasoning.summary", "unsupported_field"),
+        (
+            {"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": 5}}}},
+            "text.format",
+            None,
+        ),
         ({"text": {"verbosity": "low"}}, "text.verbosity", "unsupported_field"),
         ({"tools": [{"type": "web_search"}]}, "tools", "invalid_type"),
         ({"include": ["file_search_call.results"]}, "include", "invalid_type"),
