@@ -24,7 +24,7 @@ class MessageTranslation(Translation):
     def start(self, usage: Usage) -> list[Event]:
         opening = {**_message_usage(usage), "output_tokens": 0}
         unknown = {"stop_reason": None, "stop_sequence": None}
-        message = {**self._head, "content": [], **unknown, "usage": opening}
+        message: dict[str, Any] = {**self._head, "content": [], **unknown, "usage": opening}
         return [{"type": "message_start", "message": message}]
 
     def whole(self) -> dict[str, Any]:
@@ -63,10 +63,10 @@ class MessageTranslation(Translation):
         return [{"type": "content_block_stop", "index": block.index}]
 
     def _ending(self) -> dict[str, Any]:
-        reason, stop = self.finish_reason or "stop", None
+        reason = self.finish_reason or "stop"
         if reason == "stop" and isinstance(self.stop_reason, str):
             return {"stop_reason": "stop_sequence", "stop_sequence": self.stop_reason}
-        return {"stop_reason": STOP_REASONS.get(reason, "end_turn"), "stop_sequence": stop}
+        return {"stop_reason": STOP_REASONS.get(reason, "end_turn"), "stop_sequence": None}
 
 
 def _content(block: Block) -> dict[str, Any]:
