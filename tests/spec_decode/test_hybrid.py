@@ -18,7 +18,7 @@ from atom.model_engine import executor
 from atom.spec_decode import factory
 from atom.spec_decode.base import Proposer, Verification
 from atom.spec_decode.drafter import LOOKUP, Drafter
-from atom.spec_decode.lookup import HistoryLookup, Lookup, NullLookup
+from atom.spec_decode.lookup import HistoryLookup
 
 K = 3
 # Loops are what a lookup finds; the others keep the draft at work.
@@ -92,18 +92,15 @@ def test_statistics_tell_the_sources_apart(bench: Bench) -> None:
     assert f"{LOOKUP} " in stats.describe()
 
 
-@pytest.mark.parametrize("way", ["lookup", "lengths", "both"])
+@pytest.mark.parametrize("way", ["lookup", "both"])
 def test_a_draft_is_what_it_would_be_if_it_had_always_run(
     bench: Bench, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever the draft proposes, its KV is that of a draft that proposed at every step."""
 
     def create_drafter(_: Any, proposer: Proposer, **__: bool) -> Drafter:
-        lookup: Lookup = NullLookup()
-        if way != "lengths":
-            lookup = HistoryLookup(K, 4, 1)
-        length = RandomLength(K) if way != "lookup" else factory.FixedLength(K)
-        return Drafter(proposer, bench.source, lookup, length)
+        length = factory.FixedLength(K) if way == "lookup" else RandomLength(K)
+        return Drafter(proposer, bench.source, HistoryLookup(K, 4, 1), length)
 
     recorders: list[RecordingProposer] = []
 
