@@ -42,3 +42,11 @@ def test_compare_transformers(tiny_llama_dir: Path, tmp_path: Path) -> None:
         assert result["same_tokens"] == 1
         assert result["ratio"] > 0
     assert "| decode-8 |" in markdown.read_text()
+
+
+def test_structured_output(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    sizes = ("--batch-size", "2", "--max-tokens", "24", "--rounds", "1")
+    model = ("--model", str(tiny_llama_dir), "--dtype", "float32", "--num-threads", "1")
+    report = run("structured_output.py", tmp_path, *model, *sizes)
+    assert report["tokens_per_s"].keys() == {"free", "json_schema"}
+    assert report["ratio"] > 0
