@@ -20,7 +20,6 @@ from atom.model_engine.mailbox import Mailbox
 from atom.model_engine.messages import (
     EngineDeadError,
     EngineLimits,
-    EngineStats,
     FinishReason,
     RequestRefusedError,
     SequenceOutput,
@@ -79,7 +78,7 @@ class AsyncEngine:
         self.limits: EngineLimits = ready.limits
         self.model_name = model_name
         self.tokenizer = tokenizer
-        self.stats = EngineStats(num_blocks=ready.limits.num_blocks)
+        self.stats = ready.stats
         self._client = client
         self._processor = OutputProcessor(tokenizer, config.seed, observer)
         self._max_waiting_requests = max_waiting_requests

@@ -103,7 +103,7 @@ class EngineLoop:
         # What exists now lives as long as the process: spare the collector its visits.
         gc.collect()
         gc.freeze()
-        self._send(wire.Ready(core.limits, time.monotonic() - begin))
+        self._send(wire.Ready(core.limits, core.stats, time.monotonic() - begin))
         return core
 
     def _turn(self, core: Core) -> bool:

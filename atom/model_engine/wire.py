@@ -35,9 +35,10 @@ class Shutdown(msgspec.Struct, frozen=True, tag=True):
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests, that many seconds after `Start`."""
+    """The engine takes requests, that many seconds after `Start`; `stats` are all at zero."""
 
     limits: EngineLimits
+    stats: EngineStats
     startup_seconds: float
 
 

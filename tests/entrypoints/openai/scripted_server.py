@@ -125,7 +125,7 @@ class ScriptedServer:
         )
         engine = AsyncEngine(
             self.model,  # type: ignore[arg-type]
-            wire.Ready(limits, 0.0),
+            wire.Ready(limits, EngineStats(), 0.0),
             EngineArgs().create_config(),
             "scripted",
             self._tokenizer,
