@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from atom.spec_decode.training.checkpoint import TrainingCheckpoint, load_checkpoint
 from atom.spec_decode.training.dataset import replace_file
@@ -54,6 +54,6 @@ def export_draft(checkpoint: TrainingCheckpoint, folder: Path, dtype: torch.dtyp
     known[vocabulary] = True
     tensors["d2t"] = vocabulary - torch.arange(len(vocabulary))
     tensors["t2d"] = known
-    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    replace_file(folder / "model.safetensors", save(tensors, {"format": "pt"}))
     config = {**checkpoint.draft_config, "torch_dtype": str(dtype).removeprefix("torch.")}
     replace_file(folder / "config.json", (json.dumps(config, indent=2) + "\n").encode())
