@@ -119,7 +119,7 @@ def restore_optimizer(
     for name, weight in draft.named_parameters():
         if f"first.{name}" in checkpoint.tensors:
             optimizer.state[weight] = {
-                "step": step.clone(),
+                "step": step.to(weight.device, copy=True),
                 "exp_avg": checkpoint.tensors[f"first.{name}"].to(weight.device),
                 "exp_avg_sq": checkpoint.tensors[f"second.{name}"].to(weight.device),
             }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -56,12 +57,18 @@ class TargetFeatures:
     def __init__(self, config: EngineConfig, aux_layer_ids: tuple[int, ...]) -> None:
         self.aux_layer_ids = aux_layer_ids
         self._recorder = FeatureRecorder(aux_layer_ids)
+        # One engine serves the training's workers in turn.
+        self._lock = threading.Lock()
         # A cached prefix would leave no features.
         cache = dataclasses.replace(config.cache, enable_prefix_caching=False)
         config = dataclasses.replace(config, cache=cache, speculative=None)
         self._core = EngineCore(config, UniprocExecutor(config, lambda *_: self._recorder))
 
     def features(self, examples: Sequence[Example]) -> list[torch.Tensor]:
+        with self._lock:
+            return self._compute(examples)
+
+    def _compute(self, examples: Sequence[Example]) -> list[torch.Tensor]:
         params = SamplingParams(max_tokens=1, temperature=0.0)
         limit = self._core.limits.max_model_len
         for number, example in enumerate(examples):

@@ -200,6 +200,9 @@ class Synthesizer:
         ids = self._template.render([{"role": "user", "content": content}])
         # The turn is the target's own words, so that it trains the draft too.
         trained_from = _common_prefix(ids, text.prompt_ids)
+        if len(ids) > self._core.limits.max_model_len - self._options.max_new_tokens:
+            self._drop(text, "dropped_long_turns")
+            return
         self._submit(str(text.prompt.index), _Text(text.prompt, ids, False, max(trained_from, 1)))
 
     def _finish(self, request_id: str, text: _Text) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -110,6 +111,7 @@ def train(request: TrainRequest) -> TrainingCheckpoint:
         device,
         request.workers,
         _print_line,
+        data_settings(request, dataset, features),
     )
     if start.progress.step:
         trainer.restore(start)
@@ -117,6 +119,20 @@ def train(request: TrainRequest) -> TrainingCheckpoint:
     else:
         (request.output / LOG).write_text("", encoding="utf-8")
     return trainer.run(fitted, held_out)
+
+
+def data_settings(
+    request: TrainRequest, dataset: Dataset, features: FeatureSource
+) -> dict[str, Any]:
+    """What a resumed run must have in common with its beginning, besides the options."""
+    shards = sorted({f"{place.shard.parent.name}/{place.shard.name}" for place in dataset.places})
+    tokens = sum(len(text) for text in dataset.texts)
+    return {
+        "attention": request.attention,
+        "draft_vocab_size": request.draft_vocab_size,
+        "aux_layer_ids": list(features.aux_layer_ids),
+        "data": [*shards, len(dataset.texts), tokens],
+    }
 
 
 def _feature_source(request: TrainRequest, dataset: Dataset, parts: TargetParts) -> FeatureSource:
@@ -129,7 +145,7 @@ def _feature_source(request: TrainRequest, dataset: Dataset, parts: TargetParts)
 def _split(texts: Sequence[Example], options: TrainOptions) -> tuple[list[Example], list[Example]]:
     order = list(texts)
     random.Random(f"held out {options.seed}").shuffle(order)
-    count = round(options.held_out * len(order))
+    count = math.ceil(options.held_out * len(order))
     if count == len(order):
         raise DataError(f"{len(order)} text(s) are too few to hold any out; --held-out 0")
     return order[count:], order[:count]

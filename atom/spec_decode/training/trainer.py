@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
@@ -75,6 +75,7 @@ class Trainer:
         vocabulary: [draft vocab] int64 target token ids.
         folder: of the log and the checkpoints.
         workers: batches of a step that are computed at a time, each by a thread of its own.
+        data_settings: what else a resumed run must have in common with its beginning.
     """
 
     def __init__(
@@ -88,6 +89,7 @@ class Trainer:
         device: torch.device,
         workers: int = 1,
         on_log: Callable[[dict[str, Any]], None] = lambda line: None,
+        data_settings: Mapping[str, Any] | None = None,
     ) -> None:
         self._draft = draft
         self._draft_config = draft_config
@@ -98,6 +100,7 @@ class Trainer:
         self._device = device
         self._workers = workers
         self._on_log = on_log
+        self._settings = {**asdict(options), **(data_settings or {})}
         self._loss = SoftCrossEntropy(len(vocabulary), options.num_negatives)
         self._trained = [
             (name, weight)
@@ -123,7 +126,7 @@ class Trainer:
         Raises:
             ValueError: when the run was told something else.
         """
-        mine = {k: v for k, v in asdict(self._options).items() if k not in _FREE_SETTINGS}
+        mine = {k: v for k, v in self._settings.items() if k not in _FREE_SETTINGS}
         changed = sorted(k for k, v in mine.items() if checkpoint.settings.get(k) != v)
         if changed:
             raise ValueError(
@@ -280,7 +283,7 @@ class Trainer:
         tensors |= optimizer_tensors(self._optimizer, self._draft)
         return TrainingCheckpoint(
             self._draft_config,
-            asdict(self._options),
+            self._settings,
             self._progress,
             self._vocabulary,
             tensors,

@@ -113,6 +113,9 @@ def test_a_killed_run_resumes_with_the_same_curve(
     assert all(torch.equal(expected[name], got[name]) for name in expected)
     other = [str(a) for a in (*args, "--epochs", 2, *ENGINE)]
     assert main(other) == 2, "another schedule is another run"
+    for change in (("--attention", "mla"), ("--draft-vocab-size", "100")):
+        changed = [str(a) for a in (*args, "--epochs", 1, *change, *ENGINE)]
+        assert main(changed) == 2, "another network is another run"
 
 
 def test_features_may_be_computed_online(data: Path, target: Path, tmp_path: Path) -> None:
@@ -123,7 +126,8 @@ def test_features_may_be_computed_online(data: Path, target: Path, tmp_path: Pat
     aux = manifest["aux_layer_ids"]
     (bare / "manifest.json").write_text(json.dumps(manifest | {"aux_layer_ids": None}))
     train(target, data, tmp_path / "a", "--epochs", 0.2)
-    train(target, bare, tmp_path / "b", "--epochs", 0.2, "--aux-layer-ids", *aux)
+    more = ("--aux-layer-ids", *aux, "--workers", 2)
+    train(target, bare, tmp_path / "b", "--epochs", 0.2, *more)
     kept, computed = losses(tmp_path / "a"), losses(tmp_path / "b")
     assert len(kept) == len(computed) > 0
     for (_, a), (_, b) in zip(kept, computed, strict=True):
