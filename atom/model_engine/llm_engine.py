@@ -23,6 +23,8 @@ class LLMEngine:
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(source, config.model)
         self.core = EngineCore(config)
         self._processor = OutputProcessor(self.tokenizer, config.seed)
+        # Outputs of steps that raised.
+        self._unreported: list[RequestOutput] = []
 
     def add_request(
         self,
@@ -53,21 +55,25 @@ class LLMEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.core.has_work
+        return self.core.has_work or bool(self._unreported)
 
     def step(self) -> list[RequestOutput]:
         """Run one batch; deltas of streamed requests and the results of finished ones.
 
         Raises:
-            RequestRefusedError: when a request met the dead end of its grammar; it is aborted.
+            RequestRefusedError: when a request met the dead end of its grammar; it is aborted,
+                and what else the step brought comes with the next one.
         """
         report = self.core.step()
         processed = self._processor.process(report.outputs)
         self.core.abort(processed.aborts)
+        self._unreported += processed.outputs
         for refused in report.refused:
             self.abort(request_id_of(refused.id))
-            raise RequestRefusedError(refused.message, refused.param)
-        return processed.outputs
+        if report.refused:
+            raise RequestRefusedError(report.refused[0].message, report.refused[0].param)
+        outputs, self._unreported = self._unreported, []
+        return outputs
 
     def abort(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""

@@ -78,10 +78,13 @@ def check_schema(schema: Any) -> None:
         ValueError: naming the place and the reason.
     """
     pending: list[tuple[Any, str, int]] = [(schema, "#", 0)]
+    # References lead to the same part again, and round in circles.
+    seen: set[int] = set()
     while pending:
         part, where, depth = pending.pop()
-        if isinstance(part, bool):
+        if isinstance(part, bool) or id(part) in seen:
             continue
+        seen.add(id(part))
         if not isinstance(part, dict):
             raise ValueError(f"json_schema: {where} must be an object or a boolean, got {part!r}")
         if depth > MAX_DEPTH:
@@ -90,6 +93,8 @@ def check_schema(schema: Any) -> None:
         if reason is not None:
             raise ValueError(f"json_schema: {where}: {reason}")
         pending += [(child, f"{where}/{name}", depth + 1) for name, child in _children(part)]
+        if "$ref" in part:
+            pending.append((_resolve(part["$ref"], schema), part["$ref"], depth + 1))
 
 
 def is_enforceable(schema: Any) -> bool:
@@ -134,7 +139,11 @@ def _wrong_combination(part: dict[str, Any]) -> str | None:
         return "'allOf' of several schemas is not supported; merge them"
     if "pattern" in part and ("minLength" in part or "maxLength" in part):
         return "'pattern' with 'minLength' or 'maxLength' is not supported; use the pattern alone"
-    if {"type", "enum", "const"} & part.keys():
+    listed = next((name for name in ("enum", "const") if name in part), None)
+    constraint = next((name for name in _NEEDS_TYPE if name in part), None)
+    if listed is not None and constraint is not None:
+        return f"{constraint!r} beside {listed!r} is not supported; list only what satisfies it"
+    if "type" in part or listed is not None:
         return None
     untyped = next((name for name in _NEEDS_TYPE if name in part), None)
     if untyped is not None:
@@ -161,10 +170,17 @@ def _wrong_reference(part: dict[str, Any], root: Any) -> str | None:
         return None
     if not isinstance(reference, str) or not reference.startswith("#/"):
         return f"'$ref' must point into the schema ('#/...'), got {reference!r}"
+    if _resolve(reference, root) is None:
+        return f"'$ref' points to {reference!r}, which is not there"
+    return None
+
+
+def _resolve(reference: str, root: Any) -> Any:
+    """The part that a reference into the schema names; None when it is not there."""
     target = root
-    for name in reference[2:].split("/"):
+    for name in reference[2:].split("/") if reference != "#" else ():
         name = name.replace("~1", "/").replace("~0", "~")
         if not isinstance(target, dict) or name not in target:
-            return f"'$ref' points to {reference!r}, which is not there"
+            return None
         target = target[name]
-    return None
+    return target

@@ -28,6 +28,8 @@ S = {"type": "string"}
         ({"allOf": [S, S]}, "merge them"),
         ({"type": "object", "anyOf": [S]}, r"\['type'\] beside 'anyOf'"),
         ({"$defs": {"a": S}, "$ref": "#/$defs/a", "maxLength": 3}, "beside '\\$ref'"),
+        ({"type": "integer", "enum": [1, 5], "minimum": 3}, "'minimum' beside 'enum'"),
+        ({"properties": {"x": {"$ref": "#/c"}}, "c": {"uniqueItems": True}}, "uniqueItems"),
         ({"$ref": "#/$defs/a"}, "which is not there"),
         ({"$ref": "https://example.com/schema"}, "must point into the schema"),
         ({"type": "string", "pattern": "a", "maxLength": 3}, "use the pattern alone"),

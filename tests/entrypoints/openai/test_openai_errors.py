@@ -106,7 +106,7 @@ def test_what_is_not_json(server: ServerProcess, path: str, content: bytes) -> N
         ({"stream": True, "stream_options": {"often": 1}}, "stream_options.often"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
-        ({"guided_json": {}}, "guided_json"),
+        ({"guided_json": {"not": {}}}, "guided_json"),
         ({"model": 3}, "model"),
     ],
 )

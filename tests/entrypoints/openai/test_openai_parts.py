@@ -111,7 +111,7 @@ def test_any_body_is_understood_or_described(fields: dict[str, Any], raw: bytes 
         try:
             model.model_validate_json(data)
         except ValidationError as error:
-            described = body_module._describe(error)
+            described = body_module.describe(error)
             assert described.status == 400
             assert described.message
 
