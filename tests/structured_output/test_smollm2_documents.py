@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
-from spec_decode import draft_bench
 
 from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
+from atom.spec_decode.shipped_draft import shipped_draft_for
 
 NUM_REQUESTS = 200
 SCHEMA: dict[str, Any] = {
@@ -64,20 +63,13 @@ def check_documents(outputs: list[RequestOutput]) -> int:
     return whole
 
 
-def write_draft(folder: Path) -> Path:
-    """A random Eagle3 draft of the embedded model."""
-    raw = {**draft_bench.MHA, "hidden_size": 576, "vocab_size": 49152}
-    raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [2, 15, 27]}
-    return draft_bench.write_draft(folder, raw, draft_bench.draft_tensors(raw))
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(3000)
-def test_documents_are_valid_and_the_same(tmp_path: Path) -> None:
+def test_documents_are_valid_and_the_same() -> None:
     plain = generate(NUM_REQUESTS)
     assert check_documents(plain) > NUM_REQUESTS // 2
-    draft = {"method": "eagle3", "draft_model": str(write_draft(tmp_path / "draft"))}
-    for speculation in (draft, {"method": "ngram"}):
+    draft = {"method": "eagle3", "draft_model": str(shipped_draft_for(None))}
+    for speculation in (draft, {**draft, "speculative_lookup": True}):
         fast = generate(NUM_REQUESTS, num_speculative_tokens=3, **speculation)
         check_documents(fast)
         pairs = zip(plain, fast, strict=True)
