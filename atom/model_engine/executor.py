@@ -82,7 +82,7 @@ class UniprocExecutor:
         if not platform.is_gpu:
             torch.set_num_threads(config.parallel.num_threads or default_num_threads())
         source = resolve_model(config.model)
-        dtype = _resolve_dtype(config.model.dtype, source)
+        dtype = resolve_dtype(config.model.dtype, source)
         text_config = source.hf_config.get_text_config()
         context_len = resolve_max_model_len(text_config, config.model.max_model_len)
         context = LayerContext.create(dtype, context_len, platform)
@@ -228,7 +228,8 @@ def _load_model(config: EngineConfig, source: ModelSource, context: LayerContext
     return model
 
 
-def _resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
+def resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
+    """The dtype of the `--dtype` option; `auto` is the checkpoint's."""
     if name == "auto":
         return source.default_dtype
     return DTYPES_BY_NAME[name]

@@ -74,7 +74,6 @@ class BatchBuilder:
         depth: int,
         num_targets: int,
         device: torch.device,
-        dtype: torch.dtype,
     ) -> None:
         self._source = source
         self._head = head
@@ -82,7 +81,6 @@ class BatchBuilder:
         self._depth = depth
         self._num_targets = min(num_targets, len(head))
         self._device = device
-        self._dtype = dtype
         # Distributions are small and the same in every epoch.
         self._targets: dict[int, Targets] = {}
 
@@ -96,7 +94,7 @@ class BatchBuilder:
         first_targets = torch.tensor([0] + [len(t.ids) for t in targets]).cumsum(0).tolist()
         return TrainingBatch(
             token_ids=torch.cat([p.token_ids for p in parts]),
-            aux=torch.cat([p.aux for p in parts]).to(self._dtype),
+            aux=torch.cat([p.aux for p in parts]).float(),
             positions=torch.cat([p.positions for p in parts]),
             texts=torch.cat([p.texts for p in parts]),
             active=torch.cat([p.active + n for p, n in zip(parts, first_rows, strict=False)]),

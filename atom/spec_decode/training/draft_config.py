@@ -64,13 +64,13 @@ def make_draft_config(
 
 
 def _latent_fields(target: PretrainedConfig) -> dict[str, int]:
-    fields = {n: getattr(target, n, None) for n in ("q_lora_rank", "kv_lora_rank")}
-    fields = {n: v or target.hidden_size // _LATENT_DEFAULTS[n] for n, v in fields.items()}
+    known = target.to_dict()
+    fields = {n: known.get(n) or target.hidden_size // d for n, d in _LATENT_DEFAULTS.items()}
     head = target.hidden_size // target.num_attention_heads
     half = max(2, head // 4 * 2)
     return {
         **fields,
-        "qk_nope_head_dim": getattr(target, "qk_nope_head_dim", None) or head,
-        "qk_rope_head_dim": getattr(target, "qk_rope_head_dim", None) or half,
-        "v_head_dim": getattr(target, "v_head_dim", None) or head,
+        "qk_nope_head_dim": known.get("qk_nope_head_dim") or head,
+        "qk_rope_head_dim": known.get("qk_rope_head_dim") or half,
+        "v_head_dim": known.get("v_head_dim") or head,
     }

@@ -6,9 +6,8 @@ has the checkpoint's own parameter names, and a test proves that both compute th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,6 +16,7 @@ from transformers import PretrainedConfig
 
 from atom.model_ops.rotary import rope_frequencies
 from atom.models.deepseek_v2 import attention_scale
+from atom.models.llama import head_size
 from atom.spec_decode.eagle3_config import Eagle3Config
 
 
@@ -50,8 +50,8 @@ class TrainingBatch:
     answer_ids: torch.Tensor
 
 
-def _rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    return F.rms_norm(x, (x.shape[-1],), weight, eps)
+# (draft step, normed hidden states [Q, hidden]) -> the token ids [Q] that the next step is fed.
+Sampler = Callable[[int, torch.Tensor], torch.Tensor]
 
 
 class _Norm(nn.Module):
@@ -61,7 +61,7 @@ class _Norm(nn.Module):
         self._eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return _rms_norm(x, self.weight, self._eps)
+        return F.rms_norm(x, (x.shape[-1],), self.weight, self._eps)
 
 
 class _Rope:
@@ -87,7 +87,7 @@ class MultiHeadAttention(nn.Module):
     def __init__(self, config: PretrainedConfig, max_len: int) -> None:
         super().__init__()
         size, heads = config.hidden_size, config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or size // heads
+        dim = head_size(config)
         kv_heads = config.num_key_value_heads
         self.q_proj = nn.Linear(2 * size, heads * dim, bias=False)
         self.k_proj = nn.Linear(2 * size, kv_heads * dim, bias=False)
@@ -270,12 +270,13 @@ class TrainingDraft(nn.Module):
         fused: torch.Tensor = self.fc(aux if self.whitening is None else aux @ self.whitening)
         return fused
 
-    def unroll(self, batch: TrainingBatch, depth: int, sampler: Any = None) -> list[torch.Tensor]:
+    def unroll(
+        self, batch: TrainingBatch, depth: int, sampler: Sampler | None = None
+    ) -> list[torch.Tensor]:
         """The normed hidden states [Q, hidden] of each draft step.
 
         Args:
-            sampler: (step, normed hidden) -> the [Q] token ids that the next step is fed; the
-                text's own tokens when None.
+            sampler: chooses what the next step is fed; the text's own tokens when None.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         embedding, attending = self._embedding[0], _Attending(batch)

@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from atom.model_engine.arg_utils import EngineArgs
 from atom.model_engine.engine_core import EngineCore
@@ -63,7 +65,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--max-tokens", type=int, help="stop when that many trained tokens are kept")
     add("--max-minutes", type=float, help="stop after that time")
-    add("--batch-size", type=int, default=128, help="texts generated at a time")
     add(
         "--keep-features",
         action="store_true",
@@ -78,26 +79,16 @@ def run(args: argparse.Namespace) -> None:
     DataError: for prompts that cannot be used.
     ConfigError: for a target that cannot be loaded.
     """
-    engine_args = dataclasses.replace(
-        EngineArgs.from_cli_args(args),
-        max_num_seqs=args.batch_size,
-        enable_prefix_caching=not args.keep_features,
-    )
-    if engine_args.method or engine_args.speculative_config:
+    engine_args = EngineArgs.from_cli_args(args)
+    if engine_args.says_speculation:
         raise DataError("synthesis runs without speculation; leave the draft out")
+    if args.aux_layer_ids and not args.keep_features:
+        raise DataError("--aux-layer-ids says which states to keep; give --keep-features too")
+    if args.keep_features:
+        # A cached prefix would leave no features.
+        engine_args = dataclasses.replace(engine_args, enable_prefix_caching=False)
     config = engine_args.create_config()
-    options = SynthesisOptions(
-        max_new_tokens=args.max_new_tokens,
-        max_turn_tokens=args.max_turn_tokens,
-        temperatures=tuple(args.temperatures),
-        top_p=args.top_p,
-        turn_temperature=args.turn_temperature,
-        turn_min_p=args.turn_min_p,
-        max_repetition=args.max_repetition,
-        max_tokens=args.max_tokens,
-        max_seconds=None if args.max_minutes is None else 60 * args.max_minutes,
-        seed=args.seed or 0,
-    )
+    options = _options(args)
     files = [PromptFile.parse(text) for text in args.prompts]
     prompts = plan_prompts(files, args.self_synthesized, options.seed, args.samples_per_prompt)
     source = resolve_model(config.model)
@@ -109,24 +100,14 @@ def run(args: argparse.Namespace) -> None:
     if args.keep_features:
         num_layers = source.hf_config.get_text_config().num_hidden_layers
         recorder = FeatureRecorder(tuple(args.aux_layer_ids or spread_aux_layer_ids(num_layers)))
-    elif args.aux_layer_ids:
-        raise DataError("--aux-layer-ids says which states to keep; give --keep-features too")
     settings = {
-        **asdict(options),
-        "max_tokens": None,
-        "max_seconds": None,
+        **_settings(args, options, files),
         "target": source.name,
         "dtype": config.model.dtype,
         "template": text_digest(str(tokenizer.chat_template)),
-        "prompts": {str(file.path): text_digest(file.path.read_text("utf-8")) for file in files},
-        "samples_per_prompt": args.samples_per_prompt,
-        "self_synthesized": args.self_synthesized,
     }
-    manifest = open_folder(
-        args.output,
-        json.loads(json.dumps(settings)),
-        None if recorder is None else list(recorder.aux_layer_ids),
-    )
+    aux = None if recorder is None else list(recorder.aux_layer_ids)
+    manifest = open_folder(args.output, json.loads(json.dumps(settings)), aux)
     done = {*read_indices(args.output, manifest), *manifest.dropped}
     Synthesizer(
         EngineCore(config, UniprocExecutor(config, lambda *_: recorder or NullProposer())),
@@ -135,9 +116,38 @@ def run(args: argparse.Namespace) -> None:
         args.output,
         manifest,
         recorder,
-        max_live=2 * args.batch_size,
+        max_live=2 * config.scheduler.max_num_seqs,
     ).run([prompt for prompt in prompts if prompt.index not in done])
     print(describe(manifest))
+
+
+def _options(args: argparse.Namespace) -> SynthesisOptions:
+    return SynthesisOptions(
+        max_new_tokens=args.max_new_tokens,
+        max_turn_tokens=args.max_turn_tokens,
+        temperatures=tuple(args.temperatures),
+        top_p=args.top_p,
+        turn_temperature=args.turn_temperature,
+        turn_min_p=args.turn_min_p,
+        max_repetition=args.max_repetition,
+        max_tokens=args.max_tokens,
+        max_seconds=None if args.max_minutes is None else 60 * args.max_minutes,
+        seed=args.seed or 0,
+    )
+
+
+def _settings(
+    args: argparse.Namespace, options: SynthesisOptions, files: Sequence[PromptFile]
+) -> dict[str, Any]:
+    """What determines the texts, of what the user says; limits only end a run."""
+    return {
+        **asdict(options),
+        "max_tokens": None,
+        "max_seconds": None,
+        "prompts": {str(file.path): text_digest(file.path.read_text("utf-8")) for file in files},
+        "samples_per_prompt": args.samples_per_prompt,
+        "self_synthesized": args.self_synthesized,
+    }
 
 
 def describe(manifest: Manifest) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from atom.config import EngineConfig
-from atom.model_engine.executor import DTYPES_BY_NAME
+from atom.model_engine.executor import resolve_dtype
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import load_weights
 from atom.model_ops.embedding import ParallelLMHead
@@ -37,8 +37,7 @@ def load_target_parts(config: EngineConfig, source: ModelSource) -> TargetParts:
     """Raises:
     ConfigError: when the target cannot be loaded.
     """
-    name = config.model.dtype
-    dtype = source.default_dtype if name == "auto" else DTYPES_BY_NAME[name]
+    dtype = resolve_dtype(config.model.dtype, source)
     context = LayerContext.create(dtype, 1, select_platform(config.device))
     target = create_model(source.hf_config, context)
     load_weights(target, target.weight_mapping, source, config.model)

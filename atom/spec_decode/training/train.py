@@ -98,9 +98,8 @@ def train(request: TrainRequest) -> TrainingCheckpoint:
         draft_config, parts.embedding.to(device), start.tensors.get("whitening"), longest
     ).to(device)
     draft.load_state_dict(start.weights(), strict=False)
-    dtype = torch.float32
     head = parts.head[start.vocabulary].float().to(device)
-    builder = BatchBuilder(features, head, options.depth, options.num_targets, device, dtype)
+    builder = BatchBuilder(features, head, options.depth, options.num_targets, device)
     trainer = Trainer(
         draft,
         start.draft_config,

@@ -59,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Raises what `train` raises."""
     engine_args = EngineArgs.from_cli_args(args)
-    if engine_args.method or engine_args.speculative_config:
+    if engine_args.says_speculation:
         raise DataError("training makes a draft; it takes none")
     if args.workers > args.accumulate:
         raise DataError(

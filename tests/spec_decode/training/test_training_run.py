@@ -45,7 +45,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
     prompts.write_text("".join(json.dumps({"q": f"What is {i}?"}) + "\n" for i in range(12)))
     run("synthesize", "--model", target, "--output", folder,
         "--prompts", f"{prompts}:q", *SYNTHESIZE, "--temperatures", 0, 0.5,
-        "--batch-size", 16, "--keep-features", *ENGINE)  # fmt: skip
+        "--max-num-seqs", 16, "--keep-features", *ENGINE)  # fmt: skip
     return folder
 
 
@@ -136,7 +136,7 @@ def test_features_may_be_computed_online(data: Path, target: Path, tmp_path: Pat
 
 def test_a_synthesis_resumes(target: Path, tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    common = ("synthesize", "--model", target, *SYNTHESIZE, "--batch-size", 4, *ENGINE)
+    common = ("synthesize", "--model", target, *SYNTHESIZE, "--max-num-seqs", 4, *ENGINE)
     run(*common, "--output", whole)
     run(*common, "--output", halves, "--max-tokens", 200)
     run(*common, "--output", halves)
