@@ -296,6 +296,11 @@ def cxx_compiler() -> str | None:
     return os.environ.get("CXX") or None
 
 
+def triton_is_interpreted() -> bool:
+    """`$TRITON_INTERPRET`, Triton's own variable, which it reads when a kernel is defined."""
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
 def op_override(op: str) -> str | None:
     """`$ATOM_OP_<NAME>`: the implementation that the user wants for one op."""
     return os.environ.get(f"ATOM_OP_{op.upper()}") or None

@@ -6,7 +6,12 @@ import torch
 from torch import nn
 
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import AttentionMetadata, CacheTensor, KVCacheTensor
+from atom.model_ops.metadata import (
+    MAX_DECODE_QUERIES,
+    AttentionMetadata,
+    CacheTensor,
+    KVCacheTensor,
+)
 
 
 class Attention(nn.Module):
@@ -34,12 +39,10 @@ class Attention(nn.Module):
         self.scale = scale
         # Published configs write 0 and -1 for "off".
         self.sliding_window = sliding_window if sliding_window and sliding_window > 0 else None
-        shape = {"num_heads": num_heads, "num_kv_heads": num_kv_heads, "head_dim": head_dim}
-        self._write = context.ops.resolve("kv_cache_write", context.dtype, **shape)
-        self._attend = context.ops.resolve("paged_attention", context.dtype, **shape)
+        self._context = context
 
     def bind_kv_cache(self, cache: CacheTensor) -> None:
-        """Use `cache` from now on.
+        """Use `cache` from now on, with the ops that suit it.
 
         Raises:
             TypeError: when the cache is of another attention's kind.
@@ -47,15 +50,26 @@ class Attention(nn.Module):
         if not isinstance(cache, KVCacheTensor):
             raise TypeError(f"attention wants keys and values, not {type(cache).__name__}")
         self.kv_cache = cache
+        shape = {
+            "num_heads": self.num_heads,
+            "num_kv_heads": self.num_kv_heads,
+            "head_dim": self.head_dim,
+            "block_size": cache.block_size,
+            "num_blocks": cache.key.shape[0],
+        }
+        dtypes = self._context.dtype, cache.key.dtype
+        ops = self._context.ops
+        self._write = ops.resolve("kv_cache_write", *dtypes, **shape)
+        self._decode = ops.resolve("paged_attention", *dtypes, **shape)
+        self._prefill = ops.resolve("prefill_attention", *dtypes, **shape)
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
     ) -> torch.Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads * d]."""
         self.write(k, v, metadata)
-        out: torch.Tensor = self._attend(
-            q, self.kv_cache, metadata, self.scale, self.sliding_window
-        )
+        attend = self._decode if metadata.max_seqlen_q <= MAX_DECODE_QUERIES else self._prefill
+        out: torch.Tensor = attend(q, self.kv_cache, metadata, self.scale, self.sliding_window)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:

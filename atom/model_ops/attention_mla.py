@@ -6,7 +6,12 @@ import torch
 from torch import nn
 
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import AttentionMetadata, CacheTensor, LatentCacheTensor
+from atom.model_ops.metadata import (
+    MAX_DECODE_QUERIES,
+    AttentionMetadata,
+    CacheTensor,
+    LatentCacheTensor,
+)
 from atom.model_ops.weights import copy_weight
 
 
@@ -54,17 +59,15 @@ class MLAAttention(nn.Module):
     ) -> None:
         super().__init__()
         self.num_heads = num_heads
+        self.kv_lora_rank = kv_lora_rank
+        self.qk_rope_head_dim = qk_rope_head_dim
         self.v_head_dim = v_head_dim
         self.latent_dim = kv_lora_rank + qk_rope_head_dim
         self.scale = scale
-        shape = {"kv_lora_rank": kv_lora_rank, "qk_rope_head_dim": qk_rope_head_dim}
-        self._write = context.ops.resolve("mla_cache_write", context.dtype, **shape)
-        self._attend = context.ops.resolve(
-            "mla_attention", context.dtype, num_heads=num_heads, v_head_dim=v_head_dim, **shape
-        )
+        self._context = context
 
     def bind_kv_cache(self, cache: CacheTensor) -> None:
-        """Use `cache` from now on.
+        """Use `cache` from now on, with the ops that suit it.
 
         Raises:
             TypeError: when the cache is of another attention's kind.
@@ -72,6 +75,19 @@ class MLAAttention(nn.Module):
         if not isinstance(cache, LatentCacheTensor):
             raise TypeError(f"latent attention wants latents, not {type(cache).__name__}")
         self.kv_cache = cache
+        shape = {
+            "num_heads": self.num_heads,
+            "kv_lora_rank": self.kv_lora_rank,
+            "qk_rope_head_dim": self.qk_rope_head_dim,
+            "v_head_dim": self.v_head_dim,
+            "block_size": cache.block_size,
+            "num_blocks": cache.latent.shape[0],
+        }
+        dtypes = self._context.dtype, cache.latent.dtype
+        ops = self._context.ops
+        self._write = ops.resolve("mla_cache_write", *dtypes, **shape)
+        self._decode = ops.resolve("mla_decode", *dtypes, **shape)
+        self._prefill = ops.resolve("mla_prefill", *dtypes, **shape)
 
     def forward(
         self,
@@ -86,7 +102,8 @@ class MLAAttention(nn.Module):
         up_proj: [heads, nope + v, rank], from a latent to keys and values.
         """
         self.write(latent, k_rope, metadata)
-        out: torch.Tensor = self._attend(q, self.kv_cache, up_proj, metadata, self.scale)
+        attend = self._decode if metadata.max_seqlen_q <= MAX_DECODE_QUERIES else self._prefill
+        out: torch.Tensor = attend(q, self.kv_cache, up_proj, metadata, self.scale)
         return out.reshape(q.shape[0], self.num_heads * self.v_head_dim)
 
     def write(

@@ -78,10 +78,14 @@ class KVCacheTensor:
 
     Attributes:
         key, value: [num_blocks, block_size, num_kv_heads, head_dim].
+        key_scale, value_scale: [1] float32 where the cache is stored in 8 bits, else None; what
+            is stored times the scale is the real number.
     """
 
     key: torch.Tensor
     value: torch.Tensor
+    key_scale: torch.Tensor | None = None
+    value_scale: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
@@ -95,14 +99,19 @@ class LatentCacheTensor:
     Attributes:
         latent: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]; per token the
             normalised latent, then the rotated part of the key.
+        scale: [1] float32 where the cache is stored in 8 bits, else None.
     """
 
     latent: torch.Tensor
+    scale: torch.Tensor | None = None
 
     @property
     def block_size(self) -> int:
         return self.latent.shape[1]
 
+
+# The most queries of a sequence that an op for decoding and verifying takes: a token and 15 drafts.
+MAX_DECODE_QUERIES = 16
 
 CacheTensor: TypeAlias = KVCacheTensor | LatentCacheTensor
 

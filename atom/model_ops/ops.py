@@ -1,4 +1,4 @@
-"""Every op and its implementations, best first."""
+"""Every op and its implementations. Which is best is the platform's: `registry.preference`."""
 
 from __future__ import annotations
 
@@ -31,15 +31,20 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         Implementation("torch", always, lambda: elementwise.rope),
     ),
     "kv_cache_write": (
-        native(native_attention.load_kv_cache_write),
+        native(native_attention.load_kv_cache_write, native_attention.refuses_storage),
         Implementation("torch", always, lambda: attention.kv_cache_write),
     ),
     "paged_attention": (
         native(native_attention.load_paged_attention, native_attention.refuses),
-        Implementation("torch", always, attention.load),
+        Implementation("torch", always, lambda: attention.paged_attention),
+    ),
+    "prefill_attention": (
+        native(native_attention.load_paged_attention, native_attention.refuses),
+        Implementation("torch", always, lambda: attention.paged_attention),
     ),
     "mla_cache_write": (Implementation("torch", always, lambda: mla.mla_cache_write),),
-    "mla_attention": (Implementation("torch", always, lambda: mla.mla_attention),),
+    "mla_decode": (Implementation("torch", always, lambda: mla.mla_attention),),
+    "mla_prefill": (Implementation("torch", always, lambda: mla.mla_attention),),
     "moe_route": (Implementation("torch", always, lambda: moe.moe_route),),
     "moe_experts": (Implementation("torch", always, moe.load),),
 }

@@ -1,7 +1,7 @@
 """One table of operations: which implementations exist, which one runs, and why.
 
-An implementation is chosen once, when a layer is built, from the platform, the data type and
-the layer's real shape. The first supported one in registration order wins; a reason is kept
+An implementation is chosen once, at start-up, from the platform, the data types and the model's
+real shapes. The first supported one in the platform's order of preference wins; a reason is kept
 for every one passed over. `ATOM_OP_<NAME>=impl` overrides the choice or fails.
 """
 
@@ -22,12 +22,15 @@ class OpQuery:
     """What an implementation is asked to support.
 
     Attributes:
+        dtype: of weights and activations.
         shape: the sizes that matter to the op, by name (`head_dim`, `in_features`, ...).
+        storage: the type of the KV cache, for ops that read or write one.
     """
 
     platform: Platform
     dtype: torch.dtype
     shape: Mapping[str, int]
+    storage: torch.dtype | None = None
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,15 @@ class OpChoice:
     passed_over: tuple[tuple[str, str], ...]
 
 
+def preference(platform: Platform) -> tuple[str, ...]:
+    """Names of implementations, best first; a platform runs no others."""
+    if platform.kind == "cpu":
+        return ("native", "torch", "triton")  # triton is interpreted: for tests, never for speed
+    if platform.kind == "rocm" and platform.arch in ("gfx942", "gfx950"):
+        return ("aiter", "gluon", "triton", "torch")
+    return ("triton", "torch")
+
+
 class OpUnavailableError(RuntimeError):
     """No implementation, or not the one the user demanded, can run; the message says why."""
 
@@ -69,24 +81,26 @@ class OpTable:
         self._registry = registry
         self._choices: dict[tuple[object, ...], OpChoice] = {}
 
-    def resolve(self, op: str, dtype: torch.dtype, **shape: int) -> Any:
-        """The function that runs `op` for this data type and shape.
+    def resolve(
+        self, op: str, dtype: torch.dtype, storage: torch.dtype | None = None, **shape: int
+    ) -> Any:
+        """The function that runs `op` for these data types and this shape.
 
         Raises:
             OpUnavailableError: when nothing can, or an override cannot be honoured.
         """
-        key = (op, dtype, *sorted(shape.items()))
+        key = (op, dtype, storage, *sorted(shape.items()))
         if key not in self._choices:
-            self._choices[key] = self._choose(op, OpQuery(self.platform, dtype, shape))
+            self._choices[key] = self._choose(op, OpQuery(self.platform, dtype, shape, storage))
         return self._choices[key].function
 
     def _choose(self, op: str, query: OpQuery) -> OpChoice:
-        candidates = self._registry[op]
+        candidates = self._candidates(op)
         wanted = op_override(op)
         if wanted is not None and wanted not in {c.name for c in candidates}:
             raise OpUnavailableError(
-                f"ATOM_OP_{op.upper()}={wanted}: no such implementation; there are "
-                f"{', '.join(c.name for c in candidates)}"
+                f"ATOM_OP_{op.upper()}={wanted}: {self.platform.kind} ({self.platform.arch}) has "
+                f"no such implementation; it has {', '.join(c.name for c in candidates)}"
             )
         passed_over: list[tuple[str, str]] = []
         for candidate in candidates:
@@ -102,6 +116,11 @@ class OpTable:
             f"no implementation of {op} runs on {query.platform.kind} ({query.platform.arch}) with "
             f"{query.dtype} and {dict(query.shape)}: {reasons}"
         )
+
+    def _candidates(self, op: str) -> list[Implementation]:
+        order = preference(self.platform)
+        listed = [c for c in self._registry[op] if c.name in order]
+        return sorted(listed, key=lambda candidate: order.index(candidate.name))
 
     def describe(self) -> str:
         """The choices made so far, one line per distinct decision."""

@@ -440,7 +440,7 @@ def test_threads_change_no_bit() -> None:
 def test_the_table_prefers_native_kernels_on_a_cpu(op: str) -> None:
     shape = {"in_features": 64, "head_dim": 64, "size": 64}
     table = OpTable(CPU, OPS)
-    table.resolve(op, torch.bfloat16, **shape)
+    table.resolve(op, torch.bfloat16, storage=torch.bfloat16, **shape)
     assert f"{op:<16} native" in table.describe()
     reason = OPS[op][0].supports(OpQuery(Platform("cuda", "sm90", True), torch.bfloat16, shape))
     assert reason == "runs on CPUs only"
@@ -450,9 +450,11 @@ def test_the_table_prefers_native_kernels_on_a_cpu(op: str) -> None:
 def test_the_table_says_why_a_shape_is_refused() -> None:
     table = OpTable(CPU, OPS)
     table.resolve("linear", torch.float32, in_features=40, out_features=8)
-    table.resolve("paged_attention", torch.float32, head_dim=20, num_heads=1, num_kv_heads=1)
+    table.resolve("paged_attention", torch.float32, torch.float32, head_dim=20)
+    table.resolve("kv_cache_write", torch.float32, torch.bfloat16, head_dim=64)
     assert "not native: in_features=40 is no multiple of 32" in table.describe()
     assert "not native: head_dim=20 is no multiple of" in table.describe()
+    assert "not native: the cache holds torch.bfloat16" in table.describe()
 
 
 def test_without_a_build_torch_runs_and_the_reason_is_shown(

@@ -24,8 +24,16 @@ CacheWriteOp = Callable[[torch.Tensor, torch.Tensor, KVCacheTensor, torch.Tensor
 
 
 def refuses(query: OpQuery) -> str | None:
+    if reason := refuses_storage(query):
+        return reason
     size, step = query.shape["head_dim"], 2 * constant("lanes")
     return f"head_dim={size} is no multiple of {step}" if size % step else None
+
+
+def refuses_storage(query: OpQuery) -> str | None:
+    if query.storage is query.dtype:
+        return None
+    return f"the cache holds {query.storage}, the model computes in {query.dtype}"
 
 
 def load_kv_cache_write() -> CacheWriteOp:

@@ -29,10 +29,6 @@ def kv_cache_write(
     write_rows(slot_mapping, (kv_cache.key, k), (kv_cache.value, v))
 
 
-def load() -> PagedAttentionOp:
-    return paged_attention
-
-
 def paged_attention(
     q: torch.Tensor,
     kv_cache: KVCacheTensor,
