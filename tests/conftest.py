@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+import torch
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
+
+if not torch.cuda.is_available():
+    # Triton reads it when a kernel is decorated, and transformers imports triton: it has to be
+    # there before any test module. Engines on a CPU prefer native and torch kernels as ever.
+    os.environ["TRITON_INTERPRET"] = "1"
 
 _TRAINING_TEXT = (
     "The quick brown fox jumps over the lazy dog while the engine streams tokens.",
@@ -27,6 +34,11 @@ _CHAT_TEMPLATE = (
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
     parser.addoption("--run-network", action="store_true", help="also run those marked network")
+    parser.addoption(
+        "--update-aot-baseline",
+        action="store_true",
+        help="write what the compiled kernels use to tests/model_ops/kernels/aot_baseline.json",
+    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -45,8 +57,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _has_gpu() -> bool:
-    import torch
-
     return torch.cuda.is_available()
 
 
@@ -81,7 +91,6 @@ def tiny_llama_dir(
     tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> Path:
     """A random float32 Llama checkpoint of two layers, its tokenizer beside it."""
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(

@@ -82,7 +82,7 @@ class OpTable:
         self._choices: dict[tuple[object, ...], OpChoice] = {}
 
     def resolve(
-        self, op: str, dtype: torch.dtype, storage: torch.dtype | None = None, **shape: int
+        self, op: str, dtype: torch.dtype, storage: torch.dtype | None = None, /, **shape: int
     ) -> Any:
         """The function that runs `op` for these data types and this shape.
 

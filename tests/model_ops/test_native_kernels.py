@@ -440,7 +440,7 @@ def test_threads_change_no_bit() -> None:
 def test_the_table_prefers_native_kernels_on_a_cpu(op: str) -> None:
     shape = {"in_features": 64, "head_dim": 64, "size": 64}
     table = OpTable(CPU, OPS)
-    table.resolve(op, torch.bfloat16, storage=torch.bfloat16, **shape)
+    table.resolve(op, torch.bfloat16, torch.bfloat16, **shape)
     assert f"{op:<16} native" in table.describe()
     reason = OPS[op][0].supports(OpQuery(Platform("cuda", "sm90", True), torch.bfloat16, shape))
     assert reason == "runs on CPUs only"
