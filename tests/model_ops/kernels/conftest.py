@@ -1,0 +1,37 @@
+"""Kernels run interpreted on CPU tensors, or on the GPU where there is one."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+
+import pytest
+import torch
+
+_HAS_TRITON = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by tests/conftest.py
+
+if not _HAS_TRITON:
+    collect_ignore_glob = [
+        "test_aot.py",
+        "test_gluon_*.py",
+        "test_interpreter.py",
+        "test_triton_*.py",
+    ]
+elif _INTERPRETED:
+    import interpreter
+
+    interpreter.install()
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where the kernels under test run."""
+    return torch.device("cpu" if _INTERPRETED else "cuda")
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if not _HAS_TRITON:
+        terminalreporter.write_line(
+            "kernels: LEFT OUT, triton is not installed (there is none for this platform?)"
+        )
