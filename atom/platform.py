@@ -30,6 +30,11 @@ class Platform:
     def is_gpu(self) -> bool:
         return self.kind != "cpu"
 
+    @property
+    def fp8_dtype(self) -> torch.dtype:
+        """The 8-bit float that the matrix units read: MI300's own, the OCP's everywhere else."""
+        return torch.float8_e4m3fnuz if self.arch == "gfx942" else torch.float8_e4m3fn
+
 
 @functools.cache
 def current_platform() -> Platform:
@@ -62,6 +67,13 @@ def cpu_platform() -> Platform:
 
 def _cpu_has_native_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def num_compute_units(platform: Platform) -> int | None:
+    """Multiprocessors (CUDA) or compute units (ROCm) of the device; None for a CPU."""
+    if not platform.is_gpu:
+        return None
+    return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
 
 def free_memory_bytes(platform: Platform) -> int:
