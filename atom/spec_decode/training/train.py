@@ -45,6 +45,7 @@ logger = logging.getLogger(__name__)
 # Rows that the start is fitted to, and that the vocabulary's soft counts are taken from.
 _FIT_ROWS = 120_000
 _COUNTED_ROWS = 20_000
+DEFAULT_DRAFT_VOCAB_SIZE = 8192
 
 
 @dataclass(frozen=True)
@@ -52,8 +53,9 @@ class TrainRequest:
     """Attributes:
     config: of the engine that runs the target.
     data: dataset folders. output: folder of the run; resumed when it holds a checkpoint.
-    attention: `mha` or `mla`. draft_vocab_size: tokens that the draft knows.
+    attention: `mha` or `mla`. draft_vocab_size: tokens that the draft knows; None is the default.
     aux_layer_ids: boundary ids; None takes the dataset's, else the target's default.
+    initial_draft: another run's folder or checkpoint, whose draft is trained further.
     workers: batches computed at a time; needs an accumulation of as many.
     """
 
@@ -62,8 +64,9 @@ class TrainRequest:
     data: tuple[Path, ...]
     output: Path
     attention: str = "mha"
-    draft_vocab_size: int = 8192
+    draft_vocab_size: int | None = None
     aux_layer_ids: tuple[int, ...] | None = None
+    initial_draft: Path | None = None
     workers: int = 1
 
 
@@ -89,6 +92,8 @@ def train(request: TrainRequest) -> TrainingCheckpoint:
     request.output.mkdir(parents=True, exist_ok=True)
     if checkpoint_files(request.output):
         start = load_checkpoint(request.output)
+    elif request.initial_draft is not None:
+        start = _further(request, request.initial_draft, text_config, features)
     else:
         start = _start(request, text_config, fitted, features, parts)
     draft_config = Eagle3Config.from_dict(start.draft_config)
@@ -129,6 +134,7 @@ def data_settings(
     return {
         "attention": request.attention,
         "draft_vocab_size": request.draft_vocab_size,
+        "initial_draft": None if request.initial_draft is None else str(request.initial_draft),
         "aux_layer_ids": list(features.aux_layer_ids),
         "data": [*shards, len(dataset.texts), tokens],
     }
@@ -150,6 +156,29 @@ def _split(texts: Sequence[Example], options: TrainOptions) -> tuple[list[Exampl
     return order[count:], order[:count]
 
 
+def _further(
+    request: TrainRequest, path: Path, text_config: Any, features: FeatureSource
+) -> TrainingCheckpoint:
+    """Step 0 with the weights, the vocabulary and the whitening of another run."""
+    other = load_checkpoint(path)
+    size = len(other.vocabulary) if request.draft_vocab_size is None else request.draft_vocab_size
+    expected = make_draft_config(text_config, request.attention, size, features.aux_layer_ids)
+    differing = sorted(
+        name
+        for name in expected.keys() | other.draft_config.keys()
+        if expected.get(name) != other.draft_config.get(name)
+    )
+    if differing:
+        raise DataError(
+            f"{path} is a draft of another kind than the one asked for: they differ in "
+            f"{', '.join(differing)}"
+        )
+    kept = {f"weight.{name}": weight for name, weight in other.weights().items()}
+    if "whitening" in other.tensors:
+        kept["whitening"] = other.tensors["whitening"]
+    return TrainingCheckpoint(other.draft_config, {}, Progress(), other.vocabulary, kept)
+
+
 def _start(
     request: TrainRequest,
     text_config: Any,
@@ -163,7 +192,10 @@ def _start(
     random.Random(f"fit {options.seed}").shuffle(order)
     sample, soft, guess = _look_at(order, features, parts)
     counts = count_tokens((t.token_ids[t.mask] for t in texts), len(parts.head), soft)
-    vocabulary = choose_vocabulary(counts, request.draft_vocab_size)
+    size = (
+        DEFAULT_DRAFT_VOCAB_SIZE if request.draft_vocab_size is None else request.draft_vocab_size
+    )
+    vocabulary = choose_vocabulary(counts, size)
     logger.info(
         "%d texts, %d trained tokens; %d draft tokens cover %.2f %% of them",
         len(texts),

@@ -10,7 +10,7 @@ from atom.model_engine.arg_utils import EngineArgs
 from atom.spec_decode.training.options import TrainOptions
 from atom.spec_decode.training.plot import plot_log
 from atom.spec_decode.training.prompts import DataError
-from atom.spec_decode.training.train import TrainRequest, train
+from atom.spec_decode.training.train import DEFAULT_DRAFT_VOCAB_SIZE, TrainRequest, train
 from atom.spec_decode.training.trainer import LOG
 
 HELP = "fit a draft to datasets of its target; resumes a run that was stopped"
@@ -39,7 +39,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--data", type=Path, nargs="+", required=True, help="folders that synthesize wrote")
     add("--output", type=Path, required=True, help="folder of the run; resumed when begun")
     add("--attention", choices=("mha", "mla"), default="mha", help="of the draft")
-    add("--draft-vocab-size", type=int, default=8192, help="tokens that the draft knows")
+    add(
+        "--draft-vocab-size",
+        type=int,
+        help=f"tokens that the draft knows (default: {DEFAULT_DRAFT_VOCAB_SIZE})",
+    )
+    add(
+        "--initial-draft",
+        type=Path,
+        help="another run's folder or checkpoint: train its draft further, on this data",
+    )
     add("--aux-layer-ids", type=int, nargs="+", help="boundary ids of the states it reads")
     add("--workers", type=int, default=1, help="batches of a step computed at a time")
     add("--compute-dtype", choices=("float32", "bfloat16"), default="float32")
@@ -80,6 +89,7 @@ def run(args: argparse.Namespace) -> None:
             args.attention,
             args.draft_vocab_size,
             None if args.aux_layer_ids is None else tuple(args.aux_layer_ids),
+            args.initial_draft,
             args.workers,
         )
     )

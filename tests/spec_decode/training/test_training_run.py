@@ -155,6 +155,29 @@ def test_a_synthesis_resumes(target: Path, tmp_path: Path) -> None:
     assert main([str(a) for a in (*common, "--output", halves, "--top-p", 0.5)]) == 2
 
 
+def test_a_draft_is_trained_further(
+    data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(target, data, first, "--epochs", 1)
+    train(target, data, second, "--epochs", 1, "--initial-draft", first)
+    before, after = losses(first), losses(second)
+    assert after[0][1][0] < 0.9 * before[0][1][0]
+    newest = [load_file(sorted(folder.glob("checkpoint-*"))[-1]) for folder in (first, second)]
+    for name in ("vocabulary", "whitening"):
+        assert torch.equal(newest[0][name], newest[1][name])
+    args = ["train", "--model", target, "--data", data, "--output", tmp_path / "third", *ENGINE]
+    capsys.readouterr()
+    for change, field in (
+        (("--attention", "mla"), "architectures"),
+        (("--draft-vocab-size", 100), "draft_vocab_size"),
+        (("--aux-layer-ids", 0, 2), "eagle_config"),
+    ):
+        more = (*args, "--initial-draft", first, *change)
+        assert main([str(a) for a in more]) == 2
+        assert field in capsys.readouterr().err
+
+
 def test_a_latent_draft_trains(data: Path, target: Path, tmp_path: Path) -> None:
     train(target, data, tmp_path / "run", "--epochs", 2, "--attention", "mla")
     curve = losses(tmp_path / "run")
