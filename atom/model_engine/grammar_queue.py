@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait as wait_any
 
 from atom.model_engine.messages import (
@@ -23,13 +25,21 @@ logger = logging.getLogger(__name__)
 PARAM = "structured_output"
 # A new request or an abort is met with this delay at most while only grammars are awaited.
 _WAIT_SECONDS = 0.02
+# Beyond this a grammar counts as one that cannot be compiled; ordinary ones take milliseconds.
+COMPILE_SECONDS = 60.0
 
 
 class GrammarQueue:
-    """Holds waiting requests, and the grammars of those that the scheduler has."""
+    """Holds waiting requests, and the grammars of those that the scheduler has.
 
-    def __init__(self, grammars: GrammarCache) -> None:
+    Args:
+        compile_seconds: a request that waits longer than this for its grammar is refused.
+    """
+
+    def __init__(self, grammars: GrammarCache, compile_seconds: float = COMPILE_SECONDS) -> None:
         self._grammars = grammars
+        self._compile_seconds = compile_seconds
+        self._deadlines: dict[str, float] = {}
         self._waiting: dict[str, EngineRequest] = {}
         # Of every live sequence with a grammar: what is held stays compiled.
         self._futures: dict[str, Future[Grammar]] = {}
@@ -53,6 +63,7 @@ class GrammarQueue:
         wanted = request.params.structured_output
         assert wanted is not None
         self._waiting[request.id] = request
+        self._deadlines[request.id] = time.monotonic() + self._compile_seconds
         self._futures[request.id] = self._grammars.submit(wanted)
 
     def compile(self, wanted: StructuredOutput) -> None:
@@ -61,7 +72,7 @@ class GrammarQueue:
         Raises:
             RequestRefusedError: when it cannot be compiled.
         """
-        _check(self._grammars.submit(wanted))
+        _check(self._grammars.submit(wanted), self._compile_seconds)
 
     def wait(self) -> None:
         """Wait a little for one of the grammars, if any is awaited."""
@@ -72,11 +83,13 @@ class GrammarQueue:
     def release(self, admit: Callable[[EngineRequest], None]) -> list[RefusedSequence]:
         """Hand on every request whose grammar is compiled; what cannot run is returned."""
         refused: list[RefusedSequence] = []
-        done = [id for id in self._waiting if self._futures[id].done()]
-        for id in done:
+        now = time.monotonic()
+        due = [id for id in self._waiting if self._futures[id].done() or self._deadlines[id] <= now]
+        for id in due:
             request = self._waiting.pop(id)
+            del self._deadlines[id]
             try:
-                _check(self._futures[id])
+                _check(self._futures[id], 0)
                 admit(request)
             except RequestRefusedError as error:
                 refused.append(RefusedSequence(id, str(error), error.param))
@@ -87,6 +100,7 @@ class GrammarQueue:
         outputs = []
         for id in ids:
             self._futures.pop(id, None)
+            self._deadlines.pop(id, None)
             if self._waiting.pop(id, None) is not None:
                 outputs.append(SequenceOutput(id=id, finish_reason=FinishReason.ABORT))
         return outputs
@@ -97,10 +111,15 @@ class GrammarQueue:
             self._futures.pop(id, None)
 
 
-def _check(future: Future[Grammar]) -> None:
-    """Raises RequestRefusedError when the grammar could not be compiled."""
+def _check(future: Future[Grammar], seconds: float) -> None:
+    """Raises RequestRefusedError when the grammar could not be compiled, or not so soon."""
     try:
-        future.result()
+        future.result(seconds)
+    except FutureTimeoutError as error:
+        raise RequestRefusedError(
+            f"{PARAM}: compiling it takes too long; make it smaller, or ask for fewer repetitions",
+            PARAM,
+        ) from error
     except GrammarError as error:
         raise RequestRefusedError(f"{PARAM}: {error}", PARAM) from error
     except Exception as error:

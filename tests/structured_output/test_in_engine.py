@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
 from atom.model_engine import executor
 from atom.model_engine.engine_core import EngineCore
+from atom.model_engine.grammar_queue import GrammarQueue
 from atom.model_engine.kv_cache import KVCachePlan
 from atom.model_engine.messages import EngineRequest, FinishReason, RequestRefusedError
 from atom.structured_output.base import Grammar, GrammarError
@@ -297,4 +299,30 @@ def test_used_grammars_stay_though_many_follow(engine: LLM) -> None:
     assert grammars.submit(first) is held
     grammars.get(StructuredOutput.regex("b"))
     assert [w.value for w in gated.compiled] == ["a", "b", "c", "d", "e", "b"]
+    grammars.shutdown()
+
+
+def test_a_grammar_that_takes_too_long_refuses_its_requests(engine: LLM) -> None:
+    gated = GatedBackend(engine.engine.core.executor.grammars._backend or pytest.fail("none"))
+    grammars = GrammarCache(lambda: gated)
+    queue = GrammarQueue(grammars, compile_seconds=0.05)
+    params = SamplingParams(structured_output=StructuredOutput.regex("a"))
+
+    def waiting(name: str) -> EngineRequest:
+        return EngineRequest(id=name, prompt_token_ids=[1], params=params, seed=0)
+
+    queue.add(waiting("late"))
+    assert queue.release(lambda request: pytest.fail(request.id)) == []
+    time.sleep(0.06)
+    [refused] = queue.release(lambda request: pytest.fail(request.id))
+    assert (refused.id, refused.param) == ("late", "structured_output")
+    assert "takes too long" in refused.message
+    assert not queue.has_waiting
+    gated.gate.set()
+    admitted: list[str] = []
+    queue.add(waiting("again"))
+    grammars.get(StructuredOutput.regex("a"))
+    queue.forget(["late"])
+    assert queue.release(lambda request: admitted.append(request.id)) == []
+    assert admitted == ["again"]
     grammars.shutdown()
