@@ -70,8 +70,8 @@ def _cpu_has_native_bf16() -> bool:
 
 
 def num_compute_units(platform: Platform) -> int | None:
-    """Multiprocessors (CUDA) or compute units (ROCm) of the device; None for a CPU."""
-    if not platform.is_gpu:
+    """Multiprocessors (CUDA) or compute units (ROCm) of the device; None where there is none."""
+    if not (platform.is_gpu and torch.cuda.is_available()):
         return None
     return int(torch.cuda.get_device_properties(0).multi_processor_count)
 

@@ -1,0 +1,152 @@
+"""What the attention kernels over a paged cache share: one pass of keys with an online softmax.
+
+The query heads of one KV head are extra queries, so keys and values are read once for all of
+them: row r of a sequence is query r // GROUP, head r % GROUP of the group. Scores, sums and the
+softmax are float32; scores are in units of log2, since exp2 is what the hardware has.
+
+Source: Dao et al., FlashAttention, arXiv 2205.14135; Milakov and Gimelshein, arXiv 1805.02867.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from atom.model_ops.metadata import KVCacheTensor
+
+LOG2_E = 1.4426950408889634
+# The matrix units want 16 rows; a smaller product is computed without them, slowly.
+SMALLEST_TILE = 16
+_TILE_BYTES = 16384
+_LARGEST_KEY_TILE = 64
+_TRITON_DTYPES = {
+    torch.float32: tl.float32,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+}
+
+
+@triton.jit
+def query_rows(first_token, kv_head, rows, GROUP: tl.constexpr):
+    """Tokens (int64) and heads of the rows of a sequence that starts at `first_token`."""
+    return first_token.to(tl.int64) + rows // GROUP, kv_head * GROUP + rows % GROUP
+
+
+@triton.jit
+def visit_keys(
+    acc,
+    total,
+    top,
+    q,
+    positions,
+    begin,
+    end,
+    table_ptr,
+    key_ptr,
+    value_ptr,
+    block_stride,
+    token_stride,
+    score_scale,
+    window,
+    HEAD_DIM: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Go on with a softmax over keys begin .. end of one sequence and one KV head.
+
+    acc [M, D], total [M] and top [M] are the values, weights and largest score so far, q [M, D],
+    positions [M] of the queries. Pointers are at the sequence's block table and the head's keys.
+    MASKED=False: every query sees every key, and end - begin is a multiple of BLOCK_N.
+    """
+    D: tl.constexpr = q.shape[1]
+    dims = tl.arange(0, D)
+    for start in range(begin, end, BLOCK_N):
+        tokens = start + tl.arange(0, BLOCK_N)
+        inside = tl.full([BLOCK_N], True, tl.int1)
+        if MASKED:
+            inside = tokens < end
+        real = inside[:, None]
+        if HEAD_DIM != D:
+            real = real & (dims < HEAD_DIM)[None, :]
+        # A block's offset may lie beyond 2^31: int64 before the multiplication.
+        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
+        offsets = blocks * block_stride + (tokens % BLOCK_SIZE) * token_stride
+        offsets = offsets[:, None] + dims[None, :]
+        key = tl.load(key_ptr + offsets, mask=real, other=0.0).to(q.dtype)
+        scores = tl.dot(q, tl.trans(key), input_precision="ieee") * score_scale
+        if MASKED:
+            seen = inside[None, :] & (tokens[None, :] <= positions[:, None])
+            if WINDOWED:
+                seen = seen & (tokens[None, :] > positions[:, None] - window)
+            scores = tl.where(seen, scores, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen no key yet: -inf - -inf is not a number.
+        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - shift[:, None])
+        decay = tl.exp2(top - shift)
+        total = total * decay + tl.sum(weights, 1)
+        value = tl.load(value_ptr + offsets, mask=real, other=0.0).to(q.dtype)
+        acc = tl.dot(weights.to(q.dtype), value, acc * decay[:, None], input_precision="ieee")
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit
+def mean_value(acc, total):
+    """acc [M, D] over total [M]; zeros for a row that saw no key."""
+    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+
+
+@dataclass(frozen=True)
+class KeyTiles:
+    """How the kernels cut head sizes and keys.
+
+    Attributes:
+        compute: Triton's type of the products.
+        width: the head size, padded to a power of two.
+        keys: keys of a tile.
+    """
+
+    compute: tl.dtype
+    width: int
+    keys: int
+
+
+def key_tiles(q: torch.Tensor, kv_cache: KVCacheTensor) -> KeyTiles:
+    """The tiles for q [T, heads, d] over a cache.
+
+    8-bit keys are widened to the type of q. Two different wider types meet in float32, which
+    holds both.
+
+    Raises:
+        ValueError: when the tensors do not fit together.
+    """
+    key, value = kv_cache.key, kv_cache.value
+    if (
+        key.shape != value.shape
+        or key.stride() != value.stride()
+        or key.dtype != value.dtype
+        or key.shape[3] != q.shape[2]
+        or q.shape[1] % key.shape[2]
+        or key.stride(3) != 1
+        or q.stride(2) != 1
+    ):
+        raise ValueError(
+            f"attention wants queries [T, heads, d], and keys and values that lie alike in "
+            f"[blocks, block_size, kv_heads, d], kv_heads a divisor of heads and d dense; given "
+            f"q {describe(q)}, key {describe(key)}, value {describe(value)}"
+        )
+    same = key.dtype == q.dtype or key.dtype.itemsize == 1
+    compute = q.dtype if same else torch.float32
+    width = max(triton.next_power_of_2(q.shape[2]), SMALLEST_TILE)
+    keys = min(max(_TILE_BYTES // (width * compute.itemsize), SMALLEST_TILE), _LARGEST_KEY_TILE)
+    return KeyTiles(_TRITON_DTYPES[compute], width, keys)
+
+
+def describe(x: torch.Tensor) -> str:
+    return f"{x.dtype} {list(x.shape)} strides {list(x.stride())}"

@@ -1,0 +1,223 @@
+"""Prefill: any number of queries a sequence over a paged cache that holds their own keys too.
+
+One program takes a tile of rows (queries times the heads of one KV head's group) of one sequence.
+Sequence b's tiles start at tile `cu_seqlens_q[b] * group // BLOCK_M + b`: no two sequences share
+one, at most one a sequence stays empty, and the grid needs nothing that only the device knows.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom.model_ops.kernels.triton.flash import (
+    LOG2_E,
+    KeyTiles,
+    key_tiles,
+    mean_value,
+    query_rows,
+    visit_keys,
+)
+from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
+
+
+@triton.jit
+def _first_tile(starts_ptr, sequence, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    return tl.load(starts_ptr + sequence) * GROUP // BLOCK_M + sequence
+
+
+@triton.jit
+def _owner(starts_ptr, num_sequences, tile, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The last sequence whose tiles start at or before `tile`."""
+    low = tile * 0
+    high = num_sequences
+    while high - low > 1:
+        middle = (low + high) // 2
+        before = _first_tile(starts_ptr, middle, GROUP, BLOCK_M) <= tile
+        low = tl.where(before, middle, low)
+        high = tl.where(before, high, middle)
+    return low
+
+
+@triton.jit(
+    do_not_specialize=["num_sequences", "table_stride", "window"],
+    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr"],
+)
+def _attend(
+    out_ptr,
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    tables_ptr,
+    lens_ptr,
+    starts_ptr,
+    num_sequences,
+    score_scale,
+    window,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    NUM_HEADS: tl.constexpr,
+    GROUP: tl.constexpr,
+    HEAD_DIM: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    COMPUTE: tl.constexpr,
+    WINDOWED: tl.constexpr,
+    QUANTIZED: tl.constexpr,
+):
+    """Grid: tiles, KV heads. out [T, heads, d]."""
+    sequence = _owner(starts_ptr, num_sequences, tl.program_id(0), GROUP, BLOCK_M)
+    kv_head = tl.program_id(1)
+    first_row = (tl.program_id(0) - _first_tile(starts_ptr, sequence, GROUP, BLOCK_M)) * BLOCK_M
+    first_token = tl.load(starts_ptr + sequence)
+    num_queries = tl.load(starts_ptr + sequence + 1) - first_token
+    num_rows = num_queries * GROUP
+    if first_row >= num_rows:
+        return
+    rows = first_row + tl.arange(0, BLOCK_M)
+    real = rows < num_rows
+    tokens, heads = query_rows(first_token, kv_head, rows, GROUP)
+    dims = tl.arange(0, D)
+    mask = real[:, None] & (dims < HEAD_DIM)[None, :]
+    q_offsets = tokens * q_token_stride + heads * q_head_stride
+    q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(COMPUTE)
+
+    start = tl.load(lens_ptr + sequence) - num_queries
+    positions = start + rows // GROUP
+    first_position = start + first_row // GROUP
+    last_row = tl.minimum(first_row + BLOCK_M, num_rows) - 1
+    end = start + last_row // GROUP + 1
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    key_ptr += kv_head * head_stride
+    value_ptr += kv_head * head_stride
+    if QUANTIZED:
+        score_scale = score_scale * tl.load(key_scale_ptr)
+    acc = tl.zeros([BLOCK_M, D], tl.float32)
+    total = tl.zeros([BLOCK_M], tl.float32)
+    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    if WINDOWED:
+        begin = tl.maximum(first_position - window + 1, 0)
+    else:
+        # What the first row sees, all rows see.
+        begin = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+        acc, total, top = visit_keys(
+            acc,
+            total,
+            top,
+            q,
+            positions,
+            0,
+            begin,
+            table_ptr,
+            key_ptr,
+            value_ptr,
+            block_stride,
+            token_stride,
+            score_scale,
+            window,
+            HEAD_DIM,
+            BLOCK_SIZE,
+            BLOCK_N,
+            False,
+            False,
+        )
+    acc, total, top = visit_keys(
+        acc,
+        total,
+        top,
+        q,
+        positions,
+        begin,
+        end,
+        table_ptr,
+        key_ptr,
+        value_ptr,
+        block_stride,
+        token_stride,
+        score_scale,
+        window,
+        HEAD_DIM,
+        BLOCK_SIZE,
+        BLOCK_N,
+        WINDOWED,
+        True,
+    )
+    result = mean_value(acc, total)
+    if QUANTIZED:
+        result = result * tl.load(value_scale_ptr)
+    places = (tokens * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
+    tl.store(out_ptr + places, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def prefill_attention(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
+
+    The last query of a sequence sits at the last position of its context; a query that can see
+    no key gives zeros.
+
+    Raises:
+        ValueError: when the tensors do not fit together.
+    """
+    tiles = key_tiles(q, kv_cache)
+    key = kv_cache.key
+    num_tokens, num_heads, head_dim = q.shape
+    kv_heads = key.shape[2]
+    group = num_heads // kv_heads
+    row_tile, num_warps = _row_tile(tiles)
+    sequences = metadata.block_tables.shape[0]
+    out = q.new_empty(q.shape)
+    _attend[(num_tokens * group // row_tile + sequences, kv_heads)](
+        out,
+        q,
+        key,
+        kv_cache.value,
+        kv_cache.key_scale,
+        kv_cache.value_scale,
+        metadata.block_tables,
+        metadata.context_lens,
+        metadata.cu_seqlens_q,
+        sequences,
+        scale * LOG2_E,
+        sliding_window or 0,
+        metadata.block_tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        key.stride(0),
+        key.stride(1),
+        key.stride(2),
+        NUM_HEADS=num_heads,
+        GROUP=group,
+        HEAD_DIM=head_dim,
+        D=tiles.width,
+        BLOCK_SIZE=key.shape[1],
+        BLOCK_M=row_tile,
+        BLOCK_N=tiles.keys,
+        COMPUTE=tiles.compute,
+        WINDOWED=sliding_window is not None,
+        QUANTIZED=kv_cache.key_scale is not None,
+        num_warps=num_warps,
+        num_stages=2,
+    )
+    return out
+
+
+def _row_tile(tiles: KeyTiles) -> tuple[int, int]:
+    """Rows of a tile, and the warps that hold its sums in registers."""
+    if tiles.compute == tl.float32:
+        return 32, 4
+    return (128, 8) if tiles.width <= 128 else (64, 8)
