@@ -1,0 +1,82 @@
+"""What a case of the compile lane is, and the tensors that its arguments are made of.
+
+A case calls an op of the table with the shapes that the engine calls it with. Tensors lie on the
+CPU and are never read: only types, sizes, strides and alignment reach the compiler.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from atom.model_ops.metadata import AttentionMetadata
+from atom.model_ops.registry import Implementation, OpQuery
+from atom.platform import Platform
+
+MARK = "@aot "  # leads the lines that a compiling process means for its parent
+PLATFORMS = {
+    "gfx942": Platform("rocm", "gfx942", True),
+    "gfx950": Platform("rocm", "gfx950", True),
+    "sm90": Platform("cuda", "sm90", True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call of one op.
+
+    Attributes:
+        name: unique; `<op>/<what is special>`.
+        op, implementation: the entry of the op table.
+        arguments: from the query that the entry was asked, the arguments of the op.
+        dtype, storage, shape: the query; `storage="fp8"` is the arch's own 8 bit type.
+        matrix: names of the kernels that must use matrix instructions.
+        refused: by arch, a part of the reason with which the entry must refuse the query.
+    """
+
+    name: str
+    op: str
+    arguments: Callable[[OpQuery], tuple[object, ...]]
+    shape: Mapping[str, int]
+    implementation: str = "triton"
+    dtype: torch.dtype = torch.bfloat16
+    storage: torch.dtype | str | None = None
+    matrix: tuple[str, ...] = ()
+    refused: Mapping[str, str] = field(default_factory=dict)
+
+    def entry(self) -> Implementation:
+        from atom.model_ops.ops import OPS
+
+        for entry in OPS[self.op]:
+            if entry.name == self.implementation:
+                return entry
+        raise LookupError(f"{self.name}: the op table has no {self.implementation} {self.op}")
+
+    def query(self, platform: Platform) -> OpQuery:
+        storage = fp8_type(platform) if isinstance(self.storage, str) else self.storage
+        return OpQuery(platform, self.dtype, self.shape, storage)
+
+
+def fp8_type(platform: Platform) -> torch.dtype:
+    """The 8 bit float that this arch computes with."""
+    return torch.float8_e4m3fnuz if platform.arch == "gfx942" else torch.float8_e4m3fn
+
+
+def decode_metadata(
+    num_seqs: int, queries: int, context: int, block_size: int
+) -> AttentionMetadata:
+    """Every sequence has `queries` new tokens and at most `context` in all; as inside a graph."""
+    blocks = -(-context // block_size)
+    return AttentionMetadata(
+        slot_mapping=torch.empty(num_seqs * queries, dtype=torch.int64),
+        block_tables=torch.empty(num_seqs, blocks, dtype=torch.int32),
+        block_counts=torch.empty(num_seqs, dtype=torch.int32),
+        context_lens=torch.empty(num_seqs, dtype=torch.int32),
+        cu_seqlens_q=torch.empty(num_seqs + 1, dtype=torch.int32),
+        max_seqlen_q=queries,
+        max_context_len=context,
+        query_lens_cpu=(queries,) * num_seqs,
+        context_lens_cpu=None,
+    )

@@ -1,0 +1,11 @@
+"""Every kernel in the shapes in which the engine launches it.
+
+A long family of cases has a file of its own, `aot_cases_<what>.py`, and is joined in here. Run
+some of them with `pytest tests/model_ops/kernels/test_aot.py -k "<part of the name>"`.
+"""
+
+from __future__ import annotations
+
+from aot_case import Case
+
+CASES: tuple[Case, ...] = ()

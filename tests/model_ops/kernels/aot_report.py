@@ -1,0 +1,88 @@
+"""The compile lane's table, and the baseline that it is compared with."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from importlib.metadata import version
+from pathlib import Path
+
+import pytest
+from aot import BASELINE_COUNTS, HERE, UPDATE, Outcomes, build_folder
+
+SUMMARY = pytest.StashKey[str]()  # for the end of the run
+BASELINE = HERE / "aot_baseline.json"
+_COLUMNS = (
+    "registers",
+    "scalar_registers",
+    "spills",
+    "scratch_bytes",
+    "shared_bytes",
+    "warps",
+    "occupancy_percent",
+    "matrix_instructions",
+)
+
+Baseline = dict[str, dict[str, dict[str, dict[str, int]]]]  # case, arch, kernel, count
+
+
+def read_baseline() -> tuple[str, Baseline]:
+    """The version of triton that it was made with, and what it knows."""
+    if not BASELINE.exists():
+        return version("triton"), {}
+    document = json.loads(BASELINE.read_text())
+    return document["triton"], document["cases"]
+
+
+def update_baseline(outcomes: Outcomes, every_case: Collection[str]) -> None:
+    """Take over what was compiled; forget cases that no longer exist."""
+    made_with, known = read_baseline()
+    if made_with != version("triton") and {name for _, name in outcomes} != set(every_case):
+        raise RuntimeError(
+            f"the baseline was made with triton {made_with}, this is {version('triton')}: "
+            f"update all cases, not some: {UPDATE}"
+        )
+    cases = {name: arches for name, arches in known.items() if name in every_case}
+    for (arch, name), outcome in outcomes.items():
+        kept = {
+            kernel: {count: counts[count] for count in BASELINE_COUNTS}
+            for kernel, counts in outcome.kernels.items()
+        }
+        cases.setdefault(name, {})[arch] = kept
+    document = {"triton": version("triton"), "cases": cases}
+    BASELINE.write_text(json.dumps(document, indent=1, sort_keys=True) + "\n")
+
+
+def write_table(outcomes: Outcomes) -> Path:
+    """table.json and table.md in the build folder; the latter's path."""
+    rows = [
+        {"case": name, "arch": arch, "kernel": kernel, **counts}
+        for (arch, name), outcome in sorted(outcomes.items(), key=lambda item: item[0][::-1])
+        for kernel, counts in outcome.kernels.items()
+    ]
+    folder = build_folder()
+    document = {"triton": version("triton"), "kernels": rows}
+    (folder / "table.json").write_text(json.dumps(document, indent=1) + "\n")
+    head = ("case", "arch", "kernel", *_COLUMNS)
+    lines = [
+        f"# Compiled kernels, triton {version('triton')}",
+        "",
+        "| " + " | ".join(column.replace("_", " ") for column in head) + " |",
+        "| " + " | ".join("---" for _ in head) + " |",
+        *("| " + " | ".join(str(row.get(column, "")) for column in head) + " |" for row in rows),
+    ]
+    (folder / "table.md").write_text("\n".join(lines) + "\n")
+    return folder / "table.md"
+
+
+def summary(outcomes: Outcomes, table: Path) -> str:
+    """How much was compiled, in a line."""
+    parts = []
+    for arch in sorted({arch for arch, _ in outcomes}):
+        mine = [outcome for (at, _), outcome in outcomes.items() if at == arch]
+        kernels = sum(len(outcome.kernels) for outcome in mine)
+        refused = sum(outcome.refused is not None for outcome in mine)
+        parts.append(f"{arch}: {kernels} kernels of {len(mine)} cases, {refused} refused")
+    made_with, _ = read_baseline()
+    compared = "" if made_with == version("triton") else f", NOT compared with that of {made_with}"
+    return f"compiled with triton {version('triton')}{compared}: {'; '.join(parts)}; see {table}"

@@ -1,0 +1,191 @@
+"""Compiles cases for one arch; run as a program, since an error inside LLVM ends the process.
+
+    python aot_worker.py ARCH MODULE CASE...
+
+Ops run on CPU tensors under a driver that claims to be ARCH; a launch compiles what it would
+launch. A line of JSON, marked with `MARK`, goes to standard output before each case and with its
+outcome.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import re
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from aot_case import MARK, PLATFORMS, Case
+from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.runtime.jit import JITFunction
+
+import atom.platform
+
+_TARGETS = {
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+    "gfx950": GPUTarget("hip", "gfx950", 64),
+    "sm90": GPUTarget("cuda", 90, 32),
+}
+_LDS_PER_CU = {"gfx942": 65536, "gfx950": 163840}
+_MAX_GRID = (2**31 - 1, 65535, 65535)
+
+
+class _Driver:
+    """What the JIT asks of a driver before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self._target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self._target
+
+    def get_current_device(self) -> str:
+        return str(self._target)
+
+    def get_current_stream(self, _device: object) -> int:
+        return 0
+
+    def get_active_torch_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+class _NoHostReads(TorchDispatchMode):  # type: ignore[misc]
+    """On a GPU such an operation waits for the device, and cannot be captured in a graph."""
+
+    _READS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::_unique2")
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.name().split(".")[0] in self._READS:
+            raise RuntimeError(f"the op reads values of a tensor on the host ({func.name()})")
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _captured(launches: dict[str, Any]) -> Iterator[None]:
+    """Launches compile; `launches` gets the distinct compiled kernels by name."""
+    stock = JITFunction.run
+    seen: set[str] = set()
+
+    def run(self: Any, *args: Any, grid: Any, **kwargs: Any) -> Any:
+        _check_grid(self, grid)
+        compiled = stock(self, *args, grid=grid, **{**kwargs, "warmup": True})
+        if compiled.hash not in seen:
+            seen.add(compiled.hash)
+            name = self.fn.__name__
+            same = sum(known.split("#")[0] == name for known in launches)
+            launches[f"{name}#{same + 1}" if same else name] = compiled
+        return compiled
+
+    JITFunction.run = run
+    try:
+        yield
+    finally:
+        JITFunction.run = stock
+
+
+def _check_grid(kernel: Any, grid: Any) -> None:
+    if callable(grid):
+        return
+    within = all(0 < size <= most for size, most in zip(grid, _MAX_GRID, strict=False))
+    if not within or not all(isinstance(size, int) for size in grid):
+        raise ValueError(f"{kernel.fn.__name__}: grid {grid} is not within {_MAX_GRID}")
+
+
+def compile_case(case: Case, arch: str) -> dict[str, Any]:
+    query = case.query(PLATFORMS[arch])
+    entry = case.entry()
+    reason = entry.supports(query)
+    if reason is not None:
+        return {"refused": reason}
+    function, arguments = entry.load(), case.arguments(query)
+    launches: dict[str, Any] = {}
+    with _captured(launches), _NoHostReads():
+        function(*arguments)
+    measure = _measure_nvidia if arch.startswith("sm") else _measure_amd
+    return {"kernels": {name: measure(compiled, arch) for name, compiled in launches.items()}}
+
+
+def _measure_amd(compiled: Any, arch: str) -> dict[str, int]:
+    """Counts from the assembly; registers are vector registers, accumulators included."""
+    text = compiled.asm["amdgcn"]
+
+    def count(key: str) -> int:
+        found = re.search(rf"\.{key}:\s+(\d+)", text)
+        if found is None:
+            raise LookupError(f"no .{key} in the assembly")
+        return int(found[1])
+
+    registers, warps, lds = (
+        count("vgpr_count"),
+        compiled.metadata.num_warps,
+        compiled.metadata.shared,
+    )
+    # 512 registers per lane and SIMD in groups of 8; four SIMDs in a compute unit.
+    by_registers = 512 // max(8, -(-registers // 8) * 8)
+    by_lds = _LDS_PER_CU[arch] // lds * warps // 4 if lds else 8
+    return {
+        "registers": registers,
+        "scalar_registers": count("sgpr_count"),
+        "spills": count("vgpr_spill_count"),
+        "scalar_spills": count("sgpr_spill_count"),
+        "scratch_bytes": count("private_segment_fixed_size"),
+        "shared_bytes": lds,
+        "warps": warps,
+        "occupancy_percent": 100 * min(8, by_registers, by_lds) // 8,
+        "matrix_instructions": len(re.findall(r"^\s*v_mfma_", text, re.MULTILINE)),
+    }
+
+
+def _measure_nvidia(compiled: Any, _arch: str) -> dict[str, int]:
+    """Counts from the binary; what does not fit in registers is the thread's stack, in bytes."""
+    with tempfile.TemporaryDirectory() as folder:
+        binary = Path(folder) / "kernel.cubin"
+        binary.write_bytes(compiled.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
+        usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
+    # 64 warps, 65536 registers in groups of 256 a warp, and 228 KiB less 1 KiB a group.
+    by_registers = 65536 // (-(-found["REG"] * 32 // 256) * 256) // warps * warps
+    by_shared = 233472 // (shared + 1024) * warps
+    matrix = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", compiled.asm["ptx"])
+    return {
+        "registers": found["REG"],
+        "spills": found["LOCAL"],
+        "scratch_bytes": found["STACK"],
+        "shared_bytes": shared,
+        "warps": warps,
+        "occupancy_percent": 100 * min(64, by_registers, by_shared) // 64,
+        "matrix_instructions": len(matrix),
+    }
+
+
+def main(arch: str, module: str, *names: str) -> None:
+    torch.set_num_threads(1)
+    # Before any kernel module is imported: those may ask for the platform then.
+    atom.platform.current_platform = lambda: PLATFORMS[arch]
+    triton.runtime.driver.set_active(_Driver(_TARGETS[arch]))
+    cases = {case.name: case for case in importlib.import_module(module).CASES}
+
+    def emit(event: dict[str, Any]) -> None:
+        print(MARK + json.dumps(event), flush=True)
+
+    for name in names:
+        emit({"case": name})
+        try:
+            emit({"case": name, **compile_case(cases[name], arch)})
+        except Exception:
+            emit({"case": name, "error": traceback.format_exc(limit=-12)})
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])
