@@ -15,6 +15,7 @@ from pathlib import Path
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 LOAD_STRATEGIES = ("lazy", "prefetch")
+KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
 SPECULATIVE_METHODS = ("eagle3", "mtp", "ngram")
 MAX_SPECULATIVE_TOKENS = 15
@@ -61,18 +62,23 @@ class CacheOptions:
 
     Attributes:
         block_size: tokens of a block.
+        kv_cache_dtype: how keys and values are stored. `auto` is the model's type; `bf16` rounds
+            to bfloat16 on writing; `fp8` is the device's 8-bit float, with a scale per tensor.
+            Attention computes in the model's type whatever the storage.
         gpu_memory_utilization: share of the device's memory that the engine may take in all;
             on a CPU the share of the free memory that the KV pool may take.
         kv_cache_memory: bytes of the KV pool; overrides the share.
     """
 
     block_size: int = 16
+    kv_cache_dtype: str = "auto"
     gpu_memory_utilization: float | None = None
     kv_cache_memory: int | None = None
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
         _at_least("block_size", self.block_size, 1)
+        _one_of("kv_cache_dtype", self.kv_cache_dtype, KV_CACHE_DTYPES)
         share = self.gpu_memory_utilization
         if share is not None and not 0 < share < 1:
             raise ConfigError(f"gpu_memory_utilization must be between 0 and 1, got {share}")

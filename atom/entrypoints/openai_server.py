@@ -11,11 +11,15 @@ from typing import Any
 
 from atom.config import ConfigError
 from atom.entrypoints.openai.options import OptionError, ServerOptions
-from atom.model_engine.arg_utils import EngineArgs, add_no_speculation
+from atom.model_engine.arg_utils import EngineArgs, add_no_speculation, add_show_ops
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until stopped; returns the exit code: 0 after a signal, 1 after a failure."""
+    """Serve until stopped, or show the ops.
+
+    Returns:
+        The exit code: 0 after a signal or the table of ops, 1 after a failure.
+    """
     parser = create_parser()
     namespace = parser.parse_args(argv)
     try:
@@ -31,6 +35,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("uvicorn").setLevel(
         logging.DEBUG if options.log_level == "debug" else logging.WARNING
     )
+    if namespace.show_ops:
+        return show_ops(args)
     return serve_forever(args, options)
 
 
@@ -43,7 +49,21 @@ def create_parser() -> argparse.ArgumentParser:
     ServerOptions.add_cli_args(parser)
     EngineArgs.add_cli_args(parser)
     add_no_speculation(parser)
+    add_show_ops(parser)
     return parser
+
+
+def show_ops(args: EngineArgs) -> int:
+    """Print the table of ops; returns the exit code."""
+    # After the options were found right: these imports bring torch.
+    from atom.model_engine.show_ops import describe_ops
+
+    try:
+        print(describe_ops(args))
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 def serve_forever(args: EngineArgs, options: ServerOptions) -> int:

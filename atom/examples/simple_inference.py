@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from atom.config import ConfigError
-from atom.model_engine.arg_utils import EngineArgs, add_no_speculation
+from atom.model_engine.arg_utils import EngineArgs, add_no_speculation, add_show_ops
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.stats import SpecDecodeStats, total
 
@@ -82,6 +82,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     EngineArgs.add_cli_args(parser)
     add_no_speculation(parser)
+    add_show_ops(parser)
     return parser.parse_args(argv)
 
 
@@ -111,6 +112,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p
         )
         engine_args = EngineArgs.from_cli_args(args).choose_draft(args.no_speculation)
+        if args.show_ops:
+            show_ops(engine_args)
+            return 0
         speculates = engine_args.says_speculation
         if args.compare and not speculates:
             raise ConfigError("--compare compares with no speculation, so it needs a --method")
@@ -120,6 +124,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
+
+
+def show_ops(engine_args: EngineArgs) -> None:
+    """Print which implementation runs each operation."""
+    from atom.model_engine.show_ops import describe_ops
+
+    print(describe_ops(engine_args))
 
 
 def run(

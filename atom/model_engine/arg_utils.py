@@ -27,6 +27,17 @@ def add_no_speculation(parser: argparse.ArgumentParser) -> None:
     )
 
 
+def add_show_ops(parser: argparse.ArgumentParser) -> None:
+    """Add the flag that shows which kernels would run, for `show_ops.describe_ops`."""
+    parser.add_argument(
+        "--show-ops",
+        "--show_ops",
+        action="store_true",
+        help="load the model, print which implementation runs each operation and why no better "
+        "one does, and exit",
+    )
+
+
 def _is_speculative(name: str) -> bool:
     return name in ("method", "draft_model", "num_speculative_tokens") or name.startswith(
         ("ngram_", "speculative_")
@@ -48,6 +59,12 @@ class EngineArgs:
     )
     max_model_len: int | None = _arg(None, "context length; the model's own when omitted", type=int)
     block_size: int = _arg(16, "tokens of a KV block")
+    kv_cache_dtype: str = _arg(
+        "auto",
+        "how keys and values are stored: as the model computes, in bfloat16, or in 8 bits, which "
+        "take half of bfloat16's memory",
+        choices=cfg.KV_CACHE_DTYPES,
+    )
     gpu_memory_utilization: float | None = _arg(
         None,
         f"share of the GPU's memory to use ({cfg.DEFAULT_GPU_MEMORY_UTILIZATION}); on a CPU the "
@@ -191,6 +208,7 @@ class EngineArgs:
             ),
             cache=cfg.CacheOptions(
                 block_size=self.block_size,
+                kv_cache_dtype=self.kv_cache_dtype,
                 gpu_memory_utilization=self.gpu_memory_utilization,
                 kv_cache_memory=memory,
                 enable_prefix_caching=self.enable_prefix_caching,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import nn
 
@@ -14,12 +16,12 @@ from atom.models.base import attention_layers
 
 def target_cache_builders(
     model: nn.Module, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[KVCacheBuilder]:
+) -> list[MHACacheBuilder | MLACacheBuilder]:
     """One builder per kind of attention in `model`; `dtype` is that of the cache."""
     layers = attention_layers(model)
     mha = {i: layer for i, layer in layers.items() if isinstance(layer, Attention)}
     mla = {i: layer for i, layer in layers.items() if isinstance(layer, MLAAttention)}
-    builders: list[KVCacheBuilder] = []
+    builders: list[MHACacheBuilder | MLACacheBuilder] = []
     if mha:
         builders.append(MHACacheBuilder(mha, block_size, dtype, device))
     if mla:
@@ -27,7 +29,7 @@ def target_cache_builders(
     return builders
 
 
-def bind_kv_caches(model: nn.Module, builders: list[KVCacheBuilder]) -> None:
+def bind_kv_caches(model: nn.Module, builders: Sequence[KVCacheBuilder]) -> None:
     """Give every attention layer of `model` its share of the allocated pools.
 
     Raises:

@@ -21,7 +21,12 @@ from atom.model_engine.graph_capture import (
     default_context_bounds,
 )
 from atom.model_engine.graph_runner import EagerRunner, GraphRunner
-from atom.model_engine.kv_cache import KVCacheBuilder, num_spare_blocks, plan_kv_cache
+from atom.model_engine.kv_cache import (
+    KVCacheBuilder,
+    num_spare_blocks,
+    plan_kv_cache,
+    storage_dtype,
+)
 from atom.model_engine.memory import estimate_graph_bytes, kv_cache_budget
 from atom.model_engine.messages import EngineLimits
 from atom.model_engine.model_runner import ModelRunner
@@ -29,8 +34,10 @@ from atom.model_engine.sampling_state import SamplingStates
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.model_loader.weights import load_weights
+from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import process_after_loading
+from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, default_num_threads, select_platform
@@ -70,6 +77,9 @@ class Executor(Protocol):
 class UniprocExecutor:
     """The model in this process, on one device.
 
+    Attributes:
+        ops: what runs which operation of the target and the draft.
+
     Args:
         proposer_factory: makes the proposer; the one that the configuration names when None.
     """
@@ -86,6 +96,8 @@ class UniprocExecutor:
         text_config = source.hf_config.get_text_config()
         context_len = resolve_max_model_len(text_config, config.model.max_model_len)
         context = LayerContext.create(dtype, context_len, platform)
+        storage = storage_dtype(config.cache, context)
+        self.ops: OpTable = context.ops
         self._model = _load_model(config, source, context)
         self._proposer = (proposer_factory or create_proposer)(config, self._model, source, context)
         self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
@@ -97,8 +109,8 @@ class UniprocExecutor:
         self._runner = self._create_runner(config, source, context)
         self.eos_token_ids = source.eos_token_ids
         self.lookahead = self._proposer.lookahead
-        builders = [
-            *target_cache_builders(self._model, config.cache.block_size, dtype, context.device),
+        builders: list[KVCacheBuilder] = [
+            *target_cache_builders(self._model, config.cache.block_size, storage, context.device),
             *self._proposer.kv_cache_builders,
         ]
         num_blocks = self._allocate_kv_cache(config, builders, platform, context_len)
@@ -111,18 +123,32 @@ class UniprocExecutor:
             block_size=config.cache.block_size,
             vocab_size=text_config.vocab_size,
             max_logprobs=config.max_logprobs,
+            kv_cache_dtype=_name(storage),
         )
-        logger.info("ops:\n%s", context.ops.describe())
+        logger.info("ops:\n%s", self.ops.describe())
+        if storage in FP8_TYPES:
+            self._log_scales()
         logger.info(
-            "%s in %s on %s (%s): context %d, %d KV blocks of %d tokens, ready in %.1f s",
+            "%s in %s on %s (%s): context %d, %d KV blocks of %d tokens in %s, ready in %.1f s",
             source.name,
-            str(dtype).removeprefix("torch."),
+            _name(dtype),
             platform.kind,
             platform.arch,
             self.limits.max_model_len,
             num_blocks,
             config.cache.block_size,
+            _name(storage),
             time.perf_counter() - started,
+        )
+
+    def _log_scales(self) -> None:
+        models = (self._model, self._proposer.draft_model)
+        modules = [m for model in models if model is not None for m in model.modules()]
+        scales = [module for module in modules if isinstance(module, KVScale)]
+        logger.info(
+            "KV cache scales: the checkpoint's in %d of %d attention layers, 1 elsewhere",
+            sum(scale.is_given for scale in scales),
+            len(scales),
         )
 
     def _create_runner(
@@ -226,6 +252,10 @@ def _load_model(config: EngineConfig, source: ModelSource, context: LayerContext
     load_weights(model, model.weight_mapping, source, config.model)
     process_after_loading(model)
     return model
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def resolve_dtype(name: str, source: ModelSource) -> torch.dtype:

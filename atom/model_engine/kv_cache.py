@@ -11,7 +11,10 @@ import numpy as np
 import torch
 from torch import nn
 
+from atom.config import CacheOptions
 from atom.model_ops.attention_mha import Attention
+from atom.model_ops.kv_scale import FP8_TYPES
+from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import CacheTensor, KVCacheTensor
 
 
@@ -32,6 +35,13 @@ class KVCacheBuilder(Protocol):
     def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> CacheTensor | None:
         """The view for one attention module; None when the module is not of this kind."""
         ...
+
+
+def storage_dtype(options: CacheOptions, context: LayerContext) -> torch.dtype:
+    """The type that keys, values and latents are stored in."""
+    if options.kv_cache_dtype == "auto":
+        return context.dtype
+    return torch.bfloat16 if options.kv_cache_dtype == "bf16" else context.ops.platform.fp8_dtype
 
 
 def num_spare_blocks(device: torch.device) -> int:
@@ -100,9 +110,13 @@ def zero_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) 
 
 
 class MHACacheBuilder:
-    """The target's keys and values: [layers, 2, blocks, block_size, kv_heads, head_dim]."""
+    """The target's keys and values: [layers, 2, blocks, block_size, kv_heads, head_dim].
+
+    Of 8 bits they have scales beside them, [layers, 2] float32.
+    """
 
     key = "kv_cache"
+    scale_key = "kv_scale"
 
     def __init__(
         self,
@@ -131,11 +145,19 @@ class MHACacheBuilder:
         blocks = num_blocks + num_spare_blocks(self._device)
         shape = (len(self._modules), 2, blocks, *self._block_shape(first))
         pool = zero_pool(shape, self._dtype, self._device)
+        if self._dtype not in FP8_TYPES:
+            self._layers = {
+                layer_id: KVCacheTensor(pool[i, 0], pool[i, 1])
+                for i, layer_id in enumerate(self._modules)
+            }
+            return {self.key: pool}
+        modules = self._modules.values()
+        scales = torch.stack([m.kv_scale.of_keys_and_values(self._dtype) for m in modules])
         self._layers = {
-            layer_id: KVCacheTensor(pool[i, 0], pool[i, 1])
+            layer_id: KVCacheTensor(pool[i, 0], pool[i, 1], scales[i, :1], scales[i, 1:])
             for i, layer_id in enumerate(self._modules)
         }
-        return {self.key: pool}
+        return {self.key: pool, self.scale_key: scales}
 
     def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> KVCacheTensor | None:
         if self._modules.get(layer_id) is not module:

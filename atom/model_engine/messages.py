@@ -88,6 +88,8 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_running: int = 0
     num_waiting: int = 0
     num_blocks: int = 0
+    block_size: int = 0
+    kv_cache_dtype: str = ""
     num_used_blocks: int = 0
     num_preemptions: int = 0
     num_prompt_tokens: int = 0
@@ -119,13 +121,18 @@ class StepReport(msgspec.Struct, kw_only=True):
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request must fit in, known once the KV pool is allocated."""
+    """What a request must fit in, known once the KV pool is allocated.
+
+    Attributes:
+        kv_cache_dtype: torch's name of the type that the pool is stored in.
+    """
 
     max_model_len: int
     num_blocks: int
     block_size: int
     vocab_size: int
     max_logprobs: int
+    kv_cache_dtype: str = ""
 
     @property
     def num_kv_tokens(self) -> int:

@@ -75,7 +75,11 @@ class Scheduler:
         # The batch that runs now, with the sequences of its rows: an id may name another
         # sequence by the time its results come.
         self._in_flight: tuple[ScheduledBatch, list[Sequence]] | None = None
-        self._totals = EngineStats(num_blocks=pool.num_blocks)
+        self._totals = EngineStats(
+            num_blocks=pool.num_blocks,
+            block_size=pool.block_size,
+            kv_cache_dtype=limits.kv_cache_dtype,
+        )
         self._refused: list[RefusedSequence] = []
 
     @property

@@ -13,6 +13,7 @@ from torch import nn
 
 from atom.model_loader.checkpoint import CheckpointTensor
 from atom.model_loader.errors import WeightError, name_some
+from atom.model_ops.kv_scale import is_unused_scale, place_kv_scale
 from atom.model_ops.weight_mapping import WeightLoading, WeightMapping, WeightNaming
 from atom.model_ops.weights import copy_weight
 
@@ -22,11 +23,16 @@ _VALUE_TYPES = {"F64", "F32", "F16", "BF16"}
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter of the model and the module that owns it."""
+    """A parameter of the model, or a buffer that a checkpoint may fill, and its module."""
 
     module: nn.Module
     parameter_name: str
-    parameter: nn.Parameter
+    parameter: torch.Tensor
+
+    @property
+    def is_optional(self) -> bool:
+        """Buffers have a value of their own."""
+        return not isinstance(self.parameter, nn.Parameter)
 
 
 @dataclass(frozen=True)
@@ -55,12 +61,16 @@ class Placement:
 
 
 def find_targets(model: nn.Module) -> dict[str, Target]:
-    """Every parameter of the model by its full name."""
+    """Every parameter of the model by its full name, and buffers of modules that place tensors."""
     targets = {}
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
         for name, parameter in module.named_parameters(recurse=False):
             targets[prefix + name] = Target(module, name, parameter)
+        takes_tensors = isinstance(module, WeightLoading)
+        for name, buffer in module.named_buffers(recurse=False):
+            if takes_tensors:
+                targets[prefix + name] = Target(module, name, buffer)
     return targets
 
 
@@ -84,6 +94,8 @@ def place_tensors(
     filled: dict[str, set[str | None]] = defaultdict(set)
     for tensor in tensors:
         if any(pattern.fullmatch(tensor.name) for pattern in ignored):
+            continue
+        if is_unused_scale(tensor.name):
             continue
         target_name, shard = directory.find(tensor.name)
         target = targets.get(target_name)
@@ -131,7 +143,8 @@ class _Directory:
                 break
         if name in self._targets:
             return name, None
-        return self._in_packed(name) or self._by_module(name) or (name, None)
+        placed = place_kv_scale(name) or self._in_packed(name) or self._by_module(name)
+        return placed or (name, None)
 
     def shards(self, name: str) -> tuple[str, ...]:
         """The parts that together fill a parameter that got at least one part."""
@@ -176,6 +189,8 @@ def _missing(
     missing = []
     for name, target in targets.items():
         found = filled.get(name)
+        if target.is_optional:
+            continue
         if found is None:
             if id(target.parameter) not in shared:
                 missing.append(name)

@@ -178,7 +178,7 @@ def _levels(raw: dict[str, Any]) -> Iterable[dict[str, Any]]:
 def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions) -> None:
     for level in _levels(raw):
         quantization = level.get("quantization_config")
-        if quantization is not None:
+        if quantization is not None and not _quantises_only_the_cache(quantization):
             named = isinstance(quantization, dict) and quantization.get("quant_method")
             method = named or "by an unnamed method"
             raise ConfigError(
@@ -192,6 +192,23 @@ def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions
             f"{folder} is of type {model_type!r}, which transformers does not know, and brings "
             f"its own code; --trust-remote-code runs that code, if you trust it"
         )
+
+
+def _quantises_only_the_cache(quantization: object) -> bool:
+    """Whether weights are plain and 8-bit KV caches have one scale per tensor (compressed-tensors).
+
+    Such scales are read; whether the cache is stored so is `--kv-cache-dtype`'s to say.
+    """
+    if not isinstance(quantization, dict):
+        return False
+    scheme = quantization.get("kv_cache_scheme")
+    return (
+        quantization.get("quant_method") == "compressed-tensors"
+        and not quantization.get("config_groups")
+        and isinstance(scheme, dict)
+        and (scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy"))
+        == (8, "float", "tensor")
+    )
 
 
 def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> PretrainedConfig:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from atom.model_ops.kv_scale import KVScale
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import (
     MAX_DECODE_QUERIES,
@@ -19,6 +20,7 @@ class Attention(nn.Module):
 
     Attributes:
         kv_cache: bound once by the runner, before the first forward.
+        kv_scale: the checkpoint's, for a cache of 8 bits.
     """
 
     kv_cache: KVCacheTensor
@@ -39,6 +41,7 @@ class Attention(nn.Module):
         self.scale = scale
         # Published configs write 0 and -1 for "off".
         self.sliding_window = sliding_window if sliding_window and sliding_window > 0 else None
+        self.kv_scale = KVScale(context.device)
         self._context = context
 
     def bind_kv_cache(self, cache: CacheTensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from atom.model_ops.kv_scale import KVScale
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import (
     MAX_DECODE_QUERIES,
@@ -43,6 +44,7 @@ class MLAAttention(nn.Module):
 
     Attributes:
         kv_cache: bound once by the runner, before the first forward.
+        kv_scale: the checkpoint's, for a cache of 8 bits.
         latent_dim: elements that one token takes in the cache.
     """
 
@@ -64,6 +66,7 @@ class MLAAttention(nn.Module):
         self.v_head_dim = v_head_dim
         self.latent_dim = kv_lora_rank + qk_rope_head_dim
         self.scale = scale
+        self.kv_scale = KVScale(context.device)
         self._context = context
 
     def bind_kv_cache(self, cache: CacheTensor) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from atom.config import op_override
+from atom.model_ops.op_report import format_choices
 from atom.platform import Platform
 
 
@@ -50,9 +51,10 @@ class Implementation:
 
 @dataclass(frozen=True)
 class OpChoice:
-    """One row of the table."""
+    """What was decided for one query."""
 
     op: str
+    query: OpQuery
     name: str
     function: Any
     passed_over: tuple[tuple[str, str], ...]
@@ -109,7 +111,7 @@ class OpTable:
                 continue
             reason = candidate.supports(query)
             if reason is None:
-                return OpChoice(op, candidate.name, candidate.load(), tuple(passed_over))
+                return OpChoice(op, query, candidate.name, candidate.load(), tuple(passed_over))
             passed_over.append((candidate.name, reason))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
         raise OpUnavailableError(
@@ -123,12 +125,8 @@ class OpTable:
         return sorted(listed, key=lambda candidate: order.index(candidate.name))
 
     def describe(self) -> str:
-        """The choices made so far, one line per distinct decision."""
-        lines: dict[str, None] = {}
-        for choice in self._choices.values():
-            why = "; ".join(f"not {name}: {reason}" for name, reason in choice.passed_over)
-            lines[f"{choice.op:<16} {choice.name:<8} {why}".rstrip()] = None
-        return "\n".join(lines)
+        """The choices made so far, a row for each distinct decision."""
+        return format_choices(self._choices.values())
 
 
 def always(_: OpQuery) -> None:

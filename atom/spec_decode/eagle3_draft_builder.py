@@ -18,8 +18,7 @@ class Eagle3DraftBuilder:
     rank's: fewer heads than ranks are replicated, never none.
 
     Attributes:
-        key, scale_key: names of the pool and of its quantisation scales. There are no scales:
-            they come with an 8-bit cache, which no draft has yet.
+        key, scale_key: names of the pool and, where it is of 8 bits, of its scales.
     """
 
     key = "eagle3_kv_cache"
@@ -35,8 +34,9 @@ class Eagle3DraftBuilder:
         return self._layer_cache.compute_block_bytes()
 
     def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
-        (pool,) = self._layer_cache.allocate_kv_cache_tensors(num_blocks).values()
-        return {self.key: pool}
+        names = {self._layer_cache.key: self.key, self._layer_cache.scale_key: self.scale_key}
+        tensors = self._layer_cache.allocate_kv_cache_tensors(num_blocks)
+        return {names[name]: tensor for name, tensor in tensors.items()}
 
     def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> CacheTensor | None:
         return self._layer_cache.build_kv_cache_tensor(layer_id, module)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from atom.config import EngineConfig, SpeculativeOptions
+from atom.model_engine.kv_cache import storage_dtype
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
@@ -71,7 +72,8 @@ def _create_eagle3(
 ) -> Proposer:
     assert options.model is not None
     draft = load_draft(options.model, target, source, context, config.model)
-    builder = Eagle3DraftBuilder(draft, config.cache.block_size, context.dtype, context.device)
+    storage = storage_dtype(config.cache, context)
+    builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
     return EagleProposer(
         draft,
         builder,
@@ -89,9 +91,10 @@ def _create_mtp(
     context: LayerContext,
 ) -> Proposer:
     mtp = load_mtp(target, source, context, config.model)
+    storage = storage_dtype(config.cache, context)
     return MTPProposer(
         mtp,
-        MTPCacheBuilder(mtp, config.cache.block_size, context.dtype, context.device),
+        MTPCacheBuilder(mtp, config.cache.block_size, storage, context.device),
         options.num_speculative_tokens,
         config.cache.block_size,
         context.max_model_len,

@@ -22,6 +22,7 @@ class MTPCacheBuilder(MLACacheBuilder):
     """The prediction layers' latents, in the format and with the block ids of the target's."""
 
     key = "mtp_kv_cache"
+    scale_key = "mtp_kv_scale"
 
     def __init__(
         self, mtp: DeepseekMTP, block_size: int, dtype: torch.dtype, device: torch.device

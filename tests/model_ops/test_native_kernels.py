@@ -15,10 +15,12 @@ from hypothesis import strategies as st
 
 from atom.config import cache_dir
 from atom.model_ops.kernels.native import attention, bindings, elementwise, linear
+from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.build import NativeBuild, build, native_build
 from atom.model_ops.kernels.torch import attention as torch_attention
 from atom.model_ops.kernels.torch import elementwise as torch_elementwise
 from atom.model_ops.kernels.torch import linear as torch_linear
+from atom.model_ops.kernels.torch import sampling as torch_sampling
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpQuery, OpTable
@@ -180,24 +182,66 @@ def test_silu_of_extreme_gates() -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("head_dim", "rotary_dim"), [(64, 64), (80, 80), (96, 40), (128, 128)])
-def test_rope(dtype: torch.dtype, head_dim: int, rotary_dim: int) -> None:
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_rope(dtype: torch.dtype, head_dim: int, rotary_dim: int, interleaved: bool) -> None:
     op = elementwise.load_rope()
     table = random(50, rotary_dim, seed=3)
     for rows in (0, 1, 5, 130):
         positions = torch.randint(0, 50, (rows,), generator=torch.Generator().manual_seed(4))
         fused = random(rows, 8, head_dim, dtype=dtype)
         q, k = fused[:, :5], fused[:, 5:7]
-        for got, x in zip(op(positions, q, k, table), (q, k), strict=True):
-            exact, _ = torch_elementwise.rope(positions, x.double(), x.double(), table.double())
+        for got, x in zip(op(positions, q, k, table, interleaved), (q, k), strict=True):
+            wide = x.double(), x.double(), table.double()
+            exact, _ = torch_elementwise.rope(positions, *wide, interleaved)
             assert got.is_contiguous()
             assert_near(got, exact, dtype)
+
+
+def test_interleaved_pairs_rotate_like_the_halves_they_become() -> None:
+    x, table, positions = random(5, 3, 40), random(9, 24, seed=1), torch.arange(5)
+    halves = torch.cat((x[..., 0:24:2], x[..., 1:24:2], x[..., 24:]), dim=-1)
+    for rope in (torch_elementwise.rope, elementwise.load_rope()):
+        for one, other in zip(
+            rope(positions, x, x, table, True),
+            rope(positions, halves, halves, table, False),
+            strict=True,
+        ):
+            assert torch.equal(one, other)
 
 
 def test_rope_refuses_a_position_outside_the_table() -> None:
     q = random(2, 1, 16)
     for bad in (-1, 10):
         with pytest.raises(IndexError, match=f"position {bad} .* 10"):
-            elementwise.load_rope()(torch.tensor([3, bad]), q, q, random(10, 16))
+            elementwise.load_rope()(torch.tensor([3, bad]), q, q, random(10, 16), False)
+
+
+# ---- masks --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 5000])
+@pytest.mark.parametrize("rows", [None, [4, 0, 2], []])
+def test_masked_tokens_equal_torchs(vocab: int, rows: list[int] | None) -> None:
+    scores = random(5, vocab)
+    scores[0, 0], scores[4, -1] = float("nan"), float("inf")
+    count = 5 if rows is None else len(rows)
+    generator = torch.Generator().manual_seed(vocab)
+    words = torch.randint(-(2**31), 2**31, (count, -(-vocab // 32)), generator=generator).int()
+    index = None if rows is None else torch.tensor(rows, dtype=torch.int64)
+    expected = scores.clone()
+    torch_sampling.mask_tokens(expected, words, index)
+    native_sampling.load_mask_tokens()(scores, words, index)
+    assert torch.equal(scores.view(torch.int32), expected.view(torch.int32))
+
+
+def test_masks_that_fit_no_scores_are_refused() -> None:
+    op, scores = native_sampling.load_mask_tokens(), random(3, 64)
+    words = torch.zeros(1, 2, dtype=torch.int32)
+    with pytest.raises(ValueError, match=r"mask_tokens .* scores \[3, 64\]"):
+        op(scores, words, None)
+    for bad in (-1, 3):
+        with pytest.raises(IndexError, match=f"row {bad} of 3"):
+            op(scores, words, torch.tensor([bad]))
 
 
 # ---- attention ----------------------------------------------------------------------------
@@ -425,7 +469,8 @@ def test_threads_change_no_bit() -> None:
         normed, total = elementwise.load_add_rms_norm()(x, x, norm_weight, 1e-5)
         gated = elementwise.load_silu_and_mul()(x)
         heads = x.view(200, 9, 64)
-        return [out, normed, total, gated, *elementwise.load_rope()(positions, heads, heads, table)]
+        rotated = elementwise.load_rope()(positions, heads, heads, table, False)
+        return [out, normed, total, gated, *rotated]
 
     alone = run()
     torch.set_num_threads(3)
@@ -441,7 +486,7 @@ def test_the_table_prefers_native_kernels_on_a_cpu(op: str) -> None:
     shape = {"in_features": 64, "head_dim": 64, "size": 64}
     table = OpTable(CPU, OPS)
     table.resolve(op, torch.bfloat16, torch.bfloat16, **shape)
-    assert f"{op:<16} native" in table.describe()
+    assert table.describe().splitlines()[1].split() == [op, "native"]
     reason = OPS[op][0].supports(OpQuery(Platform("cuda", "sm90", True), torch.bfloat16, shape))
     assert reason == "runs on CPUs only"
     assert OPS[op][0].supports(OpQuery(CPU, torch.float64, shape)) is not None
@@ -463,7 +508,7 @@ def test_without_a_build_torch_runs_and_the_reason_is_shown(
     monkeypatch.setattr(bindings, "native_build", lambda: NativeBuild(None, "no C++ compiler"))
     table = OpTable(current_platform(), OPS)
     table.resolve("rms_norm", torch.float32, size=64)
-    assert table.describe() == "rms_norm         torch    not native: no C++ compiler"
+    assert table.describe().splitlines()[1] == "rms_norm  torch  not native: no C++ compiler"
 
 
 def fresh_build(environment: dict[str, str]) -> str:

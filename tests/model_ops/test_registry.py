@@ -33,10 +33,24 @@ def test_every_better_one_that_was_passed_over_has_a_reason() -> None:
     entries = (named("torch"), named("aiter", "no such entry point"), named("gluon", "wrong shape"))
     table = OpTable(MI300X, {"op": entries})
     assert table.resolve("op", torch.bfloat16, head_dim=64) == "torch"
-    assert table.describe().split(maxsplit=2) == [
-        "op",
-        "torch",
-        "not aiter: no such entry point; not gluon: wrong shape",
+    assert table.describe().splitlines() == [
+        "op  runs   better ones passed over",
+        "op  torch  not aiter: no such entry point",
+        "           not gluon: wrong shape",
+    ]
+
+
+def test_the_table_tells_decisions_of_an_op_apart() -> None:
+    def supports(query: OpQuery) -> str | None:
+        return "too small" if query.shape["size"] < 4 else None
+
+    table = OpTable(H200, {"op": (Implementation("triton", supports, object), named("torch"))})
+    for size, width in ((2, 1), (8, 1), (3, 1), (9, 1)):
+        table.resolve("op", torch.bfloat16, size=size, width=width)
+    assert table.describe().splitlines() == [
+        "op  runs    where     better ones passed over",
+        "op  torch   size=2,3  not triton: too small",
+        "op  triton  size=8,9",
     ]
 
 

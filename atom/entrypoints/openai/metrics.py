@@ -106,6 +106,7 @@ class _EngineCollector(Collector):
         )
         for name, text, value in gauges:
             yield GaugeMetricFamily(f"atom:{name}", text, value=value)
+        yield _kv_cache_info(stats)
         counters = (
             ("prompt_tokens", "Prompt tokens of scheduled requests.", stats.num_prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.num_generation_tokens),
@@ -125,6 +126,17 @@ class _EngineCollector(Collector):
             yield CounterMetricFamily(f"atom:{name}", text, value=value)
         if stats.spec_decode is not None:
             yield from _spec_decode_metrics(stats.spec_decode)
+
+
+def _kv_cache_info(stats: EngineStats) -> Metric:
+    """What the KV blocks are, as labels of a 1."""
+    labels = {"dtype": stats.kv_cache_dtype, "block_size": str(stats.block_size)}
+    family = GaugeMetricFamily(
+        "atom:kv_cache_info", "How KV blocks are stored, and their tokens.", labels=list(labels)
+    )
+    if stats.kv_cache_dtype:
+        family.add_metric(list(labels.values()), 1)
+    return family
 
 
 def _spec_decode_metrics(stats: SpecDecodeStats) -> Iterator[Metric]:

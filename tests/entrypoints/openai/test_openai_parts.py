@@ -224,10 +224,12 @@ def test_metrics_are_counted_apart() -> None:
     times = RequestMetrics(10.0, first_scheduled_time=10.5, finished_time=12.0)
     metrics.on_request_finished(times, "stop", 5, 3)
     stats = EngineStats(num_running=2, num_blocks=8, num_used_blocks=2, prefix_cache_hits=48)
+    stats.block_size, stats.kv_cache_dtype = 16, "float8_e4m3fn"
     text = metrics.expose(stats)[0].decode()
     for line in (
         "atom:num_requests_running 2.0",
         "atom:kv_cache_usage_ratio 0.25",
+        'atom:kv_cache_info{block_size="16",dtype="float8_e4m3fn"} 1.0',
         "atom:prefix_cache_hits_total 48.0",
         'atom:requests_finished_total{reason="stop"} 1.0',
         'atom:requests_finished_total{reason="abort"} 0.0',

@@ -26,7 +26,11 @@ def kv_cache_write(
     k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
 ) -> None:
     """Write k, v [T, kv_heads, d] to their slots; slot -1 writes nothing."""
-    write_rows(slot_mapping, (kv_cache.key, k), (kv_cache.value, v))
+    write_rows(
+        slot_mapping,
+        (kv_cache.key, k, kv_cache.key_scale),
+        (kv_cache.value, v, kv_cache.value_scale),
+    )
 
 
 def paged_attention(
@@ -64,8 +68,9 @@ def _attend(
     group = heads // kv_heads
     longest = longest_context(metadata, rows)
     dtype = compute_dtype(q)
-    key = gather_blocks(kv_cache.key, metadata, rows, longest).transpose(1, 2).to(dtype)
-    value = gather_blocks(kv_cache.value, metadata, rows, longest).transpose(1, 2).to(dtype)
+    where = metadata, rows, longest, dtype
+    key = gather_blocks(kv_cache.key, kv_cache.key_scale, *where).transpose(1, 2)
+    value = gather_blocks(kv_cache.value, kv_cache.value_scale, *where).transpose(1, 2)
     # The query heads of one KV head become extra queries, so that K and V are never repeated.
     grouped = q.view(num_seqs, length, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     grouped = grouped.reshape(num_seqs, kv_heads, group * length, head_dim).to(dtype)

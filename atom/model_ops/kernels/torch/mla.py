@@ -31,7 +31,8 @@ def mla_cache_write(
     slot_mapping: torch.Tensor,
 ) -> None:
     """Write latent [T, rank] and k_rope [T, rope] to their slots; slot -1 writes nothing."""
-    write_rows(slot_mapping, (kv_cache.latent, torch.cat((latent, k_rope), dim=-1)))
+    rows = torch.cat((latent, k_rope), dim=-1)
+    write_rows(slot_mapping, (kv_cache.latent, rows, kv_cache.scale))
 
 
 def mla_attention(
@@ -55,7 +56,7 @@ def mla_attention(
     for length, rows, tokens in by_query_length(metadata, q.device):
         batch = (q if tokens is None else q[tokens]).view(len(rows), length, heads, -1).to(dtype)
         longest = longest_context(metadata, rows)
-        cache = gather_blocks(kv_cache.latent, metadata, rows, longest).to(dtype)
+        cache = gather_blocks(kv_cache.latent, kv_cache.scale, metadata, rows, longest, dtype)
         mask = causal_mask(metadata, rows, length, longest)
         attend = _absorbed if length <= limit else _expanded
         attended = attend(batch, cache, w_uk, w_uv, mask, scale).flatten(0, 1).to(q.dtype)

@@ -11,6 +11,7 @@ from itertools import accumulate
 
 import torch
 
+from atom.model_ops.kernels.torch.fp8 import bits, dequantise, quantise
 from atom.model_ops.metadata import AttentionMetadata
 from atom.platform import current_platform
 
@@ -39,20 +40,31 @@ def by_query_length(
         yield length, rows, torch.tensor(tokens, device=device)
 
 
-def write_rows(slots: torch.Tensor, *writes: tuple[torch.Tensor, torch.Tensor]) -> None:
-    """Write rows [T, ...] of each pool [blocks, block_size, ...] to slots [T].
+def write_rows(
+    slots: torch.Tensor, *writes: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
+) -> None:
+    """Write rows [T, ...] to slots [T] of pools [blocks, block_size, ...].
 
     Slot -1 writes nothing on a CPU, and elsewhere to the spare block at the pool's end.
+
+    Args:
+        writes: each a pool, its rows and the scale of an 8-bit pool.
     """
-    if slots.device.type != "cpu":
-        for pool, rows in writes:
-            pool.flatten(0, 1).index_put_((slots,), rows.to(pool.dtype))
-        return
-    if bool((slots < 0).any()):
-        real = slots >= 0
-        slots, writes = slots[real], tuple((pool, rows[real]) for pool, rows in writes)
-    for pool, rows in writes:
-        pool.flatten(0, 1).index_copy_(0, slots, rows.to(pool.dtype))
+    on_cpu = slots.device.type == "cpu"
+    real = slots >= 0 if on_cpu and bool((slots < 0).any()) else None
+    if real is not None:
+        slots = slots[real]
+    for pool, rows, scale in writes:
+        stored = _as_stored(rows if real is None else rows[real], pool.dtype, scale)
+        flat, stored = bits(pool).flatten(0, 1), bits(stored)
+        if on_cpu:
+            flat.index_copy_(0, slots, stored)
+        else:
+            flat.index_put_((slots,), stored)
+
+
+def _as_stored(x: torch.Tensor, storage: torch.dtype, scale: torch.Tensor | None) -> torch.Tensor:
+    return x.to(storage) if scale is None else quantise(x, scale, storage)
 
 
 def longest_context(metadata: AttentionMetadata, rows: list[int]) -> int:
@@ -63,12 +75,21 @@ def longest_context(metadata: AttentionMetadata, rows: list[int]) -> int:
 
 
 def gather_blocks(
-    cache: torch.Tensor, metadata: AttentionMetadata, rows: list[int], longest: int
+    cache: torch.Tensor,
+    scale: torch.Tensor | None,
+    metadata: AttentionMetadata,
+    rows: list[int],
+    longest: int,
+    dtype: torch.dtype,
 ) -> torch.Tensor:
-    """[blocks, block_size, ...] -> each sequence's first tokens, [b, longest, ...]."""
+    """[blocks, block_size, ...] -> each sequence's first tokens, [b, longest, ...] of `dtype`.
+
+    scale: of an 8-bit cache.
+    """
     num_blocks = -(-longest // cache.shape[1])
     tables = _rows(metadata.block_tables[:, :num_blocks], rows)
-    return cache[tables].flatten(1, 2)[:, :longest]
+    stored = bits(cache)[tables].flatten(1, 2)[:, :longest].view(cache.dtype)
+    return stored.to(dtype) if scale is None else dequantise(stored, scale, dtype)
 
 
 def causal_mask(

@@ -1,0 +1,77 @@
+"""The table of ops as text: what runs, and why nothing better does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+if TYPE_CHECKING:
+    from atom.model_ops.registry import OpChoice, OpQuery
+
+_HEADER = ("op", "runs", "where", "better ones passed over")
+# Sizes of one name that a row lists before it only counts them.
+_MOST_VALUES = 4
+
+_Reasons = tuple[tuple[str, str], ...]
+
+
+def format_choices(choices: Iterable[OpChoice]) -> str:
+    """A row for each distinct decision.
+
+    Where an op has several, `where` tells them apart by data types and sizes. Each better
+    implementation has a line of its own.
+    """
+    decisions: dict[str, dict[tuple[str, _Reasons], list[OpQuery]]] = {}
+    for choice in choices:
+        of_op = decisions.setdefault(choice.op, {})
+        of_op.setdefault((choice.name, choice.passed_over), []).append(choice.query)
+    lines: list[Sequence[str]] = [_HEADER]
+    for op, of_op in decisions.items():
+        apart = _telling_apart(list(of_op.values()))
+        for (name, passed_over), queries in of_op.items():
+            reasons = [f"not {better}: {' '.join(why.split())}" for better, why in passed_over]
+            lines.append((op, name, _where(queries, apart), *(reasons[:1] or [""])))
+            lines += [("", "", "", reason) for reason in reasons[1:]]
+    columns = list(zip(*lines, strict=True))[:-1]
+    widths = [max(map(len, column)) if any(column[1:]) else 0 for column in columns]
+    return "\n".join(_join(line, widths) for line in lines)
+
+
+def _join(line: Sequence[str], widths: Sequence[int]) -> str:
+    cells = [f"{cell:<{width}}" for cell, width in zip(line, widths, strict=False) if width]
+    return "  ".join([*cells, line[-1]]).rstrip()
+
+
+def _telling_apart(groups: Sequence[Sequence[OpQuery]]) -> list[str]:
+    """Names of the properties whose values differ between decisions."""
+    if len(groups) == 1:
+        return []
+    values = [_values(group) for group in groups]
+    return [name for name in values[0] if any(v.get(name) != values[0][name] for v in values)]
+
+
+def _where(queries: Sequence[OpQuery], names: Iterable[str]) -> str:
+    values = _values(queries)
+    return " ".join(f"{name}={_listed(list(values.get(name, ())))}" for name in names)
+
+
+def _values(queries: Sequence[OpQuery]) -> Mapping[str, Mapping[str, None]]:
+    """Each property's values, in order and without repetition."""
+    values: dict[str, dict[str, None]] = {}
+    for query in queries:
+        properties = {"dtype": _short(query.dtype), "cache": _short(query.storage), **query.shape}
+        for name, value in properties.items():
+            values.setdefault(name, {})[str(value)] = None
+    return values
+
+
+def _listed(values: Sequence[str]) -> str:
+    if len(values) <= _MOST_VALUES:
+        return ",".join(values)
+    return ",".join(values[:_MOST_VALUES]) + f",... ({len(values)})"
+
+
+def _short(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")
