@@ -59,12 +59,15 @@ class Attention(nn.Module):
             "head_dim": self.head_dim,
             "block_size": cache.block_size,
             "num_blocks": cache.key.shape[0],
+            "sliding_window": self.sliding_window or 0,
         }
-        dtypes = self._context.dtype, cache.key.dtype
-        ops = self._context.ops
-        self._write = ops.resolve("kv_cache_write", *dtypes, **shape)
-        self._decode = ops.resolve("paged_attention", *dtypes, **shape)
-        self._prefill = ops.resolve("prefill_attention", *dtypes, **shape)
+        # Together: what one writes the others read.
+        self._write, self._decode, self._prefill = self._context.ops.resolve_together(
+            ("kv_cache_write", "paged_attention", "prefill_attention"),
+            self._context.dtype,
+            cache.key.dtype,
+            **shape,
+        )
 
     def forward(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata

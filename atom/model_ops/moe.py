@@ -34,7 +34,14 @@ class TopKRouter(nn.Module):
             "linear", torch.float32, in_features=hidden_size, out_features=routing.num_experts
         )
         self._route = context.ops.resolve(
-            "moe_route", torch.float32, num_experts=routing.num_experts, top_k=routing.top_k
+            "moe_route",
+            torch.float32,
+            num_experts=routing.num_experts,
+            top_k=routing.top_k,
+            num_groups=routing.num_groups,
+            softmax=routing.scoring == "softmax",
+            pair_scores=routing.group_score == "top2_sum",
+            has_bias=has_correction_bias,
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

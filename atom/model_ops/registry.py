@@ -18,6 +18,11 @@ from atom.model_ops.op_report import format_choices
 from atom.platform import Platform
 
 
+# How the bytes of a KV cache lie unless all ops that touch it agree on something else: as the
+# cache tensors of `metadata` say.
+PLAIN = "plain"
+
+
 @dataclass(frozen=True)
 class OpQuery:
     """What an implementation is asked to support.
@@ -42,11 +47,13 @@ class Implementation:
         name: `torch`, `native`, `triton`, `gluon` or `aiter`.
         supports: None when it can run, else the reason why not.
         load: imports and returns what runs; called only when chosen.
+        layout: how it wants the bytes of the KV cache that it touches to lie.
     """
 
     name: str
     supports: Callable[[OpQuery], str | None]
     load: Callable[[], Any]
+    layout: str = PLAIN
 
 
 @dataclass(frozen=True)
@@ -58,6 +65,7 @@ class OpChoice:
     name: str
     function: Any
     passed_over: tuple[tuple[str, str], ...]
+    layout: str = PLAIN
 
 
 def preference(platform: Platform) -> tuple[str, ...]:
@@ -88,21 +96,50 @@ class OpTable:
     ) -> Any:
         """The function that runs `op` for these data types and this shape.
 
+        Of an op on a KV cache, one that leaves the cache in its plain layout.
+
         Raises:
             OpUnavailableError: when nothing can, or an override cannot be honoured.
         """
         key = (op, dtype, storage, *sorted(shape.items()))
         if key not in self._choices:
-            self._choices[key] = self._choose(op, OpQuery(self.platform, dtype, shape, storage))
+            query = OpQuery(self.platform, dtype, shape, storage)
+            self._choices[key] = self._choose(op, query, PLAIN)
         return self._choices[key].function
 
-    def _choose(self, op: str, query: OpQuery) -> OpChoice:
+    def resolve_together(
+        self,
+        ops: tuple[str, ...],
+        dtype: torch.dtype,
+        storage: torch.dtype,
+        /,
+        **shape: int,
+    ) -> tuple[Any, ...]:
+        """The functions that run all `ops` on one KV cache, in one layout of its bytes.
+
+        The best of each, when they want the same layout; else the best of each in the plain one.
+
+        Raises:
+            OpUnavailableError: when there is none for an op, or an override cannot be honoured.
+        """
+        keys = [(op, ops, dtype, storage, *sorted(shape.items())) for op in ops]
+        if not all(key in self._choices for key in keys):
+            query = OpQuery(self.platform, dtype, shape, storage)
+            choices = [self._choose(op, query) for op in ops]
+            if len({choice.layout for choice in choices}) > 1:
+                choices = [self._choose(op, query, PLAIN) for op in ops]
+            self._choices.update(zip(keys, choices, strict=True))
+        return tuple(self._choices[key].function for key in keys)
+
+    def _choose(self, op: str, query: OpQuery, layout: str | None = None) -> OpChoice:
+        """The best implementation that keeps the cache in `layout`; in any, without one."""
         candidates = self._candidates(op)
         wanted = op_override(op)
-        if wanted is not None and wanted not in {c.name for c in candidates}:
+        names = dict.fromkeys(candidate.name for candidate in candidates)
+        if wanted is not None and wanted not in names:
             raise OpUnavailableError(
                 f"ATOM_OP_{op.upper()}={wanted}: {self.platform.kind} ({self.platform.arch}) has "
-                f"no such implementation; it has {', '.join(c.name for c in candidates)}"
+                f"no such implementation; it has {', '.join(names)}"
             )
         passed_over: list[tuple[str, str]] = []
         for candidate in candidates:

@@ -1,0 +1,88 @@
+"""The two ways in which the bytes of a KV pool lie when aiter works on it.
+
+Plain is the project's own: [blocks, block_size, kv_heads, head_dim]. Packed is what aiter's Gluon
+decode kernel reads, in 16-byte vectors of x elements: keys [blocks, kv_heads, head_dim / x,
+block_size, x] and values [blocks, kv_heads, block_size / x, head_dim, x]. A block has the same
+bytes in both, so whatever moves whole blocks need not know.
+
+The rule: a layer's pool is packed when, and only when, its writer, its decode and its prefill all
+are aiter's packed ones. They judge by one function, `refuses_packing`, so they agree by
+themselves; `OpTable.resolve_together` chooses plain ones for all where an override, or a missing
+entry point, leaves them in disagreement.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from atom.model_ops.kernels.aiter.support import refuses_storage
+from atom.model_ops.kernels.torch.fp8 import bits, dequantise
+from atom.model_ops.metadata import KVCacheTensor
+from atom.model_ops.registry import OpQuery
+
+PACKED = "packed"
+
+# What every packed implementation needs, so that one of them is never there without the others.
+PACKED_ENTRY_POINTS = ("reshape_and_cache", "pa_decode_gluon", "flash_attn_varlen_func")
+
+# The head size that aiter tests its Gluon decode with, and the block sizes that it compiles for.
+_HEAD_DIM = 128
+_BLOCK_SIZES = (16, 64, 1024)
+_VECTOR_BYTES = 16
+
+
+def refuses_packing(query: OpQuery) -> str | None:
+    """Why this layer's pool is kept plain: the Gluon decode kernel's limits, and who needs it."""
+    shape = query.shape
+    if shape["num_heads"] != shape["num_kv_heads"]:
+        return (
+            f"packed for the Gluon decode of layers with one query head a KV head; here are "
+            f"{shape['num_heads']} and {shape['num_kv_heads']}"
+        )
+    if shape["head_dim"] != _HEAD_DIM:
+        return f"packed caches have head_dim={_HEAD_DIM}, not {shape['head_dim']}"
+    if shape["block_size"] not in _BLOCK_SIZES:
+        sizes = ", ".join(str(size) for size in _BLOCK_SIZES)
+        return f"packed caches have a block_size of {sizes}, not {shape['block_size']}"
+    if shape["sliding_window"]:
+        return f"the Gluon decode has no sliding_window={shape['sliding_window']}"
+    return refuses_storage(query)
+
+
+def packed_key(key: torch.Tensor) -> torch.Tensor:
+    """[blocks, block_size, kv_heads, head_dim] -> the same bytes, packed."""
+    blocks, block_size, kv_heads, head_dim = key.shape
+    x = _VECTOR_BYTES // key.dtype.itemsize
+    return key.view(blocks, kv_heads, head_dim // x, block_size, x)
+
+
+def packed_value(value: torch.Tensor) -> torch.Tensor:
+    """[blocks, block_size, kv_heads, head_dim] -> the same bytes, packed."""
+    blocks, block_size, kv_heads, head_dim = value.shape
+    x = _VECTOR_BYTES // value.dtype.itemsize
+    return value.view(blocks, kv_heads, block_size // x, head_dim, x)
+
+
+def plain_rows(
+    cache: KVCacheTensor, slots: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [C, kv_heads, head_dim] of `slots`, as `dtype`, from a plain pool."""
+    key = bits(cache.key).flatten(0, 1)[slots].view(cache.key.dtype)
+    value = bits(cache.value).flatten(0, 1)[slots].view(cache.value.dtype)
+    return _real(key, cache.key_scale, dtype), _real(value, cache.value_scale, dtype)
+
+
+def packed_rows(
+    cache: KVCacheTensor, slots: torch.Tensor, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [C, kv_heads, head_dim] of `slots`, as `dtype`, from a packed pool."""
+    key, value = packed_key(cache.key), packed_value(cache.value)
+    blocks, offsets = slots // cache.block_size, slots % cache.block_size
+    x = value.shape[4]
+    keys = bits(key)[blocks, :, :, offsets].flatten(2).view(key.dtype)
+    values = bits(value)[blocks, :, offsets // x, :, offsets % x].view(value.dtype)
+    return _real(keys, cache.key_scale, dtype), _real(values, cache.value_scale, dtype)
+
+
+def _real(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
+    return x.to(dtype) if scale is None else dequantise(x, scale, dtype)

@@ -1,0 +1,184 @@
+"""Multi-head latent attention by aiter.
+
+Decode is absorbed: queries are carried into the latent space, where the assembly kernel reads one
+latent a token for all heads. Prefill is expanded: keys and values are built once, and go to flash
+attention. See `kernels.torch.mla` for the two readings.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+
+from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels.aiter.attention import known_context_lens
+from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries
+from atom.model_ops.kernels.aiter.support import refuses_storage
+from atom.model_ops.kernels.torch.fp8 import bits, dequantise
+from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+from atom.model_ops.registry import OpQuery
+
+MLAOp = Callable[
+    [torch.Tensor, LatentCacheTensor, torch.Tensor, AttentionMetadata, float], torch.Tensor
+]
+
+# Heads that the decode kernels are compiled for (bfloat16, without persistent work lists). Fewer
+# are padded: a padded head costs nothing, the latents are read once for all.
+_HEADS = (16, 32, 64, 128)
+_RANK, _ROPE = 512, 64
+# Queries a sequence of one kernel call.
+_QUERIES = 4
+_MAX_V_HEAD_DIM = 256
+
+
+def refuses_decode(query: OpQuery) -> str | None:
+    shape = query.shape
+    if (shape["kv_lora_rank"], shape["qk_rope_head_dim"]) != (_RANK, _ROPE):
+        given = f"{shape['kv_lora_rank']} + {shape['qk_rope_head_dim']}"
+        return f"latents have {_RANK} + {_ROPE} elements, not {given}"
+    if shape["num_heads"] > _HEADS[-1]:
+        return f"num_heads={shape['num_heads']} is above {_HEADS[-1]}"
+    if query.storage != query.dtype:
+        return "reads an 8-bit cache with 8-bit queries only"
+    return None
+
+
+def refuses_prefill(query: OpQuery) -> str | None:
+    if query.shape["v_head_dim"] > _MAX_V_HEAD_DIM:
+        return f"v_head_dim={query.shape['v_head_dim']} is above {_MAX_V_HEAD_DIM}"
+    return refuses_storage(query)
+
+
+def padded_heads(num_heads: int) -> int:
+    """The least number of heads that a kernel takes and that is no less than `num_heads`."""
+    return next(heads for heads in _HEADS if heads >= num_heads)
+
+
+def load_decode() -> MLAOp:
+    decode = probe.function("mla_decode_fwd")
+
+    def mla_decode(
+        q: torch.Tensor,
+        kv_cache: LatentCacheTensor,
+        up_proj: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
+
+        The kernel wants equally many queries of each sequence; others are given to it query by
+        query. A page is a token, so that `kv_indices` are slots. Takes for granted that several
+        queries of a sequence are masked causally, and that nothing is read of `kv_indices`
+        beyond the last of `kv_indptr`.
+        """
+        queries = equal_queries(metadata, _QUERIES)
+        count = len(queries.context_lens)
+        bound = _total(metadata, count)
+        where = queries.block_tables, queries.context_lens
+        tokens = context_tokens(*where, kv_cache.block_size, bound)
+        carried = _absorb(q, up_proj, kv_cache.latent.shape[2])
+        out = q.new_empty(q.shape[0], carried.shape[1], up_proj.shape[2])
+        ones = torch.ones(count, dtype=torch.int32, device=q.device)
+        starts = torch.arange(count + 1, dtype=torch.int32, device=q.device) * queries.length
+        decode(
+            carried,
+            kv_cache.latent.view(-1, 1, 1, carried.shape[2]),
+            out,
+            starts,
+            tokens.starts,
+            tokens.slots.to(torch.int32),
+            ones,
+            queries.length,
+            page_size=1,
+            nhead_kv=1,
+            sm_scale=scale,
+        )
+        return _leave_latent_space(out, up_proj, q.shape[2] - _rope_dim(kv_cache, up_proj))
+
+    return mla_decode
+
+
+def load_prefill() -> MLAOp:
+    attend = probe.function("flash_attn_varlen_func")
+
+    def mla_prefill(
+        q: torch.Tensor,
+        kv_cache: LatentCacheTensor,
+        up_proj: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+    ) -> torch.Tensor:
+        """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
+
+        Takes for granted that values may be narrower than keys.
+
+        Raises:
+            ValueError: when the host does not know the context lengths.
+        """
+        lens = known_context_lens(metadata)
+        where = metadata.block_tables, metadata.context_lens
+        tokens = context_tokens(*where, kv_cache.block_size, sum(lens))
+        key, value = _expand(_latents(kv_cache, tokens.slots, q.dtype), q, up_proj)
+        out: torch.Tensor = attend(
+            q.contiguous(),
+            key,
+            value,
+            metadata.cu_seqlens_q,
+            tokens.starts,
+            metadata.max_seqlen_q,
+            max(lens),
+            softmax_scale=scale,
+            causal=True,
+        )
+        return out
+
+    return mla_prefill
+
+
+def _total(metadata: AttentionMetadata, count: int) -> int:
+    """Cached tokens over `count` sequences, or an upper bound of it."""
+    lens = metadata.context_lens_cpu
+    if lens is None or len(lens) != count:
+        return count * metadata.max_context_len
+    return sum(lens)
+
+
+def _rope_dim(kv_cache: LatentCacheTensor, up_proj: torch.Tensor) -> int:
+    return kv_cache.latent.shape[2] - up_proj.shape[2]
+
+
+def _absorb(q: torch.Tensor, up_proj: torch.Tensor, latent_dim: int) -> torch.Tensor:
+    """q [T, heads, nope + rope] -> [T, padded heads, rank + rope]."""
+    heads, _, rank = up_proj.shape
+    nope = q.shape[2] - (latent_dim - rank)
+    carried = q.new_zeros(q.shape[0], padded_heads(heads), latent_dim)
+    by_head = torch.bmm(q[..., :nope].transpose(0, 1), up_proj[:, :nope])
+    carried[:, :heads, :rank] = by_head.transpose(0, 1)
+    carried[:, :heads, rank:] = q[..., nope:]
+    return carried
+
+
+def _leave_latent_space(out: torch.Tensor, up_proj: torch.Tensor, nope: int) -> torch.Tensor:
+    """out [T, padded heads, rank] -> [T, heads, v]."""
+    seen = out[:, : up_proj.shape[0]].transpose(0, 1)
+    return torch.bmm(seen, up_proj[:, nope:].transpose(1, 2)).transpose(0, 1)
+
+
+def _latents(kv_cache: LatentCacheTensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[C, rank + rope] of `slots`."""
+    latent = bits(kv_cache.latent).flatten(0, 1)[slots].view(kv_cache.latent.dtype)
+    return latent if kv_cache.scale is None else dequantise(latent, kv_cache.scale, dtype)
+
+
+def _expand(
+    latents: torch.Tensor, q: torch.Tensor, up_proj: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """latents [C, rank + rope] -> keys [C, heads, nope + rope], values [C, heads, v]."""
+    heads, rows, rank = up_proj.shape
+    nope = q.shape[2] - (latents.shape[1] - rank)
+    both = F.linear(latents[:, :rank], up_proj.reshape(heads * rows, rank))
+    built, value = torch.split_with_sizes(both.view(-1, heads, rows), [nope, rows - nope], dim=2)
+    shared = latents[:, None, rank:].expand(-1, heads, -1)
+    return torch.cat((built, shared), dim=2), value.contiguous()

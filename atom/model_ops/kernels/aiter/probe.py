@@ -1,0 +1,145 @@
+"""What aiter offers here: found once, and whatever is wrong with it is a reason, not an error.
+
+aiter is imported only by a torch that was built for ROCm: elsewhere its import fails in ways of
+its own. Its entry points change between releases, so the parameters that the adapters rely on
+are compared with those that are there.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from atom.model_ops.kernels.aiter.entry_points import ENTRY_POINTS, EntryPoint
+
+Function = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Library:
+    """aiter, or what a test puts in its place.
+
+    Attributes:
+        load: a module's contents by the module's name; may raise anything.
+        extra_dtypes: floating-point types that it computes in beside those that aiter does. A
+            stand-in that computes in float32 lets whole models be compared token by token.
+    """
+
+    load: Callable[[str], Mapping[str, Any]]
+    extra_dtypes: frozenset[torch.dtype] = frozenset()
+
+
+class _Findings:
+    """The entry points of one library, each looked up once."""
+
+    def __init__(self, library: Library) -> None:
+        self.library = library
+        self._modules: dict[str, Mapping[str, Any] | str] = {}
+        self._functions: dict[str, Function | str] = {}
+
+    def find(self, name: str) -> Function | str:
+        """The function, or why it cannot be used."""
+        if name not in self._functions:
+            self._functions[name] = self._look_up(name, ENTRY_POINTS[name])
+        return self._functions[name]
+
+    def _look_up(self, name: str, entry: EntryPoint) -> Function | str:
+        whole = self._module("aiter")
+        contents = whole if isinstance(whole, str) else self._module(entry.module)
+        if isinstance(contents, str):
+            return contents
+        function = contents.get(name)
+        if function is None:
+            return f"this aiter has no {entry.module}.{name}"
+        return _changed(name, entry, function) or function
+
+    def _module(self, name: str) -> Mapping[str, Any] | str:
+        if name not in self._modules:
+            try:
+                self._modules[name] = self.library.load(name)
+            except Exception as error:
+                what = " ".join(str(error).split())
+                self._modules[name] = f"import {name}: {type(error).__name__}: {what}"
+        return self._modules[name]
+
+
+def refusal(*names: str) -> str | None:
+    """Why not all of these entry points can be used; None when they can."""
+    findings = _findings()
+    if findings is None:
+        return "torch is not built for ROCm"
+    for name in names:
+        if isinstance(found := findings.find(name), str):
+            return found
+    return None
+
+
+def function(name: str) -> Function:
+    """An entry point.
+
+    Raises:
+        RuntimeError: when it cannot be used; whoever asks has had its `refusal` as an answer.
+    """
+    findings = _findings()
+    found = "torch is not built for ROCm" if findings is None else findings.find(name)
+    if isinstance(found, str):
+        raise RuntimeError(f"aiter's {name} cannot be used: {found}")
+    return found
+
+
+def extra_dtypes() -> frozenset[torch.dtype]:
+    findings = _findings()
+    return frozenset() if findings is None else findings.library.extra_dtypes
+
+
+@contextmanager
+def replaced(library: Library) -> Iterator[None]:
+    """Use `library` inside, whatever is installed. For tests."""
+    _replacements.append(_Findings(library))
+    try:
+        yield
+    finally:
+        _replacements.pop()
+
+
+_replacements: list[_Findings] = []
+
+
+def _findings() -> _Findings | None:
+    if _replacements:
+        return _replacements[-1]
+    return None if torch.version.hip is None else _installed()
+
+
+@functools.cache
+def _installed() -> _Findings:
+    return _Findings(Library(lambda module: vars(importlib.import_module(module))))
+
+
+def _changed(name: str, entry: EntryPoint, function: Function) -> str | None:
+    """How the parameters differ from what the adapters rely on.
+
+    A wrapper that takes anything tells nothing; the call itself then finds out.
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return None
+    if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
+        return None
+    names = tuple(parameters)
+    count = len(entry.positional)
+    required = [n for n, p in parameters.items() if p.default is p.empty]
+    if names[:count] != entry.positional or not set(required) <= set(entry.positional):
+        given, wanted = ", ".join(required), ", ".join(entry.positional)
+        return f"this aiter's {name} takes ({given}), not ({wanted})"
+    if missing := sorted(set(entry.keywords) - set(names)):
+        return f"this aiter's {name} has no parameter {', '.join(missing)}"
+    return None

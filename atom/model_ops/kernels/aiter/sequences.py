@@ -1,0 +1,78 @@
+"""A batch's sequences in the forms that aiter's kernels take them in.
+
+Nothing here asks the device for a number: a graph can capture it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from atom.model_ops.metadata import AttentionMetadata
+
+
+@dataclass(frozen=True)
+class Queries:
+    """Sequences that all have equally many queries.
+
+    Attributes:
+        length: queries of each.
+        block_tables: [N, max_blocks] int32.
+        context_lens: [N] int32; the last query of each sits at its end.
+    """
+
+    length: int
+    block_tables: torch.Tensor
+    context_lens: torch.Tensor
+
+
+def equal_queries(metadata: AttentionMetadata, longest: int) -> Queries:
+    """The batch itself where all have equally many queries, at most `longest`.
+
+    Else one sequence for each query, which sees what the query may see.
+    """
+    lens = metadata.query_lens_cpu
+    length = metadata.max_seqlen_q
+    if length <= longest and all(n == length for n in lens):
+        return Queries(length, metadata.block_tables, metadata.context_lens)
+    starts, device = metadata.cu_seqlens_q, metadata.block_tables.device
+    total = sum(lens)
+    counts = starts[1:] - starts[:-1]
+    owners = torch.repeat_interleave(
+        torch.arange(len(lens), device=device), counts, output_size=total
+    )
+    following = starts[1:][owners] - 1 - torch.arange(total, device=device)
+    context_lens = (metadata.context_lens[owners] - following).to(torch.int32)
+    return Queries(1, metadata.block_tables[owners], context_lens)
+
+
+@dataclass(frozen=True)
+class ContextTokens:
+    """The cached tokens of several sequences, one sequence after another.
+
+    Attributes:
+        starts: [N + 1] int32; those of sequence b are starts[b] .. starts[b + 1].
+        slots: [C] int64, where each lies in the pool. C is at least starts[N]; what is beyond
+            are slots of the pool, but nobody's.
+    """
+
+    starts: torch.Tensor
+    slots: torch.Tensor
+
+
+def context_tokens(
+    block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int, count: int
+) -> ContextTokens:
+    """Args:
+    count: how many tokens there are in all, or an upper bound of it.
+    """
+    device = block_tables.device
+    starts = F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    tokens = torch.arange(count, dtype=torch.int32, device=device)
+    owners = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(context_lens) - 1)
+    offsets = tokens - starts[owners]
+    blocks = (offsets // block_size).clamp_(max=block_tables.shape[1] - 1)
+    slots = block_tables[owners, blocks.long()].long() * block_size + offsets % block_size
+    return ContextTokens(starts, slots)
