@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from atom.model_ops.kernels.aiter.entries import AITER
 from atom.model_ops.kernels.native import attention as native_attention
 from atom.model_ops.kernels.native import elementwise as native_elementwise
 from atom.model_ops.kernels.native import linear as native_linear
@@ -11,40 +12,63 @@ from atom.model_ops.registry import Implementation, always
 
 OPS: dict[str, tuple[Implementation, ...]] = {
     "linear": (
+        *AITER["linear"],
         native(native_linear.load, native_linear.refuses),
         Implementation("torch", always, linear.load),
     ),
     "rms_norm": (
+        *AITER["rms_norm"],
         native(native_elementwise.load_rms_norm),
         Implementation("torch", always, lambda: elementwise.rms_norm),
     ),
     "add_rms_norm": (
+        *AITER["add_rms_norm"],
         native(native_elementwise.load_add_rms_norm),
         Implementation("torch", always, lambda: elementwise.add_rms_norm),
     ),
     "silu_and_mul": (
+        *AITER["silu_and_mul"],
         native(native_elementwise.load_silu_and_mul),
         Implementation("torch", always, lambda: elementwise.silu_and_mul),
     ),
     "rope": (
+        *AITER["rope"],
         native(native_elementwise.load_rope),
         Implementation("torch", always, lambda: elementwise.rope),
     ),
     "kv_cache_write": (
+        *AITER["kv_cache_write"],
         native(native_attention.load_kv_cache_write, native_attention.refuses_storage),
         Implementation("torch", always, lambda: attention.kv_cache_write),
     ),
     "paged_attention": (
+        *AITER["paged_attention"],
         native(native_attention.load_paged_attention, native_attention.refuses),
         Implementation("torch", always, lambda: attention.paged_attention),
     ),
     "prefill_attention": (
+        *AITER["prefill_attention"],
         native(native_attention.load_paged_attention, native_attention.refuses),
         Implementation("torch", always, lambda: attention.paged_attention),
     ),
-    "mla_cache_write": (Implementation("torch", always, lambda: mla.mla_cache_write),),
-    "mla_decode": (Implementation("torch", always, lambda: mla.mla_attention),),
-    "mla_prefill": (Implementation("torch", always, lambda: mla.mla_attention),),
-    "moe_route": (Implementation("torch", always, lambda: moe.moe_route),),
-    "moe_experts": (Implementation("torch", always, moe.load),),
+    "mla_cache_write": (
+        *AITER["mla_cache_write"],
+        Implementation("torch", always, lambda: mla.mla_cache_write),
+    ),
+    "mla_decode": (
+        *AITER["mla_decode"],
+        Implementation("torch", always, lambda: mla.mla_attention),
+    ),
+    "mla_prefill": (
+        *AITER["mla_prefill"],
+        Implementation("torch", always, lambda: mla.mla_attention),
+    ),
+    "moe_route": (
+        *AITER["moe_route"],
+        Implementation("torch", always, lambda: moe.moe_route),
+    ),
+    "moe_experts": (
+        *AITER["moe_experts"],
+        Implementation("torch", always, moe.load),
+    ),
 }

@@ -17,7 +17,6 @@ from atom.config import op_override
 from atom.model_ops.op_report import format_choices
 from atom.platform import Platform
 
-
 # How the bytes of a KV cache lie unless all ops that touch it agree on something else: as the
 # cache tensors of `metadata` say.
 PLAIN = "plain"
@@ -147,8 +146,17 @@ class OpTable:
                 passed_over.append((candidate.name, f"ATOM_OP_{op.upper()}={wanted}"))
                 continue
             reason = candidate.supports(query)
+            if reason is None and layout not in (None, candidate.layout):
+                reason = f"keeps the cache {candidate.layout}, other ops on it keep it {layout}"
             if reason is None:
-                return OpChoice(op, query, candidate.name, candidate.load(), tuple(passed_over))
+                return OpChoice(
+                    op,
+                    query,
+                    candidate.name,
+                    candidate.load(),
+                    tuple(passed_over),
+                    candidate.layout,
+                )
             passed_over.append((candidate.name, reason))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
         raise OpUnavailableError(

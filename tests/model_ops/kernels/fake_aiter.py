@@ -1,0 +1,181 @@
+"""A stand-in for aiter that checks how it is called, records it, and computes in plain torch.
+
+Names, parameters, their order and defaults come from `aiter_signatures.json`; shapes, types and
+limits from the checks below, which know nothing of the adapters. Any deviation raises.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import fake_aiter_kernels
+import torch
+
+from atom.model_ops.kernels.aiter.probe import Library
+
+_FILE = Path(__file__).with_name("aiter_signatures.json")
+SIGNATURES: Mapping[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))["functions"]
+# Defaults that are objects of aiter's: the fake has their names in their place.
+_PLAIN_DEFAULTS = {"torch.bfloat16": torch.bfloat16}
+
+
+class DeviationError(AssertionError):
+    """aiter was called as its signatures or its limits do not allow."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call with all its arguments, defaults included."""
+
+    name: str
+    arguments: Mapping[str, Any]
+
+
+class FakeAiter:
+    """Attributes:
+    calls: what was called, in order.
+    """
+
+    def __init__(self, *extra_dtypes: torch.dtype, missing: Sequence[str] = ()) -> None:
+        """Args:
+        extra_dtypes: types of activations that it takes beside bfloat16 and float16.
+        missing: entry points that this aiter does not have.
+        """
+        self.calls: list[Call] = []
+        self._extra_dtypes = frozenset(extra_dtypes)
+        self._modules: dict[str, dict[str, Any]] = {"aiter": {}}
+        for name, entry in SIGNATURES.items():
+            module = self._modules.setdefault(entry["module"], {})
+            if name not in missing:
+                module[name] = self._function(name)
+
+    @property
+    def library(self) -> Library:
+        return Library(self._load, self._extra_dtypes)
+
+    @property
+    def names(self) -> set[str]:
+        """Entry points called so far."""
+        return {call.name for call in self.calls}
+
+    def _load(self, module: str) -> Mapping[str, Any]:
+        if module not in self._modules:
+            raise ModuleNotFoundError(f"No module named {module!r}")
+        return self._modules[module]
+
+    def _function(self, name: str) -> Callable[..., Any]:
+        called = partial(self._call, name)
+        called.__signature__ = signature(name)  # type: ignore[attr-defined]
+        return called
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        try:
+            bound = signature(name).bind(*args, **kwargs)
+        except TypeError as error:
+            raise DeviationError(f"{name}: {error}") from error
+        bound.apply_defaults()
+        self.calls.append(Call(name, dict(bound.arguments)))
+        compute = fake_aiter_kernels.KERNELS.get(name)
+        if compute is None:
+            raise DeviationError(f"{name} must not be called")
+        check = Check(name, bound.arguments, {torch.bfloat16, torch.float16} | self._extra_dtypes)
+        out = compute(check)
+        check.finish()
+        return out
+
+
+def signature(name: str) -> inspect.Signature:
+    """As the file tells it."""
+    parameters = []
+    for parameter, text in SIGNATURES[name]["parameters"]:
+        default = inspect.Parameter.empty if text is None else _default(text)
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        parameters.append(inspect.Parameter(parameter, kind, default=default))
+    return inspect.Signature(parameters)
+
+
+def _default(text: str) -> Any:
+    if text in _PLAIN_DEFAULTS:
+        return _PLAIN_DEFAULTS[text]
+    if text.startswith(("dtypes.", "ActivationType.", "QuantType.", "GateMode.")):
+        return text
+    import ast
+
+    return ast.literal_eval(text)
+
+
+class Check:
+    """The arguments of one call, and what was found out about them.
+
+    Attributes:
+        sizes: of the dimensions named so far.
+    """
+
+    def __init__(
+        self, name: str, arguments: Mapping[str, Any], activations: set[torch.dtype]
+    ) -> None:
+        self._name = name
+        self._arguments = arguments
+        self._activations = activations
+        self._looked_at: set[str] = set()
+        self.sizes: dict[str, int] = {}
+
+    def that(self, holds: bool, what: str) -> None:
+        if not holds:
+            raise DeviationError(f"{self._name}: {what}; got {self._describe()}")
+
+    def value(self, name: str) -> Any:
+        self._looked_at.add(name)
+        return self._arguments[name]
+
+    def activation(self, name: str, shape: str, dense: str = "all") -> torch.Tensor:
+        """A tensor in one of the types that the library computes in."""
+        return self.tensor(name, shape, *self._activations, dense=dense)
+
+    def tensor(self, name: str, shape: str, *dtypes: torch.dtype, dense: str = "all") -> Any:
+        """A tensor whose dimensions are names or numbers; a name means one size in all tensors.
+
+        Args:
+            dense: `all`, `rows` (what belongs to one index of the first dimension), or `last`.
+        """
+        x = self.value(name)
+        self.that(isinstance(x, torch.Tensor), f"{name} must be a tensor")
+        dims = shape.split()
+        self.that(x.dim() == len(dims), f"{name} must be [{shape}]")
+        for dim, size in zip(dims, x.shape, strict=True):
+            wanted = int(dim) if dim.isdigit() else self.sizes.setdefault(dim, size)
+            self.that(size == wanted, f"{name} must be [{shape}], {dim}={wanted}")
+        self.that(x.dtype in dtypes, f"{name} must be of {dtypes}")
+        part = {"all": x, "rows": x[:1], "last": x[(slice(0, 1),) * (x.dim() - 1)]}[dense]
+        self.that(part.is_contiguous() and x.stride(-1) == 1, f"{name} must be dense ({dense})")
+        return x
+
+    def scale(self, name: str) -> torch.Tensor:
+        return self.tensor(name, "1", torch.float32)
+
+    def integers(self, name: str, shape: str, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return self.tensor(name, shape, dtype)
+
+    def is_default(self, *names: str) -> None:
+        """These are left alone; all that nobody looked at must be, see `finish`."""
+        for name in names:
+            parameter = signature(self._name).parameters[name]
+            self.that(self.value(name) == parameter.default, f"{name} must be left alone")
+
+    def finish(self) -> None:
+        """What no check looked at must have its default."""
+        for name in self._arguments:
+            if name not in self._looked_at:
+                self.is_default(name)
+
+    def _describe(self) -> str:
+        def short(x: Any) -> str:
+            return f"{list(x.shape)} {x.dtype}" if isinstance(x, torch.Tensor) else repr(x)
+
+        return ", ".join(f"{k}={short(v)}" for k, v in self._arguments.items())

@@ -1,0 +1,321 @@
+"""What each entry point of the fake aiter checks and computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.nn.functional as F
+
+if TYPE_CHECKING:
+    from fake_aiter import Check
+
+FP8 = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
+
+
+def gemm_a16w16(check: Check) -> torch.Tensor:
+    a, b = check.activation("A", "M K", dense="rows"), check.activation("B", "N K")
+    bias = check.value("bias")
+    if bias is not None:
+        check.activation("bias", "N")
+    check.that(a.dtype == b.dtype == check.value("otype"), "one type")
+    return F.linear(a.float(), b.float(), None if bias is None else bias.float()).to(a.dtype)
+
+
+def rmsnorm2d_fwd(check: Check) -> torch.Tensor:
+    x, weight = check.activation("input", "M N", dense="rows"), check.activation("weight", "N")
+    check.that(x.dtype == weight.dtype, "one type")
+    return F.rms_norm(x, weight.shape, weight, check.value("epsilon"))
+
+
+def rmsnorm2d_fwd_with_add(check: Check) -> None:
+    x, weight = check.activation("input", "M N", dense="rows"), check.activation("weight", "N")
+    residual = check.activation("residual_in", "M N")
+    total, out = check.activation("residual_out", "M N"), check.activation("out", "M N")
+    total.copy_(x + residual)
+    out.copy_(F.rms_norm(total, weight.shape, weight, check.value("epsilon")))
+
+
+def rope_cached_positions_2c_fwd_inplace(check: Check) -> None:
+    x = check.activation("input_x", "1 T X R", dense="last")
+    y = check.activation("input_y", "1 T Y R", dense="last")
+    tables = [check.tensor(n, "P 1 1 F", torch.float32, x.dtype) for n in ("cos", "sin")]
+    positions = check.integers("positions", "1 T", torch.int64)
+    check.that(check.sizes["F"] * 2 == check.sizes["R"], "tables serve both halves")
+    check.that(check.value("reuse_freqs_front_part") is True, "tables serve both halves")
+    check.that(check.value("nope_first") is False, "the rotated part is the first")
+    check.that(check.value("rotate_style") == 0, "only halves are rotated here")
+    cos, sin = (table[positions[0]].flatten(1)[None, :, None].float() for table in tables)
+    for heads in (x, y):
+        first, second = heads.float().chunk(2, dim=-1)
+        heads.copy_(torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1))
+
+
+def silu_and_mul(check: Check) -> None:
+    x, out = check.activation("input", "M W"), check.activation("out", "M N")
+    check.that(check.sizes["W"] == 2 * check.sizes["N"], "gate and up")
+    gate, up = x.chunk(2, dim=-1)
+    out.copy_(F.silu(gate) * up)
+
+
+def _stored(check: Check, x: torch.Tensor, pool: torch.Tensor, scale: Any) -> torch.Tensor:
+    """x as the pool keeps it; bits, of 8-bit pools."""
+    if check.value("kv_cache_dtype") == "auto":
+        check.that(pool.dtype == x.dtype, "a cache in the type of what is written")
+        return x
+    check.that(check.value("kv_cache_dtype") == "fp8" and pool.dtype in FP8, "a cache in 8 bits")
+    limit = torch.finfo(pool.dtype).max
+    return (x.float() / scale).clamp(-limit, limit).to(pool.dtype).view(torch.uint8)
+
+
+def _bits(pool: torch.Tensor) -> torch.Tensor:
+    return pool.view(torch.uint8) if pool.dtype in FP8 else pool
+
+
+def reshape_and_cache_flash(check: Check) -> None:
+    slots = check.integers("slot_mapping", "T", torch.int64)
+    real = slots >= 0
+    for name, scale in (("key", "k_scale"), ("value", "v_scale")):
+        x = check.activation(name, "T H D", dense="rows")
+        pool = check.tensor(f"{name}_cache", "B S H D", x.dtype, *FP8)
+        stored = _stored(check, x, pool, check.scale(scale))
+        _bits(pool).flatten(0, 1)[slots[real]] = stored[real]
+
+
+def reshape_and_cache(check: Check) -> None:
+    slots = check.integers("slot_mapping", "T", torch.int64)
+    check.that(check.value("asm_layout") is True, "values in vectors of tokens")
+    key = check.activation("key", "T H D", dense="rows")
+    value = check.activation("value", "T H D", dense="rows")
+    keys = check.tensor("key_cache", "B H DX S X", key.dtype, *FP8)
+    values = check.tensor("value_cache", "B H SX D X", key.dtype, *FP8)
+    sizes = check.sizes
+    x = sizes["X"]
+    check.that(x * keys.dtype.itemsize == 16, "vectors of 16 bytes")
+    check.that(sizes["DX"] * x == sizes["D"] and sizes["SX"] * x == sizes["S"], "whole vectors")
+    scaled = check.value("kv_cache_dtype") != "auto"
+    scales = [check.scale(n) if scaled else check.value(n) for n in ("k_scale", "v_scale")]
+    stored = [
+        _stored(check, *each) for each in zip((key, value), (keys, values), scales, strict=True)
+    ]
+    for token, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            block, at = divmod(slot, sizes["S"])
+            _bits(keys)[block, :, :, at] = stored[0][token].view(sizes["H"], -1, x)
+            _bits(values)[block, :, at // x, :, at % x] = stored[1][token]
+
+
+def concat_and_cache_mla(check: Check) -> None:
+    latent = check.activation("kv_c", "T R", dense="rows")
+    rope = check.activation("k_pe", "T P", dense="rows")
+    pool = check.tensor("kv_cache", "B S W", latent.dtype, *FP8)
+    slots = check.integers("slot_mapping", "T", torch.int64)
+    check.that(check.sizes["R"] + check.sizes["P"] == check.sizes["W"], "latent and rope fit")
+    stored = _stored(check, torch.cat((latent, rope), dim=-1), pool, check.scale("scale"))
+    _bits(pool).flatten(0, 1)[slots[slots >= 0]] = stored[slots >= 0]
+
+
+def attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
+) -> torch.Tensor:
+    """q [L, H, D], k [C, KH, D], v [C, KH, DV] -> [L, H, DV]; the last query at the last key.
+
+    window: keys that a query sees, itself among them; 0 for all.
+    """
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.double().repeat_interleave(group, dim=1) for x in (k, v))
+    scores = torch.einsum("lhd,chd->hlc", q.double(), k) * scale
+    last = len(k) - len(q) + torch.arange(len(q), device=q.device)[:, None]
+    keys = torch.arange(len(k), device=q.device)
+    seen = keys <= last if window == 0 else (keys <= last) & (keys > last - window)
+    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
+    return torch.einsum("hlc,chd->lhd", weights, v).to(q.dtype)
+
+
+def _window(check: Check, *no_sinks: int) -> int:
+    window = check.value("window_size")
+    check.that(window == (-1, -1, *no_sinks) or window[0] >= 0, "a window or none")
+    check.that(window[0] < 0 or window[1:] == (0, *no_sinks), "nothing to the right")
+    return window[0] + 1
+
+
+def _real(pool: torch.Tensor, scale: Any) -> torch.Tensor:
+    return pool.float() if scale is None else pool.float() * scale
+
+
+def unified_attention(check: Check) -> torch.Tensor:
+    q, out = check.activation("q", "T H D"), check.activation("out", "T H D")
+    k, v = (check.tensor(n, "B S KH D", q.dtype, *FP8) for n in ("k", "v"))
+    starts, lens = check.integers("cu_seqlens_q", "N1"), check.integers("seqused_k", "N")
+    tables = check.tensor("block_table", "N MB", torch.int32, dense="rows")
+    check.that(check.value("causal") is True, "causal")
+    check.that(check.value("softcap") == 0.0 and check.value("q_descale") is None, "plain scores")
+    check.that(check.sizes["N1"] == check.sizes["N"] + 1, "a start for each sequence")
+    lengths = (starts[1:] - starts[:-1]).tolist()
+    check.that(check.value("max_seqlen_q") >= max(lengths), "the most queries")
+    check.that(check.value("max_seqlen_k") >= int(lens.max()), "the longest context")
+    is_8_bits = k.dtype in FP8
+    scales = [check.scale(n) if is_8_bits else check.value(n) for n in ("k_descale", "v_descale")]
+    check.that(is_8_bits or scales == [None, None], "scales belong to 8 bits")
+    window, scale = _window(check), check.value("softmax_scale")
+    for b, start in enumerate(starts[:-1].tolist()):
+        rows, tokens = slice(start, start + lengths[b]), int(lens[b])
+        blocks = tables[b].long()
+        key = _real(k, scales[0])[blocks].flatten(0, 1)[:tokens]
+        value = _real(v, scales[1])[blocks].flatten(0, 1)[:tokens]
+        out[rows] = attend(q[rows], key, value, scale, window)
+    return out
+
+
+def pa_decode_gluon(check: Check) -> None:
+    q, out = check.activation("query", "T H 128"), check.activation("output", "T H 128")
+    keys = check.tensor("key_cache", "B KH DX S X", q.dtype, *FP8)
+    values = check.tensor("value_cache", "B KH SX 128 X", q.dtype, *FP8)
+    lens = check.integers("context_lengths", "N")
+    tables = check.tensor("block_tables", "N MB", torch.int32, dense="rows")
+    length, sizes = check.value("query_length"), check.sizes
+    x = sizes["X"]
+    check.that(x * keys.dtype.itemsize == 16, "vectors of 16 bytes")
+    check.that(sizes["DX"] * x == 128 and sizes["SX"] * x == sizes["S"], "whole vectors")
+    check.that(sizes["S"] in (16, 64, 1024), "a block size that it is compiled for")
+    check.that(1 <= length <= 4 and sizes["T"] == sizes["N"] * length, "equally many queries")
+    check.that(length * (sizes["H"] // sizes["KH"]) <= 64, "at most 64 rows a KV head")
+    check.that(check.value("max_context_partition_num") >= 1, "a program")
+    check.that(check.value("context_partition_size") == 256, "256 tokens a step")
+    check.that(check.value("compute_type") == q.dtype and check.value("ps") is True, "as queries")
+    is_8_bits = keys.dtype in FP8
+    scales = [check.scale(n) if is_8_bits else check.value(n) for n in ("key_scale", "value_scale")]
+    check.that(is_8_bits or scales == [None, None], "scales belong to 8 bits")
+    scale = check.value("softmax_scale")
+    for b, tokens in enumerate(lens.tolist()):
+        blocks, rows = tables[b].long(), slice(b * length, (b + 1) * length)
+        key = _real(keys, scales[0])[blocks].permute(0, 3, 1, 2, 4).flatten(3).flatten(0, 1)
+        value = _real(values, scales[1])[blocks].permute(0, 2, 4, 1, 3).flatten(0, 2)
+        out[rows] = attend(q[rows], key[:tokens], value[:tokens], scale, 0)
+
+
+def flash_attn_varlen_func(check: Check) -> torch.Tensor:
+    q = check.activation("q", "T H D")
+    k, v = check.activation("k", "C KH D"), check.activation("v", "C KH DV")
+    starts, key_starts = (check.integers(f"cu_seqlens_{x}", "N1") for x in "qk")
+    sizes = check.sizes
+    check.that(q.dtype == k.dtype == v.dtype, "one type")
+    check.that(sizes["DV"] <= sizes["D"] <= 256, "heads of at most 256, values no wider than keys")
+    check.that(int(key_starts[-1]) == sizes["C"] and int(starts[-1]) == sizes["T"], "all rows")
+    check.that(check.value("causal") is True, "causal")
+    lengths, key_lengths = (x[1:] - x[:-1] for x in (starts, key_starts))
+    check.that(check.value("max_seqlen_q") == int(lengths.max()), "the most queries")
+    check.that(check.value("max_seqlen_k") == int(key_lengths.max()), "the most keys")
+    window, scale = _window(check, 0), check.value("softmax_scale")
+    parts = zip(starts[:-1], starts[1:], key_starts[:-1], key_starts[1:], strict=True)
+    return torch.cat([attend(q[a:b], k[c:d], v[c:d], scale, window) for a, b, c, d in parts])
+
+
+def mla_decode_fwd(check: Check) -> tuple[None, None]:
+    q, out = check.activation("q", "T H 576"), check.activation("o", "T H 512")
+    pool = check.tensor("kv_buffer", "S 1 1 576", q.dtype)
+    starts, key_starts = (check.integers(n, "N1") for n in ("qo_indptr", "kv_indptr"))
+    slots = check.integers("kv_indices", "C")
+    pages = check.integers("kv_last_page_lens", "N")
+    length = check.value("max_seqlen_q")
+    count = check.sizes["N"]
+    check.that(check.sizes["H"] in (16, 32, 64, 128), "heads that it is compiled for")
+    check.that(starts.tolist() == [i * length for i in range(count + 1)], "equally many queries")
+    check.that(length <= 4 and check.sizes["T"] == count * length, "at most four queries")
+    check.that(check.value("page_size") == 1 and bool((pages == 1).all()), "a token a page")
+    check.that(check.value("nhead_kv") == 1, "one KV head")
+    check.that(int(key_starts[-1]) <= check.sizes["C"], "an index for each token")
+    for b in range(count):
+        rows = slice(b * length, (b + 1) * length)
+        latents = pool[slots[key_starts[b] : key_starts[b + 1]].long(), 0]
+        out[rows] = attend(q[rows], latents, latents[..., :512], check.value("sm_scale"), 0)
+    return None, None
+
+
+def _outputs(check: Check, ids: str) -> tuple[torch.Tensor, torch.Tensor, int]:
+    weights = check.tensor("topk_weights", "T K", torch.float32)
+    return weights, check.integers(ids, "T K"), check.sizes["K"]
+
+
+def _best_groups(check: Check, choice: torch.Tensor, best: int) -> torch.Tensor:
+    """`choice` with everything outside of each row's best groups at 0."""
+    groups = check.value("num_expert_group")
+    check.that(groups in (1, 2, 4, 8), "numbers of groups that it is compiled for")
+    grouped = choice.view(len(choice), groups, -1)
+    scores = grouped.topk(min(best, grouped.shape[2]), dim=-1).values.sum(-1)
+    chosen = scores.topk(check.value("topk_group"), dim=-1).indices
+    mask = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
+    return (grouped * mask[..., None]).flatten(1)
+
+
+def _choose(check: Check, ids_name: str, scores: torch.Tensor, choice: torch.Tensor) -> None:
+    weights, ids, k = _outputs(check, ids_name)
+    chosen = choice.topk(k, dim=-1).indices
+    kept = scores.gather(1, chosen)
+    if check.value("need_renorm"):
+        kept = kept / kept.sum(-1, keepdim=True)
+    weights.copy_(kept)
+    ids.copy_(chosen)
+
+
+def biased_grouped_topk(check: Check) -> None:
+    logits = check.tensor("gating_output", "T E", torch.float32)
+    bias = check.tensor("correction_bias", "E", torch.float32)
+    scores = logits.sigmoid()
+    _choose(check, "topk_ids", scores, _best_groups(check, scores + bias, 2))
+    check.value("topk_weights").mul_(check.value("routed_scaling_factor"))
+
+
+def grouped_topk(check: Check) -> None:
+    logits = check.tensor("gating_output", "T E", torch.float32)
+    scores = logits.softmax(-1) if check.value("is_softmax") else logits.sigmoid()
+    _choose(check, "topk_ids", scores, _best_groups(check, scores, 1))
+    check.value("topk_weights").mul_(check.value("routed_scaling_factor"))
+
+
+def topk_softmax(check: Check) -> None:
+    scores = check.tensor("gating_output", "T E", torch.float32).softmax(-1)
+    check.integers("token_expert_indices", "T K")
+    _choose(check, "topk_indices", scores, scores)
+
+
+def fused_moe(check: Check) -> torch.Tensor:
+    x = check.activation("hidden_states", "T H")
+    w1, w2 = check.activation("w1", "E W H"), check.activation("w2", "E H I")
+    weights = check.tensor("topk_weight", "T K", torch.float32)
+    ids = check.integers("topk_ids", "T K")
+    sizes = check.sizes
+    check.that(sizes["W"] == 2 * sizes["I"], "gate above up")
+    check.that(sizes["H"] % 64 == 0 and sizes["I"] % 64 == 0, "whole steps")
+    out = torch.zeros_like(x, dtype=torch.float32)
+    for expert in ids.unique().tolist():
+        tokens, place = (ids == expert).nonzero(as_tuple=True)
+        gate, up = F.linear(x[tokens].float(), w1[expert].float()).chunk(2, dim=-1)
+        result = F.linear(F.silu(gate) * up, w2[expert].float())
+        out.index_add_(0, tokens, result * weights[tokens, place, None])
+    return out.to(x.dtype)
+
+
+# No `pa_*` of aiter's assembly kernels: those are in the signatures so that a call is noticed.
+KERNELS: dict[str, Callable[[Any], Any]] = {
+    kernel.__name__: kernel
+    for kernel in (
+        gemm_a16w16,
+        rmsnorm2d_fwd,
+        rmsnorm2d_fwd_with_add,
+        rope_cached_positions_2c_fwd_inplace,
+        silu_and_mul,
+        reshape_and_cache_flash,
+        reshape_and_cache,
+        concat_and_cache_mla,
+        unified_attention,
+        pa_decode_gluon,
+        flash_attn_varlen_func,
+        mla_decode_fwd,
+        biased_grouped_topk,
+        grouped_topk,
+        topk_softmax,
+        fused_moe,
+    )
+}
