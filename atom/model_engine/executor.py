@@ -38,6 +38,7 @@ from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import process_after_loading
 from atom.model_ops.registry import OpTable
+from atom.model_ops.sampler import SamplingOps
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, default_num_threads, select_platform
@@ -163,6 +164,7 @@ class UniprocExecutor:
             states,
             config.cache.block_size,
             context.device,
+            SamplingOps.resolve(context.ops, context.dtype, vocab_size),
         )
 
     def _allocate_kv_cache(

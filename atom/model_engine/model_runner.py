@@ -20,7 +20,13 @@ from atom.model_engine.input_builder import build_model_input
 from atom.model_engine.messages import TokenLogprobs
 from atom.model_engine.sampling_state import SamplingRow, SamplingStates
 from atom.model_ops.metadata import ModelInput, ModelOutput, SamplerOutput
-from atom.model_ops.sampler import compute_logprobs, sample
+from atom.model_ops.sampler import (
+    TORCH_OPS,
+    NoAdmissibleTokenError,
+    SamplingOps,
+    compute_logprobs,
+    sample,
+)
 from atom.models.base import CausalLM
 from atom.spec_decode.base import Verification, VerifiedStep
 from atom.spec_decode.drafter import Drafter
@@ -59,6 +65,24 @@ class SampleLayout:
         return cls(indices, torch.from_numpy(rows).to(device), torch.from_numpy(drafts).to(device))
 
 
+def bring_to_host(layout: SampleLayout, verified: VerifyResult) -> list[list[int]]:
+    """For each sampled sequence the number of accepted drafts, then its k + 1 samples.
+
+    The one copy of a step that the host waits for.
+
+    Raises:
+        NoAdmissibleTokenError: naming the rows of the logits where nothing can be chosen.
+    """
+    columns: list[list[int]] = torch.cat(
+        (verified.num_accepted[:, None], verified.token_ids), dim=1
+    ).tolist()
+    if any(token_id < 0 for row in columns for token_id in row[1:]):
+        pairs = zip(columns, layout.rows.tolist(), strict=True)
+        bad = {r for row, at in pairs for r, t in zip(at, row[1:], strict=True) if t < 0}
+        raise NoAdmissibleTokenError(sorted(bad))
+    return columns
+
+
 class ModelRunner:
     """Executes scheduled batches on one rank. The KV cache is bound to the model already."""
 
@@ -70,6 +94,7 @@ class ModelRunner:
         states: SamplingStates,
         block_size: int,
         device: torch.device,
+        sampling_ops: SamplingOps = TORCH_OPS,
     ) -> None:
         self._model = model
         self._forward = forward
@@ -77,6 +102,7 @@ class ModelRunner:
         self._states = states
         self._block_size = block_size
         self._device = device
+        self._sampling_ops = sampling_ops
 
     @torch.inference_mode()
     def step(self, batch: ScheduledBatch) -> StepOutput:
@@ -91,8 +117,9 @@ class ModelRunner:
         layout = SampleLayout.of(batch, self._device)
         sampled = self._sample(batch, layout, output.hidden_states[model_input.logits_indices])
         verified = verify(sampled.token_ids[layout.rows], layout.drafts)
-        token_ids, are_stuck = self._append(batch, layout, verified)
-        finished = (model_input, output, sampled, verified)
+        columns = bring_to_host(layout, verified)
+        token_ids, are_stuck = self._append(batch, layout, columns)
+        finished = (model_input, output, sampled, verified, [row[0] for row in columns])
         proposal = self._drafter.draft(self._verified_step(batch, layout, *finished, started))
         logprobs = self._logprobs(batch, layout, sampled, token_ids)
         results = [SequenceResult([], prompt_logprobs=p) for p in prompt_logprobs]
@@ -119,20 +146,19 @@ class ModelRunner:
         if not rows:
             return SamplerOutput(torch.empty(0, dtype=torch.int64, device=self._device))
         metadata = self._states.build_metadata(rows)
-        return sample(self._model.compute_logits(hidden_states), metadata)
+        return sample(self._model.compute_logits(hidden_states), metadata, self._sampling_ops)
 
     def _append(
-        self, batch: ScheduledBatch, layout: SampleLayout, verified: VerifyResult
+        self, batch: ScheduledBatch, layout: SampleLayout, columns: list[list[int]]
     ) -> tuple[list[list[int]], list[bool]]:
-        """Bring the verified tokens to the host and remember them.
+        """Remember the verified tokens.
 
         Returns:
             For each sampled sequence its tokens, as far as its grammar admits them, and whether
             it does not admit them all.
         """
-        columns = torch.cat((verified.num_accepted[:, None], verified.token_ids), dim=1)
         token_ids, are_stuck = [], []
-        for index, row in zip(layout.indices, columns.tolist(), strict=True):
+        for index, row in zip(layout.indices, columns, strict=True):
             tokens = row[1 : row[0] + 2]
             count = self._states[batch.sequences[index].id].extend(tokens)
             token_ids.append(tokens[:count])
@@ -147,6 +173,7 @@ class ModelRunner:
         output: ModelOutput,
         sampled: SamplerOutput,
         verified: VerifyResult,
+        counts: list[int],
         started: float,
     ) -> VerifiedStep:
         next_token_ids = model_input.input_ids.roll(-1)
@@ -159,7 +186,6 @@ class ModelRunner:
         next_token_ids[model_input.logits_indices] = sampled.token_ids
         sequences = [batch.sequences[i] for i in layout.indices]
         states = [self._states[sequence.id] for sequence in sequences]
-        counts = verified.num_accepted.tolist()
         accepted = layout.rows.gather(1, verified.num_accepted[:, None])[:, 0]
         return VerifiedStep(
             model_input=model_input,

@@ -99,7 +99,7 @@ class SamplingStates:
             "banned": self._banned(rows, mask),
         }
         if mask is not None:
-            fields["grammar_mask"] = torch.from_numpy(mask).to(self._device, non_blocking=True)
+            fields |= self._grammar(rows, mask)
         if any(row.state.has_penalties for row in rows):
             fields |= self._penalties(rows)
         if not all(p.is_greedy for p in params):
@@ -168,6 +168,18 @@ class SamplingStates:
             row.state.grammar.fill(mask, i, rows[last].drafts)
         return mask
 
+    def _grammar(
+        self, rows: Sequence[SamplingRow], mask: TokenMask
+    ) -> dict[str, torch.Tensor | None]:
+        limited = [i for i, row in enumerate(rows) if row.state.grammar is not None]
+        if len(limited) == len(rows):
+            return {"grammar_mask": torch.from_numpy(mask).to(self._device, non_blocking=True)}
+        words = torch.from_numpy(mask[limited])
+        return {
+            "grammar_mask": words.to(self._device, non_blocking=True),
+            "grammar_rows": self._integers(limited),
+        }
+
     def _banned(self, rows: Sequence[SamplingRow], mask: TokenMask | None) -> torch.Tensor | None:
         """End tokens of sequences that have not reached min_tokens.
 
@@ -189,10 +201,10 @@ class SamplingStates:
         return None if all(v == off for v in values) else self._floats(values)
 
     def _floats(self, values: list[float]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.float32, device=self._device)
+        return torch.tensor(values, dtype=torch.float32).to(self._device, non_blocking=True)
 
     def _integers(self, values: list[int]) -> torch.Tensor:
-        return torch.tensor(values, dtype=torch.int64, device=self._device)
+        return torch.tensor(values, dtype=torch.int64).to(self._device, non_blocking=True)
 
 
 def _allows_others(allowed: TokenMask, token_ids: Iterable[int]) -> bool:

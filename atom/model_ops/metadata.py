@@ -132,7 +132,8 @@ class SamplingMetadata:
         prompt_mask: [R, V] bool, tokens of the prompt (for the repetition penalty).
         logit_bias: [R, V] float32 added to the logits.
         banned: [R, V] bool, tokens that cannot be sampled (end tokens before min_tokens).
-        grammar_mask: [R, ceil(V / 32)] int32 bit mask of the tokens that a grammar allows.
+        grammar_mask: [G, ceil(V / 32)] int32 bit mask of the tokens that a grammar allows.
+        grammar_rows: [G] int64, the rows that have a grammar; None when all R have.
         num_logprobs: None, or how many alternatives to report (the largest of all rows).
     """
 
@@ -150,6 +151,7 @@ class SamplingMetadata:
     logit_bias: torch.Tensor | None = None
     banned: torch.Tensor | None = None
     grammar_mask: torch.Tensor | None = None
+    grammar_rows: torch.Tensor | None = None
     num_logprobs: int | None = None
 
 

@@ -6,8 +6,9 @@ from atom.model_ops.kernels.aiter.entries import AITER
 from atom.model_ops.kernels.native import attention as native_attention
 from atom.model_ops.kernels.native import elementwise as native_elementwise
 from atom.model_ops.kernels.native import linear as native_linear
+from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.bindings import implementation as native
-from atom.model_ops.kernels.torch import attention, elementwise, linear, mla, moe
+from atom.model_ops.kernels.torch import attention, elementwise, linear, mla, moe, sampling
 from atom.model_ops.registry import Implementation, always
 
 OPS: dict[str, tuple[Implementation, ...]] = {
@@ -70,5 +71,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "moe_experts": (
         *AITER["moe_experts"],
         Implementation("torch", always, moe.load),
+    ),
+    "choose_tokens": (Implementation("torch", always, lambda: sampling.choose_tokens),),
+    "mask_tokens": (
+        native(native_sampling.load_mask_tokens),
+        Implementation("torch", always, lambda: sampling.mask_tokens),
     ),
 }

@@ -36,7 +36,7 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        self.interleaved = interleaved
+        self._interleaved = interleaved
         inv_freq, scaling = rope_frequencies(config, head_dim, context.max_model_len)
         positions = torch.arange(context.max_model_len, dtype=torch.float32)
         angles = positions[:, None] * inv_freq[None, :].float().cpu()
@@ -48,15 +48,10 @@ class RotaryEmbedding(nn.Module):
         self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """q [T, heads, d], k [T, kv_heads, d] -> rotated, same shapes."""
-        if self.interleaved:
-            q, k = _pairs_to_halves(q), _pairs_to_halves(k)
-        out: tuple[torch.Tensor, torch.Tensor] = self._op(positions, q, k, self.cos_sin)
+        out: tuple[torch.Tensor, torch.Tensor] = self._op(
+            positions, q, k, self.cos_sin, self._interleaved
+        )
         return out
-
-
-def _pairs_to_halves(x: torch.Tensor) -> torch.Tensor:
-    """x0 x1 x2 x3 ... -> x0 x2 ... x1 x3 ..., along the last dimension."""
-    return torch.cat((x[..., 0::2], x[..., 1::2]), dim=-1)
 
 
 def rope_frequencies(

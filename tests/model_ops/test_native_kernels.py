@@ -487,9 +487,10 @@ def test_the_table_prefers_native_kernels_on_a_cpu(op: str) -> None:
     table = OpTable(CPU, OPS)
     table.resolve(op, torch.bfloat16, torch.bfloat16, **shape)
     assert table.describe().splitlines()[1].split() == [op, "native"]
-    reason = OPS[op][0].supports(OpQuery(Platform("cuda", "sm90", True), torch.bfloat16, shape))
+    [native] = [candidate for candidate in OPS[op] if candidate.name == "native"]
+    reason = native.supports(OpQuery(Platform("cuda", "sm90", True), torch.bfloat16, shape))
     assert reason == "runs on CPUs only"
-    assert OPS[op][0].supports(OpQuery(CPU, torch.float64, shape)) is not None
+    assert native.supports(OpQuery(CPU, torch.float64, shape)) is not None
 
 
 def test_the_table_says_why_a_shape_is_refused() -> None:

@@ -11,10 +11,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.model_ops import sampler
+from atom.model_ops.kernels.torch import sampling
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.noise import exponential_noise, row_keys, token_hashes
-from atom.model_ops.sampler import NoAdmissibleTokenError, compute_logprobs, sample
+from atom.model_ops.sampler import compute_logprobs, sample
 
 INF = math.inf
 
@@ -201,9 +201,9 @@ def test_the_number_of_candidates_does_not_matter(
     logits = random_logits(32, 1500, 0.25, rng)
     options = random_options({"temperature", "top_k", "top_p", "min_p"}, 32, 1500, rng)
     expected = sample(logits, SamplingMetadata(**options)).token_ids
-    monkeypatch.setattr(sampler, "_FIRST_CANDIDATES", first)
-    monkeypatch.setattr(sampler, "_CANDIDATE_GROWTH", growth)
-    monkeypatch.setattr(sampler, "_TIE_ROOM", room)
+    monkeypatch.setattr(sampling, "_FIRST_CANDIDATES", first)
+    monkeypatch.setattr(sampling, "_CANDIDATE_GROWTH", growth)
+    monkeypatch.setattr(sampling, "_TIE_ROOM", room)
     assert torch.equal(sample(logits, SamplingMetadata(**options)).token_ids, expected)
 
 
@@ -228,10 +228,26 @@ def test_the_cpu_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     logits = random_logits(9, 5000, 0.01, rng)
     for names in ({"temperature"}, {"temperature", "top_p"}):
         options = random_options(names, 9, 5000, rng)
-        monkeypatch.setattr(sampler, "_CPU_CHUNK_ELEMENTS", 2**20)
+        monkeypatch.setattr(sampling, "_CPU_CHUNK_ELEMENTS", 2**20)
         expected = sample(logits, SamplingMetadata(**options)).token_ids
-        monkeypatch.setattr(sampler, "_CPU_CHUNK_ELEMENTS", 1)
+        monkeypatch.setattr(sampling, "_CPU_CHUNK_ELEMENTS", 1)
         assert torch.equal(sample(logits, SamplingMetadata(**options)).token_ids, expected)
+
+
+@pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
+@pytest.mark.parametrize("rows", [None, [4, 0, 2]])
+def test_masks_limit_their_rows_only(vocab: int, rows: list[int] | None) -> None:
+    rng = torch.Generator().manual_seed(vocab)
+    logits = torch.randn(5, vocab, generator=rng)
+    limited = rows or [0, 1, 2, 3, 4]
+    words = torch.randint(-(2**31), 2**31, (len(limited), -(-vocab // 32)), generator=rng).int()
+    expected = logits.clone()
+    for row, mask in zip(limited, words.tolist(), strict=True):
+        for token_id in range(vocab):
+            if not mask[token_id // 32] >> token_id % 32 & 1:
+                expected[row, token_id] = -INF
+    sampling.mask_tokens(logits, words, None if rows is None else torch.tensor(rows))
+    assert torch.equal(logits, expected)
 
 
 # --- greedy -----------------------------------------------------------------------------
@@ -254,8 +270,8 @@ def test_greedy_does_no_sampling_work(
     def unexpected(*_: Any) -> torch.Tensor:
         raise AssertionError("noise was computed for a greedy batch")
 
-    monkeypatch.setattr(sampler, "exponential_noise", unexpected)
-    monkeypatch.setattr(sampler, "_weights", unexpected)
+    monkeypatch.setattr(sampling, "exponential_noise", unexpected)
+    monkeypatch.setattr(sampling, "_weights", unexpected)
     rows = torch.arange(3)
     metadata = SamplingMetadata(temperature=temperature, seeds=rows, positions=rows)
     assert sample(torch.eye(3, 10), metadata).token_ids.tolist() == [0, 1, 2]
@@ -377,7 +393,7 @@ def test_the_logits_are_not_modified() -> None:
 @pytest.mark.parametrize("extra", [{}, {"top_k": 2}, {"top_p": 0.5}, {"min_p": 0.5}])
 @pytest.mark.parametrize("bad", ["masked", "nan", "inf"])
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_rows_without_an_admissible_token_are_named(
+def test_rows_without_an_admissible_token_are_told(
     temperature: float, bad: str, extra: dict[str, float]
 ) -> None:
     logits = torch.zeros(3, 600)
@@ -395,9 +411,8 @@ def test_rows_without_an_admissible_token_are_named(
         banned=banned,
         **options,
     )
-    with pytest.raises(NoAdmissibleTokenError, match=r"rows \[1\]") as caught:
-        sample(logits, metadata)
-    assert caught.value.rows == [1]
+    output = sample(logits, dataclasses.replace(metadata, num_logprobs=1))
+    assert (output.token_ids < 0).tolist() == [False, True, False]
 
 
 @pytest.mark.parametrize(
@@ -407,7 +422,10 @@ def test_rows_without_an_admissible_token_are_named(
         ({"presence": torch.ones(1)}, "output_counts"),
         ({"frequency": torch.ones(1)}, "output_counts"),
         ({"repetition": torch.ones(1)}, "prompt_mask"),
-        ({"grammar_mask": torch.ones(1, 3, dtype=torch.int32)}, "3 words.*takes 2"),
+        (
+            {"grammar_mask": torch.ones(1, 3, dtype=torch.int32)},
+            r"\[1, 3\]; 1 rows .* take \[1, 2\]",
+        ),
     ],
 )
 def test_options_without_their_tensors_are_refused(options: dict[str, Any], message: str) -> None:

@@ -99,9 +99,15 @@ def load_rope() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
     num_threads = torch.get_num_threads
 
     def rope(
-        positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos_sin: torch.Tensor,
+        interleaved: bool,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Rotate q [T, heads, d] and k [T, kv_heads, d] by positions [T] int64.
+
+        Interleaved pairs (x0, x1), (x2, x3), ... leave as halves.
 
         Raises:
             ValueError: when shapes or data types do not fit.
@@ -123,6 +129,8 @@ def load_rope() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
             or not cos_sin.is_contiguous()
         ):
             raise mismatch("rope", positions=positions, q=q, k=k, cos_sin=cos_sin)
+        if interleaved:
+            q, k = _pairs_to_halves(q, rotary_dim), _pairs_to_halves(k, rotary_dim)
         q, q_stride = rows_apart(q)
         k, k_stride = rows_apart(k)
         q_out = q.new_empty(rows, heads, head_dim)
@@ -148,3 +156,9 @@ def load_rope() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
         return q_out, k_out
 
     return rope
+
+
+def _pairs_to_halves(x: torch.Tensor, rotary_dim: int) -> torch.Tensor:
+    """x0 x1 x2 x3 ... -> x0 x2 ... x1 x3 ..., along the first dimensions of each head."""
+    pairs = x[..., :rotary_dim]
+    return torch.cat((pairs[..., 0::2], pairs[..., 1::2], x[..., rotary_dim:]), dim=-1)

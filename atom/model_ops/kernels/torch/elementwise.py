@@ -23,16 +23,34 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
 
 
 def rope(
-    positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor, cos_sin: torch.Tensor
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate in float32. cos_sin: [positions, rotary_dim], cosines then sines."""
+    """Rotate q [T, heads, d] and k [T, kv_heads, d] in float32.
+
+    Args:
+        positions: [T] int64.
+        cos_sin: [positions, rotary_dim] float32, cosines then sines; dimensions past rotary_dim
+            stay as they are.
+        interleaved: the rotated dimensions come as pairs (x0, x1), (x2, x3), ... and leave as
+            halves; else they come as halves.
+    """
     cos, sin = cos_sin[positions][:, None, :].chunk(2, dim=-1)
-    return _rotate(q, cos, sin), _rotate(k, cos, sin)
+    return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)
 
 
-def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+def _rotate(
+    x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool
+) -> torch.Tensor:
     rotary_dim = 2 * cos.shape[-1]
-    first, second = x[..., :rotary_dim].float().chunk(2, dim=-1)
+    rotated = x[..., :rotary_dim].float()
+    if interleaved:
+        first, second = rotated[..., 0::2], rotated[..., 1::2]
+    else:
+        first, second = rotated.chunk(2, dim=-1)
     parts = [first * cos - second * sin, second * cos + first * sin]
     if rotary_dim < x.shape[-1]:
         parts.append(x[..., rotary_dim:].float())

@@ -1,4 +1,4 @@
-// Normalisation, gated activation, rotation and cache writes: float32 inside, rounded once.
+// Normalisation, gated activation, rotation, cache writes and masks: float32 inside, rounded once.
 #include <algorithm>
 #include <cmath>
 
@@ -167,6 +167,41 @@ int64_t kv_cache_write(const CacheWriteArgs& a) {
   return 0;
 }
 
+struct MaskArgs {
+  uint32_t* scores;       // [num_rows, vocab_size]: bits of float32, changed in place
+  const uint32_t* words;  // [count, ceil(vocab_size / 32)]: a bit allows a token
+  const int64_t* rows;    // [count] different rows of the scores, or null: all of them
+  int64_t count, num_rows, vocab_size, threads;
+};
+
+// The tokens of one word, without a branch: masks are as likely to be noise as to be runs.
+ATOM_INLINE void mask_word(uint32_t* scores, uint32_t word, int64_t count) {
+  constexpr uint32_t negative_infinity = 0xff800000u;
+  for (int64_t i = 0; i < count; ++i) {
+    const uint32_t keep = -((word >> i) & 1u);
+    scores[i] = (scores[i] & keep) | (negative_infinity & ~keep);
+  }
+}
+
+// 0, or 1 + the entry whose row lies outside the scores.
+int64_t mask_tokens(const MaskArgs& a) {
+  for (int64_t g = 0; a.rows != nullptr && g < a.count; ++g) {
+    if (a.rows[g] < 0 || a.rows[g] >= a.num_rows) return g + 1;
+  }
+  const int64_t whole = a.vocab_size / 32, rest = a.vocab_size % 32;
+  const int64_t stride = whole + (rest != 0);
+  const int64_t threads = threads_for(a.count * a.vocab_size, a.threads);
+  run_shares(a.count, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t g = begin; g < end; ++g) {
+      uint32_t* scores = a.scores + (a.rows == nullptr ? g : a.rows[g]) * a.vocab_size;
+      const uint32_t* words = a.words + g * stride;
+      for (int64_t w = 0; w < whole; ++w) mask_word(scores + w * 32, words[w], 32);
+      mask_word(scores + whole * 32, rest == 0 ? 0u : words[whole], rest);
+    }
+  });
+  return 0;
+}
+
 }  // namespace
 }  // namespace atom
 
@@ -189,4 +224,8 @@ ATOM_DEFINE(atom::float16, float16)
 
 ATOM_EXPORT int64_t atom_kv_cache_write(const atom::CacheWriteArgs* args) {
   return atom::kv_cache_write(*args);
+}
+
+ATOM_EXPORT int64_t atom_mask_tokens(const atom::MaskArgs* args) {
+  return atom::mask_tokens(*args);
 }
