@@ -12,6 +12,9 @@ from atom.model_ops.kernels.torch import linear
 from atom.model_ops.kernels.torch.elementwise import silu_and_mul
 from atom.model_ops.routing import Routing
 
+MoERouteOp = Callable[
+    [torch.Tensor, torch.Tensor | None, Routing], tuple[torch.Tensor, torch.Tensor]
+]
 MoEExpertsOp = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
 ]

@@ -1,0 +1,297 @@
+"""Mixture of experts as two grouped products and a sum.
+
+A token's result does not depend on its batch. Whatever the tile, an output is one float32
+accumulator to which the products of `_BLOCK_K` inputs are added, block after block; tiles share
+the matrix instruction too (see `Tiles`). The visits of a token are summed in the order of its
+ids, without atomics.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import partial
+
+import torch
+import triton
+import triton.language as tl
+
+from atom.model_ops.kernels.torch.moe import MoEExpertsOp
+from atom.model_ops.kernels.triton.moe_align import ExpertBlocks, moe_align
+from atom.platform import current_platform
+
+_BLOCK_K = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
+# Of the visits' outputs before they are summed. More are made and summed in slices of the hidden
+# dimension, which reads no weight twice.
+_VISITS_BYTES = 256 << 20
+_SLICE = 256
+_SUM_BLOCK = 512
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """How a product is launched.
+
+    Attributes:
+        block_m: pairs a program multiplies.
+        block_n: rows of the weights it multiplies them with.
+        weights_first: multiply weights by pairs, not pairs by weights. NVIDIA's instruction for
+            whole warp groups has 64 rows at least: with the weights as its rows, a few pairs are
+            multiplied by the same instruction as many, which keeps results equal.
+        options: of the compiler. AMD's two matrix instructions add up differently: the small one
+            serves few pairs, so that all use it.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    weights_first: bool = False
+    options: dict[str, int] = field(default_factory=dict)
+
+
+def choose_block_m(num_pairs: int, num_experts: int) -> int:
+    """As many rows as the mean expert fills, from shapes alone."""
+    if num_pairs <= 8 * num_experts:
+        return 16
+    return 64 if num_pairs <= 64 * num_experts else 128
+
+
+def choose_tiles(kind: str, block_m: int, num_pairs: int, rows: int, wide: bool) -> Tiles:
+    """Tiles on a platform of this `kind` for weights of so many rows; `wide` is float32."""
+    few = block_m == 16
+    if kind == "cuda":
+        if few:
+            return Tiles(16, 64, 4, 5, weights_first=True)
+        return Tiles(block_m, 64 if wide else 128, 8, 3, weights_first=True)
+    options = {"matrix_instr_nonkdim": 16}
+    if few:
+        # Programs enough for every compute unit, before larger tiles.
+        block_n = 32 if num_pairs * triton.cdiv(rows, 64) < 304 else 64
+        return Tiles(16, block_n, 2 if block_n == 32 else 4, 4, options=options)
+    return Tiles(block_m, 128, 8 if block_m == 128 else 4, 2, options=options)
+
+
+def load() -> MoEExpertsOp:
+    return partial(moe_experts, current_platform().kind)
+
+
+def moe_experts(
+    kind: str,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
+
+    w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter]. ids [T, k] are
+    valid expert ids, weights [T, k] float32. `kind` is that of the platform.
+
+    Accumulates in float32 and rounds to x's type where memory is written: after silu(gate) * up,
+    after each expert, and at the end. The host learns nothing of the ids.
+
+    Raises:
+        ValueError: when weights' rows are not contiguous.
+    """
+    num_tokens, top_k = ids.shape
+    hidden, num_pairs = x.shape[1], ids.numel()
+    if w13.stride(2) != 1 or w2.stride(2) != 1:
+        raise ValueError(
+            "the weights of experts need contiguous rows; got strides "
+            f"{w13.stride()} and {w2.stride()}"
+        )
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if not num_tokens:
+        return out
+    wide = x.dtype == torch.float32
+    block_m = choose_block_m(num_pairs, w13.shape[0])
+    blocks = moe_align(ids.contiguous(), w13.shape[0], block_m)
+
+    activated = x.new_empty(num_pairs, w2.shape[2])
+    tiles = choose_tiles(kind, block_m, num_pairs, w13.shape[1], wide)
+    grouped_product(x, w13, activated, blocks, tiles, top_k, gated=True)
+
+    width = _slice_width(num_pairs, hidden, x.element_size())
+    tiles = choose_tiles(kind, block_m, num_pairs, width, wide)
+    visits = x.new_empty(num_pairs, width)
+    for start in range(0, hidden, width):
+        rows = w2[:, start : start + width]
+        part = visits[:, : rows.shape[1]]
+        grouped_product(activated, rows, part, blocks, tiles, 1, gated=False)
+        _sum_visits(part, weights, out[:, start : start + width])
+    return out
+
+
+def _slice_width(num_pairs: int, hidden: int, itemsize: int) -> int:
+    """Hidden features whose visits fit the workspace."""
+    fitting = _VISITS_BYTES // (num_pairs * itemsize)
+    return min(hidden, max(fitting // _SLICE, 1) * _SLICE)
+
+
+def grouped_product(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    blocks: ExpertBlocks,
+    tiles: Tiles,
+    visits_per_row: int,
+    gated: bool,
+) -> None:
+    """out[p] = x[p // visits_per_row] @ weight[expert of p].T for every pair p.
+
+    weight: [experts, rows, inputs]. With `gated` its rows are gate above up, and `out`
+    [pairs, rows / 2] becomes silu(gate) * up, else `out` is [pairs, rows].
+    """
+    rows, inputs = weight.shape[1:]
+    block_k = _BLOCK_K[x.dtype]
+    _grouped_product[(blocks.limit * triton.cdiv(rows, tiles.block_n),)](
+        x,
+        weight,
+        out,
+        blocks.pairs,
+        blocks.experts,
+        blocks.count,
+        out.shape[0],
+        rows,
+        inputs,
+        *x.stride(),
+        *weight.stride()[:2],
+        out.stride(0),
+        VISITS_PER_ROW=visits_per_row,
+        GATED=gated,
+        WEIGHTS_FIRST=tiles.weights_first,
+        WHOLE_K=inputs % block_k == 0,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **tiles.options,
+    )
+
+
+def _sum_visits(visits: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
+    """visits [T * k, n], weights [T, k] -> out [T, n], in the order of k."""
+    num_tokens, features = out.shape
+    _weighted_sum[(num_tokens, triton.cdiv(features, _SUM_BLOCK))](
+        visits,
+        weights,
+        out,
+        features,
+        visits.stride(0),
+        *weights.stride(),
+        out.stride(0),
+        TOP_K=weights.shape[1],
+        BLOCK=_SUM_BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _grouped_product(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    pairs_ptr,
+    experts_ptr,
+    count_ptr,
+    num_pairs,
+    rows,
+    inputs,
+    stride_x,
+    stride_input,
+    stride_expert,
+    stride_row,
+    stride_out,
+    VISITS_PER_ROW: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One block of pairs times one tile of its expert's rows.
+
+    What lies beyond the last row or pair is computed from a valid address and not stored.
+    """
+    tiles = tl.cdiv(rows, BLOCK_N)
+    block = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    if block >= tl.load(count_ptr):
+        return
+    lanes_k = tl.arange(0, BLOCK_K)
+    pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    tokens = (tl.minimum(pairs, num_pairs - 1) // VISITS_PER_ROW).to(tl.int64)
+    places = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1)
+    if GATED:
+        # Gate and up of an output lie side by side.
+        places = places // 2 + (places % 2) * (rows // 2)
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    x_ptrs = x_ptr + tokens[:, None] * stride_x + lanes_k[None, :] * stride_input
+    weight_ptr += expert * stride_expert
+    weight_ptrs = weight_ptr + places[:, None] * stride_row + lanes_k[None, :]
+
+    if WEIGHTS_FIRST:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for k in range(0, inputs, BLOCK_K):
+        if WHOLE_K:
+            x = tl.load(x_ptrs)
+            weight = tl.load(weight_ptrs)
+        else:
+            inside = (lanes_k < inputs - k)[None, :]
+            x = tl.load(x_ptrs, mask=inside, other=0.0)
+            weight = tl.load(weight_ptrs, mask=inside, other=0.0)
+        if WEIGHTS_FIRST:
+            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+        else:
+            acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+        x_ptrs += BLOCK_K * stride_input
+        weight_ptrs += BLOCK_K
+
+    if WEIGHTS_FIRST:
+        acc = tl.trans(acc)
+    if GATED:
+        gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
+        result = gate / (1.0 + tl.exp(-gate)) * up
+        columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
+        inside = columns < rows // 2
+    else:
+        result = acc
+        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        inside = columns < rows
+    out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * stride_out + columns[None, :]
+    mask = (pairs < num_pairs)[:, None] & inside[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _weighted_sum(
+    visits_ptr,
+    weights_ptr,
+    out_ptr,
+    features,
+    stride_visit,
+    stride_token,
+    stride_k,
+    stride_out,
+    TOP_K: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of features of one token."""
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < features
+    total = tl.zeros([BLOCK], tl.float32)
+    for k in tl.static_range(TOP_K):
+        weight = tl.load(weights_ptr + token * stride_token + k * stride_k)
+        row_ptr = visits_ptr + (token * TOP_K + k) * stride_visit
+        total += weight * tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(
+        out_ptr + token * stride_out + columns,
+        total.to(out_ptr.dtype.element_ty),
+        mask=inside,
+    )

@@ -1,0 +1,79 @@
+"""Mixtures of experts: Kimi-K2.5 at TP8 and DeepSeek-V2-Lite, from one token to a long prefill."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from aot_case import Case
+
+from atom.model_ops.registry import OpQuery
+from atom.model_ops.routing import Routing
+
+KIMI_ROUTING = Routing(384, 8, "sigmoid", 1, 1, "top2_sum", True, 2.827)
+V3_ROUTING = Routing(256, 8, "sigmoid", 8, 4, "top2_sum", True, 2.5)
+LITE_ROUTING = Routing(64, 6, "softmax")
+
+
+@dataclass(frozen=True)
+class Experts:
+    """One rank's experts: how many, of how many a token visits, hidden and intermediate size."""
+
+    experts: int
+    top_k: int
+    hidden: int
+    inter: int
+
+    def arguments(self, query: OpQuery, num_tokens: int) -> tuple[object, ...]:
+        # Weights of a real size are never touched, hence cost no memory.
+        return (
+            torch.empty(num_tokens, self.hidden, dtype=query.dtype),
+            torch.empty(self.experts, 2 * self.inter, self.hidden, dtype=query.dtype),
+            torch.empty(self.experts, self.hidden, self.inter, dtype=query.dtype),
+            torch.empty(num_tokens, self.top_k),
+            torch.empty(num_tokens, self.top_k, dtype=torch.int64),
+        )
+
+
+KIMI_TP8 = Experts(384, 8, 7168, 256)
+LITE = Experts(64, 6, 2048, 1408)
+LITE_TP8 = Experts(64, 6, 2048, 176)
+
+
+def _route(name: str, routing: Routing, biased: bool) -> Case:
+    def arguments(_: OpQuery) -> tuple[object, ...]:
+        bias = torch.empty(routing.num_experts) if biased else None
+        return torch.empty(64, routing.num_experts), bias, routing
+
+    shape = {"num_experts": routing.num_experts, "top_k": routing.top_k}
+    return Case(f"moe_route/{name}", "moe_route", arguments, shape, dtype=torch.float32)
+
+
+def _experts(
+    name: str, sizes: Experts, num_tokens: int, dtype: torch.dtype = torch.bfloat16
+) -> Case:
+    shape = {
+        "num_experts": sizes.experts,
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.inter,
+    }
+    return Case(
+        f"moe_experts/{name} of {num_tokens}",
+        "moe_experts",
+        lambda query: sizes.arguments(query, num_tokens),
+        shape,
+        dtype=dtype,
+        matrix=("_grouped_product", "_grouped_product#2") if dtype != torch.float32 else (),
+    )
+
+
+CASES: tuple[Case, ...] = (
+    _route("kimi", KIMI_ROUTING, True),
+    _route("deepseek v3", V3_ROUTING, True),
+    _route("deepseek v2 lite", LITE_ROUTING, False),
+    *(_experts("kimi tp8", KIMI_TP8, tokens) for tokens in (1, 64, 1024, 8192)),
+    *(_experts("deepseek v2 lite", LITE, tokens) for tokens in (64, 2048)),
+    _experts("deepseek v2 lite tp8", LITE_TP8, 64),
+    _experts("deepseek v2 lite float16", LITE, 512, torch.float16),
+    *(_experts("deepseek v2 lite float32", LITE, tokens, torch.float32) for tokens in (4, 512)),
+)
