@@ -9,6 +9,8 @@ from atom.model_ops.kernels.native import linear as native_linear
 from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.bindings import implementation as native
 from atom.model_ops.kernels.torch import attention, elementwise, linear, mla, moe, sampling
+from atom.model_ops.kernels.triton import moe as triton_moe
+from atom.model_ops.kernels.triton.support import implementation as triton
 from atom.model_ops.registry import Implementation, always
 
 OPS: dict[str, tuple[Implementation, ...]] = {
@@ -66,10 +68,12 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "moe_route": (
         *AITER["moe_route"],
+        triton(triton_moe.load_route, triton_moe.refuses_route),
         Implementation("torch", always, lambda: moe.moe_route),
     ),
     "moe_experts": (
         *AITER["moe_experts"],
+        triton(triton_moe.load_experts, triton_moe.refuses_experts),
         Implementation("torch", always, moe.load),
     ),
     "choose_tokens": (Implementation("torch", always, lambda: sampling.choose_tokens),),
