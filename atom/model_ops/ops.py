@@ -9,6 +9,7 @@ from atom.model_ops.kernels.native import linear as native_linear
 from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.bindings import implementation as native
 from atom.model_ops.kernels.torch import attention, elementwise, linear, mla, moe, sampling
+from atom.model_ops.kernels.triton import attention as triton_attention
 from atom.model_ops.kernels.triton import moe as triton_moe
 from atom.model_ops.kernels.triton.support import implementation as triton
 from atom.model_ops.registry import Implementation, always
@@ -42,16 +43,19 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "kv_cache_write": (
         *AITER["kv_cache_write"],
         native(native_attention.load_kv_cache_write, native_attention.refuses_storage),
+        triton(triton_attention.load_kv_cache_write, triton_attention.refuses_storage),
         Implementation("torch", always, lambda: attention.kv_cache_write),
     ),
     "paged_attention": (
         *AITER["paged_attention"],
         native(native_attention.load_paged_attention, native_attention.refuses),
+        triton(triton_attention.load_paged_attention, triton_attention.refuses),
         Implementation("torch", always, lambda: attention.paged_attention),
     ),
     "prefill_attention": (
         *AITER["prefill_attention"],
         native(native_attention.load_paged_attention, native_attention.refuses),
+        triton(triton_attention.load_prefill_attention, triton_attention.refuses),
         Implementation("torch", always, lambda: attention.paged_attention),
     ),
     "mla_cache_write": (
