@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from atom.structured_output.base import Grammar, GrammarError, TokenMask
+from atom.structured_output.bounded_strings import chain_bounded_strings
 from atom.structured_output.params import StructuredOutput
 from atom.structured_output.tags import as_format, lower_tokens
 
@@ -22,6 +23,8 @@ INSTALL_HINT = "pip install --no-deps 'xgrammar>=0.2.8,<0.3' && pip install apac
 # The byte around a marker token's spelling: no text holds it, so neither strings nor patterns
 # can be continued with a marker.
 _NOT_TEXT = b"\xff"
+# Of a schema's format; with others it is not plain JSON.
+_SCHEMA_KEYS = {"type", "json_schema", "max_whitespace_cnt"}
 _LOCATION = re.compile(r"^\[[\d:]+\] \S+: ")
 
 
@@ -76,8 +79,8 @@ class XGrammarBackend:
 
     def compile(self, wanted: StructuredOutput) -> Grammar:
         format = lower_tokens(as_format(wanted), self._markers)
-        tag = json.dumps({"type": "structural_tag", "format": format})
         try:
+            tag = json.dumps({"type": "structural_tag", "format": _with_chains(format)})
             grammar = XGrammar(self._compiler.compile_structural_tag(tag))
         except RuntimeError as error:
             reason = _LOCATION.sub("", str(error)).strip()
@@ -117,6 +120,27 @@ class XGrammarMatcher:
 
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)
+
+
+def _with_chains(format: Any) -> Any:
+    """The format with schemas that bound strings as grammars that are quick to follow."""
+    if isinstance(format, list):
+        return [_with_chains(item) for item in format]
+    if not isinstance(format, dict):
+        return format
+    if format.get("type") != "json_schema":
+        return {
+            key: value if key == "json_schema" else _with_chains(value)
+            for key, value in format.items()
+        }
+    schema = json.dumps(format["json_schema"])
+    if '"maxLength"' not in schema or not format.keys() <= _SCHEMA_KEYS:
+        return format
+    grammar = _import().Grammar.from_json_schema(
+        schema, max_whitespace_cnt=format.get("max_whitespace_cnt")
+    )
+    chained = chain_bounded_strings(str(grammar))
+    return format if chained is None else {"type": "grammar", "grammar": chained}
 
 
 def _import() -> Any:

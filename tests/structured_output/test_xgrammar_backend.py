@@ -212,3 +212,41 @@ def test_properties_come_in_the_order_of_the_schema(bench: Bench) -> None:
     wanted = StructuredOutput.json_schema(json.dumps(SCHEMA))
     assert bench.takes(wanted, '{"name": "a", "age": 1}')
     assert not bench.takes(wanted, '{"age": 1, "name": "a"}')
+
+
+@pytest.mark.parametrize(
+    ("low", "high"), [(0, 0), (0, 1), (0, 5), (2, 5), (4, 4), (0, 128), (126, 130)]
+)
+def test_strings_of_limited_length(bench: Bench, low: int, high: int) -> None:
+    """Alone, in arrays, optional, and within tags; short ones are chains of rules."""
+    text = {"type": "string", "minLength": low, "maxLength": high}
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": text,
+            "b": {"type": "array", "items": text},
+            "c": {"type": "string", "pattern": "^x{2}$"},
+            "d": {"enum": ["quite long"]},
+        },
+        "required": ["a"],
+        "additionalProperties": text,
+    }
+    wanted = StructuredOutput.structural_tag(sequence(literal("<"), json_document(schema)))
+    for length in {0, 1, low - 1, low, (low + high) // 2, high, high + 1} - {-1}:
+        value = json.dumps("日本, a<b"[:length].ljust(length, "x"), ensure_ascii=False)
+        fits = low <= length <= high
+        assert bench.takes(wanted, f'<{{"a": {value}}}') == fits
+        if fits:
+            rest = f'"b": [{value}, {value}], "c": "xx", "d": "quite long", "e":{value}'
+            assert bench.takes(wanted, f'<{{"a": {value}, {rest}}}')
+
+
+def test_strings_of_limited_length_hold_no_raw_control_characters(bench: Bench) -> None:
+    matcher = bench.matcher(StructuredOutput.json_schema({"type": "string", "maxLength": 9}))
+    assert bench.feed(matcher, '"a')
+    for token_id in np.flatnonzero(
+        np.unpackbits(bench.mask(matcher).view(np.uint8), bitorder="little")
+    ):
+        text = bench.tokenizer.decode([token_id])
+        assert '"' in text or not any(c < " " for c in text), text
+    assert not bench.allows(matcher, bench.tokenizer.encode("\t", add_special_tokens=False)[0])
