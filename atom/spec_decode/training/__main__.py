@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 
 from atom.spec_decode.training.cli import main
 
+# A synthesis that is stopped writes what it has, also when it runs in a shell's background, where
+# interrupts are ignored.
+for stop in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(stop, signal.default_int_handler)
 sys.exit(main())
