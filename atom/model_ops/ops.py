@@ -10,6 +10,7 @@ from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.bindings import implementation as native
 from atom.model_ops.kernels.torch import attention, elementwise, linear, mla, moe, sampling
 from atom.model_ops.kernels.triton import attention as triton_attention
+from atom.model_ops.kernels.triton import mla as triton_mla
 from atom.model_ops.kernels.triton import moe as triton_moe
 from atom.model_ops.kernels.triton.support import implementation as triton
 from atom.model_ops.registry import Implementation, always
@@ -60,14 +61,17 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "mla_cache_write": (
         *AITER["mla_cache_write"],
+        triton(triton_mla.load_mla_cache_write, triton_mla.refuses_storage),
         Implementation("torch", always, lambda: mla.mla_cache_write),
     ),
     "mla_decode": (
         *AITER["mla_decode"],
+        triton(triton_mla.load_mla_decode, triton_mla.refuses),
         Implementation("torch", always, lambda: mla.mla_attention),
     ),
     "mla_prefill": (
         *AITER["mla_prefill"],
+        triton(triton_mla.load_mla_prefill, triton_mla.refuses),
         Implementation("torch", always, lambda: mla.mla_attention),
     ),
     "moe_route": (

@@ -1,0 +1,307 @@
+"""Latent attention in the latent space: a few queries per sequence over a long context.
+
+Queries are carried into the latent space first ("absorbed"), so that all heads of all queries of
+a sequence are rows that attend to one shared key: the latent and the rotated part. A program
+takes up to 64 such rows (padded to 16, the least that a matrix instruction takes: 8 heads of one
+rank run here, not on a slow path), reads each cached token once and uses it twice, as key and as
+value. The context is split over programs, whose partial results a second kernel joins. What
+leaves is carried from the latent space to every head's values.
+
+Both carryings are one product per head, left to torch.
+
+Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; split contexts as in Flash-Decoding.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+
+LOG2_E = 1.4426950408889634
+# Enough programs to fill the largest GPU (304 compute units) once and half again.
+_PROGRAMS = 512
+_MAX_SPLITS = 256
+# A split of fewer keys costs more in joining than it saves.
+_LEAST_KEYS = 64
+_JOIN_SPLITS = 16
+_JOIN_COLUMNS = 128
+
+# Lengths and offsets change from batch to batch: one compiled kernel serves them all.
+_VARYING = ["table_stride", "splits", "num_rows", "carried_head_stride"]
+_SLICES = ["rope_ptr", "tables_ptr", "contexts_ptr", "starts_ptr"]
+
+
+def mla_decode(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
+
+    The last query of a sequence sits at the last position of its context. No device tensor is
+    read on the host.
+    """
+    heads, up_rows, rank = up_proj.shape
+    nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)
+    out = q.new_empty(q.shape[0], heads, up_rows - nope)
+    attend_absorbed(q, kv_cache, up_proj, metadata, scale, out)
+    return out
+
+
+def attend_absorbed(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """`mla_decode` of any lengths into `out` [T, heads, v]."""
+    rank = up_proj.shape[2]
+    nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)
+    carried = torch.bmm(q[..., :nope].transpose(0, 1), up_proj[:, :nope])
+    seen = _attend(carried, q[..., nope:], kv_cache, metadata, scale)
+    torch.bmm(seen.transpose(0, 1), up_proj[:, nope:].transpose(1, 2), out=out.transpose(0, 1))
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """Attributes:
+    rows: (query, head) pairs of a program. keys: cached tokens of a step.
+    """
+
+    rows: int
+    keys: int
+
+
+def _tiles(rows: int, dtype: torch.dtype) -> _Tiles:
+    """For a latent of 512: a tile of keys takes 36 KiB of the 64 KiB that gfx942 shares."""
+    if dtype is torch.float32:
+        return _Tiles(16, 16)
+    return _Tiles(min(max(triton.next_power_of_2(rows), 16), 64), 32)
+
+
+def num_splits(programs: int, max_context_len: int) -> int:
+    """Splits of every context, a power of two: `programs` is how many there are without any."""
+    wanted = min(_PROGRAMS // programs, -(-max_context_len // _LEAST_KEYS), _MAX_SPLITS)
+    return 1 << (max(wanted, 1).bit_length() - 1)
+
+
+def _attend(
+    carried: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """carried [heads, T, rank], q_rope [T, heads, rope] -> [T, heads, rank]."""
+    heads, num_tokens, rank = carried.shape
+    latent = kv_cache.latent
+    tiles = _tiles(metadata.max_seqlen_q * heads, carried.dtype)
+    num_tiles = triton.cdiv(metadata.max_seqlen_q * heads, tiles.rows)
+    num_seqs = metadata.context_lens.shape[0]
+    splits = num_splits(num_tiles * num_seqs, metadata.max_context_len)
+    num_rows = num_tokens * heads
+    seen = carried.new_empty(num_tokens, heads, rank)
+    partial, lse = seen, seen
+    if splits > 1:
+        partial = carried.new_empty((splits, num_rows, rank), dtype=torch.float32)
+        lse = carried.new_empty((splits, num_rows), dtype=torch.float32)
+    _absorbed_kernel[(num_tiles, num_seqs, splits)](
+        carried, q_rope, latent, kv_cache.scale,
+        metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q,
+        partial, lse, scale * LOG2_E,
+        carried.stride(0), q_rope.stride(0), q_rope.stride(1),
+        latent.stride(0), latent.stride(1), metadata.block_tables.stride(0), splits, num_rows,
+        HEADS=heads, RANK=rank, ROPE=q_rope.shape[2],
+        RANK_PADDED=padded(rank), ROPE_PADDED=padded(q_rope.shape[2]),
+        BLOCK_SIZE=kv_cache.block_size, ROWS=tiles.rows, KEYS=tiles.keys,
+        LEAST_KEYS=_LEAST_KEYS, SPLIT=splits > 1,
+        num_warps=4, num_stages=2,
+    )  # fmt: skip
+    if splits > 1:
+        columns = min(padded(rank), _JOIN_COLUMNS)
+        grid = (metadata.max_seqlen_q * heads, num_seqs, triton.cdiv(rank, columns))
+        _join_kernel[grid](
+            partial, lse, metadata.context_lens, metadata.cu_seqlens_q, seen, splits, num_rows,
+            HEADS=heads, RANK=rank, COLUMNS=columns, TILE=_JOIN_SPLITS, KEYS=tiles.keys,
+            LEAST_KEYS=_LEAST_KEYS, num_warps=4,
+        )  # fmt: skip
+    return seen
+
+
+def padded(size: int) -> int:
+    """A width that a matrix instruction takes; what lies beyond `size` is masked."""
+    return max(int(triton.next_power_of_2(size)), 16)
+
+
+@triton.jit
+def _split_keys(context, splits, KEYS: tl.constexpr, LEAST_KEYS: tl.constexpr):
+    """Keys of one split, a multiple of KEYS; the last ones of a short context get none."""
+    return tl.maximum(tl.cdiv(tl.cdiv(context, splits), KEYS) * KEYS, LEAST_KEYS)
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+def _absorbed_kernel(
+    carried_ptr,
+    rope_ptr,
+    cache_ptr,
+    scale_ptr,
+    tables_ptr,
+    contexts_ptr,
+    starts_ptr,
+    out_ptr,
+    lse_ptr,
+    softmax_scale,
+    carried_head_stride,
+    rope_token_stride,
+    rope_head_stride,
+    cache_block_stride,
+    cache_token_stride,
+    table_stride,
+    splits,
+    num_rows,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    ROPE: tl.constexpr,
+    RANK_PADDED: tl.constexpr,
+    ROPE_PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+):
+    """Program (tile of rows, sequence, split). Row r is head r % HEADS of query r // HEADS."""
+    tile, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    start = tl.load(starts_ptr + sequence)
+    length = tl.load(starts_ptr + sequence + 1) - start
+    context = tl.load(contexts_ptr + sequence)
+    span = _split_keys(context, splits, KEYS, LEAST_KEYS)
+    first = split * span
+    if (tile * ROWS >= length * HEADS) | (first >= context):
+        return
+    rows = tile * ROWS + tl.arange(0, ROWS)
+    query, head = rows // HEADS, rows % HEADS
+    live = query < length
+    position = context - length + query  # of each row: it sees the keys up to there
+    token = (start + query).to(tl.int64)
+    ranks, ropes = tl.arange(0, RANK_PADDED), tl.arange(0, ROPE_PADDED)
+    q_latent = tl.load(
+        carried_ptr + (head * carried_head_stride.to(tl.int64) + token * RANK)[:, None] + ranks,
+        mask=live[:, None] & (ranks < RANK),
+        other=0.0,
+    )
+    q_rope = tl.load(
+        rope_ptr + (token * rope_token_stride + head * rope_head_stride)[:, None] + ropes,
+        mask=live[:, None] & (ropes < ROPE),
+        other=0.0,
+    )
+    stored_scale = 1.0
+    if scale_ptr is not None:
+        stored_scale = tl.load(scale_ptr)
+    score_scale = softmax_scale * stored_scale
+    top = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS], tl.float32)
+    acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
+    last_query = tl.minimum((tile * ROWS + ROWS - 1) // HEADS, length - 1)
+    end = tl.minimum(first + span, context - length + last_query + 1)
+    for key in range(first, end, KEYS):
+        keys = key + tl.arange(0, KEYS)
+        inside = keys < end
+        # Block ids are 32 bits wide, what they are multiplied with overflows them.
+        if BLOCK_SIZE % KEYS == 0:
+            block = tl.load(tables_ptr + sequence * table_stride + key // BLOCK_SIZE).to(tl.int64)
+            base = cache_ptr + block * cache_block_stride + key % BLOCK_SIZE * cache_token_stride
+            at = base + (tl.arange(0, KEYS) * cache_token_stride)[:, None]
+        else:
+            block = tl.load(
+                tables_ptr + sequence * table_stride + keys // BLOCK_SIZE, mask=inside, other=0
+            ).to(tl.int64)
+            offset = block * cache_block_stride + keys % BLOCK_SIZE * cache_token_stride
+            at = cache_ptr + offset[:, None]
+        latent = tl.load(at + ranks, mask=inside[:, None] & (ranks < RANK), other=0.0)
+        k_rope = tl.load(at + RANK + ropes, mask=inside[:, None] & (ropes < ROPE), other=0.0)
+        latent, k_rope = latent.to(q_latent.dtype), k_rope.to(q_latent.dtype)
+        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+        visible = (keys <= position[:, None]) & inside
+        scores = tl.where(visible, scores * score_scale, float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        # A row that has seen nothing yet must not subtract infinity from infinity.
+        finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
+        weights = tl.exp2(scores - finite_top[:, None])
+        decay = tl.exp2(top - finite_top)
+        total = total * decay + tl.sum(weights, 1)
+        acc = acc * decay[:, None]
+        acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
+        top = new_top
+    acc = acc * (stored_scale / tl.where(total > 0, total, 1.0))[:, None]
+    row = token * HEADS + head
+    if SPLIT:
+        row += split.to(tl.int64) * num_rows
+        tl.store(lse_ptr + row, top + tl.log2(total), mask=live)
+    tl.store(
+        out_ptr + row[:, None] * RANK + ranks,
+        acc.to(out_ptr.dtype.element_ty),
+        mask=live[:, None] & (ranks < RANK),
+    )
+
+
+@triton.jit(do_not_specialize=_VARYING, do_not_specialize_on_alignment=_SLICES)
+def _join_kernel(
+    partial_ptr,
+    lse_ptr,
+    contexts_ptr,
+    starts_ptr,
+    out_ptr,
+    splits,
+    num_rows,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    TILE: tl.constexpr,
+    KEYS: tl.constexpr,
+    LEAST_KEYS: tl.constexpr,
+):
+    """Program (row, sequence, tile of columns): the splits' results, weighed by their sums."""
+    row, sequence = tl.program_id(0), tl.program_id(1)
+    start = tl.load(starts_ptr + sequence)
+    length = tl.load(starts_ptr + sequence + 1) - start
+    if row >= length * HEADS:
+        return
+    context = tl.load(contexts_ptr + sequence)
+    used = tl.cdiv(context, _split_keys(context, splits, KEYS, LEAST_KEYS))
+    row = start.to(tl.int64) * HEADS + row
+    columns = tl.program_id(2) * COLUMNS + tl.arange(0, COLUMNS)
+    top = float("-inf")
+    total = 0.0
+    acc = tl.zeros([COLUMNS], tl.float32)
+    # Split 0 holds key 0, which every query sees: `top` is finite after the first tile.
+    for first in range(0, used, TILE):
+        split = first + tl.arange(0, TILE)
+        at = split.to(tl.int64) * num_rows + row
+        lse = tl.load(lse_ptr + at, mask=split < used, other=float("-inf"))
+        part = tl.load(
+            partial_ptr + at[:, None] * RANK + columns,
+            mask=(split < used)[:, None] & (columns < RANK),
+            other=0.0,
+        )
+        new_top = tl.maximum(top, tl.max(lse, 0))
+        weights = tl.exp2(lse - new_top)
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 0)
+        acc = acc * decay + tl.sum(weights[:, None] * part, 0)
+        top = new_top
+    tl.store(
+        out_ptr + row * RANK + columns,
+        (acc / total).to(out_ptr.dtype.element_ty),
+        mask=columns < RANK,
+    )

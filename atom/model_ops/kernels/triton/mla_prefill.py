@@ -1,0 +1,368 @@
+"""Latent attention for prompts: every head's keys and values are built, in bounded chunks.
+
+Which reading of the sum is cheaper depends on the sequence, not on the batch. Building a key and
+a value costs `rank * (nope + v)` products per head and cached token, which many queries share;
+each query then saves `2 * rank - nope - v` against the latent space. So a batch is cut into runs
+of short and of long sequences (`absorb_limit`: 170 queries for DeepSeek-V3 and Kimi-K2): short
+ones, such as the decoding neighbours of a prompt's chunk, go to the absorbed kernel, whatever
+the length of their contexts; long ones are expanded here.
+
+Expanding goes in rounds, so that its memory does not grow with the context: a kernel gathers the
+round's latents out of the paged cache, one dense product makes keys and values of them, and a
+causal kernel with keys and values of different widths lets all queries visit them. A query that
+has more to see in a later round leaves its running maximum, sum and mean in memory.
+
+How much there is to do follows from lengths that the host knows; no device tensor is read there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import accumulate, groupby
+
+import torch
+import triton
+import triton.language as tl
+
+from atom.model_ops.kernels.torch.mla import absorb_limit
+from atom.model_ops.kernels.triton.mla_decode import LOG2_E, attend_absorbed, padded
+from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+from atom.platform import current_platform
+
+# Keys and values of one round: 128 MiB in 16 bits.
+_ROUND_ELEMENTS = 1 << 26
+_GATHERED_TOKENS = 16
+_PIECE_FIELDS = 4
+# On ROCm every wave holds whole tiles of keys and values: with 8 warps their registers run out.
+_WARPS = 4 if current_platform().kind == "rocm" else 8
+
+_SLICES = ["pieces_ptr", "tables_ptr", "contexts_ptr", "starts_ptr", "q_ptr", "out_ptr"]
+
+
+def mla_prefill(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
+
+    The last query of a sequence sits at the last position of its context. Any lengths.
+    """
+    heads, up_rows, rank = up_proj.shape
+    nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)
+    out = q.new_empty(q.shape[0], heads, up_rows - nope)
+    for short, tokens, run in _runs(metadata, absorb_limit(rank, up_rows)):
+        attend = attend_absorbed if short else _attend_expanded
+        attend(q[tokens], kv_cache, up_proj, run, scale, out[tokens])
+    return out
+
+
+def _runs(
+    metadata: AttentionMetadata, limit: float
+) -> Iterator[tuple[bool, slice, AttentionMetadata]]:
+    """Neighbouring sequences of at most `limit` queries or of more: is it short, its tokens."""
+    lens = metadata.query_lens_cpu
+    starts = [0, *accumulate(lens)]
+    for short, group in groupby(range(len(lens)), lambda b: lens[b] <= limit):
+        members = list(group)
+        first, end = members[0], members[-1] + 1
+        tokens = slice(starts[first], starts[end])
+        yield short, tokens, _select(metadata, slice(first, end), tokens)
+
+
+def _select(metadata: AttentionMetadata, rows: slice, tokens: slice) -> AttentionMetadata:
+    """Some sequences of a batch, as a batch."""
+    known = metadata.context_lens_cpu
+    lens = metadata.query_lens_cpu[rows]
+    if len(lens) == len(metadata.query_lens_cpu):
+        return metadata
+    starts = metadata.cu_seqlens_q[rows.start : rows.stop + 1]
+    return dataclasses.replace(
+        metadata,
+        slot_mapping=metadata.slot_mapping[tokens],
+        block_tables=metadata.block_tables[rows],
+        block_counts=metadata.block_counts[rows],
+        context_lens=metadata.context_lens[rows],
+        cu_seqlens_q=starts - tokens.start if tokens.start else starts,
+        max_seqlen_q=max(lens),
+        max_context_len=metadata.max_context_len if known is None else max(known[rows]),
+        query_lens_cpu=lens,
+        context_lens_cpu=None if known is None else known[rows],
+    )
+
+
+def plan_rounds(contexts: Sequence[int], room: int) -> list[list[tuple[int, int, int, int]]]:
+    """Pieces of contexts, at most `room` tokens a round: (sequence, first key, end, row).
+
+    A sequence's pieces lie in ascending rounds, one in each; `row` is where its first key goes.
+    """
+    rounds: list[list[tuple[int, int, int, int]]] = [[]]
+    row = 0
+    for sequence, context in enumerate(contexts):
+        first = 0
+        while first < context:
+            if row == room:
+                rounds.append([])
+                row = 0
+            end = min(context, first + room - row)
+            rounds[-1].append((sequence, first, end, row))
+            row += end - first
+            first = end
+    return rounds
+
+
+def _attend_expanded(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    out: torch.Tensor,
+) -> None:
+    """`mla_prefill` into `out` [T, heads, v]."""
+    heads, up_rows, rank = up_proj.shape
+    contexts = metadata.context_lens_cpu
+    if contexts is None:
+        contexts = (metadata.max_context_len,) * len(metadata.query_lens_cpu)
+    room = max(_ROUND_ELEMENTS // (heads * up_rows), 1)
+    rounds = plan_rounds(contexts, room)
+    most = max(pieces[-1][3] + pieces[-1][2] - pieces[-1][1] for pieces in rounds)
+    gathered = q.new_empty(most, kv_cache.latent.shape[-1])
+    expanded = q.new_empty(most, heads, up_rows)
+    state = None
+    if len(rounds) > 1:
+        # What a query leaves for the next round: weighted values, then their sum and maximum.
+        state = q.new_empty(q.shape[0], heads, out.shape[2] + 2, dtype=torch.float32)
+    dense = up_proj.reshape(heads * up_rows, rank).t()
+    for pieces in rounds:
+        plan = torch.tensor(pieces, dtype=torch.int32).to(q.device, non_blocking=True)
+        used = pieces[-1][3] + pieces[-1][2] - pieces[-1][1]
+        longest = max(end - first for _, first, end, _ in pieces)
+        _gather(kv_cache, metadata, plan, longest, gathered)
+        torch.mm(gathered[:used, :rank], dense, out=expanded[:used].view(used, -1))
+        _visit(q, gathered, expanded, metadata, plan, scale, state, out)
+
+
+def _gather(
+    kv_cache: LatentCacheTensor,
+    metadata: AttentionMetadata,
+    plan: torch.Tensor,
+    longest: int,
+    gathered: torch.Tensor,
+) -> None:
+    """A round's latents and rotated parts to rows of `gathered`."""
+    latent = kv_cache.latent
+    _gather_kernel[(triton.cdiv(longest, _GATHERED_TOKENS), plan.shape[0])](
+        latent, kv_cache.scale,
+        metadata.block_tables, metadata.context_lens, plan, gathered,
+        latent.stride(0), latent.stride(1), metadata.block_tables.stride(0),
+        WIDTH=latent.shape[2], PADDED=padded(latent.shape[2]), BLOCK_SIZE=kv_cache.block_size,
+        TOKENS=_GATHERED_TOKENS, FIELDS=_PIECE_FIELDS, num_warps=4,
+    )  # fmt: skip
+
+
+def _visit(
+    q: torch.Tensor,
+    gathered: torch.Tensor,
+    expanded: torch.Tensor,
+    metadata: AttentionMetadata,
+    plan: torch.Tensor,
+    scale: float,
+    state: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """All queries see a round's keys."""
+    heads, v_dim = out.shape[1:]
+    nope = expanded.shape[2] - v_dim
+    rope = q.shape[2] - nope
+    rows, keys, warps = (64, 32, 4) if q.dtype is torch.float32 else (128, 64, _WARPS)
+    grid = (triton.cdiv(metadata.max_seqlen_q, rows), heads, plan.shape[0])
+    _visit_kernel[grid](
+        q, gathered, expanded, plan, metadata.context_lens, metadata.cu_seqlens_q, out, state,
+        scale * LOG2_E, q.stride(0), q.stride(1), gathered.stride(0), expanded.stride(0),
+        expanded.stride(1), out.stride(0), out.stride(1),
+        HEADS=heads, RANK=gathered.shape[1] - rope, NOPE=nope, ROPE=rope, V=v_dim,
+        NOPE_PADDED=padded(nope), ROPE_PADDED=padded(rope), V_PADDED=padded(v_dim),
+        ROWS=rows, KEYS=keys, FIELDS=_PIECE_FIELDS,
+        num_warps=warps, num_stages=2,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["table_stride"], do_not_specialize_on_alignment=_SLICES)
+def _gather_kernel(
+    cache_ptr,
+    scale_ptr,
+    tables_ptr,
+    contexts_ptr,
+    pieces_ptr,
+    gathered_ptr,
+    cache_block_stride,
+    cache_token_stride,
+    table_stride,
+    WIDTH: tl.constexpr,
+    PADDED: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    TOKENS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Program (tile of tokens, piece)."""
+    piece_ptr = pieces_ptr + tl.program_id(1) * FIELDS
+    sequence, first, row = tl.load(piece_ptr), tl.load(piece_ptr + 1), tl.load(piece_ptr + 3)
+    end = tl.minimum(tl.load(piece_ptr + 2), tl.load(contexts_ptr + sequence))
+    offsets = tl.program_id(0) * TOKENS + tl.arange(0, TOKENS)
+    keys = first + offsets
+    inside = keys < end
+    columns = tl.arange(0, PADDED)
+    # Block ids are 32 bits wide, what they are multiplied with overflows them.
+    block = tl.load(
+        tables_ptr + sequence.to(tl.int64) * table_stride + keys // BLOCK_SIZE,
+        mask=inside,
+        other=0,
+    ).to(tl.int64)
+    at = block * cache_block_stride + keys % BLOCK_SIZE * cache_token_stride
+    mask = inside[:, None] & (columns < WIDTH)
+    values = tl.load(cache_ptr + at[:, None] + columns, mask=mask)
+    if scale_ptr is not None:
+        values = values.to(tl.float32) * tl.load(scale_ptr)
+    to = (row + offsets).to(tl.int64) * WIDTH
+    tl.store(
+        gathered_ptr + to[:, None] + columns, values.to(gathered_ptr.dtype.element_ty), mask=mask
+    )
+
+
+@triton.jit
+def _see(
+    acc,
+    total,
+    top,
+    q_nope,
+    q_rope,
+    up_ptr,
+    rope_ptr,
+    up_stride,
+    rope_stride,
+    positions,
+    first,
+    end,
+    score_scale,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    V: tl.constexpr,
+    NOPE_PADDED: tl.constexpr,
+    ROPE_PADDED: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    KEYS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):
+    """Keys first .. end; unless CAUSAL whole tiles of them, all visible. Pointers are key 0's."""
+    nopes, ropes = tl.arange(0, NOPE_PADDED), tl.arange(0, ROPE_PADDED)
+    values = tl.arange(0, V_PADDED)
+    for key in range(first, end, KEYS):
+        keys = key + tl.arange(0, KEYS)
+        inside = ((keys < end) | (not CAUSAL))[:, None]
+        up_at = up_ptr + (keys.to(tl.int64) * up_stride)[:, None]
+        rope_at = rope_ptr + (keys.to(tl.int64) * rope_stride)[:, None]
+        k_nope = tl.load(up_at + nopes, mask=inside & (nopes < NOPE), other=0.0)
+        k_rope = tl.load(rope_at + ropes, mask=inside & (ropes < ROPE), other=0.0)
+        scores = tl.dot(q_nope, tl.trans(k_nope), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee") * score_scale
+        if CAUSAL:
+            visible = (keys <= positions[:, None]) & (keys < end)
+            scores = tl.where(visible, scores, float("-inf"))
+        # Key 0 comes first and every query sees it: the maximum is finite from then on.
+        new_top = tl.maximum(top, tl.max(scores, 1))
+        weights = tl.exp2(scores - new_top[:, None])
+        decay = tl.exp2(top - new_top)
+        total = total * decay + tl.sum(weights, 1)
+        v = tl.load(up_at + NOPE + values, mask=inside & (values < V), other=0.0)
+        acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
+        top = new_top
+    return acc, total, top
+
+
+@triton.jit(do_not_specialize_on_alignment=_SLICES)
+def _visit_kernel(
+    q_ptr,
+    gathered_ptr,
+    expanded_ptr,
+    pieces_ptr,
+    contexts_ptr,
+    starts_ptr,
+    out_ptr,
+    state_ptr,
+    score_scale,
+    q_token_stride,
+    q_head_stride,
+    gathered_stride,
+    up_stride,
+    up_head_stride,
+    out_token_stride,
+    out_head_stride,
+    HEADS: tl.constexpr,
+    RANK: tl.constexpr,
+    NOPE: tl.constexpr,
+    ROPE: tl.constexpr,
+    V: tl.constexpr,
+    NOPE_PADDED: tl.constexpr,
+    ROPE_PADDED: tl.constexpr,
+    V_PADDED: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    FIELDS: tl.constexpr,
+):
+    """Program (tile of queries, head, piece); the tiles that see most begin first."""
+    tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
+    piece_ptr = pieces_ptr + tl.program_id(2) * FIELDS
+    sequence, first, row = tl.load(piece_ptr), tl.load(piece_ptr + 1), tl.load(piece_ptr + 3)
+    start = tl.load(starts_ptr + sequence)
+    length = tl.load(starts_ptr + sequence + 1) - start
+    context = tl.load(contexts_ptr + sequence)
+    position = context - length + tile * ROWS  # of the tile's first query
+    seen_end = tl.minimum(position + ROWS, context)
+    if (tile * ROWS >= length) | (first >= seen_end):
+        return
+    piece_end = tl.load(piece_ptr + 2)
+    queries = tl.arange(0, ROWS)
+    live = tile * ROWS + queries < length
+    tokens = (start + tile * ROWS + queries).to(tl.int64)
+    nopes, ropes = tl.arange(0, NOPE_PADDED), tl.arange(0, ROPE_PADDED)
+    values = tl.arange(0, V_PADDED)
+    q_at = q_ptr + (tokens * q_token_stride + head * q_head_stride)[:, None]
+    q_nope = tl.load(q_at + nopes, mask=live[:, None] & (nopes < NOPE), other=0.0)
+    q_rope = tl.load(q_at + NOPE + ropes, mask=live[:, None] & (ropes < ROPE), other=0.0)
+    v_mask = live[:, None] & (values < V)
+    if state_ptr is None:
+        total = tl.zeros([ROWS], tl.float32)
+        top = tl.full([ROWS], float("-inf"), tl.float32)
+        acc = tl.zeros([ROWS, V_PADDED], tl.float32)
+    else:
+        state_at = state_ptr + (tokens * HEADS + head) * (V + 2)
+        later = live & (first > 0)
+        acc = tl.load(state_at[:, None] + values, mask=v_mask & (first > 0), other=0.0)
+        total = tl.load(state_at + V, mask=later, other=0.0)
+        top = tl.load(state_at + V + 1, mask=later, other=float("-inf"))
+    up_ptr = expanded_ptr + head * up_head_stride + (row - first).to(tl.int64) * up_stride
+    rope_ptr = gathered_ptr + RANK + (row - first).to(tl.int64) * gathered_stride
+    end = tl.minimum(piece_end, seen_end)
+    all_seen = tl.maximum(tl.minimum(position + 1, end) - first, 0) // KEYS * KEYS + first
+    acc, total, top = _see(
+        acc, total, top, q_nope, q_rope, up_ptr, rope_ptr, up_stride, gathered_stride,
+        position + queries, first, all_seen, score_scale,
+        NOPE, ROPE, V, NOPE_PADDED, ROPE_PADDED, V_PADDED, KEYS, False,
+    )  # fmt: skip
+    acc, total, top = _see(
+        acc, total, top, q_nope, q_rope, up_ptr, rope_ptr, up_stride, gathered_stride,
+        position + queries, all_seen, end, score_scale,
+        NOPE, ROPE, V, NOPE_PADDED, ROPE_PADDED, V_PADDED, KEYS, True,
+    )  # fmt: skip
+    if state_ptr is not None:
+        unfinished = piece_end < seen_end
+        tl.store(state_at[:, None] + values, acc, mask=v_mask & unfinished)
+        tl.store(state_at + V, total, mask=live & unfinished)
+        tl.store(state_at + V + 1, top, mask=live & unfinished)
+        v_mask = v_mask & (piece_end >= seen_end)
+    out_at = out_ptr + (tokens * out_token_stride + head * out_head_stride)[:, None] + values
+    tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=v_mask)
