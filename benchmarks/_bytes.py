@@ -1,0 +1,140 @@
+"""The bytes that an operation must move at least: what it is given, once, and what it returns.
+
+Ratios of achieved to possible bandwidth stand on these numbers, so each is a formula and all are
+under test. Block tables, lengths and partial results are not counted: what a kernel moves beyond
+the least there is counts against it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from atom.model_ops.embedding import VocabParallelEmbedding
+from atom.model_ops.metadata import KVCacheTensor
+from atom.model_ops.moe import FusedMoE
+from atom.models.base import CausalLM, attention_layers
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Bytes of an element of activations and weights, and of the KV cache."""
+
+    element: int
+    cached: int
+
+
+def paged_attention_bytes(
+    context_lens: Sequence[int],
+    queries: int,
+    num_heads: int,
+    num_kv_heads: int,
+    head_dim: int,
+    sizes: Sizes,
+) -> int:
+    """Keys and values of every cached token, the queries and the results.
+
+    `2 * sum(context) * kv_heads * d * cached + 2 * B * queries * heads * d * element`
+    """
+    cache = 2 * sum(context_lens) * num_kv_heads * head_dim * sizes.cached
+    rows = len(context_lens) * queries
+    return cache + 2 * rows * num_heads * head_dim * sizes.element
+
+
+def mla_attention_bytes(
+    context_lens: Sequence[int],
+    queries: int,
+    num_heads: int,
+    rank: int,
+    rope_dim: int,
+    nope_dim: int,
+    v_dim: int,
+    sizes: Sizes,
+) -> int:
+    """The latent of every cached token, the up projection, the queries and the results.
+
+    `sum(context) * (rank + rope) * cached
+    + heads * (rank * (nope + v) + B * queries * (nope + rope + v)) * element`
+    """
+    cache = sum(context_lens) * (rank + rope_dim) * sizes.cached
+    rows = len(context_lens) * queries
+    per_head = rank * (nope_dim + v_dim) + rows * (nope_dim + rope_dim + v_dim)
+    return cache + num_heads * per_head * sizes.element
+
+
+def moe_experts_bytes(
+    visited: int, tokens: int, top_k: int, hidden: int, intermediate: int, element: int
+) -> int:
+    """The three matrices of every expert that some token visits, the tokens before and after,
+    and each visit's weight (4 bytes) and expert (8 bytes).
+
+    `visited * 3 * hidden * inter * element + 2 * T * hidden * element + T * top_k * 12`
+    """
+    weights = visited * 3 * hidden * intermediate * element
+    return weights + 2 * tokens * hidden * element + tokens * top_k * 12
+
+
+@dataclass(frozen=True)
+class ModelBytes:
+    """What a step reads of a model.
+
+    Attributes:
+        always: every parameter but embeddings and routed experts; a tied embedding is also the
+            output head and belongs here.
+        embedding_row: of one token.
+        expert: of one routed expert, of each layer that has them.
+        cached_token: keys and values, or latents, of one token in all layers.
+    """
+
+    always: int
+    embedding_row: int
+    expert: tuple[int, ...]
+    cached_token: int
+
+    def step(self, tokens: int, cached_tokens: int, visited: Sequence[int]) -> int:
+        """Bytes of a decode step.
+
+        `always + T * embedding_row + sum(visited * expert) + (cached + T) * cached_token`: new
+        tokens are written to the cache, and all that are cached by then are read.
+
+        Args:
+            tokens: T, computed in this step.
+            cached_tokens: the sum of the context lengths, the T tokens included.
+            visited: experts that some token visits, of each layer that has them.
+        """
+        experts = sum(count * size for count, size in zip(visited, self.expert, strict=True))
+        cache = (cached_tokens + tokens) * self.cached_token
+        return self.always + tokens * self.embedding_row + experts + cache
+
+
+def model_bytes(model: CausalLM) -> ModelBytes:
+    """The sizes of a model whose KV cache is bound."""
+    total = sum(_bytes(parameter) for parameter in model.parameters())
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    experts = [m for m in model.modules() if isinstance(m, FusedMoE)]
+    own_head = any(True for _ in model.output_head.parameters())
+    left_out = sum(_bytes(e.weight) for e in embeddings) if own_head else 0
+    left_out += sum(_bytes(layer.w13) + _bytes(layer.w2) for layer in experts)
+    return ModelBytes(
+        always=total - left_out,
+        embedding_row=_bytes(model.token_embedding.weight[0]),
+        expert=tuple(_bytes(layer.w13[0]) + _bytes(layer.w2[0]) for layer in experts),
+        cached_token=_cached_token_bytes(model),
+    )
+
+
+def _cached_token_bytes(model: CausalLM) -> int:
+    total = 0
+    for layer in attention_layers(model).values():
+        cache = layer.kv_cache
+        if isinstance(cache, KVCacheTensor):
+            total += _bytes(cache.key[0, 0]) + _bytes(cache.value[0, 0])
+        else:
+            total += _bytes(cache.latent[0, 0])
+    return total
+
+
+def _bytes(tensor: torch.Tensor) -> int:
+    return tensor.numel() * tensor.element_size()

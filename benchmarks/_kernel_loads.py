@@ -1,0 +1,369 @@
+"""What kernels.py measures: ops of the table, at sizes of real models, over rotating data."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any, Protocol
+
+import torch
+from _bytes import Sizes, mla_attention_bytes, moe_experts_bytes, paged_attention_bytes
+from _device import num_calls
+
+from atom.model_ops.attention_mha import Attention
+from atom.model_ops.attention_mla import MLAAttention
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
+from atom.model_ops.moe import FusedMoE
+from atom.model_ops.ops import OPS
+from atom.model_ops.registry import OpTable, preference
+from atom.platform import Platform
+
+BLOCK_SIZE = 16
+# Random numbers of standard deviation 1, times this scale's inverse, reach 200 of the 240 or 448
+# that 8 bits hold.
+_FP8_SCALE = 0.02
+_TOKENS_WRITTEN_AT_ONCE = 1 << 16
+
+
+@dataclass(frozen=True)
+class Case:
+    """Attributes:
+    batch: sequences with one query each; of experts, tokens.
+    context: cached tokens of every sequence; 0 where there is no cache.
+    """
+
+    batch: int
+    context: int = 0
+
+
+@dataclass(frozen=True)
+class Calls:
+    """Calls of one op on different data, and the bytes that one of them must move."""
+
+    calls: Sequence[Callable[[], torch.Tensor]]
+    num_bytes: float
+
+
+class Load(Protocol):
+    """One op at the sizes of one layer.
+
+    Attributes:
+        op, sizes: what is measured, for reports.
+        storage: how the KV cache is stored; None without one.
+    """
+
+    op: str
+    sizes: str
+    storage: torch.dtype | None
+
+    def refusal(self, case: Case) -> str | None:
+        """Why a case is left out; None when it can run."""
+        ...
+
+    def use(self, implementation: str) -> None:
+        """Run the op by this implementation from now on, on a cache that it can read.
+
+        Raises:
+            OpUnavailableError: with the reason why it cannot run here.
+        """
+        ...
+
+    def calls(self, case: Case) -> Calls: ...
+
+
+class FoundOps(OpTable):
+    """An op table with one op restricted to one implementation; remembers what it gave."""
+
+    def __init__(self, platform: Platform, op: str, implementation: str) -> None:
+        only = tuple(entry for entry in OPS[op] if entry.name == implementation)
+        super().__init__(platform, {**OPS, op: only})
+        self.functions: dict[str, Any] = {}
+
+    def resolve(
+        self, op: str, dtype: torch.dtype, storage: torch.dtype | None = None, /, **shape: int
+    ) -> Any:
+        self.functions[op] = super().resolve(op, dtype, storage, **shape)
+        return self.functions[op]
+
+    def resolve_together(
+        self, ops: tuple[str, ...], dtype: torch.dtype, storage: torch.dtype, /, **shape: int
+    ) -> tuple[Any, ...]:
+        found = super().resolve_together(ops, dtype, storage, **shape)
+        self.functions.update(zip(ops, found, strict=True))
+        return found
+
+
+def implementations(op: str, platform: Platform) -> list[str]:
+    """Names of those that the platform prefers, best first."""
+    listed = {entry.name for entry in OPS[op]}
+    return [name for name in preference(platform) if name in listed]
+
+
+@dataclass(frozen=True)
+class HeadSizes:
+    """Llama-3-8B's attention."""
+
+    heads: int = 32
+    kv_heads: int = 8
+    head_dim: int = 128
+
+    def __str__(self) -> str:
+        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
+
+
+@dataclass(frozen=True)
+class LatentSizes:
+    """Kimi-K2.5's attention on one rank of eight."""
+
+    heads: int = 8
+    rank: int = 512
+    rope: int = 64
+    nope: int = 128
+    v: int = 128
+
+    def __str__(self) -> str:
+        return f"{self.heads} heads, latent {self.rank} + {self.rope}"
+
+
+@dataclass(frozen=True)
+class ExpertSizes:
+    """Kimi-K2.5's routed experts on one rank of eight."""
+
+    experts: int = 384
+    top_k: int = 8
+    hidden: int = 7168
+    intermediate: int = 256
+
+    def __str__(self) -> str:
+        return f"{self.experts} experts, top {self.top_k}, {self.hidden} x {self.intermediate}"
+
+
+class _Paged:
+    """What both kinds of attention share: a pool of which each call reads other blocks."""
+
+    def __init__(
+        self,
+        platform: Platform,
+        dtype: torch.dtype,
+        storage: torch.dtype,
+        pool_tokens: int,
+        rotated_bytes: int,
+    ) -> None:
+        self.storage: torch.dtype | None = storage
+        self._platform, self._dtype = platform, dtype
+        self._device = platform.device
+        self._rotated_bytes = rotated_bytes
+        self._blocks = pool_tokens // BLOCK_SIZE
+        self._element = Sizes(dtype.itemsize, storage.itemsize)
+        generator = torch.Generator(self._device).manual_seed(1)
+        self._order = torch.randperm(self._blocks, generator=generator, device=self._device).int()
+
+    def refusal(self, case: Case) -> str | None:
+        wanted = case.batch * -(-case.context // BLOCK_SIZE)
+        if wanted > self._blocks:
+            return f"needs {wanted} blocks of the cache, there is memory for {self._blocks}"
+        return None
+
+    def _metadata(self, case: Case, call_bytes: int) -> list[AttentionMetadata]:
+        """As inside a graph: the host does not know the lengths. Each on blocks of its own."""
+        per_sequence = -(-case.context // BLOCK_SIZE)
+        blocks = case.batch * per_sequence
+        count = num_calls(call_bytes, self._blocks // blocks * call_bytes, self._rotated_bytes)
+        edges = range(0, (count + 1) * blocks, blocks)
+        tables = [self._order[a:b].view(case.batch, per_sequence) for a, b in pairwise(edges)]
+
+        def integers(value: int, dtype: torch.dtype) -> torch.Tensor:
+            return torch.full((case.batch,), value, dtype=dtype, device=self._device)
+
+        starts = torch.arange(case.batch + 1, dtype=torch.int32, device=self._device)
+        return [
+            AttentionMetadata(
+                slot_mapping=integers(-1, torch.int64),
+                block_tables=table,
+                block_counts=integers(per_sequence, torch.int32),
+                context_lens=integers(case.context, torch.int32),
+                cu_seqlens_q=starts,
+                max_seqlen_q=1,
+                max_context_len=case.context,
+                query_lens_cpu=(1,) * case.batch,
+                context_lens_cpu=None,
+            )
+            for table in tables
+        ]
+
+    def _random(self, *shape: int) -> torch.Tensor:
+        """The same numbers for the same shape."""
+        generator = torch.Generator(self._device).manual_seed(sum(shape))
+        return torch.randn(shape, generator=generator, device=self._device).to(self._dtype)
+
+    def _scale(self) -> torch.Tensor | None:
+        if self.storage == self._dtype:
+            return None
+        return torch.full((1,), _FP8_SCALE, device=self._device)
+
+    def _pool(self, *row: int) -> torch.Tensor:
+        """With the spare block at the end."""
+        shape = (self._blocks + 1, BLOCK_SIZE, *row)
+        return torch.empty(shape, dtype=self.storage, device=self._device)
+
+    def _fill(self, write: Callable[[int, torch.Tensor], None]) -> None:
+        """`write` takes a number of tokens and their slots."""
+        total = self._blocks * BLOCK_SIZE
+        for first in range(0, total, _TOKENS_WRITTEN_AT_ONCE):
+            end = min(first + _TOKENS_WRITTEN_AT_ONCE, total)
+            write(end - first, torch.arange(first, end, device=self._device))
+
+
+class PagedDecode(_Paged):
+    """One query a sequence over keys and values."""
+
+    op = "paged_attention"
+
+    def __init__(self, sizes: HeadSizes, *common: Any) -> None:
+        super().__init__(*common)
+        self.sizes = str(sizes)
+        self._heads = sizes
+        rows = sizes.kv_heads, sizes.head_dim
+        self._cache = KVCacheTensor(
+            self._pool(*rows), self._pool(*rows), self._scale(), self._scale()
+        )
+
+    def use(self, implementation: str) -> None:
+        h = self._heads
+        ops = FoundOps(self._platform, self.op, implementation)
+        context = LayerContext(self._dtype, self._device, ops, self._blocks * BLOCK_SIZE)
+        layer = Attention(h.heads, h.kv_heads, h.head_dim, h.head_dim**-0.5, context)
+        layer.bind_kv_cache(self._cache)
+        self._attend = ops.functions[self.op]
+        write = ops.functions["kv_cache_write"]
+
+        def write_some(count: int, slots: torch.Tensor) -> None:
+            rows = self._random(2, count, h.kv_heads, h.head_dim)
+            write(rows[0], rows[1], self._cache, slots)
+
+        self._fill(write_some)
+
+    def calls(self, case: Case) -> Calls:
+        h, attend, cache = self._heads, self._attend, self._cache
+        q = self._random(case.batch, h.heads, h.head_dim)
+        lens = [case.context] * case.batch
+        size = paged_attention_bytes(lens, 1, h.heads, h.kv_heads, h.head_dim, self._element)
+
+        def call(metadata: AttentionMetadata) -> Callable[[], torch.Tensor]:
+            return lambda: attend(q, cache, metadata, h.head_dim**-0.5, None)
+
+        return Calls([call(m) for m in self._metadata(case, size)], size)
+
+
+class LatentDecode(_Paged):
+    """One query a sequence over latents, into the latent space and back included."""
+
+    op = "mla_decode"
+
+    def __init__(self, sizes: LatentSizes, *common: Any) -> None:
+        super().__init__(*common)
+        self.sizes = str(sizes)
+        self._widths = sizes
+        self._cache = LatentCacheTensor(self._pool(sizes.rank + sizes.rope), self._scale())
+
+    def use(self, implementation: str) -> None:
+        w = self._widths
+        ops = FoundOps(self._platform, self.op, implementation)
+        context = LayerContext(self._dtype, self._device, ops, self._blocks * BLOCK_SIZE)
+        layer = MLAAttention(w.heads, w.rank, w.rope, w.v, (w.nope + w.rope) ** -0.5, context)
+        layer.bind_kv_cache(self._cache)
+        self._attend = ops.functions[self.op]
+        write = ops.functions["mla_cache_write"]
+
+        def write_some(count: int, slots: torch.Tensor) -> None:
+            rows = self._random(count, w.rank + w.rope)
+            write(rows[:, : w.rank], rows[:, w.rank :], self._cache, slots)
+
+        self._fill(write_some)
+
+    def calls(self, case: Case) -> Calls:
+        w, attend, cache = self._widths, self._attend, self._cache
+        q = self._random(case.batch, w.heads, w.nope + w.rope)
+        up = self._random(w.heads, w.nope + w.v, w.rank) / w.rank**0.5
+        widths = w.heads, w.rank, w.rope, w.nope, w.v
+        size = mla_attention_bytes([case.context] * case.batch, 1, *widths, self._element)
+
+        def call(metadata: AttentionMetadata) -> Callable[[], torch.Tensor]:
+            return lambda: attend(q, cache, up, metadata, (w.nope + w.rope) ** -0.5)
+
+        return Calls([call(m) for m in self._metadata(case, size)], size)
+
+
+class Experts:
+    """Every token's experts; each call draws others."""
+
+    op = "moe_experts"
+    storage: torch.dtype | None = None
+
+    def __init__(
+        self, sizes: ExpertSizes, platform: Platform, dtype: torch.dtype, rotated_bytes: int
+    ) -> None:
+        self.sizes = str(sizes)
+        self._sizes, self._platform, self._dtype = sizes, platform, dtype
+        self._rotated_bytes = rotated_bytes
+        self._layer: FusedMoE | None = None
+
+    def refusal(self, case: Case) -> str | None:
+        """None: tokens take next to no memory."""
+        del case
+        return None
+
+    def use(self, implementation: str) -> None:
+        s = self._sizes
+        ops = FoundOps(self._platform, self.op, implementation)
+        context = LayerContext(self._dtype, self._platform.device, ops, 1)
+        self._layer = None  # its memory first
+        layer = FusedMoE(s.experts, s.hidden, s.intermediate, context)
+        generator = torch.Generator(context.device).manual_seed(2)
+        for weight, width in ((layer.w13, s.hidden), (layer.w2, s.intermediate)):
+            weight.normal_(std=width**-0.5, generator=generator)
+        self._layer, self._run = layer, ops.functions[self.op]
+
+    def calls(self, case: Case) -> Calls:
+        s, layer, run = self._sizes, self._layer, self._run
+        assert layer is not None, "use() comes first"
+        generator = torch.Generator(self._platform.device).manual_seed(case.batch)
+        device = self._platform.device
+        x = torch.randn(case.batch, s.hidden, generator=generator, device=device).to(self._dtype)
+        once = moe_experts_bytes(s.top_k, 1, s.top_k, s.hidden, s.intermediate, x.itemsize)
+        count = num_calls(once, self._rotated_bytes, self._rotated_bytes)
+        ids = [self._draw(case.batch, generator) for _ in range(count)]
+        weights = torch.full((case.batch, s.top_k), 1 / s.top_k, device=device)
+        sizes = [
+            moe_experts_bytes(
+                len(set(drawn.flatten().tolist())), case.batch, s.top_k, s.hidden, s.intermediate,
+                x.itemsize,
+            )
+            for drawn in ids
+        ]  # fmt: skip
+
+        def call(drawn: torch.Tensor) -> Callable[[], torch.Tensor]:
+            return lambda: run(x, layer.w13, layer.w2, weights, drawn)
+
+        return Calls([call(drawn) for drawn in ids], sum(sizes) / len(sizes))
+
+    def _draw(self, tokens: int, generator: torch.Generator) -> torch.Tensor:
+        """[T, k] int64, every expert as likely as any other."""
+        s = self._sizes
+        order = torch.rand(tokens, s.experts, generator=generator, device=generator.device)
+        return order.argsort(dim=1)[:, : s.top_k].contiguous()
+
+
+def worst_error(out: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest difference over the largest expected number."""
+    expected = expected.float()
+    return float((out.float() - expected).abs().max() / expected.abs().max())
+
+
+TOLERANCES: Mapping[torch.dtype, float] = {
+    torch.float32: 1e-3,
+    torch.bfloat16: 3e-2,
+    torch.float16: 1e-2,
+}
