@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias, TypeVar, cast
 
 import torch
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,18 @@ class AttentionMetadata:
     max_context_len: int
     query_lens_cpu: tuple[int, ...]
     context_lens_cpu: tuple[int, ...] | None
+    _derived: dict[Hashable, Any] = field(
+        default_factory=dict, init=False, repr=False, compare=False
+    )
+
+    def derive(self, key: Hashable, compute: Callable[[], _T]) -> _T:
+        """What `compute` makes of this metadata; made by the first layer, shared by all others.
+
+        Every pass, and every capture of one, has metadata of its own, and so has what is derived.
+        """
+        if key not in self._derived:
+            self._derived[key] = compute()
+        return cast(_T, self._derived[key])
 
 
 @dataclass(frozen=True)

@@ -172,8 +172,7 @@ def _load_gathered(rows: Rows) -> AttentionOp:
             ValueError: when the host does not know the context lengths.
         """
         lens = known_context_lens(metadata)
-        where = metadata.block_tables, metadata.context_lens
-        tokens = context_tokens(*where, kv_cache.block_size, sum(lens))
+        tokens = context_tokens(metadata, kv_cache.block_size)
         key, value = rows(kv_cache, tokens.slots, q.dtype)
         out: torch.Tensor = attend(
             q.contiguous(),

@@ -8,13 +8,14 @@ attention. See `kernels.torch.mla` for the two readings.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
 
 from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.kernels.aiter.attention import known_context_lens
-from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries
+from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries, list_tokens
 from atom.model_ops.kernels.aiter.support import refuses_storage
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
@@ -31,6 +32,24 @@ _RANK, _ROPE = 512, 64
 # Queries a sequence of one kernel call.
 _QUERIES = 4
 _MAX_V_HEAD_DIM = 256
+
+
+@dataclass(frozen=True)
+class _Pages:
+    """What the decode kernel is told of N sequences, a page being a token.
+
+    Attributes:
+        queries: of each sequence.
+        query_starts, starts: [N + 1] int32; queries and pages of sequence b start at their b-th.
+        indices: [C] int32, each page's slot.
+        last_lens: [N] int32, tokens of the last page.
+    """
+
+    queries: int
+    query_starts: torch.Tensor
+    starts: torch.Tensor
+    indices: torch.Tensor
+    last_lens: torch.Tensor
 
 
 def refuses_decode(query: OpQuery) -> str | None:
@@ -73,24 +92,20 @@ def load_decode() -> MLAOp:
         queries of a sequence are masked causally, and that nothing is read of `kv_indices`
         beyond the last of `kv_indptr`.
         """
-        queries = equal_queries(metadata, _QUERIES)
-        count = len(queries.context_lens)
-        bound = _total(metadata, count)
-        where = queries.block_tables, queries.context_lens
-        tokens = context_tokens(*where, kv_cache.block_size, bound)
+        pages = metadata.derive(
+            ("latent pages", kv_cache.block_size), lambda: _pages(metadata, kv_cache.block_size)
+        )
         carried = _absorb(q, up_proj, kv_cache.latent.shape[2])
         out = q.new_empty(q.shape[0], carried.shape[1], up_proj.shape[2])
-        ones = torch.ones(count, dtype=torch.int32, device=q.device)
-        starts = torch.arange(count + 1, dtype=torch.int32, device=q.device) * queries.length
         decode(
             carried,
             kv_cache.latent.view(-1, 1, 1, carried.shape[2]),
             out,
-            starts,
-            tokens.starts,
-            tokens.slots.to(torch.int32),
-            ones,
-            queries.length,
+            pages.query_starts,
+            pages.starts,
+            pages.indices,
+            pages.last_lens,
+            pages.queries,
             page_size=1,
             nhead_kv=1,
             sm_scale=scale,
@@ -118,8 +133,7 @@ def load_prefill() -> MLAOp:
             ValueError: when the host does not know the context lengths.
         """
         lens = known_context_lens(metadata)
-        where = metadata.block_tables, metadata.context_lens
-        tokens = context_tokens(*where, kv_cache.block_size, sum(lens))
+        tokens = context_tokens(metadata, kv_cache.block_size)
         key, value = _expand(_latents(kv_cache, tokens.slots, q.dtype), q, up_proj)
         out: torch.Tensor = attend(
             q.contiguous(),
@@ -137,12 +151,20 @@ def load_prefill() -> MLAOp:
     return mla_prefill
 
 
-def _total(metadata: AttentionMetadata, count: int) -> int:
-    """Cached tokens over `count` sequences, or an upper bound of it."""
-    lens = metadata.context_lens_cpu
-    if lens is None or len(lens) != count:
-        return count * metadata.max_context_len
-    return sum(lens)
+def _pages(metadata: AttentionMetadata, block_size: int) -> _Pages:
+    queries = equal_queries(metadata, _QUERIES)
+    lens, count = metadata.context_lens_cpu, len(queries.context_lens)
+    known = lens is not None and queries.context_lens is metadata.context_lens
+    bound = sum(lens) if lens is not None and known else count * metadata.max_context_len
+    tokens = list_tokens(queries.block_tables, queries.context_lens, block_size, bound)
+    device = tokens.slots.device
+    return _Pages(
+        queries.length,
+        torch.arange(count + 1, dtype=torch.int32, device=device) * queries.length,
+        tokens.starts,
+        tokens.slots.to(torch.int32),
+        torch.ones(count, dtype=torch.int32, device=device),
+    )
 
 
 def _rope_dim(kv_cache: LatentCacheTensor, up_proj: torch.Tensor) -> int:

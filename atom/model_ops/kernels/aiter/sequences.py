@@ -37,6 +37,11 @@ def equal_queries(metadata: AttentionMetadata, longest: int) -> Queries:
     length = metadata.max_seqlen_q
     if length <= longest and all(n == length for n in lens):
         return Queries(length, metadata.block_tables, metadata.context_lens)
+    return metadata.derive("one query each", lambda: _one_query_each(metadata))
+
+
+def _one_query_each(metadata: AttentionMetadata) -> Queries:
+    lens = metadata.query_lens_cpu
     starts, device = metadata.cu_seqlens_q, metadata.block_tables.device
     total = sum(lens)
     counts = starts[1:] - starts[:-1]
@@ -62,7 +67,22 @@ class ContextTokens:
     slots: torch.Tensor
 
 
-def context_tokens(
+def context_tokens(metadata: AttentionMetadata, block_size: int) -> ContextTokens:
+    """The cached tokens of the batch's sequences."""
+    lens = metadata.context_lens_cpu
+    bound = len(metadata.query_lens_cpu) * metadata.max_context_len
+    return metadata.derive(
+        ("context tokens", block_size),
+        lambda: list_tokens(
+            metadata.block_tables,
+            metadata.context_lens,
+            block_size,
+            bound if lens is None else sum(lens),
+        ),
+    )
+
+
+def list_tokens(
     block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int, count: int
 ) -> ContextTokens:
     """Args:

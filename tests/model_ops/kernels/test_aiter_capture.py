@@ -1,0 +1,127 @@
+"""What a graph captures of aiter's adapters asks the device for nothing, nor copies to it.
+
+On tensors that hold no data; the kernels are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from model_engine.test_capture_without_host import nothing_from_the_host
+
+from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels.aiter.entries import AITER
+from atom.model_ops.kernels.aiter.entry_points import ENTRY_POINTS
+from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
+from atom.model_ops.registry import OpTable
+from atom.model_ops.routing import Routing
+from atom.platform import Platform
+
+BF16 = torch.bfloat16
+SEQUENCES = 3
+LIBRARY = probe.Library(lambda _: dict.fromkeys(ENTRY_POINTS, _like_the_first))
+
+
+def _like_the_first(*args: Any, **_: Any) -> torch.Tensor:
+    return torch.empty_like(args[0])
+
+
+def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def integers(*shape: int) -> torch.Tensor:
+    return empty(*shape, dtype=torch.int32)
+
+
+def in_a_graph(queries: int) -> AttentionMetadata:
+    return AttentionMetadata(
+        slot_mapping=empty(SEQUENCES * queries, dtype=torch.int64),
+        block_tables=integers(SEQUENCES, 8),
+        block_counts=integers(SEQUENCES),
+        context_lens=integers(SEQUENCES),
+        cu_seqlens_q=integers(SEQUENCES + 1),
+        max_seqlen_q=queries,
+        max_context_len=128,
+        query_lens_cpu=(queries,) * SEQUENCES,
+        context_lens_cpu=None,
+    )
+
+
+def attention(ops: OpTable, metadata: AttentionMetadata, heads: int, kv_heads: int) -> torch.Tensor:
+    tokens = len(metadata.slot_mapping)
+    write, decode, _ = ops.resolve_together(
+        ("kv_cache_write", "paged_attention", "prefill_attention"),
+        BF16,
+        BF16,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=128,
+        block_size=16,
+        num_blocks=9,
+        sliding_window=0,
+    )
+    cache = KVCacheTensor(empty(9, 16, kv_heads, 128), empty(9, 16, kv_heads, 128))
+    fused = empty(tokens, heads + 2 * kv_heads, 128)
+    q, k, v = fused.split((heads, kv_heads, kv_heads), dim=1)
+    write(k, v, cache, metadata.slot_mapping)
+    return decode(q, cache, metadata, 0.1, None)
+
+
+def latent_attention(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
+    tokens = len(metadata.slot_mapping)
+    shape = {"num_heads": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 32}
+    shape |= {"block_size": 16, "num_blocks": 9}
+    cache = LatentCacheTensor(empty(9, 16, 576))
+    write = ops.resolve("mla_cache_write", BF16, BF16, **shape)
+    write(empty(tokens, 512), empty(tokens, 64), cache, metadata.slot_mapping)
+    decode = ops.resolve("mla_decode", BF16, BF16, **shape)
+    return decode(empty(tokens, 8, 80), cache, empty(8, 48, 512), metadata, 0.1)
+
+
+def mlp(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
+    tokens = len(metadata.slot_mapping)
+    routing = Routing(8, 2, "sigmoid", 2, 1, "top2_sum", True, 2.0)
+    shape = {"num_experts": 8, "top_k": 2, "num_groups": 2, "softmax": 0, "pair_scores": 1}
+    route = ops.resolve("moe_route", torch.float32, **shape, has_bias=1)
+    logits, bias = empty(tokens, 8, dtype=torch.float32), empty(8, dtype=torch.float32)
+    weights, ids = route(logits, bias, routing)
+    sizes = {"num_experts": 8, "hidden_size": 64, "intermediate_size": 64}
+    experts = ops.resolve("moe_experts", BF16, **sizes)
+    x, total = ops.resolve("add_rms_norm", BF16, size=64)(
+        empty(tokens, 64), empty(tokens, 64), empty(64), 1e-5
+    )
+    x = ops.resolve("rms_norm", BF16, size=64)(x + total, empty(64), 1e-5)
+    q, _ = ops.resolve("rope", BF16, head_dim=64)(
+        empty(tokens, dtype=torch.int64),
+        x[:, None],
+        x[:, None],
+        empty(128, 64, dtype=torch.float32),
+        True,
+    )
+    x = ops.resolve("silu_and_mul", BF16, size=64)(torch.cat((q[:, 0], x), dim=-1))
+    return experts(x, empty(8, 128, 64), empty(8, 64, 64), weights, ids)
+
+
+@pytest.mark.parametrize("queries", [1, 4, 8])
+@pytest.mark.parametrize(
+    ("run", "shape"),
+    [
+        (lambda ops, metadata: attention(ops, metadata, 8, 2), (8, 128)),
+        (lambda ops, metadata: attention(ops, metadata, 4, 4), (4, 128)),
+        (latent_attention, (8, 32)),
+        (mlp, (64,)),
+    ],
+    ids=["grouped", "packed", "latent", "mlp"],
+)
+def test_nothing_is_asked(
+    run: Callable[[OpTable, AttentionMetadata], torch.Tensor], shape: tuple[int, ...], queries: int
+) -> None:
+    with probe.replaced(LIBRARY):
+        ops = OpTable(Platform("rocm", "gfx950", True), AITER)
+        with nothing_from_the_host():
+            out = run(ops, in_a_graph(queries))
+    assert out.shape == (SEQUENCES * queries, *shape)

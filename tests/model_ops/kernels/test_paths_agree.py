@@ -1,0 +1,213 @@
+"""Whole models with Eagle3, greedily: torch, interpreted Triton and the fake aiter say the same.
+
+In float32, where the same arithmetic in another order changes no token; the fake says that it
+computes in it. Sizes are small but such that no implementation may refuse them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fake_aiter import FakeAiter
+from models import checkpoints
+from spec_decode import draft_bench, engines
+from transformers import PreTrainedTokenizerFast
+
+from atom.model_ops import layer_context
+from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.ops import OPS
+from atom.model_ops.registry import Implementation, OpTable
+from atom.platform import Platform, cpu_platform
+
+HIDDEN = 64
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+LATENT = {
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "q_lora_rank": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+}
+TARGETS: dict[str, dict[str, Any]] = {
+    "llama": HEADS,
+    "kimi": {**LATENT, "moe_intermediate_size": 64},
+}
+# One query head a KV head, as published drafts have it; and a latent one.
+DRAFTS: dict[str, dict[str, Any]] = {
+    "mha": {
+        **draft_bench.MHA,
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "head_dim": 128,
+    },
+    "mla": {**draft_bench.MLA, **LATENT},
+}
+NUM_LAYERS = 2
+AUX = [0, 1, 2]
+
+# What the fake aiter must have been asked for, of target and draft.
+COMMON = {
+    "gemm_a16w16",
+    "rmsnorm2d_fwd",
+    "rmsnorm2d_fwd_with_add",
+    "rope_cached_positions_2c_fwd_inplace",
+    "silu_and_mul",
+    "flash_attn_varlen_func",
+}
+CALLED = {
+    "llama": {"reshape_and_cache_flash", "unified_attention"},
+    "kimi": {"concat_and_cache_mla", "mla_decode_fwd", "biased_grouped_topk", "fused_moe"},
+    "mha": {"reshape_and_cache", "pa_decode_gluon"},
+    "mla": {"concat_and_cache_mla", "mla_decode_fwd"},
+}
+
+
+# And what must have run through Triton.
+PAGED = {"kv_cache_write", "paged_attention", "prefill_attention"}
+LATENTS = {"mla_cache_write", "mla_decode", "mla_prefill"}
+THROUGH_TRITON = {
+    "llama": PAGED,
+    "kimi": LATENTS | {"moe_route", "moe_experts"},
+    "mha": PAGED,
+    "mla": LATENTS,
+}
+
+
+@dataclass(frozen=True)
+class Checkpoints:
+    folder: Path
+    tokenizer: PreTrainedTokenizerFast
+
+    def target(self, kind: str) -> Path:
+        folder = self.folder / kind
+        if not folder.exists():
+            make = checkpoints.llama if kind == "llama" else checkpoints.kimi_k2
+            fields = {"vocab_size": len(self.tokenizer), "hidden_size": HIDDEN}
+            make(folder, num_hidden_layers=NUM_LAYERS, **fields, **TARGETS[kind])
+            self.tokenizer.save_pretrained(folder)
+        return folder
+
+    def draft(self, kind: str) -> Path:
+        folder = self.folder / f"{kind}-draft"
+        if not folder.exists():
+            raw = {**DRAFTS[kind], "hidden_size": HIDDEN, "vocab_size": len(self.tokenizer)}
+            raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": AUX}
+            draft_bench.write_draft(folder, raw, draft_bench.draft_tensors(raw))
+        return folder
+
+
+@pytest.fixture(scope="module")
+def made(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("paths"), byte_level_tokenizer)
+
+
+@contextmanager
+def tables(
+    monkeypatch: pytest.MonkeyPatch, platform: Platform, names: tuple[str, ...]
+) -> Iterator[list[OpTable]]:
+    """Engines built inside run the best of `names`, as on `platform`, over tensors on the CPU."""
+    registry = {op: _best(entries, names) for op, entries in OPS.items()}
+    built: list[OpTable] = []
+
+    def build(*_: object) -> OpTable:
+        built.append(OpTable(platform, registry))
+        return built[-1]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(layer_context, "OpTable", build)
+        yield built
+
+
+def _best(
+    entries: tuple[Implementation, ...], names: tuple[str, ...]
+) -> tuple[Implementation, ...]:
+    """The entries of the first name that there are any of: none of them may refuse."""
+    for name in names:
+        if chosen := tuple(entry for entry in entries if entry.name == name):
+            return chosen
+    raise AssertionError(f"no implementation among {', '.join(names)}")
+
+
+def generate(
+    made: Checkpoints, target: str, draft: str, prompts: list[list[int]], max_tokens: int
+) -> tuple[list[list[int]], list[int]]:
+    """Greedy tokens, and how many drafts were accepted at each place."""
+    engine = engines.create_engine(
+        made.target(target),
+        method="eagle3",
+        draft_model=str(made.draft(draft)),
+        num_speculative_tokens=3,
+        block_size=16,
+        max_num_seqs=4,
+        kv_cache_memory="32MB",
+    )
+    sampling = engines.params("greedy", max_tokens=max_tokens)
+    tokens = engines.generate(engine, sampling, prompts)
+    stats = engine.engine.core.stats.spec_decode
+    assert stats is not None
+    assert stats.num_drafts > 0
+    return tokens, list(stats.accepted_counts)
+
+
+# Longer and shorter than a block, and one that repeats itself, so that drafts are accepted.
+PROMPTS = [checkpoints.prompt(21), checkpoints.prompt(5, seed=1), checkpoints.prompt(4, seed=2) * 5]
+
+
+@pytest.fixture(scope="module")
+def expected(made: Checkpoints) -> Callable[..., tuple[list[list[int]], list[int]]]:
+    """What torch says, once for each engine."""
+
+    @cache
+    def run(target: str, draft: str, count: int, max_tokens: int) -> Any:
+        with (
+            pytest.MonkeyPatch.context() as patch,
+            tables(patch, cpu_platform(), ("torch",)),
+        ):
+            return generate(made, target, draft, PROMPTS[:count], max_tokens)
+
+    return run
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("target", TARGETS)
+def test_aiter(
+    target: str,
+    draft: str,
+    made: Checkpoints,
+    expected: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fake = FakeAiter(torch.float32)
+    platform = Platform("rocm", "gfx942", True)
+    with probe.replaced(fake.library), tables(monkeypatch, platform, ("aiter", "torch")):
+        out = generate(made, target, draft, PROMPTS, 12)
+    assert out == expected(target, draft, len(PROMPTS), 12)
+    assert fake.names >= COMMON | CALLED[target] | CALLED[draft]
+
+
+@pytest.mark.parametrize(("target", "draft"), [("llama", "mha"), ("kimi", "mla")])
+def test_triton(
+    target: str,
+    draft: str,
+    made: Checkpoints,
+    expected: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("triton")
+    with tables(monkeypatch, cpu_platform(), ("triton", "torch")) as built:
+        out = generate(made, target, draft, PROMPTS[:2], 4)
+    assert out == expected(target, draft, 2, 4)
+    rows = [row.split()[:2] for row in built[0].describe().splitlines()]
+    through_triton = {op for op, *name in rows if name == ["triton"]}
+    assert through_triton >= THROUGH_TRITON[target] | THROUGH_TRITON[draft]
