@@ -55,7 +55,7 @@ def read_conversations(path: Path | None, field: str | None) -> list[list[dict[s
         return DEFAULT_CONVERSATIONS
     found = [
         _conversation(line, field, f"{path}:{number}")
-        for number, line in enumerate(_read_text(path).splitlines(), 1)
+        for number, line in enumerate(read_text(path).splitlines(), 1)
         if line.strip()
     ]
     if not found:
@@ -63,12 +63,17 @@ def read_conversations(path: Path | None, field: str | None) -> list[list[dict[s
     return found
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The content of a text file or of a compressed one (.gz).
+
+    Raises:
+        ValueError: when it cannot be read.
+    """
     try:
         content = path.read_bytes()
         return (gzip.decompress(content) if path.suffix == ".gz" else content).decode()
     except (OSError, EOFError, UnicodeDecodeError) as error:
-        raise ValueError(f"cannot read prompts from {path}: {error}") from error
+        raise ValueError(f"cannot read {path}: {error}") from error
 
 
 def _conversation(line: str, field: str | None, where: str) -> list[dict[str, Any]]:

@@ -119,7 +119,7 @@ class UniprocExecutor:
             self._graphs.capture()
             self._proposer.capture(self._graphs.plan)
         self.limits = EngineLimits(
-            max_model_len=_fit_context(config, context_len, num_blocks),
+            max_model_len=_fit_context(config, context_len, num_blocks, storage),
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
             vocab_size=text_config.vocab_size,
@@ -267,7 +267,9 @@ def resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
     return DTYPES_BY_NAME[name]
 
 
-def _fit_context(config: EngineConfig, context_len: int, num_blocks: int) -> int:
+def _fit_context(
+    config: EngineConfig, context_len: int, num_blocks: int, storage: torch.dtype
+) -> int:
     """The context that the pool can hold.
 
     Raises:
@@ -279,10 +281,13 @@ def _fit_context(config: EngineConfig, context_len: int, num_blocks: int) -> int
     if config.model.max_model_len is not None:
         raise ConfigError(
             f"max_model_len={context_len} needs {context_len} tokens of KV cache and there is "
-            f"memory for {capacity}; lower it, or raise --kv-cache-memory"
+            f"memory for {capacity} in {_name(storage)}; lower it, or raise --kv-cache-memory"
         )
     logger.warning(
-        "the KV cache holds %d tokens, so the context is that instead of %d", capacity, context_len
+        "the KV cache holds %d tokens in %s, so the context is that instead of %d",
+        capacity,
+        _name(storage),
+        context_len,
     )
     return capacity
 

@@ -74,10 +74,15 @@ def speculation(method: str, folders: Callable[[str], Path]) -> dict[str, Any]:
     return {"method": "eagle3", "draft_model": draft, "num_speculative_tokens": 3}
 
 
+def executor_of(engine: LLM) -> executor.UniprocExecutor:
+    found = engine.engine.core.executor
+    assert isinstance(found, executor.UniprocExecutor)
+    return found
+
+
 def caches(engine: LLM) -> list[KVCacheTensor | LatentCacheTensor]:
     """Of the target's layers, then of the draft's."""
-    runner = engine.engine.core.executor
-    assert isinstance(runner, executor.UniprocExecutor)
+    runner = executor_of(engine)
     models = [runner._model, runner._proposer.draft_model]
     layers = [a for m in models if m is not None for a in attention_layers(m).values()]
     return [layer.kv_cache for layer in layers]
@@ -85,6 +90,12 @@ def caches(engine: LLM) -> list[KVCacheTensor | LatentCacheTensor]:
 
 def storage_of(cache: KVCacheTensor | LatentCacheTensor) -> torch.dtype:
     return cache.key.dtype if isinstance(cache, KVCacheTensor) else cache.latent.dtype
+
+
+def has_scales(cache: KVCacheTensor | LatentCacheTensor) -> bool:
+    if isinstance(cache, KVCacheTensor):
+        return cache.key_scale is not None and cache.value_scale is not None
+    return cache.scale is not None
 
 
 @pytest.mark.parametrize(("target", "method"), PAIRS)
@@ -96,11 +107,17 @@ def test_speculation_changes_no_token(
     fast = create_engine(folders(target), kv_cache_dtype="fp8", **speculation(method, folders))
     assert len(caches(fast)) > len(caches(plain))
     assert {storage_of(cache) for cache in caches(fast)} == {flavour}
+    assert all(has_scales(cache) for cache in caches(fast))
     for setting in ("greedy", "warm"):
         assert generate(fast, params(setting)) == generate(plain, params(setting)), setting
     stats = fast.engine.core.stats.spec_decode
     assert stats is not None
     assert stats.num_drafts > 0
+    (builder,) = executor_of(fast)._proposer.kv_cache_builders
+    owner = "mtp" if method == "mtp" else "eagle3"
+    tensors = builder.allocate_kv_cache_tensors(1)
+    assert list(tensors) == [f"{owner}_kv_cache", f"{owner}_kv_scale"]
+    assert tensors[f"{owner}_kv_cache"].nbytes == builder.compute_block_bytes()
 
 
 @pytest.mark.usefixtures("flavour")

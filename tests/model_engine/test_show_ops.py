@@ -1,0 +1,37 @@
+"""--show-ops: the table of ops of a real model, and nothing is served."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from atom.entrypoints import openai_server
+from atom.examples import simple_inference
+
+
+@pytest.mark.parametrize("main", [openai_server.main, simple_inference.main])
+@pytest.mark.parametrize("flag", ["--show-ops", "--show_ops"])
+def test_the_table_is_printed(
+    main: Callable[[list[str]], int],
+    flag: str,
+    tiny_llama_dir: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    given = ["--model", str(tiny_llama_dir), "--num-threads", "1", "--kv-cache-memory", "1MB"]
+    assert main([*given, "--kv-cache-dtype", "fp8", flag]) == 0
+    header, *lines = capsys.readouterr().out.splitlines()
+    assert header.split()[:2] == ["op", "runs"]
+    runs = {line.split()[0]: line.split()[1] for line in lines if not line.startswith(" ")}
+    assert {"linear", "rms_norm", "rope", "kv_cache_write", "prefill_attention"} <= set(runs)
+    assert runs["paged_attention"] == "torch"
+    assert any("the cache holds torch.float8_e4m3fn" in line for line in lines)
+
+
+def test_failures_are_told(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("ATOM_OP_ROPE", "aiter")
+    assert openai_server.main(["--model", str(tiny_llama_dir), "--show-ops"]) == 1
+    assert "ATOM_OP_ROPE=aiter" in capsys.readouterr().err
