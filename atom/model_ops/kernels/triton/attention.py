@@ -32,18 +32,16 @@ def refuses_storage(query: OpQuery) -> str | None:
         return None
     if storage not in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
         return f"no kernel for a cache of {storage}"
-    known = platform.kind == "cpu" or storage in _eight_bit_types(platform)
+    known = storage in _eight_bit_types(platform)
     return None if known else f"{platform.arch} does not convert {storage}"
 
 
 def _eight_bit_types(platform: Platform) -> tuple[torch.dtype, ...]:
-    """The 8-bit types that Triton converts on a GPU."""
-    if platform.kind == "cuda":
-        capability = int(platform.arch.removeprefix("sm"))
-        return (torch.float8_e4m3fn,) if capability >= 89 else ()
-    if platform.arch == "gfx942":
-        return (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
-    return (torch.float8_e4m3fn,)
+    """What Triton converts: in software where an AMD arch cannot, in hardware only on NVIDIA."""
+    if platform.kind != "cuda":
+        return torch.float8_e4m3fn, torch.float8_e4m3fnuz
+    capability = int(platform.arch.removeprefix("sm"))
+    return (torch.float8_e4m3fn,) if capability >= 89 else ()
 
 
 def load_paged_attention() -> PagedAttentionOp:

@@ -13,6 +13,7 @@ import triton.language as tl
 
 from atom.model_ops.kernels.triton.flash import (
     LOG2_E,
+    SMALLEST_TILE,
     KeyTiles,
     key_tiles,
     mean_value,
@@ -219,5 +220,5 @@ def prefill_attention(
 def _row_tile(tiles: KeyTiles) -> tuple[int, int]:
     """Rows of a tile, and the warps that hold its sums in registers."""
     if tiles.compute == tl.float32:
-        return 32, 4
+        return SMALLEST_TILE, 4
     return (128, 8) if tiles.width <= 128 else (64, 8)
