@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from atom.model_ops.kernels.aiter.entries import AITER
+from atom.model_ops.kernels.gluon import support as gluon
 from atom.model_ops.kernels.native import attention as native_attention
 from atom.model_ops.kernels.native import elementwise as native_elementwise
 from atom.model_ops.kernels.native import linear as native_linear
@@ -49,6 +50,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "paged_attention": (
         *AITER["paged_attention"],
+        gluon.PAGED_ATTENTION,
         native(native_attention.load_paged_attention, native_attention.refuses),
         triton(triton_attention.load_paged_attention, triton_attention.refuses),
         Implementation("torch", always, lambda: attention.paged_attention),

@@ -55,13 +55,8 @@ class Case:
         raise LookupError(f"{self.name}: the op table has no {self.implementation} {self.op}")
 
     def query(self, platform: Platform) -> OpQuery:
-        storage = fp8_type(platform) if isinstance(self.storage, str) else self.storage
+        storage = platform.fp8_dtype if isinstance(self.storage, str) else self.storage
         return OpQuery(platform, self.dtype, self.shape, storage)
-
-
-def fp8_type(platform: Platform) -> torch.dtype:
-    """The 8 bit float that this arch computes with."""
-    return torch.float8_e4m3fnuz if platform.arch == "gfx942" else torch.float8_e4m3fn
 
 
 def decode_metadata(

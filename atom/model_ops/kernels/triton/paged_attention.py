@@ -204,10 +204,15 @@ def paged_attention(
     parts = q.new_empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32)
     lse = q.new_empty((num_tokens, num_heads, splits), dtype=torch.float32)
     _launch(grid, parts, lse, q, kv_cache, metadata, scale, sliding_window, tiles, row_tile)
-    _reduce[(num_tokens * num_heads,)](
-        out, parts, lse, splits, head_dim, tiles.width, _REDUCED_AT_ONCE
-    )
+    reduce_parts(out, parts, lse)
     return out
+
+
+def reduce_parts(out: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> None:
+    """Weigh parts [T, heads, splits, d] by 2 ** lse [T, heads, splits] into out [T, heads, d]."""
+    num_tokens, num_heads, splits, head_dim = parts.shape
+    width = triton.next_power_of_2(head_dim)
+    _reduce[(num_tokens * num_heads,)](out, parts, lse, splits, head_dim, width, _REDUCED_AT_ONCE)
 
 
 def num_splits(programs: int, context_len: int, compute_units: int) -> int:

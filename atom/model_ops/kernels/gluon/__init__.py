@@ -1,0 +1,1 @@
+"""Kernels in Gluon, for AMD's matrix units; imported only where one is chosen."""

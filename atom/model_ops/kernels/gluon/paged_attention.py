@@ -1,0 +1,348 @@
+"""Decode and verify of layers without grouped queries, on the matrix units of gfx942 and gfx950.
+
+One wavefront takes one head of one sequence over a part of its keys: up to 16 queries are the 16
+rows of a matrix instruction. Nothing goes through shared memory. That is what the layouts are for:
+
+- Scores come out of the first product as the second one wants its left operand (`transposed`).
+- A lane reads 16 contiguous bytes of a value row, but as the right operand holds columns that lie
+  16 apart: so the columns are counted in the order in which lanes read them, and put back into
+  their own order when the result is written (`PERMUTED`).
+
+The next keys are loaded while values are weighed, and the next values while keys are. The split
+over long contexts is that of the Triton kernel, and so is the reduction.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+
+from atom.model_ops.kernels.torch.attention import PagedAttentionOp
+from atom.model_ops.kernels.triton.flash import LOG2_E, describe
+from atom.model_ops.kernels.triton.paged_attention import (
+    DEFAULT_COMPUTE_UNITS,
+    num_splits,
+    reduce_parts,
+)
+from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, KVCacheTensor
+from atom.platform import current_platform, num_compute_units
+
+_LARGEST_TILE = 32  # of keys: two tiles of keys and values leave registers for two wavefronts
+_GENERATION = {"gfx942": 3, "gfx950": 4}  # of the matrix units
+_ROWS = gl.constexpr(16)
+
+
+@gluon.jit
+def _block_offset(
+    tile, limit, table_ptr, block_stride, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr
+):
+    """Where the block of a tile begins in the pool; from token `limit` on, that of the last one."""
+    last = gl.maximum(limit - 1, 0)
+    block = gl.load(table_ptr + gl.minimum(tile * KEYS, last) // BLOCK_SIZE)
+    return block.to(gl.int64) * block_stride
+
+
+@gluon.jit
+def _load(
+    pool_ptr,
+    block_offset,
+    tile,
+    limit,
+    token_stride,
+    BLOCK_SIZE: gl.constexpr,
+    KEYS: gl.constexpr,
+    D: gl.constexpr,
+    LAYOUT: gl.constexpr,
+):
+    """Rows [KEYS, D] of a tile, which lies in one block; zeros from token `limit` on."""
+    start = tile * KEYS
+    rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
+    dims = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
+    # Offsets of buffer loads have 32 bits: the block's own goes into the pointer, with 64. What
+    # a mask leaves out is zero by the hardware; `other` would be a select that waits for the load.
+    return gl.amd.cdna3.buffer_load(
+        ptr=pool_ptr + block_offset + (start % BLOCK_SIZE) * token_stride,
+        offsets=rows[:, None] * token_stride + dims[None, :],
+        mask=(start + rows < limit)[:, None],
+    )
+
+
+@gluon.jit
+def _scores(q, key, KEYS: gl.constexpr, MMA: gl.constexpr, RIGHT: gl.constexpr):
+    """q [16, D] times key [KEYS, D] -> [16, KEYS] float32."""
+    right = gl.convert_layout(key.to(q.dtype).trans(1, 0), RIGHT)
+    return gl.amd.cdna3.mfma(q, right, gl.zeros((_ROWS, KEYS), gl.float32, layout=MMA))
+
+
+@gluon.jit
+def _weigh(
+    acc,
+    weights,
+    value,
+    KEYS: gl.constexpr,
+    D: gl.constexpr,
+    LEFT: gl.constexpr,
+    RIGHT: gl.constexpr,
+):
+    """acc + weights [16, KEYS] times value [KEYS, D], the columns in the order of `PERMUTED`."""
+    value = value.to(weights.dtype).reshape((KEYS, 16, D // 16)).permute((0, 2, 1))
+    value = gl.convert_layout(value.reshape((KEYS, D)), RIGHT)
+    return gl.amd.cdna3.mfma(gl.convert_layout(weights, LEFT), value, acc)
+
+
+@gluon.jit
+def _soften(
+    scores,
+    total,
+    top,
+    tile,
+    context,
+    positions,
+    window,
+    KEYS: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    MMA: gl.constexpr,
+):
+    """Go on with the softmax of 16 rows: weights of one tile, the decay of what was, the sums."""
+    tokens = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, MMA))
+    seen = tokens[None, :] <= gl.minimum(positions, context - 1)[:, None]
+    if WINDOWED:
+        seen = seen & (tokens[None, :] > positions[:, None] - window)
+    scores = gl.where(seen, scores, float("-inf"))
+    new_top = gl.maximum(top, gl.max(scores, 1))
+    # A row that has seen no key yet: -inf - -inf is not a number.
+    shift = gl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = gl.exp2(scores - shift[:, None])
+    decay = gl.exp2(top - shift)
+    return weights, decay, total * decay + gl.sum(weights, 1), new_top
+
+
+@gluon.jit(
+    do_not_specialize=["table_stride", "window"],
+    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr"],
+)
+def _attend(
+    out_ptr,
+    lse_ptr,
+    q_ptr,
+    key_ptr,
+    value_ptr,
+    key_scale_ptr,
+    value_scale_ptr,
+    tables_ptr,
+    lens_ptr,
+    starts_ptr,
+    score_scale,
+    window,
+    table_stride,
+    q_token_stride,
+    q_head_stride,
+    block_stride,
+    token_stride,
+    head_stride,
+    D: gl.constexpr,
+    BLOCK_SIZE: gl.constexpr,
+    KEYS: gl.constexpr,
+    GENERATION: gl.constexpr,
+    WINDOWED: gl.constexpr,
+    QUANTIZED: gl.constexpr,
+    SPLIT: gl.constexpr,
+):
+    """Grid: sequences, heads, splits.
+
+    SPLIT=False: out [T, heads, d]. SPLIT=True: out [T, heads, splits, d] float32, the mean value
+    of each part, and lse [T, heads, splits], log2 of its weight; -inf where it saw no key.
+    """
+    MMA: gl.constexpr = gl.amd.AMDMFMALayout(
+        version=GENERATION, instr_shape=[16, 16, 16], transposed=True, warps_per_cta=[1, 1]
+    )
+    KEY_LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=8)
+    KEY_RIGHT: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=MMA, k_width=8)
+    LEFT: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=MMA, k_width=4)
+    RIGHT: gl.constexpr = gl.DotOperandLayout(operand_index=1, parent=MMA, k_width=4)
+    KEY: gl.constexpr = gl.BlockedLayout([1, 8], [16, 4], [1, 1], [0, 1])
+    VALUE: gl.constexpr = gl.BlockedLayout([4, D // 16], [4, 16], [1, 1], [1, 0])
+    PERMUTED: gl.constexpr = gl.BlockedLayout([1, D // 4], [16, 4], [1, 1], [0, 1])
+
+    sequence = gl.program_id(0)
+    head = gl.program_id(1)
+    first_token = gl.load(starts_ptr + sequence)
+    num_queries = gl.load(starts_ptr + sequence + 1) - first_token
+    context = gl.load(lens_ptr + sequence)
+
+    rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, KEY))
+    dims = gl.arange(0, D, layout=gl.SliceLayout(0, KEY))
+    q = gl.amd.cdna3.buffer_load(
+        ptr=q_ptr + first_token.to(gl.int64) * q_token_stride + head * q_head_stride,
+        offsets=rows[:, None] * q_token_stride + dims[None, :],
+        mask=(rows < num_queries)[:, None],
+    )
+    q = gl.convert_layout(q, KEY_LEFT)
+
+    # Each sequence divides the tiles that its own queries can see, however long the longest is.
+    first = context * 0
+    if WINDOWED:
+        first = gl.maximum(context - num_queries - window + 1, 0) // KEYS
+    share = gl.cdiv(gl.cdiv(context, KEYS) - first, gl.num_programs(2))
+    begin = first + gl.program_id(2) * share
+    end = gl.minimum(begin + share, gl.cdiv(context, KEYS))
+    limit = gl.minimum(end * KEYS, context)
+    if QUANTIZED:
+        score_scale = score_scale * gl.load(key_scale_ptr)
+    table_ptr = tables_ptr + sequence.to(gl.int64) * table_stride
+    key_ptr = key_ptr + head * head_stride
+    value_ptr = value_ptr + head * head_stride
+    positions = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA)) + context - num_queries
+    acc = gl.zeros((_ROWS, D), gl.float32, layout=MMA)
+    total = gl.zeros((_ROWS,), gl.float32, layout=gl.SliceLayout(1, MMA))
+    top = gl.full((_ROWS,), float("-inf"), gl.float32, layout=gl.SliceLayout(1, MMA))
+    block = _block_offset(begin, limit, table_ptr, block_stride, BLOCK_SIZE, KEYS)
+    key = _load(key_ptr, block, begin, limit, token_stride, BLOCK_SIZE, KEYS, D, KEY)
+    value = _load(value_ptr, block, begin, limit, token_stride, BLOCK_SIZE, KEYS, D, VALUE)
+    block = _block_offset(begin + 1, limit, table_ptr, block_stride, BLOCK_SIZE, KEYS)
+    # Registers are loaded anew as soon as a product has read them.
+    for tile in range(begin, end):
+        ahead = tile + 1
+        scores = _scores(q, key, KEYS, MMA, KEY_RIGHT) * score_scale
+        key = _load(key_ptr, block, ahead, limit, token_stride, BLOCK_SIZE, KEYS, D, KEY)
+        weights, decay, total, top = _soften(
+            scores, total, top, tile, context, positions, window, KEYS, WINDOWED, MMA
+        )
+        weights = weights.to(q.dtype)
+        acc = _weigh(acc * decay[:, None], weights, value, KEYS, D, LEFT, RIGHT)
+        value = _load(value_ptr, block, ahead, limit, token_stride, BLOCK_SIZE, KEYS, D, VALUE)
+        block = _block_offset(ahead + 1, limit, table_ptr, block_stride, BLOCK_SIZE, KEYS)
+
+    result = acc / gl.where(total == 0.0, 1.0, total)[:, None]
+    if QUANTIZED:
+        result = result * gl.load(value_scale_ptr)
+    stride = gl.num_programs(1) * gl.num_programs(2)
+    place = first_token.to(gl.int64) * stride + head * gl.num_programs(2) + gl.program_id(2)
+    if SPLIT:
+        lse = top + gl.log2(gl.where(total == 0.0, 1.0, total))
+        rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
+        gl.amd.cdna3.buffer_store(
+            lse, ptr=lse_ptr + place, offsets=rows * stride, mask=rows < num_queries
+        )
+    result = result.to(out_ptr.dtype.element_ty).reshape((_ROWS, D // 16, 16)).permute((0, 2, 1))
+    result = gl.convert_layout(result.reshape((_ROWS, D)), PERMUTED)
+    rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, PERMUTED))
+    dims = gl.arange(0, D, layout=gl.SliceLayout(0, PERMUTED))
+    gl.amd.cdna3.buffer_store(
+        result,
+        ptr=out_ptr + place * D,
+        offsets=rows[:, None] * (stride * D) + dims[None, :],
+        mask=(rows < num_queries)[:, None],
+    )
+
+
+def load() -> PagedAttentionOp:
+    platform = current_platform()
+    units = num_compute_units(platform)
+    units = DEFAULT_COMPUTE_UNITS if units is None else units
+    return partial(paged_attention, _GENERATION[platform.arch], units)
+
+
+def paged_attention(
+    generation: int,
+    compute_units: int,
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
+
+    The last query of a sequence sits at the last position of its context; a query that can see
+    no key gives zeros.
+
+    Args:
+        generation: of the matrix units, 3 (gfx942) or 4 (gfx950).
+
+    Raises:
+        ValueError: when the tensors do not fit together, or for more than 16 queries a sequence.
+    """
+    _check(q, kv_cache, metadata)
+    num_tokens, num_heads, head_dim = q.shape
+    sequences = metadata.block_tables.shape[0]
+    reach = metadata.max_context_len
+    if sliding_window is not None:
+        reach = min(reach, sliding_window + metadata.max_seqlen_q - 1)
+    splits = num_splits(sequences * num_heads, reach, compute_units)
+    out = q.new_empty(q.shape)
+    if splits == 1:
+        _launch(generation, 1, out, None, q, kv_cache, metadata, scale, sliding_window)
+        return out
+    parts = q.new_empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32)
+    lse = q.new_empty((num_tokens, num_heads, splits), dtype=torch.float32)
+    _launch(generation, splits, parts, lse, q, kv_cache, metadata, scale, sliding_window)
+    reduce_parts(out, parts, lse)
+    return out
+
+
+def _check(q: torch.Tensor, kv_cache: KVCacheTensor, metadata: AttentionMetadata) -> None:
+    key, value = kv_cache.key, kv_cache.value
+    if (
+        key.shape != value.shape
+        or key.stride() != value.stride()
+        or key.shape[2:] != q.shape[1:]
+        or key.stride(3) != 1
+        or q.stride(2) != 1
+    ):
+        raise ValueError(
+            f"attention without grouped queries wants q [T, heads, d], and keys and values that "
+            f"lie alike in [blocks, block_size, heads, d], d dense; given q {describe(q)}, key "
+            f"{describe(key)}, value {describe(value)}"
+        )
+    if metadata.max_seqlen_q > MAX_DECODE_QUERIES:
+        raise ValueError(
+            f"{metadata.max_seqlen_q} queries of a sequence; at most {MAX_DECODE_QUERIES} fit: "
+            "prefill_attention takes more"
+        )
+
+
+def _launch(
+    generation: int,
+    splits: int,
+    out: torch.Tensor,
+    lse: torch.Tensor | None,
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> None:
+    key = kv_cache.key
+    block_size, num_heads, head_dim = key.shape[1:]
+    _attend[(metadata.block_tables.shape[0], num_heads, splits)](
+        out,
+        lse,
+        q,
+        key,
+        kv_cache.value,
+        kv_cache.key_scale,
+        kv_cache.value_scale,
+        metadata.block_tables,
+        metadata.context_lens,
+        metadata.cu_seqlens_q,
+        scale * LOG2_E,
+        sliding_window or 0,
+        metadata.block_tables.stride(0),
+        q.stride(0),
+        q.stride(1),
+        key.stride(0),
+        key.stride(1),
+        key.stride(2),
+        D=head_dim,
+        BLOCK_SIZE=block_size,
+        KEYS=min(block_size, _LARGEST_TILE),
+        GENERATION=generation,
+        WINDOWED=sliding_window is not None,
+        QUANTIZED=kv_cache.key_scale is not None,
+        SPLIT=lse is not None,
+        num_warps=1,
+    )
