@@ -125,11 +125,21 @@ class QKVParallelLinear(LinearBase):
 
 
 class RowParallelLinear(LinearBase):
-    """Input features split over the ranks; the partial products are summed."""
+    """Input features split over the ranks; the partial products are summed.
+
+    Without `reduce` the output is this rank's part, which the caller sums with others.
+    """
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, context: LayerContext, prefix: str
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        context: LayerContext,
+        prefix: str,
+        reduce: bool = True,
     ) -> None:
+        self.reduce = reduce
         share = context.group.divide(in_features, "in_features")
         # Added once, by the first rank, before the sum.
         super().__init__(share, out_features, bias and context.group.rank == 0, context, prefix)
@@ -143,7 +153,8 @@ class RowParallelLinear(LinearBase):
         self.quant_method.load(self, name, self.group.shard(tensor, 1), 0)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.group.all_reduce(super().forward(x))
+        out = super().forward(x)
+        return self.group.all_reduce(out) if self.reduce else out
 
 
 def process_after_loading(model: nn.Module) -> None:

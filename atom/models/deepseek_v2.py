@@ -148,7 +148,9 @@ class DeepseekV2MoE(nn.Module):
         self.shared_experts = None
         if config.n_shared_experts:
             size = config.moe_intermediate_size * config.n_shared_experts
-            self.shared_experts = LlamaMLP(config, size, context, f"{prefix}.shared_experts")
+            self.shared_experts = LlamaMLP(
+                config, size, context, f"{prefix}.shared_experts", reduce=False
+            )
 
     @staticmethod
     def routing(config: PretrainedConfig) -> Routing:
@@ -169,8 +171,11 @@ class DeepseekV2MoE(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.group.all_reduce(self.experts(x, *self.gate(x)))
-        return out if self.shared_experts is None else out + self.shared_experts(x)
+        out: torch.Tensor = self.experts(x, *self.gate(x))
+        if self.shared_experts is not None:
+            out += self.shared_experts(x)
+        # One sum over the ranks for both kinds of experts.
+        return self.group.all_reduce(out)
 
 
 class DeepseekV3MoE(DeepseekV2MoE):

@@ -26,7 +26,10 @@ from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
 
 
 class LlamaMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))` with gate and up in one product."""
+    """`down(silu(gate(x)) * up(x))` with gate and up in one product.
+
+    Without `reduce` the output is this rank's part of the sum.
+    """
 
     def __init__(
         self,
@@ -34,6 +37,7 @@ class LlamaMLP(nn.Module):
         intermediate_size: int,
         context: LayerContext,
         prefix: str,
+        reduce: bool = True,
     ) -> None:
         super().__init__()
         if config.hidden_act != "silu":
@@ -44,7 +48,7 @@ class LlamaMLP(nn.Module):
             config.hidden_size, sizes, bias, context, f"{prefix}.gate_up_proj"
         )
         self.down_proj = RowParallelLinear(
-            intermediate_size, config.hidden_size, bias, context, f"{prefix}.down_proj"
+            intermediate_size, config.hidden_size, bias, context, f"{prefix}.down_proj", reduce
         )
         self.act = SiluAndMul(self.down_proj.in_features, context)
 

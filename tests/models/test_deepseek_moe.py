@@ -1,0 +1,71 @@
+"""The mixture of experts of DeepSeek and Kimi over several ranks."""
+
+from __future__ import annotations
+
+import torch
+from transformers import DeepseekV3Config
+
+from atom.distributed.parallel_state import ParallelGroup
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.ops import OPS
+from atom.model_ops.registry import OpTable
+from atom.models.deepseek_v2 import DeepseekV3MoE
+from atom.platform import cpu_platform
+
+CONFIG = DeepseekV3Config(
+    hidden_size=16,
+    moe_intermediate_size=8,
+    n_routed_experts=8,
+    num_experts_per_tok=2,
+    n_shared_experts=1,
+    n_group=2,
+    topk_group=1,
+)
+
+
+class Recording(ParallelGroup):
+    """A rank alone: what it would sum over the ranks is kept."""
+
+    summed: list[torch.Tensor]
+
+    def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.summed.append(tensor)
+        return tensor
+
+
+def moe_of(rank: int, size: int) -> tuple[DeepseekV3MoE, list[torch.Tensor]]:
+    group = Recording(rank, size)
+    summed: list[torch.Tensor] = []
+    object.__setattr__(group, "summed", summed)
+    table = OpTable(cpu_platform(), OPS)
+    context = LayerContext(torch.float32, torch.device("cpu"), table, 8, group)
+    return DeepseekV3MoE(CONFIG, context, "mlp"), summed
+
+
+@torch.no_grad()
+def copy_share(whole: DeepseekV3MoE, part: DeepseekV3MoE) -> None:
+    assert whole.shared_experts is not None
+    assert part.shared_experts is not None
+    part.gate.load_state_dict(whole.gate.state_dict())
+    part.experts.load_weight("w13", whole.experts.w13, None)
+    part.experts.load_weight("w2", whole.experts.w2, None)
+    gate, up = whole.shared_experts.gate_up_proj.weight.chunk(2)
+    part.shared_experts.gate_up_proj.load_weight("weight", gate, "gate_proj")
+    part.shared_experts.gate_up_proj.load_weight("weight", up, "up_proj")
+    part.shared_experts.down_proj.load_weight("weight", whole.shared_experts.down_proj.weight, None)
+
+
+def test_ranks_sum_routed_and_shared_experts_once() -> None:
+    whole, _ = moe_of(0, 1)
+    for parameter in whole.parameters():
+        parameter.data.normal_(generator=torch.Generator().manual_seed(parameter.numel()))
+    x = torch.randn(5, 16, generator=torch.Generator().manual_seed(0))
+    total = torch.zeros_like(x)
+    for rank in range(2):
+        part, summed = moe_of(rank, 2)
+        copy_share(whole, part)
+        out = part(x)
+        assert len(summed) == 1
+        assert summed[0] is out
+        total += out
+    torch.testing.assert_close(total, whole(x), atol=1e-4, rtol=1e-4)
