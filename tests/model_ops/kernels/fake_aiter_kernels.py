@@ -146,7 +146,13 @@ def _real(pool: torch.Tensor, scale: Any) -> torch.Tensor:
 
 def unified_attention(check: Check) -> torch.Tensor:
     q, out = check.activation("q", "T H D"), check.activation("out", "T H D")
-    k, v = (check.tensor(n, "B S KH D", q.dtype, *FP8) for n in ("k", "v"))
+    if check.value("shuffled_kv_cache"):
+        k = check.tensor("k", "B KH DX S X", q.dtype, *FP8)
+        v = check.tensor("v", "B KH SX D X", q.dtype, *FP8)
+        check.that(check.sizes["S"] <= 64, "a block is a tile")
+        k, v = k.permute(0, 3, 1, 2, 4).flatten(3), v.permute(0, 2, 4, 1, 3).flatten(1, 2)
+    else:
+        k, v = (check.tensor(n, "B S KH D", q.dtype, *FP8) for n in ("k", "v"))
     starts, lens = check.integers("cu_seqlens_q", "N1"), check.integers("seqused_k", "N")
     tables = check.tensor("block_table", "N MB", torch.int32, dense="rows")
     check.that(check.value("causal") is True, "causal")

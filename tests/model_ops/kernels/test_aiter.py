@@ -294,13 +294,20 @@ def test_windows(aiter: Aiter, query_lens: list[int], decode: bool) -> None:
     check_layer(made, window=9, decode=decode)
 
 
-@pytest.mark.parametrize("block_size", [16, 64, 1024])
+@pytest.mark.parametrize("block_size", [16, 64])
 @pytest.mark.parametrize("query_lens", [[1, 1, 1], [4, 4, 4], [6, 6, 6], [1, 5, 2]])
 def test_layers_with_a_query_head_a_kv_head_are_packed(
     aiter: Aiter, block_size: int, query_lens: list[int]
 ) -> None:
     check_layer(layer(aiter, (2, 2), query_lens, [40, 7, 300], block_size=block_size))
-    aiter.called("reshape_and_cache", "pa_decode_gluon", "flash_attn_varlen_func")
+    decoded = query_lens[0] <= 4 and len(set(query_lens)) == 1
+    gluon = ["pa_decode_gluon"] if decoded else []
+    aiter.called("reshape_and_cache", "unified_attention", *gluon)
+
+
+def test_packed_prefill_gathers_where_most_tokens_are_new(aiter: Aiter) -> None:
+    check_layer(layer(aiter, (2, 2), [30, 17, 1], [40, 17, 5]), decode=False)
+    aiter.called("reshape_and_cache", "flash_attn_varlen_func")
 
 
 @pytest.mark.parametrize("heads", [(8, 2), (2, 2)])
@@ -373,6 +380,16 @@ def test_latents_in_8_bits(aiter: Aiter) -> None:
     prefill = aiter.ops.resolve("mla_prefill", BF16, storage, **sizes)
     wanted = attention(q, [(keys, both[..., 32:])], metadata, 0.1)
     check(prefill(q, cache, up_proj, metadata, 0.1), wanted, 2**-5)
+
+
+def test_prefill_of_unknown_lengths_is_an_error(aiter: Aiter) -> None:
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 16, "num_heads": 8}
+    sizes |= {"block_size": 16, "num_blocks": 4}
+    prefill = aiter.ops.resolve("mla_prefill", BF16, BF16, **sizes)
+    metadata = unknown_lengths(batch(aiter, [20], [20], 16, 2))
+    cache = LatentCacheTensor(random(aiter, 4, 16, 576))
+    with pytest.raises(ValueError, match="the host must know the context lengths"):
+        prefill(random(aiter, 20, 8, 96), cache, random(aiter, 8, 48, 512), metadata, 0.1)
 
 
 ROUTINGS = {

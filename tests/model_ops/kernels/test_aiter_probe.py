@@ -62,6 +62,19 @@ def test_without_rocm_nothing_is_imported() -> None:
     assert "not aiter: torch is not built for ROCm" in ops.describe()
 
 
+@pytest.mark.skipif(torch.version.hip is not None, reason="aiter may be here")
+def test_with_rocm_and_without_aiter_the_failed_import_is_the_reason(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    try:
+        assert probe.refusal("rmsnorm2d_fwd") == (
+            "import aiter: ModuleNotFoundError: No module named 'aiter'"
+        )
+    finally:
+        probe._installed.cache_clear()
+
+
 @pytest.mark.parametrize(
     "error", [RuntimeError("no\n  GPU"), ImportError("libamdhip64.so"), KeyError("arch")]
 )
@@ -157,7 +170,7 @@ def test_packing_round_trips(storage: torch.dtype, block_size: int) -> None:
     scales = [torch.ones(1)] * 2 if storage.itemsize == 1 else []
     cache = KVCacheTensor(pools[0], pools[1], *scales)
     slots = torch.arange(3 * block_size)
-    rows = layout.packed_rows(cache, slots, torch.float32)
+    rows = layout.PackedLayout().rows(cache, slots, torch.float32)
     x = 16 // storage.itemsize
     again = torch.empty(shape, dtype=storage)
     key, value = rows[0].to(storage), rows[1].to(storage)
@@ -198,7 +211,7 @@ def test_a_draft_with_a_query_head_a_kv_head_is_packed() -> None:
     ("shape", "reason"),
     [
         ({"head_dim": 64}, "head_dim=128, not 64"),
-        ({"block_size": 32}, "block_size of 16, 64, 1024, not 32"),
+        ({"block_size": 32}, "block_size of 16, 64, not 32"),
         ({"sliding_window": 5}, "no sliding_window=5"),
     ],
 )

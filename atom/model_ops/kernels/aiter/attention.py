@@ -1,8 +1,9 @@
 """Attention over a paged KV cache by aiter: decode, verify and prefill.
 
-Grouped-query layers read a plain pool through aiter's unified attention. Layers with one query
-head a KV head (an Eagle3 draft's) decode through its Gluon kernel, which wants a packed pool; see
-`layout`. aiter's assembly `pa_*` kernels are called for nothing: they read 16 bits of a block id,
+Unified attention reads either layout of a pool in place, any mix of query lengths. Layers with
+one query head a KV head (an Eagle3 draft's) decode through the Gluon kernel, which wants a packed
+pool; see `layout`. Where most tokens are new, flash attention gets keys and values copied out of
+the pool. aiter's assembly `pa_*` kernels are called for nothing: they read 16 bits of a block id,
 so pools of more than 65,535 blocks would give wrong tokens without a word.
 """
 
@@ -14,13 +15,12 @@ import torch
 
 from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.kernels.aiter.layout import (
-    packed_key,
-    packed_rows,
-    packed_value,
-    plain_rows,
+    CacheLayout,
+    PackedLayout,
+    PlainLayout,
     refuses_packing,
 )
-from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries
+from atom.model_ops.kernels.aiter.sequences import context_tokens
 from atom.model_ops.kernels.aiter.support import refuses_storage
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
@@ -28,7 +28,6 @@ from atom.model_ops.registry import OpQuery
 AttentionOp = Callable[
     [torch.Tensor, KVCacheTensor, AttentionMetadata, float, "int | None"], torch.Tensor
 ]
-Rows = Callable[[KVCacheTensor, torch.Tensor, torch.dtype], "tuple[torch.Tensor, torch.Tensor]"]
 
 # Queries a sequence that the Gluon kernel takes.
 _GLUON_QUERIES = 4
@@ -60,6 +59,59 @@ def refuses_plain_decode(query: OpQuery) -> str | None:
 
 
 def load_plain_decode() -> AttentionOp:
+    return _load_in_place(PlainLayout())
+
+
+def load_packed_decode() -> AttentionOp:
+    """At most four queries of every sequence, and of all equally many, are Gluon's."""
+    gluon = _load_gluon()
+    in_place = _load_in_place(PackedLayout())
+
+    def paged_attention(
+        q: torch.Tensor,
+        kv_cache: KVCacheTensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """Causal attention of q [T, heads, d] over a packed pool -> [T, heads, d]."""
+        length = metadata.max_seqlen_q
+        equal = all(n == length for n in metadata.query_lens_cpu)
+        attend = gluon if equal and length <= _GLUON_QUERIES else in_place
+        return attend(q, kv_cache, metadata, scale, sliding_window)
+
+    return paged_attention
+
+
+def load_plain_prefill() -> AttentionOp:
+    return _load_prefill(PlainLayout())
+
+
+def load_packed_prefill() -> AttentionOp:
+    return _load_prefill(PackedLayout())
+
+
+def _load_prefill(layout: CacheLayout) -> AttentionOp:
+    in_place = _load_in_place(layout)
+    gathered = _load_gathered(layout)
+
+    def prefill_attention(
+        q: torch.Tensor,
+        kv_cache: KVCacheTensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        sliding_window: int | None,
+    ) -> torch.Tensor:
+        """Causal attention of q [T, heads, d] over the pool -> [T, heads, d]."""
+        lens = metadata.context_lens_cpu
+        few = lens is not None and sum(lens) <= _MOST_CONTEXT_A_QUERY * q.shape[0]
+        attend = gathered if few else in_place
+        return attend(q, kv_cache, metadata, scale, sliding_window)
+
+    return prefill_attention
+
+
+def _load_in_place(layout: CacheLayout) -> AttentionOp:
     attend = probe.function("unified_attention")
 
     def paged_attention(
@@ -69,7 +121,7 @@ def load_plain_decode() -> AttentionOp:
         scale: float,
         sliding_window: int | None,
     ) -> torch.Tensor:
-        """Causal attention of q [T, heads, d] over a plain pool -> [T, heads, d].
+        """Causal attention of q [T, heads, d] over the pool -> [T, heads, d].
 
         A window of W tokens, the query's own among them, is W - 1 tokens to the left. Takes for
         granted that 8-bit keys and values are multiplied by the scales given as descales.
@@ -80,14 +132,16 @@ def load_plain_decode() -> AttentionOp:
         window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
         scales = None, kv_cache.key_scale, kv_cache.value_scale
         where = metadata.cu_seqlens_q, *lens, scale, True, window, metadata.block_tables
-        attend(q, kv_cache.key, kv_cache.value, out, *where, 0.0, *scales)
+        pools = layout.pools(kv_cache)
+        attend(q, *pools, out, *where, 0.0, *scales, shuffled_kv_cache=layout.is_packed)
         return out
 
     return paged_attention
 
 
-def load_packed_decode() -> AttentionOp:
+def _load_gluon() -> AttentionOp:
     attend = probe.function("pa_decode_gluon")
+    layout = PackedLayout()
 
     def paged_attention(
         q: torch.Tensor,
@@ -98,26 +152,22 @@ def load_packed_decode() -> AttentionOp:
     ) -> torch.Tensor:
         """Causal attention of q [T, heads, d] over a packed pool -> [T, heads, d].
 
-        The kernel wants equally many queries of each sequence, at most four; other batches are
-        given to it query by query. Takes for granted that any number of partitions is right
-        where programs take several in turn (`ps`), and that 8-bit keys and values go with
-        queries in 16 bits.
+        Takes for granted that any number of partitions is right where programs take several in
+        turn (`ps`), and that 8-bit keys and values go with queries in 16 bits.
         """
         assert sliding_window is None, "refuses_packing keeps windows away"
-        queries = equal_queries(metadata, _GLUON_QUERIES)
         q = q.contiguous()
         out = torch.empty_like(q)
         kv_heads = kv_cache.key.shape[2]
         attend(
             out,
             q,
-            packed_key(kv_cache.key),
-            packed_value(kv_cache.value),
-            queries.context_lens,
-            queries.block_tables,
+            *layout.pools(kv_cache),
+            metadata.context_lens,
+            metadata.block_tables,
             scale,
-            queries.length,
-            _partitions(len(queries.context_lens) * kv_heads, metadata.max_context_len),
+            metadata.max_seqlen_q,
+            _partitions(len(metadata.query_lens_cpu) * kv_heads, metadata.max_context_len),
             context_partition_size=_PARTITION,
             compute_type=q.dtype,
             key_scale=kv_cache.key_scale,
@@ -129,32 +179,7 @@ def load_packed_decode() -> AttentionOp:
     return paged_attention
 
 
-def load_plain_prefill() -> AttentionOp:
-    """Many new tokens for few cached ones: gathered, by flash attention; else where they lie."""
-    in_place = load_plain_decode()
-    gathered = _load_gathered(plain_rows)
-
-    def prefill_attention(
-        q: torch.Tensor,
-        kv_cache: KVCacheTensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        """Causal attention of q [T, heads, d] over a plain pool -> [T, heads, d]."""
-        lens = metadata.context_lens_cpu
-        few = lens is not None and sum(lens) <= _MOST_CONTEXT_A_QUERY * q.shape[0]
-        attend = gathered if few else in_place
-        return attend(q, kv_cache, metadata, scale, sliding_window)
-
-    return prefill_attention
-
-
-def load_packed_prefill() -> AttentionOp:
-    return _load_gathered(packed_rows)
-
-
-def _load_gathered(rows: Rows) -> AttentionOp:
+def _load_gathered(layout: CacheLayout) -> AttentionOp:
     attend = probe.function("flash_attn_varlen_func")
 
     def prefill_attention(
@@ -173,7 +198,7 @@ def _load_gathered(rows: Rows) -> AttentionOp:
         """
         lens = known_context_lens(metadata)
         tokens = context_tokens(metadata, kv_cache.block_size)
-        key, value = rows(kv_cache, tokens.slots, q.dtype)
+        key, value = layout.rows(kv_cache, tokens.slots, q.dtype)
         out: torch.Tensor = attend(
             q.contiguous(),
             key,

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 
 from atom.model_ops.kernels.aiter import probe
-from atom.model_ops.kernels.aiter.layout import packed_key, packed_value
+from atom.model_ops.kernels.aiter.layout import PackedLayout
 from atom.model_ops.kernels.aiter.support import dense_rows, storage_name
 from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
 
@@ -39,6 +39,7 @@ def load_plain() -> CacheWriteOp:
 
 def load_packed() -> CacheWriteOp:
     write = probe.function("reshape_and_cache")
+    layout = PackedLayout()
 
     def kv_cache_write(
         k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
@@ -46,7 +47,7 @@ def load_packed() -> CacheWriteOp:
         """Write k, v [T, kv_heads, d] to their slots of a packed pool."""
         scales = kv_cache.key_scale, kv_cache.value_scale
         storage = storage_name(kv_cache.key_scale)
-        pools = packed_key(kv_cache.key), packed_value(kv_cache.value)
+        pools = layout.pools(kv_cache)
         write(dense_rows(k), dense_rows(v), *pools, slot_mapping, storage, *scales, True)
 
     return kv_cache_write

@@ -52,6 +52,7 @@ ENTRY_POINTS: Mapping[str, EntryPoint] = {
         "aiter.ops.triton.attention.unified_attention",
         "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal "
         "window_size block_table softcap q_descale k_descale v_descale",
+        "shuffled_kv_cache",
     ),
     "pa_decode_gluon": _entry(
         "aiter.ops.triton.gluon.pa_decode_gluon",

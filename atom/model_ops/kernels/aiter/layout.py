@@ -1,9 +1,10 @@
 """The two ways in which the bytes of a KV pool lie when aiter works on it.
 
 Plain is the project's own: [blocks, block_size, kv_heads, head_dim]. Packed is what aiter's Gluon
-decode kernel reads, in 16-byte vectors of x elements: keys [blocks, kv_heads, head_dim / x,
-block_size, x] and values [blocks, kv_heads, block_size / x, head_dim, x]. A block has the same
-bytes in both, so whatever moves whole blocks need not know.
+decode kernel reads, and what its unified attention calls shuffled, in 16-byte vectors of x
+elements: keys [blocks, kv_heads, head_dim / x, block_size, x] and values [blocks, kv_heads,
+block_size / x, head_dim, x]. A block has the same bytes in both, so whatever moves whole blocks
+need not know.
 
 The rule: a layer's pool is packed when, and only when, its writer, its decode and its prefill all
 are aiter's packed ones. They judge by one function, `refuses_packing`, so they agree by
@@ -12,6 +13,8 @@ entry point, leaves them in disagreement.
 """
 
 from __future__ import annotations
+
+from typing import Protocol
 
 import torch
 
@@ -23,11 +26,17 @@ from atom.model_ops.registry import OpQuery
 PACKED = "packed"
 
 # What every packed implementation needs, so that one of them is never there without the others.
-PACKED_ENTRY_POINTS = ("reshape_and_cache", "pa_decode_gluon", "flash_attn_varlen_func")
+PACKED_ENTRY_POINTS = (
+    "reshape_and_cache",
+    "pa_decode_gluon",
+    "unified_attention",
+    "flash_attn_varlen_func",
+)
 
-# The head size that aiter tests its Gluon decode with, and the block sizes that it compiles for.
+# The head size that aiter tests its Gluon decode with, and the block sizes that it compiles for
+# without 1024: unified attention takes a packed block as one tile, which that is too much for.
 _HEAD_DIM = 128
-_BLOCK_SIZES = (16, 64, 1024)
+_BLOCK_SIZES = (16, 64)
 _VECTOR_BYTES = 16
 
 
@@ -63,25 +72,53 @@ def packed_value(value: torch.Tensor) -> torch.Tensor:
     return value.view(blocks, kv_heads, block_size // x, head_dim, x)
 
 
-def plain_rows(
-    cache: KVCacheTensor, slots: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [C, kv_heads, head_dim] of `slots`, as `dtype`, from a plain pool."""
-    key = bits(cache.key).flatten(0, 1)[slots].view(cache.key.dtype)
-    value = bits(cache.value).flatten(0, 1)[slots].view(cache.value.dtype)
-    return _real(key, cache.key_scale, dtype), _real(value, cache.value_scale, dtype)
+class CacheLayout(Protocol):
+    """Attributes:
+    is_packed: which of the two it is.
+    """
+
+    is_packed: bool
+
+    def pools(self, cache: KVCacheTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values as kernels are given them, views."""
+        ...
+
+    def rows(
+        self, cache: KVCacheTensor, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [C, kv_heads, head_dim] of `slots`, as `dtype`."""
+        ...
 
 
-def packed_rows(
-    cache: KVCacheTensor, slots: torch.Tensor, dtype: torch.dtype
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [C, kv_heads, head_dim] of `slots`, as `dtype`, from a packed pool."""
-    key, value = packed_key(cache.key), packed_value(cache.value)
-    blocks, offsets = slots // cache.block_size, slots % cache.block_size
-    x = value.shape[4]
-    keys = bits(key)[blocks, :, :, offsets].flatten(2).view(key.dtype)
-    values = bits(value)[blocks, :, offsets // x, :, offsets % x].view(value.dtype)
-    return _real(keys, cache.key_scale, dtype), _real(values, cache.value_scale, dtype)
+class PlainLayout:
+    is_packed = False
+
+    def pools(self, cache: KVCacheTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return cache.key, cache.value
+
+    def rows(
+        self, cache: KVCacheTensor, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key = bits(cache.key).flatten(0, 1)[slots].view(cache.key.dtype)
+        value = bits(cache.value).flatten(0, 1)[slots].view(cache.value.dtype)
+        return _real(key, cache.key_scale, dtype), _real(value, cache.value_scale, dtype)
+
+
+class PackedLayout:
+    is_packed = True
+
+    def pools(self, cache: KVCacheTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return packed_key(cache.key), packed_value(cache.value)
+
+    def rows(
+        self, cache: KVCacheTensor, slots: torch.Tensor, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        key, value = self.pools(cache)
+        blocks, offsets = slots // cache.block_size, slots % cache.block_size
+        x = value.shape[4]
+        keys = bits(key)[blocks, :, :, offsets].flatten(2).view(key.dtype)
+        values = bits(value)[blocks, :, offsets // x, :, offsets % x].view(value.dtype)
+        return _real(keys, cache.key_scale, dtype), _real(values, cache.value_scale, dtype)
 
 
 def _real(x: torch.Tensor, scale: torch.Tensor | None, dtype: torch.dtype) -> torch.Tensor:
