@@ -103,7 +103,7 @@ def implementations(op: str, platform: Platform) -> list[str]:
 
 @dataclass(frozen=True)
 class HeadSizes:
-    """Llama-3-8B's attention."""
+    """Llama-3-8B's attention, unless told otherwise."""
 
     heads: int = 32
     kv_heads: int = 8

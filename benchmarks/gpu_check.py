@@ -25,6 +25,7 @@ import decode_roofline
 import kernels
 from _device import NO_GPU
 from _gpu_tests import ROOT, kernel_files, marked_files, run, run_tests
+from _kernel_loads import HeadSizes, LatentSizes
 from _report import environment, environment_markdown, markdown_table, write_json
 
 # Seconds of each part; what one leaves over is the next one's.
@@ -133,9 +134,10 @@ def run_parts(names: Sequence[str], minutes: float, shapes: Sequence[str]) -> di
 def goals(parts: dict[str, Part]) -> list[dict[str, Any]]:
     """What speed is wanted, and what was reached; None when it was not measured."""
     wanted = []
-    for op, share in (("paged_attention", 0.75), ("mla_decode", 0.70)):
+    ops = (("paged_attention", str(HeadSizes()), 0.75), ("mla_decode", str(LatentSizes()), 0.70))
+    for op, sizes, share in ops:
         rows = _rows(parts, "kernels", op=op, batch=64, context=8192, cache="bfloat16")
-        rows = [row for row in rows if row["implementation"] != "torch"]
+        rows = [r for r in rows if r["implementation"] != "torch" and r["sizes"] == sizes]
         best = max((row["of_copy"] for row in rows), default=None)
         name = f"{op}, bfloat16, batch 64, context 8192"
         wanted.append({"goal": name, "at least": share, "reached": best})

@@ -4,11 +4,11 @@ python benchmarks/kernels.py                              # needs a GPU
 python benchmarks/kernels.py --ops mla_decode --batch-sizes 1 16 --contexts 8192
 python benchmarks/kernels.py --device cpu --tiny          # a rehearsal, its figures mean nothing
 
-Paged decode of a Llama-3-8B layer, latent decode and fused experts of a Kimi-K2.5 layer on one
-rank of eight. Every implementation that runs here takes its turn, plain torch (`F.sdpa` over
-gathered blocks, `bmm` over experts) last; all must agree with it. Calls are captured in a graph
-over data that no cache holds, and the device's clock counts. Exit status: 0, 1 when an
-implementation fails or disagrees, 2 without a GPU.
+Paged decode of a Llama-3-8B layer and of an Eagle3 draft's, latent decode and fused experts of a
+Kimi-K2.5 layer on one rank of eight. Every implementation that runs here takes its turn, plain
+torch (`F.sdpa` over gathered blocks, `bmm` over experts) last; all must agree with it. Calls are
+captured in a graph over data that no cache holds, and the device's clock counts. Exit status: 0,
+1 when an implementation fails or disagrees, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,8 @@ def loads(
     rotated = _TINY_ROTATED_BYTES if args.tiny else ROTATED_BYTES
     cases = [Case(batch, context) for context in args.contexts for batch in args.batch_sizes]
     heads = HeadSizes(4, 2, 32) if args.tiny else HeadSizes()
+    draft = HeadSizes(2, 2, 32) if args.tiny else HeadSizes(8, 8, 128)
+    of_draft = [case for case in cases if case.context == args.contexts[0]]
     latents = LatentSizes(2, 32, 16, 16, 16) if args.tiny else LatentSizes()
     experts = ExpertSizes(8, 2, 64, 32) if args.tiny else ExpertSizes()
 
@@ -115,16 +118,17 @@ def loads(
     for name in args.kv_cache_dtypes:
         storage = dtype if name == "auto" else platform.fp8_dtype
 
-        def paged(storage: torch.dtype = storage) -> Load:
-            size = 2 * heads.kv_heads * heads.head_dim * storage.itemsize
-            return PagedDecode(heads, platform, dtype, storage, tokens(size), rotated)
+        def paged(sizes: HeadSizes, storage: torch.dtype = storage) -> Load:
+            size = 2 * sizes.kv_heads * sizes.head_dim * storage.itemsize
+            return PagedDecode(sizes, platform, dtype, storage, tokens(size), rotated)
 
         def latent(storage: torch.dtype = storage) -> Load:
             size = (latents.rank + latents.rope) * storage.itemsize
             return LatentDecode(latents, platform, dtype, storage, tokens(size), rotated)
 
         if "paged_attention" in args.ops:
-            yield paged, cases
+            yield partial(paged, heads), cases
+            yield partial(paged, draft), of_draft
         if "mla_decode" in args.ops:
             yield latent, cases
     if "moe_experts" in args.ops:
@@ -215,7 +219,8 @@ def _compare(
 ) -> None:
     """Set the largest relative error, and the time over torch's, of every row of `load`."""
     storage = str(load.storage).removeprefix("torch.")
-    rows = [r for r in report.results if (r["op"], r["cache"]) == (load.op, storage)]
+    about = load.op, load.sizes, storage
+    rows = [r for r in report.results if (r["op"], r["sizes"], r["cache"]) == about]
     seconds = {(r["implementation"], r["batch"], r["context"]): r["seconds"] for r in rows}
     for row in rows:
         case = Case(row["batch"], row["context"])
@@ -234,7 +239,7 @@ def _compare(
 
 
 def _named(row: dict[str, Any]) -> str:
-    parts = [f"{row['op']} by {row['implementation']}"]
+    parts = [f"{row['op']} ({row['sizes']}) by {row['implementation']}"]
     if row["cache"] != "None":
         parts.append(f"cache {row['cache']}")
     parts += [f"{name} {row[name]}" for name in ("batch", "context") if row.get(name)]
@@ -243,11 +248,12 @@ def _named(row: dict[str, Any]) -> str:
 
 def to_markdown(report: dict[str, Any]) -> str:
     """The tables of a report, as this program writes it to JSON."""
-    header = ["op", "by", "cache", "batch", "context", "us", "GB", "GB/s", "of copy",
+    header = ["op", "sizes", "by", "cache", "batch", "context", "us", "GB", "GB/s", "of copy",
               "torch takes", "error"]  # fmt: skip
     rows = [
         (
             r["op"],
+            r["sizes"],
             r["implementation"] + ("" if r["how"] in ("graph", "called") else f" ({r['how']})"),
             r["cache"] if r["context"] else "",
             r["batch"],

@@ -33,7 +33,7 @@ DEMO = "atom.examples.simple_inference"
 TRAINING = "atom.spec_decode.training"
 
 # Programs of others, which are not here, or change the machine.
-FOREIGN = {"rocm-smi", "lm_eval", "pip", "python3"}
+FOREIGN = {"docker", "git", "lm_eval", "pip", "python3", "rocm-smi", "rocminfo"}
 # On the tiny model, briefly.
 TINY = ("--dtype", "float32", "--num-threads", "1", "--kv-cache-memory", "4MiB")
 
@@ -80,6 +80,8 @@ def read_commands(path: Path) -> list[Command]:
 
 
 def _command(recipe: str, line: int, words: list[str]) -> Command:
+    while re.match(r"[A-Z_]+=", words[0]):  # of the environment
+        words = words[1:]
     program, *arguments = words
     if program == "./scripts/demo":
         program = SERVER if arguments[:1] == ["--serve"] else DEMO
@@ -90,6 +92,7 @@ def _command(recipe: str, line: int, words: list[str]) -> Command:
             program, *arguments = arguments
     program = program.removeprefix(".venv/bin/").removeprefix("lm_eval/bin/")
     program = program.removeprefix("benchmarks/").removesuffix(".py")
+    program = {"./scripts/gpu-check": "gpu_check"}.get(program, program)
     return Command(recipe, line, program, tuple(arguments))
 
 
@@ -178,7 +181,10 @@ def test_training_flags(command: Command) -> None:
         EngineArgs.from_cli_args(args).create_config()
 
 
-@of("acceptance", "accuracy", "compare_transformers", "serving", "throughput")
+@of(
+    "acceptance", "accuracy", "compare_transformers", "decode_roofline", "gpu_check", "kernels",
+    "serving", "throughput",
+)  # fmt: skip
 def test_benchmark_flags(command: Command, benchmark: Callable[[str], Any], folder: Path) -> None:
     module = benchmark(command.program)
     if command.program == "acceptance":

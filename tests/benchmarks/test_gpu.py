@@ -172,8 +172,8 @@ class TestReport:
             "| not measured |",
             "| decode step of the 8B shape, batch 1 | at least 80 % of copy | 80 % of copy |",
             "| at most 250 us | 100 us |",
-            "| paged_attention | triton | bfloat16 | 64 | 8192 | 1000.0 | 2 | 2000 | 50 % "
-            "| 4.2 x | 1e-03 |",
+            "| paged_attention | 32/8 heads of 128 | triton | bfloat16 | 64 | 8192 | 1000.0 | 2 "
+            "| 2000 | 50 % | 4.2 x | 1e-03 |",
             "| 8b | atom (graph) | 1 | 0 | 5.00 | 4.90 | 100 | 16.00 | 3200 | 80 % | 200 |",
         ):
             assert expected in text
@@ -247,7 +247,7 @@ def test_an_implementation_that_differs_is_a_fault(benchmark_module: Module) -> 
     row = {**KERNEL_ROW, "cache": "None", "batch": 1, "context": 40}
     report = kernels.Report(1e12, [row, {**row, "implementation": "torch"}])
     load = loads.Experts(loads.ExpertSizes(), None, torch.float32, 1)
-    load.op = "paged_attention"
+    load.op, load.sizes = "paged_attention", row["sizes"]
     outputs = {("triton", case): torch.tensor([1.0, 2.1]), ("torch", case): torch.tensor([1.0, 2])}
     kernels._compare(load, outputs, 0.04, report)
     assert "differs from torch by 5.0e-02" in report.faults[0]
