@@ -13,7 +13,7 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by tests/conftes
 
 if not _HAS_TRITON:
     collect_ignore_glob = [
-        "test_aot.py",
+        "test_aot*.py",
         "test_gluon_*.py",
         "test_interpreter.py",
         "test_triton_*.py",
