@@ -11,8 +11,10 @@ from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.bindings import implementation as native
 from atom.model_ops.kernels.torch import attention, elementwise, linear, mla, moe, sampling
 from atom.model_ops.kernels.triton import attention as triton_attention
+from atom.model_ops.kernels.triton import elementwise as triton_elementwise
 from atom.model_ops.kernels.triton import mla as triton_mla
 from atom.model_ops.kernels.triton import moe as triton_moe
+from atom.model_ops.kernels.triton import sampling as triton_sampling
 from atom.model_ops.kernels.triton.support import implementation as triton
 from atom.model_ops.registry import Implementation, always
 
@@ -25,21 +27,25 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "rms_norm": (
         *AITER["rms_norm"],
         native(native_elementwise.load_rms_norm),
+        triton(triton_elementwise.load_rms_norm, triton_elementwise.refuses_norm),
         Implementation("torch", always, lambda: elementwise.rms_norm),
     ),
     "add_rms_norm": (
         *AITER["add_rms_norm"],
         native(native_elementwise.load_add_rms_norm),
+        triton(triton_elementwise.load_add_rms_norm, triton_elementwise.refuses_norm),
         Implementation("torch", always, lambda: elementwise.add_rms_norm),
     ),
     "silu_and_mul": (
         *AITER["silu_and_mul"],
         native(native_elementwise.load_silu_and_mul),
+        triton(triton_elementwise.load_silu_and_mul),
         Implementation("torch", always, lambda: elementwise.silu_and_mul),
     ),
     "rope": (
         *AITER["rope"],
         native(native_elementwise.load_rope),
+        triton(triton_elementwise.load_rope),
         Implementation("torch", always, lambda: elementwise.rope),
     ),
     "kv_cache_write": (
@@ -86,9 +92,13 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         triton(triton_moe.load_experts, triton_moe.refuses_experts),
         Implementation("torch", always, moe.load),
     ),
-    "choose_tokens": (Implementation("torch", always, lambda: sampling.choose_tokens),),
+    "choose_tokens": (
+        triton(triton_sampling.load_choose_tokens, triton_sampling.refuses_choice),
+        Implementation("torch", always, lambda: sampling.choose_tokens),
+    ),
     "mask_tokens": (
         native(native_sampling.load_mask_tokens),
+        triton(triton_sampling.load_mask_tokens),
         Implementation("torch", always, lambda: sampling.mask_tokens),
     ),
 }

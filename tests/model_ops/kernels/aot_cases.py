@@ -7,12 +7,14 @@ some of them with `pytest tests/model_ops/kernels/test_aot.py -k "<part of the n
 from __future__ import annotations
 
 import aot_cases_attention
+import aot_cases_elementwise
 import aot_cases_gluon
 import aot_cases_moe
 from aot_case import Case
 
 CASES: tuple[Case, ...] = (
     *aot_cases_attention.CASES,
+    *aot_cases_elementwise.CASES,
     *aot_cases_gluon.CASES,
     *aot_cases_moe.CASES,
 )

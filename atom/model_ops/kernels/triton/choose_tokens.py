@@ -1,0 +1,377 @@
+"""Choosing tokens in a chain of launches that never waits for the host.
+
+A row runs four kernels, split over its vocabulary except where its order matters:
+
+1. the largest score of every part of a row;
+2. for rows with top_k or top_p, the last kept token: the tokens sorted by score, then by lowest
+   id, are kept up to it. Scores become integers of the same order, among which bisection looks
+   for a count (top_k) or a mass (top_p). Masses are sums of integers, hence the same in any order;
+3. the winner of every part's race, packed so that the largest integer wins: the order of the
+   value above, the reversed token id below;
+4. the winner of the row.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom.model_ops.kernels.triton.noise import exponential, random_bits, row_keys
+from atom.model_ops.metadata import SamplingMetadata
+
+_PART = 4096  # tokens of one program of a split row
+_TILE = 8192  # tokens that a program which reads a whole row takes at once
+
+_INT_MIN = tl.constexpr(-(2**31))
+_INT_MAX = tl.constexpr(2**31 - 1)
+_ORDER_OF_INFINITY = tl.constexpr(0x7F800000)
+_ORDER_OF_NEGATIVE_INFINITY = tl.constexpr(-0x7F800001)
+# A weight is at most 1: 2^18 of them fit into 62 bits. Smaller ones than 2^-44 have no mass.
+_MASS = tl.constexpr(2.0**44)
+# The least normal float32: units that flush smaller numbers to 0 must not divide by it.
+_LEAST_TEMPERATURE = tl.constexpr(2.0**-126)
+
+
+# --- order and weight of scores -------------------------------------------------------------
+
+
+@triton.jit
+def _order(scores):
+    """int32 of the same order as the float32 scores; NaN above all, -0 beside 0."""
+    scores = tl.where(scores == 0.0, 0.0, scores)
+    bits = scores.to(tl.int32, bitcast=True)
+    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
+    return tl.where(scores != scores, _INT_MAX, ordered)
+
+
+@triton.jit
+def _score(order):
+    """The float32 score of an order."""
+    bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
+    return bits.to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _load_scores(scores_ptr, token_ids, vocab_size):
+    """Scores as float32; past the end they are -inf."""
+    scores = tl.load(scores_ptr + token_ids, mask=token_ids < vocab_size, other=float("-inf"))
+    return scores.to(tl.float32)
+
+
+@triton.jit
+def _row_maximum(maxima_ptr, row, num_parts, PARTS: tl.constexpr):
+    """The order of a row's largest score, and whether it is finite."""
+    parts = tl.arange(0, PARTS)
+    maxima = tl.load(maxima_ptr + row * num_parts + parts, mask=parts < num_parts, other=_INT_MIN)
+    largest = tl.max(maxima, axis=0)
+    is_finite = (largest < _ORDER_OF_INFINITY) & (largest > _ORDER_OF_NEGATIVE_INFINITY)
+    return largest, is_finite
+
+
+@triton.jit
+def _weights(scores, maximum, temperature, min_p):
+    """Probabilities relative to the most likely token's, after temperature and min_p."""
+    weights = tl.exp((scores - maximum) / tl.maximum(temperature, _LEAST_TEMPERATURE))
+    return tl.where(weights < min_p, 0.0, weights)
+
+
+@triton.jit
+def _mass(order, maximum, temperature, min_p):
+    """int64 mass of one token of that order; none below the order of -inf."""
+    score = _score(tl.maximum(order, _ORDER_OF_NEGATIVE_INFINITY))
+    return (_weights(score, maximum, temperature, min_p) * _MASS).to(tl.int64)
+
+
+@triton.jit
+def _options(temperature_ptr, min_p_ptr, row, MIN_P: tl.constexpr):
+    temperature = tl.load(temperature_ptr + row)
+    min_p = temperature * 0.0
+    if MIN_P:
+        min_p = tl.load(min_p_ptr + row)
+    return temperature, min_p
+
+
+# --- kernels --------------------------------------------------------------------------------
+
+
+@triton.jit
+def _maxima(scores_ptr, maxima_ptr, row_stride, vocab_size, num_parts, PART: tl.constexpr):
+    """Grid: rows, parts of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    token_ids = part * PART + tl.arange(0, PART)
+    scores = _load_scores(scores_ptr + row * row_stride, token_ids, vocab_size)
+    tl.store(maxima_ptr + row * num_parts + part, tl.max(_order(scores), axis=0))
+
+
+@triton.jit
+def _probe(
+    scores_ptr, vocab_size, middle, floor, maximum, temperature, min_p,
+    COUNTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """What the tokens whose order is at least `middle` amount to: their number, or their mass.
+
+    Also the least of those orders, and the largest one below `middle` and not below `floor`.
+    """
+    total = tl.zeros([TILE], tl.int32 if COUNTS else tl.int64)
+    above = tl.full([TILE], _INT_MAX, tl.int32)
+    below = tl.full([TILE], _INT_MIN, tl.int32)
+    for start in range(0, vocab_size, TILE):
+        token_ids = start + tl.arange(0, TILE)
+        scores = _load_scores(scores_ptr, token_ids, vocab_size)
+        order = _order(scores)
+        is_above = (order >= middle) & (token_ids < vocab_size)
+        if COUNTS:
+            amounts = is_above.to(tl.int32)
+        else:
+            amounts = (_weights(scores, maximum, temperature, min_p) * _MASS).to(tl.int64)
+            amounts = tl.where(is_above, amounts, 0)
+        total += amounts
+        above = tl.where(is_above, tl.minimum(above, order), above)
+        is_below = (order < middle) & (order >= floor) & (token_ids < vocab_size)
+        below = tl.where(is_below, tl.maximum(below, order), below)
+    return tl.sum(total.to(tl.int64), axis=0), tl.min(above, axis=0), tl.max(below, axis=0)
+
+
+@triton.jit
+def _bisect(
+    scores_ptr, vocab_size, wanted, low, high, maximum, temperature, min_p,
+    COUNTS: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    """The largest order in low .. high from which on tokens amount to at least `wanted`.
+
+    Tokens from `low` on must do so; `high` is the largest order. Both ends move to orders that
+    tokens have, so that few steps remain between scores of a coarse type.
+
+    Returns:
+        That order, and what the tokens above it amount to.
+    """
+    floor = low
+    low = low.to(tl.int64)
+    high = high.to(tl.int64)
+    beyond = high & 0
+    while low < high:
+        middle = (low + (high - low + 1) // 2).to(tl.int32)
+        amount, above, below = _probe(
+            scores_ptr, vocab_size, middle, floor, maximum, temperature, min_p, COUNTS, TILE
+        )
+        enough = amount >= wanted
+        low = tl.where(enough, above.to(tl.int64), low)
+        high = tl.where(enough, high, below.to(tl.int64))
+        beyond = tl.where(enough, beyond, amount)
+    return low.to(tl.int32), beyond
+
+
+@triton.jit
+def _nth_id(scores_ptr, vocab_size, order, n, TILE: tl.constexpr):
+    """The id of the n-th token, from 1, among those of an order; INT_MAX when there are fewer."""
+    seen = n & 0
+    token_id = seen.to(tl.int32) + _INT_MAX
+    for start in range(0, vocab_size, TILE):
+        token_ids = start + tl.arange(0, TILE)
+        scores = _load_scores(scores_ptr, token_ids, vocab_size)
+        equal = ((_order(scores) == order) & (token_ids < vocab_size)).to(tl.int32)
+        count = tl.sum(equal, axis=0)
+        if (seen < n) & (seen + count >= n):
+            is_it = (equal == 1) & (tl.cumsum(equal, axis=0) + seen == n)
+            token_id = tl.min(tl.where(is_it, token_ids, _INT_MAX), axis=0)
+        seen += count
+    return token_id
+
+
+@triton.jit
+def _last_kept(
+    scores_ptr,
+    maxima_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    top_k_ptr,
+    top_p_ptr,
+    last_order_ptr,
+    last_id_ptr,
+    row_stride,
+    vocab_size,
+    num_parts,
+    PARTS: tl.constexpr,
+    MIN_P: tl.constexpr,
+    TOP_K: tl.constexpr,
+    TOP_P: tl.constexpr,
+    TILE: tl.constexpr,
+):
+    """Grid: rows. Of the tokens of the last kept order, ids up to the last kept one are kept."""
+    row = tl.program_id(0).to(tl.int64)
+    temperature, min_p = _options(temperature_ptr, min_p_ptr, row, MIN_P)
+    largest, is_finite = _row_maximum(maxima_ptr, row, num_parts, PARTS)
+    maximum = _score(largest)
+    scores_ptr += row * row_stride
+    order = largest * 0 + _INT_MIN
+    # How many tokens of the last order are kept; all when it is the least of all.
+    ties = (largest * 0).to(tl.int64) + _INT_MAX
+    is_random = is_finite & (temperature > 0)
+    if TOP_K:
+        top_k = tl.load(top_k_ptr + row).to(tl.int64)
+        if is_random & (top_k < vocab_size):
+            order, beyond = _bisect(
+                scores_ptr, vocab_size, top_k, order, largest, maximum, temperature, min_p,
+                True, TILE,
+            )  # fmt: skip
+            ties = top_k - beyond
+    if TOP_P:
+        top_p = tl.load(top_p_ptr + row)
+        if is_random & (top_p < 1):
+            mass, _above, _below = _probe(
+                scores_ptr, vocab_size, order + 1, largest, maximum, temperature, min_p, False,
+                TILE,
+            )  # fmt: skip
+            own = _mass(order, maximum, temperature, min_p)
+            total = mass + ties * own
+            limit = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
+            if mass >= limit:
+                order, mass = _bisect(
+                    scores_ptr, vocab_size, limit, order + 1, largest, maximum, temperature,
+                    min_p, False, TILE,
+                )  # fmt: skip
+                own = _mass(order, maximum, temperature, min_p)
+                ties = ties * 0 + _INT_MAX
+            if own > 0:
+                ties = tl.minimum(ties, (limit - mass + own - 1) // own)
+    last_id = largest * 0 + _INT_MAX
+    if ties < _INT_MAX:
+        last_id = _nth_id(scores_ptr, vocab_size, order, ties, TILE)
+    tl.store(last_order_ptr + row, order)
+    tl.store(last_id_ptr + row, last_id)
+
+
+@triton.jit
+def _race(
+    scores_ptr,
+    maxima_ptr,
+    temperature_ptr,
+    min_p_ptr,
+    seeds_ptr,
+    positions_ptr,
+    last_order_ptr,
+    last_id_ptr,
+    winners_ptr,
+    row_stride,
+    vocab_size,
+    num_parts,
+    RANDOM: tl.constexpr,
+    MIN_P: tl.constexpr,
+    FILTERED: tl.constexpr,
+    PARTS: tl.constexpr,
+    PART: tl.constexpr,
+):
+    """Grid: rows, parts of a row."""
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    token_ids = part * PART + tl.arange(0, PART)
+    scores = _load_scores(scores_ptr + row * row_stride, token_ids, vocab_size)
+    order = _order(scores)
+    values = order
+    if RANDOM:
+        temperature, min_p = _options(temperature_ptr, min_p_ptr, row, MIN_P)
+        largest, is_finite = _row_maximum(maxima_ptr, row, num_parts, PARTS)
+        if temperature > 0:
+            weights = _weights(scores, _score(largest), temperature, min_p)
+            if FILTERED:
+                last_order = tl.load(last_order_ptr + row)
+                last_id = tl.load(last_id_ptr + row)
+                kept = (order > last_order) | ((order == last_order) & (token_ids <= last_id))
+                weights = tl.where(kept, weights, 0.0)
+            k0, k1 = row_keys(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
+            race = weights / exponential(random_bits(token_ids, k0, k1))
+            # Nothing wins a row without a likely token: -inf is what `_winner` looks for.
+            runs = is_finite & (race > 0)
+            values = tl.where(runs, _order(race), _ORDER_OF_NEGATIVE_INFINITY)
+    values = tl.where(token_ids < vocab_size, values, _INT_MIN)
+    packed = (values.to(tl.int64) << 32) | (token_ids ^ _INT_MAX).to(tl.int64)
+    tl.store(winners_ptr + row * num_parts + part, tl.max(packed, axis=0))
+
+
+@triton.jit
+def _winner(winners_ptr, token_ids_ptr, num_parts, PARTS: tl.constexpr):
+    """Grid: rows."""
+    row = tl.program_id(0).to(tl.int64)
+    parts = tl.arange(0, PARTS)
+    packed = tl.load(winners_ptr + row * num_parts + parts, mask=parts < num_parts, other=-(2**63))
+    best = tl.max(packed, axis=0)
+    value = best >> 32
+    is_finite = (value < _ORDER_OF_INFINITY) & (value > _ORDER_OF_NEGATIVE_INFINITY)
+    tl.store(token_ids_ptr + row, tl.where(is_finite, (best & _INT_MAX) ^ _INT_MAX, -1))
+
+
+def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """The token of each row of scores [R, V]: [R] int64, -1 where none is admissible.
+
+    Reads `temperature`, `seeds`, `positions`, `min_p`, `top_k` and `top_p`.
+
+    Raises:
+        ValueError: when temperatures come without seeds and positions.
+    """
+    m = metadata
+    if m.temperature is not None and (m.seeds is None or m.positions is None):
+        raise ValueError("temperature needs seeds and positions")
+    num_rows, vocab_size = scores.shape
+    token_ids = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
+    if num_rows == 0:
+        return token_ids
+    if scores.stride(1) != 1:
+        scores = scores.contiguous()
+    part = min(triton.next_power_of_2(vocab_size), _PART)
+    num_parts = triton.cdiv(vocab_size, part)
+    grid = (num_rows, num_parts)
+    sizes = (scores.stride(0), vocab_size, num_parts)
+    num_columns = triton.next_power_of_2(num_parts)
+    winners = torch.empty(grid, dtype=torch.int64, device=scores.device)
+    # A kernel without random rows is given tensors that it does not read.
+    maxima = last_order = last_id = winners
+    is_filtered = m.temperature is not None and not (m.top_k is None and m.top_p is None)
+    if m.temperature is not None:
+        maxima = torch.empty(grid, dtype=torch.int32, device=scores.device)
+        _maxima[grid](scores, maxima, *sizes, PART=part, num_warps=4)
+    if is_filtered:
+        last_order, last_id = torch.empty(2, num_rows, dtype=torch.int32, device=scores.device)
+        _last_kept[(num_rows,)](
+            scores,
+            maxima,
+            m.temperature,
+            _or(m.min_p, scores),
+            _or(m.top_k, scores),
+            _or(m.top_p, scores),
+            last_order,
+            last_id,
+            *sizes,
+            PARTS=num_columns,
+            MIN_P=m.min_p is not None,
+            TOP_K=m.top_k is not None,
+            TOP_P=m.top_p is not None,
+            TILE=min(triton.next_power_of_2(vocab_size), _TILE),
+            num_warps=16,
+        )
+    _race[grid](
+        scores,
+        maxima,
+        _or(m.temperature, scores),
+        _or(m.min_p, scores),
+        _or(m.seeds, scores),
+        _or(m.positions, scores),
+        last_order,
+        last_id,
+        winners,
+        *sizes,
+        RANDOM=m.temperature is not None,
+        MIN_P=m.min_p is not None,
+        FILTERED=is_filtered,
+        PARTS=num_columns,
+        PART=part,
+        num_warps=8,
+    )
+    _winner[(num_rows,)](winners, token_ids, num_parts, PARTS=num_columns, num_warps=1)
+    return token_ids
+
+
+def _or(option: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor:
+    """The option, or a tensor in its place that the kernel does not read."""
+    return unread if option is None else option

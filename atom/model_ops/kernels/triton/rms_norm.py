@@ -1,0 +1,119 @@
+"""Root mean square norm, with and without a residual: float32 inside, rounded once."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _norm(
+    x_ptr,
+    residual_ptr,
+    weight_ptr,
+    out_ptr,
+    total_ptr,
+    inner,
+    outer_stride,
+    inner_stride,
+    residual_outer_stride,
+    residual_inner_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    ADDS: tl.constexpr,
+):
+    """Grid: rows. Row r of x lies at r // inner, r % inner; what is written is contiguous."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    start = row // inner * outer_stride + row % inner * inner_stride
+    x = tl.load(x_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+    if ADDS:
+        start = row // inner * residual_outer_stride + row % inner * residual_inner_stride
+        x += tl.load(residual_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
+        # The norm is one of the sum that later layers see, hence of the rounded one.
+        total = x.to(total_ptr.dtype.element_ty)
+        tl.store(total_ptr + row * SIZE + columns, total, mask=mask)
+        x = total.to(tl.float32)
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    normed = x * inverse * weight
+    tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """x [..., size], weight [size] -> [..., size]; up to three dimensions stay where they are.
+
+    Raises:
+        ValueError: when shapes do not fit.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    _launch(x, None, weight, out, None, eps)
+    return out
+
+
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual), all [..., size]; the sum is rounded before its norm.
+
+    Raises:
+        ValueError: when shapes do not fit.
+    """
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    total = torch.empty_like(out)
+    _launch(x, residual, weight, out, total, eps)
+    return out, total
+
+
+def _launch(
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    weight: torch.Tensor,
+    out: torch.Tensor,
+    total: torch.Tensor | None,
+    eps: float,
+) -> None:
+    size = x.shape[-1]
+    if weight.shape != (size,) or (residual is not None and residual.shape != x.shape):
+        given = None if residual is None else list(residual.shape)
+        raise ValueError(
+            f"a norm wants weight [size] and x and residual [..., size]; given weight "
+            f"{list(weight.shape)}, x {list(x.shape)}, residual {given}"
+        )
+    if x.numel() == 0:
+        return
+    x, *strides = _rows(x)
+    added = x
+    if residual is not None:
+        added, *residual_strides = _rows(residual)
+        strides += residual_strides
+    else:
+        strides += [0, 0]
+    block = triton.next_power_of_2(size)
+    _norm[(x.numel() // size,)](
+        x,
+        added,
+        weight.contiguous(),
+        out,
+        out if total is None else total,
+        x.shape[1] if x.dim() == 3 else 1,
+        *strides,
+        eps,
+        SIZE=size,
+        BLOCK=block,
+        ADDS=residual is not None,
+        num_warps=min(max(block // 512, 1), 16),
+    )
+
+
+def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
+    """x as [rows, size] or [outer, inner, size], each row dense, and its strides."""
+    if x.dim() > 3 or x.stride(-1) != 1:
+        x = x.contiguous()
+    if x.dim() != 3:
+        x = x.view(-1, x.shape[-1]) if x.dim() != 2 else x
+        return x, x.stride(0), 0
+    return x, x.stride(0), x.stride(1)

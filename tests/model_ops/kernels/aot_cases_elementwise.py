@@ -1,0 +1,119 @@
+"""Norms, rotation, activation and sampling of Llama-3, SmolLM2 and Kimi-K2.5."""
+
+from __future__ import annotations
+
+import torch
+from aot_case import Case
+
+from atom.model_ops.metadata import SamplingMetadata
+from atom.model_ops.registry import OpQuery
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+def _norm(size: int, tokens: int, adds: bool, dtype: torch.dtype = BF16) -> Case:
+    def arguments(query: OpQuery) -> tuple[object, ...]:
+        x = torch.empty(tokens, size, dtype=query.dtype)
+        weight = torch.empty(size, dtype=query.dtype)
+        return (x, x, weight, 1e-5) if adds else (x, weight, 1e-5)
+
+    op = "add_rms_norm" if adds else "rms_norm"
+    return Case(f"{op}/{size} of {tokens} {dtype}", op, arguments, {"size": size}, dtype=dtype)
+
+
+def _latent_norm(query: OpQuery) -> tuple[object, ...]:
+    """The latent, beside the rotated part of the key."""
+    both = torch.empty(64, 512 + 64, dtype=query.dtype)
+    return both[:, :512], torch.empty(512, dtype=query.dtype), 1e-6
+
+
+def _head_norm(query: OpQuery) -> tuple[object, ...]:
+    """Queries normalised head by head, beside keys and values."""
+    heads = torch.empty(64, 48, 128, dtype=query.dtype)
+    return heads[:, :32], torch.empty(128, dtype=query.dtype), 1e-6
+
+
+def _rope(
+    name: str, heads: int, kv_heads: int, head_dim: int, rotary_dim: int, dtype: torch.dtype = BF16
+) -> Case:
+    def arguments(query: OpQuery) -> tuple[object, ...]:
+        qkv = torch.empty(64, heads + 2 * kv_heads, head_dim, dtype=query.dtype)
+        table = torch.empty(8192, rotary_dim)
+        q, k = qkv[:, :heads], qkv[:, heads : heads + kv_heads]
+        return torch.empty(64, dtype=torch.int64), q, k, table, False
+
+    return Case(f"rope/{name}", "rope", arguments, {"head_dim": head_dim}, dtype=dtype)
+
+
+def _latent_rope(query: OpQuery) -> tuple[object, ...]:
+    """Kimi-K2.5 at TP8: the rotated parts of 8 heads and of the one key."""
+    q = torch.empty(64, 8, 128 + 64, dtype=query.dtype)[..., 128:]
+    k = torch.empty(64, 1, 512 + 64, dtype=query.dtype)[..., 512:]
+    return torch.empty(64, dtype=torch.int64), q, k, torch.empty(8192, 64), True
+
+
+def _silu(size: int, dtype: torch.dtype = BF16) -> Case:
+    def arguments(query: OpQuery) -> tuple[object, ...]:
+        return (torch.empty(64, 2 * size, dtype=query.dtype),)
+
+    name = f"silu_and_mul/{size} {dtype}"
+    return Case(name, "silu_and_mul", arguments, {"size": size}, dtype=dtype)
+
+
+def _choose(vocab_size: int, *options: str, dtype: torch.dtype = BF16) -> Case:
+    rows = 256
+    integers = torch.empty(rows, dtype=torch.int64)
+    every = {
+        "temperature": torch.empty(rows),
+        "seeds": integers,
+        "positions": integers,
+        "min_p": torch.empty(rows),
+        "top_k": torch.empty(rows, dtype=torch.int32),
+        "top_p": torch.empty(rows),
+    }
+    if options:
+        options += ("temperature", "seeds", "positions")
+
+    def arguments(query: OpQuery) -> tuple[object, ...]:
+        metadata = SamplingMetadata(**{name: every[name] for name in options})
+        return torch.empty(rows, vocab_size, dtype=query.dtype), metadata
+
+    name = f"choose_tokens/{vocab_size} {dtype} {' '.join(options[:-3]) or 'greedy'}"
+    shape = {"vocab_size": vocab_size}
+    return Case(name, "choose_tokens", arguments, shape, dtype=dtype)
+
+
+def _masks(vocab_size: int, all_rows: bool) -> Case:
+    def arguments(_: OpQuery) -> tuple[object, ...]:
+        words = torch.empty(64, -(-vocab_size // 32), dtype=torch.int32)
+        rows = None if all_rows else torch.empty(64, dtype=torch.int64)
+        return torch.empty(64 if all_rows else 256, vocab_size), words, rows
+
+    name = f"mask_tokens/{vocab_size} {'all' if all_rows else 'some'} rows"
+    return Case(name, "mask_tokens", arguments, {"vocab_size": vocab_size}, dtype=FP32)
+
+
+CASES: tuple[Case, ...] = (
+    *(_norm(size, 64, adds) for size in (576, 4096, 7168) for adds in (False, True)),
+    _norm(576, 64, True, FP32),
+    _norm(4096, 64, True, FP16),
+    Case("rms_norm/latent", "rms_norm", _latent_norm, {"size": 512}),
+    Case("rms_norm/heads", "rms_norm", _head_norm, {"size": 128}),
+    _rope("llama", 32, 8, 128, 128),
+    _rope("smollm2 fp32", 9, 3, 64, 64, FP32),
+    _rope("partial", 32, 2, 128, 64, FP16),
+    Case("rope/kimi tp8", "rope", _latent_rope, {"head_dim": 64}),
+    _silu(1536, FP32),
+    _silu(14336),
+    _silu(2048, FP16),
+    *(
+        _choose(vocab_size, *options)
+        for vocab_size in (49152, 163840)
+        for options in ((), ("top_k", "top_p"), ("min_p", "top_k", "top_p"))
+    ),
+    _choose(163840, "min_p"),
+    _choose(49152, "top_p", dtype=FP32),
+    _choose(49152, "top_k", dtype=FP16),
+    _masks(163840, True),
+    _masks(49152, False),
+)
