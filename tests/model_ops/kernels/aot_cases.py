@@ -9,6 +9,7 @@ from __future__ import annotations
 import aot_cases_attention
 import aot_cases_elementwise
 import aot_cases_gluon
+import aot_cases_mla
 import aot_cases_moe
 from aot_case import Case
 
@@ -16,5 +17,6 @@ CASES: tuple[Case, ...] = (
     *aot_cases_attention.CASES,
     *aot_cases_elementwise.CASES,
     *aot_cases_gluon.CASES,
+    *aot_cases_mla.CASES,
     *aot_cases_moe.CASES,
 )

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+from atom.platform import current_platform
 
 LOG2_E = 1.4426950408889634
 # Enough programs to fill the largest GPU (304 compute units) once and half again.
@@ -30,6 +31,8 @@ _MAX_SPLITS = 256
 _LEAST_KEYS = 64
 _JOIN_SPLITS = 16
 _JOIN_COLUMNS = 128
+# Sums of 32 rows and more fit into the registers of 4 warps on ROCm, and of 8 on CUDA.
+_WARPS = 4 if current_platform().kind == "rocm" else 8
 
 # Lengths and offsets change from batch to batch: one compiled kernel serves them all.
 _VARYING = ["table_stride", "splits", "num_rows", "carried_head_stride"]
@@ -79,13 +82,15 @@ class _Tiles:
 
     rows: int
     keys: int
+    warps: int
 
 
 def _tiles(rows: int, dtype: torch.dtype) -> _Tiles:
     """For a latent of 512: a tile of keys takes 36 KiB of the 64 KiB that gfx942 shares."""
     if dtype is torch.float32:
-        return _Tiles(16, 16)
-    return _Tiles(min(max(triton.next_power_of_2(rows), 16), 64), 32)
+        return _Tiles(16, 16, 4)
+    size = min(max(int(triton.next_power_of_2(rows)), 16), 64)
+    return _Tiles(size, 32, 4 if size == 16 else _WARPS)
 
 
 def num_splits(programs: int, max_context_len: int) -> int:
@@ -124,7 +129,7 @@ def _attend(
         RANK_PADDED=padded(rank), ROPE_PADDED=padded(q_rope.shape[2]),
         BLOCK_SIZE=kv_cache.block_size, ROWS=tiles.rows, KEYS=tiles.keys,
         LEAST_KEYS=_LEAST_KEYS, SPLIT=splits > 1,
-        num_warps=4, num_stages=2,
+        num_warps=tiles.warps, num_stages=2,
     )  # fmt: skip
     if splits > 1:
         columns = min(padded(rank), _JOIN_COLUMNS)
@@ -243,7 +248,8 @@ def _absorbed_kernel(
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
         top = new_top
-    acc = acc * (stored_scale / tl.where(total > 0, total, 1.0))[:, None]
+    total = tl.where(total > 0, total, 1.0)  # of a row that sees nothing of this split
+    acc = acc * (stored_scale / total)[:, None]
     row = token * HEADS + head
     if SPLIT:
         row += split.to(tl.int64) * num_rows

@@ -1,0 +1,114 @@
+"""Latent attention of Kimi-K2.5 and DeepSeek-V3: 8 heads of one rank of eight, and all 128."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import torch
+from aot_case import Case, decode_metadata
+
+from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+from atom.model_ops.registry import OpQuery
+
+_RANK, _ROPE, _NOPE, _V = 512, 64, 128, 128
+_NUM_BLOCKS = 80  # sizes of a pool do not reach the compiler
+
+
+def _shape(heads: int, block_size: int) -> dict[str, int]:
+    return {
+        "num_heads": heads,
+        "kv_lora_rank": _RANK,
+        "qk_rope_head_dim": _ROPE,
+        "v_head_dim": _V,
+        "block_size": block_size,
+        "num_blocks": _NUM_BLOCKS,
+    }
+
+
+def _cache(query: OpQuery) -> LatentCacheTensor:
+    shape = (_NUM_BLOCKS, query.shape["block_size"], _RANK + _ROPE)
+    storage = query.storage or query.dtype
+    scale = torch.empty(1) if storage.itemsize == 1 else None
+    return LatentCacheTensor(torch.empty(shape, dtype=storage), scale)
+
+
+def _attention(query: OpQuery, metadata: AttentionMetadata) -> tuple[object, ...]:
+    heads, tokens = query.shape["num_heads"], metadata.slot_mapping.shape[0]
+    q = torch.empty(tokens, heads, _NOPE + _ROPE, dtype=query.dtype)
+    up_proj = torch.empty(heads, _NOPE + _V, _RANK, dtype=query.dtype)
+    return q, _cache(query), up_proj, metadata, 0.1
+
+
+def _prompt(context: int, block_size: int, tokens: int) -> AttentionMetadata:
+    """The end of one prompt, as long as the host knows it to be."""
+    metadata = decode_metadata(1, tokens, context, block_size)
+    return dataclasses.replace(metadata, context_lens_cpu=(context,))
+
+
+def _write(query: OpQuery) -> tuple[object, ...]:
+    latent = torch.empty(48, _RANK, dtype=query.dtype)
+    k_rope = torch.empty(48, _ROPE, dtype=query.dtype)
+    return latent, k_rope, _cache(query), torch.empty(48, dtype=torch.int64)
+
+
+def _decode_case(
+    heads: int,
+    block_size: int,
+    storage: torch.dtype | str,
+    seqs: int,
+    queries: int,
+    dtype: torch.dtype = torch.bfloat16,
+) -> Case:
+    name = storage if isinstance(storage, str) else str(storage).removeprefix("torch.")
+    return Case(
+        f"mla_decode/{seqs}x{queries}-heads{heads}-block{block_size}-{name}",
+        "mla_decode",
+        lambda query: _attention(query, decode_metadata(seqs, queries, 8192, block_size)),
+        _shape(heads, block_size),
+        dtype=dtype,
+        storage=storage,
+        # Exact products of float32 are no matrix instructions on sm90.
+        matrix=() if dtype is torch.float32 else ("_absorbed_kernel",),
+    )
+
+
+def _prefill_case(
+    heads: int, block_size: int, storage: torch.dtype | str, tokens: int, context: int
+) -> Case:
+    name = storage if isinstance(storage, str) else str(storage).removeprefix("torch.")
+    return Case(
+        f"mla_prefill/{tokens}of{context}-heads{heads}-block{block_size}-{name}",
+        "mla_prefill",
+        lambda query: _attention(query, _prompt(context, block_size, tokens)),
+        _shape(heads, block_size),
+        storage=storage,
+        matrix=("_visit_kernel",),
+    )
+
+
+def _write_case(storage: torch.dtype | str) -> Case:
+    name = storage if isinstance(storage, str) else str(storage).removeprefix("torch.")
+    return Case(
+        f"mla_cache_write/{name}", "mla_cache_write", _write, _shape(8, 64), storage=storage
+    )
+
+
+_BF16 = torch.bfloat16
+
+CASES = (
+    # Split over the context, in tiles of 16, 32 and 64 rows.
+    _decode_case(8, 16, _BF16, 4, 1),
+    _decode_case(8, 64, "fp8", 4, 1),
+    _decode_case(8, 64, _BF16, 4, 4),
+    _decode_case(8, 16, "fp8", 4, 4),
+    _decode_case(128, 64, _BF16, 4, 1),
+    _decode_case(128, 16, "fp8", 4, 1),
+    _decode_case(8, 64, torch.float32, 4, 1, torch.float32),
+    # So many programs that nothing is split.
+    _decode_case(8, 64, _BF16, 260, 1),
+    _prefill_case(8, 16, _BF16, 256, 512),
+    _prefill_case(8, 64, "fp8", 256, 512),
+    _prefill_case(128, 64, _BF16, 256, 2304),  # two rounds, the first of 2048 keys
+    _write_case(_BF16),
+    _write_case("fp8"),
+)
