@@ -131,10 +131,15 @@ def copy_bandwidth(platform: Platform) -> float:
     size = _COPIED_BYTES_ON_CPU
     if platform.is_gpu:
         size = min(_COPIED_BYTES, free_memory_bytes(platform) // 4)
-    source = torch.empty(size, dtype=torch.uint8, device=platform.device).fill_(1)
+    seconds = _seconds_of_a_copy(size, platform.device)
+    free_device_memory(platform)  # engines and pools take what the driver calls free
+    return 2 * size / seconds
+
+
+def _seconds_of_a_copy(size: int, device: torch.device) -> float:
+    source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)
-    timing = time_calls([lambda: target.copy_(source)], platform.device)
-    return 2 * size / timing.seconds
+    return time_calls([lambda: target.copy_(source)], device).seconds
 
 
 def num_calls(call_bytes: int, available_bytes: int, least_bytes: int = ROTATED_BYTES) -> int:

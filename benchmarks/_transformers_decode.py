@@ -73,6 +73,10 @@ class TransformersDecode:
 
         return step
 
+    def close(self) -> None:
+        """Let go of what compiling keeps: the graphs' memory, and the model itself."""
+        torch._dynamo.reset()
+
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize()

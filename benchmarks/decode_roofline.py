@@ -197,7 +197,10 @@ class Session:
             context = 2 * args.prompt_len + 8 * args.steps
             target, _ = write_configs(Path(folder), SHAPES[about["shape"]], context)
             peer = TransformersDecode(target, dtype, self.platform.device)
-        found = peer.measure(batch, args.prompt_len, args.steps)
+        try:
+            found = peer.measure(batch, args.prompt_len, args.steps)
+        finally:
+            peer.close()
         ours = (r for r in self.report.results if self._is_same_work(r, about))
         num_bytes = next((r["bytes"] for r in ours), None)
         self.report.add(

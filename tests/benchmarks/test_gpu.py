@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from atom.model_engine.graph_capture import ReexecuteBackend
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Module = Callable[[str], Any]
 
@@ -87,7 +89,8 @@ class TestParts:
 
         monkeypatch.setattr(check, "run_tests", tests)
         monkeypatch.setattr(check, "run_benchmark", benchmark)
-        parts = check.run_parts(list(check._SECONDS), 500 / 60, ["8b"])
+        whole = sum(check._SECONDS.values())
+        parts = check.run_parts(list(check._SECONDS), whole / 60, ["8b"])
         assert list(parts) == list(check._SECONDS)
         assert parts["decode steps"]["flags"] == ("--shapes", "8b")
         # Nobody used its share, so it passed on.
@@ -320,6 +323,34 @@ def test_busy_time_counts_overlaps_once(benchmark_module: Module) -> None:
     engine = benchmark_module("_decode_engine")
     assert engine.busy_seconds(events) == pytest.approx(8.5e-6)
     assert engine.busy_seconds([]) == 0
+
+
+def test_calls_on_a_gpu_are_captured(
+    benchmark_module: Module, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bookkeeping only: the backend and the device's clock are stand-ins."""
+    device = benchmark_module("_device")
+    ran: list[str] = []
+    monkeypatch.setattr(device, "CudaGraphBackend", ReexecuteBackend)
+
+    def seconds(work: Callable[[], None]) -> float:
+        work()
+        return 6.0
+
+    monkeypatch.setattr(device, "_device_seconds", seconds)
+    calls = [lambda name=name: ran.append(name) for name in "ab"]
+    timing = device.time_calls(calls, torch.device("cuda"), repeats=3)
+    assert (timing.seconds, timing.how) == (3.0, "graph")
+    assert ran == ["a", "b"] * (1 + 2 + 3)
+
+    class Refusing:
+        def capture(self, _: Callable[[], None]) -> None:
+            raise RuntimeError("operation not permitted\nwhen capturing")
+
+    monkeypatch.setattr(device, "CudaGraphBackend", Refusing)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    timing = device.time_calls(calls, torch.device("cuda"), repeats=1)
+    assert timing.how == "launched, not capturable: operation not permitted"
 
 
 def test_calls_rotate_over_more_than_a_cache(benchmark_module: Module) -> None:
