@@ -20,6 +20,7 @@ from models import checkpoints
 from spec_decode import draft_bench, engines
 from transformers import PreTrainedTokenizerFast
 
+from atom.config import triton_is_interpreted
 from atom.model_ops import layer_context
 from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.ops import OPS
@@ -151,6 +152,7 @@ def generate(
         block_size=16,
         max_num_seqs=4,
         kv_cache_memory="32MB",
+        device="cpu",
     )
     sampling = engines.params("greedy", max_tokens=max_tokens)
     tokens = engines.generate(engine, sampling, prompts)
@@ -205,9 +207,11 @@ def test_triton(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     pytest.importorskip("triton")
+    if not triton_is_interpreted():
+        pytest.skip("where there is a GPU, Triton is not interpreted")
     with tables(monkeypatch, cpu_platform(), ("triton", "torch")) as built:
-        out = generate(made, target, draft, PROMPTS[:2], 4)
-    assert out == expected(target, draft, 2, 4)
+        out = generate(made, target, draft, PROMPTS[:1], 4)
+    assert out == expected(target, draft, 1, 4)
     rows = [row.split()[:2] for row in built[0].describe().splitlines()]
     through_triton = {op for op, *name in rows if name == ["triton"]}
     assert through_triton >= THROUGH_TRITON[target] | THROUGH_TRITON[draft]
