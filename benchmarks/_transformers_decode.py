@@ -56,7 +56,8 @@ class TransformersDecode:
         vocab = self._config.vocab_size
         prompt = torch.randint(vocab, shape, generator=generator, device=self._device)
         out = self._model(prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        return out.logits[:, -1:].argmax(dim=-1)
+        logits: torch.Tensor = out.logits
+        return logits[:, -1:].argmax(dim=-1)
 
     def _step(self, cache: StaticCache) -> Callable[[torch.Tensor], torch.Tensor]:
         """tokens [B, 1] -> the next ones."""
@@ -67,9 +68,9 @@ class TransformersDecode:
             forward = torch.compile(forward, mode="reduce-overhead", dynamic=False)
 
         def step(tokens: torch.Tensor) -> torch.Tensor:
-            torch.compiler.cudagraph_mark_step_begin()
-            out = forward(tokens, past_key_values=cache, use_cache=True)
-            return out.logits[:, -1:].argmax(dim=-1)
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            logits: torch.Tensor = forward(tokens, past_key_values=cache, use_cache=True).logits
+            return logits[:, -1:].argmax(dim=-1)
 
         return step
 

@@ -69,7 +69,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "mla_cache_write": (
         *AITER["mla_cache_write"],
-        triton(triton_mla.load_mla_cache_write, triton_mla.refuses_storage),
+        triton(triton_mla.load_mla_cache_write, triton_attention.refuses_storage),
         Implementation("torch", always, lambda: mla.mla_cache_write),
     ),
     "mla_decode": (
