@@ -168,10 +168,10 @@ def test_termination_stops_the_server(tmp_path: Path) -> None:
     code = (
         "import sys, _server, accuracy\n"
         f"_server.PROGRAM = ({str(HERE / 'stub_server.py')!r},)\n"
-        "enter = _server.Server.__enter__\n"
-        "def entered(self):\n"
-        "    enter(self); print(self._process.pid, flush=True); return self\n"
-        "_server.Server.__enter__ = entered\n"
+        "wait = _server.Server.wait_healthy\n"
+        "def waiting(self, seconds):\n"
+        "    print(self._process.pid, flush=True); wait(self, seconds)\n"
+        "_server.Server.wait_healthy = waiting\n"
         "sys.exit(accuracy.main(sys.argv[1:]))\n"
     )
     flags = ["--entries", str(write_entries(tmp_path, text)), "--output-dir", str(tmp_path)]

@@ -155,7 +155,7 @@ def test_storage_and_size(
         ("fp8", torch.float8_e4m3fn),
     ):
         caplog.clear()
-        with caplog.at_level(logging.INFO):
+        with caplog.at_level(logging.INFO, logger="atom"):
             engine = create_engine(
                 folders(target),
                 kv_cache_dtype=name,

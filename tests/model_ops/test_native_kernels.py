@@ -318,7 +318,7 @@ RAGGED = [(1, 1), (1, 200), (4, 131), (3, 3), (70, 70), (50, 300), (1, 64), (16,
 def test_attention_equals_the_exact_one(
     dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int
 ) -> None:
-    if reason := attention.refuses(OpQuery(CPU, dtype, {"head_dim": head_dim})):
+    if reason := attention.refuses(OpQuery(CPU, dtype, {"head_dim": head_dim}, dtype)):
         pytest.skip(reason)
     op = attention.load_paged_attention()
     for block_size, window in ((16, None), (128, 40)):
