@@ -113,7 +113,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         engine_args = EngineArgs.from_cli_args(args).choose_draft(args.no_speculation)
         if args.show_ops:
-            show_ops(engine_args)
+            from atom.model_engine.show_ops import describe_ops
+
+            print(describe_ops(engine_args))
             return 0
         speculates = engine_args.says_speculation
         if args.compare and not speculates:
@@ -124,13 +126,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     return 0
-
-
-def show_ops(engine_args: EngineArgs) -> None:
-    """Print which implementation runs each operation."""
-    from atom.model_engine.show_ops import describe_ops
-
-    print(describe_ops(engine_args))
 
 
 def run(

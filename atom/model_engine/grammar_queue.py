@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from concurrent.futures import FIRST_COMPLETED, Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait as wait_any
+from typing import NamedTuple
 
 from atom.model_engine.messages import (
     EngineRequest,
@@ -29,6 +30,13 @@ _WAIT_SECONDS = 0.02
 COMPILE_SECONDS = 60.0
 
 
+class _Waiting(NamedTuple):
+    """A request, and when it is given up, by `time.monotonic()`."""
+
+    request: EngineRequest
+    deadline: float
+
+
 class GrammarQueue:
     """Holds waiting requests, and the grammars of those that the scheduler has.
 
@@ -39,8 +47,7 @@ class GrammarQueue:
     def __init__(self, grammars: GrammarCache, compile_seconds: float = COMPILE_SECONDS) -> None:
         self._grammars = grammars
         self._compile_seconds = compile_seconds
-        self._deadlines: dict[str, float] = {}
-        self._waiting: dict[str, EngineRequest] = {}
+        self._waiting: dict[str, _Waiting] = {}
         # Of every live sequence with a grammar: what is held stays compiled.
         self._futures: dict[str, Future[Grammar]] = {}
 
@@ -62,8 +69,8 @@ class GrammarQueue:
             raise ValueError(f"request id {request.id!r} is already in use by a live request")
         wanted = request.params.structured_output
         assert wanted is not None
-        self._waiting[request.id] = request
-        self._deadlines[request.id] = time.monotonic() + self._compile_seconds
+        deadline = time.monotonic() + self._compile_seconds
+        self._waiting[request.id] = _Waiting(request, deadline)
         self._futures[request.id] = self._grammars.submit(wanted)
 
     def compile(self, wanted: StructuredOutput) -> None:
@@ -84,10 +91,13 @@ class GrammarQueue:
         """Hand on every request whose grammar is compiled; what cannot run is returned."""
         refused: list[RefusedSequence] = []
         now = time.monotonic()
-        due = [id for id in self._waiting if self._futures[id].done() or self._deadlines[id] <= now]
+        due = [
+            id
+            for id, waiting in self._waiting.items()
+            if self._futures[id].done() or waiting.deadline <= now
+        ]
         for id in due:
-            request = self._waiting.pop(id)
-            del self._deadlines[id]
+            request = self._waiting.pop(id).request
             try:
                 _check(self._futures[id], 0)
                 admit(request)
@@ -100,7 +110,6 @@ class GrammarQueue:
         outputs = []
         for id in ids:
             self._futures.pop(id, None)
-            self._deadlines.pop(id, None)
             if self._waiting.pop(id, None) is not None:
                 outputs.append(SequenceOutput(id=id, finish_reason=FinishReason.ABORT))
         return outputs

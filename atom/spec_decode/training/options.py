@@ -39,9 +39,8 @@ class TrainOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in (
-            *("rows_per_batch", "accumulate", "depth", "num_targets", "log_every", "save_every"),
-        ):
+        counts = ("rows_per_batch", "accumulate", "depth", "num_targets", "log_every", "save_every")
+        for name in counts:
             if getattr(self, name) < 1:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.epochs <= 0:

@@ -9,8 +9,6 @@ so pools of more than 65,535 blocks would give wrong tokens without a word.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from atom.model_ops.kernels.aiter import probe
@@ -22,12 +20,9 @@ from atom.model_ops.kernels.aiter.layout import (
 )
 from atom.model_ops.kernels.aiter.sequences import context_tokens
 from atom.model_ops.kernels.aiter.support import refuses_storage
+from atom.model_ops.kernels.torch.attention import PagedAttentionOp
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
-
-AttentionOp = Callable[
-    [torch.Tensor, KVCacheTensor, AttentionMetadata, float, "int | None"], torch.Tensor
-]
 
 # Queries a sequence that the Gluon kernel takes.
 _GLUON_QUERIES = 4
@@ -58,11 +53,11 @@ def refuses_plain_decode(query: OpQuery) -> str | None:
     return refuses_plain(query)
 
 
-def load_plain_decode() -> AttentionOp:
+def load_plain_decode() -> PagedAttentionOp:
     return _load_in_place(PlainLayout())
 
 
-def load_packed_decode() -> AttentionOp:
+def load_packed_decode() -> PagedAttentionOp:
     """At most four queries of every sequence, and of all equally many, are Gluon's."""
     gluon = _load_gluon()
     in_place = _load_in_place(PackedLayout())
@@ -83,15 +78,15 @@ def load_packed_decode() -> AttentionOp:
     return paged_attention
 
 
-def load_plain_prefill() -> AttentionOp:
+def load_plain_prefill() -> PagedAttentionOp:
     return _load_prefill(PlainLayout())
 
 
-def load_packed_prefill() -> AttentionOp:
+def load_packed_prefill() -> PagedAttentionOp:
     return _load_prefill(PackedLayout())
 
 
-def _load_prefill(layout: CacheLayout) -> AttentionOp:
+def _load_prefill(layout: CacheLayout) -> PagedAttentionOp:
     in_place = _load_in_place(layout)
     gathered = _load_gathered(layout)
 
@@ -111,7 +106,7 @@ def _load_prefill(layout: CacheLayout) -> AttentionOp:
     return prefill_attention
 
 
-def _load_in_place(layout: CacheLayout) -> AttentionOp:
+def _load_in_place(layout: CacheLayout) -> PagedAttentionOp:
     attend = probe.function("unified_attention")
 
     def paged_attention(
@@ -139,7 +134,7 @@ def _load_in_place(layout: CacheLayout) -> AttentionOp:
     return paged_attention
 
 
-def _load_gluon() -> AttentionOp:
+def _load_gluon() -> PagedAttentionOp:
     attend = probe.function("pa_decode_gluon")
     layout = PackedLayout()
 
@@ -179,7 +174,7 @@ def _load_gluon() -> AttentionOp:
     return paged_attention
 
 
-def _load_gathered(layout: CacheLayout) -> AttentionOp:
+def _load_gathered(layout: CacheLayout) -> PagedAttentionOp:
     attend = probe.function("flash_attn_varlen_func")
 
     def prefill_attention(

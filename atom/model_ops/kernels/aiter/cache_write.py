@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import torch
 
 from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.kernels.aiter.layout import PackedLayout
 from atom.model_ops.kernels.aiter.support import dense_rows, storage_name
+from atom.model_ops.kernels.torch.attention import CacheWriteOp
+from atom.model_ops.kernels.torch.mla import LatentWriteOp
 from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
-
-CacheWriteOp = Callable[[torch.Tensor, torch.Tensor, KVCacheTensor, torch.Tensor], None]
-LatentWriteOp = Callable[[torch.Tensor, torch.Tensor, LatentCacheTensor, torch.Tensor], None]
 
 
 def load_plain() -> CacheWriteOp:

@@ -7,7 +7,6 @@ attention. See `kernels.torch.mla` for the two readings.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,12 +17,9 @@ from atom.model_ops.kernels.aiter.attention import known_context_lens
 from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries, list_tokens
 from atom.model_ops.kernels.aiter.support import refuses_storage
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
+from atom.model_ops.kernels.torch.mla import LatentAttentionOp
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
-
-MLAOp = Callable[
-    [torch.Tensor, LatentCacheTensor, torch.Tensor, AttentionMetadata, float], torch.Tensor
-]
 
 # Heads that the decode kernels are compiled for (bfloat16, without persistent work lists). Fewer
 # are padded: a padded head costs nothing, the latents are read once for all.
@@ -75,7 +71,7 @@ def padded_heads(num_heads: int) -> int:
     return next(heads for heads in _HEADS if heads >= num_heads)
 
 
-def load_decode() -> MLAOp:
+def load_decode() -> LatentAttentionOp:
     decode = probe.function("mla_decode_fwd")
 
     def mla_decode(
@@ -115,7 +111,7 @@ def load_decode() -> MLAOp:
     return mla_decode
 
 
-def load_prefill() -> MLAOp:
+def load_prefill() -> LatentAttentionOp:
     attend = probe.function("flash_attn_varlen_func")
 
     def mla_prefill(

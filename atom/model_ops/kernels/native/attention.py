@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from struct import Struct
 
 import torch
@@ -14,13 +13,9 @@ from atom.model_ops.kernels.native.bindings import (
     mismatch,
     rows_apart,
 )
+from atom.model_ops.kernels.torch.attention import CacheWriteOp, PagedAttentionOp
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
-
-PagedAttentionOp = Callable[
-    [torch.Tensor, KVCacheTensor, AttentionMetadata, float, "int | None"], torch.Tensor
-]
-CacheWriteOp = Callable[[torch.Tensor, torch.Tensor, KVCacheTensor, torch.Tensor], None]
 
 
 def refuses(query: OpQuery) -> str | None:

@@ -20,6 +20,7 @@ from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 PagedAttentionOp = Callable[
     [torch.Tensor, KVCacheTensor, AttentionMetadata, float, "int | None"], torch.Tensor
 ]
+CacheWriteOp = Callable[[torch.Tensor, torch.Tensor, KVCacheTensor, torch.Tensor], None]
 
 
 def kv_cache_write(

@@ -10,8 +10,7 @@ from atom.model_ops.registry import OpQuery
 from atom.platform import Platform
 
 if TYPE_CHECKING:
-    from atom.model_ops.kernels.native.attention import CacheWriteOp
-    from atom.model_ops.kernels.torch.attention import PagedAttentionOp
+    from atom.model_ops.kernels.torch.attention import CacheWriteOp, PagedAttentionOp
 
 _LARGEST_HEAD = 256
 _WIDE = (torch.float32, torch.bfloat16, torch.float16)

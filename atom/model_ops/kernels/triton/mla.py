@@ -2,18 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import torch
-
+from atom.model_ops.kernels.torch.mla import LatentAttentionOp, LatentWriteOp
 from atom.model_ops.kernels.triton.attention import refuses_storage
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
-
-LatentAttentionOp = Callable[
-    [torch.Tensor, LatentCacheTensor, torch.Tensor, AttentionMetadata, float], torch.Tensor
-]
-LatentWriteOp = Callable[[torch.Tensor, torch.Tensor, LatentCacheTensor, torch.Tensor], None]
 
 _LARGEST_RANK = 512
 _LARGEST_ROPE = 64
