@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from atom.spec_decode.stats import SpecDecodeStats
+from atom.stats import SpecDecodeStats
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from _prometheus import drafts_between, scrape_spec_decode
 
 from atom.model_engine.arg_utils import EngineArgs
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.stats import SpecDecodeStats, total
+from atom.stats import SpecDecodeStats, total
 
 if TYPE_CHECKING:
     from atom.outputs import RequestOutput

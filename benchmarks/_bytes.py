@@ -12,10 +12,11 @@ from dataclasses import dataclass
 
 import torch
 
+from atom.kv_cache.builders import attention_layers
 from atom.model_ops.embedding import VocabParallelEmbedding
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.moe import FusedMoE
-from atom.models.base import CausalLM, attention_layers
+from atom.models.base import CausalLM
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from typing import Any
 import torch
 from _bytes import model_bytes
 
+from atom.batch import ScheduledBatch, StepOutput
 from atom.config import EngineConfig
+from atom.messages import EngineRequest
 from atom.model_engine.arg_utils import EngineArgs
-from atom.model_engine.batch import ScheduledBatch, StepOutput
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.executor import UniprocExecutor
 from atom.model_engine.input_builder import build_model_input
-from atom.model_engine.messages import EngineRequest
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atom.model_engine.graph_capture import CudaGraphBackend
+from atom.graphs.capture import CudaGraphBackend
 from atom.platform import Platform, free_memory_bytes, select_platform
 
 Call = Callable[[], object]

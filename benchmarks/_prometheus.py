@@ -7,7 +7,7 @@ import re
 
 import httpx
 
-from atom.spec_decode.stats import SpecDecodeStats
+from atom.stats import SpecDecodeStats
 
 # Prefixes differ between engines ("atom:", "vllm:"); the rest of the name is common.
 _SAMPLE = re.compile(

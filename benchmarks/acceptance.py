@@ -29,8 +29,8 @@ from tqdm import tqdm
 
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import EngineArgs
-from atom.spec_decode.stats import SpecDecodeStats, total
-from atom.spec_decode.training.repetition import repeated_bigram_share
+from atom.stats import SpecDecodeStats, total
+from atom.training.repetition import repeated_bigram_share
 
 OFF = "off"
 _DEFAULT_KS = [3]

@@ -41,7 +41,7 @@ from _report import (
 )
 from _server import ROOT, Server, ServerError
 
-from atom.spec_decode.stats import SpecDecodeStats
+from atom.stats import SpecDecodeStats
 
 STRICT, FLEXIBLE = "exact_match,strict-match", "exact_match,flexible-extract"
 

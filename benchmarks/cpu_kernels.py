@@ -23,12 +23,13 @@ import torch
 from _report import environment, environment_markdown, markdown_table, write_json
 from transformers import LlamaConfig
 
+from atom.kv_cache.builders import attention_layers
 from atom.model_ops.attention_mha import Attention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, ModelInput
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpTable
-from atom.models.base import CausalLM, attention_layers
+from atom.models.base import CausalLM
 from atom.models.registry import create_model
 
 BLOCK_SIZE = 16

@@ -36,7 +36,7 @@ from _report import (
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import EngineArgs, add_no_speculation
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.stats import SpecDecodeStats, total
+from atom.stats import SpecDecodeStats, total
 
 if TYPE_CHECKING:
     from atom import LLM

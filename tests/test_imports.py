@@ -62,16 +62,31 @@ def is_in(module: str, packages: tuple[str, ...]) -> bool:
     return any(module == p or module.startswith(p + ".") for p in packages)
 
 
-@pytest.mark.parametrize("room", ["models", "model_ops"])
-def test_models_know_nothing_of_the_engine(room: str) -> None:
-    upper = ("atom.model_engine", "atom.entrypoints", "atom.examples")
-    wrong = {
-        f"{name_of(path)} imports {module}"
-        for path in (ROOT / "atom" / room).rglob("*.py")
-        for module in imported_modules(path)
-        if is_in(module, upper)
-    }
-    assert wrong == set()
+def rooms_in_order() -> list[str]:
+    """The rooms of docs/architecture.md, from the top down."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    table = text.split("| room | holds |", 1)[1].split("\n\n", 1)[0]
+    return [line.split("`")[1].removesuffix(".py") for line in table.splitlines() if "`" in line]
+
+
+def room_of(path: Path) -> str:
+    return path.relative_to(ROOT / "atom").with_suffix("").parts[0]
+
+
+def test_every_room_stands_in_the_documentation() -> None:
+    rooms = {room_of(path) for path in PACKAGE_FILES} - {"__init__"}
+    assert rooms == set(rooms_in_order())
+
+
+@pytest.mark.parametrize("path", PACKAGE_FILES, ids=name_of)
+def test_imports_go_down(path: Path) -> None:
+    """A room imports itself and rooms below it; only `import atom` itself may name any."""
+    rooms = rooms_in_order()
+    if path == ROOT / "atom" / "__init__.py":
+        return
+    above = rooms[: rooms.index(room_of(path))]
+    upper = tuple(f"atom.{room}" for room in above)
+    assert [module for module in imported_modules(path) if is_in(module, upper)] == []
 
 
 def test_nothing_is_unpickled() -> None:

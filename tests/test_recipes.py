@@ -18,7 +18,7 @@ import httpx
 import pytest
 
 from atom.config import ConfigError
-from atom.entrypoints.openai.options import ServerOptions
+from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai_server import create_parser as server_parser
 from atom.examples import simple_inference
 from atom.model_engine.arg_utils import EngineArgs
@@ -30,7 +30,7 @@ ROOT = Path(__file__).parents[1]
 RECIPES = sorted((ROOT / "recipes").glob("*.md"))
 SERVER = "atom.entrypoints.openai_server"
 DEMO = "atom.examples.simple_inference"
-TRAINING = "atom.spec_decode.training"
+TRAINING = "atom.training"
 
 # Programs of others, which are not here, or change the machine.
 FOREIGN = {"docker", "git", "lm_eval", "pip", "python3", "rocm-smi", "rocminfo"}
@@ -174,7 +174,7 @@ def test_server_flags(command: Command) -> None:
 
 @of(TRAINING)
 def test_training_flags(command: Command) -> None:
-    from atom.spec_decode.training.cli import build_parser
+    from atom.training.cli import build_parser
 
     args = build_parser().parse_args(command.arguments)
     if args.command != "export":

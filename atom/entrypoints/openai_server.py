@@ -10,7 +10,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from atom.config import ConfigError
-from atom.entrypoints.openai.options import OptionError, ServerOptions
+from atom.entrypoints.openai.http.options import OptionError, ServerOptions
 from atom.model_engine.arg_utils import EngineArgs, add_no_speculation, add_show_ops
 
 
@@ -69,7 +69,7 @@ def show_ops(args: EngineArgs) -> int:
 def serve_forever(args: EngineArgs, options: ServerOptions) -> int:
     # After the options were found right: these imports bring torch.
     from atom.entrypoints.openai.serve import bind, serve
-    from atom.model_engine.messages import EngineDeadError
+    from atom.messages import EngineDeadError
     from atom.model_loader.errors import WeightError
 
     try:

@@ -23,7 +23,7 @@ import msgspec
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import EngineArgs, add_no_speculation, add_show_ops
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.stats import SpecDecodeStats, total
+from atom.stats import SpecDecodeStats, total
 
 if TYPE_CHECKING:
     from atom.entrypoints.llm import LLM

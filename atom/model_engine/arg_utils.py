@@ -9,7 +9,7 @@ from typing import Any
 
 from atom import config as cfg
 from atom.model_engine.speculative_args import speculative_options
-from atom.spec_decode.shipped_draft import SHIPPED_OPTIONS, shipped_draft_for
+from atom.model_loader.drafts.shipped import SHIPPED_OPTIONS, shipped_draft_for
 
 JsonObject = dict[str, Any]
 

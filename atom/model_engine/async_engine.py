@@ -10,14 +10,7 @@ from collections.abc import AsyncGenerator
 from transformers import PreTrainedTokenizerBase
 
 from atom.config import EngineConfig
-from atom.entrypoints.detokenizer import Vocabulary
-from atom.entrypoints.observer import EngineObserver, NullObserver
-from atom.entrypoints.output_processor import OutputProcessor, request_id_of
-from atom.model_engine import wire
-from atom.model_engine.arg_utils import EngineArgs
-from atom.model_engine.engine_client import EngineClient
-from atom.model_engine.mailbox import Mailbox
-from atom.model_engine.messages import (
+from atom.messages import (
     EngineDeadError,
     EngineLimits,
     FinishReason,
@@ -25,10 +18,17 @@ from atom.model_engine.messages import (
     SequenceOutput,
     check_request,
 )
+from atom.model_engine import wire
+from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.engine_client import EngineClient
+from atom.model_engine.mailbox import Mailbox
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
+from atom.text.detokenizer import Vocabulary
+from atom.text.observer import EngineObserver, NullObserver
+from atom.text.output_processor import OutputProcessor, request_id_of
 
 __all__ = [
     "AsyncEngine",

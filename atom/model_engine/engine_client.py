@@ -13,8 +13,8 @@ from pathlib import Path
 import zmq
 
 from atom.config import ConfigError
+from atom.messages import EngineDeadError
 from atom.model_engine import wire
-from atom.model_engine.messages import EngineDeadError
 
 # The path of a Unix socket fits in about 100 bytes.
 _LONGEST_SOCKET_DIR = 80

@@ -5,16 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from atom.config import EngineConfig
-from atom.model_engine.block_pool import BlockPool
-from atom.model_engine.executor import Executor, UniprocExecutor
-from atom.model_engine.grammar_queue import GrammarQueue
-from atom.model_engine.messages import (
+from atom.messages import (
     EngineLimits,
     EngineRequest,
     EngineStats,
     SequenceOutput,
     StepReport,
 )
+from atom.model_engine.block_pool import BlockPool
+from atom.model_engine.executor import Executor, UniprocExecutor
+from atom.model_engine.grammar_queue import GrammarQueue
 from atom.model_engine.scheduler import Scheduler
 from atom.structured_output.params import StructuredOutput
 

@@ -21,8 +21,7 @@ from typing import Protocol
 import zmq
 
 from atom.config import ConfigError, EngineConfig
-from atom.model_engine import wire
-from atom.model_engine.messages import (
+from atom.messages import (
     EngineLimits,
     EngineRequest,
     EngineStats,
@@ -30,6 +29,7 @@ from atom.model_engine.messages import (
     SequenceOutput,
     StepReport,
 )
+from atom.model_engine import wire
 
 logger = logging.getLogger(__name__)
 
@@ -154,7 +154,7 @@ class EngineLoop:
 
 def _is_users(error: Exception) -> bool:
     """Whether the user's options, checkpoint or machine are at fault, and the message says how."""
-    from atom.model_engine.kv_cache import KVCacheMemoryError
+    from atom.kv_cache.base import KVCacheMemoryError
     from atom.model_loader.errors import WeightError
     from atom.model_ops.registry import OpUnavailableError
 

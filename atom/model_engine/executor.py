@@ -10,27 +10,26 @@ from typing import Protocol
 
 import torch
 
+from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
 from atom.config import ConfigError, EngineConfig, ModelOptions
-from atom.model_engine.batch import NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
-from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
-from atom.model_engine.context_len import resolve_max_model_len
-from atom.model_engine.graph_capture import (
+from atom.graphs.capture import (
     GraphPlan,
     capture_backend,
     default_batch_sizes,
     default_context_bounds,
 )
-from atom.model_engine.graph_runner import EagerRunner, GraphRunner
-from atom.model_engine.kv_cache import (
+from atom.graphs.runner import EagerRunner, GraphRunner
+from atom.kv_cache.base import (
     KVCacheBuilder,
     num_spare_blocks,
     plan_kv_cache,
     storage_dtype,
 )
-from atom.model_engine.memory import estimate_graph_bytes, kv_cache_budget
-from atom.model_engine.messages import EngineLimits
+from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
+from atom.kv_cache.memory import estimate_graph_bytes, kv_cache_budget
+from atom.messages import EngineLimits
+from atom.model_engine.context_len import resolve_max_model_len
 from atom.model_engine.model_runner import ModelRunner
-from atom.model_engine.sampling_state import SamplingStates
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.model_loader.weights import load_weights
@@ -38,10 +37,11 @@ from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import process_after_loading
 from atom.model_ops.registry import OpTable
-from atom.model_ops.sampler import SamplingOps
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, default_num_threads, select_platform
+from atom.sampling.sampler import SamplingOps
+from atom.sampling.state import SamplingStates
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead, Proposer
 from atom.spec_decode.factory import create_drafter, create_proposer
@@ -159,7 +159,7 @@ class UniprocExecutor:
         states = SamplingStates(vocab_size, source.eos_token_ids, context.device, self.grammars)
         return ModelRunner(
             self._model,
-            self._graphs or EagerRunner(self._model),
+            self._graphs or EagerRunner(self._model.forward),
             create_drafter(config.speculative, self._proposer, captured=self._graphs is not None),
             states,
             config.cache.block_size,
@@ -246,7 +246,7 @@ def _create_graph_runner(
         config.cache.block_size,
         platform.device,
     )
-    return GraphRunner(model, plan, tuple(sorted({1, 1 + lookahead.num_tokens})))
+    return GraphRunner(model.forward, plan, tuple(sorted({1, 1 + lookahead.num_tokens})))
 
 
 def _load_model(config: EngineConfig, source: ModelSource, context: LayerContext) -> CausalLM:

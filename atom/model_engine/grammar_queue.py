@@ -10,7 +10,7 @@ from concurrent.futures import TimeoutError as FutureTimeoutError
 from concurrent.futures import wait as wait_any
 from typing import NamedTuple
 
-from atom.model_engine.messages import (
+from atom.messages import (
     EngineRequest,
     FinishReason,
     RefusedSequence,

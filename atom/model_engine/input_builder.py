@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from atom.model_engine.batch import ScheduledBatch, ScheduledSequence
+from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.model_ops.metadata import AttentionMetadata, ModelInput
 
 

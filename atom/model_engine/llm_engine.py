@@ -5,13 +5,13 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 from atom.config import EngineConfig
-from atom.entrypoints.output_processor import OutputProcessor, request_id_of
+from atom.messages import RequestRefusedError, check_request
 from atom.model_engine.engine_core import EngineCore
-from atom.model_engine.messages import RequestRefusedError, check_request
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
+from atom.text.output_processor import OutputProcessor, request_id_of
 
 
 class LLMEngine:

@@ -9,28 +9,28 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from atom.model_engine.batch import (
+from atom.batch import (
     ScheduledBatch,
     ScheduledSequence,
     SequenceResult,
     StepOutput,
 )
-from atom.model_engine.graph_runner import ForwardRunner
+from atom.graphs.runner import ForwardRunner
+from atom.messages import TokenLogprobs
 from atom.model_engine.input_builder import build_model_input
-from atom.model_engine.messages import TokenLogprobs
-from atom.model_engine.sampling_state import SamplingRow, SamplingStates
 from atom.model_ops.metadata import ModelInput, ModelOutput, SamplerOutput
-from atom.model_ops.sampler import (
+from atom.models.base import CausalLM
+from atom.sampling.sampler import (
     TORCH_OPS,
     NoAdmissibleTokenError,
     SamplingOps,
     compute_logprobs,
     sample,
 )
-from atom.models.base import CausalLM
+from atom.sampling.state import SamplingRow, SamplingStates
+from atom.sampling.verify import NO_DRAFT, VerifyResult, verify
 from atom.spec_decode.base import Verification, VerifiedStep
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.verify import NO_DRAFT, VerifyResult, verify
 
 # Prompt logprobs need the logits of every prompt row; this many rows exist at a time.
 _PROMPT_LOGPROB_ROWS = 64

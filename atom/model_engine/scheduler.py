@@ -14,16 +14,15 @@ from collections.abc import Iterable
 
 import msgspec
 
-from atom.config import SchedulerOptions
-from atom.model_engine.batch import (
+from atom.batch import (
     NewSequence,
     ScheduledBatch,
     ScheduledSequence,
     SequenceResult,
     StepOutput,
 )
-from atom.model_engine.block_pool import BlockHash, BlockPool
-from atom.model_engine.messages import (
+from atom.config import SchedulerOptions
+from atom.messages import (
     EngineLimits,
     EngineRequest,
     EngineStats,
@@ -33,9 +32,10 @@ from atom.model_engine.messages import (
     SequenceOutput,
     check_request,
 )
+from atom.model_engine.block_pool import BlockHash, BlockPool
 from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus
 from atom.spec_decode.base import NO_LOOKAHEAD, Lookahead
-from atom.spec_decode.stats import SpecDecodeCounter
+from atom.stats import SpecDecodeCounter
 
 
 class Scheduler:

@@ -8,13 +8,13 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
-from atom.model_engine.messages import (
+from atom.messages import (
     EngineRequest,
     FinishReason,
     SequenceOutput,
     TokenLogprobs,
 )
+from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
 
 
 class SequenceStatus(enum.Enum):

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from atom.messages import EngineLimits, EngineRequest, EngineStats, StepReport
 from atom.model_engine.arg_utils import EngineArgs
-from atom.model_engine.messages import EngineLimits, EngineRequest, EngineStats, StepReport
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):

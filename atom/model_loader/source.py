@@ -15,9 +15,9 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import has_weights, stored_dtype
-from atom.model_loader.gguf_convert import converted_folder
-from atom.model_loader.gguf_file import read_gguf
-from atom.model_loader.gguf_tensors import automatic_dtype
+from atom.model_loader.gguf.convert import converted_folder
+from atom.model_loader.gguf.file import read_gguf
+from atom.model_loader.gguf.tensors import automatic_dtype
 from atom.model_loader.hub import download, looks_like_path
 from atom.models.hf_configs import register_model_types
 

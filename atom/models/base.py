@@ -7,8 +7,6 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from atom.model_ops.attention_mha import Attention
-from atom.model_ops.attention_mla import MLAAttention
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.metadata import ModelInput, ModelOutput
@@ -60,12 +58,6 @@ class CausalLM(nn.Module, ABC):
     @abstractmethod
     def default_aux_layer_ids(self) -> tuple[int, ...]:
         """The ids that a draft reads when its config names none."""
-
-
-def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
-    """The attention modules in the order of their layers."""
-    modules = [m for m in model.modules() if isinstance(m, (Attention, MLAAttention))]
-    return dict(enumerate(modules))
 
 
 def check_aux_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:

@@ -9,8 +9,8 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from atom.model_engine.graph_capture import GraphPlan
-from atom.model_engine.kv_cache import KVCacheBuilder
+from atom.graphs.capture import GraphPlan
+from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.metadata import ModelInput, ModelOutput
 
 

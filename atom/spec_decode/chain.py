@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from atom.model_engine.graph_capture import Bucket, GraphPlan, fill_rows
+from atom.graphs.capture import Bucket, GraphPlan, fill_rows
 from atom.model_ops.metadata import AttentionMetadata
 from atom.spec_decode.base import VerifiedStep
 

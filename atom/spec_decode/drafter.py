@@ -7,10 +7,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from atom.sampling.verify import NO_DRAFT
 from atom.spec_decode.base import Proposer, VerifiedStep
 from atom.spec_decode.length import DraftLength
 from atom.spec_decode.lookup import Lookup
-from atom.spec_decode.verify import NO_DRAFT
 
 LOOKUP = "lookup"
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from atom.model_engine.graph_capture import GraphPlan
-from atom.model_engine.kv_cache import KVCacheBuilder
+from atom.graphs.capture import GraphPlan
+from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.metadata import AttentionMetadata
-from atom.models.eagle3_base import Eagle3Draft
+from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.base import Lookahead, VerifiedStep
 from atom.spec_decode.chain import DraftLoop
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from atom.model_engine.cache_builders import target_cache_builders
+from atom.kv_cache.builders import target_cache_builders
 from atom.model_ops.metadata import CacheTensor
-from atom.models.eagle3_base import Eagle3Draft
+from atom.models.eagle3.base import Eagle3Draft
 
 
 class Eagle3DraftBuilder:

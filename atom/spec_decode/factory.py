@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 from atom.config import EngineConfig, SpeculativeOptions
-from atom.model_engine.kv_cache import storage_dtype
+from atom.kv_cache.base import storage_dtype
+from atom.model_loader.drafts.eagle3 import load_draft
+from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.spec_decode.adaptive import AdaptiveLength, spread_lengths
 from atom.spec_decode.base import NullProposer, Proposer
-from atom.spec_decode.draft_loader import load_draft
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.length import DraftLength, FixedLength
 from atom.spec_decode.lookup import HistoryLookup, Lookup, NullLookup
 from atom.spec_decode.mtp import MTPCacheBuilder, MTPProposer
-from atom.spec_decode.mtp_loader import load_mtp
 from atom.spec_decode.ngram import NgramProposer
 
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from atom.model_engine.graph_capture import GraphPlan
-from atom.model_engine.kv_cache import KVCacheBuilder
-from atom.model_engine.mla_cache import MLACacheBuilder
+from atom.graphs.capture import GraphPlan
+from atom.kv_cache.base import KVCacheBuilder
+from atom.kv_cache.builders import attention_layers
+from atom.kv_cache.mla import MLACacheBuilder
 from atom.model_ops.attention_mla import MLAAttention
 from atom.model_ops.metadata import AttentionMetadata
-from atom.models.base import attention_layers
 from atom.models.deepseek_mtp import DeepseekMTP, MTPLayer
 from atom.spec_decode.base import Lookahead, VerifiedStep
 from atom.spec_decode.chain import DraftLoop

@@ -8,10 +8,10 @@ import numpy as np
 import torch
 from torch import nn
 
-from atom.model_engine.graph_capture import GraphPlan
-from atom.model_engine.kv_cache import KVCacheBuilder
+from atom.graphs.capture import GraphPlan
+from atom.kv_cache.base import KVCacheBuilder
+from atom.sampling.verify import NO_DRAFT
 from atom.spec_decode.base import Lookahead, VerifiedStep
-from atom.spec_decode.verify import NO_DRAFT
 
 
 class NgramProposer:

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import stub_server
 
-from atom.entrypoints.openai.metrics import ServerMetrics
-from atom.model_engine.messages import EngineStats
-from atom.spec_decode.stats import SpecDecodeStats
+from atom.entrypoints.openai.http.metrics import ServerMetrics
+from atom.messages import EngineStats
+from atom.stats import SpecDecodeStats
 
 Import = Callable[[str], Any]
 

@@ -16,10 +16,10 @@ from typing import Any
 
 import pytest
 
-from atom.entrypoints.openai.options import ServerOptions
+from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai_server import create_parser
 from atom.model_engine.arg_utils import EngineArgs
-from atom.spec_decode.stats import SpecDecodeStats
+from atom.stats import SpecDecodeStats
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[1]

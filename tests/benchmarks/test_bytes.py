@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from atom.config import ModelOptions
-from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
+from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
 from atom.model_loader.source import resolve_model
 from atom.model_ops.layer_context import LayerContext
 from atom.models.registry import create_model

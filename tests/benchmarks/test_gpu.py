@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from atom.model_engine.graph_capture import ReexecuteBackend
+from atom.graphs.capture import ReexecuteBackend
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Module = Callable[[str], Any]

@@ -11,8 +11,8 @@ from atom.entrypoints.openai_server import create_parser
 from atom.examples import simple_inference
 from atom.examples.simple_inference import Answer, format_comparison
 from atom.model_engine.arg_utils import EngineArgs
-from atom.spec_decode import shipped_draft
-from atom.spec_decode.stats import SpecDecodeStats, total
+from atom.model_loader.drafts import shipped as shipped_draft
+from atom.stats import SpecDecodeStats, total
 
 
 @pytest.fixture

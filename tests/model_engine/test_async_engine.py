@@ -16,6 +16,7 @@ import pytest
 import pytest_asyncio
 
 from atom.config import ConfigError
+from atom.messages import EngineDeadError, RequestRefusedError
 from atom.model_engine import async_engine, wire
 from atom.model_engine.arg_utils import EngineArgs
 from atom.model_engine.async_engine import (
@@ -24,7 +25,6 @@ from atom.model_engine.async_engine import (
     NullObserver,
     QueueFullError,
 )
-from atom.model_engine.messages import EngineDeadError, RequestRefusedError
 from atom.outputs import RequestMetrics, RequestOutput
 from atom.sampling_params import SamplingParams
 

@@ -15,10 +15,7 @@ import pytest
 import zmq
 
 from atom.config import ConfigError, EngineConfig
-from atom.model_engine import wire
-from atom.model_engine.arg_utils import EngineArgs
-from atom.model_engine.engine_process import EngineLoop
-from atom.model_engine.messages import (
+from atom.messages import (
     EngineLimits,
     EngineRequest,
     EngineStats,
@@ -27,6 +24,9 @@ from atom.model_engine.messages import (
     SequenceOutput,
     StepReport,
 )
+from atom.model_engine import wire
+from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.engine_process import EngineLoop
 from atom.sampling_params import SamplingParams
 
 LIMITS = EngineLimits(max_model_len=64, num_blocks=8, block_size=16, vocab_size=100, max_logprobs=5)

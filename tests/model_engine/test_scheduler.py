@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 from scheduler_harness import A, B, Bench, ids, rows, tokens
 
+from atom.batch import ScheduledBatch
 from atom.config import SchedulerOptions
-from atom.model_engine.batch import ScheduledBatch
-from atom.model_engine.block_pool import BlockPool
-from atom.model_engine.messages import (
+from atom.messages import (
     EngineLimits,
     FinishReason,
     RequestRefusedError,
 )
+from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.scheduler import Scheduler
 
 # --- the catch-up rule ---------------------------------------------------------------------

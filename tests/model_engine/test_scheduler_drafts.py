@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from scheduler_harness import EOS, A, B, Bench, rows, tokens
 
-from atom.model_engine.messages import FinishReason
+from atom.messages import FinishReason
 from atom.spec_decode.base import Lookahead
 
 THREE = Lookahead(3)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from scheduler_harness import EOS, A, B, Bench, rows, tokens
 
-from atom.model_engine.batch import ScheduledBatch, SequenceResult, StepOutput
-from atom.model_engine.messages import FinishReason, TokenLogprobs
+from atom.batch import ScheduledBatch, SequenceResult, StepOutput
+from atom.messages import FinishReason, TokenLogprobs
 
 # --- abort ---------------------------------------------------------------------------------
 

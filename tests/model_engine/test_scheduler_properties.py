@@ -14,16 +14,15 @@ import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from atom.config import SchedulerOptions
-from atom.model_engine.batch import (
+from atom.batch import (
     NewSequence,
     ScheduledBatch,
     ScheduledSequence,
     SequenceResult,
     StepOutput,
 )
-from atom.model_engine.block_pool import BlockPool
-from atom.model_engine.messages import (
+from atom.config import SchedulerOptions
+from atom.messages import (
     EngineLimits,
     EngineRequest,
     FinishReason,
@@ -31,6 +30,7 @@ from atom.model_engine.messages import (
     SequenceOutput,
     TokenLogprobs,
 )
+from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.scheduler import Scheduler
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead

@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from atom.config import ConfigError, ModelOptions
-from atom.model_loader import gguf_convert
 from atom.model_loader.errors import WeightError
-from atom.model_loader.gguf_convert import converted_folder
-from atom.model_loader.gguf_file import read_gguf
+from atom.model_loader.gguf import convert as gguf_convert
+from atom.model_loader.gguf.convert import converted_folder
+from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.source import ModelSource, resolve_model
 
 WriteTiny = Callable[..., Path]
@@ -303,8 +303,8 @@ _CONVERT_WHEN_TOLD = """
 import sys, threading, time
 from pathlib import Path
 import torch
-from atom.model_loader.gguf_convert import converted_folder
-from atom.model_loader.gguf_file import read_gguf
+from atom.model_loader.gguf.convert import converted_folder
+from atom.model_loader.gguf.file import read_gguf
 
 path, flags, number = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 file = read_gguf(path)

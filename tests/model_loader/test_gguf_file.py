@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError
-from atom.model_loader.gguf_file import read_gguf
+from atom.model_loader.gguf.file import read_gguf
 
 WriteTiny = Callable[..., Path]
 

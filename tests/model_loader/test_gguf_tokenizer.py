@@ -17,8 +17,8 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError
-from atom.model_loader.gguf_file import read_gguf
-from atom.model_loader.gguf_tokenizer import write_tokenizer
+from atom.model_loader.gguf.file import read_gguf
+from atom.model_loader.gguf.tokenizer import write_tokenizer
 from atom.model_loader.source import ModelSource
 
 WriteTiny = Callable[..., Path]

@@ -12,11 +12,10 @@ from models.harness import load_model
 from safetensors.torch import load_file, save_file
 
 from atom.config import ConfigError, ModelOptions
-from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
+from atom.kv_cache.builders import attention_layers, bind_kv_caches, target_cache_builders
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import WeightError
 from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
-from atom.models.base import attention_layers
 
 CPU = torch.device("cpu")
 FN, FNUZ = torch.float8_e4m3fn, torch.float8_e4m3fnuz

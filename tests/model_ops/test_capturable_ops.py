@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from atom.model_engine.batch import ScheduledSequence
+from atom.batch import ScheduledSequence
 from atom.model_engine.input_builder import build_attention_metadata
 from atom.model_ops.kernels.torch.attention import kv_cache_write, paged_attention
 from atom.model_ops.kernels.torch.linear import linear_upcast

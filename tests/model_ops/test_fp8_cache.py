@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from atom.model_engine.batch import ScheduledSequence
+from atom.batch import ScheduledSequence
 from atom.model_engine.input_builder import build_attention_metadata
 from atom.model_ops.kernels.torch import attention, mla
 from atom.model_ops.kernels.torch.fp8 import dequantise, quantise

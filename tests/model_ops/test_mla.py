@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.model_engine.batch import ScheduledSequence
+from atom.batch import ScheduledSequence
 from atom.model_engine.input_builder import build_attention_metadata
 from atom.model_ops.attention_mla import LatentUpProjection, MLAAttention
 from atom.model_ops.kernels.torch import mla

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import torch
 
+from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.config import ModelOptions
-from atom.model_engine.batch import ScheduledBatch, ScheduledSequence
-from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
-from atom.model_engine.graph_runner import EagerRunner, ForwardRunner
+from atom.graphs.runner import EagerRunner, ForwardRunner
+from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
 from atom.model_engine.input_builder import build_model_input
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import load_weights
@@ -59,7 +59,7 @@ class ModelBench:
         platform: Platform | None = None,
     ) -> None:
         self.model = load_model(folder, max_model_len, dtype, platform)
-        self.runner: ForwardRunner = EagerRunner(self.model)
+        self.runner: ForwardRunner = EagerRunner(self.model.forward)
         self.block_size = block_size
         self.device = (platform or cpu_platform()).device
         builders = target_cache_builders(self.model, block_size, dtype, self.device)

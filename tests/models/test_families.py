@@ -16,11 +16,11 @@ from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
 from atom.config import ConfigError
+from atom.kv_cache.builders import attention_layers
 from atom.model_loader.errors import WeightError
 from atom.model_ops.attention_mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE
-from atom.models.base import attention_layers
 from atom.models.deepseek_v2 import DeepseekV3ForCausalLM, DeepseekV3MoE, attention_scale
 from atom.models.hf_configs import register_model_types
 from atom.models.kimi_k25 import KimiK25ForConditionalGeneration

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from atom.batch import ScheduledSequence
 from atom.config import ModelOptions
-from atom.model_engine.batch import ScheduledSequence
-from atom.model_engine.cache_builders import bind_kv_caches
+from atom.kv_cache.builders import bind_kv_caches
 from atom.model_engine.input_builder import build_attention_metadata
+from atom.model_loader.drafts.eagle3 import load_draft
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
-from atom.models.eagle3_base import Eagle3Draft
+from atom.models.eagle3.base import Eagle3Draft
 from atom.platform import cpu_platform
-from atom.spec_decode.draft_loader import load_draft
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 
 HIDDEN, VOCAB, DRAFT_VOCAB, NUM_LAYERS = 32, 96, 40, 8

@@ -16,10 +16,10 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
+from atom.kv_cache.base import KVCacheBuilder
 from atom.model_engine import executor
-from atom.model_engine.kv_cache import KVCacheBuilder
+from atom.sampling.verify import NO_DRAFT
 from atom.spec_decode.base import Lookahead, Proposer, VerifiedStep
-from atom.spec_decode.verify import NO_DRAFT
 
 HIDDEN = 48
 # Random prompts, and repetitive ones that an n-gram lookup finds matches in.

@@ -11,7 +11,7 @@ from draft_bench import CPU, HIDDEN, MHA, MLA, VOCAB, DraftBench, draft_tensors,
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from atom.model_engine.graph_capture import GraphPlan, ReexecuteBackend
+from atom.graphs.capture import GraphPlan, ReexecuteBackend
 from atom.model_ops.metadata import AttentionMetadata
 from atom.spec_decode.chain import ChainStart, EagerChain, GraphChain
 from atom.spec_decode.eagle import EagleProposer

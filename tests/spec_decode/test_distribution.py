@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
-from atom.model_engine.kv_cache import KVCacheBuilder
+from atom.kv_cache.base import KVCacheBuilder
 from atom.spec_decode.base import Lookahead, VerifiedStep
 
 TOP_K = 3

@@ -11,8 +11,8 @@ from spec_decode import engines
 from spec_decode.engines import RecordingProposer, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
+from atom.kv_cache.base import KVCachePlan
 from atom.model_engine import executor
-from atom.model_engine.kv_cache import KVCachePlan
 
 MAX_TOKENS = 16
 SHARED = prompt(21, seed=5)

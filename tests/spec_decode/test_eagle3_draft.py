@@ -231,8 +231,8 @@ def test_draft_of_a_real_targets_hidden_states(
     tmp_path: Path, llama_target: Target, random_rows: Rows
 ) -> None:
     """The resolved ids name what the target returns, in the order that `fc` wants."""
-    from atom.model_engine.batch import ScheduledBatch, ScheduledSequence
-    from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
+    from atom.batch import ScheduledBatch, ScheduledSequence
+    from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
     from atom.model_engine.input_builder import build_model_input
 
     model, source = llama_target

@@ -11,14 +11,14 @@ import torch
 from draft_bench import CPU, MHA, MLA, draft_tensors, load, write_draft
 
 from atom.distributed.parallel_state import ParallelGroup
-from atom.model_engine.cache_builders import bind_kv_caches, target_cache_builders
-from atom.model_engine.kv_cache import KVCacheBuilder
+from atom.kv_cache.base import KVCacheBuilder
+from atom.kv_cache.builders import attention_layers, bind_kv_caches, target_cache_builders
 from atom.model_loader.source import ModelSource
 from atom.model_ops.attention_mha import Attention
 from atom.model_ops.attention_mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
-from atom.models.base import CausalLM, attention_layers
+from atom.models.base import CausalLM
 from atom.platform import cpu_platform
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 

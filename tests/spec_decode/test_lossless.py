@@ -10,7 +10,7 @@ from spec_decode import engines
 from spec_decode.engines import PROMPTS, SETTINGS, OracleProposer, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
-from atom.spec_decode.stats import SpecDecodeStats
+from atom.stats import SpecDecodeStats
 
 METHODS = {"llama": ["mha", "mla", "ngram"], "deepseek_v3": ["mha", "mla", "ngram", "mtp"]}
 

@@ -14,17 +14,17 @@ from spec_decode.engines import RecordingProposer, create_engine, generate, para
 from spec_decode.mtp_reference import ReferenceMTP, add_mtp_layers, remove_tensors
 from transformers import PreTrainedTokenizerFast
 
+from atom.batch import ScheduledSequence
 from atom.config import ConfigError, ModelOptions
-from atom.model_engine.batch import ScheduledSequence
-from atom.model_engine.cache_builders import bind_kv_caches
+from atom.kv_cache.builders import bind_kv_caches
 from atom.model_engine.input_builder import build_attention_metadata
+from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import resolve_model
 from atom.model_ops.layer_context import LayerContext
 from atom.models.deepseek_mtp import DeepseekMTP
 from atom.platform import cpu_platform
 from atom.spec_decode.mtp import MTPCacheBuilder
-from atom.spec_decode.mtp_loader import load_mtp
 
 CPU = torch.device("cpu")
 TEXT = "language_model."

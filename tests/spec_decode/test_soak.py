@@ -11,8 +11,8 @@ from spec_decode import engines
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
+from atom.kv_cache.base import KVCachePlan
 from atom.model_engine import executor
-from atom.model_engine.kv_cache import KVCachePlan
 
 NUM_REQUESTS = 500
 

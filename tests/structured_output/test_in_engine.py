@@ -15,11 +15,11 @@ from spec_decode.engines import OracleProposer, create_engine
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
+from atom.kv_cache.base import KVCachePlan
+from atom.messages import EngineRequest, FinishReason, RequestRefusedError
 from atom.model_engine import executor
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.grammar_queue import GrammarQueue
-from atom.model_engine.kv_cache import KVCachePlan
-from atom.model_engine.messages import EngineRequest, FinishReason, RequestRefusedError
 from atom.structured_output.base import Grammar, GrammarError
 from atom.structured_output.cache import GrammarCache
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
-from atom.spec_decode.shipped_draft import shipped_draft_for
+from atom.model_loader.drafts.shipped import shipped_draft_for
 
 NUM_REQUESTS = 200
 SCHEMA: dict[str, Any] = {

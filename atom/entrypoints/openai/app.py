@@ -14,14 +14,20 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
-from atom.entrypoints.detokenizer import Vocabulary
-from atom.entrypoints.openai import messages_api, responses
-from atom.entrypoints.openai.auth import ApiKeyMiddleware
-from atom.entrypoints.openai.body import Body, read_body
-from atom.entrypoints.openai.chat import prepare_chat
-from atom.entrypoints.openai.chat_format import ChatFormat
-from atom.entrypoints.openai.completions import CompletionFormat, prepare_completion
-from atom.entrypoints.openai.errors import (
+from atom.entrypoints.openai.chat.api import prepare_chat
+from atom.entrypoints.openai.chat.completions import CompletionFormat, prepare_completion
+from atom.entrypoints.openai.chat.format import ChatFormat
+from atom.entrypoints.openai.chat.generation import Generation, respond, unless_disconnected
+from atom.entrypoints.openai.chat.protocol import (
+    ChatCompletionRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
+from atom.entrypoints.openai.chat.tokenization import PromptEncoder
+from atom.entrypoints.openai.http.auth import ApiKeyMiddleware
+from atom.entrypoints.openai.http.body import Body, read_body
+from atom.entrypoints.openai.http.errors import (
     INVALID_REQUEST,
     SERVER_ERROR,
     ApiError,
@@ -29,24 +35,19 @@ from atom.entrypoints.openai.errors import (
     bad_request,
     json_response,
 )
-from atom.entrypoints.openai.generation import Generation, respond, unless_disconnected
-from atom.entrypoints.openai.messages_events import MessageTranslation
-from atom.entrypoints.openai.messages_protocol import CountTokensRequest, MessagesRequest
-from atom.entrypoints.openai.metrics import ServerMetrics
-from atom.entrypoints.openai.openapi import add_document_route
-from atom.entrypoints.openai.options import ServerOptions
-from atom.entrypoints.openai.protocol import (
-    ChatCompletionRequest,
-    CompletionRequest,
-    DetokenizeRequest,
-    TokenizeRequest,
-)
-from atom.entrypoints.openai.responses_events import ResponseTranslation
-from atom.entrypoints.openai.responses_protocol import ResponsesRequest
-from atom.entrypoints.openai.tokenization import PromptEncoder
+from atom.entrypoints.openai.http.metrics import ServerMetrics
+from atom.entrypoints.openai.http.openapi import add_document_route
+from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.messages import api as messages_api
+from atom.entrypoints.openai.messages.events import MessageTranslation
+from atom.entrypoints.openai.messages.protocol import CountTokensRequest, MessagesRequest
+from atom.entrypoints.openai.responses import api as responses
+from atom.entrypoints.openai.responses.events import ResponseTranslation
+from atom.entrypoints.openai.responses.protocol import ResponsesRequest
 from atom.entrypoints.openai.translation import Translation, renamed, respond_translated
+from atom.messages import EngineDeadError, RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, QueueFullError
-from atom.model_engine.messages import EngineDeadError, RequestRefusedError
+from atom.text.detokenizer import Vocabulary
 from atom.version import __version__
 
 # nginx's status for a client that has gone; nobody reads it.

@@ -12,10 +12,10 @@ from collections.abc import Iterator
 import uvicorn
 
 from atom.entrypoints.openai.app import create_app
-from atom.entrypoints.openai.metrics import ServerMetrics
-from atom.entrypoints.openai.options import OptionError, ServerOptions
-from atom.entrypoints.openai.sse import cancel
-from atom.entrypoints.openai.stats_log import log_stats
+from atom.entrypoints.openai.http.metrics import ServerMetrics
+from atom.entrypoints.openai.http.options import OptionError, ServerOptions
+from atom.entrypoints.openai.http.sse import cancel
+from atom.entrypoints.openai.http.stats_log import log_stats
 from atom.model_engine.arg_utils import EngineArgs
 from atom.model_engine.async_engine import AsyncEngine
 

@@ -17,9 +17,7 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atom.entrypoints.openai.body import describe
-from atom.entrypoints.openai.errors import ApiError, json_response
-from atom.entrypoints.openai.generation import (
+from atom.entrypoints.openai.chat.generation import (
     ChoiceFormat,
     ChunkChoices,
     Generation,
@@ -27,9 +25,11 @@ from atom.entrypoints.openai.generation import (
     stream_outputs,
     unless_disconnected,
 )
-from atom.entrypoints.openai.protocol import ChatPrompt
-from atom.entrypoints.openai.sse import EventStream, encode_named_event
-from atom.entrypoints.openai.tokenization import PromptEncoder
+from atom.entrypoints.openai.chat.protocol import ChatPrompt
+from atom.entrypoints.openai.chat.tokenization import PromptEncoder
+from atom.entrypoints.openai.http.body import describe
+from atom.entrypoints.openai.http.errors import ApiError, json_response
+from atom.entrypoints.openai.http.sse import EventStream, encode_named_event
 from atom.model_engine.async_engine import AsyncEngine
 from atom.outputs import RequestOutput
 

@@ -7,10 +7,10 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from atom.entrypoints.openai.deltas import ChatDelta, ParsedMessage
-from atom.entrypoints.openai.output_parser import ChatOutputParser
-from atom.entrypoints.openai.reasoning import REASONING_PARSERS
-from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
+from atom.entrypoints.openai.chat.deltas import ChatDelta, ParsedMessage
+from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
+from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
+from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 
 THINK = REASONING_PARSERS["think_tags"]
 

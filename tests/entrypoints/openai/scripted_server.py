@@ -10,19 +10,19 @@ import httpx
 import uvicorn
 
 from atom.entrypoints.openai.app import create_app
-from atom.entrypoints.openai.metrics import ServerMetrics
-from atom.entrypoints.openai.options import ServerOptions
+from atom.entrypoints.openai.http.metrics import ServerMetrics
+from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.serve import bind
-from atom.model_engine import wire
-from atom.model_engine.arg_utils import EngineArgs
-from atom.model_engine.async_engine import AsyncEngine
-from atom.model_engine.messages import (
+from atom.messages import (
     EngineLimits,
     EngineStats,
     FinishReason,
     SequenceOutput,
     StepReport,
 )
+from atom.model_engine import wire
+from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.async_engine import AsyncEngine
 
 HEARTBEAT_SECONDS = 1.0
 

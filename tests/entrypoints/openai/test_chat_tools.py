@@ -9,15 +9,15 @@ import pytest
 from pydantic import ValidationError
 from transformers import PreTrainedTokenizerFast
 
-from atom.entrypoints.detokenizer import create_vocabulary
-from atom.entrypoints.openai.chat import prepare_chat
-from atom.entrypoints.openai.chat_format import ChatFormat
-from atom.entrypoints.openai.errors import ApiError
-from atom.entrypoints.openai.generation import Generation
-from atom.entrypoints.openai.options import OptionError, ServerOptions
-from atom.entrypoints.openai.protocol import ChatCompletionRequest
-from atom.entrypoints.openai.tokenization import PromptEncoder
+from atom.entrypoints.openai.chat.api import prepare_chat
+from atom.entrypoints.openai.chat.format import ChatFormat
+from atom.entrypoints.openai.chat.generation import Generation
+from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest
+from atom.entrypoints.openai.chat.tokenization import PromptEncoder
+from atom.entrypoints.openai.http.errors import ApiError
+from atom.entrypoints.openai.http.options import OptionError, ServerOptions
 from atom.outputs import CompletionOutput, RequestMetrics, RequestOutput
+from atom.text.detokenizer import create_vocabulary
 
 OPTIONS = ServerOptions(
     tool_call_parser="kimi_k2", reasoning_parser="kimi_k2", enable_auto_tool_choice=True
@@ -249,8 +249,8 @@ def test_flags_are_checked() -> None:
 def test_the_page_about_formats_shows_one_that_works() -> None:
     from parser_texts import cuttings
 
-    from atom.entrypoints.openai.output_parser import ChatOutputParser
-    from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
+    from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
+    from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 
     page = (Path(__file__).parents[3] / "docs" / "parsers.md").read_text(encoding="utf-8")
     code = page.partition("```python\n")[2].partition("```")[0]

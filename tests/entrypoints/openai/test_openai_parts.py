@@ -18,21 +18,21 @@ from pydantic import ValidationError
 from starlette.requests import Request
 from starlette.responses import Response
 
-from atom.entrypoints.openai import body as body_module
-from atom.entrypoints.openai.body import read_body
-from atom.entrypoints.openai.completions import parse_prompts
-from atom.entrypoints.openai.errors import ApiError, as_api_error
-from atom.entrypoints.openai.metrics import ServerMetrics
-from atom.entrypoints.openai.options import ServerOptions
-from atom.entrypoints.openai.params import SHARED_FIELDS
-from atom.entrypoints.openai.protocol import (
+from atom.entrypoints.openai.chat.completions import parse_prompts
+from atom.entrypoints.openai.chat.params import SHARED_FIELDS
+from atom.entrypoints.openai.chat.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
     DetokenizeRequest,
 )
-from atom.entrypoints.openai.sse import DONE, EventStream, encode_event
+from atom.entrypoints.openai.http import body as body_module
+from atom.entrypoints.openai.http.body import read_body
+from atom.entrypoints.openai.http.errors import ApiError, as_api_error
+from atom.entrypoints.openai.http.metrics import ServerMetrics
+from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.http.sse import DONE, EventStream, encode_event
+from atom.messages import EngineDeadError, EngineStats, RequestRefusedError
 from atom.model_engine.async_engine import EngineShuttingDownError, QueueFullError
-from atom.model_engine.messages import EngineDeadError, EngineStats, RequestRefusedError
 from atom.outputs import RequestMetrics
 from atom.sampling_params import SamplingParams
 

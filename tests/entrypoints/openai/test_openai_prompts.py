@@ -11,13 +11,13 @@ from hypothesis import strategies as st
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from atom.entrypoints.detokenizer import create_vocabulary
-from atom.entrypoints.openai.errors import ApiError
-from atom.entrypoints.openai.logprobs import CompletionLogprobs, chat_logprobs
-from atom.entrypoints.openai.options import OptionError
-from atom.entrypoints.openai.protocol import ChatPrompt
-from atom.entrypoints.openai.tokenization import MAX_INLINE_CHARACTERS, PromptEncoder
+from atom.entrypoints.openai.chat.logprobs import CompletionLogprobs, chat_logprobs
+from atom.entrypoints.openai.chat.protocol import ChatPrompt
+from atom.entrypoints.openai.chat.tokenization import MAX_INLINE_CHARACTERS, PromptEncoder
+from atom.entrypoints.openai.http.errors import ApiError
+from atom.entrypoints.openai.http.options import OptionError
 from atom.outputs import Logprob
+from atom.text.detokenizer import create_vocabulary
 
 
 @pytest.fixture

@@ -15,8 +15,8 @@ from scripted_server import ScriptedServer
 from server_process import ServerProcess
 from transformers import PreTrainedTokenizerFast
 
-from atom.entrypoints.openai.openapi import BODIES
-from atom.entrypoints.openai.options import ServerOptions
+from atom.entrypoints.openai.http.openapi import BODIES
+from atom.entrypoints.openai.http.options import ServerOptions
 
 # Random bodies ask for long answers and many of them; a real model would write for hours.
 LIMITS = {

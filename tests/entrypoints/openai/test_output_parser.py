@@ -22,10 +22,10 @@ from parser_texts import (
     stream,
 )
 
-from atom.entrypoints.openai.deltas import FunctionCall, ParsedMessage, ToolCall
-from atom.entrypoints.openai.output_parser import ChatOutputParser
-from atom.entrypoints.openai.reasoning import REASONING_PARSERS
-from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
+from atom.entrypoints.openai.chat.deltas import FunctionCall, ParsedMessage, ToolCall
+from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
+from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
+from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 
 FEW = settings(max_examples=12, deadline=None)
 SPELLED = pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from atom.entrypoints.openai.stats_log import describe
-from atom.model_engine.messages import EngineStats
-from atom.spec_decode.stats import SpecDecodeCounter, SpecDecodeStats
+from atom.entrypoints.openai.http.stats_log import describe
+from atom.messages import EngineStats
+from atom.stats import SpecDecodeCounter, SpecDecodeStats
 
 
 def test_an_interval_in_one_line() -> None:

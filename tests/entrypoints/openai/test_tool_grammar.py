@@ -11,13 +11,13 @@ from tokenizers import AddedToken
 from transformers import PreTrainedTokenizerFast
 
 from atom import StructuredOutput
-from atom.entrypoints.openai.output_parser import ChatOutputParser
-from atom.entrypoints.openai.tool_grammar import (
+from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
+from atom.entrypoints.openai.parsing.tool_grammar import (
     CALL_GRAMMARS,
     answer_or_calls,
     tool_call_grammar,
 )
-from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
+from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 from atom.structured_output.state import is_allowed
 from atom.structured_output.xgrammar_backend import XGrammarBackend
 

@@ -17,9 +17,9 @@ from parser_texts import SPELLINGS, Call, Part, Spelling, create_parser
 from scripted import ScriptWriter, write_models
 
 from atom.entrypoints.openai.app import create_app
-from atom.entrypoints.openai.metrics import ServerMetrics
-from atom.entrypoints.openai.options import ServerOptions
-from atom.entrypoints.openai.tool_parsers import TOOL_PARSERS
+from atom.entrypoints.openai.http.metrics import ServerMetrics
+from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 from atom.model_engine.arg_utils import EngineArgs
 from atom.model_engine.async_engine import AsyncEngine
 

@@ -12,7 +12,7 @@ import pytest
 from scripted_server import ScriptedServer
 from transformers import PreTrainedTokenizerFast
 
-from atom.entrypoints.openai.options import ServerOptions
+from atom.entrypoints.openai.http.options import ServerOptions
 
 # What the template is given, for tests to read back.
 TEMPLATE = (

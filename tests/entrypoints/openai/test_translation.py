@@ -16,10 +16,10 @@ from openai.lib.streaming.responses._responses import ResponseStreamState
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from atom.entrypoints.openai.errors import ApiError
-from atom.entrypoints.openai.generation import Usage
-from atom.entrypoints.openai.messages_events import MessageTranslation, tool_input
-from atom.entrypoints.openai.responses_events import ResponseTranslation
+from atom.entrypoints.openai.chat.generation import Usage
+from atom.entrypoints.openai.http.errors import ApiError
+from atom.entrypoints.openai.messages.events import MessageTranslation, tool_input
+from atom.entrypoints.openai.responses.events import ResponseTranslation
 from atom.entrypoints.openai.translation import Event, Translation
 from atom.outputs import RequestMetrics, RequestOutput
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from model_engine.test_capture_without_host import nothing_from_the_host
+from graphs.test_capture_without_host import nothing_from_the_host
 
 from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.kernels.aiter.entries import AITER

@@ -1,0 +1,102 @@
+"""The host-side data of one step: what the scheduler asks of the model runner.
+
+Tensors live in `atom.model_ops.metadata`; everything here is plain Python.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from atom.messages import TokenLogprobs
+from atom.sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class ScheduledSequence:
+    """One sequence's share of a step.
+
+    Attributes:
+        id: the sequence.
+        token_ids: the tokens to compute, at positions `start`, `start + 1`, ...
+        start: number of tokens already in the KV cache.
+        block_ids: the sequence's block table; it covers `start + len(token_ids)` tokens.
+        wants_sample: the last row's logits are sampled (false for a middle prefill chunk).
+        num_drafts: how many of the last `token_ids` are drafts to verify.
+        draft_source: who was asked for them, also when none came of it; None when nobody was.
+        successor_token: on a middle prefill chunk, the prompt token after the chunk (a drafter
+            pairs it with the last row); None otherwise.
+    """
+
+    id: str
+    token_ids: list[int]
+    start: int
+    block_ids: list[int]
+    wants_sample: bool
+    num_drafts: int = 0
+    draft_source: str | None = None
+    successor_token: int | None = None
+
+    @property
+    def draft_token_ids(self) -> list[int]:
+        return self.token_ids[len(self.token_ids) - self.num_drafts :]
+
+    @property
+    def context_len(self) -> int:
+        """Tokens in the KV cache once the step has run."""
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True)
+class NewSequence:
+    """What the runner must know of a sequence before its first step.
+
+    `prompt_token_ids` and `output_token_ids` are the tokens known when it is (re)scheduled.
+    """
+
+    id: str
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    params: SamplingParams
+    seed: int
+
+
+@dataclass(frozen=True)
+class ScheduledBatch:
+    """One step. `new` precede their first step; `finished_ids` may be forgotten before it."""
+
+    sequences: list[ScheduledSequence]
+    new: list[NewSequence]
+    finished_ids: list[str]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(s.token_ids) for s in self.sequences)
+
+
+@dataclass(frozen=True)
+class SequenceResult:
+    """What a step computed for one scheduled sequence.
+
+    Attributes:
+        token_ids: accepted and sampled tokens, in order; empty when nothing was sampled.
+        logprobs: one entry per token of `token_ids`, when asked for.
+        prompt_logprobs: one entry per prompt token predicted by this step's rows (row `start + i`
+            predicts prompt token `start + i + 1`), when asked for.
+        draft_token_ids: guesses for the next step.
+        draft_source: who was asked for them; None when nothing was sampled.
+        is_stuck: the sequence's grammar allows nothing after `token_ids`, which may be empty.
+    """
+
+    token_ids: list[int]
+    logprobs: list[TokenLogprobs] | None = None
+    prompt_logprobs: list[TokenLogprobs] | None = None
+    draft_token_ids: list[int] = field(default_factory=list)
+    draft_source: str | None = None
+    is_stuck: bool = False
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """Results in the order of `ScheduledBatch.sequences`."""
+
+    sequences: list[SequenceResult]

@@ -1,0 +1,146 @@
+"""`/v1/chat/completions`: messages through the template, and what comes back as choices."""
+
+from __future__ import annotations
+
+import time
+import uuid
+
+import msgspec
+
+from atom.entrypoints.openai.chat.constraint import constraint_names
+from atom.entrypoints.openai.chat.format import ChatFormat
+from atom.entrypoints.openai.chat.generation import Generation
+from atom.entrypoints.openai.chat.params import check_stream_fields, includes_usage, sampling_params
+from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest
+from atom.entrypoints.openai.chat.tokenization import Prompt, PromptEncoder
+from atom.entrypoints.openai.http.errors import bad_request
+from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
+from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
+from atom.entrypoints.openai.parsing.tool_choice import ToolUse, resolve_tool_use
+from atom.entrypoints.openai.parsing.tool_grammar import answer_or_calls, tool_call_grammar
+from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
+from atom.sampling_params import SamplingParams
+from atom.text.detokenizer import Vocabulary
+
+
+async def prepare_chat(
+    body: ChatCompletionRequest,
+    model: str,
+    encoder: PromptEncoder,
+    vocabulary: Vocabulary,
+    options: ServerOptions,
+) -> tuple[Generation, ChatFormat]:
+    """Render, tokenise and validate; returns what to ask of the engine and how to answer.
+
+    Raises:
+        ApiError: 400 for what cannot be generated as asked.
+    """
+    check_stream_fields(body)
+    field_names = {"prompt": "messages", "logprobs": "top_logprobs", **constraint_names(body)}
+    if body.max_completion_tokens is not None:
+        field_names["max_tokens"] = "max_completion_tokens"
+    use = resolve_tool_use(body, options)
+    params = _params(body, field_names, use, options)
+    prompt = await encoder.encode_chat(
+        body, add_special_tokens=bool(body.add_special_tokens), with_tools=use.mode != "none"
+    )
+    reasoning_end = _reasoning_end(body, prompt, options)
+    if use.parser is not None:
+        field_names.setdefault("structured_output", "tools")
+    generation = Generation(
+        id=f"chatcmpl-{uuid.uuid4().hex}",
+        model=model,
+        created=int(time.time()),
+        prompts=[prompt],
+        params=[_constrained(params, use, reasoning_end)],
+        priority=body.priority or 0,
+        cache_salt=body.cache_salt or "",
+        stream=bool(body.stream),
+        include_usage=includes_usage(body),
+        field_names=field_names,
+    )
+
+    def create_parser(index: int) -> ChatOutputParser:
+        salt = f"{generation.id}/{index}"
+        return ChatOutputParser(
+            use.parser,
+            options.reasoning_parser,
+            use.tools,
+            reasoning_end is not None,
+            id_salt=salt,
+        )
+
+    return generation, ChatFormat(body, vocabulary, create_parser)
+
+
+def _params(
+    body: ChatCompletionRequest,
+    field_names: dict[str, str],
+    use: ToolUse,
+    options: ServerOptions,
+) -> SamplingParams:
+    if body.top_logprobs is not None and not body.logprobs:
+        raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
+    newer, older = body.max_completion_tokens, body.max_tokens
+    if newer is not None and older is not None and newer != older:
+        raise bad_request(
+            f"max_completion_tokens ({newer}) and max_tokens ({older}) are one limit; send one",
+            "max_completion_tokens",
+        )
+    return sampling_params(
+        body,
+        field_names,
+        max_tokens=older if newer is None else newer,
+        logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+        kept_special_tokens=_markers(use.parser, options.reasoning_parser) or None,
+    )
+
+
+def _markers(tool_parser: str | None, reasoning_parser: str | None) -> list[str]:
+    """The parsers see these even where they are special tokens, and no other special token."""
+    markers: list[str] = []
+    if tool_parser is not None:
+        markers += TOOL_PARSERS[tool_parser].markers
+    if reasoning_parser is not None:
+        markers += REASONING_PARSERS[reasoning_parser].markers
+    return markers
+
+
+def _constrained(params: SamplingParams, use: ToolUse, reasoning_end: str | None) -> SamplingParams:
+    """The parameters with the grammar of the answer, which may be calls instead of content.
+
+    Args:
+        reasoning_end: the marker that ends the reasoning that the prompt opened.
+    """
+    wanted = params.structured_output
+    if use.parser is None:
+        if wanted is not None:
+            wanted = msgspec.structs.replace(wanted, starts_after=reasoning_end)
+    else:
+        call = (use.parser, use.tools)
+        try:
+            if use.mode == "auto" and wanted is not None:
+                wanted = answer_or_calls(wanted, *call, use.parallel, reasoning_end)
+            else:
+                # A forced call has no content that could obey a response format.
+                wanted = tool_call_grammar(*call, use.mode, use.parallel, reasoning_end)
+        except ValueError as error:
+            raise bad_request(str(error), "tools") from error
+    if wanted is not None and params.ignore_eos:
+        raise bad_request("ignore_eos cannot be combined with constrained calls", "ignore_eos")
+    return msgspec.structs.replace(params, structured_output=wanted)
+
+
+def _reasoning_end(
+    body: ChatCompletionRequest, prompt: Prompt, options: ServerOptions
+) -> str | None:
+    """The marker that ends the reasoning that the prompt opened; None when it opened none."""
+    if options.reasoning_parser is None or prompt.text is None:
+        return None
+    continued = ""
+    if body.continue_final_message:
+        last = body.messages[-1].content or ""
+        continued = last if isinstance(last, str) else "".join(part.text or "" for part in last)
+    reasoning = REASONING_PARSERS[options.reasoning_parser]
+    return reasoning.close if reasoning.is_open_after(prompt.text, continued) else None

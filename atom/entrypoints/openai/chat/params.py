@@ -1,0 +1,74 @@
+"""From a request's fields to what the engine takes: the only conversion there is."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from atom.entrypoints.openai.chat.constraint import constraint_of
+from atom.entrypoints.openai.chat.protocol import GenerationRequest
+from atom.entrypoints.openai.http.errors import bad_request, invalid_parameters
+from atom.sampling_params import SamplingParams
+
+# Named alike, and meaning the same, in requests and in `SamplingParams`.
+SHARED_FIELDS = frozenset(
+    {
+        "n",
+        "temperature",
+        "top_p",
+        "top_k",
+        "min_p",
+        "presence_penalty",
+        "frequency_penalty",
+        "repetition_penalty",
+        "logit_bias",
+        "seed",
+        "stop",
+        "stop_token_ids",
+        "include_stop_str_in_output",
+        "ignore_eos",
+        "min_tokens",
+        "prompt_logprobs",
+        "skip_special_tokens",
+    }
+)
+
+
+def sampling_params(
+    body: GenerationRequest,
+    field_names: Mapping[str, str],
+    *,
+    max_tokens: int | None,
+    **overrides: Any,
+) -> SamplingParams:
+    """The request's parameters.
+
+    Args:
+        field_names: the request's names of fields that `SamplingParams` calls otherwise.
+        max_tokens: None means up to the end of the context.
+        overrides: instead of the request's fields; None leaves the default.
+
+    Raises:
+        ApiError: 400 that names the impossible field.
+    """
+    constraint = constraint_of(body)
+    values = body.model_dump(include=set(SHARED_FIELDS - overrides.keys()), exclude_none=True)
+    values.update({name: value for name, value in overrides.items() if value is not None})
+    if constraint is not None:
+        values["structured_output"] = constraint.value
+    try:
+        return SamplingParams(max_tokens=max_tokens, **values)
+    except ValueError as error:
+        raise invalid_parameters(error, field_names) from None
+
+
+def check_stream_fields(body: GenerationRequest) -> None:
+    """Refuse what has a meaning only with, or only without, `stream`."""
+    if not body.stream and body.stream_options is not None:
+        raise bad_request("stream_options needs stream=true", "stream_options")
+    if body.stream and body.prompt_logprobs is not None:
+        raise bad_request("prompt_logprobs cannot be streamed", "prompt_logprobs")
+
+
+def includes_usage(body: GenerationRequest) -> bool:
+    return body.stream_options is not None and bool(body.stream_options.include_usage)

@@ -1,0 +1,289 @@
+"""Prompts of requests as token ids: plain text and rendered chat templates."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import json
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import jinja2
+
+from atom.entrypoints.openai.chat.protocol import ChatMessage, ChatPrompt
+from atom.entrypoints.openai.http.errors import ApiError, bad_request
+from atom.entrypoints.openai.http.options import OptionError
+
+Result = TypeVar("Result")
+
+# Shorter texts take about a millisecond, less than a visit to a thread is worth.
+MAX_INLINE_CHARACTERS = 4000
+
+CONTEXT_EXCEEDED = "context_length_exceeded"
+
+# Arguments of `apply_chat_template` that are not variables of the template.
+RESERVED_TEMPLATE_KWARGS = frozenset(
+    {
+        "add_generation_prompt",
+        "chat_template",
+        "continue_final_message",
+        "conversation",
+        "documents",
+        "max_length",
+        "messages",
+        "padding",
+        "return_assistant_tokens_mask",
+        "return_dict",
+        "return_tensors",
+        "sanitize_control_tokens",
+        "tokenize",
+        "tokenizer_kwargs",
+        "tools",
+        "truncation",
+    }
+)
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """Attributes:
+    text: what was tokenised; None when the client sent token ids.
+    """
+
+    token_ids: list[int]
+    text: str | None = None
+
+
+class PromptEncoder:
+    """Tokenises text and chats; long ones in a thread, so that the event loop goes on.
+
+    Raises:
+        OptionError: when `chat_template` is not a Jinja template.
+    """
+
+    def __init__(self, tokenizer: Any, max_model_len: int, chat_template: str | None) -> None:
+        self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
+        self._template = chat_template or _default_template(tokenizer)
+        # One thread: the tokenizer's settings are not meant to be changed from several.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
+        self._takes_arguments_as_text = self._probe_arguments()
+        self._max_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
+        if chat_template is not None:
+            self._check_syntax()
+
+    async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> Prompt:
+        """Tokenise `text`.
+
+        Raises:
+            ApiError: 400 when no tokenisation of so long a text fits the context; checked
+                first, since tokenising megabytes takes seconds and much memory.
+        """
+        self._check_length(len(text), param)
+        encode = functools.partial(self._encode, text, add_special_tokens)
+        return Prompt(await self._call(len(text), encode), text)
+
+    async def encode_chat(
+        self, chat: ChatPrompt, *, add_special_tokens: bool, with_tools: bool = True
+    ) -> Prompt:
+        """Render the chat template, then tokenise.
+
+        The template writes the special tokens itself, so none are added unless asked for.
+        Without `with_tools` the model is not told of the chat's tools.
+
+        Raises:
+            ApiError: 400 when there is no template or it does not accept the messages.
+        """
+        if not chat.messages:
+            raise bad_request("messages must hold at least one message", "messages")
+        if self._template is None:
+            raise bad_request(
+                "this model has no chat template; start the server with --chat-template FILE, "
+                "or use /v1/completions",
+                "messages",
+            )
+        if len(chat.messages) > self._max_model_len:
+            raise bad_request(
+                f"{len(chat.messages)} messages cannot fit a context of {self._max_model_len} "
+                f"tokens",
+                "messages",
+                CONTEXT_EXCEEDED,
+            )
+        messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
+        size = sum(len(message["content"]) for message in messages)
+        self._check_length(size, "messages")
+        tools = tool_dicts(chat) if with_tools else None
+        text = await self._call(size, functools.partial(self._render, messages, chat, tools))
+        return await self.encode(text, add_special_tokens=add_special_tokens, param="messages")
+
+    def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
+        text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return text
+
+    async def detokenize(self, token_ids: list[int]) -> str:
+        decode = functools.partial(self.decode, token_ids, skip_special_tokens=False)
+        return await self._call(len(token_ids), decode)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def _call(self, size: int, function: Callable[[], Result]) -> Result:
+        if size <= MAX_INLINE_CHARACTERS:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
+        token_ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, verbose=False
+        )
+        return token_ids
+
+    def _render(
+        self,
+        messages: list[dict[str, Any]],
+        chat: ChatPrompt,
+        tools: list[dict[str, Any]] | None,
+    ) -> str:
+        continues = bool(chat.continue_final_message)
+        opens = not continues if chat.add_generation_prompt is None else chat.add_generation_prompt
+        variables = dict(chat.chat_template_kwargs or {})
+        if chat.reasoning_effort is not None:
+            if "reasoning_effort" in variables:
+                raise bad_request(
+                    "reasoning_effort and chat_template_kwargs.reasoning_effort are one; send one",
+                    "reasoning_effort",
+                )
+            variables["reasoning_effort"] = chat.reasoning_effort
+        reserved = sorted(RESERVED_TEMPLATE_KWARGS & variables.keys())
+        if reserved:
+            raise bad_request(
+                f"chat_template_kwargs cannot set {', '.join(reserved)}", "chat_template_kwargs"
+            )
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                messages,
+                tools=tools,
+                chat_template=self._template,
+                add_generation_prompt=opens,
+                continue_final_message=continues,
+                tokenize=False,
+                **variables,
+            )
+        except Exception as error:  # a template is a program: anything can come out of it
+            raise bad_request(
+                f"the chat template does not accept these messages: {error}", "messages"
+            ) from error
+        return text
+
+    def _message(self, index: int, message: ChatMessage) -> dict[str, Any]:
+        """What templates expect: string contents, tool arguments as objects."""
+        where = f"messages[{index}]"
+        role: str = message.role
+        if role == "developer" and "developer" not in (self._template or ""):
+            role = "system"
+        rendered: dict[str, Any] = {"role": role, "content": _text(message, where)}
+        if message.reasoning_content is not None:
+            rendered["reasoning_content"] = message.reasoning_content
+        if message.name is not None:
+            rendered["name"] = message.name
+        if message.tool_call_id is not None:
+            rendered["tool_call_id"] = message.tool_call_id
+        if message.tool_calls:
+            rendered["tool_calls"] = [self._tool_call(call, where) for call in message.tool_calls]
+        return rendered
+
+    def _tool_call(self, call: dict[str, Any], where: str) -> dict[str, Any]:
+        """A call of the history, its arguments as the template wants them."""
+        function = call.get("function")
+        if not isinstance(function, dict):
+            raise bad_request(f"{where}.tool_calls need a 'function' object", where)
+        arguments = function.get("arguments")
+        if self._takes_arguments_as_text or not isinstance(arguments, str):
+            return call
+        try:
+            return {**call, "function": {**function, "arguments": json.loads(arguments)}}
+        except ValueError as error:
+            message = f"{where}.tool_calls: arguments are not JSON: {error}"
+            raise bad_request(message, where) from error
+
+    def _probe_arguments(self) -> bool:
+        """Whether the template writes a call's arguments as they are.
+
+        Then history reads as the model wrote it; other templates spell out an object.
+        """
+        text = '{"probe":  1}'
+        call = {"name": "probe", "arguments": text}
+        messages = [
+            {"role": "user", "content": "probe"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "functions.probe:0", "type": "function", "function": call}],
+            },
+        ]
+        if self._template is None:
+            return False
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                messages, chat_template=self._template, tokenize=False
+            )
+        except Exception:  # it refuses texts, or this chat
+            return False
+        return text in rendered
+
+    def _check_length(self, size: int, param: str) -> None:
+        if size > self._max_characters:
+            raise bad_request(
+                f"the prompt has {size} characters, more than the {self._max_characters} that "
+                f"the context of {self._max_model_len} tokens can hold",
+                param,
+                CONTEXT_EXCEEDED,
+            )
+
+    def _check_syntax(self) -> None:
+        try:
+            self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": ""}], chat_template=self._template, tokenize=False
+            )
+        except jinja2.TemplateSyntaxError as error:
+            raise OptionError(f"--chat-template, line {error.lineno}: {error}") from error
+        except Exception:
+            return  # the template may well refuse this particular chat
+
+
+def tool_dicts(chat: ChatPrompt) -> list[dict[str, Any]] | None:
+    """The chat's tools as templates and parsers take them; None without tools."""
+    return [tool.model_dump(exclude_none=True) for tool in chat.tools or ()] or None
+
+
+def _default_template(tokenizer: Any) -> str | None:
+    template = tokenizer.chat_template
+    return template.get("default") if isinstance(template, dict) else template
+
+
+def _text(message: ChatMessage, where: str) -> str:
+    """The message's text; parts follow one another with nothing between."""
+    if isinstance(message.content, str):
+        return message.content
+    if message.content is None:
+        if message.role == "assistant" and (message.tool_calls or message.reasoning_content):
+            return ""
+        raise bad_request(f"{where}.content is missing", f"{where}.content", "missing_field")
+    texts = []
+    for number, part in enumerate(message.content):
+        if part.type != "text":
+            raise _unsupported_part(f"{where}.content[{number}]", part.type)
+        if part.text is None:
+            raise bad_request(f"{where}.content[{number}].text is missing", f"{where}.content")
+        texts.append(part.text)
+    return "".join(texts)
+
+
+def _unsupported_part(where: str, kind: str) -> ApiError:
+    return bad_request(
+        f"{where} is of type {kind!r}, which this server does not support; only 'text' parts are",
+        where,
+        "unsupported_content",
+    )

@@ -1,0 +1,126 @@
+"""Request bodies: read within a limit, then validated with errors that name the field."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ValidationError
+from starlette.requests import Request
+
+from atom.entrypoints.openai.chat.protocol import UNSUPPORTED_CONTENT, UNSUPPORTED_FIELD
+from atom.entrypoints.openai.http.errors import ApiError, bad_request
+
+Body = TypeVar("Body", bound=BaseModel)
+
+# An oversized upload is read on and thrown away this far, so that a client that writes
+# before it reads gets the answer; past that the connection is simply closed.
+MAX_DISCARDED_BYTES = 64 * 2**20
+DISCARD_SECONDS = 5.0
+
+# Beyond this many, spelling the problems out costs more than it helps.
+MAX_PROBLEMS = 1000
+MAX_REPORTED_PROBLEMS = 3
+
+# What pydantic adds to a location to tell the members of a union apart.
+UNION_TAGS = frozenset({"str", "list[str]", "list[ContentPart]"})
+
+
+async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:
+    """Read and validate one JSON body.
+
+    Raises:
+        ApiError: 413 beyond `max_bytes`, 400 for what is not valid JSON or not the expected
+            shape, 415 for another content type.
+    """
+    data = await _read_bytes(request, max_bytes)
+    try:
+        body = model.model_validate_json(data)
+    except ValidationError as error:
+        raise describe(error) from None
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # Browsers send other types across origins without asking, past CORS.
+    if media_type != "application/json":
+        raise ApiError(
+            415,
+            f"the content type must be application/json, got {media_type or 'none'}",
+            code="unsupported_media_type",
+        )
+    return body
+
+
+async def _read_bytes(request: Request, max_bytes: int) -> bytes:
+    stream = request.stream()
+    declared = request.headers.get("content-length", "")
+    too_large = declared.isdigit() and int(declared) > max_bytes
+    chunks: list[bytes] = []
+    size = 0
+    while not too_large:
+        chunk = await anext(stream, None)
+        if chunk is None:
+            return b"".join(chunks)
+        size += len(chunk)
+        chunks.append(chunk)
+        too_large = size > max_bytes
+    chunks.clear()
+    if "expect" not in request.headers:
+        await _discard(stream)
+    raise ApiError(
+        413,
+        f"the request body is larger than the {max_bytes} bytes that this server takes",
+        code="request_too_large",
+    )
+
+
+async def _discard(stream: Any) -> None:
+    async def drain() -> None:
+        left = MAX_DISCARDED_BYTES
+        async for chunk in stream:
+            left -= len(chunk)
+            if left < 0:
+                return
+
+    try:
+        await asyncio.wait_for(drain(), DISCARD_SECONDS)
+    except asyncio.TimeoutError:
+        return
+
+
+def describe(error: ValidationError) -> ApiError:
+    """Say what is wrong with the first offending field."""
+    if error.error_count() > MAX_PROBLEMS:
+        return bad_request(f"the body has {error.error_count()} unknown or wrong fields")
+    problems = error.errors(include_url=False, include_input=False)
+    first = problems[0]
+    if first["type"] == "json_invalid":
+        return bad_request(f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+    if first["type"] == UNSUPPORTED_FIELD:
+        name = _path((*first["loc"], first["ctx"]["field"]))
+        return bad_request(f"{name} is not supported by this server", name, UNSUPPORTED_FIELD)
+    if first["type"] == UNSUPPORTED_CONTENT:
+        name = _path(first["loc"])
+        return bad_request(f"{name}: {first['msg']}", name, UNSUPPORTED_CONTENT)
+    if not first["loc"]:
+        return bad_request(f"the body must be a JSON object: {first['msg']}", code="invalid_type")
+    same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
+    unknown = next((problem for problem in same if problem["type"] == "extra_forbidden"), None)
+    if unknown is not None:
+        name = _path(unknown["loc"])
+        return bad_request(f"{name} is not a field that this server knows", name, "unknown_field")
+    if first["type"] == "missing":
+        name = _path(first["loc"])
+        return bad_request(f"{name} is missing", name, "missing_field")
+    said = dict.fromkeys(f"{_path(p['loc'])}: {p['msg']}" for p in same)
+    text = "; or ".join([*said][:MAX_REPORTED_PROBLEMS])
+    return bad_request(text, str(first["loc"][0]), "invalid_type")
+
+
+def _path(loc: tuple[int | str, ...]) -> str:
+    """`("messages", 0, "content", "str")` as `messages[0].content`."""
+    text = str(loc[0])
+    for part in loc[1:]:
+        if isinstance(part, int):
+            text += f"[{part}]"
+        elif part not in UNION_TAGS and not part.startswith("<"):
+            text += f".{part}"
+    return text

@@ -1,0 +1,120 @@
+"""Every error of the server in its API's shape, with the status that says whose fault it is."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+from starlette.responses import Response
+
+from atom.messages import EngineDeadError, RequestRefusedError
+from atom.model_engine.async_engine import EngineShuttingDownError, QueueFullError
+
+logger = logging.getLogger(__name__)
+
+# Seconds after which a client that met a full queue may try again.
+RETRY_AFTER_SECONDS = 1
+
+INVALID_REQUEST = "invalid_request_error"
+RATE_LIMIT = "rate_limit_error"
+SERVER_ERROR = "server_error"
+
+
+# Anthropic's `type` of each status; 400 and 500 stand for the others.
+ANTHROPIC_KINDS = {
+    400: INVALID_REQUEST,
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: RATE_LIMIT,
+    500: "api_error",
+}
+ANTHROPIC_PATHS = "/v1/messages"
+
+
+class ApiError(Exception):
+    """An answer other than success.
+
+    Attributes:
+        status: HTTP status.
+        kind: OpenAI's `type`.
+        param: the offending field of the request, where there is one.
+        code: a stable word that programs can compare.
+    """
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        kind: str = INVALID_REQUEST,
+        param: str | None = None,
+        code: str | None = None,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.kind = kind
+        self.param = param
+        self.code = code
+        self.headers = headers
+
+    def body(self) -> dict[str, Any]:
+        error = {
+            "message": self.message,
+            "type": self.kind,
+            "param": self.param,
+            "code": self.code,
+        }
+        return {"error": error}
+
+    def anthropic_body(self) -> dict[str, Any]:
+        kind = ANTHROPIC_KINDS.get(self.status, ANTHROPIC_KINDS[400 if self.status < 500 else 500])
+        return {"type": "error", "error": {"type": kind, "message": self.message}}
+
+    def response(self, path: str) -> Response:
+        """The answer in the shape of the API that `path` belongs to."""
+        is_anthropic = path.startswith(ANTHROPIC_PATHS)
+        body = self.anthropic_body() if is_anthropic else self.body()
+        return json_response(body, self.status, self.headers)
+
+
+def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+    return ApiError(400, message, param=param, code=code)
+
+
+def invalid_parameters(error: ValueError, field_names: Mapping[str, str]) -> ApiError:
+    """A `SamplingParams` that cannot be built; its messages begin with the field's name.
+
+    `field_names` are the request's own names of fields that are called otherwise there.
+    """
+    match = re.match(r"[a-z_]+", str(error))
+    name = match.group() if match else ""
+    return bad_request(str(error), field_names.get(name, name) or None)
+
+
+def as_api_error(error: BaseException) -> ApiError:
+    """The answer to an exception of the engine; the unforeseen is logged and a 500."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, RequestRefusedError):
+        return bad_request(str(error), error.param)
+    if isinstance(error, QueueFullError):
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return ApiError(429, str(error), kind=RATE_LIMIT, code="queue_full", headers=headers)
+    if isinstance(error, EngineDeadError):
+        shuts_down = isinstance(error, EngineShuttingDownError)
+        code = "shutting_down" if shuts_down else "engine_dead"
+        return ApiError(503, str(error), kind=SERVER_ERROR, code=code)
+    logger.error("a request failed unexpectedly", exc_info=error)
+    return ApiError(500, "internal server error; see the server's log", kind=SERVER_ERROR)
+
+
+def json_response(
+    content: Any, status: int = 200, headers: Mapping[str, str] | None = None
+) -> Response:
+    return Response(msgspec.json.encode(content), status, headers, "application/json")

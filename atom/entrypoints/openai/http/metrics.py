@@ -1,0 +1,184 @@
+"""Prometheus metrics of one server, all named `atom:...`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from atom.messages import EngineStats
+from atom.outputs import RequestMetrics
+from atom.stats import SpecDecodeStats
+
+FINISH_REASONS = ("stop", "length", "abort")
+
+# Seconds.
+_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0, 2.5, 10.0)
+_REQUEST_BUCKETS = (
+    *(0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 20.0, 40.0),
+    *(60.0, 120.0, 240.0, 480.0, 960.0),
+)
+
+
+class ServerMetrics:
+    """Watches requests as an `EngineObserver`, and joins the engine's own counts when read.
+
+    Every instance has a registry of its own.
+    """
+
+    def __init__(self) -> None:
+        self._registry = CollectorRegistry()
+        self._engine = _EngineCollector()
+        self._registry.register(self._engine)
+        self._finished = Counter(
+            "atom:requests_finished",
+            "Requests that ended, by reason.",
+            ["reason"],
+            registry=self._registry,
+        )
+        for reason in FINISH_REASONS:
+            self._finished.labels(reason)  # present from the start, at zero
+        self._time_to_first_token = self._histogram(
+            "time_to_first_token", "From arrival to the first token.", _REQUEST_BUCKETS
+        )
+        self._inter_token_latency = self._histogram(
+            "inter_token_latency",
+            "Between tokens of a sequence; tokens of one step share its time.",
+            _TOKEN_BUCKETS,
+        )
+        self._latency = self._histogram(
+            "e2e_request_latency", "From arrival to the end.", _REQUEST_BUCKETS
+        )
+        self._queue_time = self._histogram(
+            "request_queue_time", "From arrival to the first scheduling.", _REQUEST_BUCKETS
+        )
+
+    def expose(self, stats: EngineStats) -> tuple[bytes, str]:
+        """The metrics with the engine's latest state, and their content type."""
+        self._engine.stats = stats
+        return generate_latest(self._registry), CONTENT_TYPE_LATEST
+
+    def on_first_token(self, seconds: float) -> None:
+        self._time_to_first_token.observe(seconds)
+
+    def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
+        if seconds is None:
+            return
+        for _ in range(num_tokens):
+            self._inter_token_latency.observe(seconds / num_tokens)
+
+    def on_request_finished(
+        self,
+        metrics: RequestMetrics,
+        finish_reason: str,
+        num_prompt_tokens: int,
+        num_output_tokens: int,
+    ) -> None:
+        del num_prompt_tokens, num_output_tokens  # the engine counts tokens itself
+        self._finished.labels(finish_reason).inc()
+        arrived = metrics.arrival_time
+        if metrics.finished_time is not None:
+            self._latency.observe(metrics.finished_time - arrived)
+        if metrics.first_scheduled_time is not None:
+            self._queue_time.observe(metrics.first_scheduled_time - arrived)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(f"atom:{name}_seconds", text, buckets=buckets, registry=self._registry)
+
+
+class _EngineCollector(Collector):
+    """The engine's `EngineStats` as metrics; read when scraped, so steps cost nothing."""
+
+    def __init__(self) -> None:
+        self.stats = EngineStats()
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self.stats
+        gauges = (
+            ("num_requests_running", "Sequences in the running batch.", stats.num_running),
+            ("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting),
+            ("kv_cache_usage_ratio", "Share of KV blocks in use.", stats.kv_cache_usage),
+            ("kv_cache_blocks", "KV blocks there are.", stats.num_blocks),
+            ("kv_cache_used_blocks", "KV blocks that live sequences hold.", stats.num_used_blocks),
+        )
+        for name, text, value in gauges:
+            yield GaugeMetricFamily(f"atom:{name}", text, value=value)
+        yield _kv_cache_info(stats)
+        counters = (
+            ("prompt_tokens", "Prompt tokens of scheduled requests.", stats.num_prompt_tokens),
+            ("generation_tokens", "Tokens generated.", stats.num_generation_tokens),
+            ("preemptions", "Sequences preempted.", stats.num_preemptions),
+            (
+                "prefix_cache_queries",
+                "Prompt tokens looked up in the prefix cache.",
+                stats.prefix_cache_queries,
+            ),
+            (
+                "prefix_cache_hits",
+                "Prompt tokens found in the prefix cache.",
+                stats.prefix_cache_hits,
+            ),
+        )
+        for name, text, value in counters:
+            yield CounterMetricFamily(f"atom:{name}", text, value=value)
+        if stats.spec_decode is not None:
+            yield from _spec_decode_metrics(stats.spec_decode)
+
+
+def _kv_cache_info(stats: EngineStats) -> Metric:
+    """What the KV blocks are, as labels of a 1."""
+    labels = {"dtype": stats.kv_cache_dtype, "block_size": str(stats.block_size)}
+    family = GaugeMetricFamily(
+        "atom:kv_cache_info", "How KV blocks are stored, and their tokens.", labels=list(labels)
+    )
+    if stats.kv_cache_dtype:
+        family.add_metric(list(labels.values()), 1)
+    return family
+
+
+def _spec_decode_metrics(stats: SpecDecodeStats) -> Iterator[Metric]:
+    """Counted only where drafts were verified."""
+    counters = (
+        ("num_drafts", "Sequences' steps in which drafts were verified.", stats.num_drafts),
+        ("num_draft_tokens", "Drafts verified.", stats.num_draft_tokens),
+        ("num_accepted_tokens", "Drafts accepted.", stats.num_accepted_tokens),
+    )
+    for name, text, value in counters:
+        yield CounterMetricFamily(f"atom:spec_decode_{name}", text, value=value)
+    per_position = CounterMetricFamily(
+        "atom:spec_decode_num_accepted_tokens_per_pos",
+        "Drafts accepted, by their position in the step from 0.",
+        labels=["position"],
+    )
+    for position, count in enumerate(stats.accepted_per_position):
+        per_position.add_metric([str(position)], count)
+    yield per_position
+    yield from _by_source(stats.by_source)
+
+
+def _by_source(by_source: Mapping[str, SpecDecodeStats]) -> Iterator[Metric]:
+    """The same counts, told apart by who made the drafts."""
+    names = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    families = [
+        CounterMetricFamily(
+            f"atom:spec_decode_{name}_by_source",
+            f"As spec_decode_{name}, by who made the drafts.",
+            labels=["source"],
+        )
+        for name in names
+    ]
+    per_position = CounterMetricFamily(
+        "atom:spec_decode_num_accepted_tokens_per_pos_by_source",
+        "As spec_decode_num_accepted_tokens_per_pos, by who made the drafts.",
+        labels=["source", "position"],
+    )
+    for source, stats in by_source.items():
+        values = (stats.num_drafts, stats.num_draft_tokens, stats.num_accepted_tokens)
+        for family, value in zip(families, values, strict=True):
+            family.add_metric([source], value)
+        for position, count in enumerate(stats.accepted_per_position):
+            per_position.add_metric([source, str(position)], count)
+    yield from (*families, per_position)

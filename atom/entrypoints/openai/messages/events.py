@@ -1,0 +1,105 @@
+"""The answers of `/v1/messages`: chat's stream as content blocks and their events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from pydantic_core import from_json
+
+from atom.entrypoints.openai.chat.generation import Usage
+from atom.entrypoints.openai.http.errors import ApiError
+from atom.entrypoints.openai.translation import Block, Event, Translation
+
+STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
+
+
+class MessageTranslation(Translation):
+    """A message and its events (Anthropic's Messages API)."""
+
+    def __init__(self, message_id: str, model: str) -> None:
+        super().__init__()
+        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+        self._usage: dict[str, Any] = {}
+
+    def start(self, usage: Usage) -> list[Event]:
+        opening = {**_message_usage(usage), "output_tokens": 0}
+        unknown = {"stop_reason": None, "stop_sequence": None}
+        message: dict[str, Any] = {**self._head, "content": [], **unknown, "usage": opening}
+        return [{"type": "message_start", "message": message}]
+
+    def whole(self) -> dict[str, Any]:
+        content = [_content(block) for block in self.blocks]
+        return {**self._head, "content": content, **self._ending(), "usage": self._usage}
+
+    def fail(self, error: ApiError) -> list[Event]:
+        return [error.anthropic_body()]
+
+    def _finished(self, usage: Usage, num_reasoning_tokens: int) -> list[Event]:
+        del num_reasoning_tokens  # not told apart in this API
+        self._usage = _message_usage(usage)
+        delta = {"type": "message_delta", "delta": self._ending(), "usage": self._usage}
+        return [delta, {"type": "message_stop"}]
+
+    def _block_opened(self, block: Block) -> list[Event]:
+        return [
+            {
+                "type": "content_block_start",
+                "index": block.index,
+                "content_block": _content(block),
+            }
+        ]
+
+    def _block_grown(self, block: Block, piece: str, logprobs: list[dict[str, Any]]) -> list[Event]:
+        del logprobs  # this API has none
+        if block.kind == "call":
+            delta = {"type": "input_json_delta", "partial_json": piece}
+        elif block.kind == "reasoning":
+            delta = {"type": "thinking_delta", "thinking": piece}
+        else:
+            delta = {"type": "text_delta", "text": piece}
+        return [{"type": "content_block_delta", "index": block.index, "delta": delta}]
+
+    def _block_closed(self, block: Block) -> list[Event]:
+        return [{"type": "content_block_stop", "index": block.index}]
+
+    def _ending(self) -> dict[str, Any]:
+        reason = self.finish_reason or "stop"
+        if reason == "stop" and isinstance(self.stop_reason, str):
+            return {"stop_reason": "stop_sequence", "stop_sequence": self.stop_reason}
+        return {"stop_reason": STOP_REASONS.get(reason, "end_turn"), "stop_sequence": None}
+
+
+def _content(block: Block) -> dict[str, Any]:
+    if block.kind == "call":
+        head = {"type": "tool_use", "id": block.call_id, "name": block.name}
+        return {**head, "input": tool_input(block.text)}
+    if block.kind == "reasoning":
+        return {"type": "thinking", "thinking": block.text, "signature": ""}
+    return {"type": "text", "text": block.text}
+
+
+def tool_input(arguments: str) -> dict[str, Any]:
+    """The object that `arguments` hold, which must be one in this API.
+
+    Arguments that were cut give what is complete of them, as clients of streams reassemble
+    it. What is no JSON object comes under the key `INVALID_JSON`, verbatim.
+    """
+    if not arguments:
+        return {}
+    try:
+        value = from_json(arguments, allow_partial=True)
+    except ValueError:
+        value = None
+    return value if isinstance(value, dict) else {"INVALID_JSON": arguments}
+
+
+def _message_usage(usage: Usage) -> dict[str, Any]:
+    """Here `input_tokens` are those that no cache served."""
+    counts = usage.as_dict()
+    cached = counts["prompt_tokens_details"]["cached_tokens"]
+    return {
+        "input_tokens": counts["prompt_tokens"] - cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": cached,
+        "output_tokens": counts["completion_tokens"],
+    }

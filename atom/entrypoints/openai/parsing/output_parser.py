@@ -1,0 +1,122 @@
+"""From an answer's text to content, reasoning and tool calls."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar
+
+from atom.entrypoints.openai.chat.deltas import ChatDelta, DeltaWriter, ParsedMessage
+from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
+from atom.entrypoints.openai.parsing.text_stream import Markers, Steps, TextStream
+from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
+
+Format = TypeVar("Format")
+
+
+class ChatOutputParser:
+    """Reads one answer, in pieces or whole; what comes out depends on the text alone.
+
+    Text is held back only while it may still become a marker. No marker of the formats is
+    ever part of what comes out: one that makes no sense where it stands is left out.
+
+    Args:
+        tool_parser: the name of a format in `TOOL_PARSERS`; without one calls are content.
+        reasoning_parser: a name in `REASONING_PARSERS`; without one reasoning is content.
+        tools: the request's tools in OpenAI's shape.
+        starts_in_reasoning: the prompt ended within reasoning.
+        id_salt: makes ids of calls unique among answers, for formats that bring none.
+
+    Attributes:
+        finish_reason: None until `finish`.
+
+    Raises:
+        ValueError: for a format that does not exist.
+    """
+
+    def __init__(
+        self,
+        tool_parser: str | None,
+        reasoning_parser: str | None,
+        tools: Sequence[Mapping[str, Any]] | None,
+        starts_in_reasoning: bool,
+        *,
+        id_salt: str = "",
+    ) -> None:
+        self._arguments = (tool_parser, reasoning_parser, tools, starts_in_reasoning, id_salt)
+        self.finish_reason: str | None = None
+        self._text = TextStream()
+        self._out = DeltaWriter(id_salt)
+        self._reasoning = (
+            None
+            if reasoning_parser is None
+            else _look_up(REASONING_PARSERS, reasoning_parser, "reasoning")
+        )
+        foreign = () if self._reasoning is None else self._reasoning.markers
+        self._tools = None
+        if tool_parser is not None:
+            names = frozenset(str(tool["function"]["name"]) for tool in tools or ())
+            self._tools = _look_up(TOOL_PARSERS, tool_parser, "tool")(foreign, names)
+        self._markers = Markers(foreign) if self._tools is None else self._tools.all
+        self._opening: frozenset[str] = frozenset() if self._tools is None else self._tools.opening
+        self._steps = self._read(starts_in_reasoning)
+
+    def feed(self, text: str) -> list[ChatDelta]:
+        """Take the next piece of the text; returns what is certain now."""
+        if self.finish_reason is not None:
+            raise ValueError("the answer is finished")
+        if text:
+            self._text.push(text)
+            next(self._steps, None)
+        return self._out.take()
+
+    def finish(self, reason: str) -> list[ChatDelta]:
+        """Say that nothing follows, and the engine's reason; returns the rest."""
+        self._text.end()
+        next(self._steps, None)
+        self._out.finish()
+        made_calls = self._out.num_calls > 0
+        self.finish_reason = "tool_calls" if made_calls and reason == "stop" else reason
+        return self._out.take()
+
+    def parse_complete(self, text: str, reason: str) -> ParsedMessage:
+        """A whole answer, as if it had been streamed; this parser's own state stays out of it."""
+        tool_parser, reasoning_parser, tools, starts_in_reasoning, id_salt = self._arguments
+        parser = ChatOutputParser(
+            tool_parser, reasoning_parser, tools, starts_in_reasoning, id_salt=id_salt
+        )
+        return ParsedMessage.of([*parser.feed(text), *parser.finish(reason)])
+
+    def _read(self, starts_in_reasoning: bool) -> Steps[None]:
+        reasoning, tools, text, out = self._reasoning, self._tools, self._text, self._out
+        # The last marker; "" where content goes on without one, None at the end of the text.
+        marker: str | None = ""
+        if starts_in_reasoning and reasoning is not None:
+            marker = reasoning.open
+        is_start = True
+        while marker is not None:
+            if reasoning is not None and marker == reasoning.open:
+                marker = yield from self._read_reasoning(reasoning.close)
+                is_start = True
+            elif tools is not None and marker in tools.opening:
+                marker = (yield from tools.read(marker, text, out)) or ""
+                is_start = False
+            else:
+                if marker:
+                    out.marker()
+                if is_start and tools is not None:
+                    yield from tools.begin(text, out)
+                is_start = False
+                marker = yield from text.until(self._markers, out.content)
+
+    def _read_reasoning(self, close: str) -> Steps[str | None]:
+        """Read to the marker that ends reasoning, and return it."""
+        while True:
+            marker = yield from self._text.until(self._markers, self._out.reasoning)
+            if marker is None or marker == close or marker in self._opening:
+                return marker
+
+
+def _look_up(formats: Mapping[str, Format], name: str, kind: str) -> Format:
+    if name not in formats:
+        raise ValueError(f"no {kind} parser is called {name!r}; there are {', '.join(formats)}")
+    return formats[name]

@@ -1,0 +1,239 @@
+"""Grammars of tool calls: what a model may write so that its calls can be read.
+
+Markers are written as such: a grammar names the vocabulary's token where there is one, and then
+nothing else can spell a marker. So a call's JSON is only ever invalid when it was cut.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS, deepseek_v3, hermes, kimi_k2
+from atom.structured_output.json_schema import check_schema, is_enforceable
+from atom.structured_output.params import StructuredOutput
+from atom.structured_output.tags import (
+    ANY_OBJECT,
+    Format,
+    after,
+    as_format,
+    json_document,
+    literal,
+    one_of,
+    sequence,
+    token,
+)
+
+Tool = Mapping[str, Any]
+
+_NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
+
+
+@dataclass(frozen=True)
+class CallGrammar:
+    """How a format writes calls.
+
+    Attributes:
+        call: (name, format of the arguments) -> one call.
+        separator: what stands between two calls.
+        section: the markers around all calls of an answer; None where there are none.
+        forbidden: what no string of the arguments may hold, since the reader would take it for
+            a marker. Empty for formats whose reader knows where strings of JSON end.
+    """
+
+    call: Callable[[str, Format], Format]
+    separator: str
+    section: tuple[str, str] | None
+    forbidden: tuple[str, ...] = ()
+
+
+def _tag(begin: str, content: Format, end: str) -> Format:
+    return {"type": "tag", "begin": token(begin), "content": content, "end": token(end)}
+
+
+def _kimi_k2(name: str, arguments: Format) -> Format:
+    number = {"type": "regex", "pattern": "[0-9]{1,6}"}
+    head = sequence(literal(f"functions.{name}:"), number, token(kimi_k2.ARGUMENT_BEGIN))
+    return _tag(kimi_k2.CALL_BEGIN, sequence(head, arguments), kimi_k2.CALL_END)
+
+
+def _deepseek_v3(name: str, arguments: Format) -> Format:
+    separator = token(deepseek_v3.SEPARATOR)
+    head = sequence(literal("function"), separator, literal(f"{name}\n```json\n"))
+    content = sequence(head, arguments, literal("\n```"))
+    return _tag(deepseek_v3.CALL_BEGIN, content, deepseek_v3.CALL_END)
+
+
+def _hermes(name: str, arguments: Format) -> Format:
+    head = literal(f'\n{{"name": {json.dumps(name)}, "arguments": ')
+    return _tag(hermes.OPEN, sequence(head, arguments, literal("}\n")), hermes.CLOSE)
+
+
+def _llama3_json(name: str, arguments: Format) -> Format:
+    head = literal(f'{{"name": {json.dumps(name)}, "parameters": ')
+    return sequence(head, arguments, literal("}"))
+
+
+CALL_GRAMMARS: dict[str, CallGrammar] = {
+    "kimi_k2": CallGrammar(
+        _kimi_k2,
+        separator="",
+        section=(kimi_k2.SECTION_BEGIN[0], kimi_k2.SECTION_END[0]),
+        forbidden=("<|tool_call",),
+    ),
+    "deepseek_v3": CallGrammar(
+        _deepseek_v3,
+        separator="\n",
+        section=deepseek_v3.SECTION,
+        forbidden=("<｜tool",),
+    ),
+    "hermes": CallGrammar(_hermes, separator="\n", section=None),
+    "llama3_json": CallGrammar(_llama3_json, separator="; ", section=None),
+}
+
+
+def tool_call_grammar(
+    parser_name: str,
+    tools: Sequence[Tool],
+    tool_choice: str | Mapping[str, Any],
+    parallel_tool_calls: bool = True,
+    starts_after: str | None = None,
+) -> StructuredOutput | None:
+    """The grammar that a request's tools and their choice ask for.
+
+    Args:
+        parser_name: the format of the calls, as in `TOOL_PARSERS`.
+        tools: in OpenAI's shape. With `strict` their arguments obey the schema in every mode;
+            without it in the modes that force a call, if the schema can be enforced.
+        tool_choice: `none`, `auto`, `required`, `named` (of the one tool given), or OpenAI's
+            object that names a function. A named function is called exactly once.
+        starts_after: the marker that ends the reasoning in which the answer begins.
+
+    Returns:
+        None when the model is free: for `none`, and for `auto` with parallel calls and no strict
+        tool.
+
+    Raises:
+        ValueError: for a format without a grammar, a tool that is not there, or a strict schema
+            that cannot be enforced.
+    """
+    if tool_choice == "none" or not tools:
+        return None
+    if isinstance(tool_choice, Mapping):
+        name = tool_choice["function"]["name"]
+        tools = [tool for tool in tools if tool["function"]["name"] == name]
+        if not tools:
+            raise ValueError(f"tool_choice names {name!r}, which is not among the tools")
+        tool_choice = "named"
+    is_strict = any(tool["function"].get("strict") for tool in tools)
+    if tool_choice == "auto" and parallel_tool_calls and not is_strict:
+        return None
+    grammar = CALL_GRAMMARS.get(parser_name)
+    if grammar is None:
+        raise ValueError(
+            f"the tool format {parser_name!r} has no grammar; there are {', '.join(CALL_GRAMMARS)}"
+        )
+    calls = [_call(grammar, i, tool, tool_choice != "auto") for i, tool in enumerate(tools)]
+    repeats = parallel_tool_calls and tool_choice != "named"
+    if tool_choice == "auto":
+        opening = TOOL_PARSERS[parser_name].opening
+        format = _optional_calls(grammar, calls, repeats, opening)
+        is_free = format["type"] == "token_triggered_tags"  # reasoning is free text too
+        return _tagged(parser_name, format, None if is_free else starts_after)
+    return _tagged(parser_name, _calls(grammar, calls, repeats), starts_after)
+
+
+def answer_or_calls(
+    answer: StructuredOutput,
+    parser_name: str,
+    tools: Sequence[Tool],
+    parallel_tool_calls: bool = True,
+    starts_after: str | None = None,
+) -> StructuredOutput:
+    """Either a text under `answer`, or calls: `auto` beside a response format.
+
+    Raises:
+        ValueError: as `tool_call_grammar`.
+    """
+    calls = tool_call_grammar(parser_name, tools, "required", parallel_tool_calls)
+    assert calls is not None
+    either = one_of([as_format(answer), as_format(calls)])
+    return _tagged(parser_name, either, starts_after)
+
+
+def _tagged(parser_name: str, format: Format, starts_after: str | None) -> StructuredOutput:
+    """The format, behind reasoning in which nothing opens as a call."""
+    if starts_after is not None:
+        format = after(starts_after, format, sorted(TOOL_PARSERS[parser_name].opening))
+    return StructuredOutput.structural_tag(format)
+
+
+def _call(grammar: CallGrammar, index: int, tool: Tool, is_forced: bool) -> Format:
+    function = tool["function"]
+    schema = function.get("parameters")
+    if function.get("strict"):
+        schema = _NO_PARAMETERS if schema is None else schema or ANY_OBJECT
+        try:
+            check_schema(schema)
+        except ValueError as error:
+            raise ValueError(f"tools[{index}].function.parameters: {error}") from error
+    elif not is_forced or not schema or not is_enforceable(schema):
+        schema = ANY_OBJECT
+    return grammar.call(function["name"], _arguments(schema, grammar.forbidden))
+
+
+def _arguments(schema: Mapping[str, Any], forbidden: Sequence[str]) -> Format:
+    # With exclusions xgrammar does not count the length of strings.
+    if not forbidden or _mentions(schema, {"minLength", "maxLength"}):
+        return json_document(schema)
+    return {**json_document(schema), "excludes": list(forbidden)}
+
+
+def _mentions(schema: Mapping[str, Any], names: set[str]) -> bool:
+    pending: list[Any] = [schema]
+    while pending:
+        part = pending.pop()
+        if isinstance(part, Mapping):
+            if names & part.keys():
+                return True
+            pending += part.values()
+        elif isinstance(part, list):
+            pending += part
+    return False
+
+
+def _calls(grammar: CallGrammar, calls: list[Format], repeats: bool) -> Format:
+    """One call or more, in their section."""
+    call = one_of(calls)
+    several = call
+    if repeats:
+        more = sequence(literal(grammar.separator), call) if grammar.separator else call
+        several = sequence(call, {"type": "star", "content": more})
+    if grammar.section is None:
+        return several
+    return _tag(grammar.section[0], several, grammar.section[1])
+
+
+def _optional_calls(
+    grammar: CallGrammar, calls: list[Format], repeats: bool, opening: frozenset[str]
+) -> Format:
+    """Free text, in which whatever opens as a call is one."""
+    if grammar.section is not None:
+        trigger, tags = grammar.section[0], [_calls(grammar, calls, repeats)]
+    elif all(call["type"] == "tag" for call in calls):
+        trigger = calls[0]["begin"]["token"]
+        contents = one_of([call["content"] for call in calls])
+        tags = [_tag(trigger, contents, calls[0]["end"]["token"])]
+    else:
+        # Only an answer that begins with a brace is a call.
+        text = {"type": "regex", "pattern": r"\s*([^\s{][\s\S]*)?"}
+        return one_of([_calls(grammar, calls, repeats), text])
+    return {
+        "type": "token_triggered_tags",
+        "trigger_tokens": [trigger],
+        "tags": tags,
+        "exclude_tokens": sorted(opening - {trigger}),
+        "stop_after_first": not repeats,
+    }

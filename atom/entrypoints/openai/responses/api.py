@@ -1,0 +1,202 @@
+"""`/v1/responses` (OpenAI's Responses API) as a chat: the request's translation."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterable
+from typing import Any
+
+from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest, SamplingFields
+from atom.entrypoints.openai.http.errors import bad_request
+from atom.entrypoints.openai.responses.protocol import (
+    AllowedTools,
+    FunctionCall,
+    FunctionCallOutput,
+    FunctionTool,
+    InputItem,
+    InputMessage,
+    InputText,
+    ReasoningItem,
+    ResponsesRequest,
+    ToolChoice,
+    ToolReference,
+)
+from atom.entrypoints.openai.translation import translate_request
+
+LOGPROBS = "message.output_text.logprobs"
+
+# The names in this API of chat's fields.
+FIELD_NAMES = {
+    "messages": "input",
+    "max_completion_tokens": "max_output_tokens",
+    "response_format": "text.format",
+    "reasoning_effort": "reasoning.effort",
+    "logprobs": "include",
+}
+
+
+def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
+    """The chat that the request stands for.
+
+    Raises:
+        ApiError: 400 for what no chat can do.
+    """
+    fields = body.model_dump(include=set(SamplingFields.model_fields), exclude_none=True)
+    optional = {
+        "max_completion_tokens": body.max_output_tokens,
+        "stream": body.stream,
+        "parallel_tool_calls": body.parallel_tool_calls,
+        "chat_template_kwargs": body.chat_template_kwargs,
+        "reasoning_effort": None if body.reasoning is None else body.reasoning.effort,
+        "response_format": _response_format(body),
+        **_tools(body),
+        **_logprobs(body),
+    }
+    fields |= {name: value for name, value in optional.items() if value is not None}
+    fields["messages"] = _messages(body)
+    return translate_request(ChatCompletionRequest, fields, FIELD_NAMES)
+
+
+def response_fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
+    """What a response says besides its status, output and usage: the request and defaults."""
+    effort = None if body.reasoning is None else body.reasoning.effort
+    text_format = body.text.format if body.text is not None else None
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "model": model,
+        "background": False,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": body.max_tool_calls,
+        "metadata": body.metadata or {},
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": None,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": False,
+        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "text": {"format": text_format or {"type": "text"}, "verbosity": "medium"},
+        "tool_choice": _echoed_choice(body.tool_choice),
+        "tools": [_echoed(tool) for tool in body.tools or ()],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "truncation": "disabled",
+        "user": body.user,
+    }
+
+
+def _echoed(tool: FunctionTool) -> dict[str, Any]:
+    names = ("type", "name", "description", "parameters", "strict")
+    return tool.model_dump(include=set(names))
+
+
+def _echoed_choice(choice: ToolChoice | None) -> str | dict[str, Any]:
+    if choice is None:
+        return "auto"
+    return choice if isinstance(choice, str) else choice.model_dump()
+
+
+def _response_format(body: ResponsesRequest) -> dict[str, Any] | None:
+    """Chat has the fields of a schema one level deeper."""
+    given = body.text.format if body.text is not None else None
+    if given is None or given.get("type") != "json_schema":
+        return given
+    schema = {name: value for name, value in given.items() if name != "type"}
+    return {"type": "json_schema", "json_schema": schema}
+
+
+def _logprobs(body: ResponsesRequest) -> dict[str, Any]:
+    if LOGPROBS in (body.include or ()):
+        return {"logprobs": True, "top_logprobs": body.top_logprobs}
+    if body.top_logprobs:
+        raise bad_request(f'top_logprobs needs include=["{LOGPROBS}"]', "top_logprobs")
+    return {}
+
+
+def _tools(body: ResponsesRequest) -> dict[str, Any]:
+    tools = body.tools or []
+    choice: str | dict[str, Any] | None
+    if isinstance(body.tool_choice, AllowedTools):
+        tools = _allowed(tools, body.tool_choice.tools)
+        choice = body.tool_choice.mode
+    elif isinstance(body.tool_choice, ToolReference):
+        choice = {"type": "function", "function": {"name": body.tool_choice.name}}
+    else:
+        choice = body.tool_choice
+    if not tools:
+        # "auto" among no tools is what happens anyway.
+        return {"tool_choice": None if choice == "auto" else choice}
+    return {"tools": [_tool(tool) for tool in tools], "tool_choice": choice}
+
+
+def _allowed(tools: list[FunctionTool], references: list[ToolReference]) -> list[FunctionTool]:
+    wanted = {reference.name for reference in references}
+    missing = sorted(wanted - {tool.name for tool in tools})
+    if missing:
+        raise bad_request(f"tool_choice allows unknown tools: {', '.join(missing)}", "tool_choice")
+    return [tool for tool in tools if tool.name in wanted]
+
+
+def _tool(tool: FunctionTool) -> dict[str, Any]:
+    names = {"name", "description", "parameters", "strict"}
+    return {"type": "function", "function": tool.model_dump(include=names, exclude_none=True)}
+
+
+def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
+    """Messages of the items; the reasoning, text and calls of one turn become one message."""
+    messages: list[dict[str, Any]] = []
+    if body.instructions is not None:
+        messages.append({"role": "system", "content": body.instructions})
+    if isinstance(body.input, str):
+        return [*messages, {"role": "user", "content": body.input}]
+    for item in body.input:
+        if isinstance(item, ReasoningItem) and not item.content:
+            continue
+        message = _message(item)
+        if messages and _continues(messages[-1], message):
+            _join(messages[-1], message)
+        else:
+            messages.append(message)
+    for message in messages:
+        if message["role"] == "assistant":
+            message.setdefault("content", None if "tool_calls" in message else "")
+    return messages
+
+
+def _message(item: InputItem) -> dict[str, Any]:
+    if isinstance(item, InputMessage):
+        return {"role": item.role, "content": _text(item.content)}
+    if isinstance(item, FunctionCallOutput):
+        output = {"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)}
+        return output if item.name is None else {**output, "name": item.name}
+    if isinstance(item, FunctionCall):
+        function = {"name": item.name, "arguments": item.arguments}
+        call = {"id": item.call_id, "type": "function", "function": function}
+        return {"role": "assistant", "tool_calls": [call]}
+    assert isinstance(item, ReasoningItem)
+    text = "".join(part.text for part in item.content or ())
+    return {"role": "assistant", "reasoning_content": text}
+
+
+def _continues(before: dict[str, Any], message: dict[str, Any]) -> bool:
+    """Whether both are of one turn: reasoning, then text, then calls and what comes with them."""
+    if before["role"] != "assistant" or message["role"] != "assistant":
+        return False
+    return "tool_calls" in before or "tool_calls" in message or "content" not in before
+
+
+def _join(before: dict[str, Any], message: dict[str, Any]) -> None:
+    for name, value in message.items():
+        if name != "role":
+            before[name] = before[name] + value if name in before else value
+
+
+def _text(content: str | Iterable[InputText]) -> str:
+    return content if isinstance(content, str) else "".join(part.text for part in content)

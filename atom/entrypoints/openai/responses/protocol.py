@@ -1,0 +1,266 @@
+"""The body of `POST /v1/responses`.
+
+The server keeps nothing between requests, so what refers to kept things is refused; a response
+says `store: false`, also when the request leaves `store` out.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from atom.entrypoints.openai.chat.protocol import (
+    UNSUPPORTED_CONTENT,
+    ApiModel,
+    SamplingFields,
+    kind_of,
+    list_or_string,
+)
+
+ItemStatus = Literal["in_progress", "completed", "incomplete"]
+
+
+class InputText(ApiModel):
+    """Text of a message or of a function's output."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "annotations": ([],),
+        "prompt_cache_breakpoint": (),
+    }
+
+    type: Literal["input_text", "output_text"]
+    text: str
+    annotations: Any = None
+    logprobs: Any = None  # harmless: what an answer said of its tokens
+    prompt_cache_breakpoint: Any = None
+
+
+class ReasoningText(ApiModel):
+    type: Literal["reasoning_text"]
+    text: str
+
+
+TextPart = Annotated[
+    Annotated[InputText, Tag("<input_text>")] | Annotated[InputText, Tag("<output_text>")],
+    Discriminator(
+        kind_of("<input_text>"),
+        custom_error_type=UNSUPPORTED_CONTENT,
+        custom_error_message="only parts of type input_text and output_text are supported",
+    ),
+]
+Texts = Annotated[list[TextPart], Field(fail_fast=True)]
+Content = Annotated[
+    Annotated[str, Tag("<string>")] | Annotated[Texts, Tag("<list>")],
+    Discriminator(list_or_string),
+]
+
+
+class InputMessage(ApiModel):
+    type: Literal["message"] = "message"
+    role: Literal["user", "assistant", "system", "developer"]
+    content: Content
+    id: str | None = None
+    status: ItemStatus | None = None
+    phase: str | None = None  # harmless: a label
+
+
+class FunctionCall(ApiModel):
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "async_": (False,),
+        "caller": ({"type": "direct"},),
+        "namespace": (),
+    }
+
+    type: Literal["function_call"]
+    call_id: str
+    name: str
+    arguments: str
+    id: str | None = None
+    status: ItemStatus | None = None
+    async_: Any = Field(None, alias="async")
+    caller: Any = None
+    namespace: Any = None
+
+
+class FunctionCallOutput(ApiModel):
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "caller": ({"type": "direct"},),
+        "namespace": (),
+    }
+
+    type: Literal["function_call_output"]
+    call_id: str
+    output: Content
+    id: str | None = None
+    name: str | None = None
+    status: ItemStatus | None = None
+    caller: Any = None
+    namespace: Any = None
+
+
+class ReasoningItem(ApiModel):
+    """Its text is in plain; a summary alone says too little, and nothing here is encrypted."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"summary": ([],), "encrypted_content": ()}
+
+    type: Literal["reasoning"]
+    content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None
+    summary: Any = None
+    encrypted_content: Any = None
+    id: str | None = None
+    status: ItemStatus | None = None
+
+
+InputItem = Annotated[
+    Annotated[InputMessage, Tag("<message>")]
+    | Annotated[FunctionCall, Tag("<function_call>")]
+    | Annotated[FunctionCallOutput, Tag("<function_call_output>")]
+    | Annotated[ReasoningItem, Tag("<reasoning>")],
+    Discriminator(
+        kind_of("<message>"),
+        custom_error_type=UNSUPPORTED_CONTENT,
+        custom_error_message="only items of type message, function_call, function_call_output and "
+        "reasoning are supported",
+    ),
+]
+Items = Annotated[list[InputItem], Field(fail_fast=True)]
+
+
+class FunctionTool(ApiModel):
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "allowed_callers": (["direct"],),
+        "async_": (False,),
+        "defer_loading": (False,),
+        "output_schema": (),
+    }
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+    allowed_callers: Any = None
+    async_: Any = Field(None, alias="async")
+    defer_loading: Any = None
+    output_schema: Any = None
+
+
+class ToolReference(ApiModel):
+    type: Literal["function"]
+    name: str
+
+
+class AllowedTools(ApiModel):
+    """The tools of the request that may be called; the model sees no others."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: Annotated[list[ToolReference], Field(fail_fast=True, min_length=1)]
+
+
+ToolChoice = Annotated[
+    Annotated[Literal["none", "auto", "required"], Tag("<string>")]
+    | Annotated[ToolReference, Tag("<function>")]
+    | Annotated[AllowedTools, Tag("<allowed_tools>")],
+    Discriminator(
+        kind_of("<string>"),
+        custom_error_type=UNSUPPORTED_CONTENT,
+        custom_error_message="only 'none', 'auto', 'required' and choices of type function and "
+        "allowed_tools are supported",
+    ),
+]
+
+
+class ReasoningConfig(ApiModel):
+    """`summary: auto` leaves it to the server, which makes none."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "summary": ("auto",),
+        "generate_summary": ("auto",),
+        "context": ("auto",),
+        "mode": ("standard",),
+    }
+
+    effort: str | None = None
+    summary: Any = None
+    generate_summary: Any = None
+    context: Any = None
+    mode: Any = None
+
+
+class TextConfig(ApiModel):
+    """`format` is checked where chat's `response_format` is."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"verbosity": ("medium",)}
+
+    format: dict[str, Any] | None = None
+    verbosity: Any = None
+
+
+class StreamConfig(ApiModel):
+    include_obfuscation: bool | None = None  # harmless
+
+
+class ResponsesRequest(SamplingFields):
+    """`POST /v1/responses`."""
+
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "access_programs": (),
+        "background": (False,),
+        "context_management": ([],),
+        "conversation": (),
+        "image": (),
+        "moderation": (),
+        "previous_response_id": (),
+        "prompt": (),
+        "prompt_cache_options": (),
+        "store": (False,),
+        "truncation": ("disabled",),
+    }
+
+    model: str | None = None
+    input: Annotated[
+        Annotated[str, Tag("<string>")] | Annotated[Items, Tag("<list>")],
+        Discriminator(list_or_string),
+    ]
+    instructions: str | None = None
+    max_output_tokens: int | None = None
+    stream: bool | None = None
+    stream_options: StreamConfig | None = None
+    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning: ReasoningConfig | None = None
+    text: TextConfig | None = None
+    top_logprobs: int | None = None
+    include: (
+        Annotated[
+            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
+            Field(fail_fast=True),
+        ]
+        | None
+    ) = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    # Harmless; `metadata` and the like come back in the response. There are no built-in tools
+    # whose calls `max_tool_calls` could count.
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    service_tier: str | None = None
+    max_tool_calls: int | None = None
+
+    access_programs: Any = None
+    background: Any = None
+    context_management: Any = None
+    conversation: Any = None
+    image: Any = None
+    moderation: Any = None
+    previous_response_id: Any = None
+    prompt: Any = None
+    prompt_cache_options: Any = None
+    store: Any = None
+    truncation: Any = None

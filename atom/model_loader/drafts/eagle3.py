@@ -1,0 +1,192 @@
+"""From what the user calls a draft to a draft model that fits its target."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from atom.config import ConfigError, ModelOptions
+from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_tensors
+from atom.model_loader.drafts.tokenizer import check_same_tokenizer
+from atom.model_loader.hub import download, looks_like_path
+from atom.model_loader.source import ModelSource
+from atom.model_loader.weights import load_weights
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import process_after_loading
+from atom.model_ops.quant.unquantized import UnquantizedConfig
+from atom.models.base import CausalLM
+from atom.models.eagle3.aux_layers import resolve_aux_layer_ids
+from atom.models.eagle3.base import Eagle3Draft
+from atom.models.eagle3.config import Eagle3Config
+from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
+from atom.models.eagle3.llama import LlamaForCausalLMEagle3
+from atom.models.eagle3.parts import DraftParts
+
+logger = logging.getLogger(__name__)
+
+
+def load_draft(
+    draft: str,
+    target: CausalLM,
+    target_source: ModelSource,
+    context: LayerContext,
+    options: ModelOptions,
+) -> Eagle3Draft:
+    """Build an Eagle3 draft and fill it, checked against its target before weights are read.
+
+    Args:
+        draft: folder or hub id.
+        target: loaded; the draft shares what it does not bring itself.
+        context: the target's; the draft runs in the same type, converted by value.
+        options: how the target's weights are read; the draft's are read likewise.
+
+    Raises:
+        ConfigError: when there is no such draft or it does not fit the target.
+        WeightError: naming tensors that are missing, unexpected or do not fit.
+    """
+    options = _draft_options(draft, options)
+    folder = _locate(draft, options)
+    config = Eagle3Config.from_folder(folder)
+    target_config = target_source.hf_config.get_text_config()
+    config.check_against_target(target_config)
+    check_same_tokenizer(folder, target_source.path)
+    aux_layer_ids = _resolve_aux_layers(config, target, target_config, draft)
+    parts = _parts(folder, config, target_config, options)
+    parts.check(config, target_config)
+    # The target's quantisation says nothing about the draft's weights.
+    context = dataclasses.replace(context, quant=UnquantizedConfig())
+    draft_class = Eagle3DeepseekV2ForCausalLM if config.is_mla else LlamaForCausalLMEagle3
+    model = draft_class(config, parts, aux_layer_ids, context)
+    source = ModelSource(folder, draft, config.network, frozenset(), context.dtype)
+    load_weights(model, model.weight_mapping, source, options)
+    _check_d2t(model, draft)
+    process_after_loading(model)
+    model.share_with(target)
+    _log(draft, config, parts, context)
+    return model
+
+
+def _draft_options(draft: str, options: ModelOptions) -> ModelOptions:
+    """How the draft is read; what names the target's files says nothing about the draft's."""
+    return dataclasses.replace(
+        options,
+        model=draft,
+        tokenizer=None,
+        revision=None,
+        trust_remote_code=False,
+        load_format="dummy" if options.load_format == "dummy" else "auto",
+    )
+
+
+def _locate(draft: str, options: ModelOptions) -> Path:
+    path = Path(draft).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise ConfigError(f"the draft {draft} is a file; expected a folder or a hub id")
+    if looks_like_path(draft):
+        raise ConfigError(f"there is no draft folder {draft}")
+    return download(draft, options)
+
+
+def _resolve_aux_layers(
+    config: Eagle3Config, target: CausalLM, target_config: PretrainedConfig, draft: str
+) -> tuple[int, ...]:
+    """The boundary ids of the hidden states that the draft reads."""
+    num_layers = target_config.num_hidden_layers
+    try:
+        if config.aux_layer_ids is None:
+            resolved = target.default_aux_layer_ids()
+            given = "none given, the target's default"
+        else:
+            resolved, convention = resolve_aux_layer_ids(config.aux_layer_ids, num_layers)
+            given = f"{list(config.aux_layer_ids)} read as {convention.value} ids"
+    except ValueError as error:
+        raise ConfigError(f"draft {draft}: {error}") from error
+    logger.info(
+        "draft %s: aux layer ids %s: it reads what enters layers %s of %d",
+        draft,
+        given,
+        ", ".join(str(i) for i in resolved),
+        num_layers,
+    )
+    return resolved
+
+
+def _parts(
+    folder: Path, config: Eagle3Config, target: PretrainedConfig, options: ModelOptions
+) -> DraftParts:
+    """What the checkpoint brings; dummy weights bring what cannot be shared."""
+    pruned = config.draft_vocab_size != config.vocab_size
+    if options.load_format == "dummy":
+        own = config.hidden_size != target.hidden_size
+        return DraftParts(embed_tokens=own, lm_head=own or pruned, d2t=pruned)
+    if not has_weights(folder):
+        raise ConfigError(
+            f"the draft {folder} holds no *.safetensors files; weights in other formats, such as "
+            f"pickled ones (.bin, .pt), have to be converted first"
+        )
+    tensors = list_tensors(folder)
+    _check_fc(tensors, config, folder)
+    return DraftParts.of(tensor.name for tensor in tensors)
+
+
+def _check_fc(tensors: list[CheckpointTensor], config: Eagle3Config, folder: Path) -> None:
+    expected = (config.hidden_size, config.fc_fan_in)
+    for tensor in tensors:
+        if tensor.name.removeprefix("model.") == "fc.weight" and tensor.shape != expected:
+            raise ConfigError(
+                f"{folder}: fc.weight is {list(tensor.shape)}, and its config says "
+                f"{list(expected)}: {config.num_aux_hidden_states} hidden states of "
+                f"{config.target_hidden_size} elements make {config.fc_fan_in} inputs for "
+                f"{config.hidden_size} outputs"
+            )
+
+
+def _check_d2t(model: Eagle3Draft, draft: str) -> None:
+    """Refuse offsets that lead out of the vocabulary, such as absolute ids in their place."""
+    if model.d2t is None:
+        return
+    drafts = torch.arange(model.config.draft_vocab_size, device=model.d2t.device)
+    targets = model.to_target_ids(drafts)
+    low, high = int(targets.min()), int(targets.max())
+    if low < 0 or high >= model.config.vocab_size:
+        raise ConfigError(
+            f"draft {draft}: d2t leads to target tokens {low} to {high}, outside "
+            f"0..{model.config.vocab_size - 1}; it should hold offsets, target id minus draft id"
+        )
+    if (distinct := len(set(targets.tolist()))) != targets.numel():
+        raise ConfigError(
+            f"draft {draft}: d2t leads {targets.numel()} draft tokens to only {distinct} target "
+            f"tokens; it should hold offsets, target id minus draft id"
+        )
+
+
+def _log(draft: str, config: Eagle3Config, parts: DraftParts, context: LayerContext) -> None:
+    logger.info(
+        "draft %s: %s in %s, %s embedding, %s head over %d of %d tokens",
+        draft,
+        config.architecture,
+        str(context.dtype).removeprefix("torch."),
+        "own" if parts.embed_tokens else "the target's",
+        "own" if parts.lm_head else "the target's",
+        config.draft_vocab_size,
+        config.vocab_size,
+    )
+    if config.ignored_keys:
+        logger.warning(
+            "draft %s: unknown config keys ignored: %s", draft, ", ".join(config.ignored_keys)
+        )
+    trained = config.network.max_position_embeddings
+    if context.max_model_len > trained:
+        logger.warning(
+            "draft %s was made for %d positions and the context is %d; acceptance may fall "
+            "beyond the former",
+            draft,
+            trained,
+            context.max_model_len,
+        )

@@ -1,0 +1,205 @@
+"""A GGUF file's metadata as Hugging Face `config.json` and `generation_config.json`.
+
+Source of the keys: `gguf.constants.Keys`. A key of the architecture that is not known here is
+refused: it may change what the model computes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+
+from atom.config import ConfigError
+from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.gguf.file import GGUFFile
+from atom.model_loader.gguf.tensors import ARCHITECTURES
+
+_CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
+_DEFAULT_ROPE_THETA = 10000.0
+
+_KNOWN_KEYS = {
+    "block_count",
+    "context_length",
+    "embedding_length",
+    "feed_forward_length",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "attention.layer_norm_rms_epsilon",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.finetuned",
+    "vocab_size",
+    "tensor_data_layout",
+}
+# Keys that may be present as long as they say "none".
+_ZERO_KEYS = {"expert_count", "expert_used_count", "attention.sliding_window"}
+
+# What the converters of Llama 3.1 and later assume; only the factor is found in the file.
+_LLAMA3_SCALING = {
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+def check_architecture(file: GGUFFile) -> None:
+    """Refuse what the model families cannot run.
+
+    Raises:
+        ConfigError: naming the architecture, the part of a split file, or the unknown keys.
+    """
+    architecture = file.architecture
+    if architecture not in ARCHITECTURES:
+        raise ConfigError(
+            f"{file.path}: GGUF architecture {architecture!r} is not supported; supported are "
+            f"{', '.join(ARCHITECTURES)}"
+        )
+    parts = file.metadata.get("split.count", int, 1)
+    if parts > 1:
+        raise ConfigError(
+            f"{file.path} is one of {parts} parts; merge them with llama-gguf-split --merge"
+        )
+    prefix = f"{architecture}."
+    own = [k.removeprefix(prefix) for k in file.metadata if k.startswith(prefix)]
+    refused = [k for k in own if k not in _KNOWN_KEYS | _ZERO_KEYS]
+    refused += [k for k in own if k in _ZERO_KEYS and file.metadata.get(prefix + k, int, 0)]
+    if refused:
+        raise ConfigError(
+            f"{file.path}: {architecture} with {name_some(refused)} is not supported in GGUF files"
+        )
+
+
+def head_dim(file: GGUFFile) -> int:
+    """Elements of one attention head.
+
+    Raises:
+        ConfigError: when keys, values and rotation are of different sizes.
+    """
+    own = f"{file.architecture}."
+    metadata = file.metadata
+    heads = metadata.require(own + "attention.head_count", int)
+    hidden = metadata.require(own + "embedding_length", int)
+    even = hidden // max(heads, 1)
+    key = metadata.get(own + "attention.key_length", int, even)
+    value = metadata.get(own + "attention.value_length", int, even)
+    rotated = metadata.get(own + "rope.dimension_count", int, key)
+    if not key == value == rotated:
+        raise ConfigError(
+            f"{file.path}: heads with {key} elements of keys, {value} of values and {rotated} "
+            f"rotated are not supported; the three must be equal"
+        )
+    return key
+
+
+def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
+    """The content of `config.json`.
+
+    Raises:
+        ConfigError: when the file asks for something that is not supported.
+        WeightError: when a key is missing.
+    """
+    check_architecture(file)
+    metadata, own = file.metadata, f"{file.architecture}."
+    heads = metadata.require(own + "attention.head_count", int)
+    embedding = file.tensors.get("token_embd.weight")
+    if embedding is None:
+        raise WeightError(f"{file.path} lacks the tensor token_embd.weight")
+    config = {
+        "architectures": [_CLASSES[file.architecture]],
+        "model_type": file.architecture,
+        "attention_bias": "blk.0.attn_q.bias" in file.tensors,
+        "head_dim": head_dim(file),
+        "hidden_act": "silu",
+        "hidden_size": metadata.require(own + "embedding_length", int),
+        "intermediate_size": metadata.require(own + "feed_forward_length", int),
+        "max_position_embeddings": metadata.require(own + "context_length", int),
+        "num_attention_heads": heads,
+        "num_hidden_layers": metadata.require(own + "block_count", int),
+        "num_key_value_heads": metadata.get(own + "attention.head_count_kv", int, heads),
+        "rms_norm_eps": metadata.require(own + "attention.layer_norm_rms_epsilon", float),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "vocab_size": embedding.shape[0],
+        "dtype": str(dtype).removeprefix("torch."),
+        **_token_ids(file, ("bos", "eos", "pad")),
+    }
+    if "blk.0.ffn_gate.bias" in file.tensors:
+        config["mlp_bias"] = True
+    config["rope_parameters"] = _rope_parameters(file, config)
+    return config
+
+
+def generation_config_dict(file: GGUFFile) -> dict[str, Any]:
+    """The content of `generation_config.json`: every token that ends a text or a turn."""
+    ids = _token_ids(file, ("eos", "eot", "eom"))
+    ends = sorted(set(ids.values()))
+    found: dict[str, Any] = _token_ids(file, ("bos", "pad"))
+    if ends:
+        found["eos_token_id"] = ends[0] if len(ends) == 1 else ends
+    return found
+
+
+def _token_ids(file: GGUFFile, names: tuple[str, ...]) -> dict[str, int]:
+    keys = {"pad": "padding"}
+    found = {}
+    for name in names:
+        value = file.metadata.get(f"tokenizer.ggml.{keys.get(name, name)}_token_id", int)
+        if value is not None:
+            found[f"{name}_token_id"] = value
+    return found
+
+
+def _rope_parameters(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
+    metadata, own = file.metadata, f"{file.architecture}.rope."
+    theta = metadata.get(own + "freq_base", float, _DEFAULT_ROPE_THETA)
+    factors = file.tensors.get("rope_freqs.weight")
+    if factors is not None:
+        return _llama3_parameters(file, theta, config["head_dim"])
+    kind = metadata.get(own + "scaling.type", str, "none")
+    if kind == "none":
+        return {"rope_type": "default", "rope_theta": theta}
+    if kind not in ("linear", "yarn"):
+        raise ConfigError(
+            f"{file.path}: rope scaling {kind!r} is not supported in GGUF files; "
+            f"supported are none, linear and yarn"
+        )
+    parameters = {
+        "rope_type": kind,
+        "rope_theta": theta,
+        "factor": metadata.require(own + "scaling.factor", float),
+    }
+    if kind == "yarn":
+        parameters["original_max_position_embeddings"] = metadata.require(
+            own + "scaling.original_context_length", int
+        )
+    return parameters
+
+
+def _llama3_parameters(file: GGUFFile, theta: float, size: int) -> dict[str, Any]:
+    """Llama 3.1's scaling, which GGUF files hold as a divisor for every frequency."""
+    tensor = file.tensors["rope_freqs.weight"]
+    with file.path.open("rb") as handle:
+        handle.seek(tensor.offset)
+        stored = np.fromfile(handle, "<f4", tensor.num_bytes // 4)
+    scaling = {"factor": float(stored.max()), **_LLAMA3_SCALING}
+    expected = _llama3_divisors(theta, size, scaling)
+    if stored.shape != expected.shape or not np.allclose(stored, expected, rtol=1e-3):
+        raise ConfigError(
+            f"{file.path}: the frequency factors of rope_freqs.weight are not Llama 3.1's scaling"
+        )
+    return {"rope_type": "llama3", "rope_theta": theta, **scaling}
+
+
+def _llama3_divisors(theta: float, size: int, scaling: dict[str, float]) -> np.ndarray:
+    """What each frequency is divided by. Source: transformers' `llama3` rope initialisation."""
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] / wavelengths
+    smooth = np.clip((turns - low) / (high - low), 0, 1)
+    return np.asarray(1 / ((1 - smooth) / scaling["factor"] + smooth))

@@ -1,0 +1,171 @@
+"""Turning a GGUF file into a Hugging Face folder, once, in the cache.
+
+A folder under the cache is complete from the moment it exists: it is written beside its place
+under a hidden name and renamed. A lock keeps a second process from doing the same work; the
+rename alone keeps the result right where locks do not work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import shutil
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from filelock import FileLock
+from tqdm import tqdm
+
+from atom.config import ConfigError, cache_dir
+from atom.model_loader.gguf.config import (
+    check_architecture,
+    config_dict,
+    generation_config_dict,
+    head_dim,
+)
+from atom.model_loader.gguf.file import GGUFFile
+from atom.model_loader.gguf.tensors import ConvertedTensor, plan_tensors, read_chunks
+from atom.model_loader.gguf.tokenizer import write_tokenizer
+from atom.model_loader.safetensors_writer import TensorSpec, write_checkpoint
+from atom.model_loader.threads import one_torch_thread
+
+logger = logging.getLogger(__name__)
+
+# Part of every folder's key: raise it when the same file would convert differently.
+_CONVERTER_VERSION = 1
+_HASHED_BYTES = 1 << 20
+_MAX_SHARD_BYTES = 4 * 1000**3
+_SPARE_BYTES = 64 * 1000**2
+
+
+def converted_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool) -> Path:
+    """The Hugging Face folder of a GGUF file, made if there is none yet.
+
+    Args:
+        dtype: of the weights in the folder.
+        with_tokenizer: false when the user brings another one, so that a vocabulary that
+            cannot be converted does not stand in the way.
+
+    Raises:
+        ConfigError: when the file's model is not supported or the cache cannot be written.
+        WeightError: when the file is damaged.
+    """
+    check_architecture(file)
+    suffix = "" if with_tokenizer else "-bare"
+    dtype_name = str(dtype).removeprefix("torch.")
+    name = f"{file.path.stem}-{_file_key(file.path)}-{dtype_name}{suffix}"
+    folder = cache_dir() / "gguf" / name
+    if folder.is_dir():
+        return folder
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with _lock(folder) as locked:
+            if locked:
+                _remove_left_behind(folder)
+            if not folder.is_dir():
+                _convert(file, dtype, with_tokenizer, folder)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write the converted {file.path.name} to {folder.parent}: {error}; "
+            f"set ATOM_CACHE to a folder with enough room"
+        ) from error
+    return folder
+
+
+def _file_key(path: Path) -> str:
+    """A name for the file's content, from its size, its time and its two ends."""
+    status = path.stat()
+    key = hashlib.sha256()
+    key.update(f"{_CONVERTER_VERSION} {status.st_size} {status.st_mtime_ns} ".encode())
+    with path.open("rb") as handle:
+        key.update(handle.read(_HASHED_BYTES))
+        handle.seek(max(status.st_size - _HASHED_BYTES, 0))
+        key.update(handle.read(_HASHED_BYTES))
+    return key.hexdigest()[:12]
+
+
+@contextlib.contextmanager
+def _lock(folder: Path) -> Iterator[bool]:
+    """Hold the folder's lock; yields false on a file system that has no locks."""
+    lock = FileLock(folder.parent / f".{folder.name}.lock", mode=0o644)
+    try:
+        lock.acquire(timeout=0)
+    except TimeoutError:
+        logger.warning("another process is converting to %s; waiting for it", folder)
+        lock.acquire()
+    except (OSError, NotImplementedError) as error:
+        logger.warning("no lock in %s: %s", folder.parent, error)
+        yield False
+        return
+    try:
+        yield True
+    finally:
+        lock.release()
+
+
+def _convert(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, folder: Path) -> None:
+    temporary = folder.parent / f"{_temporary_prefix(folder)}{uuid.uuid4().hex}"
+    temporary.mkdir()
+    try:
+        _write_folder(file, dtype, with_tokenizer, temporary)
+        try:
+            temporary.rename(folder)
+        except OSError:
+            # Without a lock another process may have been first; its result is ours.
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _temporary_prefix(folder: Path) -> str:
+    return f".{folder.name}.tmp-"
+
+
+def _remove_left_behind(folder: Path) -> None:
+    """Remove what killed processes left; only the lock's holder may."""
+    for entry in folder.parent.iterdir():
+        if entry.name.startswith(_temporary_prefix(folder)):
+            shutil.rmtree(entry, ignore_errors=True)
+
+
+def _write_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, folder: Path) -> None:
+    config = config_dict(file, dtype)
+    tensors = plan_tensors(file, head_dim(file))
+    needed = sum(t.source.num_elements for t in tensors) * dtype.itemsize + _SPARE_BYTES
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise OSError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
+    _write_json(folder / "config.json", config)
+    _write_json(folder / "generation_config.json", generation_config_dict(file))
+    if with_tokenizer:
+        write_tokenizer(file, folder)
+    _write_weights(file, tensors, dtype, folder)
+
+
+def _write_json(path: Path, content: dict[str, object]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n")
+
+
+def _write_weights(
+    file: GGUFFile, tensors: list[ConvertedTensor], dtype: torch.dtype, folder: Path
+) -> None:
+    by_name = {tensor.name: tensor for tensor in tensors}
+    specs = [TensorSpec(tensor.name, tensor.source.shape) for tensor in tensors]
+    total = sum(spec.num_bytes(dtype) for spec in specs)
+    with (
+        one_torch_thread(),
+        file.path.open("rb") as handle,
+        tqdm(total=total, unit="B", unit_scale=True, desc=f"Converting {file.path.name}") as bar,
+    ):
+
+        def read(spec: TensorSpec) -> Iterator[torch.Tensor]:
+            for piece in read_chunks(handle, by_name[spec.name], dtype):
+                yield piece
+                bar.update(piece.numel() * piece.element_size())
+
+        write_checkpoint(folder, specs, dtype, read, _MAX_SHARD_BYTES)

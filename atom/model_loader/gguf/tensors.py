@@ -1,0 +1,169 @@
+"""GGUF tensors as Hugging Face tensors: names, row order, values.
+
+Sources: `gguf.constants.TENSOR_NAMES` for names, `gguf.quants` for the values of a block.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize
+
+from atom.config import ConfigError
+from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.gguf.file import GGUFFile, GGUFTensor
+
+_FLOAT_KINDS = {
+    GGMLQuantizationType.F32: torch.float32,
+    GGMLQuantizationType.F16: torch.float16,
+    GGMLQuantizationType.BF16: torch.bfloat16,
+}
+_CHUNK_ELEMENTS = 1 << 22
+
+_OUTER_NAMES = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_LAYER_NAMES = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+_QK_NORM_NAMES = {"attn_q_norm": "self_attn.q_norm", "attn_k_norm": "self_attn.k_norm"}
+_LAYER_NAMES_BY_ARCHITECTURE = {"llama": _LAYER_NAMES, "qwen3": _LAYER_NAMES | _QK_NORM_NAMES}
+
+ARCHITECTURES = tuple(_LAYER_NAMES_BY_ARCHITECTURE)
+
+# Llama's rotation frequencies become part of the configuration.
+_NOT_WEIGHTS = {"rope_freqs.weight"}
+
+
+@dataclass(frozen=True)
+class ConvertedTensor:
+    """Attributes:
+    name: in the Hugging Face checkpoint.
+    interleaved_head_dim: rows of a head when its two rotary halves are stored row by row
+        in turns; None when the rows are in the Hugging Face order.
+    """
+
+    name: str
+    source: GGUFTensor
+    interleaved_head_dim: int | None
+
+
+def plan_tensors(file: GGUFFile, head_dim: int) -> list[ConvertedTensor]:
+    """Every tensor of the file that becomes a weight, in the file's order.
+
+    Raises:
+        ConfigError: naming the tensors that have no place in the model or an unknown type.
+    """
+    planned = []
+    unknown = []
+    for tensor in file.tensors.values():
+        if tensor.name in _NOT_WEIGHTS:
+            continue
+        name = _hugging_face_name(file.architecture, tensor.name)
+        if name is None:
+            unknown.append(tensor.name)
+            continue
+        # Only llama's conversion reorders, for ggml's rotation of neighbouring elements.
+        reordered = file.architecture == "llama" and re.search(r"\.attn_[qk]\.", tensor.name)
+        planned.append(ConvertedTensor(name, tensor, head_dim if reordered else None))
+    if unknown:
+        raise ConfigError(
+            f"{file.path}: no {file.architecture} model has the tensors {name_some(unknown)}"
+        )
+    for kind in {planned_tensor.source.kind for planned_tensor in planned}:
+        _check_kind(file, kind)
+    return planned
+
+
+def _hugging_face_name(architecture: str, name: str) -> str | None:
+    stem, _, suffix = name.rpartition(".")
+    if suffix not in ("weight", "bias"):
+        return None
+    if match := re.fullmatch(r"blk\.(\d+)\.(\w+)", stem):
+        layer, part = match.groups()
+        inner = _LAYER_NAMES_BY_ARCHITECTURE[architecture].get(part)
+        return f"model.layers.{layer}.{inner}.{suffix}" if inner else None
+    outer = _OUTER_NAMES.get(stem)
+    return f"{outer}.{suffix}" if outer else None
+
+
+def _check_kind(file: GGUFFile, kind: GGMLQuantizationType) -> None:
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        raise ConfigError(
+            f"{file.path} holds tensors of type {kind.name}, which cannot be read"
+        ) from None
+
+
+def automatic_dtype(file: GGUFFile) -> torch.dtype:
+    """What `--dtype auto` means: bfloat16 for quantised matrices, else their own type."""
+    elements: Counter[GGMLQuantizationType] = Counter()
+    for tensor in file.tensors.values():
+        if len(tensor.shape) > 1:
+            elements[tensor.kind] += tensor.num_elements
+    if not elements:
+        raise WeightError(f"{file.path} holds no matrices")
+    if any(kind not in _FLOAT_KINDS for kind in elements):
+        return torch.bfloat16
+    return _FLOAT_KINDS[elements.most_common(1)[0][0]]
+
+
+def read_chunks(
+    handle: BinaryIO, tensor: ConvertedTensor, dtype: torch.dtype
+) -> Iterator[torch.Tensor]:
+    """The tensor's values, row after row, some million at a time.
+
+    Raises:
+        WeightError: when a finite value would become infinite in `dtype`.
+    """
+    source = tensor.source
+    block, block_bytes = GGML_QUANT_SIZES[source.kind]
+    # A vector is a column, so that its elements can be reordered like rows.
+    is_vector = len(source.shape) == 1 and block == 1
+    rows, columns = (source.shape[0], 1) if is_vector else (source.num_rows, source.shape[-1])
+    row_bytes = columns // block * block_bytes
+    unit = tensor.interleaved_head_dim or 1
+    if rows % unit:
+        raise WeightError(f"{source.name}: {rows} rows are no multiple of head_dim={unit}")
+    step = max(_CHUNK_ELEMENTS // columns // unit, 1) * unit
+    for first in range(0, rows, step):
+        count = min(step, rows - first)
+        handle.seek(source.offset + first * row_bytes)
+        raw = np.fromfile(handle, np.uint8, count * row_bytes).reshape(count, row_bytes)
+        if tensor.interleaved_head_dim:
+            raw = _halves_apart(raw, tensor.interleaved_head_dim)
+        yield _narrowed(torch.from_numpy(dequantize(raw, source.kind)), dtype, source.name)
+
+
+def _halves_apart(rows: np.ndarray, head_dim: int) -> np.ndarray:
+    """Rows 0, 2, 4, ... of each head first, then rows 1, 3, 5, ..."""
+    pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
+    return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
+
+
+def _narrowed(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    narrowed = values.to(dtype)
+    if dtype == torch.float16 and bool((narrowed.isinf() & values.isfinite()).any()):
+        raise WeightError(
+            f"{name}: values up to {values.abs().max().item():g} do not fit float16; "
+            f"use --dtype bfloat16 or float32"
+        )
+    return narrowed

@@ -1,0 +1,212 @@
+"""What every Eagle3 draft is, whichever attention its one layer has."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from typing import ClassVar
+
+import torch
+from torch import nn
+
+from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.layernorm import RMSNorm
+from atom.model_ops.linear import ReplicatedLinear
+from atom.model_ops.metadata import AttentionMetadata
+from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.weight_mapping import WeightMapping
+from atom.models.base import CausalLM
+from atom.models.deepseek_v2 import DeepseekV2Attention
+from atom.models.eagle3.config import Eagle3Config
+from atom.models.eagle3.parts import DraftParts
+from atom.models.llama import LlamaAttention, LlamaMLP
+
+# Exports say `midlayer` or `layers.0` for the one layer, some below `model`.
+_RENAMES = (
+    ("model.layers.0.", "midlayer."),
+    ("layers.0.", "midlayer."),
+    ("model.", ""),
+)
+
+
+class Eagle3Layer(nn.Module):
+    """The draft's decoder layer: attends from the embedding and the hidden state side by side."""
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        attention: LlamaAttention | DeepseekV2Attention,
+        rotary: RotaryEmbedding,
+        context: LayerContext,
+    ) -> None:
+        super().__init__()
+        network = config.network
+        size, eps = config.hidden_size, network.rms_norm_eps
+        self.norm_before_residual = config.norm_before_residual
+        self.input_layernorm = RMSNorm(size, eps, context)
+        self.hidden_norm = RMSNorm(size, eps, context)
+        self.self_attn = attention
+        self.post_attention_layernorm = RMSNorm(size, eps, context)
+        self.mlp = LlamaMLP(network, network.intermediate_size, context, "midlayer.mlp")
+        self.rotary = rotary
+
+    def forward(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """embeds, hidden [T, hidden] -> two tensors whose sum leaves the layer."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
+        attended = self.self_attn(x, positions, metadata, self.rotary)
+        x, residual = self.post_attention_layernorm.add(attended, residual)
+        return self.mlp(x), residual
+
+    def write_kv(
+        self,
+        embeds: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """What `forward` leaves in the cache, and nothing else of it."""
+        x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
+        self.self_attn.write_kv(x, positions, metadata, self.rotary)
+
+
+class Eagle3Draft(nn.Module, ABC):
+    """A draft that predicts the token after next from the target's hidden states.
+
+    Row t pairs the hidden state at position t with token t + 1 and sits at position t; its
+    logits are those of token t + 2. Source of the arithmetic: the EAGLE-3 paper (arXiv
+    2503.01840) and the published checkpoints.
+
+    Attributes:
+        packed_attention: fused attention modules and the checkpoint's modules that they stack.
+        aux_layer_ids: boundary ids of the target's hidden states that `fuse` takes, in order.
+    """
+
+    packed_attention: ClassVar[Mapping[str, tuple[str, ...]]] = {}
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        parts: DraftParts,
+        aux_layer_ids: tuple[int, ...],
+        context: LayerContext,
+    ) -> None:
+        super().__init__()
+        self.config = config
+        self.aux_layer_ids = aux_layer_ids
+        size, eps = config.hidden_size, config.network.rms_norm_eps
+        self.fc = ReplicatedLinear(config.fc_fan_in, size, False, context, "fc")
+        self.fc_norm = None
+        if config.fc_norm:
+            self.fc_norm = nn.ModuleList(
+                RMSNorm(config.target_hidden_size, eps, context)
+                for _ in range(config.num_aux_hidden_states)
+            )
+        self.midlayer = self.create_layer(config, context)
+        self.norm = RMSNorm(size, eps, context)
+        # In tuples: what is the target's stays out of this module's parameters.
+        self._shared_embedding: tuple[VocabParallelEmbedding, ...] = ()
+        self._shared_head: tuple[ParallelLMHead, ...] = ()
+        if parts.embed_tokens:
+            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, context)
+        if parts.lm_head:
+            self.lm_head = ParallelLMHead(config.draft_vocab_size, size, context)
+        self.d2t = None
+        if parts.d2t:
+            offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=context.device)
+            self.d2t = nn.Parameter(offsets, requires_grad=False)
+        self._parts = parts
+
+    @abstractmethod
+    def create_layer(self, config: Eagle3Config, context: LayerContext) -> Eagle3Layer:
+        """The decoder layer with this family's attention."""
+
+    @property
+    def weight_mapping(self) -> WeightMapping:
+        return WeightMapping(
+            renames=_RENAMES,
+            packed={**self.packed_attention, "gate_up_proj": ("gate_proj", "up_proj")},
+            # t2d says which target tokens the draft knows; d2t says so too.
+            ignored=(r"(model\.)?t2d", r".*\.rotary_emb\.inv_freq"),
+        )
+
+    def share_with(self, target: CausalLM) -> None:
+        """Use the target's embedding and output head where the draft has none of its own.
+
+        `DraftParts.check` says beforehand whether they fit.
+        """
+        if not self._parts.embed_tokens:
+            self._shared_embedding = (target.token_embedding,)
+        if not self._parts.lm_head:
+            self._shared_head = (target.output_head,)
+
+    def fuse(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> torch.Tensor:
+        """The target's hidden states, n of [T, target_hidden] -> [T, hidden]."""
+        if self.fc_norm is not None:
+            aux_hidden_states = tuple(
+                norm(state) for norm, state in zip(self.fc_norm, aux_hidden_states, strict=True)
+            )
+        fused: torch.Tensor = self.fc(torch.cat(aux_hidden_states, dim=-1))
+        return fused
+
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """One causal pass that writes the draft's KV.
+
+        Args:
+            input_ids: [T] the token after each row's position.
+            hidden: [T, hidden] from `fuse`, or from `feedback` of the step before.
+            positions: [T] of the hidden states.
+
+        Returns:
+            `(post_norm, pre_norm)`, both [T, hidden].
+        """
+        x, residual = self.midlayer(self._embed(input_ids), hidden, positions, metadata)
+        post_norm, pre_norm = self.norm.add(x, residual)
+        return post_norm, pre_norm
+
+    def write_kv(
+        self,
+        input_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+    ) -> None:
+        """What `forward` leaves in the cache, for a fraction of its work: one projection.
+
+        The layer's keys and values depend on its inputs alone, and there is one layer.
+        """
+        self.midlayer.write_kv(self._embed(input_ids), hidden, positions, metadata)
+
+    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """[T] -> [T, hidden]."""
+        embedding = self.embed_tokens if self._parts.embed_tokens else self._shared_embedding[0]
+        embeds: torch.Tensor = embedding(input_ids)
+        return embeds
+
+    def feedback(self, post_norm: torch.Tensor, pre_norm: torch.Tensor) -> torch.Tensor:
+        """The hidden state that the next draft step is fed."""
+        return post_norm if self.config.norm_output else pre_norm
+
+    def compute_logits(self, post_norm: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R, draft_vocab_size]."""
+        head = self.lm_head if self._parts.lm_head else self._shared_head[0]
+        logits: torch.Tensor = head(post_norm)
+        return logits
+
+    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
+        """Draft token ids as the target's, same shape; `d2t` holds offsets."""
+        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]

@@ -1,0 +1,313 @@
+"""The configuration of an Eagle3 draft, checked before anything is built from it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from atom.config import ConfigError
+from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
+from atom.models.eagle3.fields import Fields, read_draft_config
+
+MHA_ARCHITECTURE = "LlamaForCausalLMEagle3"
+MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
+_ARCHITECTURES = (MHA_ARCHITECTURE, MLA_ARCHITECTURE)
+
+_DEFAULT_NUM_AUX = 3
+
+_ROPE_KEYS = """
+rope_type type rope_theta factor original_max_position_embeddings low_freq_factor
+high_freq_factor beta_fast beta_slow mscale mscale_all_dim attention_factor truncate
+"""
+_NEEDED_ROPE_KEYS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """What `config.json` says about an Eagle3 draft.
+
+    Attributes:
+        architecture: `LlamaForCausalLMEagle3` or `Eagle3DeepseekV2ForCausalLM`.
+        network: sizes, biases and rotation of the decoder layer, under the names of
+            transformers' Llama and DeepSeek-V3 configurations (whose classes would refuse some
+            sizes); `sliding_window` is None where attention sees everything.
+        draft_vocab_size: rows of the draft's output head.
+        target_hidden_size: elements of one of the target's hidden states.
+        aux_layer_ids: target layers that feed `fc`, in the checkpoint's own convention; None
+            leaves them to the target.
+        num_aux_hidden_states: target layers that feed `fc`.
+        norm_before_residual: the residual is the hidden state after `hidden_norm`, not before.
+        fc_norm: every target hidden state has its own norm before `fc` (Eagle 3.1).
+        norm_output: the next draft step is fed the normalised output (Eagle 3.1).
+        tied: the config ties the output head to the embedding.
+        ignored_keys: keys that nobody knows and whose names speak of nothing that is computed.
+    """
+
+    architecture: str
+    network: PretrainedConfig
+    draft_vocab_size: int
+    target_hidden_size: int
+    aux_layer_ids: tuple[int, ...] | None
+    num_aux_hidden_states: int
+    norm_before_residual: bool
+    fc_norm: bool
+    norm_output: bool
+    tied: bool
+    ignored_keys: tuple[str, ...] = ()
+
+    @property
+    def is_mla(self) -> bool:
+        return self.architecture == MLA_ARCHITECTURE
+
+    @property
+    def hidden_size(self) -> int:
+        return int(self.network.hidden_size)
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.network.vocab_size)
+
+    @property
+    def fc_fan_in(self) -> int:
+        return self.num_aux_hidden_states * self.target_hidden_size
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> Eagle3Config:
+        """Read `folder/config.json`.
+
+        Raises:
+            ConfigError: for what `from_dict` refuses, and for a missing or damaged file.
+        """
+        return cls._from_fields(read_draft_config(folder))
+
+    @classmethod
+    def from_dict(cls, raw: Mapping[str, Any], where: str = "draft config") -> Eagle3Config:
+        """The configuration that `raw` describes; `where` names it in errors.
+
+        Raises:
+            ConfigError: for another architecture, for values that contradict each other or are
+                not supported, and for unknown keys that may change the arithmetic.
+        """
+        return cls._from_fields(Fields(raw, where))
+
+    @classmethod
+    def _from_fields(cls, fields: Fields) -> Eagle3Config:
+        architecture = _architecture(fields)
+        ignored = fields.unknown()
+        _refuse_unsupported(fields)
+        vocab_size = fields.integer("vocab_size")
+        draft_vocab_size = fields.integer("draft_vocab_size", vocab_size)
+        if draft_vocab_size > vocab_size:
+            raise fields.error(
+                f"draft_vocab_size={draft_vocab_size} is larger than vocab_size={vocab_size}; a "
+                f"draft's vocabulary is a part of its target's"
+            )
+        is_mla = architecture == MLA_ARCHITECTURE
+        aux_layer_ids = fields.integers("eagle_aux_hidden_state_layer_ids")
+        return cls(
+            architecture=architecture,
+            network=_mla_network(fields) if is_mla else _mha_network(fields),
+            draft_vocab_size=draft_vocab_size,
+            target_hidden_size=fields.integer("target_hidden_size", fields.integer("hidden_size")),
+            aux_layer_ids=aux_layer_ids,
+            num_aux_hidden_states=_num_aux(fields, aux_layer_ids),
+            norm_before_residual=fields.flag("norm_before_residual"),
+            fc_norm=fields.flag("fc_norm"),
+            norm_output=fields.flag("norm_output"),
+            tied=fields.flag("tie_word_embeddings"),
+            ignored_keys=tuple(ignored),
+        )
+
+    def check_against_target(self, target: PretrainedConfig) -> None:
+        """Refuse a draft that was made for another target.
+
+        Args:
+            target: the target's text configuration.
+
+        Raises:
+            ConfigError: with the numbers of both.
+        """
+        if self.target_hidden_size != target.hidden_size:
+            raise ConfigError(
+                f"the draft reads hidden states of {self.target_hidden_size} elements "
+                f"(target_hidden_size), so its fc takes {self.num_aux_hidden_states} x "
+                f"{self.target_hidden_size} = {self.fc_fan_in}; the target's hidden states have "
+                f"{target.hidden_size} (hidden_size), {self.num_aux_hidden_states} x "
+                f"{target.hidden_size} = {self.num_aux_hidden_states * target.hidden_size}. The "
+                f"draft belongs to another target"
+            )
+        if self.vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"the draft's vocab_size is {self.vocab_size} and the target's is "
+                f"{target.vocab_size}: token ids would not mean the same. The draft belongs to "
+                f"another target"
+            )
+
+
+def _architecture(fields: Fields) -> str:
+    given = fields.get("architectures")
+    names = given if isinstance(given, list) else []
+    supported = " and ".join(_ARCHITECTURES)
+    if not names or names[0] not in _ARCHITECTURES:
+        raise fields.error(
+            f"architecture {names[0] if names else given!r} is no Eagle3 draft; supported are "
+            f"{supported}"
+        )
+    architecture = str(names[0])
+    rank = fields.get("kv_lora_rank")
+    if (architecture == MLA_ARCHITECTURE) != bool(rank):
+        raise fields.error(
+            f"architecture {architecture} contradicts kv_lora_rank={rank!r}: of {supported} only "
+            f"the second has a kv_lora_rank"
+        )
+    return architecture
+
+
+def _refuse_unsupported(fields: Fields) -> None:
+    if not fields.flag("use_aux_hidden_state", True):
+        raise fields.error(
+            "use_aux_hidden_state=false is not supported: Eagle3 drafts read hidden states from "
+            "between the target's layers"
+        )
+    activation = fields.get("hidden_act")
+    if activation not in (None, "silu"):
+        raise fields.error(f"hidden_act={activation!r} is not supported; only silu is")
+    quantization = fields.get("quantization_config")
+    if quantization:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
+        raise fields.error(
+            f"the draft is quantised ({method or quantization!r}); quantised drafts are not "
+            f"supported yet. Use the unquantised checkpoint"
+        )
+
+
+def _num_aux(fields: Fields, aux_layer_ids: tuple[int, ...] | None) -> int:
+    named = _DEFAULT_NUM_AUX if aux_layer_ids is None else len(aux_layer_ids)
+    count = fields.integer("num_aux_hidden_states", named)
+    if count != named:
+        ids = "the default ids" if aux_layer_ids is None else f"the ids {list(aux_layer_ids)}"
+        raise fields.error(
+            f"num_aux_hidden_states={count} contradicts {ids} of "
+            f"eagle_aux_hidden_state_layer_ids, which are {named}"
+        )
+    return count
+
+
+def _mha_network(fields: Fields) -> PretrainedConfig:
+    heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
+    kv_heads = fields.integer("num_key_value_heads", heads)
+    if heads % kv_heads:
+        raise fields.error(
+            f"num_attention_heads={heads} is no multiple of num_key_value_heads={kv_heads}"
+        )
+    if fields.get("head_dim") is None and hidden_size % heads:
+        raise fields.error(
+            f"hidden_size={hidden_size} does not split over num_attention_heads={heads} and "
+            f"there is no head_dim"
+        )
+    return PretrainedConfig(
+        num_key_value_heads=kv_heads,
+        head_dim=fields.integer("head_dim", max(hidden_size // heads, 1)),
+        mlp_bias=fields.flag("mlp_bias"),
+        sliding_window=_sliding_window(fields),
+        **_common_network(fields),
+    )
+
+
+def _mla_network(fields: Fields) -> PretrainedConfig:
+    if _sliding_window(fields) is not None:
+        raise fields.error(
+            f"sliding_window={fields.get('sliding_window')} is not supported for an MLA draft"
+        )
+    if fields.flag("mlp_bias"):
+        raise fields.error("mlp_bias=true is not supported for an MLA draft")
+    rank = fields.get("q_lora_rank")
+    return PretrainedConfig(
+        q_lora_rank=None if rank is None else fields.integer("q_lora_rank"),
+        kv_lora_rank=fields.integer("kv_lora_rank"),
+        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
+        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
+        head_dim=fields.integer("qk_rope_head_dim"),  # what is rotated
+        v_head_dim=fields.integer("v_head_dim"),
+        rope_interleave=fields.flag("rope_interleave", True),
+        **_common_network(fields),
+    )
+
+
+def _common_network(fields: Fields) -> dict[str, Any]:
+    return {
+        "num_hidden_layers": 1,
+        "hidden_size": fields.integer("hidden_size"),
+        "intermediate_size": fields.integer("intermediate_size"),
+        "num_attention_heads": fields.integer("num_attention_heads"),
+        "rms_norm_eps": fields.number("rms_norm_eps", 1e-6),
+        "vocab_size": fields.integer("vocab_size"),
+        "max_position_embeddings": fields.integer("max_position_embeddings", 2048),
+        "attention_bias": fields.flag("attention_bias"),
+        "hidden_act": "silu",
+        "rope_parameters": _rope_parameters(fields),
+    }
+
+
+def _sliding_window(fields: Fields) -> int | None:
+    """The window in tokens; published configs write null, 0 and -1 for "off"."""
+    window = fields.get("sliding_window")
+    if window is not None and type(window) is not int:
+        raise fields.error(f"sliding_window should be an integer, got {window!r}")
+    kinds = fields.get("layer_types") or ["sliding_attention" if window else "full_attention"]
+    if not isinstance(kinds, list) or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise fields.error(
+            f"layer_types={kinds!r} is not supported; a draft's layer is full_attention or "
+            f"sliding_attention"
+        )
+    if window is None or window <= 0 or not fields.flag("use_sliding_window", True):
+        return None
+    return window if kinds[0] == "sliding_attention" else None
+
+
+def _rope_parameters(fields: Fields) -> dict[str, Any]:
+    """The draft's own rotation: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    parameters: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = fields.get(name) or {}
+        if not isinstance(given, dict):
+            raise fields.error(f"{name} should be an object, got {given!r}")
+        parameters |= given
+    if unknown := _unknown_rope_keys(parameters):
+        raise fields.error(f"unknown rope parameters: {', '.join(unknown)}")
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise fields.error(
+            f"rope type {rope_type!r} is not supported; supported are "
+            f"{', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    needed = _NEEDED_ROPE_KEYS.get(rope_type, ())
+    if missing := [name for name in needed if parameters.get(name) is None]:
+        raise fields.error(f"rope type {rope_type} needs {', '.join(missing)}")
+    parameters.pop("type", None)
+    parameters.setdefault("rope_theta", fields.number("rope_theta", 10000.0))
+    return {**parameters, "rope_type": rope_type}
+
+
+def _unknown_rope_keys(parameters: Mapping[str, Any]) -> list[str]:
+    return sorted(
+        f"{name}={value!r}"
+        for name, value in parameters.items()
+        if name not in _ROPE_KEYS.split()
+        and value is not None
+        and not (name == "partial_rotary_factor" and value == 1)
+    )

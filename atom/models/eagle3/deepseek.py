@@ -1,0 +1,30 @@
+"""The Eagle3 draft with multi-head latent attention."""
+
+from __future__ import annotations
+
+from transformers import PretrainedConfig
+
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.rotary import RotaryEmbedding
+from atom.models.deepseek_v2 import DeepseekV2Attention
+from atom.models.eagle3.base import Eagle3Draft, Eagle3Layer
+from atom.models.eagle3.config import Eagle3Config
+
+
+class Eagle3MLAAttention(DeepseekV2Attention):
+    """DeepSeek's attention over an embedding and a hidden state side by side."""
+
+    @staticmethod
+    def input_size(config: PretrainedConfig) -> int:
+        return 2 * int(config.hidden_size)
+
+
+class Eagle3DeepseekV2ForCausalLM(Eagle3Draft):
+    """Source of names: the checkpoints of this architecture. Its MLP is dense."""
+
+    def create_layer(self, config: Eagle3Config, context: LayerContext) -> Eagle3Layer:
+        network = config.network
+        attention = Eagle3MLAAttention(network, 0, context, "midlayer.self_attn")
+        interleaved = bool(network.rope_interleave)
+        rotary = RotaryEmbedding(network, network.qk_rope_head_dim, context, interleaved)
+        return Eagle3Layer(config, attention, rotary, context)

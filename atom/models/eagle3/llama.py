@@ -1,0 +1,37 @@
+"""The Eagle3 draft with multi-head or grouped-query attention."""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+from transformers import PretrainedConfig
+
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.rotary import RotaryEmbedding
+from atom.models.eagle3.base import Eagle3Draft, Eagle3Layer
+from atom.models.eagle3.config import Eagle3Config
+from atom.models.llama import LlamaAttention, head_size
+
+
+class Eagle3Attention(LlamaAttention):
+    """Llama's attention over an embedding and a hidden state side by side."""
+
+    @staticmethod
+    def input_size(config: PretrainedConfig) -> int:
+        return 2 * int(config.hidden_size)
+
+    @staticmethod
+    def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
+        window: int | None = config.sliding_window
+        return window
+
+
+class LlamaForCausalLMEagle3(Eagle3Draft):
+    """Source of names: the checkpoints of this architecture."""
+
+    packed_attention: ClassVar = {"qkv_proj": ("q_proj", "k_proj", "v_proj")}
+
+    def create_layer(self, config: Eagle3Config, context: LayerContext) -> Eagle3Layer:
+        attention = Eagle3Attention(config.network, 0, context, "midlayer.self_attn")
+        rotary = RotaryEmbedding(config.network, head_size(config.network), context)
+        return Eagle3Layer(config, attention, rotary, context)

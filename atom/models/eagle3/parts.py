@@ -1,0 +1,69 @@
+"""The tensors that an Eagle3 draft may leave out, and what it means when it does."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from transformers import PretrainedConfig
+
+from atom.config import ConfigError
+from atom.models.eagle3.config import Eagle3Config
+
+
+@dataclass(frozen=True)
+class DraftParts:
+    """Which optional tensors a draft's checkpoint brings.
+
+    Attributes:
+        embed_tokens, lm_head: its own; otherwise it shares the target's.
+        d2t: a map from draft to target tokens; otherwise they are the same.
+    """
+
+    embed_tokens: bool
+    lm_head: bool
+    d2t: bool
+
+    @classmethod
+    def of(cls, tensor_names: Iterable[str]) -> DraftParts:
+        """What a checkpoint with these tensors brings; some exports put them below `model`."""
+        names = {name.removeprefix("model.") for name in tensor_names}
+        return cls("embed_tokens.weight" in names, "lm_head.weight" in names, "d2t" in names)
+
+    def check(self, config: Eagle3Config, target: PretrainedConfig) -> None:
+        """Refuse what cannot be shared.
+
+        Args:
+            target: the target's text configuration.
+
+        Raises:
+            ConfigError: with the sizes of both.
+        """
+        shared = [
+            name
+            for name, own in (("embed_tokens", self.embed_tokens), ("lm_head", self.lm_head))
+            if not own
+        ]
+        if shared and config.hidden_size != target.hidden_size:
+            raise ConfigError(
+                f"the draft has no {' and no '.join(shared)} of its own and is "
+                f"{config.hidden_size} wide (hidden_size); the target's are {target.hidden_size} "
+                f"wide and cannot be shared"
+            )
+        if not self.lm_head and config.draft_vocab_size != target.vocab_size:
+            raise ConfigError(
+                f"the draft has no lm_head of its own and a vocabulary of "
+                f"{config.draft_vocab_size} (draft_vocab_size); the target's head has "
+                f"{target.vocab_size} tokens and cannot be shared"
+            )
+        if not self.d2t and config.draft_vocab_size != config.vocab_size:
+            raise ConfigError(
+                f"the draft knows {config.draft_vocab_size} of {config.vocab_size} tokens and "
+                f"has no d2t tensor that says which"
+            )
+        if config.tied and self.embed_tokens and not self.lm_head:
+            raise ConfigError(
+                "the draft has its own embed_tokens, tie_word_embeddings=true and no lm_head: "
+                "whether its head is its own embedding or the target's head is anyone's guess; "
+                "store the lm_head"
+            )

@@ -1,0 +1,265 @@
+"""From requests to engine sequences, and from their tokens back to what users read."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from atom.messages import EngineRequest, FinishReason, SequenceOutput
+from atom.outputs import PositionLogprobs, RequestMetrics, RequestOutput
+from atom.sampling_params import SamplingParams
+from atom.stats import SpecDecodeCounter
+from atom.text.detokenizer import create_vocabulary
+from atom.text.observer import EngineObserver, NullObserver
+from atom.text.sequence_state import SequenceState, decode_logprobs
+from atom.text.stop_strings import StopStrings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+@dataclass
+class ProcessedOutputs:
+    """Attributes:
+    outputs: what the users' readers get: deltas, or finished requests.
+    aborts: engine ids that a stop string ended and that the engine must be told to abort.
+    """
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    aborts: list[str] = field(default_factory=list)
+
+
+@dataclass(eq=False)
+class _RequestState:
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    stream: bool
+    metrics: RequestMetrics
+    sequences: list[SequenceState] = field(default_factory=list)
+    prompt_logprobs: list[PositionLogprobs | None] | None = None
+    num_cached_tokens: int | None = None
+    spec_decode: SpecDecodeCounter = field(default_factory=partial(SpecDecodeCounter, warns=False))
+
+    @property
+    def live(self) -> list[SequenceState]:
+        return [sequence for sequence in self.sequences if sequence.finish_reason is None]
+
+
+class OutputProcessor:
+    """Holds every unfinished request of one frontend; used from one thread.
+
+    `vocabulary` gives the text and bytes of single tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int | None,
+        observer: EngineObserver | None = None,
+    ) -> None:
+        self.vocabulary = create_vocabulary(tokenizer)
+        self._seeds = random.Random(seed)
+        self._observer = observer or NullObserver()
+        self._requests: dict[str, _RequestState] = {}
+        self._sequences: dict[str, tuple[_RequestState, SequenceState]] = {}
+
+    @property
+    def num_unfinished(self) -> int:
+        """Requests that have not ended."""
+        return len(self._requests)
+
+    @property
+    def num_unfinished_sequences(self) -> int:
+        return len(self._sequences)
+
+    @property
+    def unfinished_sequence_ids(self) -> list[str]:
+        """Engine ids of all sequences that have not ended."""
+        return list(self._sequences)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        *,
+        stream: bool,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> list[EngineRequest]:
+        """Begin a request and return its n sequences for the engine.
+
+        With `stream` its outputs hold what is new each time, otherwise one final output holds
+        everything. The engine is not told the stop strings: they are matched here.
+
+        Raises:
+            ValueError: when a request of this id is unfinished.
+        """
+        if request_id in self._requests:
+            raise ValueError(f"a request with the id {request_id!r} is still unfinished")
+        arrival_time = time.monotonic()
+        stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
+        state = _RequestState(
+            request_id, prompt, prompt_token_ids, stream, RequestMetrics(arrival_time)
+        )
+        self._requests[request_id] = state
+        engine_requests = []
+        for index in range(params.n):
+            sequence = SequenceState(
+                f"{request_id}/{index}", index, params, self.vocabulary, stops, prompt_token_ids
+            )
+            state.sequences.append(sequence)
+            self._sequences[sequence.id] = (state, sequence)
+            engine_requests.append(
+                EngineRequest(
+                    id=sequence.id,
+                    prompt_token_ids=prompt_token_ids,
+                    params=_engine_params(params, index),
+                    seed=self._draw_seed()
+                    if params.seed is None
+                    else child_seed(params.seed, index),
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    arrival_time=arrival_time,
+                )
+            )
+        return engine_requests
+
+    def process(self, outputs: Iterable[SequenceOutput]) -> ProcessedOutputs:
+        """Take what the engine produced; sequences that are not known (any more) are skipped."""
+        processed = ProcessedOutputs()
+        now = time.monotonic()
+        touched: dict[str, _RequestState] = {}
+        for output in outputs:
+            found = self._sequences.get(output.id)
+            if found is None:  # aborted, or ended by a stop string, while this was under way
+                continue
+            state, sequence = found
+            self._apply(state, sequence, output, now)
+            touched[state.request_id] = state
+            if sequence.finish_reason is not None:
+                del self._sequences[output.id]
+                if output.finish_reason is None:
+                    processed.aborts.append(output.id)
+        for state in touched.values():
+            due = self._deliver(state, now)
+            if due is not None:
+                processed.outputs.append(due)
+        return processed
+
+    def abort(self, request_id: str) -> list[str]:
+        """Forget a request; returns the engine ids to abort (none when it has ended)."""
+        state = self._requests.get(request_id)
+        if state is None:
+            return []
+        live = state.live
+        for sequence in live:
+            sequence.finish_reason = FinishReason.ABORT
+            del self._sequences[sequence.id]
+        self._finish(state, time.monotonic())
+        return [sequence.id for sequence in live]
+
+    def _apply(
+        self, state: _RequestState, sequence: SequenceState, output: SequenceOutput, now: float
+    ) -> None:
+        metrics = state.metrics
+        metrics.num_preemptions += output.num_preemptions - sequence.num_preemptions
+        sequence.num_preemptions = output.num_preemptions
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = output.first_scheduled_time
+        if state.num_cached_tokens is None:
+            # Later sequences of the request find the prompt that this one has computed.
+            state.num_cached_tokens = output.num_cached_tokens
+        if output.prompt_logprobs is not None:
+            state.prompt_logprobs = [
+                None if position is None else decode_logprobs(position, self.vocabulary)
+                for position in output.prompt_logprobs
+            ]
+        state.spec_decode.count(
+            output.num_draft_tokens, output.num_accepted_tokens, output.draft_source
+        )
+        num_new = sequence.apply(output)
+        if not num_new:
+            return
+        if metrics.first_token_time is None:
+            metrics.first_token_time = now
+            self._observer.on_first_token(now - metrics.arrival_time)
+        previous = sequence.last_token_time
+        self._observer.on_tokens(num_new, None if previous is None else now - previous)
+        metrics.last_token_time = sequence.last_token_time = now
+
+    def _deliver(self, state: _RequestState, now: float) -> RequestOutput | None:
+        """The output that is due now, if any."""
+        finished = not state.live
+        if finished:
+            self._finish(state, now)
+        elif not state.stream:
+            return None
+        taken = [sequence.take_output() for sequence in state.sequences]
+        completions = [completion for completion in taken if completion is not None]
+        if not completions:
+            return None
+        prompt_logprobs, state.prompt_logprobs = state.prompt_logprobs, None
+        return RequestOutput(
+            request_id=state.request_id,
+            prompt=state.prompt,
+            prompt_token_ids=state.prompt_token_ids,
+            outputs=completions,
+            finished=finished,
+            metrics=state.metrics,
+            prompt_logprobs=prompt_logprobs,
+            num_cached_tokens=state.num_cached_tokens or 0,
+            spec_decode=state.spec_decode.snapshot(),
+        )
+
+    def _finish(self, state: _RequestState, now: float) -> None:
+        del self._requests[state.request_id]
+        state.metrics.finished_time = now
+        reasons = [sequence.finish_reason for sequence in state.sequences]
+        first = FinishReason.ABORT if FinishReason.ABORT in reasons else reasons[0]
+        assert first is not None
+        self._observer.on_request_finished(
+            state.metrics,
+            first.value,
+            len(state.prompt_token_ids),
+            sum(sequence.num_tokens for sequence in state.sequences),
+        )
+
+    def _draw_seed(self) -> int:
+        return self._seeds.getrandbits(63)
+
+
+def request_id_of(sequence_id: str) -> str:
+    """The request that an engine id belongs to."""
+    return sequence_id.rpartition("/")[0]
+
+
+def child_seed(seed: int, index: int) -> int:
+    """The seed of completion `index` of a request with a seed.
+
+    Completion 0 has the request's own, so n does not change it. The others have the first 8
+    bytes of BLAKE2b of `"<seed>/<index>"`, big-endian, without the top bit.
+    """
+    if index == 0:
+        return seed
+    digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1
+
+
+def _engine_params(params: SamplingParams, index: int) -> SamplingParams:
+    """What the engine must know: nothing of texts, and the prompt's logprobs only once."""
+    return msgspec.structs.replace(
+        params,
+        stop=None,
+        kept_special_tokens=None,
+        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
+    )

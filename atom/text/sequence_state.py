@@ -1,0 +1,154 @@
+"""One sequence as its reader sees it: text, tokens, logprobs and the end."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from atom.messages import FinishReason, SequenceOutput, TokenLogprobs
+from atom.outputs import CompletionOutput, Logprob, PositionLogprobs
+from atom.sampling_params import SamplingParams
+from atom.text.detokenizer import Vocabulary
+from atom.text.stop_strings import StopMatcher, StopStrings
+
+
+class SequenceState:
+    """Turns the engine's outputs for one sequence into `CompletionOutput`s.
+
+    What the engine reports piles up here until it is taken, so a delta and a whole result
+    are the same thing, taken often or once.
+
+    Attributes:
+        id: the engine's id.
+        index: which of the request's n completions.
+        finish_reason: None while the sequence runs.
+        num_tokens: tokens kept so far; those after a stop string are not.
+        num_preemptions: as last reported.
+        last_token_time: seconds, `time.monotonic()`.
+    """
+
+    def __init__(
+        self,
+        sequence_id: str,
+        index: int,
+        params: SamplingParams,
+        vocabulary: Vocabulary,
+        stops: StopStrings,
+        prompt_token_ids: Sequence[int],
+    ) -> None:
+        self.id = sequence_id
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self.num_tokens = 0
+        self.num_preemptions = 0
+        self.last_token_time: float | None = None
+        self._params = params
+        self._vocabulary = vocabulary
+        self._detokenizer = vocabulary.detokenizer(
+            skip_special_tokens=params.skip_special_tokens,
+            kept=params.kept_special_tokens or (),
+            context_ids=prompt_token_ids,
+        )
+        self._matcher = StopMatcher(stops) if stops else None
+        self._cumulative_logprob = 0.0
+        self._stop_reason: int | str | None = None
+        self._end_is_taken = False
+        self._text: list[str] = []
+        self._token_ids: list[int] = []
+        self._logprobs: list[PositionLogprobs] = []
+
+    def apply(self, output: SequenceOutput) -> int:
+        """Add what one step produced; returns how many of its tokens are kept.
+
+        A stop string ends the sequence with the token that completed it, even when the engine
+        went on or ended the sequence for another reason.
+        """
+        token_ids = output.token_ids
+        visible = token_ids
+        if (
+            output.finish_reason is FinishReason.STOP
+            and not self._params.include_stop_str_in_output
+        ):
+            visible = token_ids[:-1]  # the end token is no text
+        num_kept = self._read(visible)
+        matched = self._matched()
+        if matched is None:
+            num_kept = len(token_ids)
+            self.finish_reason, self._stop_reason = output.finish_reason, output.stop_reason
+        else:
+            self.finish_reason, self._stop_reason = FinishReason.STOP, matched
+        self._token_ids += token_ids[:num_kept]
+        self.num_tokens += num_kept
+        if self._params.logprobs is not None:
+            self._add_logprobs((output.logprobs or [])[:num_kept], num_kept)
+        if output.finish_reason is not None and matched is None:
+            self._read_rest()
+        return num_kept
+
+    def take_output(self) -> CompletionOutput | None:
+        """What is new since the last call; None when nothing is."""
+        ended = self.finish_reason is not None and not self._end_is_taken
+        text = "".join(self._text)
+        if not (text or self._token_ids or ended):
+            return None
+        with_logprobs = self._params.logprobs is not None
+        output = CompletionOutput(
+            index=self.index,
+            text=text,
+            token_ids=self._token_ids,
+            cumulative_logprob=self._cumulative_logprob if with_logprobs else None,
+            logprobs=self._logprobs if with_logprobs else None,
+            finish_reason=None if self.finish_reason is None else self.finish_reason.value,
+            stop_reason=self._stop_reason,
+        )
+        self._text, self._token_ids, self._logprobs = [], [], []
+        self._end_is_taken = self.finish_reason is not None
+        return output
+
+    def _matched(self) -> str | None:
+        return None if self._matcher is None else self._matcher.matched
+
+    def _read(self, token_ids: list[int]) -> int:
+        """Add the tokens' text up to a stop string; returns the number of tokens read."""
+        if self._matcher is None:
+            self._text.append(self._detokenizer.feed(token_ids))
+            return len(token_ids)
+        for count, token_id in enumerate(token_ids, start=1):
+            may_match = self.num_tokens + count >= self._params.min_tokens
+            piece = self._detokenizer.feed([token_id])
+            self._text.append(self._matcher.feed(piece, may_match=may_match))
+            if self._matcher.matched is not None:
+                return count
+        return len(token_ids)
+
+    def _read_rest(self) -> None:
+        """Add the text that was held back when no more tokens come."""
+        rest = self._detokenizer.finish()
+        if self._matcher is None:
+            self._text.append(rest)
+            return
+        # A broken character at the end reads U+FFFD, which a stop string may hold too.
+        may_match = self.num_tokens >= self._params.min_tokens
+        self._text.append(self._matcher.feed(rest, may_match=may_match))
+        if self._matcher.matched is None:
+            self._text.append(self._matcher.finish())
+        else:
+            self.finish_reason, self._stop_reason = FinishReason.STOP, self._matcher.matched
+
+    def _add_logprobs(self, positions: list[TokenLogprobs], num_tokens: int) -> None:
+        if len(positions) != num_tokens:
+            raise ValueError(
+                f"sequence {self.id!r} got {num_tokens} tokens with {len(positions)} logprobs"
+            )
+        for position in positions:
+            self._cumulative_logprob += position.logprobs[0]
+            self._logprobs.append(decode_logprobs(position, self._vocabulary))
+
+
+def decode_logprobs(position: TokenLogprobs, vocabulary: Vocabulary) -> PositionLogprobs:
+    """The candidates of one position with their text, the chosen token first."""
+    return {
+        token_id: Logprob(logprob, rank, vocabulary.token_text(token_id))
+        for token_id, logprob, rank in zip(
+            position.token_ids, position.logprobs, position.ranks, strict=True
+        )
+    }

@@ -1,0 +1,155 @@
+"""From texts and their features to what one step of training takes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+
+from atom.training.dataset import Example
+from atom.training.features import FeatureSource
+from atom.training.network import TrainingBatch
+
+# Texts of like length share a batch, chosen within groups of this many, so that little is padded.
+_SORT_GROUP = 256
+
+
+def trained_rows(example: Example) -> int:
+    """How many of a text's rows draft."""
+    return int(example.mask[1 : len(example) - 1].sum())
+
+
+def plan_epoch(
+    examples: Sequence[Example], rows_per_batch: int, seed: int, epoch: int
+) -> list[list[int]]:
+    """The texts of every batch of an epoch: all of them once, the same for the same arguments."""
+    rng = random.Random(f"{seed} {epoch}")
+    order = list(range(len(examples)))
+    rng.shuffle(order)
+    batches: list[list[int]] = []
+    for start in range(0, len(order), _SORT_GROUP):
+        group = sorted(order[start : start + _SORT_GROUP], key=lambda i: len(examples[i]))
+        batch: list[int] = []
+        rows = 0
+        for i in group:
+            batch.append(i)
+            rows += trained_rows(examples[i])
+            if rows >= rows_per_batch:
+                batches.append(batch)
+                batch, rows = [], 0
+        if batch:
+            batches.append(batch)
+    rng.shuffle(batches)
+    return batches
+
+
+@dataclass(frozen=True)
+class Targets:
+    """The target's distributions over the draft's vocabulary, cut to their largest entries.
+
+    Attributes:
+        ids: [n - 1, K] int32 draft token ids. probs: [n - 1, K]; each row sums to 1.
+    """
+
+    ids: torch.Tensor
+    probs: torch.Tensor
+
+
+class BatchBuilder:
+    """Makes training batches.
+
+    Args:
+        head: [draft vocab, hidden]; the target's output rows for the draft's tokens.
+        depth: draft steps that are unrolled.
+        num_targets: K, the kept entries of a distribution.
+    """
+
+    def __init__(
+        self,
+        source: FeatureSource,
+        head: torch.Tensor,
+        depth: int,
+        num_targets: int,
+        device: torch.device,
+    ) -> None:
+        self._source = source
+        self._head = head
+        self._hidden = head.shape[1]
+        self._depth = depth
+        self._num_targets = min(num_targets, len(head))
+        self._device = device
+        # Distributions are small and the same in every epoch.
+        self._targets: dict[int, Targets] = {}
+
+    def build(self, examples: Sequence[Example]) -> TrainingBatch:
+        features = [f.to(self._device) for f in self._source.features(examples)]
+        targets = [self._targets_of(e, f) for e, f in zip(examples, features, strict=True)]
+        parts = [
+            self._rows(e, f, b) for b, (e, f) in enumerate(zip(examples, features, strict=True))
+        ]
+        first_rows = torch.tensor([0] + [len(p.token_ids) for p in parts]).cumsum(0).tolist()
+        first_targets = torch.tensor([0] + [len(t.ids) for t in targets]).cumsum(0).tolist()
+        return TrainingBatch(
+            token_ids=torch.cat([p.token_ids for p in parts]),
+            aux=torch.cat([p.aux for p in parts]).float(),
+            positions=torch.cat([p.positions for p in parts]),
+            texts=torch.cat([p.texts for p in parts]),
+            active=torch.cat([p.active + n for p, n in zip(parts, first_rows, strict=False)]),
+            next_token_ids=torch.cat([p.next_token_ids for p in parts], dim=1),
+            targets=torch.cat(
+                [p.targets + n for p, n in zip(parts, first_targets, strict=False)], dim=1
+            ),
+            valid=torch.cat([p.valid for p in parts], dim=1),
+            target_ids=torch.cat([t.ids for t in targets]).long(),
+            target_probs=torch.cat([t.probs for t in targets]).float(),
+            answer_ids=torch.cat([p.answer_ids for p in parts], dim=1),
+        )
+
+    def _rows(self, example: Example, features: torch.Tensor, text: int) -> TrainingBatch:
+        """One text's rows 0 .. n - 3: the last token has no features, and nothing follows it."""
+        ids, n = example.token_ids.long().to(self._device), len(example)
+        rows = torch.arange(n - 2, device=self._device)
+        active = example.mask[1 : n - 1].to(self._device).nonzero()[:, 0]
+        steps = torch.arange(self._depth, device=self._device)[:, None]
+        # Step j of row t predicts token t + 2 + j, whose distribution is that of row t + 1 + j.
+        sources = active + 1 + steps
+        valid = sources <= n - 2
+        sources = sources.clamp(max=n - 2)
+        empty = features.new_empty(0)
+        return TrainingBatch(
+            token_ids=ids[1 : n - 1],
+            aux=features[: n - 2, : -self._hidden],
+            positions=rows,
+            texts=torch.full_like(rows, text),
+            active=active,
+            next_token_ids=ids[sources],
+            targets=sources,
+            valid=valid,
+            target_ids=empty,
+            target_probs=empty,
+            answer_ids=ids[sources + 1],
+        )
+
+    def _targets_of(self, example: Example, features: torch.Tensor) -> Targets:
+        known = self._targets.get(example.index)
+        if known is None:
+            final = features[:, -self._hidden :].to(self._head.dtype)
+            logits = F.linear(final, self._head)
+            values, ids = logits.topk(self._num_targets, dim=-1)
+            known = Targets(ids.int(), values.float().softmax(-1).to(torch.float16))
+            self._targets[example.index] = known
+        return known
+
+
+def batches_from(
+    examples: Sequence[Example], rows_per_batch: int, seed: int, epoch: int, skip: int
+) -> Iterator[tuple[int, int, list[Example]]]:
+    """(epoch, place in the epoch, texts) without end, from a place on."""
+    while True:
+        plan = plan_epoch(examples, rows_per_batch, seed, epoch)
+        for place in range(skip, len(plan)):
+            yield epoch, place, [examples[i] for i in plan[place]]
+        epoch, skip = epoch + 1, 0

@@ -1,0 +1,76 @@
+"""The public `config.json` of a draft for a target."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import PretrainedConfig
+
+from atom.models.eagle3.config import Eagle3Config
+from atom.training.prompts import DataError
+
+# A latent draft's ranks, when the target has none to take over: shares of the hidden size.
+_LATENT_DEFAULTS = {"q_lora_rank": 2, "kv_lora_rank": 4}
+
+
+def make_draft_config(
+    target: PretrainedConfig,
+    attention: str,
+    draft_vocab_size: int,
+    aux_layer_ids: tuple[int, ...],
+) -> dict[str, Any]:
+    """A draft as wide as its target, with `mha` or `mla` attention.
+
+    Raises:
+        DataError: for another kind of attention.
+    """
+    size, heads = target.hidden_size, target.num_attention_heads
+    raw: dict[str, Any] = {
+        "hidden_size": size,
+        "num_attention_heads": heads,
+        "intermediate_size": target.intermediate_size,
+        "rms_norm_eps": target.rms_norm_eps,
+        "rope_theta": target.rope_parameters["rope_theta"],
+        "vocab_size": target.vocab_size,
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": size,
+        "num_hidden_layers": 1,
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "max_position_embeddings": target.max_position_embeddings,
+        "eagle_config": {
+            "eagle_aux_hidden_state_layer_ids": list(aux_layer_ids),
+            "use_aux_hidden_state": True,
+        },
+    }
+    if attention == "mha":
+        raw |= {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            "model_type": "llama",
+            "num_key_value_heads": heads,
+            "head_dim": size // heads,
+        }
+    elif attention == "mla":
+        raw |= {
+            "architectures": ["Eagle3DeepseekV2ForCausalLM"],
+            "model_type": "kimi_k2",
+            "num_key_value_heads": heads,
+            **_latent_fields(target),
+        }
+    else:
+        raise DataError(f"a draft's attention is mha or mla, got {attention!r}")
+    Eagle3Config.from_dict(raw)
+    return raw
+
+
+def _latent_fields(target: PretrainedConfig) -> dict[str, int]:
+    known = target.to_dict()
+    fields = {n: known.get(n) or target.hidden_size // d for n, d in _LATENT_DEFAULTS.items()}
+    head = target.hidden_size // target.num_attention_heads
+    half = max(2, head // 4 * 2)
+    return {
+        **fields,
+        "qk_nope_head_dim": known.get("qk_nope_head_dim") or head,
+        "qk_rope_head_dim": known.get("qk_rope_head_dim") or half,
+        "v_head_dim": known.get("v_head_dim") or head,
+    }

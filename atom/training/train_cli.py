@@ -1,0 +1,97 @@
+"""Flags of `train`."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+from atom.model_engine.arg_utils import EngineArgs
+from atom.training.options import TrainOptions
+from atom.training.plot import plot_log
+from atom.training.prompts import DataError
+from atom.training.train import DEFAULT_DRAFT_VOCAB_SIZE, TrainRequest, train
+from atom.training.trainer import LOG
+
+HELP = "fit a draft to datasets of its target; resumes a run that was stopped"
+
+_HELP = {
+    "epochs": "passes over the data, not necessarily whole",
+    "rows_per_batch": "drafting rows of a batch",
+    "accumulate": "batches of an optimiser step",
+    "depth": "draft steps that are unrolled",
+    "step_decay": "weight of each unrolled step relative to the one before",
+    "lr": "peak rate of AdamW",
+    "lr_fc": "peak rate of fc",
+    "lr_head": "peak rate of the output head; 0 freezes it",
+    "warmup": "share of the steps in which the rates rise",
+    "clip": "largest norm of the gradients",
+    "num_targets": "entries kept of each target distribution",
+    "num_negatives": "candidates sampled for the loss's normaliser; all tokens when not given",
+    "held_out": "share of the texts that only measure",
+    "log_every": "steps between lines of the log",
+    "save_every": "steps between checkpoints",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--data", type=Path, nargs="+", required=True, help="folders that synthesize wrote")
+    add("--output", type=Path, required=True, help="folder of the run; resumed when begun")
+    add("--attention", choices=("mha", "mla"), default="mha", help="of the draft")
+    add(
+        "--draft-vocab-size",
+        type=int,
+        help=f"tokens that the draft knows (default: {DEFAULT_DRAFT_VOCAB_SIZE})",
+    )
+    add(
+        "--initial-draft",
+        type=Path,
+        help="another run's folder or checkpoint: train its draft further, on this data",
+    )
+    add("--aux-layer-ids", type=int, nargs="+", help="boundary ids of the states it reads")
+    add("--workers", type=int, default=1, help="batches of a step computed at a time")
+    add("--compute-dtype", choices=("float32", "bfloat16"), default="float32")
+    for option in dataclasses.fields(TrainOptions):
+        if option.name in _HELP:
+            default = option.default
+            kind = int if default is None or isinstance(default, int) else float
+            add(
+                f"--{option.name.replace('_', '-')}",
+                type=kind,
+                default=default,
+                help=_HELP[option.name] + ("" if default is None else " (default: %(default)s)"),
+            )
+    EngineArgs.add_cli_args(parser)
+
+
+def run(args: argparse.Namespace) -> None:
+    """Raises what `train` raises."""
+    engine_args = EngineArgs.from_cli_args(args)
+    if engine_args.says_speculation:
+        raise DataError("training makes a draft; it takes none")
+    if args.workers > args.accumulate:
+        raise DataError(
+            f"--workers {args.workers} needs --accumulate {args.workers} or more: each worker "
+            f"computes a batch of its own"
+        )
+    options = TrainOptions(
+        **{name: getattr(args, name) for name in _HELP},
+        dtype=args.compute_dtype,
+        seed=args.seed or 0,
+    )
+    train(
+        TrainRequest(
+            engine_args.create_config(),
+            options,
+            tuple(args.data),
+            args.output,
+            args.attention,
+            args.draft_vocab_size,
+            None if args.aux_layer_ids is None else tuple(args.aux_layer_ids),
+            args.initial_draft,
+            args.workers,
+        )
+    )
+    picture = plot_log(args.output / LOG, args.output / "training.png")
+    print(f"trained; the curves are in {picture}" if picture else "trained")

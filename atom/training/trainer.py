@@ -1,0 +1,314 @@
+"""The training loop: batches, losses, optimiser steps, a log, checkpoints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from atom.training.batches import BatchBuilder, batches_from, plan_epoch
+from atom.training.checkpoint import (
+    Progress,
+    TrainingCheckpoint,
+    optimizer_tensors,
+    restore_optimizer,
+    save_checkpoint,
+)
+from atom.training.dataset import Example
+from atom.training.loss import SoftCrossEntropy
+from atom.training.network import TrainingBatch, TrainingDraft
+from atom.training.options import TrainOptions
+
+LOG = "log.jsonl"
+# Settings that say how to run, not what to compute; a resumed run may change them.
+_FREE_SETTINGS = frozenset({"log_every", "save_every"})
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One batch's share of a step.
+
+    Attributes:
+        gradients: in the order of the trained weights.
+        losses, hits, counts: sums over the rows of each draft step.
+    """
+
+    gradients: tuple[torch.Tensor, ...]
+    losses: list[float]
+    hits: list[int]
+    counts: list[int]
+
+
+class Window:
+    """Sums since the last line of the log."""
+
+    def __init__(self, depth: int) -> None:
+        self.losses, self.hits, self.counts = [0.0] * depth, [0] * depth, [0] * depth
+
+    def add(self, result: StepResult) -> None:
+        for j in range(len(self.counts)):
+            self.losses[j] += result.losses[j]
+            self.hits[j] += result.hits[j]
+            self.counts[j] += result.counts[j]
+
+    def means(self) -> dict[str, list[float]]:
+        counts = [max(count, 1) for count in self.counts]
+        return {
+            "loss": [round(x / n, 5) for x, n in zip(self.losses, counts, strict=True)],
+            "hits": [round(x / n, 4) for x, n in zip(self.hits, counts, strict=True)],
+        }
+
+
+class Trainer:
+    """Fits a draft.
+
+    Args:
+        vocabulary: [draft vocab] int64 target token ids.
+        folder: of the log and the checkpoints.
+        workers: batches of a step that are computed at a time, each by a thread of its own.
+        data_settings: what else a resumed run must have in common with its beginning.
+    """
+
+    def __init__(
+        self,
+        draft: TrainingDraft,
+        draft_config: dict[str, Any],
+        vocabulary: torch.Tensor,
+        builder: BatchBuilder,
+        options: TrainOptions,
+        folder: Path,
+        device: torch.device,
+        workers: int = 1,
+        on_log: Callable[[dict[str, Any]], None] = lambda line: None,
+        data_settings: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._draft = draft
+        self._draft_config = draft_config
+        self._vocabulary = vocabulary.to(device)
+        self._builder = builder
+        self._options = options
+        self._folder = folder
+        self._device = device
+        self._workers = workers
+        self._on_log = on_log
+        self._settings = {**asdict(options), **(data_settings or {})}
+        self._loss = SoftCrossEntropy(len(vocabulary), options.num_negatives)
+        self._trained = [
+            (name, weight)
+            for name, weight in draft.named_parameters()
+            if options.lr_head > 0 or not name.startswith("lm_head")
+        ]
+        rates = {"fc.weight": options.lr_fc, "lm_head.weight": options.lr_head}
+        self._optimizer = torch.optim.AdamW(
+            [
+                {"params": [weight], "peak": rates.get(name, options.lr)}
+                for name, weight in self._trained
+            ],
+            lr=0.0,
+            betas=(0.9, 0.99),
+            weight_decay=0.0,
+            fused=True,
+        )
+        self._progress = Progress()
+
+    def restore(self, checkpoint: TrainingCheckpoint) -> None:
+        """Go on from a checkpoint of the same run.
+
+        Raises:
+            ValueError: when the run was told something else.
+        """
+        mine = {k: v for k, v in self._settings.items() if k not in _FREE_SETTINGS}
+        changed = sorted(k for k, v in mine.items() if checkpoint.settings.get(k) != v)
+        if changed:
+            raise ValueError(
+                f"the checkpoint was trained with other values of {', '.join(changed)}; give the "
+                f"same ones to resume, or another --output"
+            )
+        self._draft.load_state_dict(checkpoint.weights(), strict=False)
+        restore_optimizer(self._optimizer, self._draft, checkpoint)
+        self._progress = checkpoint.progress
+        _truncate_log(self._folder / LOG, checkpoint.progress.step)
+
+    def run(self, examples: Sequence[Example], held_out: Sequence[Example]) -> TrainingCheckpoint:
+        """Train to the end; the last checkpoint is saved and returned."""
+        options = self._options
+        batches_per_epoch = len(plan_epoch(examples, options.rows_per_batch, options.seed, 0))
+        total = max(1, round(options.epochs * batches_per_epoch / options.accumulate))
+        progress = self._progress
+        batches = batches_from(
+            examples, options.rows_per_batch, options.seed, progress.epoch, progress.place
+        )
+        window, started, start_rows = Window(options.depth), time.monotonic(), progress.rows
+        with ThreadPoolExecutor(self._workers) as pool:
+            while self._progress.step < total:
+                rate = self._set_rate(total)
+                results = self._step(pool, batches)
+                for result in results:
+                    window.add(result)
+                step = self._progress.step
+                if step % options.log_every and step < total:
+                    continue
+                seconds = time.monotonic() - started
+                speed = (self._progress.rows - start_rows) / seconds
+                line: dict[str, Any] = {
+                    "step": step,
+                    "of": total,
+                    "rows": self._progress.rows,
+                    "rate": rate,
+                }
+                line |= {**window.means(), "rows_per_second": round(speed, 1)}
+                window = Window(options.depth)
+                if step % options.save_every == 0 or step == total:
+                    line["held_out"] = self._measure(held_out)
+                    checkpoint = self._checkpoint()
+                    save_checkpoint(self._folder, checkpoint)
+                self._log(line)
+        return self._checkpoint()
+
+    def _set_rate(self, total: int) -> float:
+        """The share of the peak rate at this step: up, then down to nothing."""
+        done = self._progress.step / total
+        rate = min(1.0, (self._progress.step + 1) / max(1.0, self._options.warmup * total))
+        rate *= 1 - done
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate * group["peak"]
+        return round(rate, 5)
+
+    def _step(
+        self, pool: ThreadPoolExecutor, batches: Iterator[tuple[int, int, list[Example]]]
+    ) -> list[StepResult]:
+        chosen = list(itertools.islice(batches, self._options.accumulate))
+        progress, n = self._progress, len(chosen)
+        results = list(
+            pool.map(
+                lambda item: self._compute(item[1][2], progress.step * n + item[0]),
+                enumerate(chosen),
+            )
+        )
+        rows = sum(result.counts[0] for result in results)
+        # In the order of the batches, whichever thread was first.
+        gradients = [
+            torch.stack(parts).sum(0) if n > 1 else parts[0]
+            for parts in zip(*(result.gradients for result in results), strict=True)
+        ]
+        for (_, weight), gradient in zip(self._trained, gradients, strict=True):
+            weight.grad = gradient.div_(max(rows, 1))
+        weights = [weight for _, weight in self._trained]
+        norm = torch.nn.utils.clip_grad_norm_(weights, self._options.clip)
+        if not math.isfinite(float(norm)):
+            raise ValueError(f"the gradients of step {progress.step} are not finite; lower --lr")
+        self._optimizer.step()
+        epoch, place, _ = chosen[-1]
+        self._progress = Progress(progress.step + 1, epoch, place + 1, progress.rows + rows)
+        return results
+
+    def _compute(self, examples: Sequence[Example], number: int) -> StepResult:
+        options = self._options
+        batch = self._builder.build(examples)
+        generator = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
+        candidates = self._loss.candidates(batch.target_ids, batch.target_probs, generator)
+        with self._autocast():
+            outcomes = self._draft.unroll(batch, options.depth)
+            losses, hits = self._losses(batch, outcomes, candidates)
+        total = torch.stack([options.step_decay**j * loss for j, loss in enumerate(losses)]).sum()
+        gradients = torch.autograd.grad(total, [weight for _, weight in self._trained])
+        counts = batch.valid.sum(1).tolist()
+        return StepResult(gradients, [float(x.detach()) for x in losses], hits, counts)
+
+    def _losses(
+        self,
+        batch: TrainingBatch,
+        outcomes: Sequence[torch.Tensor],
+        candidates: tuple[torch.Tensor, torch.Tensor] | None,
+    ) -> tuple[list[torch.Tensor], list[int]]:
+        losses, hits = [], []
+        for j, hidden in enumerate(outcomes):
+            rows, valid = batch.targets[j], batch.valid[j]
+            rows = rows[valid]
+            loss, hit = self._loss(
+                hidden[valid],
+                self._draft.lm_head.weight,
+                batch.target_ids[rows],
+                batch.target_probs[rows],
+                candidates,
+            )
+            losses.append(loss)
+            hits.append(int(hit.sum()))
+        return losses, hits
+
+    @torch.no_grad()
+    def _measure(self, held_out: Sequence[Example]) -> dict[str, Any] | None:
+        """How often the first 1, 2, ... drafts of a chain are all what the text has."""
+        if not held_out:
+            return None
+        depth = self._options.depth
+        accepted, count = torch.zeros(depth, dtype=torch.int64), 0
+        for start in range(0, len(held_out), 4):
+            batch = self._builder.build(held_out[start : start + 4])
+            drafts: list[torch.Tensor] = []
+
+            def sample(_: int, hidden: torch.Tensor, drafts: list[torch.Tensor] = drafts) -> Any:
+                chosen = self._draft.lm_head(hidden).argmax(-1)
+                drafts.append(self._vocabulary[chosen])
+                return drafts[-1]
+
+            with self._autocast():
+                outcomes = self._draft.unroll(batch, depth, sample)
+                sample(depth - 1, outcomes[-1])
+            right = (torch.stack(drafts) == batch.answer_ids).cumprod(0).bool()
+            whole = batch.valid.all(0)
+            accepted += right[:, whole].sum(1).cpu()
+            count += int(whole.sum())
+        shares = (accepted / max(count, 1)).tolist()
+        return {"acceptance": [round(share, 4) for share in shares], "rows": count}
+
+    def _autocast(self) -> AbstractContextManager[Any]:
+        if self._options.dtype == "float32":
+            return nullcontext()
+        return torch.autocast(self._device.type, torch.bfloat16)
+
+    def _checkpoint(self) -> TrainingCheckpoint:
+        tensors = {f"weight.{n}": t.data for n, t in self._draft.named_parameters()}
+        if self._draft.whitening is not None:
+            tensors["whitening"] = self._draft.whitening
+        tensors |= optimizer_tensors(self._optimizer, self._draft)
+        return TrainingCheckpoint(
+            self._draft_config,
+            self._settings,
+            self._progress,
+            self._vocabulary,
+            tensors,
+        )
+
+    def _log(self, line: dict[str, Any]) -> None:
+        with (self._folder / LOG).open("a", encoding="utf-8") as file:
+            file.write(json.dumps(line) + "\n")
+        self._on_log(line)
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; a half-written last one is left out."""
+    if not path.exists():
+        return []
+    lines = []
+    for text in path.read_text(encoding="utf-8").splitlines():
+        try:
+            lines.append(json.loads(text))
+        except json.JSONDecodeError:
+            break
+    return lines
+
+
+def _truncate_log(path: Path, step: int) -> None:
+    """Drop what a killed run logged after its last checkpoint."""
+    kept = [line for line in read_log(path) if line["step"] <= step]
+    path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

@@ -1,0 +1,161 @@
+"""What a graph captures asks the device for nothing, and copies nothing to it.
+
+Run on tensors that hold no data, with the ops of a GPU: a question raises, a copy is noticed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import checkpoints
+from spec_decode import draft_bench
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from transformers import AutoConfig
+
+from atom.graphs.capture import GraphPlan, ReexecuteBackend
+from atom.graphs.runner import GraphRunner
+from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.ops import OPS
+from atom.model_ops.registry import OpTable
+from atom.models.base import CausalLM
+from atom.models.deepseek_mtp import DeepseekMTP, MTPParts
+from atom.models.deepseek_v2 import DeepseekV3ForCausalLM
+from atom.models.eagle3.config import Eagle3Config
+from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
+from atom.models.eagle3.llama import LlamaForCausalLMEagle3
+from atom.models.eagle3.parts import DraftParts
+from atom.models.registry import create_model
+from atom.platform import Platform
+from atom.spec_decode.eagle import EagleProposer
+from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
+from atom.spec_decode.mtp import MTPCacheBuilder, MTPProposer
+
+BLOCK_SIZE = 4
+AUX = (0, 2, 3)
+Make = Callable[..., checkpoints.Checkpoint]
+
+
+class NoHostTensors(TorchDispatchMode):
+    """Fails for an operation on a tensor of the host's."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves((args, kwargs, out)):
+            if isinstance(leaf, torch.Tensor) and leaf.device.type == "cpu":
+                raise AssertionError(f"{func} has a tensor on the host: {tuple(leaf.shape)}")
+        return out
+
+
+class NoHostNumbers(TorchFunctionMode):
+    """Fails where numbers of the host's become a tensor."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_index = func in (torch.Tensor.__getitem__, torch.Tensor.__setitem__)
+        if func in (torch.tensor, torch.as_tensor, torch.from_numpy) or (
+            is_index and any(isinstance(part, list) for part in (args[1], *_parts(args[1])))
+        ):
+            raise AssertionError(f"{func} copies numbers from the host")
+        return func(*args, **(kwargs or {}))
+
+
+def _parts(index: Any) -> tuple[Any, ...]:
+    return index if isinstance(index, tuple) else ()
+
+
+@contextmanager
+def nothing_from_the_host() -> Iterator[None]:
+    with NoHostTensors(), NoHostNumbers():
+        yield
+
+
+@pytest.fixture
+def on_no_device(monkeypatch: pytest.MonkeyPatch) -> LayerContext:
+    """Layers whose tensors hold nothing, so that asking for a number raises; ops as on a GPU."""
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    # Those of plain torch: a kernel of our own cannot run on tensors that hold no data.
+    torch_ops = {op: tuple(i for i in OPS[op] if i.name == "torch") for op in OPS}
+    ops = OpTable(Platform("cuda", "sm90", True), torch_ops)
+    return LayerContext(torch.float32, torch.device("meta"), ops, max_model_len=128)
+
+
+def plan_of(context: LayerContext) -> GraphPlan:
+    return GraphPlan(ReexecuteBackend(), (1, 2, 4), (16, 48), BLOCK_SIZE, context.device)
+
+
+def bind(model: torch.nn.Module, context: LayerContext, *builders: Any) -> None:
+    builders = builders or tuple(
+        target_cache_builders(model, BLOCK_SIZE, context.dtype, context.device)
+    )
+    for builder in builders:
+        builder.allocate_kv_cache_tensors(8)
+    bind_kv_caches(model, list(builders))
+
+
+def target_on(context: LayerContext, make: Make, folder: Path, **fields: Any) -> CausalLM:
+    make(folder, **fields)
+    return create_model(AutoConfig.from_pretrained(folder), context)
+
+
+@pytest.mark.parametrize("make", [checkpoints.llama, checkpoints.qwen3, checkpoints.deepseek_v3])
+def test_a_target_asks_the_device_for_nothing(
+    make: Make, on_no_device: LayerContext, tmp_path: Path
+) -> None:
+    model = target_on(on_no_device, make, tmp_path)
+    model.set_aux_layer_ids(AUX)
+    bind(model, on_no_device)
+    runner = GraphRunner(model.forward, plan_of(on_no_device), (1, 3))
+    with nothing_from_the_host():
+        runner.capture()
+
+
+@pytest.mark.parametrize("kind", ["mha", "mla"])
+def test_an_eagle3_chain_asks_the_device_for_nothing(
+    kind: str, on_no_device: LayerContext, tmp_path: Path
+) -> None:
+    raw = draft_bench.MHA if kind == "mha" else draft_bench.MLA
+    draft_bench.write_draft(tmp_path, raw, draft_bench.draft_tensors(raw))
+    draft_class = LlamaForCausalLMEagle3 if kind == "mha" else Eagle3DeepseekV2ForCausalLM
+    config = Eagle3Config.from_folder(tmp_path)
+    draft = draft_class(config, DraftParts(True, True, True), AUX, on_no_device)
+    builder = Eagle3DraftBuilder(draft, BLOCK_SIZE, torch.float32, on_no_device.device)
+    bind(draft, on_no_device, builder)
+    proposer = EagleProposer(draft, builder, 4, BLOCK_SIZE, 128)
+    with nothing_from_the_host():
+        proposer.capture(plan_of(on_no_device))
+
+
+def test_an_mtp_chain_asks_the_device_for_nothing(
+    on_no_device: LayerContext, tmp_path: Path
+) -> None:
+    target = target_on(on_no_device, checkpoints.deepseek_v3, tmp_path, num_nextn_predict_layers=2)
+    assert isinstance(target, DeepseekV3ForCausalLM)
+    mtp = DeepseekMTP(target, [MTPParts(), MTPParts()], on_no_device)
+    builder = MTPCacheBuilder(mtp, BLOCK_SIZE, torch.float32, on_no_device.device)
+    bind(mtp, on_no_device, builder)
+    proposer = MTPProposer(mtp, builder, 4, BLOCK_SIZE, 128)
+    with nothing_from_the_host():
+        proposer.capture(plan_of(on_no_device))
+
+
+def test_the_host_is_noticed(on_no_device: LayerContext) -> None:
+    """The tests above would see what a capture forbids."""
+    x = torch.zeros(3, 3, device=on_no_device.device)
+    with pytest.raises(RuntimeError):
+        x.sum().item()
+    for copies in (
+        lambda: x[[0, 1]],
+        lambda: x[:, [0]],
+        lambda: torch.tensor([1], device=x.device),
+    ):
+        with nothing_from_the_host(), pytest.raises(AssertionError, match="host"):
+            copies()
+    with nothing_from_the_host(), pytest.raises(NotImplementedError):
+        x.cpu()

@@ -1,0 +1,134 @@
+"""What is captured: sizes, buckets, and the flags that choose them."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+
+import msgspec
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from atom.config import ConfigError, parse_sizes
+from atom.graphs.capture import (
+    Bucket,
+    GraphPlan,
+    ReexecuteBackend,
+    default_batch_sizes,
+    default_context_bounds,
+    fill_rows,
+)
+from atom.model_engine.arg_utils import EngineArgs
+
+
+def plan(sizes: tuple[int, ...], bounds: tuple[int, ...]) -> GraphPlan:
+    return GraphPlan(ReexecuteBackend(), sizes, bounds, 16, torch.device("cpu"))
+
+
+def parse(*flags: str) -> EngineArgs:
+    parser = argparse.ArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    return EngineArgs.from_cli_args(parser.parse_args(flags))
+
+
+@pytest.mark.parametrize(
+    ("most", "sizes"),
+    [(1, (1,)), (2, (1, 2)), (5, (1, 2, 4, 5)), (8, (1, 2, 4, 8)), (48, (1, 2, 4, 8, 16, 32, 48))],
+)
+def test_default_sizes_reach_every_batch(most: int, sizes: tuple[int, ...]) -> None:
+    assert default_batch_sizes(most) == sizes
+
+
+@pytest.mark.parametrize(
+    ("context", "bounds"),
+    [(96, (96,)), (512, (512,)), (513, (512, 513)), (4096, (512, 2048, 4096))],
+)
+def test_default_contexts_reach_the_models(context: int, bounds: tuple[int, ...]) -> None:
+    assert default_context_bounds(context) == bounds
+
+
+def test_very_long_contexts_run_eagerly() -> None:
+    assert default_context_bounds(262144) == (512, 2048, 8192)
+    assert plan((1,), default_context_bounds(262144)).fit(1, 8193) is None
+
+
+@settings(deadline=None, max_examples=50)
+@given(
+    st.sets(st.integers(1, 20), min_size=1).map(lambda s: tuple(sorted(s))),
+    st.sets(st.integers(1, 40), min_size=1).map(lambda s: tuple(sorted(s))),
+    st.integers(1, 25),
+    st.integers(1, 45),
+)
+def test_the_smallest_bucket_that_fits(
+    sizes: tuple[int, ...], bounds: tuple[int, ...], count: int, context: int
+) -> None:
+    every = [Bucket(*pair) for pair in itertools.product(sizes, bounds)]
+    fitting = [b for b in every if b.batch_size >= count and b.max_context_len >= context]
+    smallest = min(fitting, key=lambda b: (b.batch_size, b.max_context_len), default=None)
+    assert plan(sizes, bounds).fit(count, context) == smallest
+
+
+def test_largest_buckets_come_first() -> None:
+    buckets = list(plan((1, 2, 6), (8, 40)).buckets())
+    assert buckets[0] == plan((1, 2, 6), (8, 40)).largest == Bucket(6, 40)
+    assert buckets == [Bucket(s, c) for s in (6, 2, 1) for c in (40, 8)]
+    assert plan((1,), (8, 40)).table_width == 3
+
+
+def test_fill_rows() -> None:
+    tables = torch.full((4, 3), 9)
+    fill_rows(tables, torch.tensor([[1, 2], [3, 4]]), 3, 0)
+    assert tables.tolist() == [[1, 2, 9], [3, 4, 9], [0, 0, 0], [9, 9, 9]]
+    fill_rows(tables, torch.tensor([[5, 6, 7, 8]]), 1, 0)
+    assert tables[:2].tolist() == [[5, 6, 7], [3, 4, 9]]
+    slots = torch.arange(4)
+    fill_rows(slots, torch.tensor([7]), 3, -1)
+    assert slots.tolist() == [7, -1, -1, 3]
+
+
+@pytest.mark.parametrize("value", ["1,2,8", ["1,2", "8"], ["1", "2", "8"], [1, 2, 8], (1, 2, 8)])
+def test_sizes_are_lists_of_integers(value: str | list[str | int]) -> None:
+    assert parse_sizes(value) == (1, 2, 8)
+    config = EngineArgs(cudagraph_capture_sizes=value).create_config()  # type: ignore[arg-type]
+    assert config.graphs.capture_sizes == (1, 2, 8)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ["--cudagraph-capture-sizes", "1,2,8"],
+        ["--cudagraph_capture_sizes", "1", "2", "8"],
+        ["--cudagraph-capture-sizes", "1", "--cudagraph-capture-sizes", "2,8"],
+    ],
+)
+def test_flags_reach_the_configuration(flags: list[str]) -> None:
+    assert parse(*flags).create_config().graphs.capture_sizes == (1, 2, 8)
+
+
+def test_arguments_survive_the_way_to_the_engine_process() -> None:
+    args = parse("--cudagraph-capture-sizes", "1", "2,8", "--enforce-eager")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(args), type=EngineArgs) == args
+    assert EngineArgs().create_config().graphs.capture_sizes is None
+    assert not EngineArgs().create_config().graphs.enforce_eager
+    assert parse("--enforce-eager").create_config().graphs.enforce_eager
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cudagraph_capture_sizes": "1,two"}, "expected integers such as 1,2,4, got '1,two'"),
+        ({"cudagraph_capture_sizes": ""}, "expected integers"),
+        ({"cudagraph_capture_sizes": []}, "names no size"),
+        ({"cudagraph_capture_sizes": "0,1"}, "at least 1, got 0"),
+        ({"cudagraph_capture_sizes": "-1"}, "at least 1, got -1"),
+        ({"cudagraph_capture_sizes": "2,1"}, "must ascend, got 2,1"),
+        ({"cudagraph_capture_sizes": "2,2"}, "must ascend, got 2,2"),
+        ({"cudagraph_capture_sizes": "1,65"}, "max_num_seqs=64"),
+        ({"cudagraph_capture_sizes": "1", "enforce_eager": True}, "one or the other"),
+    ],
+)
+def test_wrong_sizes_are_refused(options: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        EngineArgs(**options).create_config()  # type: ignore[arg-type]

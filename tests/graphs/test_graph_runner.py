@@ -1,0 +1,140 @@
+"""Replayed steps equal eager ones, whatever mix of batches came before."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from graphs.graph_bench import AUX, BOUNDS, QUERY_LENS, SIZES, Pair
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from models import checkpoints
+from models.checkpoints import prompt
+
+from atom.graphs.capture import Bucket
+from atom.model_ops.ops import OPS
+
+Make = Callable[..., checkpoints.Checkpoint]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(scope="module", params=["llama", "deepseek_v3", "llama in torch"])
+def make_pair(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Builds pairs of one checkpoint; `in torch` with the ops that a GPU runs as well."""
+    folder = tmp_path_factory.mktemp("target")
+    make: Make = checkpoints.llama if "llama" in request.param else checkpoints.deepseek_v3
+    make(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        if "torch" in request.param:
+            for op in OPS:
+                patch.setenv(f"ATOM_OP_{op.upper()}", "torch")
+        yield partial(Pair, folder)
+
+
+def test_capture_writes_nothing(make_pair: Callable[[], Pair]) -> None:
+    pair = make_pair()
+    assert not any(pool.any() for pool in pair.graphed.pools.values())
+    assert pair.runner.num_graphs == len(SIZES) * len(BOUNDS) * (len(QUERY_LENS) + 1)
+
+
+def test_buckets_chosen(make_pair: Callable[[], Pair]) -> None:
+    """Each step's bucket and query length; None runs eagerly."""
+    pair = make_pair()
+    one, three = [7], [7, 8, 9]
+    steps: list[tuple[dict[str, list[int]], tuple[Bucket, int] | None]] = [
+        ({"a": prompt(9), "b": prompt(4)}, None),  # prefill
+        ({"a": one, "b": one}, (Bucket(2, 16), 1)),
+        ({"a": three, "b": three}, (Bucket(2, 16), 3)),
+        ({"a": one, "b": three}, None),  # ragged
+        ({"b": three}, (Bucket(1, 16), 3)),
+        ({"a": [1, 2]}, None),  # no graph for two queries
+        ({"a": one}, (Bucket(1, 48), 1)),  # 17 tokens
+        ({"a": three, "b": three, "c": three}, (Bucket(4, 48), 3)),  # a new prompt of three
+        (dict.fromkeys("abcde", one), None),  # too many sequences
+        ({"d": prompt(46)}, None),
+        ({"d": one, "b": one}, (Bucket(2, 48), 1)),
+        ({"d": one}, None),  # 49 tokens
+    ]
+    for tokens, expected in steps:
+        pair.backend.replays.clear()
+        pair.step(tokens)
+        assert pair.backend.replays == ([] if expected is None else [expected]), tokens
+
+
+def test_aux_hidden_states_are_slices_of_what_the_graph_keeps(
+    make_pair: Callable[[], Pair],
+) -> None:
+    pair = make_pair()
+    kept = pair.runner.graph_aux_hidden
+    assert set(kept) == {(size, length) for size in SIZES for length in QUERY_LENS}
+    for (size, length), states in kept.items():
+        assert [tuple(s.shape) for s in states] == [(size * length, 48)] * len(AUX)
+    names = "abc"
+    pair.step({name: prompt(5, seed=i) for i, name in enumerate(names)})
+    output = pair.step({name: [3, 4, 5] for name in names})
+    for states, buffer in zip(output.aux_hidden_states, kept[4, 3], strict=True):
+        assert states.shape == (9, 48)
+        assert states.data_ptr() == buffer.data_ptr()
+        assert torch.equal(states, buffer[:9])
+
+
+def test_a_full_bucket_gives_the_same_bits(make_pair: Callable[[], Pair]) -> None:
+    """With no padding and contexts as long as the bound, both do the same arithmetic."""
+    pair = make_pair()
+    pair.step({"a": prompt(13), "b": prompt(13, seed=1)})
+    output = pair.step({"a": [4, 5, 6], "b": [7, 8, 9]})
+    assert pair.backend.replays == [(Bucket(2, 16), 3)]
+    assert pair.eager.output is not None
+    assert torch.equal(output.hidden_states, pair.eager.output.hidden_states)
+    for key, pool in pair.eager.pools.items():
+        assert torch.equal(pair.graphed.pools[key], pool)
+
+
+def test_replays_read_the_batch_and_not_the_capture(make_pair: Callable[[], Pair]) -> None:
+    """Two batches of one bucket, then the first again: nothing of the second is left."""
+    pair = make_pair()
+    pair.step({"a": prompt(6), "b": prompt(7, seed=1), "c": prompt(5, seed=2)})
+    first = pair.step({"a": [5], "b": [6], "c": [7]}).hidden_states.clone()
+    pair.step({"c": [9], "a": [8]})
+    pair.step({"b": [3]})
+    for bench in (pair.eager, pair.graphed):
+        for name, length in (("a", 6), ("b", 7), ("c", 5)):
+            bench.rewind(name, length)
+    again = pair.step({"a": [5], "b": [6], "c": [7]}).hidden_states
+    torch.testing.assert_close(again, first, atol=0, rtol=0)
+
+
+# Tokens of each sequence in one step; 0 leaves a sequence out.
+STEPS = st.lists(
+    st.one_of(
+        st.lists(st.sampled_from([0, 1]), min_size=5, max_size=5),
+        st.lists(st.sampled_from([0, 3]), min_size=5, max_size=5),
+        st.lists(st.integers(0, 6), min_size=5, max_size=5),
+    ).filter(any),
+    min_size=3,
+    max_size=8,
+)
+
+
+@settings(deadline=None, max_examples=12)
+@given(STEPS, st.integers(0, 99))
+def test_any_mix_of_batches(
+    make_pair: Callable[[], Pair], steps: list[list[int]], seed: int
+) -> None:
+    pair = make_pair()
+    rng = random.Random(seed)
+    for counts in steps:
+        names = [(name, count) for name, count in zip("abcde", counts, strict=True) if count]
+        rng.shuffle(names)
+        pair.step({name: [rng.randrange(3, 96) for _ in range(count)] for name, count in names})

@@ -1,0 +1,174 @@
+"""Engines that replay graphs say what engines that do not say, with and without speculation."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from spec_decode import engines
+from spec_decode.engines import PROMPTS, RecordingProposer, create_engine, generate, params
+from transformers import PreTrainedTokenizerFast
+
+from atom import LLM
+from atom.config import ConfigError
+from atom.graphs.capture import GraphPlan, ReexecuteBackend
+from atom.model_engine import executor
+from atom.model_ops.attention_mha import Attention
+
+SETTINGS = ("greedy", "penalties")
+METHODS = ["mha", "mla", "mtp", "ngram"]
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+class CountingBackend(ReexecuteBackend):
+    """Counts replays by whose work they are."""
+
+    def __init__(self) -> None:
+        self.replays: Counter[str] = Counter()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        assert isinstance(work, partial)
+        owner = type(work.func.__self__).__name__
+        repeat = super().capture(work)
+
+        def replay() -> None:
+            self.replays[owner] += 1
+            repeat()
+
+        return replay
+
+
+class CapturedRecorder(RecordingProposer):
+    def __init__(self, inner: Any) -> None:
+        super().__init__(inner)
+        self.capture: Callable[[GraphPlan], None] = inner.capture
+
+
+def graphed_engine(patch: pytest.MonkeyPatch, folder: Path, **options: Any) -> tuple[LLM, Counter]:
+    """An engine whose steps are replayed, and the counts of its replays."""
+    backend = CountingBackend()
+    with patch.context() as context:
+        context.setattr(executor, "capture_backend", lambda _: backend)
+        engine = create_engine(folder, **options)
+    assert not backend.replays
+    return engine, backend.replays
+
+
+def speculation(method: str, k: int, folder: Path, vocab_size: int) -> dict[str, Any]:
+    options: dict[str, Any] = {"num_speculative_tokens": k}
+    if method in ("mtp", "ngram"):
+        return {**options, "method": method}
+    draft = engines.write_draft(method, folder / f"draft {method}", vocab_size)
+    return {**options, "method": "eagle3", "draft_model": str(draft)}
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_tokens_of_graphs(
+    kind: str,
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every method through graphs gives the tokens of eager steps without speculation."""
+    target = engines.write_target(kind, tmp_path / "target", byte_level_tokenizer)
+    eager = create_engine(target)
+    expected = {name: generate(eager, params(name)) for name in SETTINGS}
+    engine, replays = graphed_engine(monkeypatch, target)
+    assert {name: generate(engine, params(name)) for name in SETTINGS} == expected
+    assert replays["GraphRunner"] >= 20
+    for method in METHODS:
+        if (kind, method) in (("llama", "mtp"), ("llama", "mla")):
+            continue
+        options = speculation(method, 3, tmp_path, len(byte_level_tokenizer))
+        engine, replays = graphed_engine(monkeypatch, target, **options)
+        assert {name: generate(engine, params(name)) for name in SETTINGS} == expected, method
+        # An n-gram lookup proposes different numbers of drafts, and nothing of it is captured.
+        assert replays["GraphRunner"] >= (1 if method == "ngram" else 20), method
+        assert (replays["GraphChain"] > 20) == (method != "ngram")
+
+
+@pytest.mark.parametrize(
+    ("kind", "method"), [("llama", "mha"), ("deepseek_v3", "mla"), ("deepseek_v3", "mtp")]
+)
+def test_a_captured_chain_proposes_the_same_drafts(
+    kind: str,
+    method: str,
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    target = engines.write_target(kind, tmp_path / "target", byte_level_tokenizer)
+    options = speculation(method, 5, tmp_path, len(byte_level_tokenizer))
+    options |= {"max_num_seqs": 5}
+    recorders: list[CapturedRecorder] = []
+
+    def record(inner: Any) -> CapturedRecorder:
+        recorders.append(CapturedRecorder(inner))
+        return recorders[-1]
+
+    with engines.proposer_replaced(monkeypatch, record):
+        eager = create_engine(target, **options)
+        graphed, replays = graphed_engine(
+            monkeypatch, target, cudagraph_capture_sizes=[1, 4], **options
+        )
+    sampling = params("warm", max_tokens=10)
+    assert generate(graphed, sampling, PROMPTS[:7]) == generate(eager, sampling, PROMPTS[:7])
+    assert replays["GraphChain"] > 0
+    assert recorders[0].drafts == recorders[1].drafts
+
+
+def test_padding_leaves_the_pool_alone(
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Three sequences in buckets of four: the caches of both engines hold the same."""
+    target = engines.write_target("llama", tmp_path / "target", byte_level_tokenizer)
+    options = speculation("mha", 3, tmp_path, len(byte_level_tokenizer))
+    eager = create_engine(target, **options)
+    graphed, _ = graphed_engine(monkeypatch, target, cudagraph_capture_sizes="4", **options)
+    for engine in (eager, graphed):
+        generate(engine, params("greedy", max_tokens=9), PROMPTS[:3])
+    expected, found = (_pools(engine) for engine in (eager, graphed))
+    assert len(found) == 4  # keys and values of the target's three layers and of the draft
+    for pool, reference in zip(found, expected, strict=True):
+        torch.testing.assert_close(pool, reference, atol=1e-5, rtol=1e-5)
+        assert not pool[reference == 0].any()
+
+
+def _pools(engine: LLM) -> list[torch.Tensor]:
+    runner = engine.engine.core.executor
+    assert isinstance(runner, executor.UniprocExecutor)
+    models = (runner._model, runner._proposer.draft_model)
+    return [
+        torch.stack((module.kv_cache.key, module.kv_cache.value))
+        for model in models
+        for module in model.modules()
+        if isinstance(module, Attention)
+    ]
+
+
+def test_eager_engines_capture_nothing(tiny_llama_dir: Path) -> None:
+    def never(*_: object) -> None:
+        raise AssertionError("captured")
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "capture_backend", never)
+        create_engine(tiny_llama_dir, enforce_eager=True)
+
+
+def test_sizes_are_refused_where_nothing_is_captured(tiny_llama_dir: Path) -> None:
+    with pytest.raises(ConfigError, match=r"cudagraph_capture_sizes=\[1, 2\] has no effect"):
+        create_engine(tiny_llama_dir, device="cpu", cudagraph_capture_sizes="1,2")

@@ -1,0 +1,211 @@
+"""--kv-cache-dtype: another storage changes what is remembered and nothing about the engine."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models.checkpoints import prompt
+from spec_decode import engines
+from spec_decode.engines import create_engine, generate, params
+from transformers import PreTrainedTokenizerFast
+
+from atom import LLM
+from atom.config import ConfigError
+from atom.kv_cache.base import KVCachePlan
+from atom.kv_cache.builders import attention_layers
+from atom.model_engine import executor
+from atom.model_engine.arg_utils import EngineArgs
+from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
+from atom.platform import cpu_platform
+
+# (target, what drafts for it)
+PAIRS = [("llama", "mha"), ("deepseek_v3", "mla"), ("deepseek_v3", "mtp")]
+SHARED = prompt(21, seed=5)
+PROMPTS = [[*SHARED[:n], *prompt(9, seed=n)] for n in (8, 16, 17, 20)] + [SHARED, SHARED[:12]]
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+@pytest.fixture(params=["e4m3fn", "e4m3fnuz"])
+def flavour(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> torch.dtype:
+    """Which 8 bits a CPU's engines store."""
+    if request.param == "e4m3fnuz":
+        ours = dataclasses.replace(cpu_platform(), arch="gfx942")
+        monkeypatch.setattr(executor, "select_platform", lambda _: ours)
+        return torch.float8_e4m3fnuz
+    return torch.float8_e4m3fn
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Callable[[str], Path]:
+    """Checkpoints by kind, each written once."""
+    root = tmp_path_factory.mktemp("kv-cache-dtype")
+
+    def folder(kind: str) -> Path:
+        path = root / kind
+        if path.exists():
+            return path
+        if kind in ("mha", "mla"):
+            return engines.write_draft(kind, path, len(byte_level_tokenizer))
+        return engines.write_target(kind, path, byte_level_tokenizer)
+
+    return folder
+
+
+def speculation(method: str, folders: Callable[[str], Path]) -> dict[str, Any]:
+    if method == "mtp":
+        return {"method": "mtp", "num_speculative_tokens": 3}
+    draft = str(folders(method))
+    return {"method": "eagle3", "draft_model": draft, "num_speculative_tokens": 3}
+
+
+def executor_of(engine: LLM) -> executor.UniprocExecutor:
+    found = engine.engine.core.executor
+    assert isinstance(found, executor.UniprocExecutor)
+    return found
+
+
+def caches(engine: LLM) -> list[KVCacheTensor | LatentCacheTensor]:
+    """Of the target's layers, then of the draft's."""
+    runner = executor_of(engine)
+    models = [runner._model, runner._proposer.draft_model]
+    layers = [a for m in models if m is not None for a in attention_layers(m).values()]
+    return [layer.kv_cache for layer in layers]
+
+
+def storage_of(cache: KVCacheTensor | LatentCacheTensor) -> torch.dtype:
+    return cache.key.dtype if isinstance(cache, KVCacheTensor) else cache.latent.dtype
+
+
+def has_scales(cache: KVCacheTensor | LatentCacheTensor) -> bool:
+    if isinstance(cache, KVCacheTensor):
+        return cache.key_scale is not None and cache.value_scale is not None
+    return cache.scale is not None
+
+
+@pytest.mark.parametrize(("target", "method"), PAIRS)
+def test_speculation_changes_no_token(
+    target: str, method: str, flavour: torch.dtype, folders: Callable[[str], Path]
+) -> None:
+    """Target and draft both store 8 bits, greedily and at a temperature with seeds."""
+    plain = create_engine(folders(target), kv_cache_dtype="fp8")
+    fast = create_engine(folders(target), kv_cache_dtype="fp8", **speculation(method, folders))
+    assert len(caches(fast)) > len(caches(plain))
+    assert {storage_of(cache) for cache in caches(fast)} == {flavour}
+    assert all(has_scales(cache) for cache in caches(fast))
+    for setting in ("greedy", "warm"):
+        assert generate(fast, params(setting)) == generate(plain, params(setting)), setting
+    stats = fast.engine.core.stats.spec_decode
+    assert stats is not None
+    assert stats.num_drafts > 0
+    (builder,) = executor_of(fast)._proposer.kv_cache_builders
+    owner = "mtp" if method == "mtp" else "eagle3"
+    tensors = builder.allocate_kv_cache_tensors(1)
+    assert list(tensors) == [f"{owner}_kv_cache", f"{owner}_kv_scale"]
+    assert tensors[f"{owner}_kv_cache"].nbytes == builder.compute_block_bytes()
+
+
+@pytest.mark.usefixtures("flavour")
+@pytest.mark.parametrize(("target", "method"), PAIRS[:2])
+def test_prefix_hits_and_preemption_change_no_token(
+    target: str,
+    method: str,
+    folders: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    options = {"kv_cache_dtype": "fp8", **speculation(method, folders)}
+    sampling = params("warm", max_tokens=12)
+    whole = create_engine(folders(target), enable_prefix_caching=False, **options)
+    expected = generate(whole, sampling, PROMPTS)
+    hitting = create_engine(folders(target), max_num_batched_tokens=16, **options)
+    for _ in range(2):  # the second time every prefix is cached
+        assert generate(hitting, sampling, PROMPTS) == expected
+    assert hitting.engine.core.stats.prefix_cache_hits > 0
+    # Room for two sequences at a time.
+    monkeypatch.setattr(executor, "plan_kv_cache", lambda *_: KVCachePlan(13, 0))
+    tight = create_engine(folders(target), enable_prefix_caching=False, max_model_len=48, **options)
+    assert generate(tight, sampling, PROMPTS) == expected
+    assert tight.engine.core.stats.num_preemptions > 0
+
+
+@pytest.mark.parametrize("target", ["llama", "deepseek_v3"])
+def test_storage_and_size(
+    target: str, folders: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    """As many bytes hold more tokens; logs, limits and the table of ops say what is stored."""
+    blocks = {}
+    for name, dtype in (
+        ("auto", torch.float32),
+        ("bf16", torch.bfloat16),
+        ("fp8", torch.float8_e4m3fn),
+    ):
+        caplog.clear()
+        with caplog.at_level(logging.INFO, logger="atom"):
+            engine = create_engine(
+                folders(target),
+                kv_cache_dtype=name,
+                kv_cache_memory="100kB",
+                max_model_len=16,
+                max_num_seqs=512,
+                max_num_batched_tokens=512,
+            )
+        stored = str(dtype).removeprefix("torch.")
+        assert {storage_of(cache) for cache in caches(engine)} == {dtype}
+        assert engine.engine.core.limits.kv_cache_dtype == stored
+        assert engine.engine.core.stats.kv_cache_dtype == stored
+        assert f"KV blocks of 4 tokens in {stored}," in caplog.text
+        assert ("KV cache scales: the checkpoint's in 0 of" in caplog.text) == (name == "fp8")
+        blocks[name] = engine.engine.core.limits.num_blocks
+        if name != "auto" and target == "llama":
+            assert f"the cache holds {dtype}" in caplog.text
+    assert 2 * blocks["auto"] <= blocks["bf16"] <= 2 * blocks["auto"] + 1
+    assert 2 * blocks["bf16"] <= blocks["fp8"] <= 2 * blocks["bf16"] + 1
+
+
+def test_the_model_computes_in_its_own_type(folders: Callable[[str], Path]) -> None:
+    """A bfloat16 cache of a float32 model stays close to a float32 one, and is not equal."""
+    outputs = []
+    for name in ("auto", "bf16"):
+        engine = create_engine(folders("llama"), kv_cache_dtype=name)
+        (output,) = engine.generate(
+            [PROMPTS[0]], params("greedy", max_tokens=1, prompt_logprobs=0), use_tqdm=False
+        )
+        assert output.prompt_logprobs is not None
+        rows = [next(iter(row.values())).logprob for row in output.prompt_logprobs if row]
+        outputs.append(torch.tensor(rows))
+    assert not torch.equal(*outputs)
+    torch.testing.assert_close(*outputs, atol=0.1, rtol=0.05)
+
+
+def test_flags_and_arguments() -> None:
+    parser = argparse.ArgumentParser()
+    EngineArgs.add_cli_args(parser)
+    for flag in ("--kv-cache-dtype", "--kv_cache_dtype"):
+        args = EngineArgs.from_cli_args(parser.parse_args([flag, "fp8"]))
+        assert args.create_config().cache.kv_cache_dtype == "fp8"
+    assert EngineArgs().create_config().cache.kv_cache_dtype == "auto"
+    with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, bf16, fp8; got"):
+        EngineArgs(kv_cache_dtype="int8").create_config()
+
+
+def test_an_override_that_cannot_be_honoured_fails(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOM_OP_KV_CACHE_WRITE", "native")
+    with pytest.raises(RuntimeError, match="kv_cache_write"):
+        create_engine(folders("llama"), kv_cache_dtype="fp8")

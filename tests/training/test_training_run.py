@@ -1,0 +1,204 @@
+"""Whole runs on a tiny target: synthesise, train, resume, export, evaluate."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from atom.training import trainer
+from atom.training.cli import main
+from atom.training.trainer import read_log
+
+
+def run(*args: object) -> None:
+    assert main([str(arg) for arg in args]) == 0
+
+
+ENGINE = ("--dtype", "float32", "--kv-cache-memory", "32MB", "--num-threads", "1")
+SYNTHESIZE = ("--self-synthesized", 24, "--max-new-tokens", 60, "--max-repetition", 1.0)
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Path) -> Path:
+    """A target that can be learnt in seconds: its next token hangs mostly on the last one."""
+    folder = tmp_path_factory.mktemp("target") / "model"
+    shutil.copytree(tiny_llama_dir, folder)
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if "o_proj" in name or "down_proj" in name:
+            tensor.mul_(0.01)
+        if "lm_head" in name:
+            tensor.mul_(3)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
+    folder = tmp_path_factory.mktemp("data") / "texts"
+    prompts = folder.parent / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"q": f"What is {i}?"}) + "\n" for i in range(12)))
+    run("synthesize", "--model", target, "--output", folder,
+        "--prompts", f"{prompts}:q", *SYNTHESIZE, "--temperatures", 0, 0.5,
+        "--max-num-seqs", 16, "--keep-features", *ENGINE)  # fmt: skip
+    return folder
+
+
+TRAIN = (
+    "--draft-vocab-size", 256, "--rows-per-batch", 64, "--accumulate", 2, "--warmup", 0.1,
+    "--log-every", 2, "--save-every", 4, "--lr", 3e-3, "--lr-fc", 1e-3, "--lr-head", 1e-3,
+)  # fmt: skip
+
+
+def train(target: Path, data: Path, output: Path, *more: object) -> None:
+    run("train", "--model", target, "--data", data, "--output", output, *TRAIN, *more, *ENGINE)
+
+
+def losses(folder: Path) -> list[tuple[int, list[float]]]:
+    return [(line["step"], line["loss"]) for line in read_log(folder / trainer.LOG)]
+
+
+def test_a_draft_learns_its_targets_texts(
+    data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = tmp_path / "run"
+    train(target, data, output, "--epochs", 6, "--num-negatives", 64, "--workers", 2)
+    curve = losses(output)
+    assert sum(curve[-1][1]) < 0.5 * sum(curve[0][1])
+    run("export", output, tmp_path / "draft", "--dtype", "float32")
+    tensors = load_file(tmp_path / "draft" / "model.safetensors")
+    assert tensors["d2t"].dtype == torch.int64
+    assert int(tensors["t2d"].sum()) == 256 == len(tensors["lm_head.weight"])
+    capsys.readouterr()
+    prompts = data.parent / "prompts.jsonl"
+    run("evaluate", "--model", target, "--prompts", f"{prompts}:q", "--max-tokens", 60,
+        "--method", "eagle3", "--draft-model", tmp_path / "draft",
+        "--num-speculative-tokens", 3, *ENGINE)  # fmt: skip
+    line = capsys.readouterr().out
+    assert "12 prompts" in line
+    assert float(line.split("acceptance ")[1].split("%")[0]) > 50
+
+
+def test_a_killed_run_resumes_with_the_same_curve(
+    data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    train(target, data, whole, "--epochs", 1)
+    save = trainer.save_checkpoint
+
+    def die(*_: object) -> None:
+        raise RuntimeError("killed")
+
+    def save_once(*args: object) -> Path:
+        monkeypatch.setattr(trainer, "save_checkpoint", die)
+        return save(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(trainer, "save_checkpoint", save_once)
+    args = ("train", "--model", target, "--data", data, "--output", killed, *TRAIN)
+    assert main([str(a) for a in (*args, "--epochs", 1, *ENGINE)]) == 2
+    monkeypatch.setattr(trainer, "save_checkpoint", save)
+    # It had logged on past its checkpoint, the last line only half.
+    with (killed / trainer.LOG).open("a") as file:
+        file.write('{"step": 6, "loss"')
+    train(target, data, killed, "--epochs", 1)
+    assert losses(killed) == losses(whole)
+    newest = [sorted(folder.glob("checkpoint-*"))[-1] for folder in (whole, killed)]
+    expected, got = (load_file(path) for path in newest)
+    assert expected.keys() == got.keys()
+    assert all(torch.equal(expected[name], got[name]) for name in expected)
+    other = [str(a) for a in (*args, "--epochs", 2, *ENGINE)]
+    assert main(other) == 2, "another schedule is another run"
+    for change in (("--attention", "mla"), ("--draft-vocab-size", "100")):
+        changed = [str(a) for a in (*args, "--epochs", 1, *change, *ENGINE)]
+        assert main(changed) == 2, "another network is another run"
+
+
+def test_features_may_be_computed_online(data: Path, target: Path, tmp_path: Path) -> None:
+    """Kept while decoding, or computed from the finished text: the same curve."""
+    bare = tmp_path / "bare"
+    shutil.copytree(data, bare)
+    manifest = json.loads((bare / "manifest.json").read_text())
+    aux = manifest["aux_layer_ids"]
+    (bare / "manifest.json").write_text(json.dumps(manifest | {"aux_layer_ids": None}))
+    train(target, data, tmp_path / "a", "--epochs", 0.2)
+    more = ("--aux-layer-ids", *aux, "--workers", 2)
+    train(target, bare, tmp_path / "b", "--epochs", 0.2, *more)
+    kept, computed = losses(tmp_path / "a"), losses(tmp_path / "b")
+    assert len(kept) == len(computed) > 0
+    for (_, a), (_, b) in zip(kept, computed, strict=True):
+        assert a == pytest.approx(b, rel=2e-3)
+
+
+def test_a_synthesis_resumes(target: Path, tmp_path: Path) -> None:
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    common = ("synthesize", "--model", target, *SYNTHESIZE, "--max-num-seqs", 4, *ENGINE)
+    run(*common, "--output", whole)
+    run(*common, "--output", halves, "--max-tokens", 200)
+    run(*common, "--output", halves)
+    texts = []
+    for folder in (whole, halves):
+        manifest = json.loads((folder / "manifest.json").read_text())
+        by_index = {}
+        for name in manifest["shards"]:
+            shard = load_file(folder / name)
+            pieces = shard["token_ids"].split(shard["offsets"].diff().tolist())
+            by_index |= dict(
+                zip(shard["indices"].tolist(), map(torch.Tensor.tolist, pieces), strict=False)
+            )
+        texts.append(by_index)
+    assert texts[0] == texts[1]
+    assert main([str(a) for a in (*common, "--output", halves, "--top-p", 0.5)]) == 2
+
+
+def test_a_draft_is_trained_further(
+    data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    first, second = tmp_path / "first", tmp_path / "second"
+    train(target, data, first, "--epochs", 1)
+    train(target, data, second, "--epochs", 1, "--initial-draft", first)
+    before, after = losses(first), losses(second)
+    assert after[0][1][0] < 0.9 * before[0][1][0]
+    newest = [load_file(sorted(folder.glob("checkpoint-*"))[-1]) for folder in (first, second)]
+    for name in ("vocabulary", "whitening"):
+        assert torch.equal(newest[0][name], newest[1][name])
+    args = ["train", "--model", target, "--data", data, "--output", tmp_path / "third", *ENGINE]
+    capsys.readouterr()
+    for change, field in (
+        (("--attention", "mla"), "architectures"),
+        (("--draft-vocab-size", 100), "draft_vocab_size"),
+        (("--aux-layer-ids", 0, 2), "eagle_config"),
+    ):
+        more = (*args, "--initial-draft", first, *change)
+        assert main([str(a) for a in more]) == 2
+        assert field in capsys.readouterr().err
+
+
+def test_a_latent_draft_trains(data: Path, target: Path, tmp_path: Path) -> None:
+    train(target, data, tmp_path / "run", "--epochs", 2, "--attention", "mla")
+    curve = losses(tmp_path / "run")
+    assert sum(curve[-1][1]) < sum(curve[0][1])
+    run("export", tmp_path / "run", tmp_path / "draft")
+    config = json.loads((tmp_path / "draft" / "config.json").read_text())
+    assert config["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
+
+
+def test_wrong_use_is_refused(
+    data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refused(*args: object) -> str:
+        assert main([str(a) for a in args]) == 2
+        return capsys.readouterr().err
+
+    train_args = ("train", "--model", target, "--data", data, "--output", tmp_path / "r")
+    assert "needs --accumulate 3" in refused(*train_args, "--workers", 3)
+    assert "does not fit a target" in refused(*train_args, "--draft-vocab-size", 10**6, *ENGINE)
+    assert "multiple of log_every" in refused(*train_args, "--save-every", 7)
+    assert "holds no checkpoint" in refused("export", tmp_path, tmp_path / "x")
+    prompts = f"{data.parent / 'prompts.jsonl'}:q"
+    assert "nothing to evaluate" in refused("evaluate", "--prompts", prompts)
+    assert "nothing to answer" in refused("synthesize", "--output", tmp_path / "s")
