@@ -17,9 +17,11 @@ class ScheduledSequence:
 
     Attributes:
         id: the sequence.
+        row: where the runner keeps what it knows of the sequence; its own while it runs.
         token_ids: the tokens to compute, at positions `start`, `start + 1`, ...
         start: number of tokens already in the KV cache.
-        block_ids: the sequence's block table; it covers `start + len(token_ids)` tokens.
+        new_block_ids: what the sequence's block table grows by before this step.
+        num_blocks: length of the table then; it covers `start + len(token_ids)` tokens.
         wants_sample: the last row's logits are sampled (false for a middle prefill chunk).
         num_drafts: how many of the last `token_ids` are drafts to verify.
         draft_source: who was asked for them, also when none came of it; None when nobody was.
@@ -28,9 +30,11 @@ class ScheduledSequence:
     """
 
     id: str
+    row: int
     token_ids: list[int]
     start: int
-    block_ids: list[int]
+    new_block_ids: list[int]
+    num_blocks: int
     wants_sample: bool
     num_drafts: int = 0
     draft_source: str | None = None
@@ -53,7 +57,7 @@ class NewSequence:
     `prompt_token_ids` and `output_token_ids` are the tokens known when it is (re)scheduled.
     """
 
-    id: str
+    row: int
     prompt_token_ids: list[int]
     output_token_ids: list[int]
     params: SamplingParams
@@ -62,11 +66,16 @@ class NewSequence:
 
 @dataclass(frozen=True)
 class ScheduledBatch:
-    """One step. `new` precede their first step; `finished_ids` may be forgotten before it."""
+    """One step.
+
+    Attributes:
+        new: sequences whose first step this is.
+        freed_rows: rows whose sequences are gone; they are forgotten before `new` is learnt.
+    """
 
     sequences: list[ScheduledSequence]
     new: list[NewSequence]
-    finished_ids: list[str]
+    freed_rows: list[int]
 
     @property
     def num_tokens(self) -> int:
@@ -84,7 +93,7 @@ class SequenceResult:
             predicts prompt token `start + i + 1`), when asked for.
         draft_token_ids: guesses for the next step.
         draft_source: who was asked for them; None when nothing was sampled.
-        is_stuck: the sequence's grammar allows nothing after `token_ids`, which may be empty.
+        failure: why the sequence cannot go on after `token_ids`, which may be empty.
     """
 
     token_ids: list[int]
@@ -92,7 +101,7 @@ class SequenceResult:
     prompt_logprobs: list[TokenLogprobs] | None = None
     draft_token_ids: list[int] = field(default_factory=list)
     draft_source: str | None = None
-    is_stuck: bool = False
+    failure: str | None = None
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,6 @@ from atom.messages import EngineRequest
 from atom.model_engine.arg_utils import EngineArgs
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.executor import UniprocExecutor
-from atom.model_engine.input_builder import build_model_input
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE
@@ -92,6 +91,7 @@ class _Recorded:
         self.eos_token_ids = inner.eos_token_ids
         self.lookahead = inner.lookahead
         self.grammars = inner.grammars
+        self.inputs = inner.inputs
         self.last = ScheduledBatch([], [], [])
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
@@ -124,7 +124,6 @@ class DecodeEngine:
         executor = UniprocExecutor(config, factory)
         self.ops: str = executor.ops.describe()
         (self.model,) = models
-        self._device = next(self.model.parameters()).device
         self._executor = _Recorded(executor)
         self._core = EngineCore(config, self._executor)
         self._ids: list[str] = []
@@ -184,8 +183,7 @@ class DecodeEngine:
 
         hooks = [layer.register_forward_pre_hook(count) for layer in layers]
         if layers:
-            block_size = self._core.limits.block_size
-            self.model(build_model_input(self._executor.last, block_size, self._device))
+            self.model(self._executor.inputs.build(self._executor.last).model_input)
         for hook in hooks:
             hook.remove()
         return visited

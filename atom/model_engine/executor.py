@@ -29,6 +29,7 @@ from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
 from atom.kv_cache.memory import estimate_graph_bytes, kv_cache_budget
 from atom.messages import EngineLimits
 from atom.model_engine.context_len import resolve_max_model_len
+from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
@@ -40,8 +41,8 @@ from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, default_num_threads, select_platform
-from atom.sampling.sampler import SamplingOps
-from atom.sampling.state import SamplingStates
+from atom.sampling.rows import SamplingRows
+from atom.sampling.sampler import Sampler, SamplingOps
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead, Proposer
 from atom.spec_decode.factory import create_drafter, create_proposer
@@ -80,6 +81,7 @@ class UniprocExecutor:
 
     Attributes:
         ops: what runs which operation of the target and the draft.
+        inputs: brings batches to the device.
 
     Args:
         proposer_factory: makes the proposer; the one that the configuration names when None.
@@ -107,7 +109,26 @@ class UniprocExecutor:
         )
         create_backend = partial(_create_grammar_backend, config.model, source)
         self.grammars = GrammarCache(create_backend)
-        self._runner = self._create_runner(config, source, context)
+        self._drafter = create_drafter(
+            config.speculative,
+            self._proposer,
+            captured=self._graphs is not None,
+            waiting_is_free=not platform.is_gpu,
+        )
+        sampler = self._create_sampler(config, source, context)
+        forward = self._graphs or EagerRunner(self._model.forward)
+        self.inputs = InputBuilder(
+            forward,
+            sampler,
+            self._graphs.plan if self._graphs is not None else None,
+            max_num_tokens=config.scheduler.max_num_batched_tokens,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_model_len=context_len,
+            block_size=config.cache.block_size,
+            device=context.device,
+            drafts=self._proposer.reads_steps,
+        )
+        self._runner = ModelRunner(self.inputs, forward, sampler, self._drafter)
         self.eos_token_ids = source.eos_token_ids
         self.lookahead = self._proposer.lookahead
         builders: list[KVCacheBuilder] = [
@@ -116,7 +137,7 @@ class UniprocExecutor:
         ]
         num_blocks = self._allocate_kv_cache(config, builders, platform, context_len)
         if self._graphs is not None:
-            self._graphs.capture()
+            self._graphs.capture(self.inputs.graph_input)
             self._proposer.capture(self._graphs.plan)
         self.limits = EngineLimits(
             max_model_len=_fit_context(config, context_len, num_blocks, storage),
@@ -152,20 +173,19 @@ class UniprocExecutor:
             len(scales),
         )
 
-    def _create_runner(
+    def _create_sampler(
         self, config: EngineConfig, source: ModelSource, context: LayerContext
-    ) -> ModelRunner:
+    ) -> Sampler:
         vocab_size = source.hf_config.get_text_config().vocab_size
-        states = SamplingStates(vocab_size, source.eos_token_ids, context.device, self.grammars)
-        return ModelRunner(
-            self._model,
-            self._graphs or EagerRunner(self._model.forward),
-            create_drafter(config.speculative, self._proposer, captured=self._graphs is not None),
-            states,
-            config.cache.block_size,
+        rows = SamplingRows(
+            config.scheduler.max_num_seqs,
+            vocab_size,
+            source.eos_token_ids,
             context.device,
-            SamplingOps.resolve(context.ops, context.dtype, vocab_size),
+            self.grammars,
         )
+        ops = SamplingOps.resolve(context.ops, context.dtype, vocab_size)
+        return Sampler(self._model.compute_logits, rows, vocab_size, context.device, ops)
 
     def _allocate_kv_cache(
         self,
@@ -181,12 +201,14 @@ class UniprocExecutor:
             tokens = min(config.scheduler.max_num_batched_tokens, context_len - 1)
             self._allocate(builders, -(-tokens // block_size))
             self._runner.step(_profile_batch(tokens, block_size))
-            self._runner.step(ScheduledBatch([], [], ["profile"]))
+            self._runner.step(ScheduledBatch([], [], [0]))
 
         def graph_bytes() -> int:
             if self._graphs is None:
                 return 0
-            return estimate_graph_bytes(self._graphs.rehearse, self._graphs.num_graphs)
+            return estimate_graph_bytes(
+                partial(self._graphs.rehearse, self.inputs.graph_input), self._graphs.num_graphs
+            )
 
         budget = kv_cache_budget(config.cache, platform, profile, graph_bytes)
         plan = plan_kv_cache(
@@ -207,7 +229,10 @@ class UniprocExecutor:
             bind_kv_caches(self._proposer.draft_model, builders)
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
-        return self._runner.step(batch)
+        started = time.perf_counter()
+        output = self._runner.step(batch)
+        self._drafter.observe(batch, output, time.perf_counter() - started)
+        return output
 
     def shutdown(self) -> None:
         self.grammars.shutdown()
@@ -297,10 +322,12 @@ def _profile_batch(tokens: int, block_size: int) -> ScheduledBatch:
     token_ids = [0] * tokens
     sequence = ScheduledSequence(
         id="profile",
+        row=0,
         token_ids=token_ids,
         start=0,
-        block_ids=list(range(-(-tokens // block_size))),
+        new_block_ids=list(range(-(-tokens // block_size))),
+        num_blocks=-(-tokens // block_size),
         wants_sample=True,
     )
-    new = NewSequence("profile", token_ids, [], SamplingParams(temperature=1.0), 0)
+    new = NewSequence(0, token_ids, [], SamplingParams(temperature=1.0), 0)
     return ScheduledBatch([sequence], [new], [])

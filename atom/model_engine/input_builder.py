@@ -1,70 +1,238 @@
-"""From a scheduled batch to the tensors of one forward pass."""
+"""From a scheduled batch to everything that a step needs on the device, in one copy."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from atom.batch import ScheduledBatch, ScheduledSequence
-from atom.model_ops.metadata import AttentionMetadata, ModelInput
+from atom.graphs.capture import Bucket, GraphPlan
+from atom.graphs.runner import ForwardRunner, GraphKey
+from atom.graphs.staging import StagingBuffer
+from atom.kv_cache.block_tables import BlockTables
+from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
+from atom.sampling.plan import SamplePlan
+from atom.sampling.sampler import Sampler
+
+# Of the staging buffer: for each token, for each sequence, and for what a step may add.
+_TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 96, 512, 1 << 16
 
 
-def build_model_input(batch: ScheduledBatch, block_size: int, device: torch.device) -> ModelInput:
-    """Lay the sequences of `batch` one after another.
+@dataclass(frozen=True)
+class StepInput:
+    """One step on the device.
 
-    Logits are asked for the last `num_drafts + 1` rows of every sequence that wants a sample.
+    Attributes:
+        model_input: T rows of B sequences.
+        graph: which captured work computes them; None runs them eagerly.
+        sample: what is sampled of them.
+        next_token_ids: [T] int64, the known token after each row; where it is sampled, anything.
+            None when nobody drafts.
+        sampled: [S] int64 places of the sampled sequences in the batch; None when all are.
+        is_decode: every sequence computes its newest token and drafts, and nothing else.
     """
-    sequences = batch.sequences
-    token_ids: list[int] = []
-    logits_indices: list[int] = []
-    for s in sequences:
-        token_ids += s.token_ids
-        if s.wants_sample:
-            logits_indices += range(len(token_ids) - s.num_drafts - 1, len(token_ids))
-    starts = np.array([s.start for s in sequences], dtype=np.int64)
-    lens = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
-    return ModelInput(
-        input_ids=torch.tensor(token_ids, dtype=torch.int64, device=device),
-        positions=_to(_positions(starts, lens), device),
-        attention=build_attention_metadata(sequences, block_size, device),
-        logits_indices=torch.tensor(logits_indices, dtype=torch.int64, device=device),
-    )
+
+    model_input: ModelInput
+    graph: GraphKey | None
+    sample: SamplePlan
+    next_token_ids: torch.Tensor | None
+    sampled: torch.Tensor | None
+    is_decode: bool
 
 
-def build_attention_metadata(
-    sequences: Sequence[ScheduledSequence], block_size: int, device: torch.device
-) -> AttentionMetadata:
-    """Where the tokens of `sequences` sit in the KV cache."""
-    starts = np.array([s.start for s in sequences], dtype=np.int64)
-    lens = np.array([len(s.token_ids) for s in sequences], dtype=np.int64)
-    tables = np.zeros((len(sequences), max(len(s.block_ids) for s in sequences)), dtype=np.int32)
-    for row, s in zip(tables, sequences, strict=True):
-        row[: len(s.block_ids)] = s.block_ids
-    positions = _positions(starts, lens)
-    owner = np.repeat(np.arange(len(sequences)), lens)
-    blocks = tables[owner, positions // block_size].astype(np.int64)
-    contexts = starts + lens
-    return AttentionMetadata(
-        slot_mapping=_to(blocks * block_size + positions % block_size, device),
-        block_tables=_to(tables, device),
-        block_counts=_to(np.array([len(s.block_ids) for s in sequences], dtype=np.int32), device),
-        context_lens=_to(contexts.astype(np.int32), device),
-        cu_seqlens_q=_to(np.concatenate(([0], np.cumsum(lens))).astype(np.int32), device),
-        max_seqlen_q=int(lens.max()),
-        max_context_len=int(contexts.max()),
-        query_lens_cpu=tuple(lens.tolist()),
-        context_lens_cpu=tuple(contexts.tolist()),
-    )
+class _Places:
+    """Where the numbers of a forward pass over T tokens of B sequences lie: host and device."""
+
+    def __init__(self, staging: StagingBuffer, num_tokens: int, num_sequences: int) -> None:
+        self.input_ids, self.input_ids_there = staging.reserve(num_tokens)
+        self.positions, self.positions_there = staging.reserve(num_tokens)
+        self.slots, self.slots_there = staging.reserve(num_tokens)
+        self.rows, self.rows_there = staging.reserve(num_sequences)
+        self.context_lens, self.context_lens_there = staging.reserve(num_sequences, torch.int32)
+        self.block_counts, self.block_counts_there = staging.reserve(num_sequences, torch.int32)
+        self.starts, self.starts_there = staging.reserve(num_sequences + 1, torch.int32)
+
+    def pad(self, num_tokens: int, num_sequences: int, query_len: int) -> None:
+        """Behind the step's own: sequences that write nothing and read one short context."""
+        self.input_ids[num_tokens:] = 0
+        self.positions[num_tokens:] = 0
+        self.slots[num_tokens:] = -1
+        self.rows[num_sequences:] = 0
+        self.block_counts[num_sequences:] = 0
+        # A sequence's last query sits at the end of its context, so none is shorter than that.
+        self.context_lens[num_sequences:] = query_len
+        self.starts[:] = np.arange(len(self.starts)) * query_len
 
 
-def _positions(starts: np.ndarray, lens: np.ndarray) -> np.ndarray:
-    """start, start + 1, ... of every sequence, one after another."""
-    offsets = np.cumsum(lens) - lens
-    positions: np.ndarray = np.arange(lens.sum()) + np.repeat(starts - offsets, lens)
-    return positions
+class _Shape:
+    """The lengths of a batch, and where its tokens sit."""
+
+    def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
+        self.lens = [len(s.token_ids) for s in sequences]
+        self.context_lens = [s.context_len for s in sequences]
+        self.num_sequences, self.num_tokens = len(sequences), sum(self.lens)
+        self.longest_query, self.longest_context = max(self.lens), max(self.context_lens)
+        self.is_ragged = self.longest_query * len(sequences) != self.num_tokens
+        self.rows = np.array([s.row for s in sequences])
+        lens = np.array(self.lens)
+        self.ends = np.cumsum(lens)
+        begins = self.ends - lens
+        starts = np.array([s.start for s in sequences])
+        self.positions = np.arange(self.num_tokens) + np.repeat(starts - begins, lens)
+        self.owners = np.repeat(self.rows, lens)
 
 
-def _to(array: np.ndarray, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(array).to(device, non_blocking=True)
+class InputBuilder:
+    """Lays a batch out in a staging buffer and sends it.
+
+    Args:
+        forward: says which captured work a batch fits.
+        plan: what is captured; None where every step runs eagerly.
+        max_num_tokens, max_num_seqs: of a step. max_model_len: of a context.
+        drafts: whether somebody wants to know the tokens that follow.
+    """
+
+    def __init__(
+        self,
+        forward: ForwardRunner,
+        sampler: Sampler,
+        plan: GraphPlan | None,
+        *,
+        max_num_tokens: int,
+        max_num_seqs: int,
+        max_model_len: int,
+        block_size: int,
+        device: torch.device,
+        drafts: bool,
+    ) -> None:
+        most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
+        num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
+        self._forward = forward
+        self._sampler = sampler
+        self._block_size = block_size
+        self._drafts = drafts
+        self._staging = StagingBuffer(num_bytes, device)
+        self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), device)
+        self._graph_tables = None
+        if plan is not None:
+            shape = plan.batch_sizes[-1], plan.table_width
+            self._graph_tables = torch.zeros(shape, dtype=torch.int32, device=device)
+
+    def graph_input(self, bucket: Bucket, query_len: int) -> ModelInput:
+        """What a graph is captured on: where the steps that it serves are written, all padding."""
+        assert self._graph_tables is not None
+        size = bucket.batch_size
+        self._staging.restart()
+        places = _Places(self._staging, size * query_len, size)
+        places.pad(0, 0, query_len)
+        self._staging.send()
+        return ModelInput(
+            places.input_ids_there,
+            places.positions_there,
+            AttentionMetadata(
+                slot_mapping=places.slots_there,
+                block_tables=self._graph_tables[:size],
+                block_counts=places.block_counts_there,
+                context_lens=places.context_lens_there,
+                cu_seqlens_q=places.starts_there,
+                max_seqlen_q=query_len,
+                max_context_len=bucket.max_context_len,
+                query_lens_cpu=(query_len,) * size,
+                context_lens_cpu=None,
+            ),
+        )
+
+    def build(self, batch: ScheduledBatch) -> StepInput:
+        """Everything that the step needs on the device, on its way there."""
+        sequences = batch.sequences
+        shape = _Shape(sequences)
+        graph = None
+        if not shape.is_ragged:
+            fit = (shape.num_sequences, shape.longest_query, shape.longest_context)
+            graph = self._forward.fit(*fit)
+        self._staging.restart()
+        size, tokens = shape.num_sequences, shape.num_tokens
+        if graph is not None:
+            size, tokens = graph.batch_size, graph.batch_size * graph.query_len
+        places = _Places(self._staging, tokens, size)
+        if graph is not None:
+            places.pad(shape.num_tokens, shape.num_sequences, graph.query_len)
+        self._tables.grow(sequences, self._staging)
+        self._fill(places, sequences, shape)
+        input_ids = places.input_ids[: shape.num_tokens]
+        next_token_ids = self._put_successors(input_ids, sequences, shape)
+        sample = self._sampler.lay_out(batch, shape.rows, input_ids, shape.ends, self._staging)
+        indices = sample.layout.indices
+        sampled = None
+        if len(indices) != len(sequences):
+            sampled = self._staging.put(np.array(indices, dtype=np.int64))
+        self._staging.send()
+        self._tables.update()
+        return StepInput(
+            self._model_input(places, sequences, shape, graph),
+            graph,
+            sample,
+            next_token_ids,
+            sampled,
+            is_decode=sampled is None and len(sample.layout.owners) == shape.num_tokens,
+        )
+
+    def _fill(self, places: _Places, sequences: Sequence[ScheduledSequence], shape: _Shape) -> None:
+        count, size = shape.num_sequences, self._block_size
+        own = slice(0, shape.num_tokens)
+        places.input_ids[own] = [token for s in sequences for token in s.token_ids]
+        places.positions[own] = shape.positions
+        blocks = self._tables.blocks_at(shape.owners, shape.positions // size).astype(np.int64)
+        places.slots[own] = blocks * size + shape.positions % size
+        places.rows[:count] = shape.rows
+        places.context_lens[:count] = shape.context_lens
+        places.block_counts[:count] = [s.num_blocks for s in sequences]
+        places.starts[0] = 0
+        places.starts[1 : count + 1] = shape.ends
+
+    def _put_successors(
+        self, input_ids: np.ndarray, sequences: Sequence[ScheduledSequence], shape: _Shape
+    ) -> torch.Tensor | None:
+        if not self._drafts:
+            return None
+        after = np.roll(input_ids, -1)
+        for end, sequence in zip(shape.ends, sequences, strict=True):
+            if sequence.successor_token is not None:
+                after[end - 1] = sequence.successor_token
+        return self._staging.put(after)
+
+    def _model_input(
+        self,
+        places: _Places,
+        sequences: Sequence[ScheduledSequence],
+        shape: _Shape,
+        graph: GraphKey | None,
+    ) -> ModelInput:
+        count, tokens = shape.num_sequences, shape.num_tokens
+        tables = self._tables.on_device
+        if graph is None:
+            width = max(s.num_blocks for s in sequences)
+            block_tables = tables[:, :width].index_select(0, places.rows_there)
+        else:
+            assert self._graph_tables is not None
+            out = self._graph_tables[: graph.batch_size]
+            torch.index_select(tables[:, : out.shape[1]], 0, places.rows_there, out=out)
+            block_tables = out[:count]
+        return ModelInput(
+            places.input_ids_there[:tokens],
+            places.positions_there[:tokens],
+            AttentionMetadata(
+                slot_mapping=places.slots_there[:tokens],
+                block_tables=block_tables,
+                block_counts=places.block_counts_there[:count],
+                context_lens=places.context_lens_there[:count],
+                cu_seqlens_q=places.starts_there[: count + 1],
+                max_seqlen_q=shape.longest_query,
+                max_context_len=shape.longest_context,
+                query_lens_cpu=tuple(shape.lens),
+                context_lens_cpu=tuple(shape.context_lens),
+            ),
+        )

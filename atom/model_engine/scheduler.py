@@ -70,8 +70,9 @@ class Scheduler:
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
         self._num_added = 0
-        # Ids that the runner knows and must forget before the next step.
-        self._gone_ids: list[str] = []
+        # Rows of the runner that no sequence has; those that it must forget before the next step.
+        self._free_rows = list(reversed(range(options.max_num_seqs)))
+        self._freed_rows: list[int] = []
         # The batch that runs now, with the sequences of its rows: an id may name another
         # sequence by the time its results come.
         self._in_flight: tuple[ScheduledBatch, list[Sequence]] | None = None
@@ -137,8 +138,8 @@ class Scheduler:
         # Blocks that a preemption freed are for those who run.
         if not preempted:
             self._admit(budget, rows, scheduled, new)
-        batch = ScheduledBatch(scheduled, new, self._gone_ids)
-        self._gone_ids = []
+        batch = ScheduledBatch(scheduled, new, self._freed_rows)
+        self._freed_rows = []
         if rows:
             self._in_flight = batch, rows
         return batch
@@ -281,7 +282,7 @@ class Scheduler:
             request = seq.request
             new.append(
                 NewSequence(
-                    request.id, request.prompt_token_ids, outputs, request.params, request.seed
+                    seq.row, request.prompt_token_ids, outputs, request.params, request.seed
                 )
             )
             budget -= count
@@ -312,6 +313,7 @@ class Scheduler:
             seq.num_cached_tokens = start
             self._totals.prefix_cache_queries += seq.num_prompt_tokens
             self._totals.prefix_cache_hits += start
+        seq.row = self._free_rows.pop()
         seq.block_ids = cached + block_ids
         seq.num_computed = start
         seq.num_published = len(cached)
@@ -344,11 +346,15 @@ class Scheduler:
         start = seq.num_computed
         end = start + count
         is_last = end == len(seq.token_ids)
+        new_block_ids = seq.block_ids[seq.num_sent_blocks :]
+        seq.num_sent_blocks = len(seq.block_ids)
         return ScheduledSequence(
             id=seq.request.id,
+            row=seq.row,
             token_ids=seq.token_ids[start:end] + seq.draft_token_ids[:num_drafts],
             start=start,
-            block_ids=list(seq.block_ids),
+            new_block_ids=new_block_ids,
+            num_blocks=len(seq.block_ids),
             wants_sample=is_last,
             num_drafts=num_drafts,
             draft_source=seq.draft_source,
@@ -359,7 +365,7 @@ class Scheduler:
         self, seq: Sequence, scheduled: ScheduledSequence, result: SequenceResult
     ) -> SequenceOutput | None:
         """Take in one sequence's results; None when there is nothing to tell of it."""
-        if bool(result.token_ids or result.is_stuck) != scheduled.wants_sample:
+        if (bool(result.token_ids) or result.failure is not None) != scheduled.wants_sample:
             raise RuntimeError(
                 f"sequence {scheduled.id!r} got {len(result.token_ids)} new tokens from a step "
                 f"with wants_sample={scheduled.wants_sample}"
@@ -386,7 +392,7 @@ class Scheduler:
             finish_reason, stop_reason = seq.append(token_id, self._eos_token_ids)
             num_new += 1
         self._totals.num_generation_tokens += num_new
-        if result.is_stuck and finish_reason is None:
+        if result.failure is not None and finish_reason is None:
             self._refuse(seq)
             return None
         # Confirmed drafts are in the cache; the newest token never is.
@@ -434,7 +440,8 @@ class Scheduler:
         del self._live[seq.request.id]
 
     def _release(self, seq: Sequence) -> None:
-        """Take a sequence off the runner: its blocks come back, its id is to be forgotten."""
+        """Take a sequence off the runner: its blocks come back, its row is to be forgotten."""
         self._running.remove(seq)
         self._pool.free(seq.block_ids)
-        self._gone_ids.append(seq.request.id)
+        self._free_rows.append(seq.row)
+        self._freed_rows.append(seq.row)

@@ -36,7 +36,8 @@ class Sequence:
         draft_token_ids: guesses at what follows the known tokens, to be verified next.
         draft_source: who was asked for drafts last.
         num_computed: tokens whose KV is in the cache; always less than the known tokens.
-        block_ids: the block table.
+        row: where the runner keeps what it knows of it; only while it is RUNNING.
+        block_ids: the block table. num_sent_blocks: how many of them the runner knows.
         num_published: leading blocks of the table that need no publishing (any more).
         prompt_logprobs: collected so far, None for the first token; None when not asked for or
             delivered already.
@@ -55,7 +56,9 @@ class Sequence:
     draft_token_ids: list[int] = field(default_factory=list)
     draft_source: str | None = None
     num_computed: int = 0
+    row: int = -1
     block_ids: list[int] = field(default_factory=list)
+    num_sent_blocks: int = 0
     num_published: int = 0
     num_cached_tokens: int = 0
     num_preemptions: int = 0
@@ -143,6 +146,7 @@ class Sequence:
         """Forget everything that lay in blocks: the known tokens will be computed again."""
         self.status = SequenceStatus.WAITING
         self.block_ids = []
+        self.num_sent_blocks = 0
         self.draft_token_ids = []
         self.draft_source = None
         self.num_computed = 0

@@ -64,13 +64,11 @@ class ModelInput:
     Attributes:
         input_ids, positions: [T] int64.
         attention: where the T tokens sit in the KV cache.
-        logits_indices: [R] int64; the rows whose logits are needed.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionMetadata
-    logits_indices: torch.Tensor
 
 
 @dataclass(frozen=True)
@@ -133,23 +131,14 @@ CacheTensor: TypeAlias = KVCacheTensor | LatentCacheTensor
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """How each of the R rows of logits is sampled.
+    """How a token is chosen for each of R rows of scores.
 
-    All tensors have one entry per row. An optional tensor is None when no row needs it, so a
-    greedy batch does no sampling work at all.
+    An optional tensor is None when no row needs it, so a greedy batch does no sampling work.
 
     Attributes:
         temperature: [R] float32; 0 is greedy. None when every row is greedy.
         top_k: [R] int32, vocabulary size when off. top_p, min_p: [R] float32.
         seeds: [R] int64. positions: [R] int64, the position that the sampled token will take.
-        presence, frequency, repetition: [R] float32 penalties.
-        output_counts: [R, V] int32, how often each token was generated so far.
-        prompt_mask: [R, V] bool, tokens of the prompt (for the repetition penalty).
-        logit_bias: [R, V] float32 added to the logits.
-        banned: [R, V] bool, tokens that cannot be sampled (end tokens before min_tokens).
-        grammar_mask: [G, ceil(V / 32)] int32 bit mask of the tokens that a grammar allows.
-        grammar_rows: [G] int64, the rows that have a grammar; None when all R have.
-        num_logprobs: None, or how many alternatives to report (the largest of all rows).
     """
 
     temperature: torch.Tensor | None = None
@@ -158,28 +147,8 @@ class SamplingMetadata:
     min_p: torch.Tensor | None = None
     seeds: torch.Tensor | None = None
     positions: torch.Tensor | None = None
-    presence: torch.Tensor | None = None
-    frequency: torch.Tensor | None = None
-    repetition: torch.Tensor | None = None
-    output_counts: torch.Tensor | None = None
-    prompt_mask: torch.Tensor | None = None
-    logit_bias: torch.Tensor | None = None
-    banned: torch.Tensor | None = None
-    grammar_mask: torch.Tensor | None = None
-    grammar_rows: torch.Tensor | None = None
-    num_logprobs: int | None = None
 
-
-@dataclass(frozen=True)
-class SamplerOutput:
-    """Attributes:
-    token_ids: [R] int64.
-    logprob_token_ids: [R, 1 + n] int64, the sampled token first; None when not asked for.
-    logprobs: [R, 1 + n] float32, of the unmodified distribution.
-    ranks: [R] int64, the sampled token's rank from 1.
-    """
-
-    token_ids: torch.Tensor
-    logprob_token_ids: torch.Tensor | None = None
-    logprobs: torch.Tensor | None = None
-    ranks: torch.Tensor | None = None
+    def select(self, rows: torch.Tensor) -> SamplingMetadata:
+        """The same of `rows` [n] int64."""
+        fields = (self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.positions)
+        return SamplingMetadata(*(None if f is None else f[rows] for f in fields))

@@ -1,22 +1,43 @@
-"""From logits to tokens: penalties and masks, the choice, and log-probabilities.
+"""From hidden states to tokens: the rows of a step, the choice, verification, logprobs.
 
 A row's token depends on that row alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
+from atom.batch import ScheduledBatch, ScheduledSequence
+from atom.graphs.staging import StagingBuffer
+from atom.messages import TokenLogprobs
 from atom.model_ops.kernels.torch import sampling
-from atom.model_ops.metadata import SamplerOutput, SamplingMetadata
+from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpTable
+from atom.sampling.edits import EditsBuilder, LogitEdits
+from atom.sampling.logprobs import Logprobs, as_messages, compute_logprobs
+from atom.sampling.plan import (
+    PromptRows,
+    RowLayout,
+    SamplePlan,
+    put_logprob_rows,
+    put_prompt,
+    sampled_rows,
+)
+from atom.sampling.rows import EDITS, Needs, SamplingRows, SequenceState
+from atom.sampling.token_counts import TokenCounts
+from atom.sampling.verify import count_accepted
 
-_LOGPROB_ROWS = 64
-# Beyond the wanted tokens, so that ties with the last rarely reach the last candidate.
-_TIE_ROOM = 64
+# Prompt logprobs need the logits of every prompt row; this many rows exist at a time.
+_PROMPT_LOGPROB_ROWS = 64
+_NO_TOKEN = (
+    "no token can be chosen: the parameters of the request leave none, or the model's logits are "
+    "not finite"
+)
+_NO_GRAMMAR = "the structured output admits nothing after the text so far"
 
 
 @dataclass(frozen=True)
@@ -43,127 +64,269 @@ class SamplingOps:
 TORCH_OPS = SamplingOps()
 
 
-class NoAdmissibleTokenError(ValueError):
-    """No token of a row can be chosen: all are masked, or its logits hold NaN or +inf.
-
-    `rows` are the offending rows.
-    """
-
-    def __init__(self, rows: list[int]) -> None:
-        super().__init__(
-            f"rows {rows} of the logits have no token to choose from: every token is masked, or "
-            "the logits are not finite; end these sequences with an error"
-        )
-        self.rows = rows
-
-
-def sample(
-    logits: torch.Tensor, metadata: SamplingMetadata, ops: SamplingOps = TORCH_OPS
-) -> SamplerOutput:
-    """Choose one token per row; -1 for rows where nothing can be chosen.
-
-    The order is: grammar mask, banned tokens, logit bias, repetition, presence and frequency
-    penalties; then the argmax of greedy rows, and temperature, min_p, top_k and top_p (over
-    what the former two leave) of the others. Equal logits count as ordered by token id, lowest
-    first. The logits are not modified. On a GPU the host waits for nothing, so whoever brings the
-    tokens to the host raises `NoAdmissibleTokenError`.
-
-    Args:
-        logits: [R, V], any floating point type.
-
-    Raises:
-        ValueError: when an option comes without the tensors that it needs.
-    """
-    token_ids = ops.choose_tokens(_process(logits, metadata, ops), metadata)
-    if metadata.num_logprobs is None:
-        return SamplerOutput(token_ids)
-    chosen = token_ids.clamp(min=0)
-    return SamplerOutput(token_ids, *compute_logprobs(logits, chosen, metadata.num_logprobs))
-
-
-def compute_logprobs(
-    logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Log-probabilities of given tokens and of the most likely ones.
-
-    Args:
-        logits: [R, V], any floating point type.
-        token_ids: [R] int64.
-        num_logprobs: n; how many of the most likely tokens to report.
-
-    Returns:
-        Token ids [R, 1 + n] int64, the given token first, their log-probabilities in float32,
-        and the given tokens' ranks [R] int64: 1 + the number of tokens strictly more likely.
-    """
-    n = min(num_logprobs, logits.shape[-1])
-    parts = [
-        _logprobs_of_rows(rows.to(torch.float32).log_softmax(-1), chosen[:, None], n)
-        for rows, chosen in zip(
-            torch.split(logits, _LOGPROB_ROWS), torch.split(token_ids, _LOGPROB_ROWS), strict=True
-        )
-    ]
-    ids, logprobs, ranks = (torch.cat(column) for column in zip(*parts, strict=True))
-    return ids, logprobs, ranks
-
-
-def _logprobs_of_rows(
-    logprobs: torch.Tensor, chosen: torch.Tensor, n: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    ids = chosen
-    if n:
-        _, top = sampling.most_likely(logprobs, n + _TIE_ROOM)
-        ids = torch.cat((chosen, top[:, :n]), dim=-1)
-    own = logprobs.gather(-1, chosen)
-    return ids, logprobs.gather(-1, ids), 1 + (logprobs > own).sum(-1)
-
-
-# --- what is added to or taken from the logits ------------------------------------------
-
-
-def _process(
-    logits: torch.Tensor, metadata: SamplingMetadata, ops: SamplingOps = TORCH_OPS
+def choose(
+    logits: torch.Tensor,
+    metadata: SamplingMetadata,
+    edits: LogitEdits | None,
+    counts: TokenCounts,
+    ops: SamplingOps = TORCH_OPS,
 ) -> torch.Tensor:
-    """Logits after masks, bias and penalties: float32 if any of them is on."""
-    m = metadata
-    steps = (m.grammar_mask, m.banned, m.logit_bias, m.repetition, m.presence, m.frequency)
-    if all(step is None for step in steps):
-        return logits
-    scores = logits.to(torch.float32, copy=True)
-    if m.grammar_mask is not None:
-        _check_grammar_mask(m, *scores.shape)
-        ops.mask_tokens(scores, m.grammar_mask, m.grammar_rows)
-    if m.banned is not None:
-        scores.masked_fill_(m.banned, -torch.inf)
-    if m.logit_bias is not None:
-        scores.add_(m.logit_bias)
-    if m.repetition is not None:
-        penalty = torch.where(_seen_tokens(m), m.repetition[:, None], 1.0)
-        scores = torch.where(scores > 0, scores / penalty, scores * penalty)
-    if m.presence is not None:
-        scores.sub_(m.presence[:, None] * (_output_counts(m) > 0))
-    if m.frequency is not None:
-        scores.sub_(m.frequency[:, None] * _output_counts(m))
-    return scores
+    """One token for each row of logits [R, V]: [R] int64, -1 where nothing can be chosen.
+
+    Edited rows first get their masks, biases and penalties. Then comes the argmax of greedy rows,
+    and temperature, min_p, top_k and top_p (over what the former two leave) of the others. Equal
+    logits count as ordered by token id, lowest first. The logits are not modified, and on a GPU
+    the host waits for nothing.
+    """
+    if edits is None:
+        return ops.choose_tokens(logits, metadata)
+    scores = edits.apply(logits, ops.mask_tokens, counts)
+    if scores.shape == logits.shape:
+        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    else:
+        token_ids = ops.choose_tokens(logits, metadata)
+    chosen = ops.choose_tokens(scores, metadata.select(edits.rows))
+    return token_ids.index_copy_(0, edits.rows, chosen)
 
 
-def _check_grammar_mask(metadata: SamplingMetadata, num_rows: int, vocab_size: int) -> None:
-    words, rows = metadata.grammar_mask, metadata.grammar_rows
-    assert words is not None
-    limited = num_rows if rows is None else rows.shape[0]
-    if words.shape != (limited, -(-vocab_size // 32)):
-        raise ValueError(
-            f"grammar_mask is {list(words.shape)}; {limited} rows of a vocabulary of {vocab_size} "
-            f"take {[limited, -(-vocab_size // 32)]}"
+@dataclass(frozen=True)
+class Verified:
+    """What was sampled in a step, on the device.
+
+    Attributes:
+        sampled: [R] int64, a token for each row of logits; -1 where none can be chosen.
+        token_ids: [S, k + 1] int64; row s begins with `num_accepted[s]` accepted drafts, then
+            comes the correction or bonus token; the rest is anything.
+        num_accepted: [S] int64.
+        logprobs: of the rows that want them.
+        prompt_logprobs: of each sequence that wants them.
+    """
+
+    sampled: torch.Tensor
+    token_ids: torch.Tensor
+    num_accepted: torch.Tensor
+    logprobs: Logprobs | None
+    prompt_logprobs: list[Logprobs]
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """What the host needs of it."""
+        parts = [] if self.logprobs is None else [self.logprobs]
+        logprobs = [t for part in (*parts, *self.prompt_logprobs) for t in part.tensors]
+        return [self.token_ids, self.num_accepted, *logprobs]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """What became of the S sampled sequences of a step, on the host.
+
+    Attributes:
+        token_ids: accepted and sampled tokens, as far as they are good.
+        num_accepted: drafts among them.
+        failures: why a sequence cannot go on after its tokens, where it cannot.
+        logprobs: of each sequence's tokens; None where nobody asked.
+        prompt_logprobs: by place in the batch.
+    """
+
+    token_ids: list[list[int]]
+    num_accepted: list[int]
+    failures: list[str | None]
+    logprobs: list[list[TokenLogprobs] | None]
+    prompt_logprobs: dict[int, list[TokenLogprobs]]
+
+
+class Sampler:
+    """Everything between a step's hidden states and its tokens.
+
+    A step calls `lay_out`, then, once the staging buffer was sent, `sample`, and `take` when the
+    results are on the host.
+    """
+
+    def __init__(
+        self,
+        compute_logits: Callable[[torch.Tensor], torch.Tensor],
+        rows: SamplingRows,
+        vocab_size: int,
+        device: torch.device,
+        ops: SamplingOps = TORCH_OPS,
+    ) -> None:
+        self._compute_logits = compute_logits
+        self._rows = rows
+        self._edits = EditsBuilder(rows, vocab_size, device)
+        self._ops = ops
+
+    def lay_out(
+        self,
+        batch: ScheduledBatch,
+        rows: np.ndarray,
+        token_ids: np.ndarray,
+        ends: np.ndarray,
+        staging: StagingBuffer,
+    ) -> SamplePlan:
+        """Put into the buffer what a step samples.
+
+        Args:
+            rows: [B] of the sequences. token_ids: [T] of the forward pass.
+            ends: [B] where the tokens of each sequence end.
+        """
+        self._rows.learn(batch.new, staging)
+        sequences = batch.sequences
+        layout = RowLayout.of(sequences, ends)
+        everyone = self._rows.needs[rows]
+        rows, needs = rows[layout.indices], everyone[layout.indices]
+        together = Needs(int(np.bitwise_or.reduce(needs)))
+        states = [self._rows[row] for row in rows.tolist()]
+        table = layout.table()
+        return SamplePlan(
+            layout,
+            states,
+            logits_indices=staging.put(layout.logits_indices),
+            table=None if table is None else staging.put(table),
+            drafts=staging.put(layout.drafts(token_ids)) if layout.most else None,
+            create_metadata=self._put_metadata(sequences, layout, rows, together, staging),
+            create_edits=self._put_edits(sequences, layout, states, needs & EDITS, staging),
+            logprob_rows=put_logprob_rows(layout, states, needs & Needs.LOGPROBS, staging),
+            penalised=_put_penalised(states, needs & Needs.PENALTIES, staging),
+            prompts=self._put_prompts(sequences, everyone & Needs.PROMPT_LOGPROBS, ends, staging),
         )
 
+    def forget(self, rows: Sequence[int]) -> None:
+        """The sequences of these rows are gone."""
+        self._rows.forget(rows)
 
-def _output_counts(metadata: SamplingMetadata) -> torch.Tensor:
-    if metadata.output_counts is None:
-        raise ValueError("penalties need output_counts")
-    return metadata.output_counts
+    def sample(self, plan: SamplePlan, hidden_states: torch.Tensor) -> Verified:
+        """Sample every row of logits from the target's processed distribution, and verify."""
+        self._rows.update()
+        prompt_logprobs = [self._prompt_logprobs(hidden_states, own) for own in plan.prompts]
+        if not plan.states:
+            none = plan.logits_indices
+            return Verified(none, none.view(0, 1), none, None, prompt_logprobs)
+        logits = self._compute_logits(hidden_states[plan.logits_indices])
+        edits = None if plan.create_edits is None else plan.create_edits()
+        sampled = choose(logits, plan.create_metadata(), edits, self._rows.counts, self._ops)
+        logprobs = None
+        if plan.logprob_rows is not None:
+            rows, wanted = plan.logprob_rows
+            logprobs = compute_logprobs(logits[rows], sampled[rows].clamp(min=0), max(wanted))
+        if plan.drafts is None:
+            tokens, accepted = sampled[:, None], torch.zeros_like(sampled)
+        else:
+            shape = plan.drafts.shape[0], plan.drafts.shape[1] + 1
+            tokens = sampled.view(shape) if plan.table is None else sampled[plan.table]
+            accepted = count_accepted(tokens, plan.drafts)
+        if plan.penalised is not None:
+            own, slots = plan.penalised
+            self._rows.counts.add(slots, tokens[own], accepted[own] + 1)
+        return Verified(sampled, tokens, accepted, logprobs, prompt_logprobs)
+
+    def take(self, plan: SamplePlan, arrays: Sequence[np.ndarray]) -> Sampled:
+        """Remember what was sampled.
+
+        Args:
+            arrays: what `Verified.tensors` became on the host.
+        """
+        rest = iter(arrays)
+        tokens, accepted = next(rest).tolist(), next(rest).tolist()
+        token_ids: list[list[int]] = []
+        failures: list[str | None] = []
+        for state, row, count in zip(plan.states, tokens, accepted, strict=True):
+            good, failure = _up_to_failure(row[: count + 1])
+            admitted = state.extend(good)
+            if admitted < len(good):
+                good, failure = good[:admitted], _NO_GRAMMAR
+            token_ids.append(good)
+            failures.append(failure)
+        return Sampled(
+            token_ids,
+            accepted,
+            failures,
+            self._take_logprobs(plan, token_ids, rest),
+            {
+                p.index: as_messages([next(rest) for _ in range(3)], [p.wanted] * p.num_targets)
+                for p in plan.prompts
+            },
+        )
+
+    def _put_edits(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        layout: RowLayout,
+        states: Sequence[SequenceState],
+        edited: np.ndarray,
+        staging: StagingBuffer,
+    ) -> Callable[[], LogitEdits] | None:
+        chosen = np.flatnonzero(edited).tolist()
+        if not chosen:
+            return None
+        return self._edits.build(sampled_rows(sequences, layout, states, chosen), staging)
+
+    def _put_prompts(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        wanted: np.ndarray,
+        ends: np.ndarray,
+        staging: StagingBuffer,
+    ) -> list[PromptRows]:
+        chosen = np.flatnonzero(wanted).tolist()
+        return [
+            prompt
+            for i in chosen
+            if (prompt := put_prompt(i, sequences[i], self._rows[sequences[i].row], ends, staging))
+        ]
+
+    def _put_metadata(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        layout: RowLayout,
+        rows: np.ndarray,
+        needs: Needs,
+        staging: StagingBuffer,
+    ) -> Callable[[], SamplingMetadata]:
+        if not needs & Needs.TEMPERATURE:
+            return SamplingMetadata
+        known = [sequences[i].context_len - sequences[i].num_drafts for i in layout.indices]
+        behind = np.arange(len(layout.owners)) - layout.first[layout.owners]
+        positions = staging.put(np.array(known)[layout.owners] + behind)
+        own = staging.put(rows[layout.owners])
+        return lambda: self._rows.metadata(own, positions, needs)
+
+    def _prompt_logprobs(self, hidden_states: torch.Tensor, own: PromptRows) -> Logprobs:
+        """Of the tokens that a prompt's rows predict."""
+        parts = []
+        for start in range(0, own.num_targets, _PROMPT_LOGPROB_ROWS):
+            end = min(start + _PROMPT_LOGPROB_ROWS, own.num_targets)
+            logits = self._compute_logits(hidden_states[own.first + start : own.first + end])
+            parts.append(compute_logprobs(logits, own.targets[start:end], own.wanted))
+        columns = zip(*(part.tensors for part in parts), strict=True)
+        return Logprobs(*(torch.cat(column) for column in columns))
+
+    def _take_logprobs(
+        self, plan: SamplePlan, token_ids: list[list[int]], arrays: Iterator[np.ndarray]
+    ) -> list[list[TokenLogprobs] | None]:
+        """For each sampled sequence, the logprobs of the tokens that were kept."""
+        results: list[list[TokenLogprobs] | None] = [None] * len(token_ids)
+        if plan.logprob_rows is not None:
+            rows = iter(as_messages([next(arrays) for _ in range(3)], plan.logprob_rows[1]))
+            for s, tokens in enumerate(token_ids):
+                if plan.states[s].params.logprobs is not None:
+                    own = [next(rows) for _ in range(plan.layout.num_drafts[s] + 1)]
+                    results[s] = own[: len(tokens)]
+        return results
 
 
-def _seen_tokens(metadata: SamplingMetadata) -> torch.Tensor:
-    if metadata.prompt_mask is None:
-        raise ValueError("a repetition penalty needs prompt_mask and output_counts")
-    return metadata.prompt_mask | (_output_counts(metadata) > 0)
+def _put_penalised(
+    states: Sequence[SequenceState], wanted: np.ndarray, staging: StagingBuffer
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """The sequences with penalties, and the slots that count their tokens."""
+    chosen = np.flatnonzero(wanted)
+    if not len(chosen):
+        return None
+    slots = [states[s].penalty_slot for s in chosen.tolist()]
+    return staging.put(chosen), staging.put(np.array(slots))
+
+
+def _up_to_failure(token_ids: list[int]) -> tuple[list[int], str | None]:
+    """The tokens before the first row where nothing could be chosen, and what to say of that."""
+    if -1 not in token_ids:
+        return token_ids, None
+    return token_ids[: token_ids.index(-1)], _NO_TOKEN

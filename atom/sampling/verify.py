@@ -8,33 +8,23 @@ drafts are, the tokens are those that the target alone would have sampled.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
-# Pads the drafts of sequences that have fewer than others; equals no token.
-NO_DRAFT = -1
+# Pads the drafts of sequences that have fewer than others; equals no sample.
+NO_DRAFT = -2
 
 
-@dataclass(frozen=True)
-class VerifyResult:
-    """Attributes:
-    token_ids: [S, k + 1] int64; row s holds `num_accepted[s]` accepted drafts, then the
-        correction or bonus token; the rest is undefined.
-    num_accepted: [S] int64.
-    """
-
-    token_ids: torch.Tensor
-    num_accepted: torch.Tensor
-
-
-def verify(sampled: torch.Tensor, drafts: torch.Tensor) -> VerifyResult:
-    """Keep the longest prefix of drafts that the target sampled as well.
+def count_accepted(sampled: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
+    """How many drafts of each sequence the target sampled as well, up to the first that differs.
 
     Args:
         sampled: [S, k + 1] int64; column j is sampled after the first j drafts. Columns past a
             sequence's own drafts hold anything.
         drafts: [S, k] int64, padded with `NO_DRAFT`.
+
+    Returns:
+        [S] int64. Row s of `sampled` begins with that many accepted drafts, then comes the
+        correction or bonus token.
     """
     matches = (sampled[:, :-1] == drafts).long()
-    return VerifyResult(sampled, matches.cumprod(dim=1).sum(dim=1))
+    return matches.cumprod(dim=1).sum(dim=1)

@@ -1,6 +1,6 @@
-"""The single-token steps of a draft: each reads the token and the state of the one before.
+"""The drafts after the first: each reads the token and the state of the one before.
 
-The steps ask the device for nothing, so that the whole loop can be captured in one graph.
+The steps ask the device for nothing, so that all of them can be captured in one graph.
 """
 
 from __future__ import annotations
@@ -8,13 +8,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import torch
 
 from atom.graphs.capture import Bucket, GraphPlan, fill_rows
 from atom.model_ops.metadata import AttentionMetadata
 from atom.spec_decode.base import VerifiedStep
+
+# (draft's place in the chain, token ids [S], hidden [S, hidden], positions [S], metadata) ->
+# the most likely next token ids [S], and the hidden state that the next step is fed.
+PredictOp = Callable[
+    [int, torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata],
+    tuple[torch.Tensor, torch.Tensor],
+]
 
 
 @dataclass(frozen=True)
@@ -36,14 +42,69 @@ class ChainStart:
     block_counts: torch.Tensor
     max_context_len: int
 
-    @classmethod
-    def after(
-        cls,
-        step: VerifiedStep,
-        token_ids: torch.Tensor,
-        hidden: torch.Tensor,
-        num_steps: int,
-        max_model_len: int,
+
+class DraftChain:
+    """Single-token steps of a draft, run eagerly or replayed from a graph.
+
+    Only the whole chain is captured, for every bucket; a shorter one, and what fits no bucket,
+    runs eagerly.
+
+    Args:
+        predict: one step of the draft, which writes its KV.
+        num_drafts: the most drafts, the first included.
+    """
+
+    def __init__(
+        self, predict: PredictOp, num_drafts: int, block_size: int, max_model_len: int
+    ) -> None:
+        self._predict = predict
+        self._num_steps = num_drafts - 1
+        self._block_size = block_size
+        self._max_model_len = max_model_len
+        self._graphs: _Graphs | None = None
+
+    def capture(self, plan: GraphPlan, hidden: torch.Tensor) -> None:
+        """Replay from now on; the KV cache is bound by now and stays where it is.
+
+        Args:
+            hidden: a start's hidden states are as wide as this tensor and of its type.
+        """
+        if self._num_steps:
+            self._graphs = _Graphs(plan, hidden, self._num_steps, self.run_eagerly)
+
+    def extend(
+        self, step: VerifiedStep, first: torch.Tensor, hidden: torch.Tensor, num_drafts: int
+    ) -> torch.Tensor:
+        """From the first drafts [S] and the states [S, hidden] fed with them, all those wanted.
+
+        Returns:
+            [S, num_drafts], one at least.
+        """
+        if num_drafts == 1:
+            return first[:, None]
+        more = self.run(self._start(step, first, hidden, num_drafts - 1), num_drafts - 1)
+        return torch.cat((first[:, None], more), dim=1)
+
+    def run(self, start: ChainStart, num_steps: int) -> torch.Tensor:
+        """[S, num_steps] int64 target token ids; valid until the next run."""
+        if self._graphs is not None and num_steps == self._num_steps:
+            drafts = self._graphs.replay(start)
+            if drafts is not None:
+                return drafts
+        return self.run_eagerly(start, num_steps)
+
+    def run_eagerly(self, start: ChainStart, num_steps: int) -> torch.Tensor:
+        """The same, step after step."""
+        token_ids, hidden = start.token_ids, start.hidden
+        drafts = token_ids.new_empty((len(token_ids), num_steps))
+        for i in range(num_steps):
+            positions, metadata = self._advance(start, i)
+            token_ids, hidden = self._predict(i + 1, token_ids, hidden, positions, metadata)
+            drafts[:, i] = token_ids
+        return drafts
+
+    def _start(
+        self, step: VerifiedStep, token_ids: torch.Tensor, hidden: torch.Tensor, num_steps: int
     ) -> ChainStart:
         """The start behind the last rows of a step's sampled sequences.
 
@@ -51,54 +112,11 @@ class ChainStart:
         """
         metadata = step.model_input.attention
         tables, counts = metadata.block_tables, metadata.block_counts
-        if len(step.sequence_indices) != tables.shape[0]:
-            owners = torch.tensor(step.sequence_indices, device=tables.device)
-            tables, counts = tables[owners], counts[owners]
+        if step.sampled is not None:
+            tables, counts = tables[step.sampled], counts[step.sampled]
         positions = step.model_input.positions[step.last_rows] + 1
-        longest = min(metadata.max_context_len + num_steps, max_model_len)
-        return cls(token_ids, hidden, positions, tables, counts, longest)
-
-
-class Chain(Protocol):
-    """Runs the steps after the first draft."""
-
-    def run(self, start: ChainStart) -> torch.Tensor:
-        """[S, num_steps] int64 target token ids; valid until the next run."""
-        ...
-
-
-# (draft's place in the chain, token ids [S], hidden [S, hidden], positions [S], metadata) ->
-# the most likely next token ids [S], and the hidden state that the next step is fed.
-PredictOp = Callable[
-    [int, torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata],
-    tuple[torch.Tensor, torch.Tensor],
-]
-
-
-class EagerChain:
-    """Step after step.
-
-    Args:
-        predict: one step of the draft, which writes its KV.
-        num_steps: drafts after the first.
-    """
-
-    def __init__(
-        self, predict: PredictOp, num_steps: int, block_size: int, max_model_len: int
-    ) -> None:
-        self.num_steps = num_steps
-        self._predict = predict
-        self._block_size = block_size
-        self._max_model_len = max_model_len
-
-    def run(self, start: ChainStart) -> torch.Tensor:
-        token_ids, hidden = start.token_ids, start.hidden
-        drafts = token_ids.new_empty((len(token_ids), self.num_steps))
-        for i in range(self.num_steps):
-            positions, metadata = self._advance(start, i)
-            token_ids, hidden = self._predict(i + 1, token_ids, hidden, positions, metadata)
-            drafts[:, i] = token_ids
-        return drafts
+        longest = min(metadata.max_context_len + num_steps, self._max_model_len)
+        return ChainStart(token_ids, hidden, positions, tables, counts, longest)
 
     def _advance(self, start: ChainStart, step: int) -> tuple[torch.Tensor, AttentionMetadata]:
         """One token for each sequence, `step` positions after the start.
@@ -126,19 +144,18 @@ class EagerChain:
         )
 
 
-class GraphChain:
-    """An `EagerChain` that is captured for every bucket; what fits none runs eagerly.
+class _Graphs:
+    """A chain captured for every bucket. Padding rows own no block, so that they write nothing."""
 
-    Padding rows own no block, so that they write nothing. Building one captures: the KV cache is
-    bound by then and stays where it is.
-
-    Args:
-        hidden: a start's hidden states are as wide as this tensor and of its type.
-    """
-
-    def __init__(self, chain: EagerChain, plan: GraphPlan, hidden: torch.Tensor) -> None:
-        self._chain = chain
+    def __init__(
+        self,
+        plan: GraphPlan,
+        hidden: torch.Tensor,
+        num_steps: int,
+        run: Callable[[ChainStart, int], torch.Tensor],
+    ) -> None:
         self._plan = plan
+        self._run = run
         size, device = plan.batch_sizes[-1], plan.device
         self._buffers = ChainStart(
             token_ids=torch.zeros(size, dtype=torch.int64, device=device),
@@ -148,17 +165,18 @@ class GraphChain:
             block_counts=torch.zeros(size, dtype=torch.int32, device=device),
             max_context_len=plan.context_bounds[-1],
         )
-        self._drafts = torch.zeros(size, chain.num_steps, dtype=torch.int64, device=device)
+        self._drafts = torch.zeros(size, num_steps, dtype=torch.int64, device=device)
         self._replays: dict[Bucket, Callable[[], None]] = {}
         with torch.inference_mode():
             for bucket in plan.buckets():
                 self._replays[bucket] = plan.backend.capture(partial(self._compute, bucket))
 
-    def run(self, start: ChainStart) -> torch.Tensor:
+    def replay(self, start: ChainStart) -> torch.Tensor | None:
+        """The drafts; None where no bucket fits."""
         count = len(start.token_ids)
         bucket = self._plan.fit(count, start.max_context_len)
         if bucket is None:
-            return self._chain.run(start)
+            return None
         buffers, size = self._buffers, bucket.batch_size
         fill_rows(buffers.token_ids, start.token_ids, size, 0)
         fill_rows(buffers.hidden, start.hidden, size, 0)
@@ -179,44 +197,4 @@ class GraphChain:
             buffers.block_counts[:size],
             bucket.max_context_len,
         )
-        self._drafts[:size].copy_(self._chain.run(start))
-
-
-class DraftLoop:
-    """Everything after a proposer's first pass: the first drafts, then the chain behind them.
-
-    Only the whole chain is captured; a shorter one runs eagerly.
-    """
-
-    def __init__(
-        self,
-        predict: PredictOp,
-        num_speculative_tokens: int,
-        block_size: int,
-        max_model_len: int,
-    ) -> None:
-        self._num_steps = num_speculative_tokens - 1
-        self._max_model_len = max_model_len
-        self._eager = [
-            EagerChain(predict, num_steps, block_size, max_model_len)
-            for num_steps in range(num_speculative_tokens)
-        ]
-        # By the number of steps.
-        self._chains: list[Chain] = [*self._eager]
-
-    def capture(self, plan: GraphPlan, hidden: torch.Tensor) -> None:
-        """Replay graphs from now on; hidden states are as wide as `hidden` and of its type."""
-        if self._num_steps:
-            self._chains[-1] = GraphChain(self._eager[-1], plan, hidden)
-
-    def run(self, step: VerifiedStep, first: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """From the first drafts [S] and the states [S, hidden] fed with them, all those wanted.
-
-        Returns:
-            [S, num_drafts], one at least.
-        """
-        num_steps = step.num_drafts - 1
-        if num_steps == 0:
-            return first[:, None]
-        start = ChainStart.after(step, first, hidden, num_steps, self._max_model_len)
-        return torch.cat((first[:, None], self._chains[num_steps].run(start)), dim=1)
+        self._drafts[:size].copy_(self._run(start, self._drafts.shape[1]))

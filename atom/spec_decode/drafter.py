@@ -1,68 +1,114 @@
-"""What the runner asks for drafts: a proposer, a lookup beside it, and a rule for how many."""
+"""Who makes drafts: a proposer on the device, a lookup on the host, and a rule for how many."""
 
 from __future__ import annotations
 
-import dataclasses
-import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 
-from atom.sampling.verify import NO_DRAFT
+import numpy as np
+import torch
+
+from atom.batch import ScheduledBatch, StepOutput
 from atom.spec_decode.base import Proposer, VerifiedStep
-from atom.spec_decode.length import DraftLength
+from atom.spec_decode.lengths import DraftLength, Verification
 from atom.spec_decode.lookup import Lookup
 
-LOOKUP = "lookup"
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Drafts of the sampled sequences, on the host.
-
-    Attributes:
-        token_ids: for each sequence at most as many as were asked for.
-        sources: who was asked for them.
-    """
-
-    token_ids: Sequence[list[int]]
-    sources: Sequence[str]
+# The tokens of a sequence: its prompt and its outputs.
+History = tuple[Sequence[int], Sequence[int]]
+# What the lookup found for each sampled sequence; None where the proposer is asked.
+Found = Sequence[list[int] | None]
 
 
 class Drafter:
-    """Asks the lookup first, and the proposer for what it does not find.
+    """Asks the lookup and, for what it does not find, the proposer.
 
     The proposer sees every step: when nobody needs its drafts it still completes its KV.
 
+    Attributes:
+        proposer: makes drafts on the device.
+        looks_first: whether the lookup comes before the proposer, which it may spare. On a GPU
+            the host would have to wait for the tokens in the middle of the step.
+
     Args:
         source: what statistics call the proposer.
+        length: chooses how many drafts to make; None makes as many as there may be.
     """
 
-    def __init__(self, proposer: Proposer, source: str, lookup: Lookup, length: DraftLength):
-        self._proposer = proposer
+    def __init__(
+        self,
+        proposer: Proposer,
+        source: str,
+        lookup: Lookup | None,
+        length: DraftLength | None,
+        *,
+        waiting_is_free: bool,
+    ) -> None:
+        self.proposer = proposer
+        self.looks_first = lookup is not None and waiting_is_free
         self._source = source
         self._lookup = lookup
         self._length = length
+        self._count = 0
 
-    def draft(self, step: VerifiedStep) -> Proposal:
-        seconds = time.perf_counter() - step.started if step.is_decode else None
-        self._length.observe_step(step.verifications, seconds)
-        found = self._lookup.find(step)
-        sources = [self._source if tokens is None else LOOKUP for tokens in found]
-        needed = self._source in sources
-        count = self._length.choose(sources, drafts=needed) if sources else 0
-        made = self._propose(step, count if needed else 0)
-        token_ids = [
-            [t for t in row if t != NO_DRAFT] if tokens is None else tokens[:count]
-            for tokens, row in zip(found, made, strict=True)
+    def forget(self, rows: Sequence[int]) -> None:
+        """The sequences of these rows are gone."""
+        if self._lookup is not None:
+            self._lookup.forget(rows)
+
+    def look_up(self, rows: Sequence[int], histories: Sequence[History]) -> Found:
+        """What the text of each sampled sequence suggests."""
+        lookup = self._lookup
+        if lookup is None:
+            return [None] * len(rows)
+        pairs = zip(rows, histories, strict=True)
+        return [lookup.find(row, *history) for row, history in pairs]
+
+    def propose(
+        self, step: VerifiedStep | None, num_sampled: int, found: Found | None
+    ) -> torch.Tensor | None:
+        """[S, n] int64, the proposer's drafts; None when it makes none.
+
+        Args:
+            step: None when the proposer reads no steps.
+            found: by the lookup, where it came first.
+        """
+        known = [None] * num_sampled if found is None else found
+        sources = [self._source_of(drafts) for drafts in known]
+        needed = any(drafts is None for drafts in known)
+        self._count = self._choose(sources, needed) if sources else 0
+        if step is None:
+            return None
+        return self.proposer.propose(step, self._count if needed else 0)
+
+    def merge(self, found: Found, made: np.ndarray | None) -> list[tuple[list[int], str]]:
+        """For each sampled sequence its drafts, as many as were asked for at most, and who was."""
+        rows: list[list[int]] = [[] for _ in found] if made is None else made.tolist()
+        count = self._count
+        return [
+            (row if drafts is None else drafts[:count], self._source_of(drafts))
+            for drafts, row in zip(found, rows, strict=True)
         ]
-        return Proposal(token_ids, sources)
 
-    def _propose(self, step: VerifiedStep, count: int) -> list[list[int]]:
-        started = time.perf_counter()
-        drafts: list[list[int]] = self._proposer.propose(
-            dataclasses.replace(step, num_drafts=count)
-        ).tolist()
-        if step.is_decode:
-            seconds = time.perf_counter() - started
-            self._length.observe_drafting(len(drafts), count, seconds)
-        return drafts
+    def observe(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
+        """Learn from a step that took so long, drafting included."""
+        if self._length is None:
+            return
+        verifications, num_rows = [], 0
+        for sequence, result in zip(batch.sequences, output.sequences, strict=True):
+            if sequence.wants_sample:
+                accepted = max(min(len(result.token_ids) - 1, sequence.num_drafts), 0)
+                verifications.append(
+                    Verification(sequence.draft_source, sequence.num_drafts, accepted)
+                )
+                num_rows += sequence.num_drafts + 1
+        is_decode = num_rows == batch.num_tokens
+        self._length.observe(verifications, seconds if is_decode else None)
+
+    def _choose(self, sources: Sequence[str], needed: bool) -> int:
+        if self._length is None:
+            return self.proposer.lookahead.num_tokens
+        return self._length.choose(sources, drafts=needed and self.proposer.reads_steps)
+
+    def _source_of(self, drafts: list[int] | None) -> str:
+        if drafts is None or self._lookup is None:
+            return self._source
+        return self._lookup.source

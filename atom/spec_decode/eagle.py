@@ -12,7 +12,7 @@ from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.metadata import AttentionMetadata
 from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.base import Lookahead, VerifiedStep
-from atom.spec_decode.chain import DraftLoop
+from atom.spec_decode.chain import DraftChain
 
 
 class EagleProposer:
@@ -25,6 +25,8 @@ class EagleProposer:
     again by the pass over the next step's rows, so a step may do with fewer of them or with none:
     then the pass writes the KV and computes nothing else.
     """
+
+    reads_steps = True
 
     def __init__(
         self,
@@ -39,21 +41,21 @@ class EagleProposer:
         self.aux_layer_ids = draft.aux_layer_ids
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._draft = draft
-        self._loop = DraftLoop(self._predict, num_speculative_tokens, block_size, max_model_len)
+        self._chain = DraftChain(self._predict, num_speculative_tokens, block_size, max_model_len)
 
     def capture(self, plan: GraphPlan) -> None:
-        self._loop.capture(plan, self._draft.norm.weight)
+        self._chain.capture(plan, self._draft.norm.weight)
 
-    def propose(self, step: VerifiedStep) -> torch.Tensor:
+    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
         metadata = step.model_input.attention
         hidden = self._draft.fuse(step.model_output.aux_hidden_states)
         rows = (step.next_token_ids, hidden, step.model_input.positions, metadata)
-        if step.num_drafts == 0:
+        if num_drafts == 0:
             self._draft.write_kv(*rows)
-            return step.next_token_ids.new_empty((len(step.sequence_indices), 0))
+            return step.next_token_ids.new_empty((len(step.last_rows), 0))
         post_norm, pre_norm = self._draft(*rows)
         first, hidden = self._outcome(post_norm[step.last_rows], pre_norm[step.last_rows])
-        return self._loop.run(step, first, hidden)
+        return self._chain.extend(step, first, hidden, num_drafts)
 
     def _predict(
         self,

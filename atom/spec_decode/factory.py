@@ -9,15 +9,13 @@ from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
-from atom.spec_decode.adaptive import AdaptiveLength, spread_lengths
-from atom.spec_decode.base import NullProposer, Proposer
+from atom.spec_decode.base import Lookahead, NullProposer, Proposer
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
-from atom.spec_decode.length import DraftLength, FixedLength
-from atom.spec_decode.lookup import HistoryLookup, Lookup, NullLookup
+from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
+from atom.spec_decode.lookup import Lookup
 from atom.spec_decode.mtp import MTPCacheBuilder, MTPProposer
-from atom.spec_decode.ngram import NgramProposer
 
 
 def create_proposer(
@@ -33,34 +31,40 @@ def create_proposer(
     if options is None:
         return NullProposer()
     if options.method == "ngram":
-        return NgramProposer(
-            options.num_speculative_tokens, options.ngram_max, options.shortest_ngram
-        )
+        return NullProposer(Lookahead(options.num_speculative_tokens))
     if options.method == "mtp":
         return _create_mtp(options, config, target, source, context)
     return _create_eagle3(options, config, target, source, context)
 
 
 def create_drafter(
-    options: SpeculativeOptions | None, proposer: Proposer, *, captured: bool
+    options: SpeculativeOptions | None,
+    proposer: Proposer,
+    *,
+    captured: bool,
+    waiting_is_free: bool,
 ) -> Drafter:
-    """What asks `proposer` for drafts.
+    """What makes drafts.
 
     Args:
         captured: whether steps are replayed from graphs. They are captured for one row per
             sequence and for all drafts (`GraphRunner`); any number between would run eagerly, so
             the adaptive length chooses between none and all.
+        waiting_is_free: whether the device is the host.
     """
     most = proposer.lookahead.num_tokens
     if options is None:
-        return Drafter(proposer, "none", NullLookup(), FixedLength(most))
-    lookup: Lookup = NullLookup()
-    if options.lookup:
-        lookup = HistoryLookup(most, options.ngram_max, options.shortest_ngram)
-    length: DraftLength = FixedLength(most)
+        return Drafter(proposer, "none", None, None, waiting_is_free=waiting_is_free)
+    lookup: Lookup | None = None
+    if options.method == "ngram":
+        lookup = Lookup("ngram", most, 1, options.ngram_max, options.shortest_ngram)
+    elif options.lookup:
+        # A draft is better than what the text suggests where that is short.
+        lookup = Lookup("lookup", most, most, options.ngram_max, options.shortest_ngram)
+    length: DraftLength | None = None
     if options.adaptive:
         length = AdaptiveLength((0, most) if captured else spread_lengths(most))
-    return Drafter(proposer, options.method, lookup, length)
+    return Drafter(proposer, options.method, lookup, length, waiting_is_free=waiting_is_free)
 
 
 def _create_eagle3(

@@ -1,71 +1,67 @@
-"""Lookup beside a draft: drafts that the text itself suggests, found while the text grows."""
+"""Lookup: drafts that the text itself suggests, found while the text grows."""
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
-
-from atom.spec_decode.base import VerifiedStep
 
 # Earlier occurrences of the newest tokens that one lookup compares, the latest first: a bound on
 # its time in texts that consist of one token.
 _MAX_CANDIDATES = 256
 
 
-class Lookup(Protocol):
-    """Finds drafts without a model."""
-
-    def find(self, step: VerifiedStep) -> list[list[int] | None]:
-        """For each sampled sequence its drafts, or None where the draft is to make them."""
-        ...
-
-
-class NullLookup:
-    """Finds nothing."""
-
-    def find(self, step: VerifiedStep) -> list[list[int] | None]:
-        return [None] * len(step.sequence_indices)
-
-
-class HistoryLookup:
-    """Finds what followed the newest tokens where they occurred before.
+class Lookup:
+    """Finds what followed the newest tokens of a sequence where they occurred before.
 
     Of the occurrences that share the most newest tokens (`ngram_min` to `ngram_max` of them) and
-    are followed by `num_drafts` tokens at least, the latest counts. Unlike the n-gram proposer it
-    never finds fewer drafts than wanted: the draft is better then.
+    are followed by `min_drafts` tokens at least, the latest counts.
 
-    Indexes live as long as their sequences take part in steps. An index is the sequence's tokens,
-    one integer for each of them and one entry for each distinct `ngram_min` tokens.
+    An index is the sequence's tokens, one integer for each of them and one entry for each
+    distinct `ngram_min` tokens; it lives as long as its sequence takes part in steps.
+
+    Args:
+        source: what statistics call it.
+        num_drafts, min_drafts: the most drafts, and the fewest that are worth more than those of
+            whoever makes the others.
     """
 
-    def __init__(self, num_drafts: int, ngram_max: int, ngram_min: int) -> None:
+    def __init__(
+        self, source: str, num_drafts: int, min_drafts: int, ngram_max: int, ngram_min: int
+    ) -> None:
+        self.source = source
         self._num_drafts = num_drafts
+        self._min_drafts = min_drafts
         self._ngram_max = ngram_max
         self._ngram_min = ngram_min
-        self._indexes: dict[str, SuffixIndex] = {}
+        # By row.
+        self._indexes: dict[int, SuffixIndex] = {}
 
     @property
     def num_indexes(self) -> int:
         """Sequences that are remembered."""
         return len(self._indexes)
 
-    def find(self, step: VerifiedStep) -> list[list[int] | None]:
-        ids = [step.sequence_ids[i] for i in step.sequence_indices]
-        # A sequence that is running is sampled at every step, so the others have ended.
-        self._indexes = {id: self._indexes[id] for id in ids if id in self._indexes}
-        found: list[list[int] | None] = []
-        for id, (prompt, outputs) in zip(ids, step.histories, strict=True):
-            index = self._indexes.get(id)
-            # The list tells a sequence from another that took over its id.
-            if index is None or index.outputs is not outputs:
-                index = SuffixIndex(outputs, self._ngram_max, self._ngram_min, self._num_drafts)
-                index.extend(prompt)
-                self._indexes[id] = index
-            index.extend(outputs[len(index) - len(prompt) :])
-            found.append(index.lookup())
-        return found
+    def forget(self, rows: Sequence[int]) -> None:
+        """The sequences of these rows are gone."""
+        for row in rows:
+            self._indexes.pop(row, None)
+
+    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> list[int] | None:
+        """Drafts behind a sequence's tokens, to which it only ever adds; None when none are found.
+
+        Args:
+            row: the sequence's own.
+        """
+        index = self._indexes.get(row)
+        if index is None:
+            index = SuffixIndex(
+                self._ngram_max, self._ngram_min, self._num_drafts, self._min_drafts
+            )
+            index.extend(prompt)
+            self._indexes[row] = index
+        index.extend(outputs[len(index) - len(prompt) :])
+        return index.lookup()
 
 
 @dataclass
@@ -73,14 +69,14 @@ class SuffixIndex:
     """One sequence's tokens, and where its runs of `ngram_min` tokens occurred.
 
     Attributes:
-        outputs: the sequence's own list; its identity is the sequence's.
-        num_followers: tokens that follow an occurrence before it counts.
+        num_followers: tokens to take from behind an occurrence.
+        min_followers: tokens that follow an occurrence before it counts.
     """
 
-    outputs: Sequence[int]
     ngram_max: int
     ngram_min: int
     num_followers: int
+    min_followers: int
     _tokens: list[int] = field(default_factory=list)
     # Ends of occurrences: the latest of each run, and for each end the one before it or -1.
     _latest: dict[tuple[int, ...], int] = field(default_factory=dict)
@@ -93,7 +89,7 @@ class SuffixIndex:
         """Add the newest tokens, and index what they follow."""
         tokens, size = self._tokens, self.ngram_min
         tokens += token_ids
-        for end in range(len(self._earlier), len(tokens) - self.num_followers + 1):
+        for end in range(len(self._earlier), len(tokens) - self.min_followers + 1):
             if end < size:
                 self._earlier.append(-1)
                 continue
@@ -102,7 +98,7 @@ class SuffixIndex:
             self._latest[run] = end
 
     def lookup(self) -> list[int] | None:
-        """The `num_followers` tokens after the best occurrence of the newest ones."""
+        """The tokens after the best occurrence of the newest ones; None when there is none."""
         tokens, longest, best = self._tokens, 0, -1
         size = len(tokens)
         end = self._latest.get(tuple(tokens[-self.ngram_min :]), -1)

@@ -15,7 +15,7 @@ from atom.model_ops.attention_mla import MLAAttention
 from atom.model_ops.metadata import AttentionMetadata
 from atom.models.deepseek_mtp import DeepseekMTP, MTPLayer
 from atom.spec_decode.base import Lookahead, VerifiedStep
-from atom.spec_decode.chain import DraftLoop
+from atom.spec_decode.chain import DraftChain
 
 
 class MTPCacheBuilder(MLACacheBuilder):
@@ -40,6 +40,7 @@ class MTPProposer:
     """
 
     aux_layer_ids: tuple[int, ...] = ()
+    reads_steps = True
 
     def __init__(
         self,
@@ -53,25 +54,25 @@ class MTPProposer:
         self.draft_model: nn.Module | None = mtp
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._mtp = mtp
-        self._loop = DraftLoop(self._predict, num_speculative_tokens, block_size, max_model_len)
+        self._chain = DraftChain(self._predict, num_speculative_tokens, block_size, max_model_len)
 
     def capture(self, plan: GraphPlan) -> None:
         layer = next(m for m in self._mtp.modules() if isinstance(m, MTPLayer))
-        self._loop.capture(plan, layer.enorm.weight)
+        self._chain.capture(plan, layer.enorm.weight)
 
-    def propose(self, step: VerifiedStep) -> torch.Tensor:
+    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
         rows = (
             step.next_token_ids,
             step.model_output.hidden_states,
             step.model_input.positions,
             step.model_input.attention,
         )
-        if step.num_drafts == 0:
+        if num_drafts == 0:
             self._mtp.write_kv(*rows)
-            return step.next_token_ids.new_empty((len(step.sequence_indices), 0))
+            return step.next_token_ids.new_empty((len(step.last_rows), 0))
         hidden = self._mtp(0, *rows)[step.last_rows]
         first = self._mtp.compute_logits(0, hidden).argmax(dim=-1)
-        return self._loop.run(step, first, hidden)
+        return self._chain.extend(step, first, hidden, num_drafts)
 
     def _predict(
         self,

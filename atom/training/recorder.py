@@ -22,6 +22,7 @@ class FeatureRecorder:
     lookahead = NO_LOOKAHEAD
     draft_model: nn.Module | None = None
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
+    reads_steps = True
 
     def __init__(self, aux_layer_ids: tuple[int, ...]) -> None:
         self.aux_layer_ids = aux_layer_ids
@@ -31,19 +32,14 @@ class FeatureRecorder:
     def capture(self, plan: GraphPlan) -> None:
         """There is nothing to capture."""
 
-    def propose(self, step: VerifiedStep) -> torch.Tensor:
+    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
         output = step.model_output
         rows = torch.cat((*output.aux_hidden_states, output.hidden_states), dim=-1).cpu()
-        lengths = step.model_input.attention.query_lens_cpu
+        lengths = [len(sequence.token_ids) for sequence in step.sequences]
         # Clones, so that no sequence keeps another's rows alive.
-        for sequence_id, own, position in zip(
-            step.sequence_ids,
-            torch.split(rows, list(lengths)),
-            step.model_input.positions[step.model_input.attention.cu_seqlens_q[:-1].long()],
-            strict=True,
-        ):
-            self._rows[sequence_id].append((int(position), own.clone()))
-        return step.next_token_ids.new_empty((len(step.sequence_indices), 0))
+        for sequence, own in zip(step.sequences, torch.split(rows, lengths), strict=True):
+            self._rows[sequence.id].append((sequence.start, own.clone()))
+        return step.next_token_ids.new_empty((len(step.last_rows), 0))
 
     def take(self, sequence_id: str, num_rows: int) -> torch.Tensor:
         """[num_rows, (A + 1) * hidden] of a finished sequence, which is forgotten.

@@ -32,7 +32,8 @@ class LoggingBackend:
         repeat = self._inner.capture(work)
 
         def replay() -> None:
-            self.replays.append(work.args)
+            key = work.args[0]
+            self.replays.append((key.bucket, key.query_len))
             repeat()
 
         return replay
@@ -63,8 +64,7 @@ class Pair:
         device = (platform or cpu_platform()).device
         plan = GraphPlan(self.backend, SIZES, BOUNDS, BLOCK_SIZE, device)
         self.runner = GraphRunner(self.graphed.model.forward, plan, QUERY_LENS)
-        self.graphed.runner = self.runner
-        self.runner.capture()
+        self.runner.capture(self.graphed.run_with(self.runner, plan).graph_input)
 
     def step(self, tokens: dict[str, list[int]]) -> ModelOutput:
         """Run a step on both, compare all that it leaves, and return the graphed output."""

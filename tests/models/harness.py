@@ -5,13 +5,15 @@ from __future__ import annotations
 import random
 from pathlib import Path
 
+import pytest
 import torch
 
-from atom.batch import ScheduledBatch, ScheduledSequence
+from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from atom.config import ModelOptions
+from atom.graphs.capture import GraphPlan
 from atom.graphs.runner import EagerRunner, ForwardRunner
 from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
-from atom.model_engine.input_builder import build_model_input
+from atom.model_engine.input_builder import InputBuilder
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import load_weights
 from atom.model_ops.layer_context import LayerContext
@@ -20,6 +22,13 @@ from atom.model_ops.metadata import ModelOutput
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, cpu_platform
+from atom.sampling.rows import SamplingRows
+from atom.sampling.sampler import Sampler
+from atom.sampling_params import SamplingParams
+from atom.structured_output.cache import GrammarCache
+
+
+MAX_SEQS = 64
 
 
 def load_model(
@@ -44,6 +53,7 @@ class ModelBench:
 
     Attributes:
         runner: who runs the model's layers; eagerly unless replaced.
+        inputs: brings batches to the device.
         pools: what the cache builders allocated, by key.
         output: of the last step.
         block_ids: of each sequence, in order.
@@ -59,9 +69,10 @@ class ModelBench:
         platform: Platform | None = None,
     ) -> None:
         self.model = load_model(folder, max_model_len, dtype, platform)
-        self.runner: ForwardRunner = EagerRunner(self.model.forward)
         self.block_size = block_size
         self.device = (platform or cpu_platform()).device
+        self._max_model_len = max_model_len
+        self.inputs = self.run_with(EagerRunner(self.model.forward))
         builders = target_cache_builders(self.model, block_size, dtype, self.device)
         self.pools: dict[str, torch.Tensor] = {}
         for builder in builders:
@@ -70,14 +81,36 @@ class ModelBench:
         self.output: ModelOutput | None = None
         self.block_ids: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
+        self._rows: dict[str, int] = {}
+        self._new: list[NewSequence] = []
         self._free = random.Random(0).sample(range(num_blocks), num_blocks)
+
+    def run_with(self, runner: ForwardRunner, plan: GraphPlan | None = None) -> InputBuilder:
+        """Run the model's layers so from now on."""
+        self.runner = runner
+        vocab_size = self.model.token_embedding.weight.shape[0]
+        grammars = GrammarCache(lambda: pytest.fail("there are no grammars here"))
+        rows = SamplingRows(MAX_SEQS, vocab_size, frozenset(), self.device, grammars)
+        self.inputs = InputBuilder(
+            runner,
+            Sampler(self.model.compute_logits, rows, vocab_size, self.device),
+            plan,
+            max_num_tokens=512,
+            max_num_seqs=MAX_SEQS,
+            max_model_len=self._max_model_len,
+            block_size=self.block_size,
+            device=self.device,
+            drafts=False,
+        )
+        return self.inputs
 
     @torch.inference_mode()
     def step(self, tokens: dict[str, list[int]]) -> dict[str, torch.Tensor]:
         """Append tokens to sequences, all in one batch -> logits [n, vocab] of each."""
         parts = [self._schedule(name, ids) for name, ids in tokens.items()]
-        batch = ScheduledBatch(parts, [], [])
-        self.output = self.runner.run(build_model_input(batch, self.block_size, self.device))
+        step = self.inputs.build(ScheduledBatch(parts, self._new, []))
+        self._new = []
+        self.output = self.runner.run(step.model_input, step.graph)
         logits = self.model.compute_logits(self.output.hidden_states)
         lengths = [len(ids) for ids in tokens.values()]
         return dict(zip(tokens, logits.split(lengths), strict=True))
@@ -104,10 +137,16 @@ class ModelBench:
     def _schedule(self, name: str, token_ids: list[int]) -> ScheduledSequence:
         start = self._lengths.get(name, 0)
         blocks = self.block_ids.setdefault(name, [])
+        if name not in self._rows:
+            self._rows[name] = len(self._rows)
+            self._new.append(NewSequence(self._rows[name], token_ids, [], SamplingParams(), 0))
+        row = self._rows[name]
         self._lengths[name] = start + len(token_ids)
+        known = len(blocks)
         while len(blocks) * self.block_size < self._lengths[name]:
             blocks.append(self._free.pop())
-        return ScheduledSequence(name, token_ids, start, list(blocks), wants_sample=True)
+        new = blocks[known:]
+        return ScheduledSequence(name, row, token_ids, start, new, len(blocks), wants_sample=True)
 
 
 def split(tokens: list[int], sizes: list[int]) -> list[list[int]]:

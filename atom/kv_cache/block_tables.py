@@ -1,0 +1,61 @@
+"""The block table of every live sequence, kept where attention reads it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from atom.batch import ScheduledSequence
+from atom.graphs.staging import StagingBuffer
+
+
+class BlockTables:
+    """Rows of block ids on the device, and the same on the host.
+
+    A sequence has one row while it runs; a step tells only the ids that its table grows by. What
+    lies behind a table's end are ids of earlier sequences: nothing reads them.
+
+    Attributes:
+        on_device: [num_rows, width] int32.
+
+    Args:
+        width: blocks of the longest context.
+    """
+
+    def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
+        self.on_device = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
+        self._on_host = np.zeros((num_rows, width), dtype=np.int32)
+        self._update: tuple[torch.Tensor, torch.Tensor] | None = None
+
+    def grow(self, sequences: Sequence[ScheduledSequence], staging: StagingBuffer) -> None:
+        """Append what is new, here and, once the buffer was sent and `update` called, there."""
+        self._update = None
+        grown = [s for s in sequences if s.new_block_ids]
+        if not grown:
+            return
+        width = self._on_host.shape[1]
+        sizes = np.array([len(s.new_block_ids) for s in grown])
+        starts = np.array([s.row * width + s.num_blocks for s in grown]) - sizes
+        ids = np.array([id for s in grown for id in s.new_block_ids], dtype=np.int32)
+        places = _ranges(starts, sizes)
+        self._on_host.reshape(-1)[places] = ids
+        self._update = staging.put(places), staging.put(ids, torch.int32)
+
+    def update(self) -> None:
+        """Bring the device's tables up to date."""
+        if self._update is not None:
+            self.on_device.view(-1).index_copy_(0, *self._update)
+
+    def blocks_at(self, rows: np.ndarray, indices: np.ndarray) -> np.ndarray:
+        """[n] int32: the id at each row's index."""
+        blocks: np.ndarray = self._on_host[rows, indices]
+        return blocks
+
+
+def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """start, start + 1, ... of every range, one after another."""
+    offsets = np.cumsum(sizes) - sizes
+    ranges: np.ndarray = np.arange(sizes.sum()) + np.repeat(starts - offsets, sizes)
+    return ranges

@@ -1,0 +1,210 @@
+"""What changes the logits of some rows before a token is chosen: masks, biases, penalties.
+
+Rows without such wishes are neither read nor copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from atom.graphs.staging import StagingBuffer
+from atom.sampling.rows import EDITS, Needs, SamplingRows, SequenceState, TokenValues
+from atom.sampling.token_counts import TokenCounts
+from atom.structured_output.base import TokenMask
+
+MaskOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
+
+
+@dataclass(frozen=True)
+class SampledRows:
+    """The rows of logits of one sequence: as many as its drafts, and one more.
+
+    Attributes:
+        first: its first row of the logits.
+        drafts: row j is sampled behind the first j of them.
+    """
+
+    state: SequenceState
+    row: int
+    first: int
+    drafts: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Penalties:
+    """Attributes:
+    rows: [Q] int64 of the edited rows. slots: [Q] int64 of their counters.
+    presence, frequency, repetition: [Q, 1] float32.
+    drafts: rows out of Q, and tokens, [m] int64 each, that count as generated; None without.
+    """
+
+    rows: torch.Tensor
+    slots: torch.Tensor
+    presence: torch.Tensor
+    frequency: torch.Tensor
+    repetition: torch.Tensor
+    drafts: tuple[torch.Tensor, torch.Tensor] | None
+
+    def apply(self, scores: torch.Tensor, counts: TokenCounts) -> None:
+        seen, generated = counts.seen(self.slots, self.drafts)
+        own = scores[self.rows]
+        factor = torch.where(seen, self.repetition, 1.0)
+        own = torch.where(own > 0, own / factor, own * factor)
+        own -= self.presence * (generated > 0)
+        own -= self.frequency * generated
+        scores[self.rows] = own
+
+
+@dataclass(frozen=True)
+class LogitEdits:
+    """Changes of P out of R rows of logits.
+
+    Attributes:
+        rows: [P] int64.
+        grammar: mask [G, ceil(V / 32)] int32 and rows [G] int64 out of P; None without grammars.
+        tokens: rows [n] int64 out of P, tokens [m] and values [m] to be added there.
+        penalties: None without.
+    """
+
+    rows: torch.Tensor
+    grammar: tuple[torch.Tensor, torch.Tensor] | None
+    tokens: list[tuple[torch.Tensor, TokenValues]]
+    penalties: Penalties | None
+
+    def apply(self, logits: torch.Tensor, mask_tokens: MaskOp, counts: TokenCounts) -> torch.Tensor:
+        """[P, V] float32, the edited rows of logits [R, V], which stay as they are.
+
+        The order is: grammar, banned tokens and biases, penalties.
+        """
+        scores = logits[self.rows].to(torch.float32)
+        if self.grammar is not None:
+            mask_tokens(scores, *self.grammar)
+        for rows, own in self.tokens:
+            scores.index_put_((rows[:, None], own.token_ids), own.values, accumulate=True)
+        if self.penalties is not None:
+            self.penalties.apply(scores, counts)
+        return scores
+
+
+@dataclass
+class _Listed:
+    """Numbers of the edits while they are collected; rows count the edited ones."""
+
+    rows: list[int] = field(default_factory=list)
+    owners: list[int] = field(default_factory=list)
+    penalised: list[int] = field(default_factory=list)
+    slots: list[int] = field(default_factory=list)
+    draft_rows: list[int] = field(default_factory=list)
+    draft_tokens: list[int] = field(default_factory=list)
+    grammar_rows: list[int] = field(default_factory=list)
+    tokens: dict[TokenValues, list[int]] = field(default_factory=dict)
+
+
+class EditsBuilder:
+    """Lists what the sampled sequences of a step want changed."""
+
+    def __init__(self, rows: SamplingRows, vocab_size: int, device: torch.device) -> None:
+        self._rows = rows
+        self._mask_width = -(-vocab_size // 32)
+        self._device = device
+
+    def build(
+        self, sampled: Sequence[SampledRows], staging: StagingBuffer
+    ) -> Callable[[], LogitEdits] | None:
+        """What makes the edits once the staging buffer was sent; None when there is nothing to do.
+
+        Args:
+            sampled: the sequences among whose `needs` are edits.
+        """
+        listed = _Listed()
+        masks: list[TokenMask] = []
+        for s in sampled:
+            self._list(s, listed, masks)
+        if not listed.rows:
+            return None
+        rows = staging.put(np.array(listed.rows))
+        tokens = [(staging.put(np.array(r)), own) for own, r in listed.tokens.items()]
+        grammar = self._upload_masks(masks, listed, staging)
+        penalties = self._put_penalties(listed, staging)
+        return lambda: LogitEdits(rows, grammar, tokens, penalties() if penalties else None)
+
+    def _list(self, s: SampledRows, listed: _Listed, masks: list[TokenMask]) -> None:
+        state, count, first = s.state, len(s.drafts) + 1, len(listed.rows)
+        own = list(range(first, first + count))
+        mask = None
+        if state.grammar is not None:
+            mask = np.full((count, self._mask_width), -1, dtype=np.int32)
+            state.grammar.fill(mask, 0, s.drafts)
+            masks.append(mask)
+            listed.grammar_rows += own
+        early = self._early(s, mask)
+        if not early and state.needs & EDITS == Needs.MIN_TOKENS:
+            return
+        listed.rows += range(s.first, s.first + count)
+        if early:
+            assert state.bans is not None
+            listed.tokens.setdefault(state.bans, []).extend(first + j for j in early)
+        if state.bias is not None:
+            listed.tokens.setdefault(state.bias, []).extend(own)
+        if state.penalty_slot is not None:
+            start = len(listed.penalised)
+            listed.penalised += own
+            listed.owners += [s.row] * count
+            listed.slots += [state.penalty_slot] * count
+            for j in range(1, count):
+                listed.draft_rows += [start + j] * j
+                listed.draft_tokens += s.drafts[:j]
+
+    def _early(self, s: SampledRows, mask: TokenMask | None) -> list[int]:
+        """The rows before `min_tokens` outputs, where end tokens are banned.
+
+        Where a grammar allows nothing but end tokens they are not.
+        """
+        missing = s.state.params.min_tokens - len(s.state.output_token_ids)
+        if missing <= 0 or s.state.bans is None:
+            if s.state.needs & Needs.MIN_TOKENS:
+                s.state.needs &= ~Needs.MIN_TOKENS
+                self._rows.needs[s.row] = int(s.state.needs)
+            return []
+        early = range(min(missing, len(s.drafts) + 1))
+        if mask is None:
+            return list(early)
+        return [j for j in early if _allows_others(mask[j], s.state.end_ids)]
+
+    def _upload_masks(
+        self, masks: list[TokenMask], listed: _Listed, staging: StagingBuffer
+    ) -> tuple[torch.Tensor, torch.Tensor] | None:
+        """Masks are large: where there are grammars they take a copy of their own."""
+        if not masks:
+            return None
+        words = torch.from_numpy(np.concatenate(masks))
+        return words.to(self._device), staging.put(np.array(listed.grammar_rows))
+
+    def _put_penalties(
+        self, listed: _Listed, staging: StagingBuffer
+    ) -> Callable[[], Penalties] | None:
+        if not listed.penalised:
+            return None
+        rows, slots, owners = (
+            staging.put(np.array(numbers))
+            for numbers in (listed.penalised, listed.slots, listed.owners)
+        )
+        drafts = None
+        if listed.draft_rows:
+            drafts = (
+                staging.put(np.array(listed.draft_rows)),
+                staging.put(np.array(listed.draft_tokens)),
+            )
+        return lambda: Penalties(rows, slots, *self._rows.penalties(owners), drafts)
+
+
+def _allows_others(allowed: TokenMask, token_ids: Sequence[int]) -> bool:
+    """Whether a row of a mask allows more than these tokens."""
+    others = allowed.view(np.uint32).copy()
+    for token_id in token_ids:
+        others[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))
+    return bool(others.any())

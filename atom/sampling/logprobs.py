@@ -1,0 +1,75 @@
+"""Log-probabilities of the model's unmodified distribution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from atom.messages import TokenLogprobs
+from atom.model_ops.kernels.torch.sampling import most_likely
+
+_LOGPROB_ROWS = 64
+# Beyond the wanted tokens, so that ties with the last rarely reach the last candidate.
+_TIE_ROOM = 64
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Of R rows: the chosen token and the n most likely ones.
+
+    Attributes:
+        token_ids: [R, 1 + n] int64, the chosen token first. values: [R, 1 + n] float32.
+        ranks: [R] int64, the chosen token's: 1 + the number of tokens strictly more likely.
+    """
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+    ranks: torch.Tensor
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        return self.token_ids, self.values, self.ranks
+
+
+def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> Logprobs:
+    """Log-probabilities of given tokens and of the most likely ones.
+
+    Args:
+        logits: [R, V], any floating point type.
+        token_ids: [R] int64.
+        num_logprobs: n; how many of the most likely tokens to report.
+    """
+    n = min(num_logprobs, logits.shape[-1])
+    parts = [
+        _logprobs_of_rows(rows.to(torch.float32).log_softmax(-1), chosen[:, None], n)
+        for rows, chosen in zip(
+            torch.split(logits, _LOGPROB_ROWS), torch.split(token_ids, _LOGPROB_ROWS), strict=True
+        )
+    ]
+    return Logprobs(*(torch.cat(column) for column in zip(*parts, strict=True)))
+
+
+def _logprobs_of_rows(
+    logprobs: torch.Tensor, chosen: torch.Tensor, n: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ids = chosen
+    if n:
+        _, top = most_likely(logprobs, n + _TIE_ROOM)
+        ids = torch.cat((chosen, top[:, :n]), dim=-1)
+    own = logprobs.gather(-1, chosen)
+    return ids, logprobs.gather(-1, ids), 1 + (logprobs > own).sum(-1)
+
+
+def as_messages(columns: Sequence[np.ndarray], wanted: Sequence[int]) -> list[TokenLogprobs]:
+    """What `Logprobs.tensors` became on the host, cut to what each row wanted."""
+    rows = zip(*(column.tolist() for column in columns), wanted, strict=True)
+    return [_cut(count, ids, values, rank) for ids, values, rank, count in rows]
+
+
+def _cut(wanted: int, ids: list[int], values: list[float], rank: int) -> TokenLogprobs:
+    """The chosen token and the `wanted` most likely ones, whose ranks are their order."""
+    count = min(wanted + 1, len(ids))
+    return TokenLogprobs(ids[:count], values[:count], [rank, *range(1, count)])

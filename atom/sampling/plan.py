@@ -1,0 +1,176 @@
+"""What a step samples: which rows of logits, of which sequences, and what is asked of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from atom.batch import ScheduledSequence
+from atom.graphs.staging import StagingBuffer
+from atom.model_ops.metadata import SamplingMetadata
+from atom.sampling.edits import LogitEdits, SampledRows
+from atom.sampling.rows import SequenceState
+from atom.sampling.verify import NO_DRAFT
+
+
+@dataclass(frozen=True)
+class RowLayout:
+    """How R rows of logits belong to the S sequences that are sampled; on the host.
+
+    Attributes:
+        indices: for each sampled sequence its place in the batch.
+        num_drafts: [S]. first: [S], the first row of each.
+        logits_indices: [R] the rows of the forward pass that logits are computed of.
+        owners: [R] which of the S sequences a row belongs to.
+    """
+
+    indices: list[int]
+    num_drafts: np.ndarray
+    first: np.ndarray
+    logits_indices: np.ndarray
+    owners: np.ndarray
+
+    @classmethod
+    def of(cls, sequences: Sequence[ScheduledSequence], ends: np.ndarray) -> RowLayout:
+        """Args:
+        ends: [B] where each sequence's rows of the forward pass end.
+        """
+        indices = [i for i, s in enumerate(sequences) if s.wants_sample]
+        num_drafts = np.array([sequences[i].num_drafts for i in indices], dtype=np.int64)
+        counts = num_drafts + 1
+        first = np.cumsum(counts) - counts
+        owners = np.repeat(np.arange(len(indices)), counts)
+        begins = ends[indices] - counts if indices else counts
+        logits_indices = begins[owners] + np.arange(len(owners)) - first[owners]
+        return cls(indices, num_drafts, first, logits_indices, owners)
+
+    @property
+    def most(self) -> int:
+        return int(self.num_drafts.max()) if len(self.num_drafts) else 0
+
+    def table(self) -> np.ndarray | None:
+        """[S, k + 1] rows of logits, short sequences repeat their last; None when all are alike."""
+        if len(self.owners) == len(self.indices) * (self.most + 1):
+            return None
+        steps = np.minimum(np.arange(self.most + 1), self.num_drafts[:, None])
+        table: np.ndarray = self.first[:, None] + steps
+        return table
+
+    def drafts(self, token_ids: np.ndarray) -> np.ndarray:
+        """[S, k] out of the tokens of the forward pass, padded with `NO_DRAFT`."""
+        places = np.arange(self.most)
+        after = self.logits_indices[self.first][:, None] + 1 + places
+        inside = places < self.num_drafts[:, None]
+        drafts: np.ndarray = np.where(inside, token_ids[np.where(inside, after, 0)], NO_DRAFT)
+        return drafts
+
+
+@dataclass(frozen=True)
+class PromptRows:
+    """One sequence that wants the logprobs of its prompt.
+
+    Attributes:
+        index: its place in the batch.
+        first: of its rows in the forward pass; row `first + i` predicts target i.
+        targets: [M] int64, prompt tokens; num_targets: M. wanted: alternatives.
+    """
+
+    index: int
+    first: int
+    targets: torch.Tensor
+    num_targets: int
+    wanted: int
+
+
+@dataclass(frozen=True)
+class SamplePlan:
+    """What a step samples; tensors hold their numbers once the staging buffer was sent.
+
+    Attributes:
+        layout, states: of the S sampled sequences.
+        logits_indices: [R] int64. table: [S, k + 1] int64; None when all have k drafts.
+        drafts: [S, k] int64; None where nobody has any.
+        create_metadata, create_edits: called after the send; no edits when None.
+        logprob_rows: [L] int64 and how many alternatives for each of them; None without.
+        penalised: [n] int64 out of S, and the slots that count their tokens; None without.
+        prompts: who wants prompt logprobs.
+    """
+
+    layout: RowLayout
+    states: list[SequenceState]
+    logits_indices: torch.Tensor
+    table: torch.Tensor | None
+    drafts: torch.Tensor | None
+    create_metadata: Callable[[], SamplingMetadata]
+    create_edits: Callable[[], LogitEdits] | None
+    logprob_rows: tuple[torch.Tensor, list[int]] | None
+    penalised: tuple[torch.Tensor, torch.Tensor] | None
+    prompts: list[PromptRows]
+
+    def last_rows(self, num_accepted: torch.Tensor) -> torch.Tensor:
+        """[S] int64: the row of the forward pass behind whose token each newest one follows."""
+        if self.drafts is None:
+            return self.logits_indices
+        if self.table is None:
+            rows = self.logits_indices.view(self.drafts.shape[0], -1)
+        else:
+            rows = self.logits_indices[self.table]
+        return rows.gather(1, num_accepted[:, None])[:, 0]
+
+
+def sampled_rows(
+    sequences: Sequence[ScheduledSequence],
+    layout: RowLayout,
+    states: Sequence[SequenceState],
+    chosen: Sequence[int],
+) -> list[SampledRows]:
+    """The rows of some of the S sampled sequences."""
+    return [
+        SampledRows(
+            states[s],
+            sequences[layout.indices[s]].row,
+            int(layout.first[s]),
+            sequences[layout.indices[s]].draft_token_ids,
+        )
+        for s in chosen
+    ]
+
+
+def put_logprob_rows(
+    layout: RowLayout, states: Sequence[SequenceState], wanted: np.ndarray, staging: StagingBuffer
+) -> tuple[torch.Tensor, list[int]] | None:
+    """The rows whose logprobs are wanted, and how many alternatives of each.
+
+    Args:
+        wanted: [S], not zero for the sequences that want them.
+    """
+    mine = np.flatnonzero(wanted[layout.owners])
+    if not len(mine):
+        return None
+    counts = [states[s].params.logprobs or 0 for s in layout.owners[mine].tolist()]
+    return staging.put(mine), counts
+
+
+def put_prompt(
+    index: int,
+    sequence: ScheduledSequence,
+    state: SequenceState,
+    ends: np.ndarray,
+    staging: StagingBuffer,
+) -> PromptRows | None:
+    """The rows of a prompt whose logprobs this step computes; None when there are none.
+
+    A resumed sequence has outputs: its prompt's logprobs were reported with the first.
+
+    Args:
+        index: its place in the batch. ends: [B] where the rows of each sequence end.
+    """
+    wanted = state.params.prompt_logprobs
+    targets = state.prompt_token_ids[sequence.start + 1 : sequence.context_len + 1]
+    if wanted is None or state.output_token_ids or not targets:
+        return None
+    first = int(ends[index]) - len(sequence.token_ids)
+    return PromptRows(index, first, staging.put(np.array(targets)), len(targets), wanted)

@@ -1,0 +1,239 @@
+"""What is remembered of each live sequence in order to sample it."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from dataclasses import dataclass
+from weakref import WeakValueDictionary
+
+import numpy as np
+import torch
+
+from atom.batch import NewSequence
+from atom.graphs.staging import StagingBuffer
+from atom.model_ops.metadata import SamplingMetadata
+from atom.sampling.token_counts import TokenCounts
+from atom.sampling_params import SamplingParams
+from atom.structured_output.cache import GrammarCache
+from atom.structured_output.state import GrammarState
+
+
+class Needs(enum.IntFlag):
+    """What the rows of a sequence need beyond an argmax."""
+
+    TEMPERATURE = 1
+    TOP_K = 2
+    TOP_P = 4
+    MIN_P = 8
+    LOGPROBS = 16
+    PROMPT_LOGPROBS = 32
+    # From here on: changes of its logits before a token is chosen.
+    GRAMMAR = 64
+    MIN_TOKENS = 128
+    BIAS = 256
+    PENALTIES = 512
+
+
+EDITS = Needs.GRAMMAR | Needs.MIN_TOKENS | Needs.BIAS | Needs.PENALTIES
+
+
+@dataclass(frozen=True, eq=False)
+class TokenValues:
+    """Tokens that a sequence's parameters name, on the device.
+
+    Attributes:
+        token_ids: [n] int64. values: [n] float32, what is added to their logits.
+    """
+
+    token_ids: torch.Tensor
+    values: torch.Tensor
+
+
+@dataclass
+class SequenceState:
+    """One live sequence.
+
+    Attributes:
+        output_token_ids: grows with every sampled token, and the grammar goes on with it.
+        end_ids: the tokens that may not come before `min_tokens` outputs.
+        bias, bans: the logit bias and those tokens, where there are any.
+        penalty_slot: where its tokens are counted; None without penalties.
+    """
+
+    params: SamplingParams
+    seed: int
+    prompt_token_ids: list[int]
+    output_token_ids: list[int]
+    needs: Needs
+    end_ids: tuple[int, ...] = ()
+    grammar: GrammarState | None = None
+    bias: TokenValues | None = None
+    bans: TokenValues | None = None
+    penalty_slot: int | None = None
+
+    def extend(self, token_ids: list[int]) -> int:
+        """Take in sampled tokens; how many of them the grammar admits."""
+        self.output_token_ids += token_ids
+        return len(token_ids) if self.grammar is None else self.grammar.advance(token_ids)
+
+
+# Rows of the table of options.
+_TEMPERATURE, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION, _TOP_K = range(7)
+
+
+class SamplingRows:
+    """The states of live sequences, by row; their options lie on the device.
+
+    What is uploaded for a new sequence goes with its first step's other numbers, but for lists of
+    tokens (a prompt with penalties, a logit bias, end tokens), which go by themselves then.
+
+    Attributes:
+        needs: [num_rows] int64, the `Needs` of each row's sequence.
+        counts: which tokens the sequences with penalties have seen.
+    """
+
+    def __init__(
+        self,
+        num_rows: int,
+        vocab_size: int,
+        eos_token_ids: frozenset[int],
+        device: torch.device,
+        grammars: GrammarCache,
+    ) -> None:
+        self.needs = np.zeros(num_rows, dtype=np.int64)
+        self.counts = TokenCounts(vocab_size, device)
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+        self._device = device
+        self._grammars = grammars
+        self._states: list[SequenceState | None] = [None] * num_rows
+        # Of live sequences; most that have any ban the same tokens.
+        self._bans: WeakValueDictionary[tuple[int, ...], TokenValues] = WeakValueDictionary()
+        # Column r is row r's; gathered for the rows of a step, its lines are contiguous.
+        self._options = torch.zeros(7, num_rows, dtype=torch.float32, device=device)
+        self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        self._update: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
+
+    def __getitem__(self, row: int) -> SequenceState:
+        state = self._states[row]
+        assert state is not None, f"row {row} has no sequence"
+        return state
+
+    def forget(self, rows: Sequence[int]) -> None:
+        """The sequences of these rows are gone; a row may be empty already."""
+        for row in rows:
+            state, self._states[row] = self._states[row], None
+            if state is not None and state.penalty_slot is not None:
+                self.counts.release(state.penalty_slot)
+
+    def learn(self, new: Sequence[NewSequence], staging: StagingBuffer) -> None:
+        """Take in sequences; the device knows them once the buffer was sent and `update` called."""
+        self._update = None
+        if not new:
+            return
+        for sequence in new:
+            state = self._create(sequence)
+            self._states[sequence.row] = state
+            self.needs[sequence.row] = int(state.needs)
+        params = [s.params for s in new]
+        options = np.array(
+            [
+                [0.0 if p.is_greedy else p.temperature for p in params],
+                [p.top_p for p in params],
+                [p.min_p for p in params],
+                [p.presence_penalty for p in params],
+                [p.frequency_penalty for p in params],
+                [p.repetition_penalty for p in params],
+                [0.0] * len(params),
+            ],
+            dtype=np.float32,
+        )
+        top_k = [p.top_k if p.top_k > 0 else self._vocab_size for p in params]
+        options[_TOP_K] = np.array(top_k, dtype=np.int32).view(np.float32)
+        self._update = (
+            staging.put(np.array([s.row for s in new])),
+            staging.put(options, torch.float32),
+            staging.put(np.array([s.seed for s in new], dtype=np.int64)),
+        )
+
+    def update(self) -> None:
+        """Bring the device's options up to date."""
+        if self._update is not None:
+            rows, options, seeds = self._update
+            self._options.index_copy_(1, rows, options)
+            self._seeds.index_copy_(0, rows, seeds)
+
+    def metadata(
+        self, rows: torch.Tensor, positions: torch.Tensor, needs: Needs
+    ) -> SamplingMetadata:
+        """How rows of logits are sampled; what nobody of them needs stays None.
+
+        Args:
+            rows: [R] int64, each one's sequence. positions: [R] int64, of the tokens to sample.
+            needs: of all of them together.
+        """
+        if not needs & Needs.TEMPERATURE:
+            return SamplingMetadata()
+        options = self._options.index_select(1, rows).unbind(0)
+        return SamplingMetadata(
+            temperature=options[_TEMPERATURE],
+            top_k=options[_TOP_K].view(torch.int32) if needs & Needs.TOP_K else None,
+            top_p=options[_TOP_P] if needs & Needs.TOP_P else None,
+            min_p=options[_MIN_P] if needs & Needs.MIN_P else None,
+            seeds=self._seeds.index_select(0, rows),
+            positions=positions,
+        )
+
+    def penalties(self, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Presence, frequency and repetition penalties of rows [R] int64: [R, 1] each."""
+        options = self._options.index_select(1, rows)[:, :, None]
+        return options[_PRESENCE], options[_FREQUENCY], options[_REPETITION]
+
+    def _create(self, new: NewSequence) -> SequenceState:
+        p = new.params
+        outputs = list(new.output_token_ids)
+        state = SequenceState(p, new.seed, new.prompt_token_ids, outputs, _needs_of(p))
+        if p.structured_output is not None:
+            # Behind the outputs, which a resumed sequence has already.
+            state.grammar = GrammarState(self._grammars.get(p.structured_output).create_matcher())
+            state.grammar.advance(outputs)
+        if state.needs & Needs.MIN_TOKENS:
+            ends = frozenset() if p.ignore_eos else self._eos_token_ids
+            state.end_ids = tuple(sorted({*ends, *(p.stop_token_ids or ())}))
+            state.bans = self._bans.get(state.end_ids)
+            if state.bans is None:
+                state.bans = self._token_values(dict.fromkeys(state.end_ids, -torch.inf))
+                self._bans[state.end_ids] = state.bans
+        if p.logit_bias:
+            state.bias = self._token_values(p.logit_bias)
+        if state.needs & Needs.PENALTIES:
+            state.penalty_slot = self.counts.claim(new.prompt_token_ids, outputs)
+        return state
+
+    def _token_values(self, values: dict[int, float]) -> TokenValues:
+        ids = torch.tensor(list(values), dtype=torch.int64)
+        numbers = torch.tensor(list(values.values()), dtype=torch.float32)
+        return TokenValues(ids.to(self._device), numbers.to(self._device))
+
+
+def _needs_of(p: SamplingParams) -> Needs:
+    needs = Needs(0)
+    if not p.is_greedy:
+        needs |= Needs.TEMPERATURE
+        needs |= Needs.TOP_K if p.top_k > 0 else Needs(0)
+        needs |= Needs.TOP_P if p.top_p != 1 else Needs(0)
+        needs |= Needs.MIN_P if p.min_p != 0 else Needs(0)
+    if p.logprobs is not None:
+        needs |= Needs.LOGPROBS
+    if p.prompt_logprobs is not None:
+        needs |= Needs.PROMPT_LOGPROBS
+    if p.structured_output is not None:
+        needs |= Needs.GRAMMAR
+    if p.min_tokens > 0:
+        needs |= Needs.MIN_TOKENS
+    if p.logit_bias:
+        needs |= Needs.BIAS
+    if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1:
+        needs |= Needs.PENALTIES
+    return needs
