@@ -25,8 +25,9 @@ from atom.kv_cache.base import (
     plan_kv_cache,
     storage_dtype,
 )
-from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.memory import estimate_graph_bytes, kv_cache_budget
+from atom.kv_cache.paged import PagedCache
 from atom.messages import EngineLimits
 from atom.model_engine.context_len import resolve_max_model_len
 from atom.model_engine.model_runner import ModelRunner
@@ -111,7 +112,9 @@ class UniprocExecutor:
         self.eos_token_ids = source.eos_token_ids
         self.lookahead = self._proposer.lookahead
         builders: list[KVCacheBuilder] = [
-            *target_cache_builders(self._model, config.cache.block_size, storage, context.device),
+            PagedCache(
+                attention_layers(self._model), config.cache.block_size, storage, context.device
+            ),
             *self._proposer.kv_cache_builders,
         ]
         num_blocks = self._allocate_kv_cache(config, builders, platform, context_len)

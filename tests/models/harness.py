@@ -10,7 +10,8 @@ import torch
 from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.config import ModelOptions
 from atom.graphs.runner import EagerRunner, ForwardRunner
-from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
+from atom.kv_cache.paged import PagedCache
 from atom.model_engine.input_builder import build_model_input
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import load_weights
@@ -44,7 +45,7 @@ class ModelBench:
 
     Attributes:
         runner: who runs the model's layers; eagerly unless replaced.
-        pools: what the cache builders allocated, by key.
+        pools: what the cache allocated, by key.
         output: of the last step.
         block_ids: of each sequence, in order.
     """
@@ -62,11 +63,9 @@ class ModelBench:
         self.runner: ForwardRunner = EagerRunner(self.model.forward)
         self.block_size = block_size
         self.device = (platform or cpu_platform()).device
-        builders = target_cache_builders(self.model, block_size, dtype, self.device)
-        self.pools: dict[str, torch.Tensor] = {}
-        for builder in builders:
-            self.pools |= builder.allocate_kv_cache_tensors(num_blocks)
-        bind_kv_caches(self.model, builders)
+        cache = PagedCache(attention_layers(self.model), block_size, dtype, self.device)
+        self.pools = cache.allocate_kv_cache_tensors(num_blocks)
+        bind_kv_caches(self.model, [cache])
         self.output: ModelOutput | None = None
         self.block_ids: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}

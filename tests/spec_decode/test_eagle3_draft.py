@@ -232,7 +232,8 @@ def test_draft_of_a_real_targets_hidden_states(
 ) -> None:
     """The resolved ids name what the target returns, in the order that `fc` wants."""
     from atom.batch import ScheduledBatch, ScheduledSequence
-    from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
+    from atom.kv_cache.builders import attention_layers, bind_kv_caches
+    from atom.kv_cache.paged import PagedCache
     from atom.model_engine.input_builder import build_model_input
 
     model, source = llama_target
@@ -242,9 +243,9 @@ def test_draft_of_a_real_targets_hidden_states(
     one = load(write_draft(tmp_path / "o", {**MHA, **output_ids}, tensors), model, source)
     two = load(write_draft(tmp_path / "b", {**MHA, **boundary_ids}, tensors), model, source)
     assert one.aux_layer_ids == two.aux_layer_ids == (2, 5, 7)
-    (builder,) = target_cache_builders(model, 4, torch.float32, torch.device("cpu"))
-    builder.allocate_kv_cache_tensors(4)
-    bind_kv_caches(model, [builder])
+    cache = PagedCache(attention_layers(model), 4, torch.float32, torch.device("cpu"))
+    cache.allocate_kv_cache_tensors(4)
+    bind_kv_caches(model, [cache])
     model.set_aux_layer_ids(one.aux_layer_ids)
     tokens, _ = random_rows(6)
     sequence = ScheduledSequence("s", tokens, 0, [2, 0], wants_sample=True)
