@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
+from atom.batch import ScheduledBatch, StepOutput
 from atom.config import ConfigError, EngineConfig, ModelOptions
 from atom.graphs.capture import (
     GraphPlan,
@@ -21,6 +21,7 @@ from atom.graphs.capture import (
 from atom.graphs.runner import EagerRunner, GraphRunner
 from atom.kv_cache.base import (
     KVCacheBuilder,
+    KVCacheMemoryError,
     num_spare_blocks,
     plan_kv_cache,
     storage_dtype,
@@ -30,6 +31,7 @@ from atom.kv_cache.memory import estimate_graph_bytes, kv_cache_budget
 from atom.kv_cache.paged import PagedCache
 from atom.messages import EngineLimits
 from atom.model_engine.context_len import resolve_max_model_len
+from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
@@ -43,9 +45,11 @@ from atom.models.registry import create_model
 from atom.platform import Platform, default_num_threads, select_platform
 from atom.sampling.sampler import SamplingOps
 from atom.sampling.state import SamplingStates
-from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead, Proposer
+from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter, create_proposer
+from atom.spec_decode.length import FixedLength
+from atom.spec_decode.lookup import NullLookup
 from atom.structured_output.base import GrammarBackend
 from atom.structured_output.cache import GrammarCache
 from atom.structured_output.xgrammar_backend import XGrammarBackend
@@ -108,7 +112,10 @@ class UniprocExecutor:
         )
         create_backend = partial(_create_grammar_backend, config.model, source)
         self.grammars = GrammarCache(create_backend)
-        self._runner = self._create_runner(config, source, context)
+        drafter = create_drafter(
+            config.speculative, self._proposer, captured=self._graphs is not None
+        )
+        self._runner = self._create_runner(config, source, context, drafter)
         self.eos_token_ids = source.eos_token_ids
         self.lookahead = self._proposer.lookahead
         builders: list[KVCacheBuilder] = [
@@ -117,7 +124,7 @@ class UniprocExecutor:
             ),
             *self._proposer.kv_cache_builders,
         ]
-        num_blocks = self._allocate_kv_cache(config, builders, platform, context_len)
+        num_blocks = self._allocate_kv_cache(config, source, context, builders)
         if self._graphs is not None:
             self._graphs.capture()
             self._proposer.capture(self._graphs.plan)
@@ -156,14 +163,14 @@ class UniprocExecutor:
         )
 
     def _create_runner(
-        self, config: EngineConfig, source: ModelSource, context: LayerContext
+        self, config: EngineConfig, source: ModelSource, context: LayerContext, drafter: Drafter
     ) -> ModelRunner:
         vocab_size = source.hf_config.get_text_config().vocab_size
         states = SamplingStates(vocab_size, source.eos_token_ids, context.device, self.grammars)
         return ModelRunner(
             self._model,
             self._graphs or EagerRunner(self._model.forward),
-            create_drafter(config.speculative, self._proposer, captured=self._graphs is not None),
+            drafter,
             states,
             config.cache.block_size,
             context.device,
@@ -173,34 +180,56 @@ class UniprocExecutor:
     def _allocate_kv_cache(
         self,
         config: EngineConfig,
+        source: ModelSource,
+        context: LayerContext,
         builders: list[KVCacheBuilder],
-        platform: Platform,
-        context_len: int,
     ) -> int:
         """Size the pool, allocate it and give every attention layer its part."""
-        block_size = config.cache.block_size
 
         def profile() -> None:
-            tokens = min(config.scheduler.max_num_batched_tokens, context_len - 1)
-            self._allocate(builders, -(-tokens // block_size))
-            self._runner.step(_profile_batch(tokens, block_size))
-            self._runner.step(ScheduledBatch([], [], ["profile"]))
+            self._allocate(builders, 1)
+            self._run_largest_steps(config, source, context)
 
         def graph_bytes() -> int:
             if self._graphs is None:
                 return 0
             return estimate_graph_bytes(self._graphs.rehearse, self._graphs.num_graphs)
 
-        budget = kv_cache_budget(config.cache, platform, profile, graph_bytes)
+        budget = kv_cache_budget(config.cache, context.ops.platform, profile, graph_bytes)
         plan = plan_kv_cache(
             budget,
             [builder.compute_block_bytes() for builder in builders],
-            block_size,
-            config.scheduler.max_num_seqs * context_len,
-            num_spare_blocks(platform.device),
+            config.cache.block_size,
+            config.scheduler.max_num_seqs * context.max_model_len,
+            num_spare_blocks(context.device),
         )
         self._allocate(builders, plan.num_blocks)
         return plan.num_blocks
+
+    def _run_largest_steps(
+        self, config: EngineConfig, source: ModelSource, context: LayerContext
+    ) -> None:
+        """Run what takes the most memory, with a pool of one block.
+
+        Raises:
+            KVCacheMemoryError: when the device has not enough for it.
+        """
+        # The draft makes all its drafts, and nothing that chooses their number learns from these.
+        most = self._proposer.lookahead.num_tokens
+        drafter = Drafter(self._proposer, "largest", NullLookup(), FixedLength(most))
+        runner = self._create_runner(config, source, context, drafter)
+        vocab_size = source.hf_config.get_text_config().vocab_size
+        try:
+            for batch in largest_steps(config, context.max_model_len, most, vocab_size):
+                runner.step(batch)
+        except torch.OutOfMemoryError as error:
+            scheduler = config.scheduler
+            raise KVCacheMemoryError(
+                f"the device has no memory for the largest step that the options allow "
+                f"({scheduler.max_num_batched_tokens} tokens, {scheduler.max_num_seqs} sequences "
+                f"of up to {context.max_model_len} tokens, {most} drafts each): {error}; lower "
+                f"--max-num-batched-tokens, --max-num-seqs or --max-model-len"
+            ) from error
 
     def _allocate(self, builders: list[KVCacheBuilder], num_blocks: int) -> None:
         for builder in builders:
@@ -293,17 +322,3 @@ def _fit_context(
         context_len,
     )
     return capacity
-
-
-def _profile_batch(tokens: int, block_size: int) -> ScheduledBatch:
-    """The largest step there is: one prompt that fills the token budget."""
-    token_ids = [0] * tokens
-    sequence = ScheduledSequence(
-        id="profile",
-        token_ids=token_ids,
-        start=0,
-        block_ids=list(range(-(-tokens // block_size))),
-        wants_sample=True,
-    )
-    new = NewSequence("profile", token_ids, [], SamplingParams(temperature=1.0), 0)
-    return ScheduledBatch([sequence], [new], [])
