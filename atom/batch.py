@@ -57,6 +57,7 @@ class NewSequence:
     `prompt_token_ids` and `output_token_ids` are the tokens known when it is (re)scheduled.
     """
 
+    id: str
     row: int
     prompt_token_ids: list[int]
     output_token_ids: list[int]

@@ -1,39 +1,32 @@
-"""The paged KV cache: how much of it there is, who allocates it, which layer gets what."""
+"""How the engine sees a KV cache: who owns it, how it is stored, how many blocks there are."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-import numpy as np
 import torch
 from torch import nn
 
 from atom.config import CacheOptions
-from atom.model_ops.attention_mha import Attention
-from atom.model_ops.kv_scale import FP8_TYPES
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import CacheTensor, KVCacheTensor
+from atom.model_ops.metadata import CacheTensor
 
 
 class KVCacheBuilder(Protocol):
-    """Owns one kind of KV cache. All builders share block ids and block size.
-
-    A new kind of cache (another attention, a draft) is a new builder and nothing else.
-    """
+    """Owns the KV cache of a model or a draft. All builders share block ids and block size."""
 
     def compute_block_bytes(self) -> int:
-        """Bytes that one block takes over all layers of this kind."""
+        """Bytes that one block takes over all layers that the builder serves."""
         ...
 
     def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
-        """Allocate the pool and its spare blocks; the keys are unique over all builders."""
+        """Allocate pools and their spare blocks; the keys are unique over all builders."""
         ...
 
     def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> CacheTensor | None:
-        """The view for one attention module; None when the module is not of this kind."""
+        """The view for one attention module; None when the builder does not serve it."""
         ...
 
 
@@ -95,71 +88,3 @@ def plan_kv_cache(
             f"({per_block} bytes); raise --kv-cache-memory or --gpu-memory-utilization"
         )
     return KVCachePlan(num_blocks, per_block)
-
-
-def zero_pool(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A pool of zeros: never uninitialised, since a masked key must not be NaN.
-
-    On a CPU the pages are mapped and not written, so that memory is taken as blocks come into
-    use; filling gigabytes at the start would take many seconds.
-    """
-    if device.type != "cpu":
-        return torch.zeros(shape, dtype=dtype, device=device)
-    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
-    return torch.from_numpy(pages).view(dtype).view(shape)
-
-
-class MHACacheBuilder:
-    """The target's keys and values: [layers, 2, blocks, block_size, kv_heads, head_dim].
-
-    Of 8 bits they have scales beside them, [layers, 2] float32.
-    """
-
-    key = "kv_cache"
-    scale_key = "kv_scale"
-
-    def __init__(
-        self,
-        modules: dict[int, Attention],
-        block_size: int,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
-        self._modules = modules
-        self._block_size = block_size
-        self._dtype = dtype
-        self._device = device
-        self._layers: dict[int, KVCacheTensor] = {}
-
-    def _block_shape(self, module: Attention) -> tuple[int, int, int]:
-        return self._block_size, module.num_kv_heads, module.head_dim
-
-    def compute_block_bytes(self) -> int:
-        elements = sum(
-            2 * self._block_size * m.num_kv_heads * m.head_dim for m in self._modules.values()
-        )
-        return elements * self._dtype.itemsize
-
-    def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
-        first = next(iter(self._modules.values()))
-        blocks = num_blocks + num_spare_blocks(self._device)
-        shape = (len(self._modules), 2, blocks, *self._block_shape(first))
-        pool = zero_pool(shape, self._dtype, self._device)
-        if self._dtype not in FP8_TYPES:
-            self._layers = {
-                layer_id: KVCacheTensor(pool[i, 0], pool[i, 1])
-                for i, layer_id in enumerate(self._modules)
-            }
-            return {self.key: pool}
-        modules = self._modules.values()
-        scales = torch.stack([m.kv_scale.of_keys_and_values(self._dtype) for m in modules])
-        self._layers = {
-            layer_id: KVCacheTensor(pool[i, 0], pool[i, 1], scales[i, :1], scales[i, 1:])
-            for i, layer_id in enumerate(self._modules)
-        }
-        return {self.key: pool, self.scale_key: scales}
-
-    def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> KVCacheTensor | None:
-        if self._modules.get(layer_id) is not module:
-            return None
-        return self._layers[layer_id]

@@ -1,37 +1,18 @@
-"""Which KV caches a target model needs, and which layer gets what of them."""
+"""Which layers of a model have a KV cache, and which of them gets what."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
-from atom.kv_cache.base import KVCacheBuilder, MHACacheBuilder
-from atom.kv_cache.mla import MLACacheBuilder
-from atom.model_ops.attention_mha import Attention
-from atom.model_ops.attention_mla import MLAAttention
+from atom.kv_cache.base import KVCacheBuilder
+from atom.model_ops.cached_attention import CachedAttention
 
 
-def attention_layers(model: nn.Module) -> dict[int, Attention | MLAAttention]:
+def attention_layers(model: nn.Module) -> dict[int, CachedAttention]:
     """The attention modules in the order of their layers."""
-    modules = [m for m in model.modules() if isinstance(m, (Attention, MLAAttention))]
-    return dict(enumerate(modules))
-
-
-def target_cache_builders(
-    model: nn.Module, block_size: int, dtype: torch.dtype, device: torch.device
-) -> list[MHACacheBuilder | MLACacheBuilder]:
-    """One builder per kind of attention in `model`; `dtype` is that of the cache."""
-    layers = attention_layers(model)
-    mha = {i: layer for i, layer in layers.items() if isinstance(layer, Attention)}
-    mla = {i: layer for i, layer in layers.items() if isinstance(layer, MLAAttention)}
-    builders: list[MHACacheBuilder | MLACacheBuilder] = []
-    if mha:
-        builders.append(MHACacheBuilder(mha, block_size, dtype, device))
-    if mla:
-        builders.append(MLACacheBuilder(mla, block_size, dtype, device))
-    return builders
+    return dict(enumerate(m for m in model.modules() if isinstance(m, CachedAttention)))
 
 
 def bind_kv_caches(model: nn.Module, builders: Sequence[KVCacheBuilder]) -> None:

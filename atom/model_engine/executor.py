@@ -10,7 +10,7 @@ from typing import Protocol
 
 import torch
 
-from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence, StepOutput
+from atom.batch import ScheduledBatch, StepOutput
 from atom.config import ConfigError, EngineConfig, ModelOptions
 from atom.graphs.capture import (
     GraphPlan,
@@ -21,15 +21,18 @@ from atom.graphs.capture import (
 from atom.graphs.runner import EagerRunner, GraphRunner
 from atom.kv_cache.base import (
     KVCacheBuilder,
+    KVCacheMemoryError,
     num_spare_blocks,
     plan_kv_cache,
     storage_dtype,
 )
-from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.memory import estimate_graph_bytes, kv_cache_budget
+from atom.kv_cache.paged import PagedCache
 from atom.messages import EngineLimits
 from atom.model_engine.context_len import resolve_max_model_len
 from atom.model_engine.input_builder import InputBuilder
+from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
@@ -43,8 +46,8 @@ from atom.models.registry import create_model
 from atom.platform import Platform, default_num_threads, select_platform
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler, SamplingOps
-from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead, Proposer
+from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter, create_proposer
 from atom.structured_output.base import GrammarBackend
 from atom.structured_output.cache import GrammarCache
@@ -115,27 +118,16 @@ class UniprocExecutor:
             captured=self._graphs is not None,
             waiting_is_free=not platform.is_gpu,
         )
-        sampler = self._create_sampler(config, source, context)
-        forward = self._graphs or EagerRunner(self._model.forward)
-        self.inputs = InputBuilder(
-            forward,
-            sampler,
-            self._graphs.plan if self._graphs is not None else None,
-            max_num_tokens=config.scheduler.max_num_batched_tokens,
-            max_num_seqs=config.scheduler.max_num_seqs,
-            max_model_len=context_len,
-            block_size=config.cache.block_size,
-            device=context.device,
-            drafts=self._proposer.reads_steps,
-        )
-        self._runner = ModelRunner(self.inputs, forward, sampler, self._drafter)
+        self.inputs, self._runner = self._create_runner(config, source, context, self._drafter)
         self.eos_token_ids = source.eos_token_ids
         self.lookahead = self._proposer.lookahead
         builders: list[KVCacheBuilder] = [
-            *target_cache_builders(self._model, config.cache.block_size, storage, context.device),
+            PagedCache(
+                attention_layers(self._model), config.cache.block_size, storage, context.device
+            ),
             *self._proposer.kv_cache_builders,
         ]
-        num_blocks = self._allocate_kv_cache(config, builders, platform, context_len)
+        num_blocks = self._allocate_kv_cache(config, source, context, builders)
         if self._graphs is not None:
             self._graphs.capture(self.inputs.graph_input)
             self._proposer.capture(self._graphs.plan)
@@ -173,35 +165,42 @@ class UniprocExecutor:
             len(scales),
         )
 
-    def _create_sampler(
-        self, config: EngineConfig, source: ModelSource, context: LayerContext
-    ) -> Sampler:
+    def _create_runner(
+        self, config: EngineConfig, source: ModelSource, context: LayerContext, drafter: Drafter
+    ) -> tuple[InputBuilder, ModelRunner]:
         vocab_size = source.hf_config.get_text_config().vocab_size
+        scheduler, device = config.scheduler, context.device
         rows = SamplingRows(
-            config.scheduler.max_num_seqs,
-            vocab_size,
-            source.eos_token_ids,
-            context.device,
-            self.grammars,
+            scheduler.max_num_seqs, vocab_size, source.eos_token_ids, device, self.grammars
         )
         ops = SamplingOps.resolve(context.ops, context.dtype, vocab_size)
-        return Sampler(self._model.compute_logits, rows, vocab_size, context.device, ops)
+        sampler = Sampler(self._model.compute_logits, rows, vocab_size, device, ops)
+        forward = self._graphs or EagerRunner(self._model.forward)
+        inputs = InputBuilder(
+            forward,
+            sampler,
+            None if self._graphs is None else self._graphs.plan,
+            max_num_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=context.max_model_len,
+            block_size=config.cache.block_size,
+            device=device,
+            drafts=self._proposer.reads_steps,
+        )
+        return inputs, ModelRunner(inputs, forward, sampler, drafter)
 
     def _allocate_kv_cache(
         self,
         config: EngineConfig,
+        source: ModelSource,
+        context: LayerContext,
         builders: list[KVCacheBuilder],
-        platform: Platform,
-        context_len: int,
     ) -> int:
         """Size the pool, allocate it and give every attention layer its part."""
-        block_size = config.cache.block_size
 
         def profile() -> None:
-            tokens = min(config.scheduler.max_num_batched_tokens, context_len - 1)
-            self._allocate(builders, -(-tokens // block_size))
-            self._runner.step(_profile_batch(tokens, block_size))
-            self._runner.step(ScheduledBatch([], [], [0]))
+            self._allocate(builders, 1)
+            self._run_largest_steps(config, source, context)
 
         def graph_bytes() -> int:
             if self._graphs is None:
@@ -210,16 +209,41 @@ class UniprocExecutor:
                 partial(self._graphs.rehearse, self.inputs.graph_input), self._graphs.num_graphs
             )
 
-        budget = kv_cache_budget(config.cache, platform, profile, graph_bytes)
+        budget = kv_cache_budget(config.cache, context.ops.platform, profile, graph_bytes)
         plan = plan_kv_cache(
             budget,
             [builder.compute_block_bytes() for builder in builders],
-            block_size,
-            config.scheduler.max_num_seqs * context_len,
-            num_spare_blocks(platform.device),
+            config.cache.block_size,
+            config.scheduler.max_num_seqs * context.max_model_len,
+            num_spare_blocks(context.device),
         )
         self._allocate(builders, plan.num_blocks)
         return plan.num_blocks
+
+    def _run_largest_steps(
+        self, config: EngineConfig, source: ModelSource, context: LayerContext
+    ) -> None:
+        """Run what takes the most memory, with a pool of one block.
+
+        Raises:
+            KVCacheMemoryError: when the device has not enough for it.
+        """
+        # The draft makes all its drafts, and nothing that chooses their number learns from these.
+        most = self._proposer.lookahead.num_tokens
+        drafter = Drafter(self._proposer, "largest", None, None, waiting_is_free=False)
+        _, runner = self._create_runner(config, source, context, drafter)
+        vocab_size = source.hf_config.get_text_config().vocab_size
+        try:
+            for batch in largest_steps(config, context.max_model_len, most, vocab_size):
+                runner.step(batch)
+        except torch.OutOfMemoryError as error:
+            scheduler = config.scheduler
+            raise KVCacheMemoryError(
+                f"the device has no memory for the largest step that the options allow "
+                f"({scheduler.max_num_batched_tokens} tokens, {scheduler.max_num_seqs} sequences "
+                f"of up to {context.max_model_len} tokens, {most} drafts each): {error}; lower "
+                f"--max-num-batched-tokens, --max-num-seqs or --max-model-len"
+            ) from error
 
     def _allocate(self, builders: list[KVCacheBuilder], num_blocks: int) -> None:
         for builder in builders:
@@ -315,19 +339,3 @@ def _fit_context(
         context_len,
     )
     return capacity
-
-
-def _profile_batch(tokens: int, block_size: int) -> ScheduledBatch:
-    """The largest step there is: one prompt that fills the token budget."""
-    token_ids = [0] * tokens
-    sequence = ScheduledSequence(
-        id="profile",
-        row=0,
-        token_ids=token_ids,
-        start=0,
-        new_block_ids=list(range(-(-tokens // block_size))),
-        num_blocks=-(-tokens // block_size),
-        wants_sample=True,
-    )
-    new = NewSequence(0, token_ids, [], SamplingParams(temperature=1.0), 0)
-    return ScheduledBatch([sequence], [new], [])

@@ -282,7 +282,12 @@ class Scheduler:
             request = seq.request
             new.append(
                 NewSequence(
-                    seq.row, request.prompt_token_ids, outputs, request.params, request.seed
+                    request.id,
+                    seq.row,
+                    request.prompt_token_ids,
+                    outputs,
+                    request.params,
+                    request.seed,
                 )
             )
             budget -= count

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import torch
-from torch import nn
+from collections.abc import Mapping
 
+import torch
+
+from atom.model_ops.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.kv_scale import KVScale
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import (
@@ -15,7 +17,7 @@ from atom.model_ops.metadata import (
 )
 
 
-class Attention(nn.Module):
+class Attention(CachedAttention):
     """Writes new keys and values to its KV cache, then attends over it.
 
     Attributes:
@@ -44,12 +46,18 @@ class Attention(nn.Module):
         self.kv_scale = KVScale(context.device)
         self._context = context
 
-    def bind_kv_cache(self, cache: CacheTensor) -> None:
-        """Use `cache` from now on, with the ops that suit it.
+    def stored_parts(self) -> Mapping[str, tuple[int, ...]]:
+        head = self.num_kv_heads, self.head_dim
+        return {"key": head, "value": head}
 
-        Raises:
-            TypeError: when the cache is of another attention's kind.
-        """
+    def stored_scales(self, storage: torch.dtype) -> torch.Tensor:
+        return self.kv_scale.of_keys_and_values(storage)
+
+    def view_cache(self, parts: Mapping[str, StoredPart]) -> KVCacheTensor:
+        key, value = parts["key"], parts["value"]
+        return KVCacheTensor(key.tensor, value.tensor, key.scale, value.scale)
+
+    def bind_kv_cache(self, cache: CacheTensor) -> None:
         if not isinstance(cache, KVCacheTensor):
             raise TypeError(f"attention wants keys and values, not {type(cache).__name__}")
         self.kv_cache = cache

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 from torch import nn
 
+from atom.model_ops.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.kv_scale import KVScale
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import (
@@ -39,13 +42,12 @@ class LatentUpProjection(nn.Module):
         return self.weight.view(self.num_heads, -1, self.weight.shape[1])
 
 
-class MLAAttention(nn.Module):
+class MLAAttention(CachedAttention):
     """Writes new latents to its KV cache, then attends over it.
 
     Attributes:
         kv_cache: bound once by the runner, before the first forward.
         kv_scale: the checkpoint's, for a cache of 8 bits.
-        latent_dim: elements that one token takes in the cache.
     """
 
     kv_cache: LatentCacheTensor
@@ -64,17 +66,21 @@ class MLAAttention(nn.Module):
         self.kv_lora_rank = kv_lora_rank
         self.qk_rope_head_dim = qk_rope_head_dim
         self.v_head_dim = v_head_dim
-        self.latent_dim = kv_lora_rank + qk_rope_head_dim
         self.scale = scale
         self.kv_scale = KVScale(context.device)
         self._context = context
 
-    def bind_kv_cache(self, cache: CacheTensor) -> None:
-        """Use `cache` from now on, with the ops that suit it.
+    def stored_parts(self) -> Mapping[str, tuple[int, ...]]:
+        return {"latent": (self.kv_lora_rank + self.qk_rope_head_dim,)}
 
-        Raises:
-            TypeError: when the cache is of another attention's kind.
-        """
+    def stored_scales(self, storage: torch.dtype) -> torch.Tensor:
+        return self.kv_scale.of_latents(storage)
+
+    def view_cache(self, parts: Mapping[str, StoredPart]) -> LatentCacheTensor:
+        latent = parts["latent"]
+        return LatentCacheTensor(latent.tensor, latent.scale)
+
+    def bind_kv_cache(self, cache: CacheTensor) -> None:
         if not isinstance(cache, LatentCacheTensor):
             raise TypeError(f"latent attention wants latents, not {type(cache).__name__}")
         self.kv_cache = cache

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from atom.config import EngineConfig, SpeculativeOptions
 from atom.kv_cache.base import storage_dtype
+from atom.kv_cache.builders import attention_layers
+from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.eagle3 import load_draft
 from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.source import ModelSource
@@ -15,7 +17,7 @@ from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
 from atom.spec_decode.lookup import Lookup
-from atom.spec_decode.mtp import MTPCacheBuilder, MTPProposer
+from atom.spec_decode.mtp import MTPProposer
 
 
 def create_proposer(
@@ -96,10 +98,12 @@ def _create_mtp(
 ) -> Proposer:
     mtp = load_mtp(target, source, context, config.model)
     storage = storage_dtype(config.cache, context)
+    block_size = config.cache.block_size
+    layers = attention_layers(mtp)
     return MTPProposer(
         mtp,
-        MTPCacheBuilder(mtp, config.cache.block_size, storage, context.device),
+        PagedCache(layers, block_size, storage, context.device, prefix="mtp_"),
         options.num_speculative_tokens,
-        config.cache.block_size,
+        block_size,
         context.max_model_len,
     )

@@ -9,27 +9,10 @@ from torch import nn
 
 from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
-from atom.kv_cache.builders import attention_layers
-from atom.kv_cache.mla import MLACacheBuilder
-from atom.model_ops.attention_mla import MLAAttention
 from atom.model_ops.metadata import AttentionMetadata
 from atom.models.deepseek_mtp import DeepseekMTP, MTPLayer
 from atom.spec_decode.base import Lookahead, VerifiedStep
 from atom.spec_decode.chain import DraftChain
-
-
-class MTPCacheBuilder(MLACacheBuilder):
-    """The prediction layers' latents, in the format and with the block ids of the target's."""
-
-    key = "mtp_kv_cache"
-    scale_key = "mtp_kv_scale"
-
-    def __init__(
-        self, mtp: DeepseekMTP, block_size: int, dtype: torch.dtype, device: torch.device
-    ) -> None:
-        layers = attention_layers(mtp).items()
-        latent = {i: layer for i, layer in layers if isinstance(layer, MLAAttention)}
-        super().__init__(latent, block_size, dtype, device)
 
 
 class MTPProposer:

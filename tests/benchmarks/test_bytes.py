@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from atom.config import ModelOptions
-from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
+from atom.kv_cache.paged import PagedCache
 from atom.model_loader.source import resolve_model
 from atom.model_ops.layer_context import LayerContext
 from atom.models.registry import create_model
@@ -54,10 +55,9 @@ def small_model(folder: Path, shape: Any, module: Module, storage: torch.dtype) 
     source = resolve_model(ModelOptions(str(target), load_format="dummy"))
     context = LayerContext.create(torch.float32, 64, cpu_platform())
     model = create_model(source.hf_config, context)
-    builders = target_cache_builders(model, 16, storage, context.device)
-    for builder in builders:
-        builder.allocate_kv_cache_tensors(2)
-    bind_kv_caches(model, builders)
+    cache = PagedCache(attention_layers(model), 16, storage, context.device)
+    cache.allocate_kv_cache_tensors(2)
+    bind_kv_caches(model, [cache])
     return model
 
 

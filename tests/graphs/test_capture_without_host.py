@@ -21,7 +21,8 @@ from transformers import AutoConfig
 
 from atom.graphs.capture import GraphPlan, ReexecuteBackend
 from atom.graphs.runner import GraphRunner
-from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
+from atom.kv_cache.paged import PagedCache
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpTable
@@ -35,8 +36,7 @@ from atom.models.eagle3.parts import DraftParts
 from atom.models.registry import create_model
 from atom.platform import Platform
 from atom.spec_decode.eagle import EagleProposer
-from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
-from atom.spec_decode.mtp import MTPCacheBuilder, MTPProposer
+from atom.spec_decode.mtp import MTPProposer
 
 BLOCK_SIZE = 4
 AUX = (0, 2, 3)
@@ -90,13 +90,12 @@ def plan_of(context: LayerContext) -> GraphPlan:
     return GraphPlan(ReexecuteBackend(), (1, 2, 4), (16, 48), BLOCK_SIZE, context.device)
 
 
-def bind(model: torch.nn.Module, context: LayerContext, *builders: Any) -> None:
-    builders = builders or tuple(
-        target_cache_builders(model, BLOCK_SIZE, context.dtype, context.device)
-    )
-    for builder in builders:
-        builder.allocate_kv_cache_tensors(8)
-    bind_kv_caches(model, list(builders))
+def bind(model: torch.nn.Module, context: LayerContext) -> PagedCache:
+    layers = attention_layers(model)
+    cache = PagedCache(layers, BLOCK_SIZE, context.dtype, context.device)
+    cache.allocate_kv_cache_tensors(8)
+    bind_kv_caches(model, [cache])
+    return cache
 
 
 def target_on(context: LayerContext, make: Make, folder: Path, **fields: Any) -> CausalLM:
@@ -125,9 +124,7 @@ def test_an_eagle3_chain_asks_the_device_for_nothing(
     draft_class = LlamaForCausalLMEagle3 if kind == "mha" else Eagle3DeepseekV2ForCausalLM
     config = Eagle3Config.from_folder(tmp_path)
     draft = draft_class(config, DraftParts(True, True, True), AUX, on_no_device)
-    builder = Eagle3DraftBuilder(draft, BLOCK_SIZE, torch.float32, on_no_device.device)
-    bind(draft, on_no_device, builder)
-    proposer = EagleProposer(draft, builder, 4, BLOCK_SIZE, 128)
+    proposer = EagleProposer(draft, bind(draft, on_no_device), 4, BLOCK_SIZE, 128)
     with nothing_from_the_host():
         proposer.capture(plan_of(on_no_device))
 
@@ -138,9 +135,7 @@ def test_an_mtp_chain_asks_the_device_for_nothing(
     target = target_on(on_no_device, checkpoints.deepseek_v3, tmp_path, num_nextn_predict_layers=2)
     assert isinstance(target, DeepseekV3ForCausalLM)
     mtp = DeepseekMTP(target, [MTPParts(), MTPParts()], on_no_device)
-    builder = MTPCacheBuilder(mtp, BLOCK_SIZE, torch.float32, on_no_device.device)
-    bind(mtp, on_no_device, builder)
-    proposer = MTPProposer(mtp, builder, 4, BLOCK_SIZE, 128)
+    proposer = MTPProposer(mtp, bind(mtp, on_no_device), 4, BLOCK_SIZE, 128)
     with nothing_from_the_host():
         proposer.capture(plan_of(on_no_device))
 

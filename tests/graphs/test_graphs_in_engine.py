@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 from spec_decode import engines
-from spec_decode.engines import PROMPTS, RecordingProposer, create_engine, generate, params
+from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
 from atom.config import ConfigError
-from atom.graphs.capture import GraphPlan, ReexecuteBackend
+from atom.graphs.capture import ReexecuteBackend
 from atom.model_engine import executor
 from atom.model_ops.attention_mha import Attention
 
@@ -48,12 +48,6 @@ class CountingBackend(ReexecuteBackend):
             repeat()
 
         return replay
-
-
-class CapturedRecorder(RecordingProposer):
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.capture: Callable[[GraphPlan], None] = inner.capture
 
 
 def graphed_engine(patch: pytest.MonkeyPatch, folder: Path, **options: Any) -> tuple[LLM, Counter]:
@@ -96,7 +90,7 @@ def test_tokens_of_graphs(
         assert {name: generate(engine, params(name)) for name in SETTINGS} == expected, method
         # An n-gram lookup proposes different numbers of drafts, and nothing of it is captured.
         assert replays["GraphRunner"] >= (1 if method == "ngram" else 20), method
-        assert (replays["GraphChain"] > 20) == (method != "ngram")
+        assert (replays["_Graphs"] > 20) == (method != "ngram")
 
 
 @pytest.mark.parametrize(
@@ -112,21 +106,15 @@ def test_a_captured_chain_proposes_the_same_drafts(
     target = engines.write_target(kind, tmp_path / "target", byte_level_tokenizer)
     options = speculation(method, 5, tmp_path, len(byte_level_tokenizer))
     options |= {"max_num_seqs": 5}
-    recorders: list[CapturedRecorder] = []
-
-    def record(inner: Any) -> CapturedRecorder:
-        recorders.append(CapturedRecorder(inner))
-        return recorders[-1]
-
-    with engines.proposer_replaced(monkeypatch, record):
+    with engines.drafts_recorded(monkeypatch) as recorders:
         eager = create_engine(target, **options)
         graphed, replays = graphed_engine(
             monkeypatch, target, cudagraph_capture_sizes=[1, 4], **options
         )
     sampling = params("warm", max_tokens=10)
     assert generate(graphed, sampling, PROMPTS[:7]) == generate(eager, sampling, PROMPTS[:7])
-    assert replays["GraphChain"] > 0
-    assert recorders[0].drafts == recorders[1].drafts
+    assert replays["_Graphs"] > 0
+    assert recorders[0] == recorders[1]
 
 
 def test_padding_leaves_the_pool_alone(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +11,11 @@ from graphs.graph_bench import AUX, QUERY_LENS, SIZES, Pair, owned_blocks
 from models import checkpoints
 from models.checkpoints import prompt
 from spec_decode import engines
-from spec_decode.engines import PROMPTS, RecordingProposer, create_engine, generate, params
+from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
-from atom.graphs.capture import Bucket, CudaGraphBackend, GraphPlan
+from atom.graphs.capture import Bucket, CudaGraphBackend
 from atom.graphs.runner import GraphRunner
 from atom.model_engine.executor import UniprocExecutor
 from atom.model_ops.kernels.torch.linear import linear_upcast
@@ -89,12 +88,6 @@ def test_graphs_equal_eager_steps(case: str, tmp_path: Path) -> None:
     assert {bucket for bucket, _ in pair.backend.replays} >= {Bucket(1, 16), Bucket(4, 48)}
 
 
-class CapturedRecorder(RecordingProposer):
-    def __init__(self, inner: Any) -> None:
-        super().__init__(inner)
-        self.capture: Callable[[GraphPlan], None] = inner.capture
-
-
 def graph_runner(engine: LLM) -> GraphRunner | None:
     executor = engine.engine.core.executor
     assert isinstance(executor, UniprocExecutor)
@@ -124,13 +117,7 @@ def test_speculation_is_lossless_through_graphs(
     if method in ("mha", "mla"):
         draft = engines.write_draft(method, tmp_path / "draft", len(byte_level_tokenizer))
         speculation |= {"method": "eagle3", "draft_model": str(draft)}
-    recorders: list[CapturedRecorder] = []
-
-    def record(inner: Any) -> CapturedRecorder:
-        recorders.append(CapturedRecorder(inner))
-        return recorders[-1]
-
-    with engines.proposer_replaced(monkeypatch, record):
+    with engines.drafts_recorded(monkeypatch) as recorders:
         texts = {
             (options.get("method"), eager): generate(
                 create_engine(target, device="cuda", enforce_eager=eager, **options),
@@ -142,7 +129,7 @@ def test_speculation_is_lossless_through_graphs(
         }
     expected = texts[None, True]
     assert all(text == expected for text in texts.values())
-    eager, graphed = recorders[2].drafts, recorders[3].drafts
+    eager, graphed = recorders[2], recorders[3]
     assert eager.keys() == graphed.keys()
     # Two drafts that are equally likely but for rounding may change places.
     assert sum(eager[history] == graphed[history] for history in eager) >= 0.98 * len(eager)

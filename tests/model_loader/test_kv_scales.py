@@ -12,7 +12,8 @@ from models.harness import load_model
 from safetensors.torch import load_file, save_file
 
 from atom.config import ConfigError, ModelOptions
-from atom.kv_cache.builders import attention_layers, bind_kv_caches, target_cache_builders
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
+from atom.kv_cache.paged import PagedCache
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import WeightError
 from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
@@ -33,19 +34,19 @@ def add_scales(folder: Path, scales: Scales) -> Path:
 def bound_scales(folder: Path, storage: torch.dtype) -> list[list[float]]:
     """The scales of every layer's cache."""
     model = load_model(folder, max_model_len=64)
-    builders = target_cache_builders(model, 4, storage, CPU)
-    tensors = builders[0].allocate_kv_cache_tensors(2)
+    cache = PagedCache(attention_layers(model), 4, storage, CPU)
+    tensors = cache.allocate_kv_cache_tensors(2)
     assert list(tensors) == ["kv_cache", "kv_scale"]
     assert tensors["kv_scale"].dtype == torch.float32
-    bind_kv_caches(model, builders)
+    bind_kv_caches(model, [cache])
     found = []
     for layer in attention_layers(model).values():
-        cache = layer.kv_cache
-        if isinstance(cache, KVCacheTensor):
-            scales = [cache.key_scale, cache.value_scale]
+        view = layer.kv_cache
+        if isinstance(view, KVCacheTensor):
+            scales = [view.key_scale, view.value_scale]
         else:
-            assert isinstance(cache, LatentCacheTensor)
-            scales = [cache.scale]
+            assert isinstance(view, LatentCacheTensor)
+            scales = [view.scale]
         assert all(s is not None and s.shape == (1,) for s in scales)
         found.append([float(s) for s in scales if s is not None])
     assert found == tensors["kv_scale"].view(len(found), -1).tolist()
@@ -96,8 +97,8 @@ def test_a_latent_takes_the_wider_range(tmp_path: Path) -> None:
 def test_other_storage_needs_no_scales(llama: Path) -> None:
     add_scales(llama, {"model.layers.0.self_attn.k_scale": 0.125})
     model = load_model(llama, max_model_len=64)
-    (builder,) = target_cache_builders(model, 4, torch.bfloat16, CPU)
-    assert list(builder.allocate_kv_cache_tensors(2)) == ["kv_cache"]
+    cache = PagedCache(attention_layers(model), 4, torch.bfloat16, CPU)
+    assert list(cache.allocate_kv_cache_tensors(2)) == ["kv_cache"]
 
 
 @pytest.mark.parametrize(

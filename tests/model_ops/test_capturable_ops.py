@@ -6,9 +6,8 @@ import dataclasses
 
 import pytest
 import torch
+from model_ops.batches import Part, attention_metadata
 
-from atom.batch import ScheduledSequence
-from atom.model_engine.input_builder import build_attention_metadata
 from atom.model_ops.kernels.torch.attention import kv_cache_write, paged_attention
 from atom.model_ops.kernels.torch.linear import linear_upcast
 from atom.model_ops.kernels.torch.mla import (
@@ -24,11 +23,8 @@ CPU = torch.device("cpu")
 
 def metadata_of(*sequences: tuple[int, int, list[int]]) -> AttentionMetadata:
     """(tokens already cached, queries, blocks) of each sequence, in blocks of 4."""
-    parts = [
-        ScheduledSequence(str(i), [0] * queries, start, blocks, wants_sample=True)
-        for i, (start, queries, blocks) in enumerate(sequences)
-    ]
-    return build_attention_metadata(parts, 4, CPU)
+    parts = [Part(queries, start, blocks) for start, queries, blocks in sequences]
+    return attention_metadata(parts, 4, CPU)
 
 
 BATCHES = {

@@ -6,9 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from model_ops.batches import Part, attention_metadata
 
-from atom.batch import ScheduledSequence
-from atom.model_engine.input_builder import build_attention_metadata
 from atom.model_ops.kernels.torch import attention, mla
 from atom.model_ops.kernels.torch.fp8 import dequantise, quantise
 from atom.model_ops.kv_scale import FP8_TYPES
@@ -78,16 +77,10 @@ def metadata_of(lengths: list[tuple[int, int]]) -> AttentionMetadata:
     total = sum(-(-context // BLOCK) for context, _ in lengths)
     free = torch.randperm(total, generator=torch.Generator().manual_seed(1)).tolist()
     sequences = [
-        ScheduledSequence(
-            str(i),
-            [0] * queries,
-            context - queries,
-            [free.pop() for _ in range(-(-context // BLOCK))],
-            wants_sample=True,
-        )
-        for i, (context, queries) in enumerate(lengths)
+        Part(queries, context - queries, [free.pop() for _ in range(-(-context // BLOCK))])
+        for context, queries in lengths
     ]
-    return build_attention_metadata(sequences, BLOCK, torch.device("cpu"))
+    return attention_metadata(sequences, BLOCK, torch.device("cpu"))
 
 
 def written(metadata: AttentionMetadata, count: int) -> list[torch.Tensor]:

@@ -9,9 +9,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_ops.batches import Part, attention_metadata
 
-from atom.batch import ScheduledSequence
-from atom.model_engine.input_builder import build_attention_metadata
 from atom.model_ops.attention_mla import LatentUpProjection, MLAAttention
 from atom.model_ops.kernels.torch import mla
 from atom.model_ops.layer_context import LayerContext
@@ -41,15 +40,13 @@ def make_batch(lengths: list[tuple[int, int]], seed: int = 0) -> Batch:
     free = torch.randperm(total + 3, generator=generator).tolist()
     pool = torch.randn(total + 3, BLOCK, RANK + ROPE, generator=generator)
     sequences, contexts = [], []
-    for i, (context, queries) in enumerate(lengths):
+    for context, queries in lengths:
         blocks = [free.pop() for _ in range(-(-context // BLOCK))]
         contexts.append(pool[blocks].flatten(0, 1)[:context])
-        sequences.append(
-            ScheduledSequence(str(i), [0] * queries, context - queries, blocks, wants_sample=True)
-        )
+        sequences.append(Part(queries, context - queries, blocks))
     num_tokens = sum(queries for _, queries in lengths)
     return Batch(
-        build_attention_metadata(sequences, BLOCK, torch.device("cpu")),
+        attention_metadata(sequences, BLOCK, torch.device("cpu")),
         LatentCacheTensor(pool),
         contexts,
         torch.randn(num_tokens, HEADS, NOPE + ROPE, generator=generator),

@@ -12,7 +12,8 @@ from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from atom.config import ModelOptions
 from atom.graphs.capture import GraphPlan
 from atom.graphs.runner import EagerRunner, ForwardRunner
-from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
+from atom.kv_cache.paged import PagedCache
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_loader.source import resolve_model
 from atom.model_loader.weights import load_weights
@@ -26,7 +27,6 @@ from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
 from atom.sampling_params import SamplingParams
 from atom.structured_output.cache import GrammarCache
-
 
 MAX_SEQS = 64
 
@@ -54,7 +54,7 @@ class ModelBench:
     Attributes:
         runner: who runs the model's layers; eagerly unless replaced.
         inputs: brings batches to the device.
-        pools: what the cache builders allocated, by key.
+        pools: what the cache allocated, by key.
         output: of the last step.
         block_ids: of each sequence, in order.
     """
@@ -73,11 +73,9 @@ class ModelBench:
         self.device = (platform or cpu_platform()).device
         self._max_model_len = max_model_len
         self.inputs = self.run_with(EagerRunner(self.model.forward))
-        builders = target_cache_builders(self.model, block_size, dtype, self.device)
-        self.pools: dict[str, torch.Tensor] = {}
-        for builder in builders:
-            self.pools |= builder.allocate_kv_cache_tensors(num_blocks)
-        bind_kv_caches(self.model, builders)
+        cache = PagedCache(attention_layers(self.model), block_size, dtype, self.device)
+        self.pools = cache.allocate_kv_cache_tensors(num_blocks)
+        bind_kv_caches(self.model, [cache])
         self.output: ModelOutput | None = None
         self.block_ids: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
@@ -139,7 +137,7 @@ class ModelBench:
         blocks = self.block_ids.setdefault(name, [])
         if name not in self._rows:
             self._rows[name] = len(self._rows)
-            self._new.append(NewSequence(self._rows[name], token_ids, [], SamplingParams(), 0))
+            self._new.append(NewSequence(name, self._rows[name], token_ids, [], SamplingParams(), 0))
         row = self._rows[name]
         self._lengths[name] = start + len(token_ids)
         known = len(blocks)

@@ -8,12 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_ops.batches import Part, attention_metadata
 from safetensors.torch import save_file
 
-from atom.batch import ScheduledSequence
 from atom.config import ModelOptions
 from atom.kv_cache.builders import bind_kv_caches
-from atom.model_engine.input_builder import build_attention_metadata
 from atom.model_loader.drafts.eagle3 import load_draft
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
@@ -157,14 +156,14 @@ class DraftBench:
     ) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """For each sequence (start, next tokens, hidden) -> (post_norm, pre_norm)."""
         parts = [self._schedule(name, start, ids) for name, (start, ids, _) in rows.items()]
-        positions = [s.start + i for s in parts for i in range(len(s.token_ids))]
+        positions = [p.start + i for p in parts for i in range(p.num_tokens)]
         post, pre = self.draft(
-            torch.tensor([t for s in parts for t in s.token_ids]),
+            torch.tensor([t for _, ids, _ in rows.values() for t in ids]),
             torch.cat([hidden for _, _, hidden in rows.values()]),
             torch.tensor(positions),
-            build_attention_metadata(parts, self.block_size, CPU),
+            attention_metadata(parts, self.block_size, CPU),
         )
-        lengths = [len(s.token_ids) for s in parts]
+        lengths = [p.num_tokens for p in parts]
         return dict(
             zip(rows, zip(post.split(lengths), pre.split(lengths), strict=True), strict=True)
         )
@@ -189,8 +188,8 @@ class DraftBench:
             post, pre = self.forward({name: (at, drafts[-1:], hidden)})[name]
             at += 1
 
-    def _schedule(self, name: str, start: int, token_ids: Sequence[int]) -> ScheduledSequence:
+    def _schedule(self, name: str, start: int, token_ids: Sequence[int]) -> Part:
         blocks = self._blocks.setdefault(name, [])
         while len(blocks) * self.block_size < start + len(token_ids):
             blocks.append(self._free.pop())
-        return ScheduledSequence(name, list(token_ids), start, list(blocks), wants_sample=True)
+        return Part(len(token_ids), start, list(blocks))

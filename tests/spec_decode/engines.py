@@ -7,19 +7,18 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
-import torch
 from models import checkpoints
 from spec_decode import draft_bench
 from spec_decode.mtp_reference import add_mtp_layers
-from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
-from atom.kv_cache.base import KVCacheBuilder
 from atom.model_engine import executor
-from atom.sampling.verify import NO_DRAFT
-from atom.spec_decode.base import Lookahead, Proposer, VerifiedStep
+from atom.spec_decode.base import Proposer
+from atom.spec_decode.drafter import Drafter, Found, History
+from atom.spec_decode.lookup import Lookup
 
 HIDDEN = 48
 # Random prompts, and repetitive ones that an n-gram lookup finds matches in.
@@ -88,54 +87,79 @@ def generate(
     return [output.outputs[0].token_ids for output in outputs]
 
 
-class OracleProposer:
+CreateDrafter = Callable[..., Drafter]
+
+
+class OracleLookup(Lookup):
     """Knows every sequence's continuation, so that each of its drafts is accepted.
 
     With `wrong` every draft is off by one token instead, and none is.
     """
 
-    draft_model: nn.Module | None = None
-    aux_layer_ids: tuple[int, ...] = ()
-    kv_cache_builders: Sequence[KVCacheBuilder] = ()
-
     def __init__(self, continuations: Mapping[tuple[int, ...], list[int]], k: int, wrong: bool):
-        self.lookahead = Lookahead(k)
+        super().__init__("oracle", k, 1, 4, 1)
+        self._k = k
         self._continuations = continuations
         self._shift = int(wrong)
 
-    def propose(self, step: VerifiedStep) -> torch.Tensor:
-        k = self.lookahead.num_tokens
-        rows = []
-        for prompt, outputs in step.histories:
-            known = self._continuations[tuple(prompt)][len(outputs) :][:k]
-            rows.append([t + self._shift for t in known] + [NO_DRAFT] * (k - len(known)))
-        return torch.tensor(rows, dtype=torch.int64).view(len(rows), k)
+    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> list[int] | None:
+        known = self._continuations[tuple(prompt)][len(outputs) :][: self._k]
+        return [t + self._shift for t in known] or None
 
 
-class RecordingProposer:
-    """Passes everything on, and remembers the drafts made after every history."""
+def oracle(known: Mapping[tuple[int, ...], list[int]], k: int, wrong: bool) -> CreateDrafter:
+    """Creates drafters of an `OracleLookup` alone."""
 
-    def __init__(self, inner: Proposer) -> None:
-        self._inner = inner
-        self.lookahead = inner.lookahead
-        self.draft_model = inner.draft_model
-        self.aux_layer_ids = inner.aux_layer_ids
-        self.kv_cache_builders = inner.kv_cache_builders
-        self.drafts: dict[tuple[int, ...], list[int]] = {}
+    def create(_: Any, proposer: Proposer, **__: bool) -> Drafter:
+        lookup = OracleLookup(known, k, wrong)
+        return Drafter(proposer, "oracle", lookup, None, waiting_is_free=True)
 
-    def propose(self, step: VerifiedStep) -> torch.Tensor:
-        drafts = self._inner.propose(step)
-        for (prompt, outputs), row in zip(step.histories, drafts.tolist(), strict=True):
-            self.drafts[(*prompt, *outputs)] = row
-        return drafts
+    return create
 
 
 @contextmanager
-def proposer_replaced(
-    monkeypatch: pytest.MonkeyPatch, replace: Callable[[Proposer], Proposer]
-) -> Iterator[None]:
-    """Engines built inside use `replace(their proposer)`."""
-    create = executor.create_proposer
+def drafters_from(monkeypatch: pytest.MonkeyPatch, create: CreateDrafter) -> Iterator[None]:
+    """Engines built inside make their drafts with what `create` returns."""
     with monkeypatch.context() as patch:
-        patch.setattr(executor, "create_proposer", lambda *args: replace(create(*args)))
+        patch.setattr(executor, "create_drafter", create)
         yield
+
+
+@contextmanager
+def drafts_recorded(
+    monkeypatch: pytest.MonkeyPatch, *creates: CreateDrafter
+) -> Iterator[list[dict[tuple[int, ...], list[int]]]]:
+    """For each engine built inside, what its proposer drafts after every history.
+
+    Args:
+        creates: make the drafters of the engines, in turn; the usual ones when left out.
+    """
+    usual, turns = executor.create_drafter, iter(creates)
+    recorded: list[dict[tuple[int, ...], list[int]]] = []
+
+    def create(*args: Any, **options: Any) -> Drafter:
+        drafter = next(turns, usual)(*args, **options)
+        recorded.append(_record(drafter))
+        return drafter
+
+    with drafters_from(monkeypatch, create):
+        yield recorded
+
+
+def _record(drafter: Drafter) -> dict[tuple[int, ...], list[int]]:
+    look_up, merge = drafter.look_up, drafter.merge
+    drafts: dict[tuple[int, ...], list[int]] = {}
+    behind: list[tuple[int, ...]] = []
+
+    def recorded_look_up(rows: Sequence[int], histories: Sequence[History]) -> Found:
+        behind[:] = [(*prompt, *outputs) for prompt, outputs in histories]
+        return look_up(rows, histories)
+
+    def recorded_merge(found: Found, made: np.ndarray | None) -> list[tuple[list[int], str]]:
+        rows = [[] for _ in found] if made is None else made.tolist()
+        drafts.update(zip(behind, rows, strict=True))
+        return merge(found, made)
+
+    drafter.look_up = recorded_look_up  # type: ignore[method-assign]
+    drafter.merge = recorded_merge  # type: ignore[method-assign]
+    return drafts

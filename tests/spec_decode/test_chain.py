@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from atom.graphs.capture import GraphPlan, ReexecuteBackend
 from atom.model_ops.metadata import AttentionMetadata
-from atom.spec_decode.chain import ChainStart, EagerChain, GraphChain
+from atom.spec_decode.chain import ChainStart, DraftChain
 from atom.spec_decode.eagle import EagleProposer
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEPS = 4, 30, 3
@@ -56,7 +56,7 @@ def start_at(positions: Sequence[int], tables: list[list[int]]) -> ChainStart:
 def test_steps_advance_through_the_block_table() -> None:
     recorder = Recorder()
     start = start_at([2, 9], [[5, 3], [7, 1, 6]])
-    drafts = EagerChain(recorder, STEPS, BLOCK_SIZE, MAX_MODEL_LEN).run(start)
+    drafts = DraftChain(recorder, STEPS + 1, BLOCK_SIZE, MAX_MODEL_LEN).run(start, STEPS)
     assert (drafts - start.token_ids[:, None]).tolist() == [[1, 2, 3]] * 2
     for i, (positions, metadata) in enumerate(recorder.seen):
         assert positions.tolist() == [2 + i, 9 + i]
@@ -73,7 +73,9 @@ def test_past_its_blocks_or_the_context_a_step_writes_nothing() -> None:
     """Another sequence's longer table does not lend its blocks, nor does a padded entry."""
     recorder = Recorder()
     tables = [[5], list(range(8)), []]
-    EagerChain(recorder, STEPS, BLOCK_SIZE, MAX_MODEL_LEN).run(start_at([3, 28, 0], tables))
+    DraftChain(recorder, STEPS + 1, BLOCK_SIZE, MAX_MODEL_LEN).run(
+        start_at([3, 28, 0], tables), STEPS
+    )
     slots = [metadata.slot_mapping.tolist() for _, metadata in recorder.seen]
     assert slots == [[23, 28, -1], [-1, 29, -1], [-1, -1, -1]]
     for positions, metadata in recorder.seen:
@@ -86,21 +88,21 @@ class Drafts:
 
     def __init__(self, bench: DraftBench) -> None:
         proposer = EagleProposer(bench.draft, bench.builder, STEPS + 1, BLOCK_SIZE, MAX_MODEL_LEN)
-        self.eager = EagerChain(proposer._predict, STEPS, BLOCK_SIZE, MAX_MODEL_LEN)
+        self.chain = DraftChain(proposer._predict, STEPS + 1, BLOCK_SIZE, MAX_MODEL_LEN)
         (self.pool,) = bench.pools.values()
         self.pool.normal_(generator=torch.Generator().manual_seed(0))
         before = self.pool.clone()
         plan = GraphPlan(ReexecuteBackend(), (1, 2, 4), (12, 24), BLOCK_SIZE, CPU)
-        self.graphed = GraphChain(self.eager, plan, bench.draft.norm.weight)
+        self.chain.capture(plan, bench.draft.norm.weight)
         assert torch.equal(self.pool, before)
 
     @torch.inference_mode()
     def check(self, start: ChainStart) -> None:
         """Both propose the same and leave the same."""
         before = self.pool.clone()
-        expected, after = self.eager.run(start), self.pool.clone()
+        expected, after = self.chain.run_eagerly(start, STEPS), self.pool.clone()
         self.pool.copy_(before)
-        assert torch.equal(self.graphed.run(start), expected)
+        assert torch.equal(self.chain.run(start, STEPS), expected)
         torch.testing.assert_close(self.pool, after, atol=1e-5, rtol=1e-5)
         untouched = after == before
         assert torch.equal(self.pool[untouched], before[untouched])

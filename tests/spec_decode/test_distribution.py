@@ -11,34 +11,29 @@ import pytest
 import torch
 from models import checkpoints
 from spec_decode import engines
-from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
-from atom.kv_cache.base import KVCacheBuilder
-from atom.spec_decode.base import Lookahead, VerifiedStep
+from atom.spec_decode.base import Proposer
+from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.lookup import Lookup
 
 TOP_K = 3
 TEMPERATURE = 2.0
 NUM_SAMPLES = 50_000
 NUM_TOKENS = 4
+NUM_DRAFTS = NUM_TOKENS - 2
 
 
-class GuessProposer:
+class GuessLookup(Lookup):
     """Drafts the likeliest continuation, which a sample follows now and then."""
 
-    draft_model: nn.Module | None = None
-    aux_layer_ids: tuple[int, ...] = ()
-    kv_cache_builders: Sequence[KVCacheBuilder] = ()
-    lookahead = Lookahead(NUM_TOKENS - 2)
-
     def __init__(self, distribution: dict[tuple[int, ...], float]) -> None:
+        super().__init__("guess", NUM_DRAFTS, 1, 4, 1)
         self._distribution = distribution
 
-    def propose(self, step: VerifiedStep) -> torch.Tensor:
-        k = self.lookahead.num_tokens
-        drafts = [self._guess(tuple(outputs)) for _, outputs in step.histories]
-        return torch.tensor([(*d, *(0,) * k)[:k] for d in drafts]).view(len(drafts), k)
+    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> list[int] | None:
+        return [*self._guess(tuple(outputs)), *(0,) * NUM_DRAFTS][:NUM_DRAFTS]
 
     def _guess(self, known: tuple[int, ...]) -> tuple[int, ...]:
         matching = [key for key in self._distribution if key[: len(known)] == known]
@@ -59,10 +54,19 @@ def test_chi_square(
     byte_level_tokenizer.save_pretrained(tmp_path)
     prompt = checkpoints.prompt(9) * 2
     expected = _distribution(checkpoint, prompt)
-    guesses = GuessProposer(expected)
-    with engines.proposer_replaced(monkeypatch, lambda _: guesses):
+
+    def create(_: object, proposer: Proposer, **__: bool) -> Drafter:
+        return Drafter(proposer, "guess", GuessLookup(expected), None, waiting_is_free=True)
+
+    with engines.drafters_from(monkeypatch, create):
         # The engine's seed makes the requests' own seeds, and so this test, repeatable.
-        engine = engines.create_engine(tmp_path, seed=0, max_num_seqs=512)
+        engine = engines.create_engine(
+            tmp_path,
+            seed=0,
+            max_num_seqs=512,
+            method="ngram",
+            num_speculative_tokens=NUM_DRAFTS,
+        )
     sampling = SamplingParams(
         temperature=TEMPERATURE, top_k=TOP_K, max_tokens=NUM_TOKENS, ignore_eos=True, n=100
     )

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from models.checkpoints import prompt
 from spec_decode import engines
-from spec_decode.engines import RecordingProposer, create_engine, generate, params
+from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom.kv_cache.base import KVCachePlan
@@ -46,13 +46,7 @@ def test_drafts_are_the_same(
     if draft is not None:
         written = engines.write_draft(draft, tmp_path / "draft", len(byte_level_tokenizer))
         speculation |= {"method": "eagle3", "draft_model": str(written)}
-    recorders: list[RecordingProposer] = []
-
-    def record(inner: Any) -> RecordingProposer:
-        recorders.append(RecordingProposer(inner))
-        return recorders[-1]
-
-    with engines.proposer_replaced(monkeypatch, record):
+    with engines.drafts_recorded(monkeypatch) as recorders:
         whole = create_engine(folder, enable_prefix_caching=False, **speculation)
         changes = {"enable_prefix_caching": False, **WAYS[way]}
         if way == "preempted":
@@ -67,12 +61,12 @@ def test_drafts_are_the_same(
     stats = other.engine.core.stats
     assert (stats.num_preemptions > 0) == (way == "preempted")
     assert (stats.prefix_cache_hits > 0) == way.startswith("prefix")
-    compared = recorders[0].drafts.keys() & recorders[1].drafts.keys()
+    compared = recorders[0].keys() & recorders[1].keys()
     assert len(compared) > 50
     for history in compared:
         # Drafts that max_tokens keeps from ever being verified may be made without a KV slot.
         room = max(_num_prompt(history) + MAX_TOKENS - len(history) - 1, 0)
-        assert recorders[0].drafts[history][:room] == recorders[1].drafts[history][:room]
+        assert recorders[0][history][:room] == recorders[1][history][:room]
 
 
 def _num_prompt(history: tuple[int, ...]) -> int:

@@ -21,8 +21,12 @@ from draft_bench import (
     write_draft,
 )
 from eagle3_reference import ReferenceDraft
+from model_ops.batches import Part, attention_metadata
 
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
+from atom.kv_cache.paged import PagedCache
 from atom.model_loader.source import ModelSource
+from atom.model_ops.metadata import ModelInput
 from atom.models.base import CausalLM
 
 Rows = Callable[..., tuple[list[int], list[torch.Tensor]]]
@@ -231,10 +235,6 @@ def test_draft_of_a_real_targets_hidden_states(
     tmp_path: Path, llama_target: Target, random_rows: Rows
 ) -> None:
     """The resolved ids name what the target returns, in the order that `fc` wants."""
-    from atom.batch import ScheduledBatch, ScheduledSequence
-    from atom.kv_cache.builders import bind_kv_caches, target_cache_builders
-    from atom.model_engine.input_builder import build_model_input
-
     model, source = llama_target
     output_ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 4, 6]}}
     boundary_ids = {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 5, 7]}}
@@ -242,15 +242,14 @@ def test_draft_of_a_real_targets_hidden_states(
     one = load(write_draft(tmp_path / "o", {**MHA, **output_ids}, tensors), model, source)
     two = load(write_draft(tmp_path / "b", {**MHA, **boundary_ids}, tensors), model, source)
     assert one.aux_layer_ids == two.aux_layer_ids == (2, 5, 7)
-    (builder,) = target_cache_builders(model, 4, torch.float32, torch.device("cpu"))
-    builder.allocate_kv_cache_tensors(4)
-    bind_kv_caches(model, [builder])
+    cache = PagedCache(attention_layers(model), 4, torch.float32, torch.device("cpu"))
+    cache.allocate_kv_cache_tensors(4)
+    bind_kv_caches(model, [cache])
     model.set_aux_layer_ids(one.aux_layer_ids)
     tokens, _ = random_rows(6)
-    sequence = ScheduledSequence("s", tokens, 0, [2, 0], wants_sample=True)
-    batch = ScheduledBatch([sequence], [], [])
+    metadata = attention_metadata([Part(len(tokens), 0, [2, 0])], 4, torch.device("cpu"))
     with torch.inference_mode():
-        output = model(build_model_input(batch, 4, torch.device("cpu")))
+        output = model(ModelInput(torch.tensor(tokens), torch.arange(len(tokens)), metadata))
     model.set_aux_layer_ids(())
     reference = ReferenceDraft(
         {**MHA, **output_ids}, tensors, model.token_embedding.weight, model.output_head.weight

@@ -12,10 +12,10 @@ from draft_bench import CPU, MHA, MLA, draft_tensors, load, write_draft
 
 from atom.distributed.parallel_state import ParallelGroup
 from atom.kv_cache.base import KVCacheBuilder
-from atom.kv_cache.builders import attention_layers, bind_kv_caches, target_cache_builders
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
+from atom.kv_cache.paged import PagedCache
 from atom.model_loader.source import ModelSource
-from atom.model_ops.attention_mha import Attention
-from atom.model_ops.attention_mla import MLAAttention
+from atom.model_ops.cached_attention import CachedAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
 from atom.models.base import CausalLM
@@ -64,7 +64,7 @@ def test_beside_a_target(
     draft = load(write_draft(tmp_path, raw, draft_tensors(raw)), target, source)
     builders: list[KVCacheBuilder] = [
         Eagle3DraftBuilder(draft, BLOCK_SIZE, torch.float32, CPU),
-        *target_cache_builders(target, BLOCK_SIZE, torch.float32, CPU),
+        PagedCache(attention_layers(target), BLOCK_SIZE, torch.float32, CPU),
     ]
     pools = [builder.allocate_kv_cache_tensors(NUM_BLOCKS) for builder in builders]
     assert [list(pool) for pool in pools] == [["eagle3_kv_cache"], ["kv_cache"]]
@@ -77,7 +77,7 @@ def test_beside_a_target(
     assert draft_pool not in {_storage(layer) for layer in attention_layers(target).values()}
 
 
-def _storage(layer: Attention | MLAAttention) -> int:
+def _storage(layer: CachedAttention) -> int:
     cache = layer.kv_cache
     assert isinstance(cache, (KVCacheTensor, LatentCacheTensor))
     tensor = cache.key if isinstance(cache, KVCacheTensor) else cache.latent

@@ -11,16 +11,17 @@ from typing import Any
 import pytest
 from models.checkpoints import prompt
 from spec_decode import engines
-from spec_decode.engines import PROMPTS, RecordingProposer, create_engine, generate, params
+from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom.model_engine import executor
-from atom.spec_decode import factory
-from atom.spec_decode.base import Proposer, Verification
-from atom.spec_decode.drafter import LOOKUP, Drafter
-from atom.spec_decode.lookup import HistoryLookup
+from atom.spec_decode.base import Proposer
+from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.lengths import Verification
+from atom.spec_decode.lookup import Lookup
 
 K = 3
+LOOKUP = "lookup"
 # Loops are what a lookup finds; the others keep the draft at work.
 MIXED = [*PROMPTS[:4], *PROMPTS[10:14], prompt(6, seed=5) * 3]
 
@@ -32,13 +33,10 @@ class RandomLength:
         self._most = most
         self._rng = random.Random(0)
 
-    def observe_step(self, verifications: Sequence[Verification], seconds: float | None) -> None:
-        pass
-
     def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
         return self._rng.choice([0, 0, *range(self._most + 1)])
 
-    def observe_drafting(self, num_sequences: int, num_drafts: int, seconds: float) -> None:
+    def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
         pass
 
 
@@ -92,32 +90,30 @@ def test_statistics_tell_the_sources_apart(bench: Bench) -> None:
     assert f"{LOOKUP} " in stats.describe()
 
 
-@pytest.mark.parametrize("way", ["lookup", "both"])
+@pytest.mark.parametrize("way", ["lookup", "both", "waiting"])
 def test_a_draft_is_what_it_would_be_if_it_had_always_run(
     bench: Bench, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Wherever the draft proposes, its KV is that of a draft that proposed at every step."""
+    """Wherever the draft proposes, its KV is that of a draft that proposed at every step.
 
-    def create_drafter(_: Any, proposer: Proposer, **__: bool) -> Drafter:
-        length = factory.FixedLength(K) if way == "lookup" else RandomLength(K)
-        return Drafter(proposer, bench.source, HistoryLookup(K, 4, 1), length)
+    `waiting` is the order of a GPU: the draft first, then the lookup in what was sampled.
+    """
 
-    recorders: list[RecordingProposer] = []
+    def create(_: object, proposer: Proposer, **__: bool) -> Drafter:
+        length = None if way == "lookup" else RandomLength(K)
+        lookup = Lookup(LOOKUP, K, K, 4, 1)
+        return Drafter(proposer, bench.source, lookup, length, waiting_is_free=way != "waiting")
 
-    def record(inner: Any) -> RecordingProposer:
-        recorders.append(RecordingProposer(inner))
-        return recorders[-1]
-
-    with engines.proposer_replaced(monkeypatch, record):
+    usual = executor.create_drafter
+    with engines.drafts_recorded(monkeypatch, usual, create) as recorded:
         pure = create_engine(bench.target, **bench.options)
-        monkeypatch.setattr(executor, "create_drafter", create_drafter)
         # Alone, so that nobody else needs the draft when the lookup finds something.
         batch = {"max_num_seqs": 1} if way == "lookup" else {}
         other = create_engine(bench.target, **bench.options, **batch)
     for name, expected in bench.expected.items():
         assert generate(pure, params(name), MIXED) == expected
         assert generate(other, params(name), MIXED) == expected
-    always, sometimes = (recorder.drafts for recorder in recorders)
+    always, sometimes = recorded
     skipped = [history for history, row in sometimes.items() if not row]
     compared = [h for h, row in sometimes.items() if row and h in always]
     assert len(skipped) > 20

@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import pytest
-import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.model_ops.metadata import ModelOutput
-from atom.spec_decode.base import VerifiedStep
-from atom.spec_decode.lookup import HistoryLookup, NullLookup, SuffixIndex
+from atom.spec_decode.lookup import Lookup, SuffixIndex
 
 
 def searched(tokens: list[int], longest: int, shortest: int, count: int) -> list[int] | None:
@@ -33,7 +27,7 @@ def searched(tokens: list[int], longest: int, shortest: int, count: int) -> list
 def test_an_index_finds_what_a_search_finds(
     parts: list[list[int]], shortest: int, more: int, count: int
 ) -> None:
-    index = SuffixIndex([], shortest + more, shortest, count)
+    index = SuffixIndex(shortest + more, shortest, count, count)
     tokens: list[int] = []
     for part in parts:
         tokens += part
@@ -43,44 +37,35 @@ def test_an_index_finds_what_a_search_finds(
 
 def test_a_text_of_one_token_takes_no_time() -> None:
     """Hundreds of thousands of occurrences, none of which shares three tokens."""
-    index = SuffixIndex([], 4, 2, 3)
+    index = SuffixIndex(4, 2, 3, 3)
     index.extend([5] * 200_000 + [6, 5, 5])
     assert index.lookup() == [6, 5, 5]
 
 
-def step(ids: list[str], histories: list[tuple[list[int], list[int]]], **fields: Any) -> Any:
-    return VerifiedStep(
-        model_input=fields.get("model_input"),  # type: ignore[arg-type]
-        model_output=ModelOutput(torch.empty(0, 1), ()),
-        next_token_ids=torch.empty(0, dtype=torch.int64),
-        sequence_ids=ids,
-        last_rows=torch.empty(0, dtype=torch.int64),
-        sequence_indices=range(len(ids)),
-        histories=histories,
-        verifications=[],
-        num_drafts=3,
-        started=0.0,
-    )
+def test_fewer_drafts_than_wanted() -> None:
+    """Where nobody else makes drafts, one is better than none."""
+    index = SuffixIndex(4, 1, 3, 1)
+    index.extend([7, 8, 7])
+    assert index.lookup() == [8, 7]
+    index.extend([7])
+    assert index.lookup() == [7]
+    alone = SuffixIndex(4, 1, 3, 3)
+    alone.extend([7, 8, 7])
+    assert alone.lookup() is None
 
 
 def test_sequences_come_and_go() -> None:
-    lookup = HistoryLookup(2, ngram_max=4, ngram_min=2)
+    lookup = Lookup("lookup", 2, 2, ngram_max=4, ngram_min=2)
     prompt, outputs = [1, 2, 3, 4, 9], [1]
-    assert lookup.find(step(["a"], [(prompt, outputs)])) == [None]
+    assert lookup.find(0, prompt, outputs) is None
     outputs += [2]
-    other: list[int] = [8]
-    found = lookup.find(step(["a", "b"], [(prompt, outputs), ([7, 8, 9, 9, 7], other)]))
-    assert found == [[3, 4], [9, 9]]
+    assert lookup.find(0, prompt, outputs) == [3, 4]
+    assert lookup.find(1, [7, 8, 9, 9, 7], [8]) == [9, 9]
     assert lookup.num_indexes == 2
+    lookup.forget([1, 5])
     outputs += [3, 4]
-    assert lookup.find(step(["a"], [(prompt, outputs)])) == [[9, 1]]
+    assert lookup.find(0, prompt, outputs) == [9, 1]
     assert lookup.num_indexes == 1
-    # Another sequence that took over the id.
-    assert lookup.find(step(["a"], [([5, 6, 7, 5], [6])])) == [[7, 5]]
-    assert lookup.find(step([], [])) == []
-    assert lookup.num_indexes == 0
-
-
-@pytest.mark.parametrize("count", [0, 2])
-def test_the_null_lookup_finds_nothing(count: int) -> None:
-    assert NullLookup().find(step(["a", "b"][:count], [([1], [1])] * count)) == [None] * count
+    # Another sequence that took over the row.
+    lookup.forget([0])
+    assert lookup.find(0, [5, 6, 7, 5], [6]) == [7, 5]

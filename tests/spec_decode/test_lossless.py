@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from spec_decode import engines
-from spec_decode.engines import PROMPTS, SETTINGS, OracleProposer, create_engine, generate, params
+from spec_decode.engines import PROMPTS, SETTINGS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom.stats import SpecDecodeStats
@@ -78,7 +78,7 @@ def test_acceptance_extremes(
     """An oracle's drafts all count, a liar's none, and the tokens are the same."""
     expected = targets.expected("llama")[setting]
     known = {tuple(p): tokens for p, tokens in zip(PROMPTS, expected, strict=True)}
-    with engines.proposer_replaced(monkeypatch, lambda _: OracleProposer(known, k, wrong)):
+    with engines.drafters_from(monkeypatch, engines.oracle(known, k, wrong)):
         engine = create_engine(targets.target("llama"), **targets.speculation("ngram", k))
     assert generate(engine, params(setting)) == expected
     stats = stats_of(engine)
@@ -97,7 +97,7 @@ def test_limits_and_stops_inside_accepted_drafts(
     """max_tokens is never overshot, and a stop token among accepted drafts ends there."""
     expected = targets.expected("llama")["warm"]
     known = {tuple(p): tokens for p, tokens in zip(PROMPTS, expected, strict=True)}
-    with engines.proposer_replaced(monkeypatch, lambda _: OracleProposer(known, 7, False)):
+    with engines.drafters_from(monkeypatch, engines.oracle(known, 7, False)):
         engine = create_engine(targets.target("llama"), **targets.speculation("ngram", 7))
     for limit in (1, 2, 7, 8, 9):
         cut = generate(engine, params("warm", max_tokens=limit))

@@ -7,24 +7,23 @@ from pathlib import Path
 
 import pytest
 import torch
+from model_ops.batches import Part, attention_metadata
 from models import checkpoints
 from models.harness import load_model, split
 from spec_decode import engines
-from spec_decode.engines import RecordingProposer, create_engine, generate, params
+from spec_decode.engines import create_engine, generate, params
 from spec_decode.mtp_reference import ReferenceMTP, add_mtp_layers, remove_tensors
 from transformers import PreTrainedTokenizerFast
 
-from atom.batch import ScheduledSequence
 from atom.config import ConfigError, ModelOptions
-from atom.kv_cache.builders import bind_kv_caches
-from atom.model_engine.input_builder import build_attention_metadata
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
+from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import resolve_model
 from atom.model_ops.layer_context import LayerContext
 from atom.models.deepseek_mtp import DeepseekMTP
 from atom.platform import cpu_platform
-from atom.spec_decode.mtp import MTPCacheBuilder
 
 CPU = torch.device("cpu")
 TEXT = "language_model."
@@ -48,9 +47,9 @@ class MTPBench:
     def __init__(self, mtp: DeepseekMTP, block_size: int = 4) -> None:
         self.mtp = mtp
         self.block_size = block_size
-        builder = MTPCacheBuilder(mtp, block_size, torch.float32, CPU)
-        (self.key,) = builder.allocate_kv_cache_tensors(32)
-        bind_kv_caches(mtp, [builder])
+        cache = PagedCache(attention_layers(mtp), block_size, torch.float32, CPU)
+        cache.allocate_kv_cache_tensors(32)
+        bind_kv_caches(mtp, [cache])
         self._names: list[str] = []
 
     @torch.inference_mode()
@@ -61,13 +60,13 @@ class MTPBench:
             self._names.append(name)
         number = self._names.index(name)
         blocks = [(7 * i + 3 + number) % 32 for i in range(0, 32, 4)]
-        part = ScheduledSequence(name, tokens, start, blocks, wants_sample=True)
+        part = Part(len(tokens), start, blocks)
         return self.mtp(
             step,
             torch.tensor(tokens),
             hidden,
             torch.arange(start, start + len(tokens)),
-            build_attention_metadata([part], self.block_size, CPU),
+            attention_metadata([part], self.block_size, CPU),
         )
 
     def propose(
@@ -103,7 +102,6 @@ def rows() -> Callable[[int], tuple[list[int], torch.Tensor]]:
 def test_network_equals_reference(count: int, own: tuple[str, ...], tmp_path: Path, rows) -> None:
     write(tmp_path, count, own)
     bench, reference = MTPBench(load(tmp_path)), ReferenceMTP(tmp_path)
-    assert bench.key == "mtp_kv_cache"
     has = {"embed_tokens", "shared_head.head"} & {
         name.removesuffix(".weight").split(".", 3)[3] for name, _ in bench.mtp.named_parameters()
     }
@@ -180,14 +178,8 @@ def test_speculation_in_the_engine(
         tmp_path, vocab_size=vocab_size, num_nextn_predict_layers=count
     )
     add_mtp_layers(tmp_path)
-    recorders: list[RecordingProposer] = []
-
-    def record(inner: object) -> RecordingProposer:
-        recorders.append(RecordingProposer(inner))
-        return recorders[-1]
-
     plain = create_engine(tmp_path)
-    with engines.proposer_replaced(monkeypatch, record):
+    with engines.drafts_recorded(monkeypatch) as recorders:
         # Steps too small for all prompts at once.
         fast = create_engine(
             tmp_path, method="mtp", num_speculative_tokens=k, max_num_batched_tokens=24
@@ -197,7 +189,7 @@ def test_speculation_in_the_engine(
     stats = fast.engine.core.stats.spec_decode
     assert stats.num_drafts > 0
     reference = ReferenceMTP(tmp_path)
-    drafts = recorders[0].drafts
+    drafts = recorders[0]
     for history in list(drafts)[::4]:
         (prompt,) = (p for p in PROMPTS if list(history[: len(p)]) == p)
         # The scheduler keeps no blocks for drafts past the last token, and verifies none.

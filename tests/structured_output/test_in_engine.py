@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 from spec_decode import engines
-from spec_decode.engines import OracleProposer, create_engine
+from spec_decode.engines import create_engine
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
@@ -148,7 +148,7 @@ def test_drafts_that_all_count_or_none(
     """Whole documents with their end tokens are accepted in steps of eight."""
     expected = targets.expected("llama")
     known = {tuple(p): t[0] for p, t in zip(PROMPTS, expected, strict=True)}
-    with engines.proposer_replaced(monkeypatch, lambda _: OracleProposer(known, 7, wrong)):
+    with engines.drafters_from(monkeypatch, engines.oracle(known, 7, wrong)):
         fast = create_engine(targets.folder("llama"), method="ngram", num_speculative_tokens=7)
     assert tokens(generate(fast)) == expected
     stats = fast.engine.core.stats.spec_decode

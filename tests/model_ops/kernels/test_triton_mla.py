@@ -12,9 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_ops.batches import Part, attention_metadata
 
-from atom.batch import ScheduledSequence
-from atom.model_engine.input_builder import build_attention_metadata
 from atom.model_ops.kernels.torch import mla as torch_mla
 from atom.model_ops.kernels.triton import mla as entries
 from atom.model_ops.kernels.triton import mla_decode as decode_module
@@ -81,7 +80,7 @@ def make_batch(
     pool = torch.empty(max(ids) + 1, *shape, dtype=stored, device=device)
     scale = None if storage is None else torch.tensor([0.037])
     sequences, contexts = [], []
-    for i, ((context, queries), count) in enumerate(zip(lengths, counts, strict=True)):
+    for (context, queries), count in zip(lengths, counts, strict=True):
         own, ids = ids[:count], ids[count:]
         tokens = torch.full((count, *shape), float("nan"))
         tokens.view(-1, shape[1])[:context] = torch.randn(context, shape[1], generator=generator)
@@ -90,14 +89,12 @@ def make_batch(
             pool[block].copy_(content)
         real = kept.double().view(-1, shape[1])[:context]
         contexts.append(real if scale is None else real * scale.double())
-        sequences.append(
-            ScheduledSequence(str(i), [0] * queries, context - queries, own, wants_sample=True)
-        )
+        sequences.append(Part(queries, context - queries, own))
     num_tokens = sum(queries for _, queries in lengths)
     q = torch.randn(num_tokens, sizes.heads, sizes.nope + sizes.rope, generator=generator)
     up_proj = torch.randn(sizes.heads, sizes.nope + sizes.v, sizes.rank, generator=generator)
     return Batch(
-        build_attention_metadata(sequences, sizes.block_size, device),
+        attention_metadata(sequences, sizes.block_size, device),
         LatentCacheTensor(pool, None if scale is None else scale.to(device)),
         contexts,
         q.to(device, dtype),

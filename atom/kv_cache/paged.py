@@ -1,0 +1,141 @@
+"""The pools of a paged cache, for attention layers that store whatever they say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from torch import nn
+
+from atom.kv_cache.base import num_spare_blocks
+from atom.model_ops.cached_attention import CachedAttention, StoredPart
+from atom.model_ops.kv_scale import FP8_TYPES
+from atom.model_ops.metadata import CacheTensor
+
+
+@dataclass(frozen=True)
+class _PoolLayout:
+    """What layers share a pool for: equally shaped parts of the same names.
+
+    Attributes:
+        names: of the parts. shape: of each, for one token.
+        layer_ids: of the layers that store them.
+    """
+
+    names: tuple[str, ...]
+    shape: tuple[int, ...]
+    layer_ids: list[int] = field(default_factory=list)
+
+    def bytes_of(self, num_blocks: int, block_size: int, dtype: torch.dtype) -> int:
+        layer_elements = len(self.names) * math.prod(self.shape)
+        return len(self.layer_ids) * num_blocks * block_size * layer_elements * dtype.itemsize
+
+
+class PagedCache:
+    """The cache of a set of attention layers: a `KVCacheBuilder` for whatever they store.
+
+    Layers that store the same share one pool, [layers, parts, blocks, block_size, *shape], without
+    the second dimension where a token stores one part only: keys and values are
+    [layers, 2, blocks, block_size, kv_heads, head_dim], latents [layers, blocks, block_size,
+    width]. Layers of other shapes get a pool of their own with the same block ids. Of 8 bits,
+    pools have scales beside them, [layers, parts] or [layers] float32.
+
+    The keys of what is allocated are `kv_cache` and `kv_scale`, after `prefix`; of further shapes
+    `kv_cache_2`, `kv_scale_2` and so on.
+
+    Args:
+        layers: by their ids.
+        dtype: what is stored.
+        prefix: tells the keys from those of other caches.
+    """
+
+    def __init__(
+        self,
+        layers: Mapping[int, CachedAttention],
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        prefix: str = "",
+    ) -> None:
+        self._layers = layers
+        self._block_size = block_size
+        self._dtype = dtype
+        self._device = device
+        self._prefix = prefix
+        self._pools = _pool_layouts(layers)
+        self._views: dict[int, CacheTensor] = {}
+
+    def compute_block_bytes(self) -> int:
+        """Bytes that one block takes over all layers."""
+        return sum(pool.bytes_of(1, self._block_size, self._dtype) for pool in self._pools)
+
+    def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
+        """Allocate zeroed pools of `num_blocks` and their spare blocks, instead of older ones."""
+        tensors: dict[str, torch.Tensor] = {}
+        parts: dict[int, dict[str, StoredPart]] = {layer_id: {} for layer_id in self._layers}
+        for number, pool in enumerate(self._pools, start=1):
+            suffix = "" if number == 1 else f"_{number}"
+            stored = self._allocate_pool(pool, num_blocks)
+            scales = self._scales(pool)
+            for i, layer_id in enumerate(pool.layer_ids):
+                for j, name in enumerate(pool.names):
+                    scale = None if scales is None else scales[i, j : j + 1]
+                    parts[layer_id][name] = StoredPart(stored[i, j], scale)
+            only = len(pool.names) == 1
+            tensors[f"{self._prefix}kv_cache{suffix}"] = stored[:, 0] if only else stored
+            if scales is not None:
+                tensors[f"{self._prefix}kv_scale{suffix}"] = scales[:, 0] if only else scales
+        self._views = {i: layer.view_cache(parts[i]) for i, layer in self._layers.items()}
+        return tensors
+
+    def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> CacheTensor | None:
+        """The layer's view of the newest pools; None for a module that is not of this cache."""
+        if self._layers.get(layer_id) is not module:
+            return None
+        return self._views[layer_id]
+
+    def _allocate_pool(self, pool: _PoolLayout, num_blocks: int) -> torch.Tensor:
+        """[layers, parts, blocks, block_size, *shape]."""
+        blocks = num_blocks + num_spare_blocks(self._device)
+        per_layer = (len(pool.names), blocks, self._block_size, *pool.shape)
+        return _zeros((len(pool.layer_ids), *per_layer), self._dtype, self._device)
+
+    def _scales(self, pool: _PoolLayout) -> torch.Tensor | None:
+        """[layers, parts] float32; None where the storage needs none."""
+        if self._dtype not in FP8_TYPES:
+            return None
+        rows = []
+        for layer_id in pool.layer_ids:
+            layer = self._layers[layer_id]
+            names = list(layer.stored_parts())
+            scales = layer.stored_scales(self._dtype)
+            rows.append(scales[[names.index(name) for name in pool.names]])
+        return torch.stack(rows)
+
+
+def _pool_layouts(layers: Mapping[int, CachedAttention]) -> list[_PoolLayout]:
+    """One for each kind of parts, in the order in which the layers name them first."""
+    pools: dict[tuple[tuple[str, ...], tuple[int, ...]], _PoolLayout] = {}
+    for layer_id, layer in layers.items():
+        names_of: dict[tuple[int, ...], list[str]] = {}
+        for name, shape in layer.stored_parts().items():
+            names_of.setdefault(shape, []).append(name)
+        for shape, names in names_of.items():
+            kind = tuple(names), shape
+            pools.setdefault(kind, _PoolLayout(*kind)).layer_ids.append(layer_id)
+    return list(pools.values())
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """A pool of zeros: never uninitialised, since a masked key must not be NaN.
+
+    On a CPU the pages are mapped and not written, so that memory is taken as blocks come into
+    use; filling gigabytes at the start would take many seconds.
+    """
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    pages = np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(pages).view(dtype).view(shape)

@@ -1,0 +1,228 @@
+"""The steps that are measured before the KV pool is sized: valid, and as large as any."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from spec_decode import engines
+from spec_decode.engines import create_engine, generate, params
+from transformers import PreTrainedTokenizerFast
+
+from atom.batch import ScheduledBatch, StepOutput
+from atom.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, SchedulerOptions
+from atom.kv_cache.base import KVCacheMemoryError
+from atom.model_engine import executor
+from atom.model_engine.largest_steps import largest_steps
+from atom.model_engine.model_runner import ModelRunner
+from atom.sampling.plan import SamplePlan
+from atom.sampling.sampler import Sampler, Verified
+
+
+def config(budget: int, num_seqs: int, block_size: int) -> EngineConfig:
+    return EngineConfig(
+        ModelOptions("none"),
+        CacheOptions(block_size=block_size),
+        SchedulerOptions(max_num_batched_tokens=budget, max_num_seqs=num_seqs),
+        ParallelOptions(),
+        max_logprobs=3,
+    )
+
+
+def num_rows(batch: ScheduledBatch) -> int:
+    return sum(1 + s.num_drafts for s in batch.sequences if s.wants_sample)
+
+
+def check_step(batch: ScheduledBatch, options: EngineConfig, context: int, drafts: int) -> None:
+    """The batch keeps the limits that the scheduler keeps."""
+    scheduler = options.scheduler
+    assert 0 < batch.num_tokens <= scheduler.max_num_batched_tokens
+    assert 0 < len(batch.sequences) <= scheduler.max_num_seqs
+    assert [s.id for s in batch.sequences] == [n.id for n in batch.new]
+    for sequence, known in zip(batch.sequences, batch.new, strict=True):
+        num_known = len(known.prompt_token_ids) + len(known.output_token_ids)
+        assert known.prompt_token_ids
+        assert len(sequence.token_ids) > sequence.num_drafts <= drafts
+        assert sequence.context_len == num_known + sequence.num_drafts
+        # The drafts and the token after them end within the context.
+        assert sequence.context_len < context
+        assert set(sequence.new_block_ids) == {0}
+        assert sequence.num_blocks * options.cache.block_size >= sequence.context_len
+
+
+@given(
+    st.integers(1, 12), st.integers(0, 90), st.integers(2, 24), st.integers(0, 5), st.integers(1, 5)
+)
+def test_no_step_is_larger(
+    num_seqs: int, spare: int, context: int, drafts: int, block_size: int
+) -> None:
+    options = config(num_seqs + spare, num_seqs, block_size)
+    filling, verifying = largest_steps(options, context, drafts, vocab_size=50)
+    for batch in (filling, verifying):
+        check_step(batch, options, context, drafts)
+        longest = max(s.context_len for s in batch.sequences)
+        assert longest == context - 1
+    assert verifying.freed_rows == [s.row for s in filling.sequences]
+    assert filling.num_tokens == min(num_seqs + spare, num_seqs * (context - 1))
+    most_drafts = max(min(drafts, context - 3), 0)
+    assert num_rows(verifying) == min(num_seqs + spare, num_seqs * (1 + most_drafts))
+    assert all(len(s.token_ids) == 1 + s.num_drafts for s in verifying.sequences)
+
+
+def test_one_prompt_beside_sequences_that_verify() -> None:
+    filling, verifying = largest_steps(config(100, 4, 16), 512, 3, vocab_size=50)
+    assert [len(s.token_ids) for s in filling.sequences] == [88, 4, 4, 4]
+    assert [s.num_drafts for s in filling.sequences] == [0, 3, 3, 3]
+    assert [s.start for s in filling.sequences] == [511 - 88, 511 - 4, 1, 1]
+    assert [len(s.token_ids) for s in verifying.sequences] == [4, 4, 4, 4]
+
+
+def test_more_prompts_where_one_leaves_a_part_of_the_budget() -> None:
+    filling, _ = largest_steps(config(64, 4, 16), 25, 1, vocab_size=50)
+    assert [len(s.token_ids) for s in filling.sequences] == [24, 24, 14, 2]
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Callable[[str], Path]:
+    """Checkpoints by kind, each written once."""
+    root = tmp_path_factory.mktemp("largest-steps")
+
+    def folder(kind: str) -> Path:
+        path = root / kind
+        if path.exists():
+            return path
+        if kind == "draft":
+            return engines.write_draft("mha", path, len(byte_level_tokenizer))
+        return engines.write_target(kind, path, byte_level_tokenizer)
+
+    return folder
+
+
+def measured_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The largest steps run before the pool is sized, which on a CPU nobody needs."""
+
+    def budget(_: object, __: object, profile: Callable[[], None], ___: object) -> int:
+        profile()
+        return 16 << 20
+
+    monkeypatch.setattr(executor, "kv_cache_budget", budget)
+
+
+def record_plans(monkeypatch: pytest.MonkeyPatch) -> list[SamplePlan]:
+    """What every step from now on samples."""
+    plans: list[SamplePlan] = []
+
+    class RecordingSampler(Sampler):
+        def sample(self, plan: SamplePlan, hidden_states: torch.Tensor) -> Verified:
+            plans.append(plan)
+            return super().sample(plan, hidden_states)
+
+    monkeypatch.setattr(executor, "Sampler", RecordingSampler)
+    return plans
+
+
+def record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> tuple[list[tuple[int, int]], list[tuple[ScheduledBatch, StepOutput]]]:
+    """Tokens and sampled rows of every forward pass from now on; every step and its results."""
+    sizes: list[tuple[int, int]] = []
+    plans = record_plans(monkeypatch)
+    steps: list[tuple[ScheduledBatch, StepOutput]] = []
+
+    class RecordingRunner(ModelRunner):
+        def step(self, batch: ScheduledBatch) -> StepOutput:
+            output = super().step(batch)
+            sizes.append((batch.num_tokens, len(plans[-1].logits_indices)))
+            steps.append((batch, output))
+            return output
+
+    monkeypatch.setattr(executor, "ModelRunner", RecordingRunner)
+    return sizes, steps
+
+
+SPECULATION: dict[str, dict[str, Any]] = {
+    "none": {},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
+    "ngram": {"method": "ngram", "num_speculative_tokens": 3},
+}
+
+
+@pytest.mark.parametrize(
+    ("target", "method"),
+    [("llama", "none"), ("llama", "eagle3"), ("deepseek_v3", "mtp"), ("llama", "ngram")],
+)
+def test_the_runner_runs_them(
+    target: str,
+    method: str,
+    folders: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    speculation = dict(SPECULATION[method])
+    if method == "eagle3":
+        speculation["draft_model"] = str(folders("draft"))
+    drafts = speculation.get("num_speculative_tokens", 0)
+    options = {
+        "max_num_seqs": 4,
+        "max_num_batched_tokens": 40,
+        "max_model_len": 64,
+        "max_logprobs": 7,
+        **speculation,
+    }
+    expected = generate(create_engine(folders(target), **options), params("warm", max_tokens=8))
+    sizes, steps = record(monkeypatch)
+    measured_as_on_a_gpu(monkeypatch)
+    engine = create_engine(folders(target), **options)
+    assert sizes == [(40, 1 + 3 * (1 + drafts)), (4 * (1 + drafts), 4 * (1 + drafts))]
+    for batch, output in steps:
+        for sequence, result in zip(batch.sequences, output.sequences, strict=True):
+            assert 1 <= len(result.token_ids) <= 1 + sequence.num_drafts
+            assert result.logprobs is not None
+            assert all(len(entry.token_ids) == 1 + 7 for entry in result.logprobs)
+            if method in ("eagle3", "mtp"):
+                assert len(result.draft_token_ids) == drafts
+    # Nothing is left of them: the engine works as ever.
+    assert generate(engine, params("warm", max_tokens=8)) == expected
+
+
+def test_sampling_spends_all_that_it_can(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every option of every row is there, but a grammar's mask."""
+    plans = record_plans(monkeypatch)
+    measured_as_on_a_gpu(monkeypatch)
+    create_engine(folders("llama"), max_logprobs=5)
+    assert len(plans) == 2
+    for plan in plans:
+        metadata = plan.create_metadata()
+        assert all(getattr(metadata, f.name) is not None for f in fields(metadata))
+        assert plan.create_edits is not None
+        edits = plan.create_edits()
+        num_rows = len(plan.logits_indices)
+        # A logit bias for each sequence, and banned end tokens for all of them.
+        assert len(edits.tokens) == len(plan.states) + 1
+        assert edits.penalties is not None
+        assert len(edits.rows) == len(edits.penalties.rows) == num_rows
+        assert plan.logprob_rows is not None
+        assert plan.logprob_rows[1] == [5] * num_rows
+
+
+def test_too_little_memory_names_the_options(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Failing(ModelRunner):
+        def step(self, batch: ScheduledBatch) -> StepOutput:
+            raise torch.OutOfMemoryError("tried to allocate 9 GiB")
+
+    monkeypatch.setattr(executor, "ModelRunner", Failing)
+    measured_as_on_a_gpu(monkeypatch)
+    with pytest.raises(KVCacheMemoryError, match=r"128 tokens, 16 seq.*9 GiB; lower --max-num"):
+        create_engine(folders("llama"), max_num_batched_tokens=128)
