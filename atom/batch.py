@@ -84,7 +84,8 @@ class SequenceResult:
             predicts prompt token `start + i + 1`), when asked for.
         draft_token_ids: guesses for the next step.
         draft_source: who was asked for them; None when nothing was sampled.
-        is_stuck: the sequence's grammar allows nothing after `token_ids`, which may be empty.
+        failure: why the sequence cannot go on after `token_ids`, which may be empty; None when
+            it can.
     """
 
     token_ids: list[int]
@@ -92,7 +93,7 @@ class SequenceResult:
     prompt_logprobs: list[TokenLogprobs] | None = None
     draft_token_ids: list[int] = field(default_factory=list)
     draft_source: str | None = None
-    is_stuck: bool = False
+    failure: str | None = None
 
 
 @dataclass(frozen=True)

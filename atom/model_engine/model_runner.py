@@ -22,7 +22,6 @@ from atom.model_ops.metadata import ModelInput, ModelOutput, SamplerOutput
 from atom.models.base import CausalLM
 from atom.sampling.sampler import (
     TORCH_OPS,
-    NoAdmissibleTokenError,
     SamplingOps,
     compute_logprobs,
     sample,
@@ -34,6 +33,15 @@ from atom.spec_decode.drafter import Drafter
 
 # Prompt logprobs need the logits of every prompt row; this many rows exist at a time.
 _PROMPT_LOGPROB_ROWS = 64
+_NO_TOKEN = (
+    "no token can be chosen after {} tokens: min_tokens, stop_token_ids and structured_output "
+    "exclude all of them, or the model's logits are NaN or infinite; relax the former, or run the "
+    "model in a wider dtype"
+)
+_NO_GRAMMATICAL_TOKEN = (
+    "the grammar allows no token of this model after {} tokens; rewrite it so that every text "
+    "that it begins can be completed"
+)
 
 
 @dataclass(frozen=True)
@@ -65,21 +73,14 @@ class SampleLayout:
         return cls(indices, torch.from_numpy(rows).to(device), torch.from_numpy(drafts).to(device))
 
 
-def bring_to_host(layout: SampleLayout, verified: VerifyResult) -> list[list[int]]:
+def bring_to_host(verified: VerifyResult) -> list[list[int]]:
     """For each sampled sequence the number of accepted drafts, then its k + 1 samples.
 
     The one copy of a step that the host waits for.
-
-    Raises:
-        NoAdmissibleTokenError: naming the rows of the logits where nothing can be chosen.
     """
     columns: list[list[int]] = torch.cat(
         (verified.num_accepted[:, None], verified.token_ids), dim=1
     ).tolist()
-    if any(token_id < 0 for row in columns for token_id in row[1:]):
-        pairs = zip(columns, layout.rows.tolist(), strict=True)
-        bad = {r for row, at in pairs for r, t in zip(at, row[1:], strict=True) if t < 0}
-        raise NoAdmissibleTokenError(sorted(bad))
     return columns
 
 
@@ -117,8 +118,8 @@ class ModelRunner:
         layout = SampleLayout.of(batch, self._device)
         sampled = self._sample(batch, layout, output.hidden_states[model_input.logits_indices])
         verified = verify(sampled.token_ids[layout.rows], layout.drafts)
-        columns = bring_to_host(layout, verified)
-        token_ids, are_stuck = self._append(batch, layout, columns)
+        columns = bring_to_host(verified)
+        token_ids, failures = self._append(batch, layout, columns)
         finished = (model_input, output, sampled, verified, [row[0] for row in columns])
         proposal = self._drafter.draft(self._verified_step(batch, layout, *finished, started))
         logprobs = self._logprobs(batch, layout, sampled, token_ids)
@@ -130,7 +131,7 @@ class ModelRunner:
                 prompt_logprobs[index],
                 proposal.token_ids[s],
                 proposal.sources[s],
-                are_stuck[s],
+                failures[s],
             )
         return StepOutput(results)
 
@@ -150,20 +151,29 @@ class ModelRunner:
 
     def _append(
         self, batch: ScheduledBatch, layout: SampleLayout, columns: list[list[int]]
-    ) -> tuple[list[list[int]], list[bool]]:
+    ) -> tuple[list[list[int]], list[str | None]]:
         """Remember the verified tokens.
 
         Returns:
-            For each sampled sequence its tokens, as far as its grammar admits them, and whether
-            it does not admit them all.
+            For each sampled sequence its tokens, up to the first row without an admissible one
+            or as far as its grammar admits them, and why it cannot go on after them.
         """
-        token_ids, are_stuck = [], []
+        token_ids: list[list[int]] = []
+        failures: list[str | None] = []
         for index, row in zip(layout.indices, columns, strict=True):
+            state = self._states[batch.sequences[index].id]
+            num_outputs = len(state.output_token_ids)
             tokens = row[1 : row[0] + 2]
-            count = self._states[batch.sequences[index].id].extend(tokens)
+            failure = None
+            if tokens[-1] < 0:
+                del tokens[-1]
+                failure = _NO_TOKEN.format(num_outputs + len(tokens))
+            count = state.extend(tokens)
+            if count < len(tokens):
+                failure = _NO_GRAMMATICAL_TOKEN.format(num_outputs + count)
             token_ids.append(tokens[:count])
-            are_stuck.append(count < len(tokens))
-        return token_ids, are_stuck
+            failures.append(failure)
+        return token_ids, failures
 
     def _verified_step(
         self,
@@ -183,7 +193,8 @@ class ModelRunner:
         if middle:
             places, tokens = torch.tensor(middle, device=self._device).T
             next_token_ids[ends[places]] = tokens
-        next_token_ids[model_input.logits_indices] = sampled.token_ids
+        # A drafter embeds every row's token, also those of sequences that end here.
+        next_token_ids[model_input.logits_indices] = sampled.token_ids.clamp(min=0)
         sequences = [batch.sequences[i] for i in layout.indices]
         states = [self._states[sequence.id] for sequence in sequences]
         accepted = layout.rows.gather(1, verified.num_accepted[:, None])[:, 0]

@@ -43,30 +43,16 @@ class SamplingOps:
 TORCH_OPS = SamplingOps()
 
 
-class NoAdmissibleTokenError(ValueError):
-    """No token of a row can be chosen: all are masked, or its logits hold NaN or +inf.
-
-    `rows` are the offending rows.
-    """
-
-    def __init__(self, rows: list[int]) -> None:
-        super().__init__(
-            f"rows {rows} of the logits have no token to choose from: every token is masked, or "
-            "the logits are not finite; end these sequences with an error"
-        )
-        self.rows = rows
-
-
 def sample(
     logits: torch.Tensor, metadata: SamplingMetadata, ops: SamplingOps = TORCH_OPS
 ) -> SamplerOutput:
-    """Choose one token per row; -1 for rows where nothing can be chosen.
+    """Choose one token per row; -1 where every token is masked or logits are NaN or +inf.
 
     The order is: grammar mask, banned tokens, logit bias, repetition, presence and frequency
     penalties; then the argmax of greedy rows, and temperature, min_p, top_k and top_p (over
     what the former two leave) of the others. Equal logits count as ordered by token id, lowest
-    first. The logits are not modified. On a GPU the host waits for nothing, so whoever brings the
-    tokens to the host raises `NoAdmissibleTokenError`.
+    first. The logits are not modified. On a GPU the host waits for nothing: whoever brings the
+    tokens to the host ends the sequences of rows that have none.
 
     Args:
         logits: [R, V], any floating point type.

@@ -110,7 +110,7 @@ class SamplingStates:
         params = [row.state.params for row in rows]
         top_k = [p.top_k if p.top_k > 0 else self._vocab_size for p in params]
         return {
-            "temperature": self._floats([p.temperature for p in params]),
+            "temperature": self._floats([0 if p.is_greedy else p.temperature for p in params]),
             "seeds": self._integers([row.state.seed for row in rows]),
             "positions": self._integers([row.position for row in rows]),
             "top_k": self._integers(top_k).int() if min(top_k) < self._vocab_size else None,

@@ -32,9 +32,10 @@ def verify(sampled: torch.Tensor, drafts: torch.Tensor) -> VerifyResult:
     """Keep the longest prefix of drafts that the target sampled as well.
 
     Args:
-        sampled: [S, k + 1] int64; column j is sampled after the first j drafts. Columns past a
-            sequence's own drafts hold anything.
+        sampled: [S, k + 1] int64; column j is sampled after the first j drafts, -1 where nothing
+            could be. Columns past a sequence's own drafts hold anything.
         drafts: [S, k] int64, padded with `NO_DRAFT`.
     """
-    matches = (sampled[:, :-1] == drafts).long()
+    # Padding equals no sample, not even one that could not be drawn.
+    matches = ((sampled[:, :-1] == drafts) & (drafts >= 0)).long()
     return VerifyResult(sampled, matches.cumprod(dim=1).sum(dim=1))

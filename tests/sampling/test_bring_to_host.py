@@ -7,7 +7,6 @@ import torch
 
 from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.model_engine.model_runner import SampleLayout, bring_to_host
-from atom.sampling.sampler import NoAdmissibleTokenError
 from atom.sampling.verify import verify
 
 
@@ -28,7 +27,7 @@ def layout_of(*drafts: list[int]) -> SampleLayout:
 
 
 def bring(layout: SampleLayout, sampled: list[int]) -> list[list[int]]:
-    return bring_to_host(layout, verify(torch.tensor(sampled)[layout.rows], layout.drafts))
+    return bring_to_host(verify(torch.tensor(sampled)[layout.rows], layout.drafts))
 
 
 def test_samples_and_how_many_drafts_they_confirm() -> None:
@@ -37,12 +36,14 @@ def test_samples_and_how_many_drafts_they_confirm() -> None:
 
 
 @pytest.mark.parametrize("bad", [[0], [2], [3], [1, 5], [0, 1, 2, 3, 4, 5]])
-def test_rows_without_an_admissible_token_are_named(bad: list[int]) -> None:
+def test_drafts_count_up_to_a_row_without_an_admissible_token(bad: list[int]) -> None:
+    """And no padding counts as a draft, though it is as negative as the row's token."""
     layout = layout_of([5, 6], [], [7])
-    sampled = [-1 if row in bad else token for row, token in enumerate([5, 9, 3, 4, 8, 2])]
-    with pytest.raises(NoAdmissibleTokenError) as caught:
-        bring(layout, sampled)
-    assert caught.value.rows == bad
+    sampled = [-1 if row in bad else token for row, token in enumerate([5, 6, 3, 4, 7, 2])]
+    kept = [row[1 : row[0] + 2] for row in bring(layout, sampled)]
+    for tokens, first, expected in zip(kept, [0, 3, 4], [[5, 6, 3], [4], [7, 2]], strict=True):
+        stop = next((i for i in range(len(expected)) if first + i in bad), len(expected))
+        assert tokens == [*expected[:stop], *([-1] if stop < len(expected) else [])]
 
 
 def test_a_step_without_samples() -> None:
