@@ -20,45 +20,51 @@ from atom.messages import RequestRefusedError
 from atom.model_engine import executor
 
 GOOD = PROMPTS[:6]
-POISON = 300
 SPECULATION: dict[str, dict[str, Any]] = {
     "none": {},
     "ngram": {"method": "ngram", "num_speculative_tokens": 3},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
 
 
 class Checkpoints:
-    """A target in which a prompt with the token `POISON` has NaN for every logit, and a draft."""
+    """A target where every logit behind the token `poison` is NaN; its draft never proposes it."""
 
     def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
         self._folder = folder
         self._tokenizer = tokenizer
+        self.draft = engines.write_draft("mha", folder / "draft", len(tokenizer))
+        known = load_file(self.draft / "model.safetensors")["t2d"]
+        self.poison = int((~known[256:]).nonzero()[0]) + 256
         self.target = cache(self._target)
-        self.draft = cache(self._draft)
         self.expected = cache(self._expected)
 
-    def _target(self) -> Path:
-        folder = engines.write_target("llama", self._folder / "target", self._tokenizer)
-        file = folder / "model.safetensors"
-        tensors = load_file(file)
-        tensors["model.embed_tokens.weight"][POISON] = torch.nan
-        # Nobody else comes across it.
-        tensors["lm_head.weight"][POISON] = 0
-        save_file(tensors, file, metadata={"format": "pt"})
+    def _target(self, method: str) -> Path:
+        kind = "deepseek_v3" if method == "mtp" else "llama"
+        if method not in ("none", "mtp"):
+            return self.target("none")
+        folder = engines.write_target(kind, self._folder / kind, self._tokenizer)
+        for file in folder.glob("*.safetensors"):
+            tensors = load_file(file)
+            for name, tensor in tensors.items():
+                if name == "model.embed_tokens.weight":
+                    tensor[self.poison] = torch.nan
+                elif name.endswith("head.weight"):
+                    tensor[self.poison] = 0  # nobody else comes across it
+            save_file(tensors, file, metadata={"format": "pt"})
         return folder
 
-    def _draft(self) -> Path:
-        return engines.write_draft("mha", self._folder / "draft", len(self._tokenizer))
-
-    def _expected(self, setting: str) -> list[list[int]]:
-        return engines.generate(create_engine(self.target()), params(setting), GOOD)
+    def _expected(self, method: str, setting: str) -> list[list[int]]:
+        if method not in ("none", "mtp"):
+            return self.expected("none", setting)
+        return engines.generate(create_engine(self.target(method)), params(setting), GOOD)
 
     def engine(self, method: str, **overrides: Any) -> LLM:
         speculation = dict(SPECULATION[method])
         if method == "eagle3":
-            speculation["draft_model"] = str(self.draft())
-        return create_engine(self.target(), **speculation, **overrides)
+            speculation["draft_model"] = str(self.draft)
+        return create_engine(self.target(method), **speculation, **overrides)
 
 
 @pytest.fixture(scope="module")
@@ -92,10 +98,10 @@ def check_bad_beside_good(
 @pytest.mark.parametrize("method", SPECULATION)
 def test_logits_that_are_not_numbers(checkpoints: Checkpoints, method: str, setting: str) -> None:
     """The prompt is the longest of all, and its blocks are used again."""
-    bad = [5, POISON, *PROMPTS[9]]
+    bad = [5, checkpoints.poison, *PROMPTS[9]]
     error = check_bad_beside_good(
         checkpoints.engine(method),
-        checkpoints.expected(setting),
+        checkpoints.expected(method, setting),
         setting,
         bad,
         params(setting, logprobs=2),
@@ -108,7 +114,7 @@ def test_every_token_is_an_end_that_may_not_come(checkpoints: Checkpoints, metho
     llm = checkpoints.engine(method)
     every = list(range(llm.engine.core.limits.vocab_size))
     wanted = SamplingParams(min_tokens=3, stop_token_ids=every, temperature=0.0, logprobs=1)
-    expected = checkpoints.expected("greedy")
+    expected = checkpoints.expected(method, "greedy")
     error = check_bad_beside_good(llm, expected, "greedy", GOOD[0], wanted)
     assert "no token can be chosen after 0 tokens: min_tokens, stop_token_ids" in str(error)
 
@@ -120,8 +126,8 @@ def test_a_failure_after_some_tokens(
     monkeypatch.setattr(executor, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
     llm = checkpoints.engine("ngram", max_model_len=96)
     # The token after the prompt is the poisoned one; the next step's logits are not numbers.
-    wanted = params("greedy", logit_bias={POISON: 100.0})
-    expected = checkpoints.expected("greedy")
+    wanted = params("greedy", logit_bias={checkpoints.poison: 100.0})
+    expected = checkpoints.expected("none", "greedy")
     error = check_bad_beside_good(llm, expected, "greedy", GOOD[0], wanted)
     assert "no token can be chosen after 1 tokens" in str(error)
     assert llm.engine.core.stats.num_preemptions > 0
@@ -151,7 +157,7 @@ def test_extreme_parameters_give_tokens(checkpoints: Checkpoints, extreme: dict[
     "greedy", [{"temperature": 1e-8}, {"temperature": 9e-6}, {"top_p": 1e-46}, {"top_p": 9e-8}]
 )
 def test_hardly_any_randomness_is_none(checkpoints: Checkpoints, greedy: dict[str, Any]) -> None:
-    expected = checkpoints.expected("greedy")
+    expected = checkpoints.expected("none", "greedy")
     for seed in (1, 2):
         wanted = params("greedy", seed=seed, **{"temperature": 1.0, **greedy})
         assert engines.generate(shared(checkpoints), wanted, GOOD) == expected
