@@ -94,7 +94,8 @@ class SequenceResult:
             predicts prompt token `start + i + 1`), when asked for.
         draft_token_ids: guesses for the next step.
         draft_source: who was asked for them; None when nothing was sampled.
-        failure: why the sequence cannot go on after `token_ids`, which may be empty.
+        failure: why the sequence cannot go on after `token_ids`, which may be empty; None when
+            it can.
     """
 
     token_ids: list[int]

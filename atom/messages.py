@@ -105,11 +105,21 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RefusedSequence(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence that ended because it turned out that it cannot run as given."""
+    """A sequence that ended because it turned out that it cannot run as given.
+
+    `is_fault` says that computing it raised an error, for which the request need not be to blame.
+    """
 
     id: str
     message: str
-    param: str | None
+    param: str | None = None
+    is_fault: bool = False
+
+    def error(self) -> RequestRefusedError | RequestFailedError:
+        """What its request ends with."""
+        if self.is_fault:
+            return RequestFailedError(self.message)
+        return RequestRefusedError(self.message, self.param)
 
 
 class StepReport(msgspec.Struct, kw_only=True):
@@ -118,6 +128,15 @@ class StepReport(msgspec.Struct, kw_only=True):
     outputs: list[SequenceOutput]
     stats: EngineStats
     refused: list[RefusedSequence] = []
+
+    def check(self) -> None:
+        """For programs all of whose sequences have to finish.
+
+        Raises:
+            RequestRefusedError, RequestFailedError: when one cannot.
+        """
+        if self.refused:
+            raise self.refused[0].error()
 
 
 class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -148,6 +167,10 @@ class RequestRefusedError(ValueError):
     def __init__(self, message: str, param: str | None = None) -> None:
         super().__init__(message)
         self.param = param
+
+
+class RequestFailedError(RuntimeError):
+    """Computing this request raised an error, also when it was tried again by itself."""
 
 
 class EngineDeadError(RuntimeError):

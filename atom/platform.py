@@ -112,3 +112,28 @@ def default_num_threads() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+# What torch, Triton and the drivers write when the device, and with it every tensor, is lost.
+_DEVICE_FAULTS = (
+    "CUDA error",
+    "HIP error",
+    "device-side assert",
+    "illegal memory access",
+    "unspecified launch failure",
+)
+_OUT_OF_MEMORY = ("DefaultCPUAllocator", "not enough memory")
+
+
+def is_device_fault(error: Exception) -> bool:
+    """Whether nothing can be computed on the device any more in this process."""
+    if isinstance(error, torch.AcceleratorError):
+        return True
+    return isinstance(error, RuntimeError) and any(t in str(error) for t in _DEVICE_FAULTS)
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether the device or the host had no memory left."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(t in str(error) for t in _OUT_OF_MEMORY)

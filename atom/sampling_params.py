@@ -16,12 +16,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     Attributes:
         n: number of independent completions.
-        temperature: 0 is greedy; otherwise the logits are divided by it.
-        top_p: smallest set of tokens whose probability reaches it, in (0, 1].
+        temperature: the logits are divided by it; below 1e-5 the most likely token is taken, as
+            with 0: differences between logits would drown in rounding errors.
+        top_p: smallest set of tokens whose probability reaches it, in (0, 1]; below 1e-7 that is
+            the most likely token in every vocabulary there is.
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
         min_p: tokens less likely than `min_p` times the most likely are dropped, in [0, 1].
         presence_penalty, frequency_penalty: OpenAI's, over the generated tokens, in [-2, 2].
-        repetition_penalty: over prompt and generated tokens, > 0; 1 is off.
+        repetition_penalty: over prompt and generated tokens, in [1e-3, 1e3]; 1 is off. Beyond,
+            float32 logits could overflow.
         logit_bias: token id -> value added to its logit, in [-100, 100].
         seed: makes the output a function of the request alone; None draws one per request.
         stop: strings that end generation, removed from the text unless
@@ -72,8 +75,6 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value!r}")
         if self.top_p == 0:
             raise ValueError("top_p must be greater than 0, got 0")
-        if self.repetition_penalty == 0:
-            raise ValueError("repetition_penalty must be greater than 0, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(
                 f"min_tokens ({self.min_tokens}) must not exceed max_tokens ({self.max_tokens})"
@@ -100,9 +101,13 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
 
     @property
     def is_greedy(self) -> bool:
-        return self.temperature == 0
+        """Whether the most likely token is taken, the lowest id among equals."""
+        return self.temperature < _GREEDY_TEMPERATURE or self.top_p < _GREEDY_TOP_P
 
 
+# Lower ones have no use in float32.
+_GREEDY_TEMPERATURE = 1e-5
+_GREEDY_TOP_P = 1e-7
 _INF = float("inf")
 _RANGES: tuple[tuple[str, float, float], ...] = (
     ("n", 1, 128),
@@ -112,7 +117,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_p", 0, 1),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
-    ("repetition_penalty", 0, 1e4),
+    ("repetition_penalty", 1e-3, 1e3),
     ("seed", -(2**63), 2**63 - 1),
     ("min_tokens", 0, 2**31 - 1),
     ("max_tokens", 1, 2**31 - 1),

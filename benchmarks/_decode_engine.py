@@ -142,7 +142,9 @@ class DecodeEngine:
             )
         waiting = set(self._ids)
         while waiting:
-            waiting -= {o.id for o in self._core.step().outputs if o.token_ids}
+            report = self._core.step()
+            report.check()
+            waiting -= {o.id for o in report.outputs if o.token_ids}
 
     def step(self) -> int:
         """One step of all sequences; how many tokens it gave them.

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+import signal
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from tqdm import tqdm
 
+from atom.messages import RequestFailedError, RequestRefusedError
 from atom.model_engine.arg_utils import EngineArgs
 from atom.model_engine.llm_engine import LLMEngine
+from atom.model_engine.mailbox import merge
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 
@@ -18,8 +25,55 @@ Prompt = str | Sequence[int] | Mapping[str, Any]
 Message = Mapping[str, Any]
 
 
+class GenerationError(RuntimeError):
+    """Some prompts of a call ended with errors of their own; the others have finished.
+
+    Attributes:
+        results: in the prompts' order, None where there is an error.
+        errors: for each prompt that has no result, by its place in the call.
+    """
+
+    def __init__(
+        self,
+        results: list[RequestOutput | None],
+        errors: dict[int, RequestRefusedError | RequestFailedError],
+    ) -> None:
+        first = min(errors)
+        super().__init__(
+            f"{len(errors)} of {len(results)} prompts failed; prompt {first}: {errors[first]}"
+        )
+        self.results = results
+        self.errors = errors
+
+
+@dataclass
+class _Mail:
+    """What came for a request and waits for its owner: one output at most, since deltas merge."""
+
+    output: RequestOutput | None = None
+    error: RequestRefusedError | RequestFailedError | None = None
+
+    def put(self, output: RequestOutput) -> None:
+        if self.output is None:
+            self.output = output
+        else:
+            merge(self.output, output)
+
+    def take(self) -> RequestOutput | None:
+        """All that came; None when nothing did. Raises the error that came behind it."""
+        output, self.output = self.output, None
+        if output is None and self.error is not None:
+            raise self.error
+        return output
+
+
 class LLM:
     """A model to generate with, in this process.
+
+    Every call and every iterator gets the outputs of its own requests, whichever of them makes
+    the engine step; requests of a suspended iterator go on while others are read. One thread uses
+    it at a time. Ctrl-C takes effect between two steps, a second one at once; either way the
+    engine stays usable.
 
     Args:
         model: folder, `.gguf` file or hub id; the embedded model when None.
@@ -34,6 +88,8 @@ class LLM:
         args = EngineArgs.from_kwargs({"model": model, **engine_args})
         self.engine = LLMEngine(args.create_config())
         self._request_ids = itertools.count()
+        # Of all requests that were begun and neither finished nor left.
+        self._mail: dict[str, _Mail] = {}
 
     @property
     def tokenizer(self) -> Any:
@@ -56,6 +112,9 @@ class LLM:
 
         Raises:
             RequestRefusedError: when a prompt could never run as given; nothing is generated.
+            GenerationError: when prompts met errors of their own on the way; it has the others'
+                results.
+            EngineDeadError: when nothing can run any more.
         """
         batch = _prompt_list(prompts)
         params = _one_each("sampling_params", sampling_params or SamplingParams(), len(batch))
@@ -78,6 +137,7 @@ class LLM:
         Raises:
             ValueError: when the model has no chat template and none is given.
             RequestRefusedError: when a prompt could never run as given; nothing is generated.
+            GenerationError, EngineDeadError: as `generate`.
         """
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
@@ -104,19 +164,28 @@ class LLM:
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None
     ) -> Iterator[RequestOutput]:
-        """Complete one prompt, yielding what is new after each step.
+        """Complete one prompt, yielding what is new since the last time.
 
-        Leaving the iterator early aborts the request.
+        Leaving the iterator early aborts the request. Several iterators may be read in turns.
+
+        Raises:
+            RequestRefusedError: when the prompt can never run as given.
+            RequestFailedError: when computing it raised an error, twice.
+            EngineDeadError: when nothing can run any more.
         """
         request_id = str(next(self._request_ids))
-        self.engine.add_request(
-            request_id, _content(prompt), sampling_params or SamplingParams(), stream=True
-        )
         try:
-            while self.engine.has_unfinished:
-                yield from self.engine.step()
+            self._add(request_id, prompt, sampling_params or SamplingParams(), stream=True)
+            finished = False
+            while not finished:
+                output = self._mail[request_id].take()
+                if output is None:
+                    self._step()
+                    continue
+                finished = output.finished
+                yield output
         finally:
-            self.engine.abort(request_id)
+            self._forget([request_id])
 
     def shutdown(self) -> None:
         self.engine.shutdown()
@@ -124,20 +193,89 @@ class LLM:
     def _run(
         self, requests: list[tuple[Prompt, SamplingParams, int]], use_tqdm: bool
     ) -> list[RequestOutput]:
-        ids = [str(next(self._request_ids)) for _ in requests]
-        results: dict[str, RequestOutput] = {}
+        places = {str(next(self._request_ids)): place for place in range(len(requests))}
+        results: list[RequestOutput | None] = [None] * len(requests)
+        errors: dict[int, RequestRefusedError | RequestFailedError] = {}
         try:
-            for request_id, (prompt, params, priority) in zip(ids, requests, strict=True):
-                self.engine.add_request(request_id, _content(prompt), params, priority=priority)
-            with tqdm(total=len(ids), desc="Prompts", disable=not use_tqdm) as progress:
-                while self.engine.has_unfinished:
-                    for output in self.engine.step():
-                        results[output.request_id] = output
+            for request_id, (prompt, params, priority) in zip(places, requests, strict=True):
+                self._add(request_id, prompt, params, priority=priority)
+            num_left = len(requests)
+            with tqdm(total=num_left, desc="Prompts", disable=not use_tqdm) as progress:
+                while num_left:
+                    for request_id in places.keys() & self._step():
+                        mail, place = self._mail[request_id], places[request_id]
+                        if mail.error is not None:
+                            errors[place] = mail.error
+                        else:
+                            results[place] = mail.take()
+                        num_left -= 1
                         progress.update()
         finally:
-            for request_id in set(ids) - set(results):
+            self._forget(places)
+        if errors:
+            raise GenerationError(results, errors) from errors[min(errors)]
+        return [result for result in results if result is not None]
+
+    def _add(
+        self,
+        request_id: str,
+        prompt: Prompt,
+        params: SamplingParams,
+        *,
+        stream: bool = False,
+        priority: int = 0,
+    ) -> None:
+        with _interrupts_held():
+            self._mail[request_id] = _Mail()
+            self.engine.add_request(
+                request_id, _content(prompt), params, stream=stream, priority=priority
+            )
+
+    def _step(self) -> list[str]:
+        """Run one batch and deliver what it brought; the ids of those who got something."""
+        with _interrupts_held():
+            step = self.engine.step()
+            for output in step.outputs:
+                if output.request_id in self._mail:
+                    self._mail[output.request_id].put(output)
+            for request_id, error in step.errors.items():
+                if request_id in self._mail:
+                    self._mail[request_id].error = error
+        return [*(output.request_id for output in step.outputs), *step.errors]
+
+    def _forget(self, request_ids: Iterable[str]) -> None:
+        """Let go of requests, and abort those that have not ended."""
+        with _interrupts_held():
+            for request_id in request_ids:
+                self._mail.pop(request_id, None)
                 self.engine.abort(request_id)
-        return [results[request_id] for request_id in ids]
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Hold Ctrl-C back until the block is left; a second one does not wait.
+
+    Other threads than the main one get none, and a handler that is not Python's is left alone.
+    """
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    held: list[tuple[int, FrameType | None]] = []
+
+    def hold(number: int, frame: FrameType | None) -> None:
+        held.append((number, frame))
+        if len(held) > 1:
+            held.clear()
+            handler(number, frame)
+
+    signal.signal(signal.SIGINT, hold)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if held:
+            handler(*held[0])
 
 
 def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:

@@ -154,6 +154,7 @@ class AsyncEngine:
 
         Raises:
             RequestRefusedError: when the request can never run as given.
+            RequestFailedError: when computing it raised an error, twice.
             QueueFullError: when too many wait.
             EngineDeadError: when the engine is dead, dies, or shuts down.
         """
@@ -251,22 +252,22 @@ class AsyncEngine:
                 self.stats = report.stats
                 self._deliver(report.outputs)
                 for refused in report.refused:
-                    self._refuse(refused.id, refused.message, refused.param)
+                    self._refuse(refused.id, refused.error())
             case wire.Heartbeat(stats):
                 self.stats = stats
             case wire.RequestRefused(sequence_id, text, param):
-                self._refuse(sequence_id, text, param)
+                self._refuse(sequence_id, RequestRefusedError(text, param))
             case wire.EngineFailed(text):
                 self._die(f"the engine failed: {text}")
             case wire.Ready() | wire.StartupFailed():
                 raise TypeError("the engine was ready already")
 
-    def _refuse(self, sequence_id: str, message: str, param: str | None) -> None:
+    def _refuse(self, sequence_id: str, error: Exception) -> None:
         """Fail the request that a sequence belongs to."""
         request_id = request_id_of(sequence_id)
         self._abort(self._processor.abort(request_id))
         if request_id in self._mailboxes:
-            self._mailboxes[request_id].fail(RequestRefusedError(message, param))
+            self._mailboxes[request_id].fail(error)
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         processed = self._processor.process(outputs)

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 
+from atom.batch import ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.messages import (
+    EngineDeadError,
     EngineLimits,
     EngineRequest,
     EngineStats,
@@ -16,7 +19,10 @@ from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.executor import Executor, UniprocExecutor
 from atom.model_engine.grammar_queue import GrammarQueue
 from atom.model_engine.scheduler import Scheduler
+from atom.platform import is_device_fault, is_out_of_memory
 from atom.structured_output.params import StructuredOutput
+
+logger = logging.getLogger(__name__)
 
 
 class EngineCore:
@@ -45,6 +51,9 @@ class EngineCore:
             self.executor.lookahead,
         )
         self._grammar_queue = GrammarQueue(self.executor.grammars)
+        self._was_out_of_memory = False
+        # What ended this engine.
+        self._death: str | None = None
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
@@ -54,7 +63,9 @@ class EngineCore:
 
         Raises:
             RequestRefusedError: when it could never run as given.
+            EngineDeadError: when nothing can run any more.
         """
+        self._check_alive()
         if request.params.structured_output is not None:
             self._grammar_queue.add(request)
         else:
@@ -87,12 +98,20 @@ class EngineCore:
         """Run one batch and report what came of it.
 
         When grammars are all there is to wait for, waits for one of them, but not for long.
+
+        A batch that fails is given back to the scheduler, which finds out whose fault it was; so
+        is one that is interrupted, by whatever is no `Exception`, before that goes on its way.
+
+        Raises:
+            EngineDeadError: when the device failed, or two steps in a row ran out of memory.
         """
+        self._check_alive()
         if not self._scheduler.has_unfinished:
             self._grammar_queue.wait()
         refused = self._grammar_queue.release(self._scheduler.add)
         batch = self._scheduler.schedule()
-        outputs = self._scheduler.update(batch, self.executor.step(batch))
+        output = self._run(batch)
+        outputs = [] if output is None else self._scheduler.update(batch, output)
         refused += self._scheduler.take_refused()
         self._grammar_queue.forget(o.id for o in outputs if o.finish_reason is not None)
         self._grammar_queue.forget(sequence.id for sequence in refused)
@@ -100,3 +119,30 @@ class EngineCore:
 
     def shutdown(self) -> None:
         self.executor.shutdown()
+
+    def _run(self, batch: ScheduledBatch) -> StepOutput | None:
+        """Compute a batch; None when that failed and the engine can go on."""
+        try:
+            output = self.executor.step(batch)
+        except Exception as error:
+            cause = f"{type(error).__name__}: {error}"
+            out_of_memory = is_out_of_memory(error)
+            repeats = out_of_memory and self._was_out_of_memory
+            # An empty batch is nobody's: there is no request to end.
+            if is_device_fault(error) or repeats or not batch.sequences:
+                self._death = cause
+                raise EngineDeadError(cause) from error
+            logger.exception("a step with %d sequences failed", len(batch.sequences))
+            message = f"the step that computed nothing but this sequence failed: {cause}"
+            self._scheduler.give_back(batch, message)
+            self._was_out_of_memory = out_of_memory
+            return None
+        except BaseException:
+            self._scheduler.give_back(batch, None)
+            raise
+        self._was_out_of_memory = False
+        return output
+
+    def _check_alive(self) -> None:
+        if self._death is not None:
+            raise EngineDeadError(f"the engine failed: {self._death}")

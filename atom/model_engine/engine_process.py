@@ -22,6 +22,7 @@ import zmq
 
 from atom.config import ConfigError, EngineConfig
 from atom.messages import (
+    EngineDeadError,
     EngineLimits,
     EngineRequest,
     EngineStats,
@@ -79,6 +80,10 @@ class EngineLoop:
             while self._turn(core):
                 pass
             core.shutdown()
+        except EngineDeadError as error:
+            logger.exception("the engine failed")
+            self._send(wire.EngineFailed(str(error)))
+            return 1
         except Exception as error:
             logger.exception("the engine failed")
             self._send(wire.EngineFailed(_describe(error)))

@@ -2,16 +2,31 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
+
 from transformers import PreTrainedTokenizerBase
 
 from atom.config import EngineConfig
-from atom.messages import RequestRefusedError, check_request
+from atom.messages import RequestFailedError, RequestRefusedError, check_request
 from atom.model_engine.engine_core import EngineCore
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.output_processor import OutputProcessor, request_id_of
+
+
+@dataclass
+class EngineStep:
+    """What a step brought.
+
+    Attributes:
+        outputs: deltas of streamed requests, and the results of finished ones.
+        errors: by id, what ended requests that cannot go on; they are aborted already.
+    """
+
+    outputs: list[RequestOutput] = field(default_factory=list)
+    errors: dict[str, RequestRefusedError | RequestFailedError] = field(default_factory=dict)
 
 
 class LLMEngine:
@@ -23,8 +38,6 @@ class LLMEngine:
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(source, config.model)
         self.core = EngineCore(config)
         self._processor = OutputProcessor(self.tokenizer, config.seed)
-        # Outputs of steps that raised.
-        self._unreported: list[RequestOutput] = []
 
     def add_request(
         self,
@@ -39,6 +52,7 @@ class LLMEngine:
 
         Raises:
             RequestRefusedError: when it could never run as given.
+            EngineDeadError: when nothing can run any more.
         """
         text: str | None = None
         token_ids = prompt
@@ -55,25 +69,23 @@ class LLMEngine:
 
     @property
     def has_unfinished(self) -> bool:
-        return self.core.has_work or bool(self._unreported)
+        return self.core.has_work
 
-    def step(self) -> list[RequestOutput]:
-        """Run one batch; deltas of streamed requests and the results of finished ones.
+    def step(self) -> EngineStep:
+        """Run one batch.
 
         Raises:
-            RequestRefusedError: when a request met the dead end of its grammar; it is aborted,
-                and what else the step brought comes with the next one.
+            EngineDeadError: when nothing can run any more.
         """
         report = self.core.step()
         processed = self._processor.process(report.outputs)
         self.core.abort(processed.aborts)
-        self._unreported += processed.outputs
+        step = EngineStep(processed.outputs)
         for refused in report.refused:
-            self.abort(request_id_of(refused.id))
-        if report.refused:
-            raise RequestRefusedError(report.refused[0].message, report.refused[0].param)
-        outputs, self._unreported = self._unreported, []
-        return outputs
+            request_id = request_id_of(refused.id)
+            self.abort(request_id)
+            step.errors.setdefault(request_id, refused.error())
+        return step
 
     def abort(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""

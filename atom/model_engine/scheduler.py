@@ -41,10 +41,13 @@ from atom.stats import SpecDecodeCounter
 class Scheduler:
     """Continuous batching over one block pool.
 
-    Every step calls `schedule` and then `update`; `add` and `abort` may come at any time, also
-    in between. Sequences are ordered by (priority, arrival) everywhere: the first running
-    sequence always progresses, the last one is preempted when blocks run out, and the first
-    waiting one is admitted before any other. So everything that was added finishes.
+    Every step calls `schedule` and then `update`, or `give_back` when it failed; `add` and `abort`
+    may come at any time, also in between. Sequences are ordered by (priority, arrival) everywhere:
+    the first running sequence always progresses, the last one is preempted when blocks run out,
+    and the first waiting one is admitted before any other. So everything that was added finishes.
+
+    After a step that failed, each sequence of its batch is a suspect: it runs in a batch of its
+    own until it has a new token. One that fails there, too, is refused, and the others go on.
     """
 
     def __init__(
@@ -82,6 +85,8 @@ class Scheduler:
             kv_cache_dtype=limits.kv_cache_dtype,
         )
         self._refused: list[RefusedSequence] = []
+        # By id, in the order in which they run; only the first may have begun.
+        self._suspects: dict[str, Sequence] = {}
 
     @property
     def has_unfinished(self) -> bool:
@@ -127,17 +132,18 @@ class Scheduler:
         """The next step's batch; empty only when nothing is unfinished.
 
         Raises:
-            RuntimeError: when the last batch has not been given to `update`.
+            RuntimeError: when the last batch has been given neither to `update` nor back.
         """
         if self._in_flight is not None:
             raise RuntimeError("schedule() was called again before update() of the last batch")
         rows: list[Sequence] = []
         scheduled: list[ScheduledSequence] = []
         new: list[NewSequence] = []
-        budget, preempted = self._schedule_running(rows, scheduled)
-        # Blocks that a preemption freed are for those who run.
-        if not preempted:
-            self._admit(budget, rows, scheduled, new)
+        if not self._schedule_suspect(rows, scheduled, new):
+            budget, preempted = self._schedule_running(rows, scheduled)
+            # Blocks that a preemption freed are for those who run.
+            if not preempted:
+                self._admit(budget, rows, scheduled, new)
         batch = ScheduledBatch(scheduled, new, self._freed_rows)
         self._freed_rows = []
         if rows:
@@ -169,8 +175,39 @@ class Scheduler:
                     outputs.append(made)
         return outputs
 
+    def give_back(self, batch: ScheduledBatch, cause: str | None) -> None:
+        """Take back a batch whose step has not come to its end.
+
+        All that ran waits again, with the tokens known before the step: whatever the step left in
+        blocks or in the runner is given up, and the runner is told anew what the batch told it.
+
+        Args:
+            cause: the error that ended the step, which makes its sequences suspects; None when
+                none of them can have caused it.
+
+        Raises:
+            RuntimeError: when another batch runs.
+        """
+        rows: list[Sequence] = []
+        if self._in_flight is not None:
+            if self._in_flight[0] is not batch:
+                raise RuntimeError("give_back() got another batch than the one that runs")
+            rows = [s for s in self._in_flight[1] if s.status is SequenceStatus.RUNNING]
+            self._in_flight = None
+        self._freed_rows = [*batch.freed_rows, *self._freed_rows]
+        for seq in list(self._running):
+            self._preempt(seq)
+        if cause is None:
+            return
+        for seq in rows:
+            if seq.request.id not in self._suspects:
+                self._suspects[seq.request.id] = seq
+                continue
+            self._refused.append(RefusedSequence(seq.request.id, cause, is_fault=True))
+            self._finish(seq)
+
     def take_refused(self) -> list[RefusedSequence]:
-        """The sequences that ended in `update` because their grammar leads nowhere."""
+        """The sequences that ended in `update` or `give_back` because they cannot go on."""
         refused, self._refused = self._refused, []
         return refused
 
@@ -271,6 +308,8 @@ class Scheduler:
         now = time.monotonic()
         while budget > 0 and len(self._running) < self._options.max_num_seqs and self._waiting:
             seq = self._waiting[0]
+            if seq.request.id in self._suspects:
+                return
             count = self._start(seq, budget)
             if count == 0:
                 return
@@ -278,19 +317,30 @@ class Scheduler:
                 seq.first_scheduled_time = now
             rows.append(seq)
             scheduled.append(self._schedule(seq, count, 0))
-            outputs = seq.token_ids[seq.num_prompt_tokens :]
-            request = seq.request
-            new.append(
-                NewSequence(
-                    request.id,
-                    seq.row,
-                    request.prompt_token_ids,
-                    outputs,
-                    request.params,
-                    request.seed,
-                )
-            )
+            new.append(_introduce(seq))
             budget -= count
+
+    def _schedule_suspect(
+        self, rows: list[Sequence], scheduled: list[ScheduledSequence], new: list[NewSequence]
+    ) -> bool:
+        """Schedule the first suspect by itself; false when there is none or no room for it.
+
+        Those who passed keep their blocks meanwhile; when they leave no room, they run on until
+        they do. A suspect has blocks for all its known tokens from the start.
+        """
+        if not self._suspects:
+            return False
+        seq = next(iter(self._suspects.values()))
+        count = min(len(seq.token_ids) - seq.num_computed, self._options.max_num_batched_tokens)
+        if seq.status is SequenceStatus.WAITING:
+            has_place = len(self._running) < self._options.max_num_seqs
+            count = self._start(seq, self._options.max_num_batched_tokens) if has_place else 0
+            if count == 0:
+                return False
+            new.append(_introduce(seq))
+        rows.append(seq)
+        scheduled.append(self._schedule(seq, count, 0))
+        return True
 
     def _start(self, seq: Sequence, budget: int) -> int:
         """Move a waiting sequence to the running ones.
@@ -370,7 +420,7 @@ class Scheduler:
         self, seq: Sequence, scheduled: ScheduledSequence, result: SequenceResult
     ) -> SequenceOutput | None:
         """Take in one sequence's results; None when there is nothing to tell of it."""
-        if (bool(result.token_ids) or result.failure is not None) != scheduled.wants_sample:
+        if bool(result.token_ids or result.failure) != scheduled.wants_sample:
             raise RuntimeError(
                 f"sequence {scheduled.id!r} got {len(result.token_ids)} new tokens from a step "
                 f"with wants_sample={scheduled.wants_sample}"
@@ -383,12 +433,13 @@ class Scheduler:
         if not scheduled.wants_sample:
             self._publish(seq)
             return None
-        if not result.token_ids:
-            self._refuse(seq)
+        self._suspects.pop(scheduled.id, None)
+        if result.failure is not None and not result.token_ids:
+            self._refuse(seq, result.failure)
             return None
         if seq.num_outputs == 0:
             self._totals.num_prompt_tokens += seq.num_prompt_tokens
-        num_accepted = len(result.token_ids) - 1
+        num_accepted = len(result.token_ids) - (result.failure is None)
         self._spec.count(scheduled.num_drafts, num_accepted, scheduled.draft_source)
         finish_reason, stop_reason = None, None
         num_new = 0
@@ -397,8 +448,9 @@ class Scheduler:
             finish_reason, stop_reason = seq.append(token_id, self._eos_token_ids)
             num_new += 1
         self._totals.num_generation_tokens += num_new
+        # Tokens before the failure are lost with the sequence, unless they end it anyway.
         if result.failure is not None and finish_reason is None:
-            self._refuse(seq)
+            self._refuse(seq, result.failure)
             return None
         # Confirmed drafts are in the cache; the newest token never is.
         seq.num_computed += min(num_new - 1, scheduled.num_drafts)
@@ -414,13 +466,11 @@ class Scheduler:
             self._finish(seq)
         return made
 
-    def _refuse(self, seq: Sequence) -> None:
-        """End a sequence whose grammar allows no further token."""
-        message = (
-            f"the grammar allows no token of this model after {seq.num_outputs} tokens; rewrite it "
-            f"so that every text that it begins can be completed"
-        )
-        self._refused.append(RefusedSequence(seq.request.id, message, "structured_output"))
+    def _refuse(self, seq: Sequence, failure: str) -> None:
+        """End a sequence that cannot go on as it was asked to."""
+        has_grammar = seq.request.params.structured_output is not None
+        param = "structured_output" if has_grammar else None
+        self._refused.append(RefusedSequence(seq.request.id, failure, param))
         self._finish(seq)
 
     def _publish(self, seq: Sequence) -> None:
@@ -443,6 +493,7 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.block_ids = []
         del self._live[seq.request.id]
+        self._suspects.pop(seq.request.id, None)
 
     def _release(self, seq: Sequence) -> None:
         """Take a sequence off the runner: its blocks come back, its row is to be forgotten."""
@@ -450,3 +501,11 @@ class Scheduler:
         self._pool.free(seq.block_ids)
         self._free_rows.append(seq.row)
         self._freed_rows.append(seq.row)
+
+
+def _introduce(seq: Sequence) -> NewSequence:
+    """What the runner must know of a sequence that starts or resumes."""
+    request, outputs = seq.request, seq.token_ids[seq.num_prompt_tokens :]
+    return NewSequence(
+        request.id, seq.row, request.prompt_token_ids, outputs, request.params, request.seed
+    )

@@ -34,10 +34,14 @@ from atom.sampling.verify import count_accepted
 # Prompt logprobs need the logits of every prompt row; this many rows exist at a time.
 _PROMPT_LOGPROB_ROWS = 64
 _NO_TOKEN = (
-    "no token can be chosen: the parameters of the request leave none, or the model's logits are "
-    "not finite"
+    "no token can be chosen after {} tokens: min_tokens, stop_token_ids and structured_output "
+    "exclude all of them, or the model's logits are NaN or infinite; relax the former, or run the "
+    "model in a wider dtype"
 )
-_NO_GRAMMAR = "the structured output admits nothing after the text so far"
+_NO_GRAMMATICAL_TOKEN = (
+    "the grammar allows no token of this model after {} tokens; rewrite it so that every text "
+    "that it begins can be completed"
+)
 
 
 @dataclass(frozen=True)
@@ -230,10 +234,15 @@ class Sampler:
         token_ids: list[list[int]] = []
         failures: list[str | None] = []
         for state, row, count in zip(plan.states, tokens, accepted, strict=True):
-            good, failure = _up_to_failure(row[: count + 1])
+            num_outputs = len(state.output_token_ids)
+            good, failure = row[: count + 1], None
+            if -1 in good:
+                good = good[: good.index(-1)]
+                failure = _NO_TOKEN.format(num_outputs + len(good))
             admitted = state.extend(good)
             if admitted < len(good):
-                good, failure = good[:admitted], _NO_GRAMMAR
+                good = good[:admitted]
+                failure = _NO_GRAMMATICAL_TOKEN.format(num_outputs + admitted)
             token_ids.append(good)
             failures.append(failure)
         return Sampled(
@@ -323,10 +332,3 @@ def _put_penalised(
         return None
     slots = [states[s].penalty_slot for s in chosen.tolist()]
     return staging.put(chosen), staging.put(np.array(slots))
-
-
-def _up_to_failure(token_ids: list[int]) -> tuple[list[int], str | None]:
-    """The tokens before the first row where nothing could be chosen, and what to say of that."""
-    if -1 not in token_ids:
-        return token_ids, None
-    return token_ids[: token_ids.index(-1)], _NO_TOKEN

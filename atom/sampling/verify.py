@@ -18,8 +18,8 @@ def count_accepted(sampled: torch.Tensor, drafts: torch.Tensor) -> torch.Tensor:
     """How many drafts of each sequence the target sampled as well, up to the first that differs.
 
     Args:
-        sampled: [S, k + 1] int64; column j is sampled after the first j drafts. Columns past a
-            sequence's own drafts hold anything.
+        sampled: [S, k + 1] int64; column j is sampled after the first j drafts, -1 where nothing
+            could be. Columns past a sequence's own drafts hold anything.
         drafts: [S, k] int64, padded with `NO_DRAFT`.
 
     Returns:

@@ -82,5 +82,5 @@ class TargetFeatures:
                 EngineRequest(id=str(number), prompt_token_ids=ids, params=params, seed=0)
             )
         while self._core.has_work:
-            self._core.step()
+            self._core.step().check()
         return [self._recorder.take(str(i), len(e) - 1) for i, e in enumerate(examples)]

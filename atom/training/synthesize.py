@@ -114,7 +114,9 @@ class Synthesizer:
                     self._start(prompt)
                 if not self._live:
                     return
-                for output in self._core.step().outputs:
+                report = self._core.step()
+                report.check()
+                for output in report.outputs:
                     self._advance(output)
                 if sum(map(len, self._finished)) >= options.shard_tokens:
                     self.flush()

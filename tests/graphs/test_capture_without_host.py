@@ -19,11 +19,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
-from atom.graphs.capture import GraphPlan, ReexecuteBackend
+from atom.graphs.capture import Bucket, GraphPlan, ReexecuteBackend
 from atom.graphs.runner import GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.metadata import AttentionMetadata, ModelInput
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
@@ -103,6 +104,28 @@ def target_on(context: LayerContext, make: Make, folder: Path, **fields: Any) ->
     return create_model(AutoConfig.from_pretrained(folder), context)
 
 
+def padding(bucket: Bucket, query_len: int, plan: GraphPlan) -> ModelInput:
+    """Tensors of a graph's shapes."""
+    size, tokens = bucket.batch_size, bucket.batch_size * query_len
+    at = torch.zeros(tokens, dtype=torch.int64, device=plan.device)
+    each = torch.zeros(size, dtype=torch.int32, device=plan.device)
+    return ModelInput(
+        at,
+        at,
+        AttentionMetadata(
+            slot_mapping=at,
+            block_tables=each[:, None].expand(size, plan.table_width).contiguous(),
+            block_counts=each,
+            context_lens=each,
+            cu_seqlens_q=torch.zeros(size + 1, dtype=torch.int32, device=plan.device),
+            max_seqlen_q=query_len,
+            max_context_len=bucket.max_context_len,
+            query_lens_cpu=(query_len,) * size,
+            context_lens_cpu=None,
+        ),
+    )
+
+
 @pytest.mark.parametrize("make", [checkpoints.llama, checkpoints.qwen3, checkpoints.deepseek_v3])
 def test_a_target_asks_the_device_for_nothing(
     make: Make, on_no_device: LayerContext, tmp_path: Path
@@ -110,9 +133,14 @@ def test_a_target_asks_the_device_for_nothing(
     model = target_on(on_no_device, make, tmp_path)
     model.set_aux_layer_ids(AUX)
     bind(model, on_no_device)
-    runner = GraphRunner(model.forward, plan_of(on_no_device), (1, 3))
+    plan = plan_of(on_no_device)
+    runner = GraphRunner(model.forward, plan, (1, 3))
+
+    def inputs(bucket: Bucket, query_len: int) -> ModelInput:
+        return padding(bucket, query_len, plan)
+
     with nothing_from_the_host():
-        runner.capture()
+        runner.capture(inputs)
 
 
 @pytest.mark.parametrize("kind", ["mha", "mla"])

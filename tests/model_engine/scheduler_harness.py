@@ -100,5 +100,10 @@ def rows(batch: ScheduledBatch) -> dict[str, tuple[int, int]]:
     return {s.id: (s.start, len(s.token_ids)) for s in batch.sequences}
 
 
+def rows_of(batch: ScheduledBatch) -> dict[str, int]:
+    """Where the runner keeps each sequence."""
+    return {s.id: s.row for s in batch.sequences}
+
+
 def ids(batch: ScheduledBatch) -> list[str]:
     return [s.id for s in batch.sequences]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from scheduler_harness import A, B, Bench, ids, rows, tokens
+from scheduler_harness import A, B, Bench, ids, rows, rows_of, tokens
 
 from atom.batch import ScheduledBatch
 from atom.config import SchedulerOptions
@@ -23,7 +23,8 @@ def test_prefill_then_decode() -> None:
     bench.add("a", tokens(100, 5), max_tokens=3)
     batch, outputs = bench.step()
     (row,) = batch.sequences
-    assert (row.token_ids, row.start, len(row.block_ids)) == (tokens(100, 5), 0, 2)
+    assert (row.token_ids, row.start, row.num_blocks) == (tokens(100, 5), 0, 2)
+    assert len(row.new_block_ids) == 2
     assert (row.wants_sample, row.successor_token, row.num_drafts) == (True, None, 0)
     (new,) = batch.new
     assert (new.id, new.prompt_token_ids, new.output_token_ids) == ("a", tokens(100, 5), [])
@@ -36,7 +37,7 @@ def test_prefill_then_decode() -> None:
     assert batch.sequences[0].token_ids == [B]
     assert outputs["a"].finish_reason is FinishReason.LENGTH
     assert not bench.scheduler.has_unfinished
-    assert bench.scheduler.schedule() == ScheduledBatch([], [], ["a"])
+    assert bench.scheduler.schedule() == ScheduledBatch([], [], [row.row])
     assert bench.scheduler.schedule() == ScheduledBatch([], [], [])
 
 
@@ -48,7 +49,7 @@ def test_long_prompts_are_computed_in_chunks_beside_decodes() -> None:
     assert rows(batch) == {"a": (0, 3), "b": (0, 5)}
     chunk = batch.sequences[1]
     assert (chunk.wants_sample, chunk.successor_token) == (False, 205)
-    assert len(chunk.block_ids) == 3  # it has the blocks of its whole prompt
+    assert chunk.num_blocks == 3  # it has the blocks of its whole prompt
     assert "b" not in outputs
     batch, outputs = bench.step()
     assert rows(batch) == {"a": (3, 1), "b": (5, 7)}
@@ -73,7 +74,9 @@ def test_sequences_per_step_are_limited() -> None:
     assert ids(bench.step()[0]) == ["a", "b"]
     assert ids(bench.step()[0]) == ["a", "b"]
     batch, _ = bench.step()
-    assert (ids(batch), batch.finished_ids) == (["c"], ["a", "b"])
+    assert (ids(batch), batch.freed_rows) == (["c"], [0, 1])
+    # One of those that became free.
+    assert rows_of(batch)["c"] in (0, 1)
 
 
 def test_several_tokens_in_one_step_are_caught_up_with() -> None:
@@ -178,13 +181,16 @@ def test_the_latest_of_the_worst_priority_is_preempted() -> None:
     bench.add("first", tokens(200, 4), max_tokens=9)
     bench.add("later", tokens(300, 4), max_tokens=9)
     for _ in range(5):
-        assert ids(bench.step()[0]) == ["first", "later", "worst"]
+        batch, _ = bench.step()
+        assert ids(batch) == ["first", "later", "worst"]
+        worst = rows_of(batch)
         bench.scheduler.abort(["urgent"])
         bench.add("urgent", [1], priority=-1, max_tokens=1)
     # The ninth token of `first` takes the last block, that of `later` takes one of `worst`.
     assert bench.pool.num_free == 1
+    freed = worst["worst"]
     batch, _ = bench.step()
-    assert (ids(batch), batch.finished_ids, batch.new) == (["first", "later"], ["worst"], [])
+    assert (ids(batch), batch.freed_rows, batch.new) == (["first", "later"], [freed], [])
     assert bench.scheduler.stats().num_preemptions == 1
     # There would have been room, but nobody is admitted in a step that preempts.
     assert ids(bench.step()[0]) == ["first", "later", "urgent"]
@@ -198,9 +204,10 @@ def test_a_sequence_may_preempt_itself() -> None:
     assert ids(batch) == ["a", "b"]
     batch, _ = bench.step({"b": [B]})
     assert rows(batch) == {"a": (3, 1), "b": (4, 1)}
+    row = rows_of(batch)["b"]
     batch, outputs = bench.step()
     assert rows(batch) == {"a": (4, 1)}
-    assert batch.finished_ids == ["b"]
+    assert batch.freed_rows == [row]
     while "b" not in rows(batch):
         batch, outputs = bench.step()
     # Resumed: prompt and outputs are computed again, and nothing is said twice.
@@ -252,8 +259,8 @@ def test_a_prefix_is_found_and_one_token_is_left_to_compute() -> None:
     batch, outputs = bench.step()
     assert rows(batch) == {"same": (4, 4), "longer": (8, 3), "other": (0, 8)}
     same, longer, _ = batch.sequences
-    assert same.block_ids[0] == longer.block_ids[0]
-    assert same.block_ids[1] != longer.block_ids[1]
+    assert same.new_block_ids[0] == longer.new_block_ids[0]
+    assert same.new_block_ids[1] != longer.new_block_ids[1]
     assert [outputs[id].num_cached_tokens for id in rows(batch)] == [4, 8, 0]
     stats = bench.scheduler.stats()
     assert (stats.prefix_cache_queries, stats.prefix_cache_hits) == (8 + 8 + 11 + 8, 12)

@@ -87,9 +87,10 @@ def test_blocks_cover_the_slots_that_the_proposer_writes() -> None:
     bench = Bench(lookahead=THREE)
     bench.add("a", tokens(100, 4), max_tokens=20)
     batch, _ = bench.step(drafts=[A, A, A])
-    assert len(batch.sequences[0].block_ids) == 2
+    assert len(batch.sequences[0].new_block_ids) == batch.sequences[0].num_blocks == 2
     batch, _ = bench.step()  # tokens 5 to 8, and three slots more
-    assert len(batch.sequences[0].block_ids) == 3
+    assert batch.sequences[0].num_blocks == 3
+    assert len(batch.sequences[0].new_block_ids) == 1
 
 
 @pytest.mark.parametrize("num_drafts", [1, 3, 15])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from scheduler_harness import EOS, A, B, Bench, rows, tokens
+from scheduler_harness import EOS, A, B, Bench, rows, rows_of, tokens
 
 from atom.batch import ScheduledBatch, SequenceResult, StepOutput
 from atom.messages import FinishReason, TokenLogprobs
@@ -19,7 +19,7 @@ def test_abort_frees_blocks_at_once() -> None:
     bench = Bench(max_num_seqs=1)
     bench.add("a", tokens(100, 8), max_tokens=5)
     bench.add("b", tokens(200, 8), max_tokens=5)
-    bench.step()
+    row = bench.step()[0].sequences[0].row
     outputs = bench.scheduler.abort(["b", "a", "nobody", "a"])
     assert [(o.id, o.token_ids, o.finish_reason) for o in outputs] == [
         ("b", [], FinishReason.ABORT),
@@ -30,7 +30,7 @@ def test_abort_frees_blocks_at_once() -> None:
     assert bench.pool.num_used == 0
     assert not bench.scheduler.has_unfinished
     # The runner never heard of `b`.
-    assert bench.scheduler.schedule().finished_ids == ["a"]
+    assert bench.scheduler.schedule().freed_rows == [row]
 
 
 def test_results_of_an_aborted_sequence_are_ignored() -> None:
@@ -38,12 +38,13 @@ def test_results_of_an_aborted_sequence_are_ignored() -> None:
     bench.add("a", [1, 2], max_tokens=5)
     bench.add("b", [3, 4], max_tokens=5)
     batch = bench.scheduler.schedule()
+    row = rows_of(batch)["a"]
     bench.scheduler.abort(["a"])
     bench.add("a", [5, 6, 7], max_tokens=5)  # another sequence with the same id
     outputs = bench.finish(batch)
     assert list(outputs) == ["b"]
     batch, outputs = bench.step()
-    assert batch.finished_ids == ["a"]
+    assert batch.freed_rows == [row]
     assert [(n.id, n.prompt_token_ids) for n in batch.new] == [("a", [5, 6, 7])]
     assert rows(batch) == {"b": (2, 1), "a": (0, 3)} or rows(batch)["a"] == (0, 3)
     assert outputs["a"].token_ids == [A]
@@ -218,10 +219,10 @@ def test_a_batch_stays_as_it_was_scheduled() -> None:
     bench = Bench()
     bench.add("a", tokens(100, 4), max_tokens=9)
     batch, _ = bench.step()
-    block_ids = list(batch.sequences[0].block_ids)
+    block_ids = list(batch.sequences[0].new_block_ids)
     bench.step()
     bench.scheduler.abort(["a"])
-    assert batch.sequences[0].block_ids == block_ids
+    assert batch.sequences[0].new_block_ids == block_ids
     assert batch.new[0].output_token_ids == []
 
 

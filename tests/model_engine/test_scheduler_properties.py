@@ -64,15 +64,40 @@ class FakeRunner:
         self.told: dict[str, NewSequence] = {}
         self.tokens: dict[str, list[int]] = {}
         self.salts: dict[str, str] = {}
+        # Of each row: the sequence that has it, and its block table.
+        self.rows: dict[int, str] = {}
+        self.tables: dict[int, list[int]] = {}
+        # Rows that a failed step may have forgotten already, or never have heard of.
+        self.told_in_vain: set[int] = set()
+
+    def fail(self, batch: ScheduledBatch, salts: dict[str, str], *, late: bool) -> None:
+        """A step that raises: before it begins, or late, with rubbish in the blocks it wrote to."""
+        if late:
+            self.step(batch, salts)
+            for row in batch.sequences:
+                for slot in self.slots_of(row)[row.start :]:
+                    self.slots[slot] = self.draft_slots[slot] = "rubbish", ()
+        self.told_in_vain |= {*batch.freed_rows, *(row.row for row in batch.sequences)}
 
     def step(self, batch: ScheduledBatch, salts: dict[str, str]) -> StepOutput:
-        for id in batch.finished_ids:
-            del self.told[id], self.tokens[id], self.salts[id]
+        for row in batch.freed_rows:
+            id = self.rows.pop(row, None)
+            assert id is not None or row in self.told_in_vain
+            if id is not None:
+                del self.told[id], self.tokens[id], self.salts[id], self.tables[row]
+        self.told_in_vain.clear()
         for new in batch.new:
             assert new.id not in self.told, "told twice"
+            assert new.row not in self.rows, "the row has a sequence"
+            self.rows[new.row] = new.id
+            self.tables[new.row] = []
             self.told[new.id] = new
             self.tokens[new.id] = new.prompt_token_ids + new.output_token_ids
             self.salts[new.id] = salts[new.id]
+        for sequence in batch.sequences:
+            assert self.rows[sequence.row] == sequence.id
+            self.tables[sequence.row] += sequence.new_block_ids
+            assert len(self.tables[sequence.row]) == sequence.num_blocks
         for row in batch.sequences:
             self.check_slots(row, row.start)  # computed by earlier steps, not by this one
         for row in batch.sequences:
@@ -82,8 +107,9 @@ class FakeRunner:
         return StepOutput([self.answer(row) for row in batch.sequences])
 
     def slots_of(self, row: ScheduledSequence) -> list[int]:
-        assert len(set(row.block_ids)) == len(row.block_ids)
-        return [b * self.block_size + i for b in row.block_ids for i in range(self.block_size)]
+        table = self.tables[row.row]
+        assert len(set(table)) == len(table)
+        return [b * self.block_size + i for b in table for i in range(self.block_size)]
 
     def tokens_of(self, row: ScheduledSequence) -> list[int]:
         """The known tokens, and the drafts that this step verifies."""
@@ -289,6 +315,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live: dict[str, Client] = {}
         self.done: list[Client] = []
         self.num_added = 0
+        # Who has failed and has not had a token since.
+        self.suspects: set[str] = set()
         self.started = True
 
     # --- rules ---
@@ -324,6 +352,23 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.submit(id, prompt, params, 0, "s")
         self.finish_step(batch, output)
 
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), late=st.booleans(), blames=st.booleans(), aborts=st.booleans())
+    def step_raises(self, data: st.DataObject, late: bool, blames: bool, aborts: bool) -> None:
+        batch = self.schedule()
+        self.runner.fail(batch, self.salts(), late=late)
+        if aborts:
+            self.abort_some(data)
+        self.scheduler.give_back(batch, "it broke" if blames else None)
+        self.scheduler.check_integrity()
+        assert self.pool.num_used == 0
+        ids = {row.id for row in batch.sequences if row.id in self.live} if blames else set()
+        refused = self.scheduler.take_refused()
+        assert {r.id for r in refused} == ids & self.suspects
+        assert all(r.is_fault and r.message == "it broke" for r in refused)
+        self.suspects ^= ids
+        self.done += [self.live.pop(r.id) for r in refused]
+
     # --- what the rules do ---
 
     def submit(
@@ -352,7 +397,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.take(output)
         return ids
 
+    def salts(self) -> dict[str, str]:
+        return {id: client.request.cache_salt for id, client in self.live.items()}
+
     def begin_step(self) -> tuple[ScheduledBatch, StepOutput]:
+        batch = self.schedule()
+        return batch, self.runner.step(batch, self.salts())
+
+    def schedule(self) -> ScheduledBatch:
         preemptions = self.scheduler.stats().num_preemptions
         batch = self.scheduler.schedule()
         self.scheduler.check_integrity()
@@ -365,12 +417,13 @@ class SchedulerMachine(RuleBasedStateMachine):
             num_prompt = len(self.live[row.id].request.prompt_token_ids)
             if not self.options.enable_chunked_prefill and row.start < num_prompt:
                 assert row.context_len >= num_prompt
-        salts = {id: client.request.cache_salt for id, client in self.live.items()}
-        return batch, self.runner.step(batch, salts)
+            assert row.id not in self.suspects or len(batch.sequences) == 1
+        return batch
 
     def finish_step(self, batch: ScheduledBatch, output: StepOutput) -> None:
         for made in self.scheduler.update(batch, output):
             self.take(made)
+            self.suspects.discard(made.id)
         self.scheduler.check_integrity()
 
     def take(self, output: SequenceOutput) -> None:
@@ -379,6 +432,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         if output.finish_reason is not None:
             client.check(self.limits.max_model_len)
             self.done.append(self.live.pop(output.id))
+            self.suspects.discard(output.id)
 
     # --- what holds always ---
 
@@ -400,7 +454,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         # Until the first of those left runs, who runs finishes; then it progresses every step.
         a_life = (self.options.max_num_seqs + 1) * self.limits.max_model_len
-        bound = len(self.live) * a_life
+        # Before that, each suspect runs alone.
+        bound = len(self.live) * (a_life + self.limits.max_model_len)
         for _ in range(bound):
             if not self.live:
                 break

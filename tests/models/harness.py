@@ -137,7 +137,9 @@ class ModelBench:
         blocks = self.block_ids.setdefault(name, [])
         if name not in self._rows:
             self._rows[name] = len(self._rows)
-            self._new.append(NewSequence(name, self._rows[name], token_ids, [], SamplingParams(), 0))
+            self._new.append(
+                NewSequence(name, self._rows[name], token_ids, [], SamplingParams(), 0)
+            )
         row = self._rows[name]
         self._lengths[name] = start + len(token_ids)
         known = len(blocks)

@@ -54,7 +54,7 @@ def test_no_block_is_left(
             engine.abort(victim)
             aborted += 1
         if engine.has_unfinished:
-            for output in engine.step():
+            for output in engine.step().outputs:
                 unfinished.discard(output.request_id)
                 finished += 1
         engine.core.block_pool.check_integrity()

@@ -45,7 +45,7 @@ from atom.entrypoints.openai.responses import api as responses
 from atom.entrypoints.openai.responses.events import ResponseTranslation
 from atom.entrypoints.openai.responses.protocol import ResponsesRequest
 from atom.entrypoints.openai.translation import Translation, renamed, respond_translated
-from atom.messages import EngineDeadError, RequestRefusedError
+from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, QueueFullError
 from atom.text.detokenizer import Vocabulary
 from atom.version import __version__
@@ -252,7 +252,13 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_exception)
-    for error in (ApiError, RequestRefusedError, QueueFullError, EngineDeadError):
+    for error in (
+        ApiError,
+        RequestRefusedError,
+        RequestFailedError,
+        QueueFullError,
+        EngineDeadError,
+    ):
         app.add_exception_handler(error, _on_exception)
     # The last one added is the outermost: preflight requests carry no key.
     if options.api_keys:

@@ -10,7 +10,7 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from atom.messages import EngineDeadError, RequestRefusedError
+from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
 from atom.model_engine.async_engine import EngineShuttingDownError, QueueFullError
 
 logger = logging.getLogger(__name__)
@@ -103,6 +103,8 @@ def as_api_error(error: BaseException) -> ApiError:
         return error
     if isinstance(error, RequestRefusedError):
         return bad_request(str(error), error.param)
+    if isinstance(error, RequestFailedError):
+        return ApiError(500, str(error), kind=SERVER_ERROR, code="request_failed")
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return ApiError(429, str(error), kind=RATE_LIMIT, code="queue_full", headers=headers)

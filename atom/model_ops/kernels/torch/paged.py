@@ -84,12 +84,22 @@ def gather_blocks(
 ) -> torch.Tensor:
     """[blocks, block_size, ...] -> each sequence's first tokens, [b, longest, ...] of `dtype`.
 
-    scale: of an 8-bit cache.
+    What lies behind a context is zeros: it is anybody's and may be NaN, which no mask takes out
+    of a product.
+
+    Args:
+        scale: of an 8-bit cache.
     """
     num_blocks = -(-longest // cache.shape[1])
     tables = _rows(metadata.block_tables[:, :num_blocks], rows)
     stored = bits(cache)[tables].flatten(1, 2)[:, :longest].view(cache.dtype)
-    return stored.to(dtype) if scale is None else dequantise(stored, scale, dtype)
+    gathered = stored.to(dtype) if scale is None else dequantise(stored, scale, dtype)
+    known = metadata.context_lens_cpu
+    if known is None or any(known[b] < longest for b in rows):
+        context_lens = _rows(metadata.context_lens, rows)[:, None]
+        behind = torch.arange(longest, device=cache.device) >= context_lens
+        gathered.masked_fill_(behind.view(*behind.shape, *(1,) * (gathered.dim() - 2)), 0.0)
+    return gathered
 
 
 def causal_mask(
