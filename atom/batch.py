@@ -5,14 +5,13 @@ Tensors live in `atom.model_ops.metadata`; everything here is plain Python.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import msgspec
 
 from atom.messages import TokenLogprobs
 from atom.sampling_params import SamplingParams
 
 
-@dataclass(frozen=True)
-class ScheduledSequence:
+class ScheduledSequence(msgspec.Struct, frozen=True):
     """One sequence's share of a step.
 
     Attributes:
@@ -50,8 +49,7 @@ class ScheduledSequence:
         return self.start + len(self.token_ids)
 
 
-@dataclass(frozen=True)
-class NewSequence:
+class NewSequence(msgspec.Struct, frozen=True):
     """What the runner must know of a sequence before its first step.
 
     `prompt_token_ids` and `output_token_ids` are the tokens known when it is (re)scheduled.
@@ -65,8 +63,7 @@ class NewSequence:
     seed: int
 
 
-@dataclass(frozen=True)
-class ScheduledBatch:
+class ScheduledBatch(msgspec.Struct, frozen=True):
     """One step.
 
     Attributes:
@@ -83,8 +80,7 @@ class ScheduledBatch:
         return sum(len(s.token_ids) for s in self.sequences)
 
 
-@dataclass(frozen=True)
-class SequenceResult:
+class SequenceResult(msgspec.Struct, frozen=True):
     """What a step computed for one scheduled sequence.
 
     Attributes:
@@ -101,13 +97,12 @@ class SequenceResult:
     token_ids: list[int]
     logprobs: list[TokenLogprobs] | None = None
     prompt_logprobs: list[TokenLogprobs] | None = None
-    draft_token_ids: list[int] = field(default_factory=list)
+    draft_token_ids: list[int] = []
     draft_source: str | None = None
     failure: str | None = None
 
 
-@dataclass(frozen=True)
-class StepOutput:
+class StepOutput(msgspec.Struct, frozen=True):
     """Results in the order of `ScheduledBatch.sequences`."""
 
     sequences: list[SequenceResult]

@@ -110,18 +110,20 @@ class SpecDecodeCounter:
         self._warns = warns
         self._window_start = SpecDecodeStats()
 
-    def count(self, num_drafts: int, num_accepted: int, source: str | None = None) -> None:
-        """One sequence in one step; steps without drafts do not count."""
+    def count(
+        self, num_drafts: int, num_accepted: int, source: str | None = None, times: int = 1
+    ) -> None:
+        """One sequence in one step, or several alike; steps without drafts do not count."""
         if num_drafts == 0:
             return
         if source is not None:
             longest = len(self._accepted_counts) - 1
             own = self._by_source.setdefault(source, SpecDecodeCounter(longest, warns=False))
-            own.count(num_drafts, num_accepted)
+            own.count(num_drafts, num_accepted, times=times)
         missing = num_drafts + 1 - len(self._accepted_counts)
         self._accepted_counts += [0] * missing
-        self._accepted_counts[num_accepted] += 1
-        self._num_draft_tokens += num_drafts
+        self._accepted_counts[num_accepted] += times
+        self._num_draft_tokens += num_drafts * times
         if self._warns:
             self._check_losing()
 

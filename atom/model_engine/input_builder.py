@@ -199,9 +199,9 @@ class InputBuilder:
         if not self._drafts:
             return None
         after = np.roll(input_ids, -1)
-        for end, sequence in zip(shape.ends, sequences, strict=True):
-            if sequence.successor_token is not None:
-                after[end - 1] = sequence.successor_token
+        middle = [i for i, s in enumerate(sequences) if s.successor_token is not None]
+        if middle:
+            after[shape.ends[middle] - 1] = [sequences[i].successor_token for i in middle]
         return self._staging.put(after)
 
     def _model_input(

@@ -77,6 +77,8 @@ class ModelRunner:
 
     def _look_up(self, batch: ScheduledBatch, step: StepInput) -> Found:
         plan = step.sample
+        if not self._drafter.looks:
+            return [None] * len(plan.states)
         rows = [batch.sequences[i].row for i in plan.layout.indices]
         histories = [(s.prompt_token_ids, s.output_token_ids) for s in plan.states]
         return self._drafter.look_up(rows, histories)
@@ -91,13 +93,10 @@ class ModelRunner:
         results = [SequenceResult([])] * len(batch.sequences)
         for index, logprobs in sampled.prompt_logprobs.items():
             results[index] = SequenceResult([], prompt_logprobs=logprobs)
-        for s, index in enumerate(step.sample.layout.indices):
-            results[index] = SequenceResult(
-                sampled.token_ids[s],
-                sampled.logprobs[s],
-                sampled.prompt_logprobs.get(index),
-                drafts[s][0],
-                drafts[s][1],
-                sampled.failures[s],
-            )
+        columns = (sampled.token_ids, sampled.logprobs, drafts, sampled.failures)
+        for index, tokens, logprobs, (draft_ids, source), failure in zip(
+            step.sample.layout.indices, *columns, strict=True
+        ):
+            prompt = sampled.prompt_logprobs.get(index) if sampled.prompt_logprobs else None
+            results[index] = SequenceResult(tokens, logprobs, prompt, draft_ids, source, failure)
         return StepOutput(results)

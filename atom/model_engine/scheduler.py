@@ -10,6 +10,7 @@ as computed.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Iterable
 
 import msgspec
@@ -69,6 +70,8 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._lookahead = lookahead
         self._spec = SpecDecodeCounter(lookahead.num_tokens)
+        # Verifications of the step that is taken in: (drafts, accepted, source) -> how many.
+        self._verified: Counter[tuple[int, int, str | None]] = Counter()
         self._live: dict[str, Sequence] = {}
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
@@ -113,7 +116,9 @@ class Scheduler:
         max_num_tokens = self._limits.max_model_len
         if request.params.max_tokens is not None:
             max_num_tokens = min(max_num_tokens, num_prompt + request.params.max_tokens)
-        seq = Sequence(request, (request.priority, self._num_added), max_num_tokens)
+        seq = Sequence(
+            request, (request.priority, self._num_added), max_num_tokens, self._eos_token_ids
+        )
         self._num_added += 1
         self._live[request.id] = seq
         self._waiting.add(seq)
@@ -173,6 +178,9 @@ class Scheduler:
                 made = self._advance(seq, scheduled, result)
                 if made is not None:
                     outputs.append(made)
+        for (num_drafts, num_accepted, source), times in self._verified.items():
+            self._spec.count(num_drafts, num_accepted, source, times)
+        self._verified.clear()
         return outputs
 
     def give_back(self, batch: ScheduledBatch, cause: str | None) -> None:
@@ -244,20 +252,23 @@ class Scheduler:
             The tokens left of the step's budget, and whether a sequence was preempted.
         """
         budget = self._options.max_num_batched_tokens
-        num_before = len(self._running)
-        while budget > 0 and len(rows) < len(self._running):
-            seq = self._running[len(rows)]
+        running = self._running.items
+        num_before = len(running)
+        block_size, ahead = self._pool.block_size, self._lookahead.num_tokens
+        while budget > 0 and len(rows) < len(running):
+            seq = running[len(rows)]
             # Each sequence behind keeps a token of the budget: a long prefill stalls no decode.
-            num_behind = len(self._running) - len(rows) - 1
-            share = max(budget - num_behind, 1)
+            share = max(budget - (len(running) - len(rows) - 1), 1)
             count = min(len(seq.token_ids) - seq.num_computed, share)
-            num_drafts = self._num_drafts(seq, count, share)
-            if not self._reserve(seq, seq.num_computed + count + num_drafts):
+            num_drafts = self._num_drafts(seq, count, share) if seq.draft_token_ids else 0
+            num_tokens = seq.num_computed + count + num_drafts
+            has_room = len(seq.block_ids) * block_size >= num_tokens + ahead
+            if not has_room and not self._reserve(seq, num_tokens):
                 break
             rows.append(seq)
             scheduled.append(self._schedule(seq, count, num_drafts))
             budget -= count + num_drafts
-        return budget, len(self._running) < num_before
+        return budget, len(running) < num_before
 
     def _num_drafts(self, seq: Sequence, count: int, share: int) -> int:
         """How many drafts follow the `count` known tokens of a step.
@@ -401,19 +412,18 @@ class Scheduler:
         start = seq.num_computed
         end = start + count
         is_last = end == len(seq.token_ids)
-        new_block_ids = seq.block_ids[seq.num_sent_blocks :]
-        seq.num_sent_blocks = len(seq.block_ids)
+        num_sent, seq.num_sent_blocks = seq.num_sent_blocks, len(seq.block_ids)
         return ScheduledSequence(
-            id=seq.request.id,
-            row=seq.row,
-            token_ids=seq.token_ids[start:end] + seq.draft_token_ids[:num_drafts],
-            start=start,
-            new_block_ids=new_block_ids,
-            num_blocks=len(seq.block_ids),
-            wants_sample=is_last,
-            num_drafts=num_drafts,
-            draft_source=seq.draft_source,
-            successor_token=None if is_last else seq.token_ids[end],
+            seq.request.id,
+            seq.row,
+            seq.token_ids[start:end] + seq.draft_token_ids[:num_drafts],
+            start,
+            seq.block_ids[num_sent:],
+            seq.num_sent_blocks,
+            is_last,
+            num_drafts,
+            seq.draft_source,
+            None if is_last else seq.token_ids[end],
         )
 
     def _advance(
@@ -433,20 +443,17 @@ class Scheduler:
         if not scheduled.wants_sample:
             self._publish(seq)
             return None
-        self._suspects.pop(scheduled.id, None)
+        if self._suspects:
+            self._suspects.pop(scheduled.id, None)
         if result.failure is not None and not result.token_ids:
             self._refuse(seq, result.failure)
             return None
         if seq.num_outputs == 0:
             self._totals.num_prompt_tokens += seq.num_prompt_tokens
         num_accepted = len(result.token_ids) - (result.failure is None)
-        self._spec.count(scheduled.num_drafts, num_accepted, scheduled.draft_source)
-        finish_reason, stop_reason = None, None
-        num_new = 0
-        while finish_reason is None and num_new < len(result.token_ids):
-            token_id = result.token_ids[num_new]
-            finish_reason, stop_reason = seq.append(token_id, self._eos_token_ids)
-            num_new += 1
+        if scheduled.num_drafts:
+            self._verified[scheduled.num_drafts, num_accepted, scheduled.draft_source] += 1
+        num_new, finish_reason, stop_reason = seq.extend(result.token_ids)
         self._totals.num_generation_tokens += num_new
         # Tokens before the failure are lost with the sequence, unless they end it anyway.
         if result.failure is not None and finish_reason is None:
@@ -456,10 +463,12 @@ class Scheduler:
         seq.num_computed += min(num_new - 1, scheduled.num_drafts)
         self._publish(seq)
         made = seq.report(result.token_ids[:num_new], finish_reason, stop_reason)
-        made.num_draft_tokens = scheduled.num_drafts
-        made.draft_source = scheduled.draft_source if scheduled.num_drafts else None
-        made.num_accepted_tokens = min(num_accepted, scheduled.num_drafts)
-        made.prompt_logprobs = seq.take_prompt_logprobs()
+        if scheduled.num_drafts:
+            made.num_draft_tokens = scheduled.num_drafts
+            made.draft_source = scheduled.draft_source
+            made.num_accepted_tokens = num_accepted
+        if seq.prompt_logprobs is not None:
+            made.prompt_logprobs = seq.take_prompt_logprobs()
         if result.logprobs is not None:
             made.logprobs = result.logprobs[:num_new]
         if finish_reason is not None:

@@ -32,6 +32,7 @@ class Sequence:
     Attributes:
         order: (priority, number of arrival); the lowest runs first and is preempted last.
         max_num_tokens: prompt and output tokens at which it ends for length.
+        eos_token_ids: the model's end tokens. end_ids: all tokens that may end this sequence.
         token_ids: the known tokens: the prompt, then the outputs.
         draft_token_ids: guesses at what follows the known tokens, to be verified next.
         draft_source: who was asked for drafts last.
@@ -48,9 +49,10 @@ class Sequence:
     request: EngineRequest
     order: tuple[int, int]
     max_num_tokens: int
+    eos_token_ids: frozenset[int]
     token_ids: list[int] = field(init=False)
     num_prompt_tokens: int = field(init=False)
-    stop_token_ids: frozenset[int] = field(init=False)
+    end_ids: frozenset[int] = field(init=False)
     prompt_logprobs: list[TokenLogprobs | None] | None = field(init=False)
     status: SequenceStatus = SequenceStatus.WAITING
     draft_token_ids: list[int] = field(default_factory=list)
@@ -68,7 +70,9 @@ class Sequence:
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.stop_token_ids = frozenset(self.request.params.stop_token_ids or ())
+        params = self.request.params
+        ends = frozenset() if params.ignore_eos else self.eos_token_ids
+        self.end_ids = ends.union(params.stop_token_ids or ())
         self.prompt_logprobs = None if self.request.params.prompt_logprobs is None else [None]
 
     @property
@@ -89,24 +93,32 @@ class Sequence:
             hashes.append(hash_block(parent, tokens))
         return hashes[:count]
 
-    def append(
-        self, token_id: int, eos_token_ids: frozenset[int]
-    ) -> tuple[FinishReason | None, int | None]:
-        """Add one output token and tell whether it ends the sequence.
+    def extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None, int | None]:
+        """Add output tokens up to the one that ends the sequence.
 
         Returns:
-            The finish reason (None to go on) and the stop token id to report. A stop token
-            that also fills the length counts as a stop.
+            How many were added, the finish reason (None to go on) and the stop token id to
+            report. A stop token that also fills the length counts as a stop.
         """
+        num_tokens = len(self.token_ids) + len(token_ids)
+        if num_tokens < self.max_num_tokens and self.end_ids.isdisjoint(token_ids):
+            self.token_ids += token_ids
+            return len(token_ids), None, None
+        for count, token_id in enumerate(token_ids, 1):
+            finish_reason, stop_reason = self._append(token_id)
+            if finish_reason is not None:
+                return count, finish_reason, stop_reason
+        return len(token_ids), None, None
+
+    def _append(self, token_id: int) -> tuple[FinishReason | None, int | None]:
         params = self.request.params
         # The sampler bans end tokens until min_tokens outputs exist, and so does this; under a
         # grammar it lets one through where nothing else may follow.
         may_stop = self.num_outputs >= params.min_tokens or params.structured_output is not None
         self.token_ids.append(token_id)
-        if may_stop and token_id in eos_token_ids and not params.ignore_eos:
-            return FinishReason.STOP, None
-        if may_stop and token_id in self.stop_token_ids:
-            return FinishReason.STOP, token_id
+        if may_stop and token_id in self.end_ids:
+            is_eos = token_id in self.eos_token_ids and not params.ignore_eos
+            return FinishReason.STOP, None if is_eos else token_id
         if len(self.token_ids) >= self.max_num_tokens:
             return FinishReason.LENGTH, None
         return None, None
@@ -160,23 +172,27 @@ _by_order = attrgetter("order")
 
 
 class SequenceQueue:
-    """Sequences sorted by (priority, arrival)."""
+    """Sequences sorted by (priority, arrival).
+
+    Attributes:
+        items: to be read only.
+    """
 
     def __init__(self) -> None:
-        self._items: list[Sequence] = []
+        self.items: list[Sequence] = []
 
     def __len__(self) -> int:
-        return len(self._items)
+        return len(self.items)
 
     def __iter__(self) -> Iterator[Sequence]:
-        return iter(self._items)
+        return iter(self.items)
 
     def __getitem__(self, index: int) -> Sequence:
-        return self._items[index]
+        return self.items[index]
 
     def add(self, seq: Sequence) -> None:
-        insort(self._items, seq, key=_by_order)
+        insort(self.items, seq, key=_by_order)
 
     def remove(self, seq: Sequence) -> None:
         """Take out a sequence that is here; orders are unique, so it is found by its own."""
-        del self._items[bisect_left(self._items, seq.order, key=_by_order)]
+        del self.items[bisect_left(self.items, seq.order, key=_by_order)]

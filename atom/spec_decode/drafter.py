@@ -25,7 +25,8 @@ class Drafter:
 
     Attributes:
         proposer: makes drafts on the device.
-        looks_first: whether the lookup comes before the proposer, which it may spare. On a GPU
+        looks: whether there is a lookup.
+        looks_first: whether it comes before the proposer, which it may spare. On a GPU
             the host would have to wait for the tokens in the middle of the step.
 
     Args:
@@ -43,7 +44,8 @@ class Drafter:
         waiting_is_free: bool,
     ) -> None:
         self.proposer = proposer
-        self.looks_first = lookup is not None and waiting_is_free
+        self.looks = lookup is not None
+        self.looks_first = self.looks and waiting_is_free
         self._source = source
         self._lookup = lookup
         self._length = length
@@ -57,8 +59,7 @@ class Drafter:
     def look_up(self, rows: Sequence[int], histories: Sequence[History]) -> Found:
         """What the text of each sampled sequence suggests."""
         lookup = self._lookup
-        if lookup is None:
-            return [None] * len(rows)
+        assert lookup is not None
         pairs = zip(rows, histories, strict=True)
         return [lookup.find(row, *history) for row, history in pairs]
 

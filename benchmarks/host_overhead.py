@@ -1,0 +1,180 @@
+"""Host time of a step: scheduling, input, sampling metadata and results, around a null model.
+
+    python benchmarks/host_overhead.py --sequences 1 64 256 --drafts 0 3 --context 8192
+
+The model, the choice of tokens and the draft cost nothing here: what is left is what the host
+does before and after the device works. Each figure is the median of decode steps in which every
+sequence takes part; with one penalised request the work on that request's logits is included.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from _report import environment, write_json
+
+from atom.batch import ScheduledBatch, StepOutput
+from atom.config import (
+    CacheOptions,
+    EngineConfig,
+    ModelOptions,
+    ParallelOptions,
+    SchedulerOptions,
+)
+from atom.graphs.runner import EagerRunner
+from atom.messages import EngineLimits, EngineRequest
+from atom.model_engine.engine_core import EngineCore
+from atom.model_engine.input_builder import InputBuilder
+from atom.model_engine.model_runner import ModelRunner
+from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
+from atom.sampling.rows import SamplingRows
+from atom.sampling.sampler import Sampler, SamplingOps
+from atom.sampling_params import SamplingParams
+from atom.spec_decode.base import Lookahead, NullProposer, VerifiedStep
+from atom.spec_decode.drafter import Drafter
+from atom.structured_output.cache import GrammarCache
+
+VOCAB_SIZE = 129_280
+BLOCK_SIZE = 16
+CPU = torch.device("cpu")
+# Output tokens that every sequence has room for.
+ROOM = 4096
+TOKEN = 7
+WARMUP_STEPS = 4
+
+WISHES: dict[str, dict[str, Any]] = {
+    "greedy": {"temperature": 0.0},
+    "sampled": {"temperature": 0.8},
+    "sampled, one penalised": {"temperature": 0.8},
+}
+
+
+class NullModel:
+    """Hidden states and logits of zeros, made once."""
+
+    def __init__(self, num_rows: int, num_tokens: int) -> None:
+        self._hidden = torch.zeros(num_tokens, 8)
+        self._logits = torch.zeros(num_rows, VOCAB_SIZE, dtype=torch.bfloat16)
+
+    def forward(self, model_input: ModelInput) -> ModelOutput:
+        return ModelOutput(self._hidden[: model_input.input_ids.shape[0]])
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        return self._logits[: hidden_states.shape[0]]
+
+
+class RightProposer(NullProposer):
+    """Reads every step as a draft does, and always drafts what will be sampled."""
+
+    reads_steps = True
+
+    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
+        return step.next_token_ids.new_full((len(step.last_rows), num_drafts), TOKEN)
+
+
+class NullExecutor:
+    """The engine's own runner around a null model."""
+
+    def __init__(self, num_seqs: int, num_drafts: int, context: int) -> None:
+        longest = context + ROOM
+        self.limits = EngineLimits(
+            max_model_len=longest,
+            num_blocks=num_seqs * (longest // BLOCK_SIZE),
+            block_size=BLOCK_SIZE,
+            vocab_size=VOCAB_SIZE,
+            max_logprobs=20,
+        )
+        self.eos_token_ids = frozenset([2])
+        self.lookahead = Lookahead(num_drafts)
+        self.grammars = GrammarCache(_no_grammars)
+        model = NullModel(num_seqs * (num_drafts + 1), num_seqs * context)
+        proposer = RightProposer(self.lookahead) if num_drafts else NullProposer()
+        rows = SamplingRows(num_seqs, VOCAB_SIZE, self.eos_token_ids, CPU, self.grammars)
+        sampler = Sampler(model.compute_logits, rows, VOCAB_SIZE, CPU, SamplingOps(_choose))
+        forward = EagerRunner(model.forward)
+        inputs = InputBuilder(
+            forward,
+            sampler,
+            None,
+            max_num_tokens=num_seqs * context,
+            max_num_seqs=num_seqs,
+            max_model_len=longest,
+            block_size=BLOCK_SIZE,
+            device=CPU,
+            drafts=proposer.reads_steps,
+        )
+        drafter = Drafter(proposer, "null", None, None, waiting_is_free=True)
+        self._runner = ModelRunner(inputs, forward, sampler, drafter)
+
+    def step(self, batch: ScheduledBatch) -> StepOutput:
+        return self._runner.step(batch)
+
+    def shutdown(self) -> None:
+        self.grammars.shutdown()
+
+
+def _choose(scores: torch.Tensor, _: SamplingMetadata) -> torch.Tensor:
+    return torch.full((scores.shape[0],), TOKEN)
+
+
+def _no_grammars() -> Any:
+    raise RuntimeError("there are no grammars here")
+
+
+def milliseconds(num_seqs: int, num_drafts: int, context: int, wish: str, steps: int) -> float:
+    """Median of a decode step of all sequences."""
+    config = EngineConfig(
+        ModelOptions(),
+        CacheOptions(enable_prefix_caching=False),
+        SchedulerOptions(max_num_batched_tokens=num_seqs * context, max_num_seqs=num_seqs),
+        ParallelOptions(),
+    )
+    core = EngineCore(config, NullExecutor(num_seqs, num_drafts, context))
+    for i in range(num_seqs):
+        penalty = 1.1 if "penalised" in wish and i == 0 else 1.0
+        params = SamplingParams(
+            max_tokens=ROOM - 8, ignore_eos=True, repetition_penalty=penalty, **WISHES[wish]
+        )
+        prompt = [5] * (context - 1)
+        core.add_request(EngineRequest(id=str(i), prompt_token_ids=prompt, params=params, seed=i))
+    for _ in range(WARMUP_STEPS):
+        core.step()
+    seconds = []
+    for _ in range(steps):
+        started = time.perf_counter()
+        report = core.step()
+        seconds.append(time.perf_counter() - started)
+        if sum(len(o.token_ids) for o in report.outputs) != num_seqs * (num_drafts + 1):
+            raise RuntimeError("not every sequence took part in the step")
+    core.shutdown()
+    return statistics.median(seconds) * 1e3
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sequences", type=int, nargs="+", default=[1, 64, 256])
+    parser.add_argument("--drafts", type=int, nargs="+", default=[0, 3])
+    parser.add_argument("--context", type=int, default=8192, help="tokens of each sequence")
+    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--output", type=Path, help="write the figures as JSON here")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    rows = []
+    for num_seqs in args.sequences:
+        for num_drafts in args.drafts:
+            row: dict[str, Any] = {"sequences": num_seqs, "drafts": num_drafts}
+            for wish in WISHES:
+                row[wish] = milliseconds(num_seqs, num_drafts, args.context, wish, args.steps)
+            rows.append(row)
+            times = ", ".join(f"{wish} {row[wish]:.2f} ms" for wish in WISHES)
+            print(f"{num_seqs} sequences, {num_drafts} drafts: {times}", flush=True)
+    write_json(args.output, {**environment(), "context": args.context, "milliseconds": rows})
+
+
+if __name__ == "__main__":
+    main()
