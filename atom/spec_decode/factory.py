@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+
 from atom.config import EngineConfig, SpeculativeOptions
 from atom.kv_cache.base import storage_dtype
 from atom.model_loader.drafts.eagle3 import load_draft
@@ -18,6 +21,12 @@ from atom.spec_decode.length import DraftLength, FixedLength
 from atom.spec_decode.lookup import HistoryLookup, Lookup, NullLookup
 from atom.spec_decode.mtp import MTPCacheBuilder, MTPProposer
 from atom.spec_decode.ngram import NgramProposer
+from atom.speculative_methods import SPECULATIVE_METHODS
+
+# (options, configuration, target, its source, layer context) -> a proposer
+ProposerBuilder = Callable[
+    [SpeculativeOptions, EngineConfig, CausalLM, ModelSource, LayerContext], Proposer
+]
 
 
 def create_proposer(
@@ -32,13 +41,15 @@ def create_proposer(
     options = config.speculative
     if options is None:
         return NullProposer()
-    if options.method == "ngram":
-        return NgramProposer(
-            options.num_speculative_tokens, options.ngram_max, options.shortest_ngram
-        )
-    if options.method == "mtp":
-        return _create_mtp(options, config, target, source, context)
-    return _create_eagle3(options, config, target, source, context)
+    build = proposer_builder(options.method)
+    return build(options, config, target, source, context)
+
+
+def proposer_builder(method: str) -> ProposerBuilder:
+    """What builds the proposer of a method in `SPECULATIVE_METHODS`."""
+    module, _, name = SPECULATIVE_METHODS[method].builder.partition(":")
+    builder: ProposerBuilder = getattr(importlib.import_module(module), name)
+    return builder
 
 
 def create_drafter(
@@ -56,20 +67,21 @@ def create_drafter(
         return Drafter(proposer, "none", NullLookup(), FixedLength(most))
     lookup: Lookup = NullLookup()
     if options.lookup:
-        lookup = HistoryLookup(most, options.ngram_max, options.shortest_ngram)
+        lookup = HistoryLookup(most, options.longest_ngram, options.shortest_ngram)
     length: DraftLength = FixedLength(most)
     if options.adaptive:
         length = AdaptiveLength((0, most) if captured else spread_lengths(most))
     return Drafter(proposer, options.method, lookup, length)
 
 
-def _create_eagle3(
+def create_eagle3(
     options: SpeculativeOptions,
     config: EngineConfig,
     target: CausalLM,
     source: ModelSource,
     context: LayerContext,
 ) -> Proposer:
+    """Drafts of a model of its own, which reads the target's hidden states."""
     assert options.model is not None
     draft = load_draft(options.model, target, source, context, config.model)
     storage = storage_dtype(config.cache, context)
@@ -83,13 +95,14 @@ def _create_eagle3(
     )
 
 
-def _create_mtp(
+def create_mtp(
     options: SpeculativeOptions,
     config: EngineConfig,
     target: CausalLM,
     source: ModelSource,
     context: LayerContext,
 ) -> Proposer:
+    """Drafts of the target's own prediction layers."""
     mtp = load_mtp(target, source, context, config.model)
     storage = storage_dtype(config.cache, context)
     return MTPProposer(
@@ -98,4 +111,11 @@ def _create_mtp(
         options.num_speculative_tokens,
         config.cache.block_size,
         context.max_model_len,
+    )
+
+
+def create_ngram(options: SpeculativeOptions, *_: object) -> Proposer:
+    """Drafts that are looked up in the text so far."""
+    return NgramProposer(
+        options.num_speculative_tokens, options.longest_ngram, options.shortest_ngram
     )
