@@ -214,10 +214,10 @@ def build(tree: type[Tree], given: Mapping[str, Any], what: str = "option") -> T
         if group in top:
             fields[group] = _read_document(document, top[group], members[group], fields[group])
     hints = typing.get_type_hints(tree)
-    for name, values in fields.items():
-        assert name is not None
-        _refuse_missing(members[name], values)
-        top[name] = _without_none(hints[name])(**values)
+    for group_name, values in fields.items():
+        assert group_name is not None
+        _refuse_missing(members[group_name], values)
+        top[group_name] = _without_none(hints[group_name])(**values)
     return tree(**top)
 
 
