@@ -190,7 +190,7 @@ def build(tree: type[Tree], given: Mapping[str, Any], what: str = "option") -> T
 
     Args:
         given: values by the options' names.
-        what: an option is called in a message.
+        what: what messages call an option.
 
     Raises:
         TypeError: naming every unknown option and the known ones.
