@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import httpx
 from _prometheus import drafts_between, scrape_spec_decode
 
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import EngineOptions
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats, total
 
@@ -73,11 +73,11 @@ class OfflineArm:
 
     unit = "tokens"
 
-    def __init__(self, name: str, engine_args: EngineArgs) -> None:
+    def __init__(self, name: str, options: EngineOptions) -> None:
         from atom import LLM
 
         self.name = name
-        self._llm = LLM(**dataclasses.asdict(engine_args))
+        self._llm = LLM(**options)
 
     def answer(self, prompts: Sequence[Conversation], sampling: Sequence[Sampling]) -> Batch:
         token_ids = [self._llm.render_chat(prompt) for prompt in prompts]

@@ -18,7 +18,7 @@ from _bytes import model_bytes
 from atom.batch import ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.messages import EngineRequest
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.executor import UniprocExecutor
 from atom.model_loader.source import ModelSource
@@ -55,7 +55,7 @@ class Setup:
     device: str
     num_threads: int | None = None
 
-    def engine_args(self) -> EngineArgs:
+    def engine_config(self) -> EngineConfig:
         options: dict[str, Any] = {}
         if self.num_drafts:
             options = {
@@ -65,7 +65,7 @@ class Setup:
             }
         if not self.eager:
             options["cudagraph_capture_sizes"] = list(self.batch_sizes)
-        return EngineArgs(
+        return engine_config(
             model=str(self.folders[0]),
             load_format="dummy",
             dtype=self.dtype,
@@ -120,7 +120,7 @@ class DecodeEngine:
             models.append(model)
             return create_proposer(config, model, source, context)
 
-        config = setup.engine_args().create_config()
+        config = setup.engine_config()
         executor = UniprocExecutor(config, factory)
         self.ops: str = executor.ops.describe()
         (self.model,) = models

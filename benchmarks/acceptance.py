@@ -27,8 +27,17 @@ from _arms import Arm, Batch, Conversation, OfflineArm, Sampling, ServerArm
 from _report import environment, read_conversations, write_json, write_text
 from tqdm import tqdm
 
-from atom.config import ConfigError
-from atom.model_engine.arg_utils import EngineArgs
+from atom.config import ConfigError, EngineConfig
+from atom.model_engine.arg_utils import (
+    EngineOptions,
+    add_engine_flags,
+    engine_config,
+    engine_options,
+    speculation_of,
+    with_shipped_draft,
+    without_speculation,
+)
+from atom.options import options_of
 from atom.stats import SpecDecodeStats, total
 from atom.training.repetition import repeated_bigram_share
 
@@ -153,7 +162,7 @@ def create_parser() -> argparse.ArgumentParser:
     add("--timeout", type=float, default=600.0, help="of a request to a server, in seconds")
     add("--require-same", action="store_true", help="fail unless every arm gives the same text")
     add("--output-dir", type=Path, help="where acceptance.{json,md,png} go; nowhere when omitted")
-    EngineArgs.add_cli_args(parser)
+    add_engine_flags(parser)
     add(
         "--num-speculative-tokens",
         "--num_speculative_tokens",
@@ -167,37 +176,35 @@ def create_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def plan_arms(args: argparse.Namespace) -> dict[str, EngineArgs]:
-    """Engine arguments by arm, no speculation first.
+def plan_arms(args: argparse.Namespace) -> dict[str, EngineOptions]:
+    """Engine options by arm, no speculation first.
 
     Raises:
         ConfigError, TypeError: when an arm cannot be, or there is none.
     """
     ks: list[int] = args.num_speculative_tokens
-    given = EngineArgs.from_cli_args(
-        argparse.Namespace(**{**vars(args), "num_speculative_tokens": None})
-    )
-    base = given.without_speculation()
-    arms = {OFF: base}
-    if given.speculative_config is not None:
+    given = engine_options(argparse.Namespace(**{**vars(args), "num_speculative_tokens": None}))
+    base = without_speculation(given)
+    arms: dict[str, EngineOptions] = {OFF: base}
+    if "speculative_config" in given:
         raise ConfigError("give --speculative-config as an arm: --arm 'NAME={engine arguments}'")
     drafting = given
-    if not given.says_speculation:
+    if not speculation_of(given):
         # The shipped draft alone: lookup and adaptive lengths are arms of their own.
-        shipped = given.with_shipped_draft()
-        drafting = _with(given, {"method": shipped.method, "draft_model": shipped.draft_model})
-    if drafting.method is not None:
+        shipped = with_shipped_draft(given)
+        drafting = {**given, **{n: shipped[n] for n in ("method", "draft_model") if n in shipped}}
+    if "method" in drafting:
         for k in ks:
             for name, options in _variants(args, k).items():
-                arms[name] = _with(drafting, options)
+                arms[name] = {**drafting, **options}
     elif args.lookup or args.adaptive or ks != _DEFAULT_KS:
         raise ConfigError("--num-speculative-tokens, --lookup and --adaptive need a --method")
     for name, options in args.arm:
-        arms[name] = _with(base, options)
+        arms[name] = {**base, **options}
     if len(arms) == 1:
         raise ConfigError("nothing to compare: name a --method, or an --arm")
-    for engine_args in arms.values():
-        engine_args.create_config()
+    for engine in arms.values():
+        engine_config(**engine)
     return arms
 
 
@@ -212,10 +219,6 @@ def _variants(args: argparse.Namespace, k: int) -> dict[str, dict[str, Any]]:
     return variants
 
 
-def _with(engine_args: EngineArgs, options: Mapping[str, Any]) -> EngineArgs:
-    return EngineArgs.from_kwargs({**dataclasses.asdict(engine_args), **options})
-
-
 def create_arms(args: argparse.Namespace) -> list[Arm]:
     """Build every engine, or connect to every server.
 
@@ -227,11 +230,11 @@ def create_arms(args: argparse.Namespace) -> list[Arm]:
     if args.base_url is not None:
         _refuse_engine_flags(args)
         return [ServerArm(n, url, args.api_key, args.timeout) for n, url in args.base_url]
-    return [OfflineArm(name, engine_args) for name, engine_args in plan_arms(args).items()]
+    return [OfflineArm(name, options) for name, options in plan_arms(args).items()]
 
 
 def _refuse_engine_flags(args: argparse.Namespace) -> None:
-    names = [f.name for f in dataclasses.fields(EngineArgs)] + ["arm", "lookup", "adaptive"]
+    names = [option.name for option in options_of(EngineConfig)] + ["arm", "lookup", "adaptive"]
     given, default = vars(args), vars(create_parser().parse_args([]))
     if ignored := [name for name in names if given[name] != default[name]]:
         raise ConfigError(

@@ -19,15 +19,9 @@ import torch
 from _report import environment, write_json
 
 from atom.batch import ScheduledBatch, StepOutput
-from atom.config import (
-    CacheOptions,
-    EngineConfig,
-    ModelOptions,
-    ParallelOptions,
-    SchedulerOptions,
-)
 from atom.graphs.runner import EagerRunner
 from atom.messages import EngineLimits, EngineRequest
+from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.model_runner import ModelRunner
@@ -128,11 +122,10 @@ def _no_grammars() -> Any:
 
 def milliseconds(num_seqs: int, num_drafts: int, context: int, wish: str, steps: int) -> float:
     """Median of a decode step of all sequences."""
-    config = EngineConfig(
-        ModelOptions(),
-        CacheOptions(enable_prefix_caching=False),
-        SchedulerOptions(max_num_batched_tokens=num_seqs * context, max_num_seqs=num_seqs),
-        ParallelOptions(),
+    config = engine_config(
+        enable_prefix_caching=False,
+        max_num_batched_tokens=num_seqs * context,
+        max_num_seqs=num_seqs,
     )
     core = EngineCore(config, NullExecutor(num_seqs, num_drafts, context))
     for i in range(num_seqs):

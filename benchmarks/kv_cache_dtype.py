@@ -11,7 +11,6 @@ python benchmarks/kv_cache_dtype.py --text book.txt --num-tokens 20000 --no-spec
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import random
 import statistics
@@ -34,7 +33,13 @@ from _report import (
 )
 
 from atom.config import ConfigError
-from atom.model_engine.arg_utils import EngineArgs, add_no_speculation
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    add_no_speculation,
+    choose_draft,
+    engine_options,
+    speculation_of,
+)
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats, total
 
@@ -80,28 +85,26 @@ def create_parser() -> argparse.ArgumentParser:
         help="share of the acceptance rate (default: %(default)s)",
     )
     add("--output-dir", type=Path, help="where kv_cache_dtype.{json,md} go; nowhere when omitted")
-    EngineArgs.add_cli_args(parser)
+    add_engine_flags(parser)
     add_no_speculation(parser)
     # What one window or prompt computed would spare another's.
     parser.set_defaults(enable_prefix_caching=False)
     return parser
 
 
-def engine_args_of(args: argparse.Namespace) -> EngineArgs:
+def engine_options_of(args: argparse.Namespace) -> dict[str, Any]:
     """The engine of both arms; the shipped draft speculates with 3 tokens and nothing else.
 
     Raises:
         ConfigError: when the storage, which the arms differ in, is given.
     """
-    given = EngineArgs.from_cli_args(args)
-    if given.kv_cache_dtype != "auto":
+    given = engine_options(args)
+    if "kv_cache_dtype" in given:
         raise ConfigError(f"the arms are {BASELINE} and {CANDIDATE}: leave --kv-cache-dtype out")
-    chosen = given.choose_draft(args.no_speculation)
-    if chosen == given or given.says_speculation:
-        return chosen
-    return dataclasses.replace(
-        given, method=chosen.method, draft_model=chosen.draft_model, num_speculative_tokens=3
-    )
+    chosen = choose_draft(given, args.no_speculation)
+    if chosen != given:
+        chosen |= {"num_speculative_tokens": 3, "speculative_lookup": False}
+    return chosen
 
 
 def read_scored_text(path: Path, fields: Sequence[str]) -> str:
@@ -233,13 +236,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     """
     from atom import LLM
 
-    engine_args = engine_args_of(args)
+    options = engine_options_of(args)
     prompts = read_conversations(args.prompts, args.prompts_field)
     task = Task(
         text=read_scored_text(args.text, args.text_field),
         num_tokens=args.num_tokens,
         window=args.window,
-        prompts=prompts[: args.limit] if engine_args.says_speculation else [],
+        prompts=prompts[: args.limit] if speculation_of(options) else [],
         max_tokens=args.max_tokens,
         batch_size=args.batch_size,
     )
@@ -247,13 +250,13 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     acceptance: dict[str, Acceptance] = {}
     for name in (BASELINE, CANDIDATE):
         started = time.monotonic()
-        llm = LLM(**dataclasses.asdict(dataclasses.replace(engine_args, kv_cache_dtype=name)))
+        llm = LLM(**{**options, "kv_cache_dtype": name})
         losses[name], acceptance[name] = measure(llm, task)
         llm.shutdown()
         print(f"{name}: measured in {time.monotonic() - started:.0f} s", file=sys.stderr)
     return {
-        "model": engine_args.model or "the embedded one",
-        "draft_model": engine_args.draft_model,
+        "model": options.get("model") or "the embedded one",
+        "draft_model": options.get("draft_model"),
         "likelihood": compare_losses(losses, args.max_nll_rise),
         "acceptance": compare_acceptance(acceptance, args.max_acceptance_fall)
         if task.prompts

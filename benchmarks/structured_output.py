@@ -20,7 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from _report import DEFAULT_CONVERSATIONS, environment, markdown_table, write_json
 
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    engine_config,
+    engine_options,
+)
 from atom.sampling_params import SamplingParams
 from atom.structured_output.params import StructuredOutput
 
@@ -52,7 +56,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         "--min-ratio", type=float, default=0.0, help="fail below (0.85 is the goal)"
     )
     parser.add_argument("--output-json", type=Path)
-    EngineArgs.add_cli_args(parser)
+    add_engine_flags(parser)
     return parser.parse_args(argv)
 
 
@@ -80,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     from atom import LLM
 
-    engine_args = EngineArgs.from_cli_args(args)
-    llm = LLM(**dataclasses.asdict(engine_args))
+    options = engine_options(args)
+    llm = LLM(**options)
     conversations = itertools.cycle(DEFAULT_CONVERSATIONS)
     prompts = [llm.render_chat(c) for c in itertools.islice(conversations, args.batch_size)]
     arms = sides(args.max_tokens)
@@ -99,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         args.output_json,
         {
             "environment": environment(),
-            "engine": dataclasses.asdict(engine_args),
+            "engine": dataclasses.asdict(engine_config(**options)),
             "batch_size": args.batch_size,
             "max_tokens": args.max_tokens,
             "tokens_per_s": speeds,

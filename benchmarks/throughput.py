@@ -20,7 +20,11 @@ from typing import TYPE_CHECKING, Any
 
 from _report import environment, markdown_table, read_conversations, write_json
 
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    engine_config,
+    engine_options,
+)
 from atom.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
@@ -44,7 +48,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--rounds", type=int, default=3, help="the median counts (default: 3)")
     parser.add_argument("--output-json", type=Path)
-    EngineArgs.add_cli_args(parser)
+    add_engine_flags(parser)
     return parser.parse_args(argv)
 
 
@@ -82,8 +86,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse_args(argv)
     from atom import LLM
 
-    engine_args = EngineArgs.from_cli_args(args)
-    llm = LLM(**dataclasses.asdict(engine_args))
+    options = engine_options(args)
+    llm = LLM(**options)
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=not args.stop_at_eos
     )
@@ -97,7 +101,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         args.output_json,
         {
             "environment": environment(),
-            "engine": dataclasses.asdict(engine_args),
+            "engine": dataclasses.asdict(engine_config(**options)),
             "median": median,
             "rounds": rounds,
         },

@@ -21,7 +21,7 @@ from atom.config import ConfigError
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai_server import create_parser as server_parser
 from atom.examples import simple_inference
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import engine_config, engine_options
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -163,9 +163,8 @@ def test_server_flags(command: Command) -> None:
     """Commands that the engine refuses belong to recipes that quote the refusal."""
     namespace = server_parser().parse_args(command.arguments)
     ServerOptions.from_cli_args(namespace)
-    args = EngineArgs.from_cli_args(namespace)
     try:
-        args.create_config()
+        engine_config(**engine_options(namespace))
     except ConfigError as error:
         reason = str(error).partition(";")[0]
         text = (ROOT / "recipes" / command.recipe).read_text(encoding="utf-8")
@@ -178,7 +177,7 @@ def test_training_flags(command: Command) -> None:
 
     args = build_parser().parse_args(command.arguments)
     if args.command != "export":
-        EngineArgs.from_cli_args(args).create_config()
+        engine_config(**engine_options(args))
 
 
 @of(

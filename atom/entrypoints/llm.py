@@ -14,7 +14,7 @@ from typing import Any
 from tqdm import tqdm
 
 from atom.messages import RequestFailedError, RequestRefusedError
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.llm_engine import LLMEngine
 from atom.model_engine.mailbox import merge
 from atom.outputs import RequestOutput
@@ -77,16 +77,15 @@ class LLM:
 
     Args:
         model: folder, `.gguf` file or hub id; the embedded model when None.
-        engine_args: the fields of `EngineArgs`.
+        engine_options: further ones by name, as `atom.config` declares them.
 
     Raises:
         TypeError: for unknown engine arguments.
         ConfigError: when the model or an option cannot be honoured.
     """
 
-    def __init__(self, model: str | None = None, **engine_args: Any) -> None:
-        args = EngineArgs.from_kwargs({"model": model, **engine_args})
-        self.engine = LLMEngine(args.create_config())
+    def __init__(self, model: str | None = None, **engine_options: Any) -> None:
+        self.engine = LLMEngine(engine_config(model=model, **engine_options))
         self._request_ids = itertools.count()
         # Of all requests that were begun and neither finished nor left.
         self._mail: dict[str, _Mail] = {}

@@ -9,9 +9,16 @@ import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
 
-from atom.config import ConfigError
+from atom.config import ConfigError, EngineConfig
 from atom.entrypoints.openai.http.options import OptionError, ServerOptions
-from atom.model_engine.arg_utils import EngineArgs, add_no_speculation, add_show_ops
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    add_no_speculation,
+    add_show_ops,
+    choose_draft,
+    engine_config,
+    engine_options,
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -24,8 +31,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     namespace = parser.parse_args(argv)
     try:
         options = ServerOptions.from_cli_args(namespace)
-        args = EngineArgs.from_cli_args(namespace).choose_draft(namespace.no_speculation)
-        args.create_config()
+        given = choose_draft(engine_options(namespace), namespace.no_speculation)
+        config = engine_config(**given)
     except (ConfigError, OptionError) as error:
         parser.error(str(error))
     logging.basicConfig(
@@ -36,8 +43,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         logging.DEBUG if options.log_level == "debug" else logging.WARNING
     )
     if namespace.show_ops:
-        return show_ops(args)
-    return serve_forever(args, options)
+        return show_ops(config)
+    return serve_forever(config, options)
 
 
 def create_parser() -> argparse.ArgumentParser:
@@ -47,26 +54,26 @@ def create_parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     ServerOptions.add_cli_args(parser)
-    EngineArgs.add_cli_args(parser)
+    add_engine_flags(parser)
     add_no_speculation(parser)
     add_show_ops(parser)
     return parser
 
 
-def show_ops(args: EngineArgs) -> int:
+def show_ops(config: EngineConfig) -> int:
     """Print the table of ops; returns the exit code."""
     # After the options were found right: these imports bring torch.
     from atom.model_engine.show_ops import describe_ops
 
     try:
-        print(describe_ops(args))
+        print(describe_ops(config))
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
     return 0
 
 
-def serve_forever(args: EngineArgs, options: ServerOptions) -> int:
+def serve_forever(config: EngineConfig, options: ServerOptions) -> int:
     # After the options were found right: these imports bring torch.
     from atom.entrypoints.openai.serve import bind, serve
     from atom.messages import EngineDeadError
@@ -79,7 +86,7 @@ def serve_forever(args: EngineArgs, options: ServerOptions) -> int:
         return 1
     with sock:
         try:
-            return _run(serve(args, options, sock))
+            return _run(serve(config, options, sock))
         except (ConfigError, OptionError, WeightError, EngineDeadError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1

@@ -10,7 +10,6 @@ python -m atom.examples.simple_inference --model MODEL --prompt "Why is the sky 
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import random
 import sys
 from collections.abc import Sequence
@@ -21,7 +20,17 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from atom.config import ConfigError
-from atom.model_engine.arg_utils import EngineArgs, add_no_speculation, add_show_ops
+from atom.model_engine.arg_utils import (
+    EngineOptions,
+    add_engine_flags,
+    add_no_speculation,
+    add_show_ops,
+    choose_draft,
+    engine_config,
+    engine_options,
+    speculation_of,
+    without_speculation,
+)
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats, total
 
@@ -80,7 +89,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
         action=argparse.BooleanOptionalAction,
         help="answer again without speculation; only with the embedded model when omitted",
     )
-    EngineArgs.add_cli_args(parser)
+    add_engine_flags(parser)
     add_no_speculation(parser)
     add_show_ops(parser)
     return parser.parse_args(argv)
@@ -111,17 +120,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         params = SamplingParams(
             max_tokens=args.max_tokens, temperature=args.temperature, top_p=args.top_p
         )
-        engine_args = EngineArgs.from_cli_args(args).choose_draft(args.no_speculation)
+        given = choose_draft(engine_options(args), args.no_speculation)
         if args.show_ops:
             from atom.model_engine.show_ops import describe_ops
 
-            print(describe_ops(engine_args))
+            print(describe_ops(engine_config(**given)))
             return 0
-        speculates = engine_args.says_speculation
+        speculates = bool(speculation_of(given))
         if args.compare and not speculates:
             raise ConfigError("--compare compares with no speculation, so it needs a --method")
         compare = args.model is None if args.compare is None else args.compare
-        run(prompts, params, engine_args, compare and speculates)
+        run(prompts, params, given, compare and speculates)
     except (ValueError, RuntimeError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -129,23 +138,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def run(
-    prompts: Sequence[str], params: SamplingParams, engine_args: EngineArgs, compare: bool
+    prompts: Sequence[str], params: SamplingParams, given: EngineOptions, compare: bool
 ) -> None:
     """Answer every prompt in turn and print the table.
 
     Args:
         compare: answer them once more without speculation.
     """
-    if compare and engine_args.seed is None:
+    if compare and given.get("seed") is None:
         # Both engines draw the seeds of their requests from it.
-        engine_args = dataclasses.replace(engine_args, seed=random.SystemRandom().getrandbits(31))
-    answers = _answer_all(engine_args, prompts, params, shown=True)
+        given = {**given, "seed": random.SystemRandom().getrandbits(31)}
+    answers = _answer_all(given, prompts, params, shown=True)
     print()
     if not compare:
         print(format_table(answers))
     else:
         print("once more without speculation ...", flush=True)
-        plain = _answer_all(engine_args.without_speculation(), prompts, params, shown=False)
+        plain = _answer_all(without_speculation(given), prompts, params, shown=False)
         print()
         print(format_comparison(answers, plain))
     drafts = [a.drafts for a in answers if a.drafts is not None]
@@ -154,11 +163,11 @@ def run(
 
 
 def _answer_all(
-    engine_args: EngineArgs, prompts: Sequence[str], params: SamplingParams, *, shown: bool
+    given: EngineOptions, prompts: Sequence[str], params: SamplingParams, *, shown: bool
 ) -> list[Answer]:
     from atom.entrypoints.llm import LLM
 
-    llm = LLM(**dataclasses.asdict(engine_args))
+    llm = LLM(**given)
     # The first steps of a process find memory and load kernels.
     warm_up = msgspec.structs.replace(params, max_tokens=2)
     _answer(llm, prompts[0], warm_up, shown=False)

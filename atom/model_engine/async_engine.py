@@ -19,7 +19,6 @@ from atom.messages import (
     check_request,
 )
 from atom.model_engine import wire
-from atom.model_engine.arg_utils import EngineArgs
 from atom.model_engine.engine_client import EngineClient
 from atom.model_engine.mailbox import Mailbox
 from atom.model_loader.source import resolve_model
@@ -92,7 +91,7 @@ class AsyncEngine:
     @classmethod
     async def start(
         cls,
-        args: EngineArgs,
+        config: EngineConfig,
         *,
         max_waiting_requests: int | None = None,
         observer: EngineObserver | None = None,
@@ -105,12 +104,11 @@ class AsyncEngine:
             ConfigError, WeightError: when an option or the checkpoint is wrong.
             EngineDeadError: when the engine failed otherwise; its log says more.
         """
-        config = args.create_config()
         client = EngineClient()
         try:
             # The process imports its modules meanwhile.
             source = await asyncio.to_thread(resolve_model, config.model)
-            client.send(wire.Start(args, logging.getLogger("atom").getEffectiveLevel()))
+            client.send(wire.Start(config, logging.getLogger("atom").getEffectiveLevel()))
             tokenizer, ready = await asyncio.gather(
                 asyncio.to_thread(load_tokenizer, source, config.model), client.wait_ready()
             )

@@ -97,7 +97,7 @@ class EngineLoop:
         logging.getLogger("atom").setLevel(message.log_level)
         begin = time.monotonic()
         try:
-            core = self._create_core(message.args.create_config())
+            core = self._create_core(message.config)
         except Exception as error:
             if _is_users(error):
                 self._send(wire.StartupFailed(str(error), is_users=True))

@@ -91,8 +91,8 @@ class ModelRunner:
         drafts: Sequence[tuple[list[int], str]],
     ) -> StepOutput:
         results = [SequenceResult([])] * len(batch.sequences)
-        for index, logprobs in sampled.prompt_logprobs.items():
-            results[index] = SequenceResult([], prompt_logprobs=logprobs)
+        for index, prompt_logprobs in sampled.prompt_logprobs.items():
+            results[index] = SequenceResult([], prompt_logprobs=prompt_logprobs)
         columns = (sampled.token_ids, sampled.logprobs, drafts, sampled.failures)
         for index, tokens, logprobs, (draft_ids, source), failure in zip(
             step.sample.layout.indices, *columns, strict=True

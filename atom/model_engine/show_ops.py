@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from atom.model_engine.arg_utils import EngineArgs
+from atom.config import EngineConfig
 from atom.model_engine.executor import UniprocExecutor
 
 
-def describe_ops(args: EngineArgs) -> str:
-    """The table of ops of the engine that `args` stand for; nothing is served.
+def describe_ops(config: EngineConfig) -> str:
+    """The table of ops of an engine; nothing is served.
 
     The model is loaded and the KV cache allocated as for serving, since what runs depends on
     their sizes.
@@ -16,7 +16,7 @@ def describe_ops(args: EngineArgs) -> str:
         ConfigError: when the model or an option cannot be honoured.
         OpUnavailableError: when an override cannot be.
     """
-    executor = UniprocExecutor(args.create_config())
+    executor = UniprocExecutor(config)
     try:
         return executor.ops.describe()
     finally:

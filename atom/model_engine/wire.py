@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from atom.config import EngineConfig
 from atom.messages import EngineLimits, EngineRequest, EngineStats, StepReport
-from atom.model_engine.arg_utils import EngineArgs
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -16,7 +16,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     `log_level` is that of the frontend's `atom` logger.
     """
 
-    args: EngineArgs
+    config: EngineConfig
     log_level: int
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import importlib
+from collections.abc import Callable
+
 from atom.config import EngineConfig, SpeculativeOptions
 from atom.kv_cache.base import storage_dtype
 from atom.kv_cache.builders import attention_layers
@@ -18,6 +21,12 @@ from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
 from atom.spec_decode.lookup import Lookup
 from atom.spec_decode.mtp import MTPProposer
+from atom.speculative_methods import SPECULATIVE_METHODS
+
+# (options, configuration, target, its source, layer context) -> a proposer
+ProposerBuilder = Callable[
+    [SpeculativeOptions, EngineConfig, CausalLM, ModelSource, LayerContext], Proposer
+]
 
 
 def create_proposer(
@@ -32,11 +41,15 @@ def create_proposer(
     options = config.speculative
     if options is None:
         return NullProposer()
-    if options.method == "ngram":
-        return NullProposer(Lookahead(options.num_speculative_tokens))
-    if options.method == "mtp":
-        return _create_mtp(options, config, target, source, context)
-    return _create_eagle3(options, config, target, source, context)
+    build = proposer_builder(options.method)
+    return build(options, config, target, source, context)
+
+
+def proposer_builder(method: str) -> ProposerBuilder:
+    """What builds the proposer of a method in `SPECULATIVE_METHODS`."""
+    module, _, name = SPECULATIVE_METHODS[method].builder.partition(":")
+    builder: ProposerBuilder = getattr(importlib.import_module(module), name)
+    return builder
 
 
 def create_drafter(
@@ -57,25 +70,27 @@ def create_drafter(
     most = proposer.lookahead.num_tokens
     if options is None:
         return Drafter(proposer, "none", None, None, waiting_is_free=waiting_is_free)
+    bounds = options.longest_ngram, options.shortest_ngram
     lookup: Lookup | None = None
-    if options.method == "ngram":
-        lookup = Lookup("ngram", most, 1, options.ngram_max, options.shortest_ngram)
-    elif options.lookup:
+    if options.lookup:
         # A draft is better than what the text suggests where that is short.
-        lookup = Lookup("lookup", most, most, options.ngram_max, options.shortest_ngram)
+        lookup = Lookup("lookup", most, most, *bounds)
+    elif SPECULATIVE_METHODS[options.method].takes_ngram_bounds:
+        lookup = Lookup(options.method, most, 1, *bounds)
     length: DraftLength | None = None
     if options.adaptive:
         length = AdaptiveLength((0, most) if captured else spread_lengths(most))
     return Drafter(proposer, options.method, lookup, length, waiting_is_free=waiting_is_free)
 
 
-def _create_eagle3(
+def create_eagle3(
     options: SpeculativeOptions,
     config: EngineConfig,
     target: CausalLM,
     source: ModelSource,
     context: LayerContext,
 ) -> Proposer:
+    """Drafts of a model of its own, which reads the target's hidden states."""
     assert options.model is not None
     draft = load_draft(options.model, target, source, context, config.model)
     storage = storage_dtype(config.cache, context)
@@ -89,13 +104,14 @@ def _create_eagle3(
     )
 
 
-def _create_mtp(
+def create_mtp(
     options: SpeculativeOptions,
     config: EngineConfig,
     target: CausalLM,
     source: ModelSource,
     context: LayerContext,
 ) -> Proposer:
+    """Drafts of the target's own prediction layers."""
     mtp = load_mtp(target, source, context, config.model)
     storage = storage_dtype(config.cache, context)
     block_size = config.cache.block_size
@@ -107,3 +123,8 @@ def _create_mtp(
         block_size,
         context.max_model_len,
     )
+
+
+def create_ngram(options: SpeculativeOptions, *_: object) -> Proposer:
+    """No drafts: all come from the lookup in the text so far."""
+    return NullProposer(Lookahead(options.num_speculative_tokens))

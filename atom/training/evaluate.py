@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
 from atom.entrypoints.llm import LLM
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    engine_options,
+    speculation_of,
+)
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats
 from atom.training.prompts import DataError, PromptFile
@@ -29,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, help="prompts of each file")
     add("--max-tokens", type=int, default=160, help="tokens per answer")
     add("--temperature", type=float, default=0.0, help="0 is greedy")
-    EngineArgs.add_cli_args(parser)
+    add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -37,15 +40,15 @@ def run(args: argparse.Namespace) -> None:
     DataError: for prompts that cannot be used, or without a draft.
     ConfigError: when the target or the draft cannot be loaded.
     """
-    engine_args = EngineArgs.from_cli_args(args)
-    if not engine_args.method and not engine_args.speculative_config:
+    given = engine_options(args)
+    if not speculation_of(given):
         raise DataError("there is nothing to evaluate: give --method eagle3 --draft-model DRAFT")
     files = [PromptFile.parse(text) for text in args.prompts]
     conversations = [file.read()[: args.limit] for file in files]
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, seed=args.seed or 0
     )
-    llm = LLM(**dataclasses.asdict(engine_args))
+    llm = LLM(**given)
     for file, prompts in zip(files, conversations, strict=True):
         print(evaluate(llm, file.path, prompts, params), flush=True)
     llm.shutdown()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    engine_config,
+    engine_options,
+    speculation_of,
+)
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.executor import UniprocExecutor
 from atom.model_loader.source import resolve_model
@@ -71,7 +75,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="keep the hidden states that the draft reads (training then needs no target pass)",
     )
     add("--aux-layer-ids", type=int, nargs="+", help="boundary ids of the kept states")
-    EngineArgs.add_cli_args(parser)
+    add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -79,15 +83,15 @@ def run(args: argparse.Namespace) -> None:
     DataError: for prompts that cannot be used.
     ConfigError: for a target that cannot be loaded.
     """
-    engine_args = EngineArgs.from_cli_args(args)
-    if engine_args.says_speculation:
+    given = engine_options(args)
+    if speculation_of(given):
         raise DataError("synthesis runs without speculation; leave the draft out")
     if args.aux_layer_ids and not args.keep_features:
         raise DataError("--aux-layer-ids says which states to keep; give --keep-features too")
     if args.keep_features:
         # A cached prefix would leave no features.
-        engine_args = dataclasses.replace(engine_args, enable_prefix_caching=False)
-    config = engine_args.create_config()
+        given["enable_prefix_caching"] = False
+    config = engine_config(**given)
     options = _options(args)
     files = [PromptFile.parse(text) for text in args.prompts]
     prompts = plan_prompts(files, args.self_synthesized, options.seed, args.samples_per_prompt)

@@ -6,7 +6,12 @@ import argparse
 import dataclasses
 from pathlib import Path
 
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    engine_config,
+    engine_options,
+    speculation_of,
+)
 from atom.training.options import TrainOptions
 from atom.training.plot import plot_log
 from atom.training.prompts import DataError
@@ -62,13 +67,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
                 default=default,
                 help=_HELP[option.name] + ("" if default is None else " (default: %(default)s)"),
             )
-    EngineArgs.add_cli_args(parser)
+    add_engine_flags(parser)
 
 
 def run(args: argparse.Namespace) -> None:
     """Raises what `train` raises."""
-    engine_args = EngineArgs.from_cli_args(args)
-    if engine_args.says_speculation:
+    given = engine_options(args)
+    if speculation_of(given):
         raise DataError("training makes a draft; it takes none")
     if args.workers > args.accumulate:
         raise DataError(
@@ -82,7 +87,7 @@ def run(args: argparse.Namespace) -> None:
     )
     train(
         TrainRequest(
-            engine_args.create_config(),
+            engine_config(**given),
             options,
             tuple(args.data),
             args.output,

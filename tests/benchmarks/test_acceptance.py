@@ -119,18 +119,17 @@ def test_arms(acceptance: Any) -> None:
     parse = acceptance.create_parser().parse_args
     flags = ["--model", "m", "--method", "eagle3", "--draft-model", "d"]
     arms = acceptance.plan_arms(parse([*flags, "--num-speculative-tokens", "1", "2"]))
-    assert {name: args.num_speculative_tokens for name, args in arms.items()} == {
+    assert {name: given.get("num_speculative_tokens") for name, given in arms.items()} == {
         "off": None,
         "k=1": 1,
         "k=2": 2,
     }
-    assert arms["off"].method is None
-    assert not arms["off"].enable_prefix_caching
+    assert arms["off"] == {"model": "m", "enable_prefix_caching": False}
     arms = acceptance.plan_arms(parse([*flags, "--lookup", "--adaptive"]))
     assert list(arms) == ["off", "k=3", "k=3 lookup", "k=3 adaptive", "k=3 lookup adaptive"]
     last = arms["k=3 lookup adaptive"]
-    assert last.speculative_lookup
-    assert last.speculative_adaptive
+    assert last["speculative_lookup"]
+    assert last["speculative_adaptive"]
 
 
 @pytest.mark.parametrize(

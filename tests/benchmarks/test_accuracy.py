@@ -18,7 +18,11 @@ import pytest
 
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai_server import create_parser
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import (
+    choose_draft,
+    engine_config,
+    engine_options,
+)
 from atom.stats import SpecDecodeStats
 
 HERE = Path(__file__).parent
@@ -195,9 +199,9 @@ def test_the_entries_of_the_project(benchmark_module: Import) -> None:
     for entry in entries.values():
         namespace = create_parser().parse_args(entry.server_flags)
         ServerOptions.from_cli_args(namespace)
-        args = EngineArgs.from_cli_args(namespace).choose_draft(namespace.no_speculation)
+        options = choose_draft(engine_options(namespace), namespace.no_speculation)
         if not entry.rocm_gpus:
-            args.create_config()
+            engine_config(**options)
         reason = benchmark_module("_accuracy_entries").why_not_here(entry)
         assert reason is None or str(entry.rocm_gpus) in reason
     kimi = entries["kimi-k2.5"]

@@ -28,7 +28,7 @@ def test_throughput(tiny_llama_dir: Path, tmp_path: Path) -> None:
     assert report["median"]["output_tokens"] == 35
     assert report["median"]["prompt_tokens"] == 100
     assert report["median"]["output_tokens_per_s"] > 0
-    assert report["engine"]["dtype"] == "float32"
+    assert report["engine"]["model"]["dtype"] == "float32"
 
 
 def test_compare_transformers(tiny_llama_dir: Path, tmp_path: Path) -> None:

@@ -10,7 +10,12 @@ from atom.config import ConfigError
 from atom.entrypoints.openai_server import create_parser
 from atom.examples import simple_inference
 from atom.examples.simple_inference import Answer, format_comparison
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import (
+    choose_draft,
+    engine_config,
+    with_shipped_draft,
+    without_speculation,
+)
 from atom.model_loader.drafts import shipped as shipped_draft
 from atom.stats import SpecDecodeStats, total
 
@@ -26,27 +31,25 @@ def shipped(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_the_shipped_draft_is_for_the_embedded_model(shipped: Path) -> None:
-    args = EngineArgs().with_shipped_draft()
-    assert (args.method, args.draft_model) == ("eagle3", str(shipped))
-    assert args.create_config().speculative is not None
-    assert EngineArgs(model="another").with_shipped_draft() == EngineArgs(model="another")
-    ngram = EngineArgs(method="ngram", num_speculative_tokens=2)
-    assert ngram.with_shipped_draft() == ngram
-    assert EngineArgs(dtype="float32").with_shipped_draft().without_speculation() == EngineArgs(
-        dtype="float32"
-    )
+    options = with_shipped_draft({})
+    assert (options["method"], options["draft_model"]) == ("eagle3", str(shipped))
+    assert engine_config(**options).speculative is not None
+    assert with_shipped_draft({"model": "another"}) == {"model": "another"}
+    ngram = {"method": "ngram", "num_speculative_tokens": 2}
+    assert with_shipped_draft(ngram) == ngram
+    assert without_speculation(with_shipped_draft({"dtype": "float32"})) == {"dtype": "float32"}
 
 
 def test_without_a_shipped_draft(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(shipped_draft, "_ASSETS", tmp_path)
-    assert EngineArgs().with_shipped_draft() == EngineArgs()
+    assert with_shipped_draft({}) == {}
 
 
 def test_the_flag_that_turns_it_off(shipped: Path) -> None:
-    assert EngineArgs().choose_draft(no_speculation=True) == EngineArgs()
-    assert EngineArgs().choose_draft(no_speculation=False).draft_model == str(shipped)
+    assert choose_draft({}, no_speculation=True) == {}
+    assert choose_draft({}, no_speculation=False)["draft_model"] == str(shipped)
     with pytest.raises(ConfigError, match="contradict"):
-        EngineArgs(method="mtp", num_speculative_tokens=1).choose_draft(no_speculation=True)
+        choose_draft({"method": "mtp", "num_speculative_tokens": 1}, no_speculation=True)
     assert create_parser().parse_args(["--no-speculation"]).no_speculation
     assert not simple_inference.parse_args([]).no_speculation
 

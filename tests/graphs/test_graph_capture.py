@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.config import ConfigError, parse_sizes
+from atom.config import ConfigError, EngineConfig, parse_sizes
 from atom.graphs.capture import (
     Bucket,
     GraphPlan,
@@ -20,17 +20,21 @@ from atom.graphs.capture import (
     default_context_bounds,
     fill_rows,
 )
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    engine_config,
+    engine_options,
+)
 
 
 def plan(sizes: tuple[int, ...], bounds: tuple[int, ...]) -> GraphPlan:
     return GraphPlan(ReexecuteBackend(), sizes, bounds, 16, torch.device("cpu"))
 
 
-def parse(*flags: str) -> EngineArgs:
+def parse(*flags: str) -> EngineConfig:
     parser = argparse.ArgumentParser()
-    EngineArgs.add_cli_args(parser)
-    return EngineArgs.from_cli_args(parser.parse_args(flags))
+    add_engine_flags(parser)
+    return engine_config(**engine_options(parser.parse_args(flags)))
 
 
 @pytest.mark.parametrize(
@@ -91,7 +95,7 @@ def test_fill_rows() -> None:
 @pytest.mark.parametrize("value", ["1,2,8", ["1,2", "8"], ["1", "2", "8"], [1, 2, 8], (1, 2, 8)])
 def test_sizes_are_lists_of_integers(value: str | list[str | int]) -> None:
     assert parse_sizes(value) == (1, 2, 8)
-    config = EngineArgs(cudagraph_capture_sizes=value).create_config()  # type: ignore[arg-type]
+    config = engine_config(cudagraph_capture_sizes=value)
     assert config.graphs.capture_sizes == (1, 2, 8)
 
 
@@ -104,15 +108,15 @@ def test_sizes_are_lists_of_integers(value: str | list[str | int]) -> None:
     ],
 )
 def test_flags_reach_the_configuration(flags: list[str]) -> None:
-    assert parse(*flags).create_config().graphs.capture_sizes == (1, 2, 8)
+    assert parse(*flags).graphs.capture_sizes == (1, 2, 8)
 
 
-def test_arguments_survive_the_way_to_the_engine_process() -> None:
-    args = parse("--cudagraph-capture-sizes", "1", "2,8", "--enforce-eager")
-    assert msgspec.msgpack.decode(msgspec.msgpack.encode(args), type=EngineArgs) == args
-    assert EngineArgs().create_config().graphs.capture_sizes is None
-    assert not EngineArgs().create_config().graphs.enforce_eager
-    assert parse("--enforce-eager").create_config().graphs.enforce_eager
+def test_options_survive_the_way_to_the_engine_process() -> None:
+    config = parse("--cudagraph-capture-sizes", "1", "2,8")
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(config), type=EngineConfig) == config
+    assert engine_config().graphs.capture_sizes is None
+    assert not engine_config().graphs.enforce_eager
+    assert parse("--enforce-eager").graphs.enforce_eager
 
 
 @pytest.mark.parametrize(
@@ -131,4 +135,4 @@ def test_arguments_survive_the_way_to_the_engine_process() -> None:
 )
 def test_wrong_sizes_are_refused(options: dict[str, object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        EngineArgs(**options).create_config()  # type: ignore[arg-type]
+        engine_config(**options)

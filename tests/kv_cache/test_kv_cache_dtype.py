@@ -21,7 +21,11 @@ from atom.config import ConfigError
 from atom.kv_cache.base import KVCachePlan
 from atom.kv_cache.builders import attention_layers
 from atom.model_engine import executor
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    engine_config,
+    engine_options,
+)
 from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
 from atom.platform import cpu_platform
 
@@ -194,13 +198,13 @@ def test_the_model_computes_in_its_own_type(folders: Callable[[str], Path]) -> N
 
 def test_flags_and_arguments() -> None:
     parser = argparse.ArgumentParser()
-    EngineArgs.add_cli_args(parser)
+    add_engine_flags(parser)
     for flag in ("--kv-cache-dtype", "--kv_cache_dtype"):
-        args = EngineArgs.from_cli_args(parser.parse_args([flag, "fp8"]))
-        assert args.create_config().cache.kv_cache_dtype == "fp8"
-    assert EngineArgs().create_config().cache.kv_cache_dtype == "auto"
+        options = engine_options(parser.parse_args([flag, "fp8"]))
+        assert engine_config(**options).cache.kv_cache_dtype == "fp8"
+    assert engine_config().cache.kv_cache_dtype == "auto"
     with pytest.raises(ConfigError, match="kv_cache_dtype must be one of auto, bf16, fp8; got"):
-        EngineArgs(kv_cache_dtype="int8").create_config()
+        engine_config(kv_cache_dtype="int8")
 
 
 def test_an_override_that_cannot_be_honoured_fails(

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 
-from atom.config import ConfigError
+from atom.config import CacheOptions, ConfigError, EngineConfig, ModelOptions
 from atom.messages import EngineDeadError, RequestRefusedError
 from atom.model_engine import async_engine, wire
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import (
     AsyncEngine,
     EngineShuttingDownError,
@@ -57,7 +57,7 @@ class Recorder(NullObserver):
 
 
 @pytest.fixture(scope="module")
-def args(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> EngineArgs:
+def config(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> EngineConfig:
     """The tiny checkpoint with a context long enough to be caught in the middle of it."""
     folder = tmp_path_factory.mktemp("long-llama")
     for path in tiny_llama_dir.iterdir():
@@ -67,7 +67,7 @@ def args(tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Engi
                 b'"max_position_embeddings": 512', b'"max_position_embeddings": 4096'
             )
         (folder / path.name).write_bytes(text)
-    return EngineArgs(
+    return engine_config(
         model=str(folder),
         dtype="float32",
         num_threads=1,
@@ -83,16 +83,16 @@ def observer() -> Recorder:
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine(args: EngineArgs, observer: Recorder) -> AsyncIterator[AsyncEngine]:
-    engine = await AsyncEngine.start(args, max_waiting_requests=MAX_WAITING, observer=observer)
+async def engine(config: EngineConfig, observer: Recorder) -> AsyncIterator[AsyncEngine]:
+    engine = await AsyncEngine.start(config, max_waiting_requests=MAX_WAITING, observer=observer)
     yield engine
     await engine.shutdown(0)
 
 
 @pytest_asyncio.fixture(loop_scope="module")
-async def own_engine(args: EngineArgs) -> AsyncIterator[AsyncEngine]:
+async def own_engine(config: EngineConfig) -> AsyncIterator[AsyncEngine]:
     """An engine that the test may break."""
-    engine = await AsyncEngine.start(args)
+    engine = await AsyncEngine.start(config)
     yield engine
     await engine.shutdown(0)
 
@@ -294,11 +294,11 @@ async def test_killed_engine(own_engine: AsyncEngine) -> None:
     await engine.shutdown(5)
 
 
-async def test_failing_engine_says_why(own_engine: AsyncEngine, args: EngineArgs) -> None:
+async def test_failing_engine_says_why(own_engine: AsyncEngine, config: EngineConfig) -> None:
     reader = own_engine.generate("r", encode(own_engine, "Hello"), ENDLESS)
     await anext(reader)
     # Out of place, as a bug would be: the loop cannot go on.
-    own_engine._client.send(wire.Start(args, logging.INFO))
+    own_engine._client.send(wire.Start(config, logging.INFO))
     with pytest.raises(EngineDeadError, match="TypeError: the engine is started already"):
         async for _ in reader:
             pass
@@ -326,11 +326,9 @@ async def test_shutdown_drains_then_aborts(own_engine: AsyncEngine) -> None:
         os.kill(engine.pid, 0)
 
 
-async def test_startup_error_is_the_users_message(args: EngineArgs) -> None:
-    with pytest.raises(ConfigError, match="block_size"):
-        await AsyncEngine.start(dataclasses.replace(args, block_size=0))
+async def test_startup_error_is_the_users_message(config: EngineConfig) -> None:
     # Found out in the engine process alone.
     with pytest.raises(ConfigError, match="10 bytes holds no block"):
-        await AsyncEngine.start(dataclasses.replace(args, kv_cache_memory=10))
+        await AsyncEngine.start(dataclasses.replace(config, cache=CacheOptions(kv_cache_memory=10)))
     with pytest.raises(ConfigError, match="nowhere"):
-        await AsyncEngine.start(dataclasses.replace(args, model="./nowhere"))
+        await AsyncEngine.start(dataclasses.replace(config, model=ModelOptions("./nowhere")))

@@ -25,7 +25,7 @@ from atom.messages import (
     StepReport,
 )
 from atom.model_engine import wire
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_process import EngineLoop
 from atom.sampling_params import SamplingParams
 
@@ -129,8 +129,8 @@ class Frontend:
             pass
         return message
 
-    def start(self, **args: int) -> wire.FromEngine:
-        self.send(wire.Start(EngineArgs(**args), 30))
+    def start(self, **options: int) -> wire.FromEngine:
+        self.send(wire.Start(engine_config(**options), 30))
         return self.receive()
 
     def join(self) -> int | None:
@@ -176,7 +176,7 @@ def test_requests_run_until_aborted(frontend: Frontend) -> None:
 
 def test_all_pending_messages_are_taken_before_a_step(frontend: Frontend) -> None:
     frontend.may_build.clear()
-    frontend.send(wire.Start(EngineArgs(), 30))
+    frontend.send(wire.Start(engine_config(), 30))
     for name in ("a", "b", "c"):
         frontend.add(name, [1])
     frontend.send(wire.Abort(["b"]))
@@ -211,13 +211,6 @@ def test_startup_errors(frontend: Frontend) -> None:
     assert frontend.join() == 1
 
 
-def test_invalid_options(frontend: Frontend) -> None:
-    failed = frontend.start(max_num_seqs=0)
-    assert isinstance(failed, wire.StartupFailed)
-    assert failed.is_users
-    assert "max_num_seqs" in failed.message
-
-
 def test_unforeseen_startup_error(frontend: Frontend, caplog: pytest.LogCaptureFixture) -> None:
     failed = frontend.start(block_size=5)
     assert failed == wire.StartupFailed("ZeroDivisionError: oops", False)
@@ -233,10 +226,18 @@ def test_failing_step(frontend: Frontend, caplog: pytest.LogCaptureFixture) -> N
     assert "Traceback" in caplog.text
 
 
-def test_engine_args_cross_whole() -> None:
-    args = EngineArgs(model="m", kv_cache_memory="2GiB", gpu_memory_utilization=0.5, seed=3)
-    message = wire.decode_to_engine(wire.encode(wire.Start(args, 20)))
-    assert message == wire.Start(args, 20)
+def test_the_configuration_crosses_whole() -> None:
+    config = engine_config(
+        model="m",
+        kv_cache_memory="2GiB",
+        gpu_memory_utilization=0.5,
+        method="ngram",
+        num_speculative_tokens=2,
+        cudagraph_capture_sizes="1,2",
+        seed=3,
+    )
+    message = wire.decode_to_engine(wire.encode(wire.Start(config, 20)))
+    assert message == wire.Start(config, 20)
     with pytest.raises(msgspec.ValidationError):
         wire.decode_to_engine(wire.encode(wire.Heartbeat(EngineStats())))
 

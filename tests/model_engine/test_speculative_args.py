@@ -8,19 +8,23 @@ from typing import Any
 import pytest
 
 from atom.config import ConfigError, SpeculativeOptions
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    engine_config,
+    engine_options,
+)
 
 
 def options(**kwargs: Any) -> SpeculativeOptions:
-    found = EngineArgs(**kwargs).create_config().speculative
+    found = engine_config(**kwargs).speculative
     assert found is not None
     return found
 
 
 def from_command_line(*flags: str) -> SpeculativeOptions:
     parser = argparse.ArgumentParser()
-    EngineArgs.add_cli_args(parser)
-    found = EngineArgs.from_cli_args(parser.parse_args(flags)).create_config().speculative
+    add_engine_flags(parser)
+    found = engine_config(**engine_options(parser.parse_args(flags))).speculative
     assert found is not None
     return found
 
@@ -100,5 +104,5 @@ def test_the_shortest_suffix_depends_on_what_is_beside_the_lookup() -> None:
 )
 def test_what_makes_no_sense_is_refused(given: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        EngineArgs(**given).create_config()
+        engine_config(**given)
     assert message in str(error.value)

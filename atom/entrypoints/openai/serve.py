@@ -11,12 +11,12 @@ from collections.abc import Iterator
 
 import uvicorn
 
+from atom.config import EngineConfig
 from atom.entrypoints.openai.app import create_app
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.options import OptionError, ServerOptions
 from atom.entrypoints.openai.http.sse import cancel
 from atom.entrypoints.openai.http.stats_log import log_stats
-from atom.model_engine.arg_utils import EngineArgs
 from atom.model_engine.async_engine import AsyncEngine
 
 logger = logging.getLogger(__name__)
@@ -54,12 +54,14 @@ def bind(host: str, port: int) -> socket.socket:
     return sock
 
 
-async def serve(args: EngineArgs, options: ServerOptions, sock: socket.socket) -> int:
+async def serve(engine_config: EngineConfig, options: ServerOptions, sock: socket.socket) -> int:
     """Run until a signal or the engine's death; returns the process's exit code."""
     signals = _Signals()
     metrics = ServerMetrics()
     starting = asyncio.create_task(
-        AsyncEngine.start(args, max_waiting_requests=options.max_waiting_requests, observer=metrics)
+        AsyncEngine.start(
+            engine_config, max_waiting_requests=options.max_waiting_requests, observer=metrics
+        )
     )
     if not await signals.wait_unless_done(starting):
         logger.info("stopped while loading the model")

@@ -8,8 +8,12 @@ from typing import Any
 _ASSETS = Path(__file__).parents[1] / "assets"
 _EMBEDDED_MODELS_DRAFT = "smollm2-135m-eagle3"
 
-# Fields of `EngineArgs` that the shipped draft runs with.
-SHIPPED_OPTIONS: dict[str, Any] = {"num_speculative_tokens": 3, "speculative_lookup": True}
+# Engine options that the shipped draft runs with.
+SHIPPED_OPTIONS: dict[str, Any] = {
+    "method": "eagle3",
+    "num_speculative_tokens": 3,
+    "speculative_lookup": True,
+}
 
 
 def shipped_draft_for(model: str | None) -> Path | None:

@@ -21,7 +21,7 @@ from atom.messages import (
     StepReport,
 )
 from atom.model_engine import wire
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import AsyncEngine
 
 HEARTBEAT_SECONDS = 1.0
@@ -126,7 +126,7 @@ class ScriptedServer:
         engine = AsyncEngine(
             self.model,  # type: ignore[arg-type]
             wire.Ready(limits, EngineStats(), 0.0),
-            EngineArgs().create_config(),
+            engine_config(),
             "scripted",
             self._tokenizer,
             None,

@@ -20,7 +20,7 @@ from atom.entrypoints.openai.app import create_app
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import AsyncEngine
 
 NAMES = ("get_weather", "write-file")
@@ -72,7 +72,7 @@ async def serving(
 ) -> AsyncIterator[tuple[AsyncEngine, dict[str, openai.AsyncOpenAI]]]:
     """One engine behind a server for each format."""
     target, draft = checkpoints
-    args = EngineArgs(
+    config = engine_config(
         model=str(target),
         method="eagle3",
         draft_model=str(draft),
@@ -81,7 +81,7 @@ async def serving(
         kv_cache_memory="128MB",
         num_threads=1,
     )
-    engine = await AsyncEngine.start(args)
+    engine = await AsyncEngine.start(config)
     servers, tasks, clients = [], [], {}
     try:
         for name in parsers:

@@ -1,0 +1,103 @@
+"""A method is a line of the table and the file with its proposer."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+from pathlib import Path
+
+import pytest
+from spec_decode import engines
+from spec_decode.engines import PROMPTS, OracleProposer, create_engine, generate, params
+from transformers import PreTrainedTokenizerFast
+
+from atom.config import ConfigError, EngineConfig, SpeculativeOptions
+from atom.model_engine.arg_utils import add_engine_flags, engine_config, engine_options
+from atom.model_loader.source import ModelSource
+from atom.model_ops.layer_context import LayerContext
+from atom.models.base import CausalLM
+from atom.models.llama import LlamaForCausalLM
+from atom.spec_decode.base import Proposer
+from atom.spec_decode.factory import proposer_builder
+from atom.speculative_methods import SPECULATIVE_METHODS, SpeculativeMethod
+
+ROOT = Path(__file__).parents[2]
+CONTINUATIONS: dict[tuple[int, ...], list[int]] = {}
+
+
+def create_toy(
+    options: SpeculativeOptions,
+    config: EngineConfig,
+    target: CausalLM,
+    source: ModelSource,
+    context: LayerContext,
+) -> Proposer:
+    assert config.speculative is options
+    assert isinstance(target, LlamaForCausalLM)
+    assert source.name
+    assert context.max_model_len > 0
+    return OracleProposer(CONTINUATIONS, options.num_speculative_tokens, wrong=False)
+
+
+def add_method(monkeypatch: pytest.MonkeyPatch, **facts: bool) -> None:
+    method = SpeculativeMethod(f"{__name__}:create_toy", **facts)
+    monkeypatch.setitem(SPECULATIVE_METHODS, "toy", method)
+
+
+def test_a_line_makes_a_method(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    prompts = PROMPTS[:3]
+    target = engines.write_target("llama", tmp_path, byte_level_tokenizer)
+    expected = generate(create_engine(target), params("greedy"), prompts)
+    known = {tuple(p): tokens for p, tokens in zip(prompts, expected, strict=True)}
+    monkeypatch.setitem(globals(), "CONTINUATIONS", known)
+    with pytest.raises(ConfigError, match="method must be one of eagle3, mtp, ngram; got 'toy'"):
+        create_engine(target, method="toy", num_speculative_tokens=3)
+    add_method(monkeypatch)
+    engine = create_engine(target, method="toy", num_speculative_tokens=3)
+    assert generate(engine, params("greedy"), prompts) == expected
+    stats = engine.engine.core.stats.spec_decode
+    assert stats is not None
+    assert stats.num_accepted_tokens == stats.num_draft_tokens > 0
+    assert list(stats.by_source) == ["toy"]
+
+
+def test_a_line_makes_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_method(monkeypatch)
+    parser = argparse.ArgumentParser()
+    add_engine_flags(parser)
+    line = "--method toy --num-speculative-tokens 2 --speculative-lookup"
+    found = engine_config(**engine_options(parser.parse_args(line.split()))).speculative
+    assert found == SpeculativeOptions("toy", 2, lookup=True)
+
+
+def test_the_line_says_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_method(monkeypatch, takes_draft_model=True, takes_lookup=False)
+    with pytest.raises(ConfigError, match="method toy needs a draft model"):
+        SpeculativeOptions("toy", 2)
+    with pytest.raises(ConfigError, match=r"goes beside a draft \(eagle3 or mtp\); method toy"):
+        SpeculativeOptions("toy", 2, "D", lookup=True)
+    with pytest.raises(ConfigError, match=r"ngram_min is for method ngram .* not for toy alone"):
+        SpeculativeOptions("toy", 2, "D", ngram_min=2)
+    add_method(monkeypatch, takes_ngram_bounds=True)
+    with pytest.raises(ConfigError, match="method toy takes no draft model, got 'D'"):
+        SpeculativeOptions("toy", 2, "D")
+    assert SpeculativeOptions("toy", 2, ngram_max=3).shortest_ngram == 1
+
+
+@pytest.mark.parametrize("method", SPECULATIVE_METHODS)
+def test_every_method_has_a_builder(method: str) -> None:
+    assert callable(proposer_builder(method))
+
+
+def test_no_method_is_asked_for_by_name() -> None:
+    wrong = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in sorted((ROOT / "atom").rglob("*.py"))
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        if isinstance(node, (ast.Compare, ast.MatchValue))
+        for value in ast.walk(node)
+        if isinstance(value, ast.Constant) and value.value in tuple(SPECULATIVE_METHODS)
+    ]
+    assert wrong == []
