@@ -203,13 +203,14 @@ def _quantises_only_the_cache(quantization: object) -> bool:
 
 
 def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> PretrainedConfig:
-    path = folder / "config.json"
+    path, kind = folder / "config.json", raw.get("model_type", "(none)")
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-        complete = config.to_dict()
+        complete, text_config = config.to_dict(), config.get_text_config()
     except Exception as error:  # each configuration class raises its own kinds
-        kind = raw.get("model_type", "(none)")
         raise ConfigError(f"{path} of type {kind}: {error}") from error
+    if not isinstance(text_config, PretrainedConfig):
+        raise ConfigError(f"{path}: text_config={raw.get('text_config')!r} is none of {kind}")
     check_config(complete, str(path))
     return config
 
@@ -222,7 +223,7 @@ def _default_dtype(folder: Path, raw: dict[str, Any]) -> torch.dtype:
             break
     else:
         stated = stored_dtype(folder) or "float32"
-    if stated not in _DTYPES:
+    if not isinstance(stated, str) or stated not in _DTYPES:
         raise ConfigError(f"{folder} is stored as {stated}; supported are {', '.join(_DTYPES)}")
     return _DTYPES[stated]
 

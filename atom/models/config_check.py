@@ -61,6 +61,8 @@ _ROPE_POSITIVE = (
 _ROPE_NOT_NEGATIVE = ("mscale", "mscale_all_dim")
 # What is larger is no number that anyone meant, nor is infinity.
 _LARGEST = 1e18
+# Tokens, where 0 and -1 mean "off".
+_LARGEST_WINDOW = 1 << 31
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "rope_interleave", "norm_topk_prob")
 
 
@@ -77,6 +79,9 @@ def check_config(config: Mapping[str, Any], where: str) -> None:
     _check_counts(config, where)
     for name in _POSITIVE:
         _check_number(config, name, where, zero=False)
+    window = config.get("sliding_window")
+    if window is not None and (type(window) is not int or abs(window) > _LARGEST_WINDOW):
+        raise ConfigError(f"{where}: sliding_window should be an integer, got {_show(window)}")
     for name in _FLAGS:
         if config.get(name) is not None and type(config[name]) is not bool:
             raise ConfigError(f"{where}: {name} should be true or false, got {_show(config[name])}")
