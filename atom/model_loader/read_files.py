@@ -47,7 +47,6 @@ def check_folder(folder: Path) -> None:
             read_json(path)
 
 
-
 def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
     """The tokenizer of a folder.
 

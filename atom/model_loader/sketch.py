@@ -73,9 +73,7 @@ def _check_layers(tensors: Sequence[CheckpointTensor], source: ModelSource) -> N
         )
 
 
-def _create(
-    create: Callable[[LayerContext], M], source: ModelSource, context: LayerContext
-) -> M:
+def _create(create: Callable[[LayerContext], M], source: ModelSource, context: LayerContext) -> M:
     """The model without memory; whatever goes wrong here is the configuration's fault."""
     try:
         return create(dataclasses.replace(context, device=_META, max_model_len=1))

@@ -70,13 +70,10 @@ def resolve_model(options: ModelOptions) -> ModelSource:
     else:
         folder, default_dtype = _from_gguf(gguf, options)
         raw = _read_config(folder)
-    return ModelSource(
-        path=folder,
-        name=name,
-        hf_config=_load_config(folder, raw, options),
-        eos_token_ids=_eos_token_ids(folder, raw, options),
-        default_dtype=default_dtype,
-    )
+    config = _load_config(folder, raw, options)
+    eos_token_ids = _eos_token_ids(folder, raw, options)
+    _check_tokens(eos_token_ids, config.get_text_config(), folder)
+    return ModelSource(folder, name, config, eos_token_ids, default_dtype)
 
 
 def embedded_model() -> Path:
@@ -239,6 +236,15 @@ def _eos_token_ids(folder: Path, raw: dict[str, Any], options: ModelOptions) -> 
                 raise ConfigError(f"{folder}: eos_token_id should be integers, got {stated!r}")
             return frozenset(ids)
     return _tokenizer_eos(folder, options)
+
+
+def _check_tokens(eos_token_ids: frozenset[int], config: PretrainedConfig, folder: Path) -> None:
+    """Refuse ends that no step could draw, or forbid."""
+    if wrong := sorted(i for i in eos_token_ids if not 0 <= i < config.vocab_size):
+        raise ConfigError(
+            f"{folder}: a text ends with token {wrong[0]} (eos_token_id), and the vocabulary has "
+            f"tokens 0 to {config.vocab_size - 1}"
+        )
 
 
 def _tokenizer_eos(folder: Path, options: ModelOptions) -> frozenset[int]:

@@ -7,7 +7,6 @@ done, so that the pages of the file and the copies made from them are never all 
 
 from __future__ import annotations
 
-import math
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -23,6 +22,7 @@ from atom.config import ModelOptions
 from atom.model_loader.checkpoint import list_tensors
 from atom.model_loader.dummy import fill_with_dummy_weights
 from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.finite import check_finite
 from atom.model_loader.placement import Placement, find_targets, place_tensors, raise_if_any
 from atom.model_loader.read_ahead import ReadAhead
 from atom.model_loader.sketch import M, check_fit
@@ -140,24 +140,10 @@ def _copy_group(file: Path, group: list[Placement], advance: Callable[[int], Non
                 try:
                     values = handle.get_tensor(tensor.name)
                     placement.copy(values)
-                    _check_finite(values)
+                    check_finite(values)
                 except ValueError as error:
                     errors.append(f"{tensor.name}: {error}")
                 advance(tensor.num_bytes)
     except (SafetensorError, OSError) as error:
         raise WeightError(f"{file} cannot be read: {error}; fetch it again") from error
     return errors
-
-
-def _check_finite(values: torch.Tensor) -> None:
-    """Refuse what would end the engine's first step, or make every token the same.
-
-    Raises:
-        ValueError: with the number of values.
-    """
-    # A sum takes one pass and no memory. Finite values may add up to infinity, so it only raises
-    # suspicion.
-    if not values.is_floating_point() or math.isfinite(values.sum().item()):
-        return
-    if count := int(values.numel() - values.isfinite().sum()):
-        raise ValueError(f"{count} of {values.numel()} values are NaN or infinite")

@@ -7,7 +7,6 @@ weight's dimensions overflows; what fits a machine is for the loader to find out
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -158,7 +157,10 @@ def _check_splits(config: Mapping[str, Any], where: str) -> None:
                 f"and there is no head_dim"
             )
         head_dim = hidden // heads
-    for name, size in (("head_dim", head_dim), ("qk_rope_head_dim", config.get("qk_rope_head_dim"))):
+    for name, size in (
+        ("head_dim", head_dim),
+        ("qk_rope_head_dim", config.get("qk_rope_head_dim")),
+    ):
         if size is not None and size % 2:
             raise ConfigError(f"{where}: {name}={size} should be even: rotation works on pairs")
 
