@@ -35,9 +35,7 @@ def load(folder: Path, max_model_len: int = 64, **options: Any) -> torch.nn.Modu
     model_options = ModelOptions(model=str(folder), **options)
     source = resolve_model(model_options)
     context = LayerContext.create(torch.float32, max_model_len, cpu_platform())
-    return build_model(
-        partial(create_model, source.hf_config), source, context, model_options
-    )
+    return build_model(partial(create_model, source.hf_config), source, context, model_options)
 
 
 @pytest.fixture(scope="module")
@@ -80,9 +78,7 @@ HUGE = [
 
 @pytest.mark.parametrize("load_format", ["auto", "dummy"])
 @pytest.mark.parametrize(("family", "field"), HUGE)
-def test_huge_sizes(
-    copy: Callable[[str], Path], family: str, field: str, load_format: str
-) -> None:
+def test_huge_sizes(copy: Callable[[str], Path], family: str, field: str, load_format: str) -> None:
     folder = edit(copy(family), **{field: 10**9})
     with pytest.raises(ConfigError, match=rf"config\.json: {field}=1000000000 is more than the"):
         load(folder, load_format=load_format)
@@ -312,7 +308,9 @@ def test_an_index_of_another_shape(tmp_path: Path, weight_map: object) -> None:
 
 
 @pytest.mark.parametrize("tensor", [torch.tensor(1.0), torch.zeros(0, 48), torch.ones(1, 1, 96)])
-@pytest.mark.parametrize("name", ["embed_tokens", "layers.0.mlp.up_proj", "layers.1.self_attn.k_proj"])
+@pytest.mark.parametrize(
+    "name", ["embed_tokens", "layers.0.mlp.up_proj", "layers.1.self_attn.k_proj"]
+)
 def test_tensors_of_other_dimensions(
     copy: Callable[[str], Path], name: str, tensor: torch.Tensor
 ) -> None:

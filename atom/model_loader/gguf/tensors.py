@@ -151,7 +151,8 @@ def read_chunks(
         raw = np.fromfile(handle, np.uint8, count * row_bytes).reshape(count, row_bytes)
         if tensor.interleaved_head_dim:
             raw = _halves_apart(raw, tensor.interleaved_head_dim)
-        yield _narrowed(torch.from_numpy(dequantize(raw, source.kind)), dtype, source.name)
+        values = torch.from_numpy(dequantize(raw, source.kind))
+        yield _narrowed(values, dtype, f"{handle.name}: {source.name}")
 
 
 def _halves_apart(rows: np.ndarray, head_dim: int) -> np.ndarray:
