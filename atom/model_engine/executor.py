@@ -36,10 +36,9 @@ from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
-from atom.model_loader.weights import load_weights
+from atom.model_loader.weights import build_model
 from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import process_after_loading
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
@@ -104,7 +103,9 @@ class UniprocExecutor:
         context = LayerContext.create(dtype, context_len, platform)
         storage = storage_dtype(config.cache, context)
         self.ops: OpTable = context.ops
-        self._model = _load_model(config, source, context)
+        self._model = build_model(
+            partial(create_model, source.hf_config), source, context, config.model
+        )
         self._proposer = (proposer_factory or create_proposer)(config, self._model, source, context)
         self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
         self._graphs = _create_graph_runner(
@@ -296,13 +297,6 @@ def _create_graph_runner(
         platform.device,
     )
     return GraphRunner(model.forward, plan, tuple(sorted({1, 1 + lookahead.num_tokens})))
-
-
-def _load_model(config: EngineConfig, source: ModelSource, context: LayerContext) -> CausalLM:
-    model = create_model(source.hf_config, context)
-    load_weights(model, model.weight_mapping, source, config.model)
-    process_after_loading(model)
-    return model
 
 
 def _name(dtype: torch.dtype) -> str:

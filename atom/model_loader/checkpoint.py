@@ -2,19 +2,34 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from safetensors import SafetensorError, safe_open
 
 from atom.model_loader.errors import WeightError, name_some
+from atom.models.config_file import check_regular, is_there, read_json
 
 _INDEX = "model.safetensors.index.json"
 _ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
 _ITEM_BYTES |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2}
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+_MOST_DIMENSIONS = 8
+_LARGEST_DIMENSION = 1 << 40
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
@@ -33,10 +48,15 @@ class CheckpointTensor:
     def num_bytes(self) -> int:
         return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 1)
 
+    @property
+    def torch_dtype(self) -> torch.dtype | None:
+        """None for types that no parameter has."""
+        return _DTYPES.get(self.dtype)
+
 
 def has_weights(folder: Path) -> bool:
     """Whether a folder holds safetensors files, or an index that promises some."""
-    return (folder / _INDEX).is_file() or any(folder.glob("*.safetensors"))
+    return is_there(folder / _INDEX) or any(folder.glob("*.safetensors"))
 
 
 def list_tensors(folder: Path) -> list[CheckpointTensor]:
@@ -69,20 +89,22 @@ def stored_dtype(folder: Path) -> str | None:
 
 def _read_index(folder: Path) -> dict[str, str] | None:
     path = folder / _INDEX
-    if not path.is_file():
+    if not is_there(path):
         return None
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        return {str(name): str(file) for name, file in weight_map.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise WeightError(f"{path} is no index of safetensors files: {error!r}") from error
+    content = read_json(path)
+    weight_map = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WeightError(f"{path} is no index of safetensors files: it holds no weight_map")
+    if wrong := [name for name, file in weight_map.items() if type(file) is not str]:
+        raise WeightError(f"{path} names no file for {name_some(wrong)}")
+    return weight_map
 
 
 def _files(folder: Path, weight_map: dict[str, str]) -> list[Path]:
     names = sorted(set(weight_map.values()))
     if outside := [name for name in names if Path(name).name != name]:
         raise WeightError(f"{folder / _INDEX} names files elsewhere: {name_some(outside)}")
-    if missing := [name for name in names if not (folder / name).is_file()]:
+    if missing := [name for name in names if not is_there(folder / name)]:
         raise WeightError(f"{folder / _INDEX} names files that are not there: {name_some(missing)}")
     return [folder / name for name in names]
 
@@ -97,19 +119,24 @@ def _files_without_index(folder: Path) -> list[Path]:
 
 
 def _tensors_of(file: Path) -> list[CheckpointTensor]:
+    size = check_regular(file).st_size
     try:
         with safe_open(file, "pt") as handle:
             tensors = []
             for name in handle.offset_keys():
                 header = handle.get_slice(name)
-                tensors.append(
-                    CheckpointTensor(name, file, header.get_dtype(), tuple(header.get_shape()))
-                )
+                shape = tuple(header.get_shape())
+                # Tensors without elements may claim any sizes.
+                if len(shape) > _MOST_DIMENSIONS or any(n > _LARGEST_DIMENSION for n in shape):
+                    raise WeightError(
+                        f"{file}: {name} has {len(shape)} dimensions of up to {max(shape)}; no "
+                        f"tensor has"
+                    )
+                tensors.append(CheckpointTensor(name, file, header.get_dtype(), shape))
             return tensors
     except (SafetensorError, OSError) as error:
         raise WeightError(
-            f"{file} is damaged or incomplete ({file.stat().st_size} bytes): {error}; fetch it "
-            f"again"
+            f"{file} is damaged or incomplete ({size} bytes): {error}; fetch it again"
         ) from error
 
 

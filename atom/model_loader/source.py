@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoTokenizer, PretrainedConfig
+from transformers import AutoConfig, PretrainedConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from atom.config import ConfigError, ModelOptions
@@ -19,6 +18,9 @@ from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.gguf.tensors import automatic_dtype
 from atom.model_loader.hub import download, looks_like_path
+from atom.model_loader.read_files import check_folder, read_tokenizer
+from atom.models.config_check import check_config
+from atom.models.config_file import check_regular, is_there, read_json_object
 from atom.models.hf_configs import register_model_types
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
@@ -68,13 +70,10 @@ def resolve_model(options: ModelOptions) -> ModelSource:
     else:
         folder, default_dtype = _from_gguf(gguf, options)
         raw = _read_config(folder)
-    return ModelSource(
-        path=folder,
-        name=name,
-        hf_config=_load_config(folder, raw, options),
-        eos_token_ids=_eos_token_ids(folder, raw, options),
-        default_dtype=default_dtype,
-    )
+    config = _load_config(folder, raw, options)
+    eos_token_ids = _eos_token_ids(folder, raw, options)
+    _check_tokens(eos_token_ids, config.get_text_config(), folder)
+    return ModelSource(folder, name, config, eos_token_ids, default_dtype)
 
 
 def embedded_model() -> Path:
@@ -99,7 +98,8 @@ def _locate(model: str, options: ModelOptions) -> Path:
     path = Path(model).expanduser()
     if path.is_dir() or (path.is_file() and path.suffix == ".gguf"):
         return path
-    if path.is_file():
+    if is_there(path):
+        check_regular(path)
         raise ConfigError(f"{model} is a file; expected a folder, a .gguf file or a hub id")
     if looks_like_path(model):
         raise ConfigError(f"there is no folder or .gguf file {model}")
@@ -113,7 +113,7 @@ def _gguf_file(location: Path, options: ModelOptions) -> Path | None:
         if wanted == "safetensors":
             raise ConfigError(f"load_format is safetensors, but {location} is a GGUF file")
         return location
-    is_hugging_face = (location / "config.json").is_file()
+    is_hugging_face = is_there(location / "config.json")
     if is_hugging_face and (wanted == "dummy" or (wanted != "gguf" and has_weights(location))):
         return None
     found = sorted(location.glob("*.gguf"))
@@ -147,24 +147,12 @@ def _from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
+    """The configuration, once the folder's files and its sizes have been found sound."""
+    check_folder(folder)
     path = folder / "config.json"
-    config = _read_json(path)
-    if config is None:
-        raise ConfigError(f"{path} does not exist")
-    return config
-
-
-def _read_json(path: Path) -> dict[str, Any] | None:
-    """The file's object; None when there is no such file."""
-    if not path.is_file():
-        return None
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ConfigError(f"{path} should hold a JSON object, got {type(content).__name__}")
-    return content
+    raw = read_json_object(path)
+    check_config(raw, str(path))
+    return raw
 
 
 def _levels(raw: dict[str, Any]) -> Iterable[dict[str, Any]]:
@@ -212,11 +200,16 @@ def _quantises_only_the_cache(quantization: object) -> bool:
 
 
 def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> PretrainedConfig:
+    path, kind = folder / "config.json", raw.get("model_type", "(none)")
     try:
-        return AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+        complete, text_config = config.to_dict(), config.get_text_config()
     except Exception as error:  # each configuration class raises its own kinds
-        kind = raw.get("model_type", "(none)")
-        raise ConfigError(f"{folder / 'config.json'} of type {kind}: {error}") from error
+        raise ConfigError(f"{path} of type {kind}: {error}") from error
+    if not isinstance(text_config, PretrainedConfig):
+        raise ConfigError(f"{path}: text_config={raw.get('text_config')!r} is none of {kind}")
+    check_config(complete, str(path))
+    return config
 
 
 def _default_dtype(folder: Path, raw: dict[str, Any]) -> torch.dtype:
@@ -227,13 +220,14 @@ def _default_dtype(folder: Path, raw: dict[str, Any]) -> torch.dtype:
             break
     else:
         stated = stored_dtype(folder) or "float32"
-    if stated not in _DTYPES:
+    if not isinstance(stated, str) or stated not in _DTYPES:
         raise ConfigError(f"{folder} is stored as {stated}; supported are {', '.join(_DTYPES)}")
     return _DTYPES[stated]
 
 
 def _eos_token_ids(folder: Path, raw: dict[str, Any], options: ModelOptions) -> frozenset[int]:
-    generation = _read_json(folder / "generation_config.json") or {}
+    path = folder / "generation_config.json"
+    generation = read_json_object(path) if is_there(path) else {}
     for level in (generation, *_levels(raw)):
         stated = level.get("eos_token_id")
         if stated is not None:
@@ -244,8 +238,17 @@ def _eos_token_ids(folder: Path, raw: dict[str, Any], options: ModelOptions) -> 
     return _tokenizer_eos(folder, options)
 
 
+def _check_tokens(eos_token_ids: frozenset[int], config: PretrainedConfig, folder: Path) -> None:
+    """Refuse ends that no step could draw, or forbid."""
+    if wrong := sorted(i for i in eos_token_ids if not 0 <= i < config.vocab_size):
+        raise ConfigError(
+            f"{folder}: a text ends with token {wrong[0]} (eos_token_id), and the vocabulary has "
+            f"tokens 0 to {config.vocab_size - 1}"
+        )
+
+
 def _tokenizer_eos(folder: Path, options: ModelOptions) -> frozenset[int]:
     if not (folder / "tokenizer_config.json").is_file():
         return frozenset()
-    tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+    tokenizer = read_tokenizer(folder, options.trust_remote_code)
     return frozenset() if tokenizer.eos_token_id is None else frozenset({tokenizer.eos_token_id})

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.hub import download_tokenizer, looks_like_path
+from atom.model_loader.read_files import read_tokenizer
 from atom.model_loader.source import ModelSource
 
 
@@ -18,10 +19,7 @@ def load_tokenizer(source: ModelSource, options: ModelOptions) -> PreTrainedToke
         ConfigError: when there is none or it cannot be loaded.
     """
     folder = source.path if options.tokenizer is None else _locate(options.tokenizer, options)
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
-    except Exception as error:  # each tokenizer class raises its own kinds
-        raise ConfigError(f"no tokenizer could be loaded from {folder}: {error}") from error
+    return read_tokenizer(folder, options.trust_remote_code)
 
 
 def _locate(tokenizer: str, options: ModelOptions) -> Path:

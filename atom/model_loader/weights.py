@@ -22,17 +22,43 @@ from atom.config import ModelOptions
 from atom.model_loader.checkpoint import list_tensors
 from atom.model_loader.dummy import fill_with_dummy_weights
 from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.finite import check_finite
 from atom.model_loader.placement import Placement, find_targets, place_tensors, raise_if_any
 from atom.model_loader.read_ahead import ReadAhead
+from atom.model_loader.sketch import M, check_fit
 from atom.model_loader.source import ModelSource
 from atom.model_loader.threads import one_torch_thread
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import process_after_loading
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.platform import default_num_threads
 
-__all__ = ["WeightError", "load_weights"]
+__all__ = ["WeightError", "build_model", "load_weights"]
 
 _GROUP_BYTES = 32 << 20
 _MAX_THREADS = 8
+
+
+def build_model(
+    create: Callable[[LayerContext], M],
+    source: ModelSource,
+    context: LayerContext,
+    options: ModelOptions,
+) -> M:
+    """Build a model and fill it, checked before it takes memory.
+
+    Args:
+        create: builds the model, weights uninitialised, with whichever context it is given.
+
+    Raises:
+        ConfigError, WeightError: as `check_fit` and `load_weights`.
+    """
+    is_dummy = options.load_format == "dummy"
+    check_fit(create, None if is_dummy else list_tensors(source.path), source, context)
+    model = create(context)
+    load_weights(model, model.weight_mapping, source, options)
+    process_after_loading(model)
+    return model
 
 
 def load_weights(
@@ -46,7 +72,7 @@ def load_weights(
 
     Raises:
         WeightError: naming tensors that are missing, unexpected, of a wrong shape, of a type
-            that cannot be converted by value, or too large for the model's type.
+            that cannot be converted by value, too large for the model's type, or not finite.
     """
     targets = find_targets(model)
     if on_meta := [name for name, t in targets.items() if t.parameter.is_meta]:
@@ -65,7 +91,6 @@ def _copy_all(placements: list[Placement], source: ModelSource, read_ahead: bool
     by_file = [(file, list(of)) for file, of in groupby(placements, key=lambda p: p.tensor.file)]
     total = sum(placement.tensor.num_bytes for placement in placements)
     lock = threading.Lock()
-    errors: list[str] = []
     with (
         one_torch_thread(),
         ReadAhead([file for file, _ in by_file], enabled=read_ahead) as ahead,
@@ -81,12 +106,13 @@ def _copy_all(placements: list[Placement], source: ModelSource, read_ahead: bool
             ahead.wait_for(file)
             copying = [pool.submit(_copy_group, file, g, advance) for g in _groups(of_file)]
             try:
-                errors += [error for future in copying for error in future.result()]
+                errors = [error for future in copying for error in future.result()]
+                if errors:
+                    listed = name_some(sorted(errors))
+                    raise_if_any([f"wrong tensors ({len(errors)}): {listed}"], source.path)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
-    if errors:
-        raise_if_any([f"wrong tensors ({len(errors)}): {name_some(sorted(errors))}"], source.path)
 
 
 def _groups(placements: list[Placement]) -> Iterator[list[Placement]]:
@@ -112,7 +138,9 @@ def _copy_group(file: Path, group: list[Placement], advance: Callable[[int], Non
             for placement in group:
                 tensor = placement.tensor
                 try:
-                    placement.copy(handle.get_tensor(tensor.name))
+                    values = handle.get_tensor(tensor.name)
+                    placement.copy(values)
+                    check_finite(values)
                 except ValueError as error:
                     errors.append(f"{tensor.name}: {error}")
                 advance(tensor.num_bytes)

@@ -23,7 +23,8 @@ class RotaryEmbedding(nn.Module):
     the longest context the engine serves, and unchanged when that is within the original one.
 
     Raises:
-        ValueError: for a rope type other than `SUPPORTED_ROPE_TYPES`.
+        ValueError: for a rope type other than `SUPPORTED_ROPE_TYPES`, and for parameters that
+            lead to no finite frequencies.
     """
 
     cos_sin: torch.Tensor
@@ -38,6 +39,8 @@ class RotaryEmbedding(nn.Module):
         super().__init__()
         self._interleaved = interleaved
         inv_freq, scaling = rope_frequencies(config, head_dim, context.max_model_len)
+        if not bool(inv_freq.isfinite().all()):
+            raise ValueError(f"rotating by {config.rope_parameters} turns infinitely fast")
         positions = torch.arange(context.max_model_len, dtype=torch.float32)
         angles = positions[:, None] * inv_freq[None, :].float().cpu()
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from atom.config import EngineConfig
 from atom.model_engine.executor import resolve_dtype
 from atom.model_loader.source import ModelSource
-from atom.model_loader.weights import load_weights
+from atom.model_loader.weights import build_model
 from atom.model_ops.embedding import ParallelLMHead
 from atom.model_ops.layer_context import LayerContext
 from atom.models.llama import LlamaMLP
@@ -39,8 +40,8 @@ def load_target_parts(config: EngineConfig, source: ModelSource) -> TargetParts:
     """
     dtype = resolve_dtype(config.model.dtype, source)
     context = LayerContext.create(dtype, 1, select_platform(config.device))
-    target = create_model(source.hf_config, context)
-    load_weights(target, target.weight_mapping, source, config.model)
+    create = partial(create_model, source.hf_config)
+    target = build_model(create, source, context, config.model)
     embedding = target.token_embedding.weight.data
     head = _head_weight(target.output_head, embedding)
     dense = [module for module in target.modules() if isinstance(module, LlamaMLP)]

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from gguf import GGMLQuantizationType
 from gguf_files import byte_level_metadata, metadata_of, tiny_model, write_gguf
+from spec_decode.conftest import llama_target, mla_target, tied_llama_target  # noqa: F401
 from transformers import PreTrainedTokenizerFast
 
 from atom.config import ModelOptions

@@ -210,6 +210,40 @@ def test_tensors_that_do_not_fit_are_named(
     assert all(word in str(raised.value) for word in words), str(raised.value)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"head_dim": 0}, r"config\.json: head_dim should be a positive integer, got 0"),
+        ({"head_dim": 10**9}, r"config\.json: head_dim=1000000000 is more than the 16384"),
+        ({"head_dim": 16384}, r"q_proj\.weight \[32, 64\]: .* wants 65536"),
+        ({"intermediate_size": 1 << 20}, r"up_proj\.weight \[48, 32\]: .* wants 1048576"),
+    ],
+)
+def test_sizes_that_lie(
+    changes: dict[str, Any], message: str, tmp_path: Path, llama_target: Target
+) -> None:
+    folder = write_draft(tmp_path, {**MHA, **changes}, draft_tensors(MHA))
+    with pytest.raises((ConfigError, WeightError), match=message):
+        load(folder, *llama_target)
+
+
+def test_drafts_larger_than_the_memory(tmp_path: Path, llama_target: Target) -> None:
+    raw = {**MHA, "num_attention_heads": 1 << 14, "head_dim": 1 << 14, "num_key_value_heads": 1}
+    (tmp_path / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    context = LayerContext.create(torch.float32, 128, cpu_platform())
+    with pytest.raises(ConfigError, match=r"describes a model whose parameters take \d+\.\d GB"):
+        load_draft(str(tmp_path), *llama_target, context, ModelOptions(load_format="dummy"))
+
+
+def test_draft_weights_that_are_no_numbers(tmp_path: Path, llama_target: Target) -> None:
+    tensors = draft_tensors(MHA)
+    tensors["midlayer.hidden_norm.weight"][:] = float("nan")
+    with pytest.raises(
+        WeightError, match=r"midlayer\.hidden_norm\.weight: 32 of 32 values are NaN"
+    ):
+        load(write_draft(tmp_path, MHA, tensors), *llama_target)
+
+
 def test_places_without_a_draft(tmp_path: Path, llama_target: Target) -> None:
     with pytest.raises(ConfigError, match=r"no draft folder .*nowhere"):
         load(tmp_path / "nowhere", *llama_target)

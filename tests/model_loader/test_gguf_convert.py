@@ -198,6 +198,47 @@ def test_missing_metadata_and_unknown_tensors_are_named(write_tiny: WriteTiny) -
         convert(write_tiny(extra_tensors=extra))
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"llama.block_count": 10**9}, "num_hidden_layers=1000000000 is more than the 1024"),
+        ({"llama.block_count": 900}, "block_count is 900, and the file holds 2 blocks"),
+        ({"llama.block_count": 1}, "block_count is 1, and the file holds 2 blocks"),
+        ({"llama.embedding_length": 128}, r"embedding_length is 128, and .*\[\d+, 64\]"),
+        ({"llama.embedding_length": 0}, "hidden_size should be a positive integer, got 0"),
+        ({"llama.attention.head_count": 0}, "num_attention_heads should be a positive integer"),
+        ({"llama.attention.key_length": 0, "llama.attention.value_length": 0}, "head_dim should"),
+        ({"llama.rope.freq_base": -1.0}, r"rope_theta should be a positive number, got -1\.0"),
+        ({"llama.attention.layer_norm_rms_epsilon": 0.0}, "rms_norm_eps should be a positive"),
+        ({"tokenizer.ggml.bos_token_id": 10**9}, "bos token is 1000000000 of"),
+        ({"tokenizer.chat_template.a\0b": "x"}, "a chat template is called"),
+        ({"tokenizer.chat_template.../../x": "x"}, "a chat template is called"),
+    ],
+)
+def test_metadata_that_lies(
+    write_tiny: WriteTiny, cache: Path, changes: dict[str, Any], message: str
+) -> None:
+    path = write_tiny(changes=changes)
+    with pytest.raises((ConfigError, WeightError), match=message) as raised:
+        convert(path)
+    assert str(path) in str(raised.value)
+    assert visible_folders(cache) == hidden_folders(cache) == []
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_values_that_are_no_numbers(
+    write_tiny: WriteTiny, cache: Path, kind: str, value: float
+) -> None:
+    model = tiny_model(vocab_size=330)
+    model.model.norm.weight.data[7] = value
+    with pytest.raises(
+        WeightError, match=r"tiny\.gguf: output_norm\.weight: 1 of 64 values are NaN or inf"
+    ):
+        convert(write_tiny(model, GGMLQuantizationType[kind]))
+    assert visible_folders(cache) == []
+
+
 def test_rope_scaling(write_tiny: WriteTiny) -> None:
     scaled = {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}
     assert rope_of(convert(write_tiny(changes=scaled))) == {

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
 from gguf_files import tiny_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -164,4 +165,71 @@ def test_damaged_headers_never_raise_anything_else(
     path = tmp_path_factory.mktemp("damaged") / "damaged.gguf"
     path.write_bytes(content)
     with pytest.raises((WeightError, ConfigError)):
+        read_gguf(path)
+
+
+def header(num_tensors: int, num_values: int, rest: bytes = b"") -> bytes:
+    """A GGUF file from its numbers."""
+    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_values) + rest
+
+
+def string(text: bytes, size: int | None = None) -> bytes:
+    return struct.pack("<Q", len(text) if size is None else size) + text
+
+
+def array_of(kind: GGUFValueType, length: int, rest: bytes = b"") -> bytes:
+    return string(b"key") + struct.pack("<IIQ", GGUFValueType.ARRAY, kind, length) + rest
+
+
+def tensor_info(name: bytes, shape: list[int], offset: int = 0, dimensions: int = 0) -> bytes:
+    sizes = struct.pack(f"<{len(shape)}Q", *shape)
+    count = struct.pack("<I", dimensions or len(shape))
+    return string(name) + count + sizes + struct.pack("<IQ", GGMLQuantizationType.F32, offset)
+
+
+NESTED = struct.pack("<IQ", GGUFValueType.ARRAY, 1) * 100_000
+FLAG = string(b"key") + struct.pack("<I?", GGUFValueType.BOOL, True)
+
+LIES = {
+    "tensors without end": header(1 << 60, 0),
+    "values without end": header(0, 1 << 60),
+    "more of both than a number holds": header((1 << 64) - 1, (1 << 64) - 1),
+    "a string without end": header(0, 1, string(b"", 1 << 60)),
+    "a list without end": header(0, 1, array_of(GGUFValueType.UINT64, 1 << 61)),
+    "a list of strings without end": header(0, 1, array_of(GGUFValueType.STRING, 1 << 61)),
+    "lists in lists": header(0, 1, array_of(GGUFValueType.ARRAY, 1, NESTED)),
+    "a key twice": header(0, 2, FLAG + FLAG),
+    "dimensions without end": header(1, 0, tensor_info(b"t", [4], dimensions=(1 << 32) - 1)),
+    "too many dimensions": header(1, 0, tensor_info(b"t", [1] * 5)),
+    "a product beyond 64 bits": header(1, 0, tensor_info(b"t", [1 << 33, 1 << 33])),
+    "a product that wraps to nothing": header(1, 0, tensor_info(b"t", [1 << 32, 1 << 32])),
+    "an offset without end": header(1, 0, tensor_info(b"t", [4], offset=(1 << 64) - 32)),
+    "tensors that overlap": header(
+        2, 0, tensor_info(b"a", [4, 4]) + tensor_info(b"b", [4, 4], offset=32)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LIES)
+def test_headers_that_lie(tmp_path: Path, name: str) -> None:
+    path = tmp_path / "lie.gguf"
+    path.write_bytes(LIES[name] + b"\0" * 256)
+    with pytest.raises(WeightError, match=r"lie\.gguf is damaged"):
+        read_gguf(path)
+
+
+@pytest.mark.parametrize(
+    "lie",
+    [
+        array_of(GGUFValueType.UINT8, 1 << 30),
+        array_of(GGUFValueType.STRING, 1 << 27),
+        string(b"key") + struct.pack("<IQ", GGUFValueType.STRING, 1 << 30),
+    ],
+)
+def test_large_headers_are_not_read(tmp_path: Path, lie: bytes) -> None:
+    path = tmp_path / "large.gguf"
+    path.write_bytes(header(0, 1, lie))
+    with path.open("r+b") as file:
+        file.truncate(2 << 30)  # a hole: takes no room
+    with pytest.raises(WeightError, match="header is larger than 100000000 bytes"):
         read_gguf(path)

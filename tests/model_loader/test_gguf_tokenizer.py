@@ -142,6 +142,12 @@ def test_incomplete_vocabularies(write_tiny: WriteTiny, tmp_path: Path) -> None:
         load(write_tiny(changes=doubled), tmp_path / "t")
 
 
+def test_tokens_too_long_to_cut(write_tiny: WriteTiny, tmp_path: Path) -> None:
+    tokens = ["x" * 5000, *(f"t{i}" for i in range(329))]
+    with pytest.raises(WeightError, match="has 5000 characters; at most 4096 are read"):
+        load(write_tiny(changes={"tokenizer.ggml.tokens": tokens}), tmp_path / "tokenizer")
+
+
 def test_bos_and_eos(write_tiny: WriteTiny, tmp_path: Path) -> None:
     bos, eos = 1, 2
     plain = load(write_tiny(), tmp_path / "plain")("the")["input_ids"]

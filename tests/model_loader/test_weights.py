@@ -123,11 +123,26 @@ def test_values_too_large_for_float16_are_named(folder: Path) -> None:
     fill(folder, torch.bfloat16)
 
 
-def test_infinities_of_the_checkpoint_stay(folder: Path) -> None:
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("name", ["model.norm.weight", "model.layers.0.mlp.up_proj.weight"])
+@pytest.mark.parametrize("wanted", [torch.float16, torch.float32])
+def test_values_that_are_no_numbers_are_named(
+    folder: Path, name: str, value: float, wanted: torch.dtype
+) -> None:
     def change(tensors: Weights) -> None:
-        tensors["model.norm.weight"][0] = float("inf")
+        tensors[name].flatten()[3:5] = value
 
-    assert fill(rewrite(folder, change), torch.float16).model.norm.weight[0].isinf()
+    size = load_file(folder / "model.safetensors")[name].numel()
+    with pytest.raises(WeightError, match=rf"{name}: 2 of {size} values are NaN or infinite"):
+        fill(rewrite(folder, change), wanted)
+
+
+def test_large_values_that_add_up_to_infinity_are_loaded(folder: Path) -> None:
+    def change(tensors: Weights) -> None:
+        tensors.update({name: tensor.half() for name, tensor in tensors.items()})
+        tensors["model.norm.weight"][:] = 6e4
+
+    assert fill(rewrite(folder, change), torch.float16).model.norm.weight.max() == 6e4
 
 
 def test_missing_tensors_are_named(folder: Path) -> None:

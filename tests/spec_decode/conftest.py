@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from draft_bench import HIDDEN, NUM_LAYERS, VOCAB
+from spec_decode.draft_bench import HIDDEN, NUM_LAYERS, VOCAB
 from transformers import DeepseekV3Config, LlamaConfig, PretrainedConfig
 
 from atom.model_loader.source import ModelSource

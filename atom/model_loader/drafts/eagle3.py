@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,9 +15,8 @@ from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_ten
 from atom.model_loader.drafts.tokenizer import check_same_tokenizer
 from atom.model_loader.hub import download, looks_like_path
 from atom.model_loader.source import ModelSource
-from atom.model_loader.weights import load_weights
+from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import process_after_loading
 from atom.model_ops.quant.unquantized import UnquantizedConfig
 from atom.models.base import CausalLM
 from atom.models.eagle3.aux_layers import resolve_aux_layer_ids
@@ -60,11 +60,10 @@ def load_draft(
     # The target's quantisation says nothing about the draft's weights.
     context = dataclasses.replace(context, quant=UnquantizedConfig())
     draft_class = Eagle3DeepseekV2ForCausalLM if config.is_mla else LlamaForCausalLMEagle3
-    model = draft_class(config, parts, aux_layer_ids, context)
+    create = partial(draft_class, config, parts, aux_layer_ids)
     source = ModelSource(folder, draft, config.network, frozenset(), context.dtype)
-    load_weights(model, model.weight_mapping, source, options)
+    model = build_model(create, source, context, options)
     _check_d2t(model, draft)
-    process_after_loading(model)
     model.share_with(target)
     _log(draft, config, parts, context)
     return model

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 from collections.abc import Mapping
+from functools import partial
 
 import torch
 from safetensors import safe_open
@@ -12,9 +13,8 @@ from safetensors import safe_open
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import CheckpointTensor, list_tensors
 from atom.model_loader.source import ModelSource
-from atom.model_loader.weights import load_weights
+from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import process_after_loading
 from atom.models.base import CausalLM
 from atom.models.deepseek_mtp import DeepseekMTP, MTPParts
 from atom.models.deepseek_v2 import DeepseekV3ForCausalLM, mtp_layer_ids
@@ -56,10 +56,8 @@ def load_mtp(
     parts = [MTPParts() for _ in layer_ids]
     if options.load_format != "dummy":
         parts = _parts(target, layer_ids, source)
-    mtp = DeepseekMTP(target, parts, context)
     source = dataclasses.replace(source, name=f"{source.name} (prediction layers)")
-    load_weights(mtp, mtp.weight_mapping, source, options)
-    process_after_loading(mtp)
+    mtp = build_model(partial(DeepseekMTP, target, parts), source, context, options)
     logger.info(
         "%s: layers %s, with an embedding of their own: %d, with a head of their own: %d",
         source.name,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from atom.config import ConfigError
+from atom.models.config_file import check_regular, is_there, read_json
 
 # Compared as they are; each holds a vocabulary in its order.
 _VOCABULARY_FILES = ("tiktoken.model", "tokenizer.model", "vocab.json")
@@ -19,13 +19,15 @@ def check_same_tokenizer(draft: Path, target: Path) -> None:
         ConfigError: when a token id means one text to the draft and another to the target.
     """
     ours, theirs = draft / "tokenizer.json", target / "tokenizer.json"
-    if ours.is_file() and theirs.is_file():
+    if is_there(ours) and is_there(theirs):
         _compare_vocabularies(_tokens_by_id(ours), _tokens_by_id(theirs), draft, target)
         return
     for name in _VOCABULARY_FILES:
         ours, theirs = draft / name, target / name
-        if not (ours.is_file() and theirs.is_file()):
+        if not (is_there(ours) and is_there(theirs)):
             continue
+        check_regular(ours)
+        check_regular(theirs)
         if ours.read_bytes() != theirs.read_bytes():
             raise ConfigError(
                 f"{ours} ({ours.stat().st_size} bytes) and {theirs} ({theirs.stat().st_size} "
@@ -48,12 +50,12 @@ def _compare_vocabularies(
 
 
 def _tokens_by_id(path: Path) -> dict[int, str]:
+    content = read_json(path)
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
         vocabulary = content["model"]["vocab"]
         tokens = _numbered(vocabulary)
         tokens |= {int(t["id"]): str(t["content"]) for t in content.get("added_tokens") or []}
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError, OverflowError) as error:
         raise ConfigError(f"{path} cannot be read as a tokenizer: {error!r}") from error
     return tokens
 

@@ -6,6 +6,7 @@ refused: it may change what the model computes.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,9 @@ from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.gguf.file import GGUFFile
 from atom.model_loader.gguf.tensors import ARCHITECTURES
+from atom.models.config_check import check_config
 
+_BLOCK = re.compile(r"blk\.(\d+)\.")
 _CLASSES = {"llama": "LlamaForCausalLM", "qwen3": "Qwen3ForCausalLM"}
 _DEFAULT_ROPE_THETA = 10000.0
 
@@ -131,8 +134,27 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
     }
     if "blk.0.ffn_gate.bias" in file.tensors:
         config["mlp_bias"] = True
+    check_config(config, str(file.path))
+    _check_tensors(file, config)
     config["rope_parameters"] = _rope_parameters(file, config)
+    check_config(config, str(file.path))
     return config
+
+
+def _check_tensors(file: GGUFFile, config: dict[str, Any]) -> None:
+    """Refuse metadata that the tensors contradict before they are converted."""
+    blocks = [int(match[1]) for name in file.tensors if (match := _BLOCK.match(name))]
+    stated, found = config["num_hidden_layers"], max(blocks, default=-1) + 1
+    if stated != found:
+        raise WeightError(
+            f"{file.path}: block_count is {stated}, and the file holds {found} blocks of tensors"
+        )
+    embedding = file.tensors["token_embd.weight"].shape
+    if embedding[1:] != (config["hidden_size"],):
+        raise WeightError(
+            f"{file.path}: embedding_length is {config['hidden_size']}, and token_embd.weight is "
+            f"{list(embedding)}"
+        )
 
 
 def generation_config_dict(file: GGUFFile) -> dict[str, Any]:

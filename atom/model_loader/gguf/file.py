@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar, overload
@@ -19,12 +19,17 @@ from gguf.constants import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError
+from atom.models.config_file import check_regular
 
 _MAGIC = b"GGUF"
 _VERSIONS = (2, 3)
 _DEFAULT_ALIGNMENT = 32
 _SMALLEST_STRING = 8
+_SMALLEST_VALUE = 13
 _SMALLEST_TENSOR_INFO = 24
+# What safetensors allows a header too; the largest published vocabularies take a tenth.
+_MOST_HEADER_BYTES = 100_000_000
+_MOST_DIMENSIONS = 4
 
 _SCALARS = {
     GGUFValueType.UINT8: "B",
@@ -144,6 +149,7 @@ def read_gguf(path: Path) -> GGUFFile:
         ConfigError: for a kind of GGUF file that is not supported.
         WeightError: when the file is no GGUF file, is cut short or damaged.
     """
+    check_regular(path)
     with path.open("rb") as handle:
         if handle.read(len(_MAGIC)) != _MAGIC:
             raise WeightError(f"{path} is no GGUF file: it does not begin with {_MAGIC.decode()}")
@@ -166,9 +172,12 @@ class _HeaderReader:
             what = "big-endian" if swapped in _VERSIONS else f"version {version}"
             raise ConfigError(f"{self.path} is a {what} GGUF file; versions 2 and 3 are read")
         num_tensors, num_values = self.scalar("Q"), self.scalar("Q")
+        self.expect(num_values * _SMALLEST_VALUE)
         values = {}
         for _ in range(num_values):
             key = self.string()
+            if key in values:
+                raise self.damaged(f"its metadata gives {key[:80]!r} twice")
             values[key] = self.value(self.value_type())
         metadata = Metadata(self.path, values)
         self.expect(num_tensors * _SMALLEST_TENSOR_INFO)
@@ -180,6 +189,7 @@ class _HeaderReader:
         tensors = {info[0]: self.tensor(start, *info) for info in infos}
         if len(tensors) != num_tensors:
             raise self.damaged("a tensor occurs twice")
+        self.check_overlaps(tensors.values())
         return GGUFFile(self.path, metadata, tensors)
 
     def scalar(self, code: str) -> Any:
@@ -217,9 +227,11 @@ class _HeaderReader:
 
     def array(self) -> list[Any]:
         kind, length = self.value_type(), self.scalar("Q")
-        if kind not in _SCALARS:
+        if kind is GGUFValueType.ARRAY:
+            raise self.damaged("its metadata nests lists in lists, which no key of a model does")
+        if kind is GGUFValueType.STRING:
             self.expect(length * _SMALLEST_STRING)
-            return [self.value(kind) for _ in range(length)]
+            return [self.string() for _ in range(length)]
         item = np.dtype("<" + _SCALARS[kind])
         self.expect(length * item.itemsize)
         values = np.frombuffer(self.data, item, length, self.offset).tolist()
@@ -229,7 +241,8 @@ class _HeaderReader:
     def tensor_info(self) -> tuple[str, tuple[int, ...], int, int]:
         name = self.string()
         num_dimensions = self.scalar("I")
-        self.expect(num_dimensions * 8)
+        if num_dimensions > _MOST_DIMENSIONS:
+            raise self.damaged(f"tensor {name[:80]} has {num_dimensions} dimensions")
         innermost_first = [self.scalar("Q") for _ in range(num_dimensions)]
         return name, tuple(reversed(innermost_first)), self.scalar("I"), self.scalar("Q")
 
@@ -255,7 +268,17 @@ class _HeaderReader:
             )
         return tensor
 
+    def check_overlaps(self, tensors: Iterable[GGUFTensor]) -> None:
+        end, before = 0, ""
+        for tensor in sorted(tensors, key=lambda tensor: tensor.offset):
+            if tensor.offset < end:
+                raise self.damaged(f"the tensors {before} and {tensor.name} overlap")
+            end, before = tensor.offset + tensor.num_bytes, tensor.name
+
     def expect(self, size: int) -> None:
+        """That so many bytes of the header are still to come."""
+        if len(self.data) >= self.offset + size > _MOST_HEADER_BYTES:
+            raise self.damaged(f"its header is larger than {_MOST_HEADER_BYTES} bytes")
         if self.offset + size > len(self.data):
             raise self.damaged(f"its header is cut short at byte {len(self.data)}; fetch it again")
 

@@ -18,6 +18,7 @@ from gguf.quants import dequantize
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.finite import check_finite
 from atom.model_loader.gguf.file import GGUFFile, GGUFTensor
 
 _FLOAT_KINDS = {
@@ -132,7 +133,7 @@ def read_chunks(
     """The tensor's values, row after row, some million at a time.
 
     Raises:
-        WeightError: when a finite value would become infinite in `dtype`.
+        WeightError: when a value is NaN or infinite, or would become infinite in `dtype`.
     """
     source = tensor.source
     block, block_bytes = GGML_QUANT_SIZES[source.kind]
@@ -150,7 +151,8 @@ def read_chunks(
         raw = np.fromfile(handle, np.uint8, count * row_bytes).reshape(count, row_bytes)
         if tensor.interleaved_head_dim:
             raw = _halves_apart(raw, tensor.interleaved_head_dim)
-        yield _narrowed(torch.from_numpy(dequantize(raw, source.kind)), dtype, source.name)
+        values = torch.from_numpy(dequantize(raw, source.kind))
+        yield _narrowed(values, dtype, f"{handle.name}: {source.name}")
 
 
 def _halves_apart(rows: np.ndarray, head_dim: int) -> np.ndarray:
@@ -160,6 +162,10 @@ def _halves_apart(rows: np.ndarray, head_dim: int) -> np.ndarray:
 
 
 def _narrowed(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    try:
+        check_finite(values)
+    except ValueError as error:
+        raise WeightError(f"{name}: {error}") from None
     narrowed = values.to(dtype)
     if dtype == torch.float16 and bool((narrowed.isinf() & values.isfinite()).any()):
         raise WeightError(

@@ -9,6 +9,7 @@ for `default` llama.cpp's `llama-vocab.cpp`.
 from __future__ import annotations
 
 import json
+import re
 from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,6 +31,8 @@ from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.gguf.file import GGUFFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
+# Every way to cut a token in two is tried.
+_LONGEST_TOKEN = 4096
 _SPACE = "\u2581"
 
 _GPT2_SPLIT = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -84,6 +87,11 @@ class _Vocabulary:
         types = file.metadata.require_list("tokenizer.ggml.token_type", int)
         if len(tokens) != len(types):
             raise WeightError(f"{file.path}: {len(tokens)} tokens, but {len(types)} token types")
+        if longest := [token for token in tokens if len(token) > _LONGEST_TOKEN]:
+            raise WeightError(
+                f"{file.path}: token {longest[0][:20]!r}... has {len(longest[0])} characters; at "
+                f"most {_LONGEST_TOKEN} are read"
+            )
         # Unused tokens at the end only pad the embedding to a round size.
         end = len(tokens)
         while end and types[end - 1] == _UNUSED:
@@ -222,7 +230,7 @@ def _tokenizer_config(file: GGUFFile, vocabulary: _Vocabulary, adds_bos: bool) -
         token_id = metadata.get(f"tokenizer.ggml.{key}_token_id", int)
         if token_id is None:
             continue
-        if token_id >= len(vocabulary.tokens):
+        if not 0 <= token_id < len(vocabulary.tokens):
             raise WeightError(
                 f"{file.path}: the {key} token is {token_id} of {len(vocabulary.tokens)} tokens"
             )
@@ -258,6 +266,8 @@ def _write_chat_templates(file: GGUFFile, folder: Path) -> None:
         named = folder / "additional_chat_templates"
         named.mkdir()
         for key in others:
-            name = key.removeprefix(f"{main}.").replace("/", "_")
+            name = key.removeprefix(f"{main}.")
+            if not re.fullmatch(r"[\w.-]{1,64}", name):
+                raise WeightError(f"{file.path}: a chat template is called {name[:80]!r}")
             text = file.metadata.require(key, str)
             (named / f"{name}.jinja").write_text(text, encoding="utf-8")

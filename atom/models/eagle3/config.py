@@ -11,6 +11,7 @@ from transformers import PretrainedConfig
 
 from atom.config import ConfigError
 from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
+from atom.models.config_check import check_config
 from atom.models.eagle3.fields import Fields, read_draft_config
 
 MHA_ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -117,10 +118,12 @@ class Eagle3Config:
                 f"draft's vocabulary is a part of its target's"
             )
         is_mla = architecture == MLA_ARCHITECTURE
+        network = _mla_network(fields) if is_mla else _mha_network(fields)
+        check_config(network.to_dict(), fields.where)
         aux_layer_ids = fields.integers("eagle_aux_hidden_state_layer_ids")
         return cls(
             architecture=architecture,
-            network=_mla_network(fields) if is_mla else _mha_network(fields),
+            network=network,
             draft_vocab_size=draft_vocab_size,
             target_hidden_size=fields.integer("target_hidden_size", fields.integer("hidden_size")),
             aux_layer_ids=aux_layer_ids,

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from atom.config import ConfigError
+from atom.models.config_check import check_config
+from atom.models.config_file import is_there, read_json_object
 
 # Read by `Eagle3Config`, wherever they stand.
 _READ = """
@@ -62,6 +63,7 @@ class Fields:
         nested = raw.get("eagle_config") or {}
         if not isinstance(nested, dict):
             raise ConfigError(f"{where}: eagle_config should be an object, got {nested!r}")
+        check_config(raw, where)
         self.where = where
         self._top = raw
         self._nested = nested
@@ -151,12 +153,6 @@ def read_draft_config(folder: Path) -> Fields:
         ConfigError: when there is no such file or it holds no JSON object.
     """
     path = folder / "config.json"
-    if not path.is_file():
+    if not is_there(path):
         raise ConfigError(f"{folder} holds no config.json, so it is no draft model folder")
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read as JSON: {error}") from error
-    if not isinstance(raw, dict):
-        raise ConfigError(f"{path} should hold a JSON object, got {type(raw).__name__}")
-    return Fields(raw, str(path))
+    return Fields(read_json_object(path), str(path))

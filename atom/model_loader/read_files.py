@@ -1,0 +1,60 @@
+"""The small files of a model's folder that will be opened, looked at before any of them is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from transformers import AutoTokenizer, PreTrainedTokenizerBase
+
+from atom.config import ConfigError
+from atom.models.config_file import check_regular, is_there, read_json
+
+# Also what transformers opens when it reads a configuration and a tokenizer.
+_OPENED = (
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer.model",
+    "tiktoken.model",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+)
+_TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
+# Small, and read by Python, whose recursion ends in an error without a file's name.
+_PARSED = (
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.json",
+    "processor_config.json",
+    "preprocessor_config.json",
+)
+
+
+def check_folder(folder: Path) -> None:
+    """Refuse what would block, never end or bring a reader down.
+
+    Raises:
+        ConfigError: naming a file that is no regular file, or holds no readable JSON.
+    """
+    paths = [folder / name for name in _OPENED]
+    for path in [*paths, *(path for pattern in _TEMPLATES for path in folder.glob(pattern))]:
+        if is_there(path):
+            check_regular(path)
+    for path in (folder / name for name in _PARSED):
+        if is_there(path):
+            read_json(path)
+
+
+def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder.
+
+    Raises:
+        ConfigError: when there is none or it cannot be loaded.
+    """
+    check_folder(folder)
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # each tokenizer class raises its own kinds
+        raise ConfigError(f"no tokenizer could be loaded from {folder}: {error}") from error

@@ -1,0 +1,129 @@
+"""Whether a model's configuration, its weight files and this machine go together.
+
+A model of the configuration is built without memory (on the meta device) and compared with the
+headers of the weight files, so that a configuration that promises other sizes costs nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+from torch import nn
+
+from atom.config import ConfigError
+from atom.model_loader.checkpoint import CheckpointTensor
+from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.placement import Placement, find_targets, place_tensors, raise_if_any
+from atom.model_loader.source import ModelSource
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.registry import OpUnavailableError
+from atom.model_ops.rotary import RotaryEmbedding
+from atom.models.base import CausalLM
+from atom.models.deepseek_mtp import DeepseekMTP
+from atom.models.eagle3.base import Eagle3Draft
+from atom.platform import cpu_platform, free_memory_bytes, total_memory_bytes
+
+M = TypeVar("M", CausalLM, Eagle3Draft, DeepseekMTP)
+
+_META = torch.device("meta")
+_LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
+# Of the table that rotates, while it is made: angles, cosines and sines are halves of it.
+_ROTARY_COPIES = 4
+
+
+def check_fit(
+    create: Callable[[LayerContext], M],
+    tensors: Sequence[CheckpointTensor] | None,
+    source: ModelSource,
+    context: LayerContext,
+) -> None:
+    """Refuse a model that its weight files or the memory contradict, before it takes any.
+
+    Args:
+        create: builds the model; called once, with a context of the meta device.
+        tensors: what the files hold; None for dummy weights.
+
+    Raises:
+        ConfigError: when no model can be built as the configuration says, or when it takes more
+            memory than there is.
+        WeightError: naming tensors that are missing, unexpected or of a wrong shape.
+    """
+    if tensors is not None:
+        _check_layers(tensors, source)
+    sketch = _create(create, source, context)
+    if tensors is not None:
+        targets = find_targets(sketch)
+        placements = place_tensors(tensors, sketch.weight_mapping, targets, source.path)
+        _check_shapes(placements, source)
+    _check_memory(sketch, source, context, is_dummy=tensors is None)
+
+
+def _check_layers(tensors: Sequence[CheckpointTensor], source: ModelSource) -> None:
+    """A thousand missing layers would be a thousand names; their number says it better."""
+    numbers = [int(match[1]) for tensor in tensors if (match := _LAYER.fullmatch(tensor.name))]
+    stated = source.hf_config.get_text_config().num_hidden_layers
+    if numbers and max(numbers) + 1 < stated:
+        raise WeightError(
+            f"{source.path / 'config.json'}: num_hidden_layers={stated}, and the weight files "
+            f"hold {max(numbers) + 1} layers"
+        )
+
+
+def _create(create: Callable[[LayerContext], M], source: ModelSource, context: LayerContext) -> M:
+    """The model without memory; whatever goes wrong here is the configuration's fault."""
+    try:
+        return create(dataclasses.replace(context, device=_META, max_model_len=1))
+    except (ConfigError, OpUnavailableError):
+        raise
+    except (ValueError, ArithmeticError, LookupError, TypeError, AttributeError, RuntimeError) as e:
+        raise ConfigError(
+            f"{source.path / 'config.json'} describes no model that can be built: "
+            f"{type(e).__name__}: {e}"
+        ) from e
+
+
+def _check_shapes(placements: Sequence[Placement], source: ModelSource) -> None:
+    problems = []
+    for placement in placements:
+        tensor = placement.tensor
+        if placement.target.is_optional:
+            continue
+        dtype = tensor.torch_dtype
+        if dtype is None or 0 in tensor.shape:
+            problems.append(f"{tensor.name} {list(tensor.shape)} of {tensor.dtype} holds no values")
+            continue
+        try:
+            placement.copy(torch.empty(tensor.shape, dtype=dtype, device=_META))
+        except (ValueError, LookupError, RuntimeError) as error:
+            problems.append(f"{tensor.name} {list(tensor.shape)}: {error}")
+    if problems:
+        listed = name_some(problems, separator="; ")
+        raise_if_any([f"wrong tensors ({len(problems)}): {listed}"], source.path)
+
+
+def _check_memory(
+    sketch: nn.Module, source: ModelSource, context: LayerContext, is_dummy: bool
+) -> None:
+    """Weights that are there fit if memory can be freed; made-up ones have to fit now."""
+    platform = context.ops.platform
+    needed = sum(parameter.nbytes for parameter in sketch.parameters())
+    room = free_memory_bytes(platform) if is_dummy else total_memory_bytes(platform)
+    if needed > room:
+        raise ConfigError(
+            f"{source.path / 'config.json'} describes a model whose parameters take "
+            f"{needed / 1e9:.1f} GB in {str(context.dtype).removeprefix('torch.')}, and the "
+            f"{platform.kind} has {room / 1e9:.1f} GB"
+        )
+    tables = [m.cos_sin for m in sketch.modules() if isinstance(m, RotaryEmbedding)]
+    table_bytes = sum(table.nbytes for table in tables) * context.max_model_len
+    free = free_memory_bytes(cpu_platform())
+    if table_bytes * _ROTARY_COPIES > free:
+        raise ConfigError(
+            f"{source.path / 'config.json'}: rotating {context.max_model_len} positions takes "
+            f"tables of {table_bytes / 1e9:.1f} GB, and making them {_ROTARY_COPIES} times that; "
+            f"{free / 1e9:.1f} GB are free. Pass a smaller --max-model-len"
+        )

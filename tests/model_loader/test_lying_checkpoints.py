@@ -1,0 +1,322 @@
+"""Checkpoints whose files contradict each other or are no files: refused, by name, for nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from models import checkpoints
+from safetensors.torch import load_file, save_file
+
+from atom.config import ConfigError, ModelOptions
+from atom.model_loader import sketch
+from atom.model_loader.checkpoint import list_tensors
+from atom.model_loader.errors import WeightError
+from atom.model_loader.source import resolve_model
+from atom.model_loader.tokenizer import load_tokenizer
+from atom.model_loader.weights import build_model
+from atom.model_ops.layer_context import LayerContext
+from atom.models.registry import create_model
+from atom.platform import cpu_platform
+
+Weights = dict[str, torch.Tensor]
+
+
+def load(folder: Path, max_model_len: int = 64, **options: Any) -> torch.nn.Module:
+    """What the engine does until the model stands."""
+    model_options = ModelOptions(model=str(folder), **options)
+    source = resolve_model(model_options)
+    context = LayerContext.create(torch.float32, max_model_len, cpu_platform())
+    return build_model(partial(create_model, source.hf_config), source, context, model_options)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("originals")
+    for family in ("llama", "qwen3", "deepseek_v3"):
+        getattr(checkpoints, family)(folder / family)
+    return folder
+
+
+@pytest.fixture
+def copy(originals: Path, tmp_path: Path) -> Callable[[str], Path]:
+    return lambda family: Path(shutil.copytree(originals / family, tmp_path / family))
+
+
+def edit(folder: Path, **fields: Any) -> Path:
+    checkpoints.edit_config(folder, **fields)
+    return folder
+
+
+HUGE = [
+    ("llama", "num_hidden_layers"),
+    ("llama", "head_dim"),
+    ("llama", "hidden_size"),
+    ("llama", "intermediate_size"),
+    ("llama", "vocab_size"),
+    ("llama", "num_attention_heads"),
+    ("llama", "num_key_value_heads"),
+    ("llama", "max_position_embeddings"),
+    ("llama", "num_labels"),
+    ("qwen3", "num_hidden_layers"),
+    ("deepseek_v3", "n_routed_experts"),
+    ("deepseek_v3", "n_shared_experts"),
+    ("deepseek_v3", "moe_intermediate_size"),
+    ("deepseek_v3", "kv_lora_rank"),
+    ("deepseek_v3", "qk_nope_head_dim"),
+    ("deepseek_v3", "num_nextn_predict_layers"),
+]
+
+
+@pytest.mark.parametrize("load_format", ["auto", "dummy"])
+@pytest.mark.parametrize(("family", "field"), HUGE)
+def test_huge_sizes(copy: Callable[[str], Path], family: str, field: str, load_format: str) -> None:
+    folder = edit(copy(family), **{field: 10**9})
+    with pytest.raises(ConfigError, match=rf"config\.json: {field}=1000000000 is more than the"):
+        load(folder, load_format=load_format)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("llama", {"num_hidden_layers": 900}, r"num_hidden_layers=900.* hold 3 layers"),
+        ("llama", {"num_hidden_layers": 2}, r"unexpected tensors .*model\.layers\.2\."),
+        ("llama", {"head_dim": 512}, r"q_proj\.weight \[48, 48\]: .* the model wants 2048"),
+        ("llama", {"intermediate_size": 1 << 20}, r"up_proj\.weight \[64, 48\]: .* 1048576"),
+        ("llama", {"vocab_size": 1 << 24}, r"embed_tokens\.weight \[96, 48\]: .*\[16777216, 48\]"),
+        ("llama", {"hidden_size": 1 << 18}, r"norm\.weight \[48\]: .*\[262144\]"),
+        ("llama", {"tie_word_embeddings": True, "vocab_size": 97}, r"embed_tokens.*\[97, 48\]"),
+        ("deepseek_v3", {"n_routed_experts": 1 << 16}, r"experts\.w13 \(lacks 8\.gate_proj"),
+        ("deepseek_v3", {"kv_lora_rank": 1 << 18}, r"kv_a_layernorm\.weight \[32\]: .*\[262144\]"),
+    ],
+)
+def test_sizes_that_the_weight_files_contradict(
+    copy: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+    family: str,
+    fields: dict[str, Any],
+    message: str,
+) -> None:
+    folder = edit(copy(family), **fields)
+    made = []
+    empty = LayerContext.empty
+
+    def watched(context: LayerContext, *shape: int) -> torch.nn.Parameter:
+        made.append(context.device.type)
+        return empty(context, *shape)
+
+    monkeypatch.setattr(LayerContext, "empty", watched)
+    with pytest.raises(WeightError, match=message):
+        load(folder)
+    assert set(made) <= {"meta"}
+
+
+def test_dummy_models_larger_than_the_memory(copy: Callable[[str], Path]) -> None:
+    folder = edit(copy("llama"), intermediate_size=1 << 20, hidden_size=1 << 18)
+    with pytest.raises(ConfigError, match=r"config\.json describes .* take 9\d{3}\.\d GB in float"):
+        load(folder, load_format="dummy")
+
+
+def test_weights_larger_than_the_machine(
+    copy: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sketch, "total_memory_bytes", lambda _: 1000)
+    with pytest.raises(ConfigError, match=r"take 0\.0 GB in float32, and the cpu has 0\.0 GB"):
+        load(copy("llama"))
+
+
+def test_contexts_larger_than_the_memory(copy: Callable[[str], Path]) -> None:
+    folder = edit(copy("llama"), head_dim=12, max_position_embeddings=1 << 28)
+    with pytest.raises(ConfigError, match=r"rotating 10000000000000 positions .*--max-model-len"):
+        load(folder, max_model_len=10**13)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_attention_heads": 0}, "num_attention_heads should be a positive integer, got 0"),
+        ({"hidden_size": -48}, "hidden_size should be a positive integer, got -48"),
+        ({"rms_norm_eps": -1e-5}, "rms_norm_eps should be a positive number, got -1e-05"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps should be a positive number, got nan"),
+        ({"text_config": 7}, "text_config=7"),
+        ({"eos_token_id": 96}, r"token 96 .* tokens 0 to 95"),
+        ({"eos_token_id": -1}, r"token -1 .* tokens 0 to 95"),
+        ({"dtype": ["float32"]}, "stored as"),
+        (
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e-300}},
+            "describes no model that can be built: .* infinitely fast",
+        ),
+    ],
+)
+def test_impossible_values(
+    copy: Callable[[str], Path], fields: dict[str, Any], message: str
+) -> None:
+    folder = copy("llama")
+    (folder / "generation_config.json").unlink()
+    with pytest.raises(ConfigError, match=message) as raised:
+        load(edit(folder, **fields))
+    assert str(folder) in str(raised.value)
+
+
+def test_experts_that_do_not_split_into_groups(copy: Callable[[str], Path]) -> None:
+    folder = edit(copy("deepseek_v3"), n_group=3)
+    with pytest.raises(ConfigError, match=r"config\.json .* 8 experts do not split into n_group=3"):
+        load(folder)
+
+
+@pytest.mark.parametrize("depth", [200, 100_000])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "tokenizer_config.json",
+        "model.safetensors.index.json",
+    ],
+)
+def test_brackets_nested_too_deep(copy: Callable[[str], Path], name: str, depth: int) -> None:
+    folder = copy("llama")
+    (folder / name).write_text('{"a":' + "[" * depth + "]" * depth + "}")
+    with pytest.raises(ConfigError, match=rf"{name} cannot be read as JSON: .* deeper than 100"):
+        load(folder)
+
+
+def test_a_tokenizer_nested_too_deep(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    folder = Path(shutil.copytree(tiny_llama_dir, tmp_path / "model"))
+    options = ModelOptions(model=str(folder))
+    source = resolve_model(options)
+    (folder / "tokenizer.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
+        load_tokenizer(source, options)
+
+
+def replace_by_pipe(path: Path) -> str:
+    os.mkfifo(path)
+    return "is a named pipe"
+
+
+def replace_by_link_to_device(path: Path) -> str:
+    path.symlink_to("/dev/zero")
+    return "is a device"
+
+
+def replace_by_directory(path: Path) -> str:
+    path.mkdir()
+    return "is a directory"
+
+
+def replace_by_broken_link(path: Path) -> str:
+    path.symlink_to("nowhere")
+    return r"\(a link to nowhere\) cannot be opened"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "model.safetensors",
+        "model.safetensors.index.json",
+        "config.json",
+        "generation_config.json",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+    ],
+)
+@pytest.mark.parametrize(
+    "replace",
+    [
+        replace_by_pipe,
+        replace_by_link_to_device,
+        replace_by_directory,
+        replace_by_broken_link,
+    ],
+)
+def test_only_regular_files_are_opened(
+    copy: Callable[[str], Path], name: str, replace: Callable[[Path], str]
+) -> None:
+    folder = copy("llama")
+    (folder / name).unlink(missing_ok=True)
+    message = replace(folder / name)
+    with pytest.raises(ConfigError, match=f"{name} {message}"):
+        load(folder)
+
+
+def test_models_that_are_no_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)  # a socket's path has to be short
+    with socket.socket(socket.AF_UNIX) as listening:
+        listening.bind("model.gguf")
+        with pytest.raises(ConfigError, match=r"model\.gguf is a socket"):
+            resolve_model(ModelOptions(model="model.gguf"))
+        with pytest.raises(ConfigError, match=r"model\.gguf is a socket"):
+            resolve_model(ModelOptions(model="."))
+    os.mkfifo("pipe")
+    with pytest.raises(ConfigError, match="pipe is a named pipe"):
+        resolve_model(ModelOptions(model="pipe"))
+
+
+def test_links_to_files_are_followed(copy: Callable[[str], Path]) -> None:
+    folder = copy("llama")
+    for name in ("config.json", "model.safetensors"):
+        (folder / name).rename(folder.parent / name)
+        (folder / name).symlink_to(folder.parent / name)
+    load(folder)
+
+
+def write_header(folder: Path, header: object, data: bytes, length: int | None = None) -> None:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    size = len(text) if length is None else length
+    (folder / "model.safetensors").write_bytes(size.to_bytes(8, "little") + text + data)
+
+
+def entry(shape: list[int], start: int, end: int) -> dict[str, object]:
+    return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
+
+
+@pytest.mark.parametrize(
+    ("header", "length"),
+    [
+        ({"a": entry([16], 0, 64)}, 1 << 60),
+        ({"a": entry([1000], 0, 4000)}, None),
+        ({"a": entry([16], 0, 64), "b": entry([16], 0, 64)}, None),
+        ({"a": entry([1 << 33, 1 << 33], 0, 64)}, None),
+        ({"a": entry([-16], 0, 64)}, None),
+        ({"a": entry([1] * 9 + [16], 0, 64)}, None),
+        ({"a": entry([0, 1 << 62], 0, 0), "b": entry([16], 0, 64)}, None),
+        (b"[" * 100_000, None),
+        (b'{"__metadata__":' + b'{"a":' * 100_000, None),
+    ],
+)
+def test_headers_that_lie(tmp_path: Path, header: object, length: int | None) -> None:
+    write_header(tmp_path, header, b"\0" * 64, length)
+    with pytest.raises(WeightError, match=r"model\.safetensors"):
+        list_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("weight_map", [None, [], {}, "x", {"a": 1}, {"a": None}, {"a": ["b"]}])
+def test_an_index_of_another_shape(tmp_path: Path, weight_map: object) -> None:
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    with pytest.raises(WeightError, match=r"index\.json"):
+        list_tensors(tmp_path)
+
+
+@pytest.mark.parametrize("tensor", [torch.tensor(1.0), torch.zeros(0, 48), torch.ones(1, 1, 96)])
+@pytest.mark.parametrize(
+    "name", ["embed_tokens", "layers.0.mlp.up_proj", "layers.1.self_attn.k_proj"]
+)
+def test_tensors_of_other_dimensions(
+    copy: Callable[[str], Path], name: str, tensor: torch.Tensor
+) -> None:
+    folder = copy("llama")
+    path = folder / "model.safetensors"
+    weights: Weights = load_file(path)
+    save_file(weights | {f"model.{name}.weight": tensor}, path)
+    with pytest.raises(WeightError, match=rf"wrong tensors \(1\): model\.{name}\.weight \["):
+        load(folder)
