@@ -24,12 +24,18 @@ _FIRST_GUESS, _FIRST_WEIGHT = 0.6, 2
 # Observations that an acceptance remembers.
 _ACCEPTANCE_WINDOW = 48
 
-# Samples that a cost remembers, and how far one may lie above what is known: a step that the
-# machine interrupted says nothing of the next.
-_COST_WINDOW = 16
+# A step's time scatters by this share of itself.
+_NOISE = 0.1
+# From one step to the next the machine's speed changes by this share, and every part of a step's
+# time on its own by this share of the step.
+_SPEED_DRIFT, _PART_DRIFT = 0.05, 0.005
+# A step that takes longer than expected counts as this many times that: a step that the machine
+# interrupted says nothing of the next. One that takes less than that part of it is no accident.
 _OUTLIER = 2.0
-# Growth of a cost per row, relative to a single row, where it was never measured.
-_GUESSED_SLOPE = 0.04
+SKIP = 1.0;MODE=0;RES=False
+# What drafts cost before anything is measured, as shares of a step without: verifying one, and
+# making one; how far either may be off, and how far each number of drafts from the line.
+_ROW_GUESS, _MAKING_GUESS, _GUESS_ERROR, _CURVATURE = 0.04, 0.05, 0.3, 0.1
 
 
 @dataclass(frozen=True)
@@ -93,76 +99,102 @@ def spread_lengths(most: int) -> tuple[int, ...]:
     return tuple(sorted({n for n in (0, 1, 2, 3, 4, 6, 8, 12) if n < most} | {most}))
 
 
-@dataclass
-class Cost:
-    """What one part of a step takes.
+class StepTimes:
+    """What the steps of one batch take, by the drafts that they verify and that they make.
 
-    Attributes:
-        rows: average number of rows (or sequences) of the steps that it was measured in.
-        seconds: their part of the steps' time; a guess before the first measurement.
-        count: measurements.
+    The two parts add up, and only their sums are measured. A Kalman filter estimates all parts
+    together, so that a sum which was measured often does not make its parts known, and a try
+    corrects whatever it bears on. What never shows in a sum stays as guessed: a constant that
+    could move from one part to the other.
+
+    Args:
+        choices: numbers of drafts.
+        like: a batch not unlike this one; None for guesses.
     """
 
-    rows: float
-    seconds: float
-    count: int = 0
+    def __init__(self, choices: Sequence[int], num_sequences: int, like: StepTimes | None) -> None:
+        self._places = {n: i for i, n in enumerate(choices)}
+        self._seen: set[int] = set()
+        self._is_measured = False
+        growth = _ROW_GUESS * num_sequences / (1 + _ROW_GUESS * (num_sequences - 1))
+        verifying = [1 + growth * n for n in choices]
+        making = [_MAKING_GUESS * n for n in choices]
+        self._seconds = verifying + making if like is None else list(like._seconds)
+        self._covariance = _guessed_covariance(choices, self._seconds[0])
+
+    @property
+    def is_measured(self) -> bool:
+        return self._is_measured
+
+    def at(self, verified: int, made: int) -> float:
+        """Expected seconds; of an arbitrary unit before the first measurement."""
+        i, j = self._find(verified, made)
+        # Parts that were never seen together may add up to nonsense.
+        return max(self._seconds[i] + self._seconds[j], _NOISE * self._seconds[0])
+
+    def observe(self, verified: int, made: int, seconds: float) -> None:
+        i, j = self._find(verified, made)
+        expected = self.at(verified, made)
+        new = not {i, j} <= self._seen
+        self._seen |= {i, j}
+        if MODE == 0:
+            if new and (not self._is_measured or seconds > SKIP * expected):
+                return
+            if not self._is_measured or (RES and not new and seconds < expected / _OUTLIER):
+                self._scale(seconds / expected)
+            self._is_measured = True
+            self._correct(i, j, seconds)
+        else:
+            if not self._is_measured or (RES and not new and seconds < expected / _OUTLIER):
+                self._scale(seconds / expected)
+            self._is_measured = True
+            if not new or seconds < SKIP * expected:
+                self._correct(i, j, seconds)
+
+    def _find(self, verified: int, made: int) -> tuple[int, int]:
+        return self._places[verified], len(self._places) + self._places[made]
+
+    def _scale(self, factor: float) -> None:
+        self._seconds = [s * factor for s in self._seconds]
+        self._covariance = [[c * factor**2 for c in row] for row in self._covariance]
+
+    def _correct(self, i: int, j: int, seconds: float) -> None:
+        """A step of the parts `i` and `j` took `seconds`."""
+        expected = self._seconds[i] + self._seconds[j]
+        scale = max(expected, seconds)
+        error = min(seconds, _OUTLIER * expected) - expected
+        drift = [_SPEED_DRIFT * s for s in self._seconds]
+        cov = [[c + x * y for c, y in zip(row, drift)] for row, x in zip(self._covariance, drift)]
+        for place, row in enumerate(cov):
+            row[place] += (_PART_DRIFT * seconds) ** 2
+        both = [x + y for x, y in zip(cov[i], cov[j])]
+        variance = both[i] + both[j] + (_NOISE * seconds) ** 2
+        self._seconds = [s + b / variance * error for s, b in zip(self._seconds, both)]
+        self._covariance = [
+            [c - b / variance * x for c, x in zip(row, both)] for row, b in zip(cov, both)
+        ]
 
 
-class CostCurve:
-    """Seconds as a function of a number of rows, known where it was measured.
-
-    Between measured numbers it is linear, beyond them it grows as such work usually does.
-    """
-
-    def __init__(self) -> None:
-        self._buckets: list[int] = []  # ascending
-        self._costs: list[Cost] = []
-
-    def at(self, rows: float) -> float | None:
-        """Seconds for `rows`; None before the first measurement."""
-        if not self._costs:
-            return None
-        after = bisect_left(self._costs, rows, key=lambda cost: cost.rows)
-        if after in (0, len(self._costs)):
-            nearest = self._costs[min(after, len(self._costs) - 1)]
-            return nearest.seconds * _guessed_shape(rows) / _guessed_shape(nearest.rows)
-        low, high = self._costs[after - 1], self._costs[after]
-        share = (rows - low.rows) / (high.rows - low.rows)
-        return low.seconds + share * (high.seconds - low.seconds)
-
-    def find(self, rows: int, guess: float) -> Cost:
-        """What is known of steps like one of `rows`, to be corrected; `guess` if nothing is."""
-        bucket = _bucket(rows)
-        place = bisect_left(self._buckets, bucket)
-        if place == len(self._buckets) or self._buckets[place] != bucket:
-            known = self.at(rows)
-            self._buckets.insert(place, bucket)
-            self._costs.insert(place, Cost(rows, guess if known is None else known))
-        cost = self._costs[place]
-        cost.rows += (rows - cost.rows) / min(cost.count + 1, _COST_WINDOW)
-        return cost
-
-
-def correct(parts: Sequence[Cost], seconds: float) -> None:
-    """Learn that `parts` took `seconds` together: what is known the least is corrected the most."""
-    expected = sum(part.seconds for part in parts)
-    error = min(seconds, _OUTLIER * expected) - expected
-    weights = [1 / min(part.count + 1, _COST_WINDOW) for part in parts]
-    total = sum(weights)
-    if total < 1 and not (error < 0 and min(part.count for part in parts) < 3):
-        total = 1.0  # else all of the error: first runs allocate and look things up
-    for part, weight in zip(parts, weights, strict=True):
-        part.seconds += error * weight / total
-        part.count += 1
+def _guessed_covariance(choices: Sequence[int], seconds: float) -> list[list[float]]:
+    """Of guesses: parts on two lines of unknown slope, the first of unknown height, more or less."""
+    places = [(part, n) for part in range(2) for n in choices]
+    return [
+        [
+            seconds**2
+            * (
+                (_GUESS_ERROR**2 * m * n if a == b else 0)
+                + (1 if a == b == 0 else 0)
+                + (_CURVATURE**2 * max(n, 1) if (a, m) == (b, n) else 0)
+            )
+            for b, n in places
+        ]
+        for a, m in places
+    ]
 
 
 def _bucket(rows: int) -> int:
     """Numbers up to 8 are told apart, larger ones by a fifth of themselves."""
     return rows if rows <= 8 else round(8 + 4 * math.log2(rows / 8))
-
-
-def _guessed_shape(rows: float) -> float:
-    return 1 + _GUESSED_SLOPE * (rows - 1)
 
 
 class Acceptance:
@@ -225,13 +257,13 @@ class AdaptiveLength:
             raise ValueError(f"expected ascending numbers of drafts from 0, got {choices}")
         self._choices = tuple(choices)
         self._acceptance: dict[str, Acceptance] = {}
-        self._verifying = CostCurve()
-        self._drafting = {choice: CostCurve() for choice in choices}
+        self._times: dict[int, StepTimes] = {}
         self._credits = dict.fromkeys(choices, 0.0)
         # Asked for in the step before the one that runs, which verifies them, and in that one.
         self._verified = self._asked = 0
         # What the draft model makes in the step that runs.
         self._made = 0
+        self._trying = False
 
     def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
         self._verified, self._asked = self._asked, self._choose(sources, drafts)
@@ -246,21 +278,22 @@ class AdaptiveLength:
             self._observe_cost(verifications, seconds)
 
     def _observe_cost(self, verifications: Sequence[Verification], seconds: float) -> None:
-        rows = sum(1 + v.num_drafts for v in verifications)
-        count = len(verifications)
-        guess = (
-            seconds / 2 if self._verifying.at(1) is None else self._drafting_at(count, self._made)
-        )
-        verifying = self._verifying.find(rows, seconds / 2)
-        drafting = self._drafting[self._made].find(count, guess)
-        correct([verifying, drafting], seconds)
+        self._of_batch(len(verifications)).observe(self._verified, self._made, seconds)
+
+    def _of_batch(self, num_sequences: int) -> StepTimes:
+        bucket = _bucket(num_sequences)
+        if bucket not in self._times:
+            near = min(self._times, key=lambda other: abs(other - bucket), default=bucket)
+            self._times[bucket] = StepTimes(self._choices, num_sequences, self._times.get(near))
+        return self._times[bucket]
 
     def _choose(self, sources: Sequence[str], drafts: bool) -> int:
-        if self._verifying.at(1) is None:
+        times = self._of_batch(len(sources))
+        if not times.is_measured and len(self._times) == 1:
             return self._choices[-1]
         counts = Counter(sources)
         tokens = {n: self._tokens(counts, n) for n in self._choices}
-        seconds = {n: self._seconds(counts, n, drafts) for n in self._choices}
+        seconds = {n: times.at(n, n if drafts else 0) for n in self._choices}
         best = max(self._choices, key=lambda n: tokens[n] / seconds[n])
         tries: dict[int, float] = {}
         for n in self._choices:
@@ -271,33 +304,16 @@ class AdaptiveLength:
             loss = seconds[n] - tokens[n] * seconds[best] / tokens[best]
             tries[n] = self._credits[n] - loss
         due = max(tries, key=lambda n: tries[n])
-        if tries[due] < 0:
+        if tries[due] < 0 or self._trying:
+            self._trying = False
             return best
         self._credits[due] = 0.0
+        self._trying = True
         return due
 
     def _tokens(self, counts: Mapping[str, int], num_drafts: int) -> float:
         """What the next step is expected to yield, drafts and the target's own tokens."""
         return sum(n * (1 + self._of(s).num_accepted(num_drafts)) for s, n in counts.items())
-
-    def _seconds(self, counts: Mapping[str, int], num_drafts: int, drafts: bool) -> float:
-        """What making and verifying the drafts is expected to take."""
-        rows = sum(n * (1 + self._of(s).num_drafts(num_drafts)) for s, n in counts.items())
-        verifying = self._verifying.at(rows)
-        assert verifying is not None
-        return verifying + self._drafting_at(sum(counts.values()), num_drafts if drafts else 0)
-
-    def _drafting_at(self, num_sequences: int, num_drafts: int) -> float:
-        """Measured, or between the nearest numbers of drafts that were."""
-        low, below = -1, 0.0
-        for n, curve in self._drafting.items():
-            seconds = curve.at(num_sequences)
-            if seconds is None:
-                continue
-            if n >= num_drafts:
-                return below + (seconds - below) * (num_drafts - low) / (n - low)
-            low, below = n, seconds
-        return below
 
     def _of(self, source: str) -> Acceptance:
         if source not in self._acceptance:

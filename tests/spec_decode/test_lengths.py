@@ -8,9 +8,16 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from atom.spec_decode.adaptive import Acceptance, AdaptiveLength, CostCurve, spread_lengths
-from atom.spec_decode.base import Verification
-from atom.spec_decode.length import DraftLength, FixedLength
+from atom.spec_decode.lengths import (
+    Acceptance,
+    AdaptiveLength,
+    CostCurve,
+    DraftLength,
+    FixedLength,
+    Verification,
+    correct,
+    spread_lengths,
+)
 
 
 @dataclass
@@ -32,11 +39,12 @@ class Machine:
     noise: float = 0.1
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
-    def seconds(self, num_sequences: int, num_drafts: int, drafts: bool) -> tuple[float, float]:
-        """(drafting, verifying) on average."""
+    def verifying(self, num_sequences: int, num_drafts: int) -> float:
         base, per_row = self.step
-        drafting = self.draft[0] * num_drafts if drafts and num_drafts else self.draft[1]
-        return drafting, base + per_row * num_sequences * (1 + num_drafts)
+        return base + per_row * num_sequences * (1 + num_drafts)
+
+    def drafting(self, num_drafts: int) -> float:
+        return self.draft[0] * num_drafts if num_drafts else self.draft[1]
 
     def accepted(self, source: str, num_drafts: int) -> int:
         count = 0
@@ -64,20 +72,18 @@ def run(length: DraftLength, machine: Machine, batch: int, steps: int) -> Run:
     names, shares = list(machine.mix), list(machine.mix.values())
     pending: list[tuple[str, int]] = []
     for _ in range(steps):
-        num_drafts = pending[0][1] if pending else 0
-        verifying = machine.jitter(machine.seconds(batch, num_drafts, True)[1])
-        verifications = []
-        for source, count in pending:
-            verifications.append(Verification(source, count, machine.accepted(source, count)))
-        result.tokens += batch + sum(v.num_accepted for v in verifications)
-        unasked = [Verification(None, 0, 0)] * (batch - len(pending))
-        length.observe_step([*verifications, *unasked], verifying)
         sources = machine.rng.choices(names, shares, k=batch)
         drafts = "lookup" not in sources or "eagle3" in sources
         chosen = length.choose(sources, drafts=drafts)
-        drafting = machine.jitter(machine.seconds(batch, chosen, drafts)[0])
-        length.observe_drafting(batch, chosen if drafts else 0, drafting)
-        result.seconds += verifying + drafting
+        num_drafts = pending[0][1] if pending else 0
+        seconds = machine.jitter(machine.verifying(batch, num_drafts))
+        seconds += machine.jitter(machine.drafting(chosen if drafts else 0))
+        verifications = [Verification(None, 0, 0)] * (batch - len(pending))
+        for source, count in pending:
+            verifications.append(Verification(source, count, machine.accepted(source, count)))
+        length.observe(verifications, seconds)
+        result.tokens += batch + sum(v.num_accepted for v in verifications)
+        result.seconds += seconds
         result.chosen[chosen] += 1
         pending = [(source, chosen) for source in sources]
     return result
