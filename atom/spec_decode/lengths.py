@@ -9,7 +9,6 @@ more it tries out, for a bounded share of the time.
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -32,7 +31,9 @@ _SPEED_DRIFT, _PART_DRIFT = 0.05, 0.005
 # A step that takes longer than expected counts as this many times that: a step that the machine
 # interrupted says nothing of the next. One that takes less than that part of it is no accident.
 _OUTLIER = 2.0
-SKIP = 1.0;MODE=0;RES=False
+SKIP = 1.0
+MODE = 0
+RES = False
 # What drafts cost before anything is measured, as shares of a step without: verifying one, and
 # making one; how far either may be off, and how far each number of drafts from the line.
 _ROW_GUESS, _MAKING_GUESS, _GUESS_ERROR, _CURVATURE = 0.04, 0.05, 0.3, 0.1

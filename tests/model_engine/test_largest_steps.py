@@ -16,9 +16,10 @@ from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom.batch import ScheduledBatch, StepOutput
-from atom.config import CacheOptions, EngineConfig, ModelOptions, ParallelOptions, SchedulerOptions
+from atom.config import EngineConfig
 from atom.kv_cache.base import KVCacheMemoryError
 from atom.model_engine import executor
+from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
 from atom.sampling.plan import SamplePlan
@@ -26,11 +27,11 @@ from atom.sampling.sampler import Sampler, Verified
 
 
 def config(budget: int, num_seqs: int, block_size: int) -> EngineConfig:
-    return EngineConfig(
-        ModelOptions("none"),
-        CacheOptions(block_size=block_size),
-        SchedulerOptions(max_num_batched_tokens=budget, max_num_seqs=num_seqs),
-        ParallelOptions(),
+    return engine_config(
+        model="none",
+        block_size=block_size,
+        max_num_batched_tokens=budget,
+        max_num_seqs=num_seqs,
         max_logprobs=3,
     )
 

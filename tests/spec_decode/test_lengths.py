@@ -15,7 +15,6 @@ from atom.spec_decode.lengths import (
     DraftLength,
     FixedLength,
     Verification,
-    correct,
     spread_lengths,
 )
 

@@ -7,8 +7,9 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
 from spec_decode import engines
-from spec_decode.engines import PROMPTS, OracleProposer, create_engine, generate, params
+from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom.config import ConfigError, EngineConfig, SpeculativeOptions
@@ -17,12 +18,32 @@ from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.llama import LlamaForCausalLM
-from atom.spec_decode.base import Proposer
+from atom.spec_decode.base import Lookahead, NullProposer, Proposer, VerifiedStep
 from atom.spec_decode.factory import proposer_builder
 from atom.speculative_methods import SPECULATIVE_METHODS, SpeculativeMethod
 
 ROOT = Path(__file__).parents[2]
 CONTINUATIONS: dict[tuple[int, ...], list[int]] = {}
+
+
+class ToyProposer(NullProposer):
+    """Knows what comes."""
+
+    reads_steps = True
+
+    def __init__(self, lookahead: Lookahead) -> None:
+        super().__init__(lookahead)
+        self._prompts: dict[int, tuple[int, ...]] = {}
+
+    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
+        drafts = []
+        for sequence, last in zip(step.sequences, step.last_rows.tolist(), strict=True):
+            if sequence.start == 0:
+                self._prompts[sequence.row] = tuple(sequence.token_ids)
+            prompt = self._prompts[sequence.row]
+            num_outputs = int(step.model_input.positions[last]) + 2 - len(prompt)
+            drafts.append([*CONTINUATIONS[prompt][num_outputs:], *[0] * num_drafts][:num_drafts])
+        return torch.tensor(drafts)
 
 
 def create_toy(
@@ -36,7 +57,7 @@ def create_toy(
     assert isinstance(target, LlamaForCausalLM)
     assert source.name
     assert context.max_model_len > 0
-    return OracleProposer(CONTINUATIONS, options.num_speculative_tokens, wrong=False)
+    return ToyProposer(Lookahead(options.num_speculative_tokens))
 
 
 def add_method(monkeypatch: pytest.MonkeyPatch, **facts: bool) -> None:
