@@ -21,6 +21,9 @@ class StagingBuffer:
     at every step: a graph can be captured on what `reserve` returns. On a GPU the host's memory is
     pinned, and is not written again before it was read.
 
+    Attributes:
+        host: what is sent.
+
     Args:
         num_bytes: room; what does not fit is uploaded by itself.
     """
@@ -28,9 +31,9 @@ class StagingBuffer:
     def __init__(self, num_bytes: int, device: torch.device) -> None:
         words = -(-num_bytes // _WORD_BYTES)
         self.device = device
-        self._host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
+        self.host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
         self._sent = torch.zeros(words, dtype=torch.int64, device=device)
-        self._host_views = {t: self._host.numpy().view(n) for t, n in _DTYPES.items()}
+        self._host_views = {t: self.host.numpy().view(n) for t, n in _DTYPES.items()}
         self._sent_views = {t: self._sent.view(t) for t in _DTYPES}
         self._was_read: torch.cuda.Event | None = None
         if device.type == "cuda":
@@ -72,7 +75,7 @@ class StagingBuffer:
 
     def send(self) -> None:
         """The copy to the device."""
-        self._sent[: self._used].copy_(self._host[: self._used], non_blocking=True)
+        self._sent[: self._used].copy_(self.host[: self._used], non_blocking=True)
         if self._was_read is not None:
             self._was_read.record()
 
@@ -80,7 +83,7 @@ class StagingBuffer:
         """The first place of `size` numbers, counted in numbers; None without room."""
         per_word = _WORD_BYTES // dtype.itemsize
         used = self._used + -(-size // per_word)
-        if used > self._host.shape[0]:
+        if used > self.host.shape[0]:
             return None
         start = self._used * per_word
         self._used = used

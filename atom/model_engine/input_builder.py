@@ -88,6 +88,9 @@ class _Shape:
 class InputBuilder:
     """Lays a batch out in a staging buffer and sends it.
 
+    Attributes:
+        staging: that buffer.
+
     Args:
         forward: says which captured work a batch fits.
         plan: what is captured; None where every step runs eagerly.
@@ -114,7 +117,7 @@ class InputBuilder:
         self._sampler = sampler
         self._block_size = block_size
         self._drafts = drafts
-        self._staging = StagingBuffer(num_bytes, device)
+        self.staging = StagingBuffer(num_bytes, device)
         self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), device)
         self._graph_tables = None
         if plan is not None:
@@ -125,10 +128,10 @@ class InputBuilder:
         """What a graph is captured on: where the steps that it serves are written, all padding."""
         assert self._graph_tables is not None
         size = bucket.batch_size
-        self._staging.restart()
-        places = _Places(self._staging, size * query_len, size)
+        self.staging.restart()
+        places = _Places(self.staging, size * query_len, size)
         places.pad(0, 0, query_len)
-        self._staging.send()
+        self.staging.send()
         return ModelInput(
             places.input_ids_there,
             places.positions_there,
@@ -153,23 +156,23 @@ class InputBuilder:
         if not shape.is_ragged:
             fit = (shape.num_sequences, shape.longest_query, shape.longest_context)
             graph = self._forward.fit(*fit)
-        self._staging.restart()
+        self.staging.restart()
         size, tokens = shape.num_sequences, shape.num_tokens
         if graph is not None:
             size, tokens = graph.batch_size, graph.batch_size * graph.query_len
-        places = _Places(self._staging, tokens, size)
+        places = _Places(self.staging, tokens, size)
         if graph is not None:
             places.pad(shape.num_tokens, shape.num_sequences, graph.query_len)
-        self._tables.grow(sequences, self._staging)
+        self._tables.grow(sequences, self.staging)
         self._fill(places, sequences, shape)
         input_ids = places.input_ids[: shape.num_tokens]
         next_token_ids = self._put_successors(input_ids, sequences, shape)
-        sample = self._sampler.lay_out(batch, shape.rows, input_ids, shape.ends, self._staging)
+        sample = self._sampler.lay_out(batch, shape.rows, input_ids, shape.ends, self.staging)
         indices = sample.layout.indices
         sampled = None
         if len(indices) != len(sequences):
-            sampled = self._staging.put(np.array(indices, dtype=np.int64))
-        self._staging.send()
+            sampled = self.staging.put(np.array(indices, dtype=np.int64))
+        self.staging.send()
         self._tables.update()
         return StepInput(
             self._model_input(places, sequences, shape, graph),
@@ -202,7 +205,7 @@ class InputBuilder:
         middle = [i for i, s in enumerate(sequences) if s.successor_token is not None]
         if middle:
             after[shape.ends[middle] - 1] = [sequences[i].successor_token for i in middle]
-        return self._staging.put(after)
+        return self.staging.put(after)
 
     def _model_input(
         self,

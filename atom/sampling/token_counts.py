@@ -29,7 +29,7 @@ class TokenCounts:
         if output_token_ids:
             outputs = torch.tensor(output_token_ids, device=device)
             counts.index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
-        prompt = torch.tensor(sorted(set(prompt_token_ids)), device=device)
+        prompt = torch.tensor(sorted(set(prompt_token_ids)), dtype=torch.int64, device=device)
         counts.index_add_(0, prompt, torch.full_like(prompt, _IN_PROMPT, dtype=torch.int32))
         return slot
 

@@ -14,9 +14,69 @@ from hypothesis import strategies as st
 from atom.model_ops.kernels.torch import sampling
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.noise import exponential_noise, row_keys, token_hashes
-from atom.sampling.sampler import compute_logprobs, sample
+from atom.sampling.edits import LogitEdits, Penalties
+from atom.sampling.logprobs import compute_logprobs
+from atom.sampling.rows import TokenValues
+from atom.sampling.sampler import choose
+from atom.sampling.token_counts import TokenCounts
 
 INF = math.inf
+
+
+CPU = torch.device("cpu")
+
+
+# --- options of all rows, spelled as dense tensors, as the sampler takes them ---------------
+
+
+def sample(logits: torch.Tensor, **options: Any) -> torch.Tensor:
+    """Tokens of logits [R, V]; `edited` names the rows whose logits the options change."""
+    names = {field.name for field in dataclasses.fields(SamplingMetadata)}
+    metadata = SamplingMetadata(**{n: v for n, v in options.items() if n in names})
+    counts = TokenCounts(logits.shape[1], CPU)
+    return choose(logits, metadata, edits_of(options, counts), counts)
+
+
+def edits_of(m: dict[str, Any], counts: TokenCounts) -> LogitEdits | None:
+    if "edited" not in m or not m["edited"].any():
+        return None
+    rows = torch.nonzero(m["edited"]).flatten()
+    every = torch.arange(len(rows))
+    grammar = None
+    if "grammar_mask" in m:
+        grammar = m["grammar_mask"][rows], every
+    tokens = []
+    for place, row in enumerate(rows.tolist()):
+        if "banned" in m:
+            ids = torch.nonzero(m["banned"][row]).flatten()
+            tokens.append((every[place : place + 1], TokenValues(ids, torch.full((1,), -INF))))
+        if "logit_bias" in m:
+            ids = torch.nonzero(m["logit_bias"][row]).flatten()
+            values = TokenValues(ids, m["logit_bias"][row][ids])
+            tokens.append((every[place : place + 1], values))
+    return LogitEdits(rows, grammar, tokens, penalties_of(m, rows, counts))
+
+
+def penalties_of(m: dict[str, Any], rows: torch.Tensor, counts: TokenCounts) -> Penalties | None:
+    """Half of each row's outputs count as drafts, so that both ways to count are taken."""
+    if "output_counts" not in m:
+        return None
+    slots, draft_rows, draft_tokens = [], [], []
+    for place, row in enumerate(rows.tolist()):
+        outputs = torch.repeat_interleave(m["output_counts"][row]).tolist()
+        prompt = torch.nonzero(m["prompt_mask"][row]).flatten().tolist()
+        slots.append(counts.claim(prompt, outputs[::2]))
+        draft_tokens += outputs[1::2]
+        draft_rows += [place] * len(outputs[1::2])
+    off = {"presence": 0.0, "frequency": 0.0, "repetition": 1.0}
+    column = {n: m.get(n, torch.full((int(rows.max()) + 1,), v))[rows] for n, v in off.items()}
+    drafts = (torch.tensor(draft_rows), torch.tensor(draft_tokens)) if draft_rows else None
+    return Penalties(
+        torch.arange(len(rows)),
+        torch.tensor(slots),
+        *(column[n][:, None] for n in ("presence", "frequency", "repetition")),
+        drafts,
+    )
 
 
 # --- the reference ----------------------------------------------------------------------
@@ -87,6 +147,7 @@ def allowed_tokens(logits: list[float], m: dict[str, Any], r: int) -> set[int]:
 
 OPTIONS = ("top_k", "top_p", "min_p", "repetition", "presence", "frequency")
 MASKS = ("logit_bias", "banned", "grammar_mask")
+EDITS = {"repetition", "presence", "frequency", *MASKS}
 
 
 def random_options(names: set[str], rows: int, vocab: int, rng: torch.Generator) -> dict[str, Any]:
@@ -118,7 +179,12 @@ def random_options(names: set[str], rows: int, vocab: int, rng: torch.Generator)
         names = names | {"output_counts", "prompt_mask"}
     if "temperature" in names:
         names = names | {"seeds", "positions"}
-    return {name: every[name] for name in every if name in names}
+    edited = torch.rand(rows, generator=rng) < 0.7
+    neutral = {"presence": 0, "frequency": 0, "repetition": 1, "logit_bias": 0, "banned": False}
+    for name, value in {**neutral, "grammar_mask": -1}.items():
+        every[name][~edited] = value
+    chosen = {name: every[name] for name in every if name in names}
+    return {**chosen, "edited": edited} if names & EDITS else chosen
 
 
 def random_logits(rows: int, vocab: int, grid: float, rng: torch.Generator) -> torch.Tensor:
@@ -127,7 +193,7 @@ def random_logits(rows: int, vocab: int, grid: float, rng: torch.Generator) -> t
 
 
 def check_against_reference(logits: torch.Tensor, options: dict[str, Any]) -> torch.Tensor:
-    token_ids = sample(logits, SamplingMetadata(**options)).token_ids
+    token_ids = sample(logits, **options)
     for r, row in enumerate(logits.tolist()):
         assert int(token_ids[r]) in allowed_tokens(row, options, r)
     return token_ids
@@ -165,15 +231,13 @@ def test_filters_drop_tokens(option: str) -> None:
     rows = 2000
     drawn = sample(
         logits.expand(rows, -1),
-        SamplingMetadata(
-            temperature=torch.ones(rows),
-            seeds=torch.zeros(rows, dtype=torch.int64),
-            positions=torch.arange(rows),
-            **{option: torch.full((rows,), value)},
-        ),
+        temperature=torch.ones(rows),
+        seeds=torch.zeros(rows, dtype=torch.int64),
+        positions=torch.arange(rows),
+        **{option: torch.full((rows,), value)},
     )
     kept = {"top_k": {5, 0, 1}, "top_p": {5, 0, 1}, "min_p": {5, 0, 1, 2}}[option]
-    assert set(drawn.token_ids.tolist()) == kept
+    assert set(drawn.tolist()) == kept
 
 
 # --- independence of the batch and of the algorithm's own choices -------------------------
@@ -184,13 +248,18 @@ def test_a_row_is_the_same_alone_and_in_a_batch() -> None:
         rng = torch.Generator().manual_seed(vocab)
         logits = random_logits(8, vocab, 0.0625, rng).bfloat16()
         options = random_options({"temperature", *OPTIONS, *MASKS}, 8, vocab, rng)
-        together = sample(logits, SamplingMetadata(**options, num_logprobs=3))
+        together = sample(logits, **options)
+        logprobs = compute_logprobs(logits, together, 3)
         for r in range(8):
             own = {name: value[r : r + 1] for name, value in options.items()}
-            alone = sample(logits[r : r + 1], SamplingMetadata(**own, num_logprobs=3))
-            for field in dataclasses.fields(alone):
-                mine, theirs = getattr(alone, field.name), getattr(together, field.name)
-                assert torch.equal(mine[0], theirs[r]), field.name
+            alone = sample(logits[r : r + 1], **own)
+            assert torch.equal(alone[0], together[r])
+            for mine, theirs in zip(
+                compute_logprobs(logits[r : r + 1], alone, 3).tensors,
+                logprobs.tensors,
+                strict=True,
+            ):
+                assert torch.equal(mine[0], theirs[r])
 
 
 @pytest.mark.parametrize(("first", "growth", "room"), [(1, 2, 1), (3, 16, 1), (10**6, 2, 10**6)])
@@ -200,11 +269,11 @@ def test_the_number_of_candidates_does_not_matter(
     rng = torch.Generator().manual_seed(0)
     logits = random_logits(32, 1500, 0.25, rng)
     options = random_options({"temperature", "top_k", "top_p", "min_p"}, 32, 1500, rng)
-    expected = sample(logits, SamplingMetadata(**options)).token_ids
+    expected = sample(logits, **options)
     monkeypatch.setattr(sampling, "_FIRST_CANDIDATES", first)
     monkeypatch.setattr(sampling, "_CANDIDATE_GROWTH", growth)
     monkeypatch.setattr(sampling, "_TIE_ROOM", room)
-    assert torch.equal(sample(logits, SamplingMetadata(**options)).token_ids, expected)
+    assert torch.equal(sample(logits, **options), expected)
 
 
 def test_filters_that_keep_all_equal_no_filter() -> None:
@@ -212,7 +281,7 @@ def test_filters_that_keep_all_equal_no_filter() -> None:
     rng = torch.Generator().manual_seed(1)
     logits = random_logits(64, 3001, 1e-4, rng)
     options = random_options({"temperature"}, 64, 3001, rng)
-    plain = sample(logits, SamplingMetadata(**options)).token_ids
+    plain = sample(logits, **options)
     for extra in (
         {"top_k": torch.full((64,), 3000, dtype=torch.int32)},  # drops one token of 3001
         {"top_k": torch.full((64,), 3001, dtype=torch.int32)},
@@ -220,7 +289,7 @@ def test_filters_that_keep_all_equal_no_filter() -> None:
         {"top_p": torch.ones(64)},
         {"min_p": torch.zeros(64)},
     ):
-        assert torch.equal(sample(logits, SamplingMetadata(**options, **extra)).token_ids, plain)
+        assert torch.equal(sample(logits, **options, **extra), plain)
 
 
 def test_the_cpu_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -229,9 +298,9 @@ def test_the_cpu_chunks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     for names in ({"temperature"}, {"temperature", "top_p"}):
         options = random_options(names, 9, 5000, rng)
         monkeypatch.setattr(sampling, "_CPU_CHUNK_ELEMENTS", 2**20)
-        expected = sample(logits, SamplingMetadata(**options)).token_ids
+        expected = sample(logits, **options)
         monkeypatch.setattr(sampling, "_CPU_CHUNK_ELEMENTS", 1)
-        assert torch.equal(sample(logits, SamplingMetadata(**options)).token_ids, expected)
+        assert torch.equal(sample(logits, **options), expected)
 
 
 @pytest.mark.parametrize("vocab", [1, 31, 32, 33, 1000])
@@ -260,7 +329,7 @@ def test_greedy_takes_the_lowest_of_equal_tokens(vocab: int, dtype: torch.dtype)
     for r, winners in enumerate(([0], [vocab - 1], [vocab // 2, vocab - 1], [3, 4])):
         logits[r, winners] = 2.5
     expected = [0, vocab - 1, vocab // 2, 3]
-    assert sample(logits, SamplingMetadata()).token_ids.tolist() == expected
+    assert sample(logits).tolist() == expected
 
 
 @pytest.mark.parametrize("temperature", [None, torch.zeros(3)])
@@ -273,15 +342,15 @@ def test_greedy_does_no_sampling_work(
     monkeypatch.setattr(sampling, "exponential_noise", unexpected)
     monkeypatch.setattr(sampling, "_weights", unexpected)
     rows = torch.arange(3)
-    metadata = SamplingMetadata(temperature=temperature, seeds=rows, positions=rows)
-    assert sample(torch.eye(3, 10), metadata).token_ids.tolist() == [0, 1, 2]
+    tokens = sample(torch.eye(3, 10), temperature=temperature, seeds=rows, positions=rows)
+    assert tokens.tolist() == [0, 1, 2]
 
 
 def test_a_tiny_temperature_is_greedy_and_finite() -> None:
     logits = torch.randn(4, 1000, generator=torch.Generator().manual_seed(0))
     rows = torch.arange(4)
-    tiny = SamplingMetadata(temperature=torch.full((4,), 1e-40), seeds=rows, positions=rows)
-    assert torch.equal(sample(logits, tiny).token_ids, logits.argmax(-1))
+    tiny = sample(logits, temperature=torch.full((4,), 1e-40), seeds=rows, positions=rows)
+    assert torch.equal(tiny, logits.argmax(-1))
 
 
 # --- distribution (fixed seeds: these cannot flake) ---------------------------------------
@@ -292,8 +361,10 @@ def draws(logits: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) ->
     parts = [
         sample(
             logits.expand(s.shape[0], -1),
-            SamplingMetadata(temperature=torch.ones(s.shape[0]), seeds=s, positions=p),
-        ).token_ids
+            temperature=torch.ones(s.shape[0]),
+            seeds=s,
+            positions=p,
+        )
         for s, p in zip(torch.split(seeds, 2**14), torch.split(positions, 2**14), strict=True)
     ]
     return torch.cat(parts)
@@ -348,34 +419,27 @@ def test_logprobs_are_those_of_the_unmodified_logits(n: int) -> None:
     rng = torch.Generator().manual_seed(3)
     logits = random_logits(100, 140, 0.0625, rng).bfloat16()
     options = random_options({"temperature", *OPTIONS, *MASKS}, 100, 140, rng)
-    output = sample(logits, SamplingMetadata(**options, num_logprobs=n))
-    assert output.logprob_token_ids is not None
-    assert output.logprobs is not None
-    assert output.ranks is not None
+    tokens = sample(logits, **options)
+    found = compute_logprobs(logits, tokens, n)
     exact = logits.double().log_softmax(-1)
     n = min(n, 140)
-    assert output.logprob_token_ids.shape == output.logprobs.shape == (100, 1 + n)
-    assert output.logprobs.dtype == torch.float32
-    assert torch.equal(output.logprob_token_ids[:, 0], output.token_ids)
-    expected = exact.gather(-1, output.logprob_token_ids).float()
-    torch.testing.assert_close(output.logprobs, expected, atol=2e-6, rtol=0)
+    assert found.token_ids.shape == found.values.shape == (100, 1 + n)
+    assert found.values.dtype == torch.float32
+    assert torch.equal(found.token_ids[:, 0], tokens)
+    expected = exact.gather(-1, found.token_ids).float()
+    torch.testing.assert_close(found.values, expected, atol=2e-6, rtol=0)
     order = torch.sort(logits, dim=-1, descending=True, stable=True).indices
-    assert torch.equal(output.logprob_token_ids[:, 1:], order[:, :n])
-    own = logits.gather(-1, output.token_ids[:, None])
-    assert torch.equal(output.ranks, 1 + (logits > own).sum(-1))
+    assert torch.equal(found.token_ids[:, 1:], order[:, :n])
+    own = logits.gather(-1, tokens[:, None])
+    assert torch.equal(found.ranks, 1 + (logits > own).sum(-1))
 
 
 def test_logprobs_of_given_tokens() -> None:
     logits = torch.tensor([[0.0, 1.0, 1.0, -INF]]).log_softmax(-1)
-    ids, logprobs, ranks = compute_logprobs(logits, torch.tensor([0]), 2)
+    ids, logprobs, ranks = compute_logprobs(logits, torch.tensor([0]), 2).tensors
     assert ids.tolist() == [[0, 1, 2]]
     assert torch.equal(logprobs[0], logits[0, [0, 1, 2]])
     assert ranks.tolist() == [3]
-
-
-def test_no_logprobs_unless_asked() -> None:
-    output = sample(torch.zeros(2, 4), SamplingMetadata())
-    assert output.logprobs is output.ranks is output.logprob_token_ids is None
 
 
 # --- inputs that are kept, and inputs that are refused --------------------------------------
@@ -386,7 +450,7 @@ def test_the_logits_are_not_modified() -> None:
     logits = random_logits(6, 300, 0.1, rng)
     before = logits.clone()
     for names in ({"temperature", *OPTIONS, *MASKS}, {"temperature"}, {"temperature", "top_p"}):
-        sample(logits, SamplingMetadata(**random_options(names, 6, 300, rng)))
+        sample(logits, **random_options(names, 6, 300, rng))
     assert torch.equal(logits, before)
 
 
@@ -404,30 +468,18 @@ def test_rows_without_an_admissible_token_are_told(
         logits[1, 5] = float(bad)
     options = {name: torch.full((3,), value) for name, value in extra.items()}
     rows = torch.arange(3)
-    metadata = SamplingMetadata(
+    tokens = sample(
+        logits,
         temperature=torch.full((3,), temperature),
         seeds=rows,
         positions=rows,
         banned=banned,
+        edited=torch.tensor([True, bad == "masked", False]),
         **options,
     )
-    output = sample(logits, dataclasses.replace(metadata, num_logprobs=1))
-    assert (output.token_ids < 0).tolist() == [False, True, False]
+    assert (tokens < 0).tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"temperature": torch.ones(1)}, "seeds and positions"),
-        ({"presence": torch.ones(1)}, "output_counts"),
-        ({"frequency": torch.ones(1)}, "output_counts"),
-        ({"repetition": torch.ones(1)}, "prompt_mask"),
-        (
-            {"grammar_mask": torch.ones(1, 3, dtype=torch.int32)},
-            r"\[1, 3\]; 1 rows .* take \[1, 2\]",
-        ),
-    ],
-)
-def test_options_without_their_tensors_are_refused(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        sample(torch.zeros(1, 40), SamplingMetadata(**options))
+def test_temperatures_need_seeds() -> None:
+    with pytest.raises(ValueError, match="seeds and positions"):
+        sample(torch.zeros(1, 40), temperature=torch.ones(1))
