@@ -1,0 +1,226 @@
+"""Trials: each grammar is compiled by a fork of this process, which can be killed.
+
+A trial begins in one of the places for quick ones. When it turns out slow, it goes on in a place
+for slow ones, if one is free; otherwise it is killed and begins anew when one is. So slow trials
+wait for one another, and a quick one waits for a moment of each at most.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import select
+import signal
+import time
+import traceback
+from collections import deque
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import msgspec
+
+from atom.structured_output.base import GrammarBackend, GrammarError
+from atom.structured_output.trial_messages import TOO_LONG, TrialLimits, Try, Verdict
+
+# Added to the niceness of slow trials: quick ones and the engine go first.
+_SLOW_NICENESS = 10
+_PIECE_BYTES = 1 << 16
+_LONGEST_ERROR = 1000
+
+
+@dataclass(frozen=True)
+class _Trial:
+    """What is asked for, and when it is given up, by `time.monotonic()`."""
+
+    asked: Try
+    deadline: float
+
+
+@dataclass
+class _Worker:
+    """A process that compiles; its verdict comes through a pipe."""
+
+    trial: _Trial
+    pid: int
+    pipe: int
+    slow_at: float
+    is_slow: bool
+
+
+class TrialWorkers:
+    """Every trial that is not over. Not thread-safe: one loop drives it.
+
+    Args:
+        report: takes each verdict.
+        stdio: descriptors of the parent's pipes, which workers must not hold open.
+    """
+
+    def __init__(
+        self,
+        backend: GrammarBackend,
+        limits: TrialLimits,
+        report: Callable[[Verdict], None],
+        stdio: tuple[int, ...],
+    ) -> None:
+        self._backend = backend
+        self._limits = limits
+        self._report = report
+        self._stdio = stdio
+        self._quick: deque[_Trial] = deque()
+        self._slow: deque[_Trial] = deque()
+        self._workers: dict[int, _Worker] = {}
+
+    @property
+    def pipes(self) -> list[int]:
+        """Descriptors to wait for."""
+        return list(self._workers)
+
+    def add(self, asked: Try) -> None:
+        self._quick.append(_Trial(asked, time.monotonic() + self._limits.seconds))
+
+    def cancel(self, trial_id: int) -> None:
+        for queue in (self._quick, self._slow):
+            for trial in [t for t in queue if t.asked.id == trial_id]:
+                queue.remove(trial)
+        for worker in [w for w in self._workers.values() if w.trial.asked.id == trial_id]:
+            self._kill(worker)
+
+    def kill_all(self) -> None:
+        for worker in list(self._workers.values()):
+            self._kill(worker)
+
+    def turn(self) -> float | None:
+        """Do what is due; seconds until something else is, None when nothing will be."""
+        self._collect()
+        now = time.monotonic()
+        self._give_up(now)
+        for worker in [w for w in self._workers.values() if not w.is_slow and w.slow_at <= now]:
+            self._slow_down(worker)
+        self._start_waiting(now)
+        due = [t.deadline for t in (*self._quick, *self._slow)]
+        due += [w.trial.deadline for w in self._workers.values()]
+        due += [w.slow_at for w in self._workers.values() if not w.is_slow]
+        return max(0.0, min(due) - time.monotonic()) if due else None
+
+    def _collect(self) -> None:
+        """Report the verdicts that are there."""
+        if not self._workers:
+            return
+        for pipe in select.select(self.pipes, [], [], 0)[0]:
+            worker = self._workers[pipe]
+            # A verdict fits in a pipe, so it comes whole or not at all.
+            data = os.read(pipe, _PIECE_BYTES)
+            status = self._end(worker)
+            if data:
+                self._report(msgspec.msgpack.decode(data, type=Verdict))
+            else:
+                self._fail(worker.trial, self._explain(status))
+
+    def _explain(self, status: int) -> str:
+        """Why a worker ended without a verdict."""
+        if status == -signal.SIGALRM:
+            return TOO_LONG
+        how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
+        return (
+            f"the process that compiled it {how}, perhaps since it needs more than "
+            f"{self._limits.memory_bytes >> 20} MiB; make it smaller, or try again"
+        )
+
+    def _give_up(self, now: float) -> None:
+        for queue in (self._quick, self._slow):
+            for trial in [t for t in queue if t.deadline <= now]:
+                queue.remove(trial)
+                self._fail(trial, TOO_LONG)
+        for worker in [w for w in self._workers.values() if w.trial.deadline <= now]:
+            self._kill(worker)
+            self._fail(worker.trial, TOO_LONG)
+
+    def _slow_down(self, worker: _Worker) -> None:
+        if self._num_running(is_slow=True) < self._limits.slow_places:
+            worker.is_slow = True
+            os.setpriority(os.PRIO_PROCESS, worker.pid, _SLOW_NICENESS)
+        else:
+            self._kill(worker)
+            self._slow.append(worker.trial)
+
+    def _start_waiting(self, now: float) -> None:
+        lanes = (
+            (self._quick, self._limits.quick_places, False),
+            (self._slow, self._limits.slow_places, True),
+        )
+        for queue, places, is_slow in lanes:
+            while queue and self._num_running(is_slow) < places:
+                self._start(queue.popleft(), now, is_slow)
+
+    def _num_running(self, is_slow: bool) -> int:
+        return sum(worker.is_slow == is_slow for worker in self._workers.values())
+
+    def _start(self, trial: _Trial, now: float, is_slow: bool) -> None:
+        reading, writing = os.pipe()
+        try:
+            pid = os.fork()
+        except OSError as error:
+            os.close(reading)
+            os.close(writing)
+            self._fail(trial, f"no process can be started to compile it: {error}")
+            return
+        if pid == 0:
+            self._run(trial, writing, is_slow)
+        os.close(writing)
+        slow_at = now + self._limits.slow_seconds
+        self._workers[reading] = _Worker(trial, pid, reading, slow_at, is_slow)
+
+    def _run(self, trial: _Trial, pipe: int, is_slow: bool) -> None:
+        """The life of a worker: never returns."""
+        status = 1
+        try:
+            # Kills this process, also when nobody is left who would.
+            seconds = max(1e-3, trial.deadline - time.monotonic())
+            signal.setitimer(signal.ITIMER_REAL, seconds)
+            for descriptor in self._stdio:
+                os.close(descriptor)
+            if is_slow:
+                os.nice(_SLOW_NICENESS)
+            _limit_memory(self._limits.memory_bytes)
+            verdict = _try(self._backend, trial.asked)
+            os.write(pipe, msgspec.msgpack.encode(verdict))
+            status = 0
+        except MemoryError:
+            pass  # the parent says so
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(status)
+
+    def _fail(self, trial: _Trial, error: str) -> None:
+        self._report(Verdict(trial.asked.id, error=error, was_stopped=True))
+
+    def _kill(self, worker: _Worker) -> None:
+        os.kill(worker.pid, signal.SIGKILL)
+        self._end(worker)
+
+    def _end(self, worker: _Worker) -> int:
+        """Forget a worker that is ending; minus the signal that ended it, or its status."""
+        del self._workers[worker.pipe]
+        os.close(worker.pipe)
+        return os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
+
+
+def _try(backend: GrammarBackend, asked: Try) -> Verdict:
+    started = time.monotonic()
+    try:
+        backend.compile(asked.wanted)
+    except GrammarError as error:
+        # A pipe takes this much at once; the rest would hardly help.
+        return Verdict(asked.id, error=str(error)[:_LONGEST_ERROR])
+    return Verdict(asked.id, seconds=time.monotonic() - started)
+
+
+def _limit_memory(num_bytes: int) -> None:
+    """Let this process have that much more address space, and leave no image when it crashes."""
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    statm = Path("/proc/self/statm")
+    if statm.exists():  # elsewhere than on Linux nothing tells what there is already
+        limit = int(statm.read_text().split()[0]) * resource.getpagesize() + num_bytes
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
