@@ -23,10 +23,11 @@ class TrialLimits(msgspec.Struct, frozen=True, kw_only=True):
         seconds: from when it is asked for to its end, waiting included. Ordinary grammars take
             10 to 500 ms; a schema of 16 kB full of patterns takes 5 s with 49k tokens and up to
             30 s with 128k.
-        slow_seconds: what runs longer goes on at low priority, in one of the places for those.
+        slow_seconds: of processor time; what takes more begins anew at low priority, in one of
+            the places for those.
         memory_bytes: beyond what the process has before the trial; that schema takes 100 MB.
         quick_places: trials at once that are not slow yet.
-        slow_places: slow trials at once; the others wait, and begin anew.
+        slow_places: slow trials at once.
     """
 
     seconds: float = 30.0
@@ -63,7 +64,7 @@ class Verdict(msgspec.Struct, frozen=True):
     """How a trial ended.
 
     Attributes:
-        seconds: the compiling itself took; 0 where it failed.
+        seconds: of processor time that compiling took; 0 where it failed.
         error: why the grammar cannot be used, for the user; empty when it can.
         was_stopped: whether that is for lack of time or memory, and not the grammar's fault.
     """

@@ -1,8 +1,8 @@
 """Trials: each grammar is compiled by a fork of this process, which can be killed.
 
-A trial begins in one of the places for quick ones. When it turns out slow, it goes on in a place
-for slow ones, if one is free; otherwise it is killed and begins anew when one is. So slow trials
-wait for one another, and a quick one waits for a moment of each at most.
+A trial begins in one of the places for quick ones. When it turns out slow, it is killed and begins
+anew in one of the places for slow ones, where nothing but its deadline ends it. So slow trials wait
+for one another, and a quick one waits for a moment of each at most.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ from atom.structured_output.trial_messages import TOO_LONG, TrialLimits, Try, Ve
 _SLOW_NICENESS = 10
 _PIECE_BYTES = 1 << 16
 _LONGEST_ERROR = 1000
+# Exit status of a worker.
+_OUT_OF_MEMORY = 3
 
 
 @dataclass(frozen=True)
@@ -44,7 +46,6 @@ class _Worker:
     trial: _Trial
     pid: int
     pipe: int
-    slow_at: float
     is_slow: bool
 
 
@@ -95,12 +96,9 @@ class TrialWorkers:
         self._collect()
         now = time.monotonic()
         self._give_up(now)
-        for worker in [w for w in self._workers.values() if not w.is_slow and w.slow_at <= now]:
-            self._slow_down(worker)
-        self._start_waiting(now)
+        self._start_waiting()
         due = [t.deadline for t in (*self._quick, *self._slow)]
         due += [w.trial.deadline for w in self._workers.values()]
-        due += [w.slow_at for w in self._workers.values() if not w.is_slow]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _collect(self) -> None:
@@ -114,6 +112,8 @@ class TrialWorkers:
             status = self._end(worker)
             if data:
                 self._report(msgspec.msgpack.decode(data, type=Verdict))
+            elif status == -signal.SIGPROF:
+                self._slow.append(worker.trial)
             else:
                 self._fail(worker.trial, self._explain(status))
 
@@ -121,11 +121,13 @@ class TrialWorkers:
         """Why a worker ended without a verdict."""
         if status == -signal.SIGALRM:
             return TOO_LONG
+        if status == _OUT_OF_MEMORY:
+            return (
+                f"compiling it takes more than {self._limits.memory_bytes >> 20} MiB of memory; "
+                f"make it smaller"
+            )
         how = f"was ended by signal {-status}" if status < 0 else f"ended with status {status}"
-        return (
-            f"the process that compiled it {how}, perhaps since it needs more than "
-            f"{self._limits.memory_bytes >> 20} MiB; make it smaller, or try again"
-        )
+        return f"the process that compiled it {how}; make it smaller, or try again"
 
     def _give_up(self, now: float) -> None:
         for queue in (self._quick, self._slow):
@@ -136,27 +138,19 @@ class TrialWorkers:
             self._kill(worker)
             self._fail(worker.trial, TOO_LONG)
 
-    def _slow_down(self, worker: _Worker) -> None:
-        if self._num_running(is_slow=True) < self._limits.slow_places:
-            worker.is_slow = True
-            os.setpriority(os.PRIO_PROCESS, worker.pid, _SLOW_NICENESS)
-        else:
-            self._kill(worker)
-            self._slow.append(worker.trial)
-
-    def _start_waiting(self, now: float) -> None:
+    def _start_waiting(self) -> None:
         lanes = (
             (self._quick, self._limits.quick_places, False),
             (self._slow, self._limits.slow_places, True),
         )
         for queue, places, is_slow in lanes:
             while queue and self._num_running(is_slow) < places:
-                self._start(queue.popleft(), now, is_slow)
+                self._start(queue.popleft(), is_slow)
 
     def _num_running(self, is_slow: bool) -> int:
         return sum(worker.is_slow == is_slow for worker in self._workers.values())
 
-    def _start(self, trial: _Trial, now: float, is_slow: bool) -> None:
+    def _start(self, trial: _Trial, is_slow: bool) -> None:
         reading, writing = os.pipe()
         try:
             pid = os.fork()
@@ -168,16 +162,16 @@ class TrialWorkers:
         if pid == 0:
             self._run(trial, writing, is_slow)
         os.close(writing)
-        slow_at = now + self._limits.slow_seconds
-        self._workers[reading] = _Worker(trial, pid, reading, slow_at, is_slow)
+        self._workers[reading] = _Worker(trial, pid, reading, is_slow)
 
     def _run(self, trial: _Trial, pipe: int, is_slow: bool) -> None:
         """The life of a worker: never returns."""
         status = 1
         try:
-            # Kills this process, also when nobody is left who would.
-            seconds = max(1e-3, trial.deadline - time.monotonic())
-            signal.setitimer(signal.ITIMER_REAL, seconds)
+            # The kernel kills this process then, also when nobody is left who would.
+            _end_by(signal.ITIMER_REAL, signal.SIGALRM, trial.deadline - time.monotonic())
+            if not is_slow:
+                _end_by(signal.ITIMER_PROF, signal.SIGPROF, self._limits.slow_seconds)
             for descriptor in self._stdio:
                 os.close(descriptor)
             if is_slow:
@@ -187,7 +181,7 @@ class TrialWorkers:
             os.write(pipe, msgspec.msgpack.encode(verdict))
             status = 0
         except MemoryError:
-            pass  # the parent says so
+            status = _OUT_OF_MEMORY
         except BaseException:
             traceback.print_exc()
         finally:
@@ -208,13 +202,18 @@ class TrialWorkers:
 
 
 def _try(backend: GrammarBackend, asked: Try) -> Verdict:
-    started = time.monotonic()
+    started = time.process_time()
     try:
         backend.compile(asked.wanted)
     except GrammarError as error:
         # A pipe takes this much at once; the rest would hardly help.
         return Verdict(asked.id, error=str(error)[:_LONGEST_ERROR])
-    return Verdict(asked.id, seconds=time.monotonic() - started)
+    return Verdict(asked.id, seconds=time.process_time() - started)
+
+
+def _end_by(timer: int, timers_signal: signal.Signals, seconds: float) -> None:
+    signal.signal(timers_signal, signal.SIG_DFL)
+    signal.setitimer(timer, max(1e-3, seconds))
 
 
 def _limit_memory(num_bytes: int) -> None:

@@ -6,7 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from atom.structured_output.base import CompileStoppedError, Grammar, GrammarBackend
 from atom.structured_output.params import StructuredOutput
@@ -21,11 +21,28 @@ _HARMLESS_KINDS = ("json_object",)
 
 
 @dataclass
+class _Attempt:
+    """The trial that goes on, if one does.
+
+    A trial leads to its job, and the job's future only here: once the trial is over, nothing
+    but those who want the grammar keep it.
+    """
+
+    trial: Future[float] | None = None
+
+    def cancel_with(self, future: Future[Grammar]) -> None:
+        trial = self.trial
+        if future.cancelled() and trial is not None:
+            trial.cancel()
+
+
+@dataclass
 class _Job:
     """A grammar on its way. The future is cancelled, or runs, before it has a result."""
 
     wanted: StructuredOutput
     future: Future[Grammar]
+    attempt: _Attempt = field(default_factory=_Attempt)
     attempts_left: int = _NUM_ATTEMPTS
 
     def fail(self, error: BaseException) -> None:
@@ -55,6 +72,7 @@ class TriedCompiler:
 
     def submit(self, wanted: StructuredOutput) -> Future[Grammar]:
         job = _Job(wanted, Future())
+        job.future.add_done_callback(job.attempt.cancel_with)
         self._quick.submit(self._begin, job)
         return job.future
 
@@ -95,11 +113,13 @@ class TriedCompiler:
         except (OSError, TrialsEndedError) as error:
             job.fail(_stopped(error))
             return
-        job.future.add_done_callback(lambda future: future.cancelled() and trial.cancel())
+        job.attempt.trial = trial
+        job.attempt.cancel_with(job.future)  # it may have been too early for that
         trial.add_done_callback(lambda trial: self._go_on(backend, job, trial))
 
     def _go_on(self, backend: GrammarBackend, job: _Job, trial: Future[float]) -> None:
         """Do what a trial's end asks for; runs in a thread of the trials."""
+        job.attempt.trial = None
         if trial.cancelled():
             return
         error = trial.exception()

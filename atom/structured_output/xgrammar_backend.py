@@ -25,6 +25,7 @@ PARTS_BYTES = 256 << 20
 
 # Of a schema's format; with others it is not plain JSON.
 _SCHEMA_KEYS = {"type", "json_schema", "max_whitespace_cnt"}
+_BAD_ALLOC = "std::bad_alloc"
 _LOCATION = re.compile(r"^\[[\d:]+\] \S+: ")
 
 
@@ -52,14 +53,16 @@ class XGrammarBackend:
 
     def compile(self, wanted: StructuredOutput) -> Grammar:
         format = lower_tokens(as_format(wanted), self.vocabulary.markers)
+        first = np.zeros((1, -(-len(self.vocabulary.tokens) // 32)), dtype=np.int32)
         try:
             tag = json.dumps({"type": "structural_tag", "format": _with_chains(format)})
             grammar = XGrammar(self._compiler.compile_structural_tag(tag))
+            grammar.create_matcher().fill(first, 0)
         except RuntimeError as error:
+            if _BAD_ALLOC in str(error):
+                raise MemoryError("no memory is left to compile the grammar") from error
             reason = _LOCATION.sub("", str(error)).strip()
             raise GrammarError(f"the {wanted.kind} cannot be compiled: {reason}") from error
-        first = np.zeros((1, -(-len(self.vocabulary.tokens) // 32)), dtype=np.int32)
-        grammar.create_matcher().fill(first, 0)
         if not first.any():
             raise GrammarError(f"no text fulfils the {wanted.kind}")
         return grammar
