@@ -12,6 +12,7 @@ import msgspec
 from atom.structured_output.params import StructuredOutput
 from atom.structured_output.vocabulary import Vocabulary
 
+TOO_MANY = "too many grammars wait to be compiled; try again later"
 TOO_LONG = "compiling it takes too long; make it smaller, or ask for fewer repetitions"
 _LENGTH_BYTES = 4
 
@@ -23,18 +24,21 @@ class TrialLimits(msgspec.Struct, frozen=True, kw_only=True):
         seconds: from when it is asked for to its end, waiting included. Ordinary grammars take
             10 to 500 ms; a schema of 16 kB full of patterns takes 5 s with 49k tokens and up to
             30 s with 128k.
-        slow_seconds: of processor time; what takes more begins anew at low priority, in one of
-            the places for those.
+        slices: of processor time, in seconds. What takes more than the first begins anew among
+            those that have the second, and so on; behind the last one nothing but the deadline
+            ends a trial, and it counts as slow.
         memory_bytes: beyond what the process has before the trial; that schema takes 100 MB.
-        quick_places: trials at once that are not slow yet.
-        slow_places: slow trials at once.
+        places: trials at once with each of the slices, and without.
     """
 
     seconds: float = 30.0
-    slow_seconds: float = 0.5
+    slices: tuple[float, ...] = (0.1, 0.5)
     memory_bytes: int = 512 << 20
-    quick_places: int = 4
-    slow_places: int = 2
+    places: int = 2
+
+    def is_slow(self, seconds: float) -> bool:
+        """Whether a grammar that took so much processor time is."""
+        return seconds > self.slices[-1]
 
 
 class Setup(msgspec.Struct, frozen=True, tag=True):

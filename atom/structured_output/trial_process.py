@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import select
 import signal
+import sys
 from contextlib import suppress
 from typing import NoReturn
 
@@ -27,8 +28,12 @@ from atom.structured_output.trial_messages import (
 )
 from atom.structured_output.trial_workers import TrialWorkers
 from atom.structured_output.xgrammar_backend import XGrammarBackend
+from atom.structured_output.xgrammar_import import import_xgrammar_alone
 
 _PIECE_BYTES = 1 << 16
+_MODULE = "atom.structured_output.trial_process"
+# The argument of a process that imports xgrammar with all that it asks for.
+_COMPLETE = "--complete"
 
 
 class TrialLoop:
@@ -93,6 +98,12 @@ def main() -> NoReturn:
     # Terminals and service managers signal every process of a group; the engine ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if _COMPLETE not in sys.argv:
+        try:
+            import_xgrammar_alone()
+        except Exception:
+            # Slower and larger, but it works; nothing has been read of the pipe yet.
+            os.execv(sys.executable, [sys.executable, "-m", _MODULE, _COMPLETE])
     requests, verdicts = os.dup(0), os.dup(1)
     # Nothing that a library reads or prints is part of the conversation.
     null = os.open(os.devnull, os.O_RDONLY)

@@ -1,8 +1,9 @@
 """Trials: each grammar is compiled by a fork of this process, which can be killed.
 
-A trial begins in one of the places for quick ones. When it turns out slow, it is killed and begins
-anew in one of the places for slow ones, where nothing but its deadline ends it. So slow trials wait
-for one another, and a quick one waits for a moment of each at most.
+A trial begins with a small slice of processor time. When that is used up, it is killed and begins
+anew on the next level, with a larger slice and at a lower priority; on the last level nothing but
+its deadline ends it. Each level has places of its own. So slow trials wait for one another, and a
+quick one waits for the smallest slice of each at most.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from pathlib import Path
 import msgspec
 
 from atom.structured_output.base import GrammarBackend, GrammarError
-from atom.structured_output.trial_messages import TOO_LONG, TrialLimits, Try, Verdict
+from atom.structured_output.trial_messages import TOO_LONG, TOO_MANY, TrialLimits, Try, Verdict
 
-# Added to the niceness of slow trials: quick ones and the engine go first.
-_SLOW_NICENESS = 10
+# Added to the niceness on each level: quick trials and the engine go first.
+_NICENESS = 5
 _PIECE_BYTES = 1 << 16
 _LONGEST_ERROR = 1000
 # Exit status of a worker.
@@ -46,7 +47,7 @@ class _Worker:
     trial: _Trial
     pid: int
     pipe: int
-    is_slow: bool
+    level: int
 
 
 class TrialWorkers:
@@ -68,8 +69,8 @@ class TrialWorkers:
         self._limits = limits
         self._report = report
         self._stdio = stdio
-        self._quick: deque[_Trial] = deque()
-        self._slow: deque[_Trial] = deque()
+        # Those that wait for a place, on each level.
+        self._queues: list[deque[_Trial]] = [deque() for _ in (*limits.slices, None)]
         self._workers: dict[int, _Worker] = {}
 
     @property
@@ -78,10 +79,10 @@ class TrialWorkers:
         return list(self._workers)
 
     def add(self, asked: Try) -> None:
-        self._quick.append(_Trial(asked, time.monotonic() + self._limits.seconds))
+        self._queues[0].append(_Trial(asked, time.monotonic() + self._limits.seconds))
 
     def cancel(self, trial_id: int) -> None:
-        for queue in (self._quick, self._slow):
+        for queue in self._queues:
             for trial in [t for t in queue if t.asked.id == trial_id]:
                 queue.remove(trial)
         for worker in [w for w in self._workers.values() if w.trial.asked.id == trial_id]:
@@ -97,7 +98,7 @@ class TrialWorkers:
         now = time.monotonic()
         self._give_up(now)
         self._start_waiting()
-        due = [t.deadline for t in (*self._quick, *self._slow)]
+        due = [trial.deadline for queue in self._queues for trial in queue]
         due += [w.trial.deadline for w in self._workers.values()]
         return max(0.0, min(due) - time.monotonic()) if due else None
 
@@ -113,7 +114,7 @@ class TrialWorkers:
             if data:
                 self._report(msgspec.msgpack.decode(data, type=Verdict))
             elif status == -signal.SIGPROF:
-                self._slow.append(worker.trial)
+                self._queues[worker.level + 1].append(worker.trial)
             else:
                 self._fail(worker.trial, self._explain(status))
 
@@ -130,27 +131,21 @@ class TrialWorkers:
         return f"the process that compiled it {how}; make it smaller, or try again"
 
     def _give_up(self, now: float) -> None:
-        for queue in (self._quick, self._slow):
+        for level, queue in enumerate(self._queues):
             for trial in [t for t in queue if t.deadline <= now]:
                 queue.remove(trial)
-                self._fail(trial, TOO_LONG)
+                self._fail(trial, TOO_LONG if level else TOO_MANY)
         for worker in [w for w in self._workers.values() if w.trial.deadline <= now]:
             self._kill(worker)
             self._fail(worker.trial, TOO_LONG)
 
     def _start_waiting(self) -> None:
-        lanes = (
-            (self._quick, self._limits.quick_places, False),
-            (self._slow, self._limits.slow_places, True),
-        )
-        for queue, places, is_slow in lanes:
-            while queue and self._num_running(is_slow) < places:
-                self._start(queue.popleft(), is_slow)
+        for level, queue in enumerate(self._queues):
+            running = sum(worker.level == level for worker in self._workers.values())
+            for _ in range(min(len(queue), self._limits.places - running)):
+                self._start(queue.popleft(), level)
 
-    def _num_running(self, is_slow: bool) -> int:
-        return sum(worker.is_slow == is_slow for worker in self._workers.values())
-
-    def _start(self, trial: _Trial, is_slow: bool) -> None:
+    def _start(self, trial: _Trial, level: int) -> None:
         reading, writing = os.pipe()
         try:
             pid = os.fork()
@@ -160,22 +155,21 @@ class TrialWorkers:
             self._fail(trial, f"no process can be started to compile it: {error}")
             return
         if pid == 0:
-            self._run(trial, writing, is_slow)
+            self._run(trial, writing, level)
         os.close(writing)
-        self._workers[reading] = _Worker(trial, pid, reading, is_slow)
+        self._workers[reading] = _Worker(trial, pid, reading, level)
 
-    def _run(self, trial: _Trial, pipe: int, is_slow: bool) -> None:
+    def _run(self, trial: _Trial, pipe: int, level: int) -> None:
         """The life of a worker: never returns."""
         status = 1
         try:
             # The kernel kills this process then, also when nobody is left who would.
             _end_by(signal.ITIMER_REAL, signal.SIGALRM, trial.deadline - time.monotonic())
-            if not is_slow:
-                _end_by(signal.ITIMER_PROF, signal.SIGPROF, self._limits.slow_seconds)
+            if level < len(self._limits.slices):
+                _end_by(signal.ITIMER_PROF, signal.SIGPROF, self._limits.slices[level])
             for descriptor in self._stdio:
                 os.close(descriptor)
-            if is_slow:
-                os.nice(_SLOW_NICENESS)
+            os.nice(level * _NICENESS)
             _limit_memory(self._limits.memory_bytes)
             verdict = _try(self._backend, trial.asked)
             os.write(pipe, msgspec.msgpack.encode(verdict))

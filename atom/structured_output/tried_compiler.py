@@ -135,7 +135,7 @@ class TriedCompiler:
     def _compile_later(self, backend: GrammarBackend, job: _Job, trial_seconds: float) -> None:
         limits = self._trials.limits
         give_up = time.monotonic() + limits.seconds
-        pool = self._slow if trial_seconds > limits.slow_seconds else self._quick
+        pool = self._slow if limits.is_slow(trial_seconds) else self._quick
 
         def compile() -> None:
             if time.monotonic() < give_up:

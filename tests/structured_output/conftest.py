@@ -13,7 +13,7 @@ from atom.structured_output.vocabulary import read_vocabulary
 from atom.structured_output.xgrammar_backend import XGrammarBackend
 
 # Grammars of tests take milliseconds, or minutes.
-LIMITS = TrialLimits(seconds=8.0, slow_seconds=0.5, quick_places=2, slow_places=1)
+LIMITS = TrialLimits(seconds=8.0, slices=(0.1, 0.2), places=1)
 
 
 @pytest.fixture(scope="session")

@@ -15,11 +15,11 @@ from structured_output.pathological import PATIENCE_SECONDS, easy, hard
 
 from atom import StructuredOutput
 from atom.structured_output.base import Grammar
-from atom.structured_output.trial_messages import TOO_LONG, TrialLimits, Try, Verdict
+from atom.structured_output.trial_messages import TOO_LONG, TOO_MANY, TrialLimits, Try, Verdict
 from atom.structured_output.trial_workers import TrialWorkers
 from atom.structured_output.xgrammar_backend import XGrammarBackend
 
-LIMITS = TrialLimits(slow_seconds=0.1, quick_places=2, slow_places=1)
+LIMITS = TrialLimits(slices=(0.1, 0.2), places=1)
 
 
 @dataclass
@@ -48,9 +48,9 @@ class Lane:
             time.sleep(0.005)
 
     @property
-    def running(self) -> dict[int, bool]:
-        """Whether each trial that has a process is slow."""
-        return {w.trial.asked.id: w.is_slow for w in self.workers._workers.values()}
+    def running(self) -> dict[int, int]:
+        """The level of each trial that has a process."""
+        return {w.trial.asked.id: w.level for w in self.workers._workers.values()}
 
     def pid(self, trial_id: int) -> int:
         [pid] = [w.pid for w in self.workers._workers.values() if w.trial.asked.id == trial_id]
@@ -86,22 +86,22 @@ def test_verdicts(create: CreateLane) -> None:
 
 
 def test_quick_trials_pass_slow_ones(create: CreateLane) -> None:
-    """Of many slow ones as many run as there are places; the others wait aside."""
+    """Of those as many run as there are places; the others wait aside."""
     lane = create(LIMITS)
     for trial_id in range(6):
         lane.add(trial_id, hard(trial_id))
     lane.add(10, easy(1))
     lane.run_until(lambda: 10 in lane.verdicts)
     assert lane.verdicts.keys() == {10}
-    lane.run_until(lambda: len(lane.workers._slow) == 5)
-    assert list(lane.running.values()) == [True]
+    lane.run_until(lambda: len(lane.workers._queues[-1]) == 5)
+    assert list(lane.running.values()) == [2]
     [first] = lane.running
     assert os.getpriority(os.PRIO_PROCESS, lane.pid(first)) > os.getpriority(os.PRIO_PROCESS, 0)
     lane.workers.cancel(first)
     lane.workers.turn()
     [second] = lane.running
     assert second != first
-    assert lane.running[second]
+    assert lane.running[second] == 2
 
 
 def test_all_slow_trials_end_by_their_deadline(create: CreateLane) -> None:
@@ -109,13 +109,13 @@ def test_all_slow_trials_end_by_their_deadline(create: CreateLane) -> None:
     for trial_id in range(4):
         lane.add(trial_id, hard(trial_id))
     lane.run_until(lambda: len(lane.verdicts) == 4)
-    assert {v.error for v in lane.verdicts.values()} == {TOO_LONG}
+    assert {v.error for v in lane.verdicts.values()} <= {TOO_LONG, TOO_MANY}
     assert all(v.was_stopped for v in lane.verdicts.values())
     assert lane.running == {}
 
 
 def test_a_worker_that_nobody_watches_ends_by_its_deadline(create: CreateLane) -> None:
-    lane = create(msgspec.structs.replace(LIMITS, seconds=0.5, slow_seconds=10.0))
+    lane = create(msgspec.structs.replace(LIMITS, seconds=0.5, slices=(10.0,)))
     lane.add(1, hard(1))
     lane.workers.turn()
     result = os.waitid(os.P_PID, lane.pid(1), os.WEXITED | os.WNOWAIT)

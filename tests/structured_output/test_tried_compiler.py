@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
+import psutil
 import pytest
 from structured_output.pathological import (
     PATIENCE_SECONDS,
@@ -167,6 +168,14 @@ def test_nothing_outlives_the_engine() -> None:
         assert not any(is_gone(pid) for pid in pids)
         engine.kill()
     wait_until(lambda: all(is_gone(pid) for pid in pids))
+
+
+def test_the_process_is_light(create: CreateCache, trials: TrialProcess) -> None:
+    """It does without torch, as long as xgrammar lets it."""
+    create().get(easy(0))
+    files = [entry.path for entry in psutil.Process(trials.pid).memory_maps()]
+    assert [path for path in files if "xgrammar" in path] != []
+    assert [path for path in files if "libtorch" in path] == []
 
 
 def test_used_grammars_stay_though_many_follow(create: CreateCache) -> None:
