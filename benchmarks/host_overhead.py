@@ -13,7 +13,7 @@ import argparse
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from _report import environment, write_json
@@ -71,6 +71,16 @@ class RightProposer(NullProposer):
         return step.next_token_ids.new_full((len(step.last_rows), num_drafts), TOKEN)
 
 
+class NoGrammars:
+    """Nobody asks for one."""
+
+    def submit(self, wanted: object) -> NoReturn:
+        raise RuntimeError("there are no grammars here")
+
+    def shutdown(self) -> None:
+        pass
+
+
 class NullExecutor:
     """The engine's own runner around a null model."""
 
@@ -85,7 +95,7 @@ class NullExecutor:
         )
         self.eos_token_ids = frozenset([2])
         self.lookahead = Lookahead(num_drafts)
-        self.grammars = GrammarCache(_no_grammars)
+        self.grammars = GrammarCache(NoGrammars())
         model = NullModel(num_seqs * (num_drafts + 1), num_seqs * context)
         proposer = RightProposer(self.lookahead) if num_drafts else NullProposer()
         rows = SamplingRows(num_seqs, VOCAB_SIZE, self.eos_token_ids, CPU, self.grammars)
@@ -114,10 +124,6 @@ class NullExecutor:
 
 def _choose(scores: torch.Tensor, _: SamplingMetadata) -> torch.Tensor:
     return torch.full((scores.shape[0],), TOKEN)
-
-
-def _no_grammars() -> Any:
-    raise RuntimeError("there are no grammars here")
 
 
 def milliseconds(num_seqs: int, num_drafts: int, context: int, wish: str, steps: int) -> float:

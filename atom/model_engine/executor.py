@@ -50,6 +50,9 @@ from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter, create_proposer
 from atom.structured_output.base import GrammarBackend
 from atom.structured_output.cache import GrammarCache
+from atom.structured_output.trial_client import TrialProcess
+from atom.structured_output.tried_compiler import TriedCompiler
+from atom.structured_output.vocabulary import read_vocabulary
 from atom.structured_output.xgrammar_backend import XGrammarBackend
 
 logger = logging.getLogger(__name__)
@@ -112,7 +115,7 @@ class UniprocExecutor:
             config, self._model, self._proposer.lookahead, platform, context_len
         )
         create_backend = partial(_create_grammar_backend, config.model, source)
-        self.grammars = GrammarCache(create_backend)
+        self.grammars = GrammarCache(TriedCompiler(create_backend, TrialProcess()))
         self._drafter = create_drafter(
             config.speculative,
             self._proposer,
@@ -265,7 +268,8 @@ class UniprocExecutor:
 
 def _create_grammar_backend(options: ModelOptions, source: ModelSource) -> GrammarBackend:
     vocab_size = source.hf_config.get_text_config().vocab_size
-    return XGrammarBackend(load_tokenizer(source, options), vocab_size, source.eos_token_ids)
+    tokenizer = load_tokenizer(source, options)
+    return XGrammarBackend(read_vocabulary(tokenizer, vocab_size, source.eos_token_ids))
 
 
 def _create_graph_runner(

@@ -20,14 +20,16 @@ from atom.messages import (
 from atom.structured_output.base import Grammar, GrammarError
 from atom.structured_output.cache import GrammarCache
 from atom.structured_output.params import StructuredOutput
+from atom.structured_output.trial_messages import TOO_LONG
 
 logger = logging.getLogger(__name__)
 
 PARAM = "structured_output"
 # A new request or an abort is met with this delay at most while only grammars are awaited.
 _WAIT_SECONDS = 0.02
-# Beyond this a grammar counts as one that cannot be compiled; ordinary ones take milliseconds.
-COMPILE_SECONDS = 60.0
+# The last resort, should all else hang. `TrialLimits` say what compiling may take, and the first
+# grammar waits for a process to start.
+COMPILE_SECONDS = 180.0
 
 
 class _Waiting(NamedTuple):
@@ -79,7 +81,12 @@ class GrammarQueue:
         Raises:
             RequestRefusedError: when it cannot be compiled.
         """
-        _check(self._grammars.submit(wanted), self._compile_seconds)
+        future = self._grammars.submit(wanted)
+        try:
+            _check(future, self._compile_seconds)
+        finally:  # also when the user lost patience
+            if not future.done():
+                self._grammars.abandon(wanted)
 
     def wait(self) -> None:
         """Wait a little for one of the grammars, if any is awaited."""
@@ -102,6 +109,7 @@ class GrammarQueue:
                 _check(self._futures[id], 0)
                 admit(request)
             except RequestRefusedError as error:
+                self._abandon(request)
                 refused.append(RefusedSequence(id, str(error), error.param))
         return refused
 
@@ -109,9 +117,11 @@ class GrammarQueue:
         """Let go of sequences; the outputs report the ends of those that were waiting."""
         outputs = []
         for id in ids:
-            self._futures.pop(id, None)
-            if self._waiting.pop(id, None) is not None:
+            waiting = self._waiting.pop(id, None)
+            if waiting is not None:
+                self._abandon(waiting.request)
                 outputs.append(SequenceOutput(id=id, finish_reason=FinishReason.ABORT))
+            self._futures.pop(id, None)
         return outputs
 
     def forget(self, ids: Iterable[str]) -> None:
@@ -119,16 +129,20 @@ class GrammarQueue:
         for id in ids:
             self._futures.pop(id, None)
 
+    def _abandon(self, request: EngineRequest) -> None:
+        """Let nobody compile for a request alone that waits no more."""
+        future = self._futures.pop(request.id)
+        wanted = request.params.structured_output
+        if wanted is not None and not any(other is future for other in self._futures.values()):
+            self._grammars.abandon(wanted)
+
 
 def _check(future: Future[Grammar], seconds: float) -> None:
     """Raises RequestRefusedError when the grammar could not be compiled, or not so soon."""
     try:
         future.result(seconds)
     except FutureTimeoutError as error:
-        raise RequestRefusedError(
-            f"{PARAM}: compiling it takes too long; make it smaller, or ask for fewer repetitions",
-            PARAM,
-        ) from error
+        raise RequestRefusedError(f"{PARAM}: {TOO_LONG}", PARAM) from error
     except GrammarError as error:
         raise RequestRefusedError(f"{PARAM}: {error}", PARAM) from error
     except Exception as error:

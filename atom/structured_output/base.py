@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from atom.structured_output.params import StructuredOutput
+
+if TYPE_CHECKING:
+    from atom.structured_output.vocabulary import Vocabulary
 
 # [rows, ceil(vocabulary / 32)] int32: bit t % 32 of word t // 32 tells whether token t is allowed.
 TokenMask = NDArray[np.int32]
@@ -15,6 +18,10 @@ TokenMask = NDArray[np.int32]
 
 class GrammarError(ValueError):
     """A grammar that cannot be compiled, or that no text fulfils; the message says why."""
+
+
+class CompileStoppedError(GrammarError):
+    """Compiling did not end, for lack of time, memory or a process; another time it may."""
 
 
 class Matcher(Protocol):
@@ -38,11 +45,19 @@ class Matcher(Protocol):
 class Grammar(Protocol):
     """Compiled for one vocabulary; shared by all sequences that obey it."""
 
+    @property
+    def num_bytes(self) -> int:
+        """What it takes in memory."""
+
     def create_matcher(self) -> Matcher: ...
 
 
 class GrammarBackend(Protocol):
     """Compiles for one vocabulary; called from several threads."""
+
+    @property
+    def vocabulary(self) -> Vocabulary:
+        """What another process needs to compile the same."""
 
     def compile(self, wanted: StructuredOutput) -> Grammar:
         """Raises:

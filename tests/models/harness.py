@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import NoReturn
 
 import pytest
 import torch
@@ -48,6 +49,16 @@ def load_model(
     return model
 
 
+class NoGrammars:
+    """Nobody asks for one."""
+
+    def submit(self, wanted: object) -> NoReturn:
+        pytest.fail("there are no grammars here")
+
+    def shutdown(self) -> None:
+        pass
+
+
 class ModelBench:
     """Runs steps over sequences named by the test; their blocks lie scattered in the pool.
 
@@ -87,7 +98,7 @@ class ModelBench:
         """Run the model's layers so from now on."""
         self.runner = runner
         vocab_size = self.model.token_embedding.weight.shape[0]
-        grammars = GrammarCache(lambda: pytest.fail("there are no grammars here"))
+        grammars = GrammarCache(NoGrammars())
         rows = SamplingRows(MAX_SEQS, vocab_size, frozenset(), self.device, grammars)
         self.inputs = InputBuilder(
             runner,

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import threading
 import time
-from functools import cache
+from collections.abc import Iterator
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.grammar_queue import GrammarQueue
 from atom.structured_output.base import Grammar, GrammarError
 from atom.structured_output.cache import GrammarCache
+from atom.structured_output.trial_client import TrialProcess
+from atom.structured_output.tried_compiler import TriedCompiler
 
 SCHEMA = {
     "type": "object",
@@ -86,6 +89,23 @@ def check_obeyed(engine: LLM, outputs: list[RequestOutput]) -> None:
             assert matcher.is_finished == (o.finish_reason == "stop"), o.text
             if wanted is DOCUMENT and o.finish_reason == "stop":
                 assert set(json.loads(o.text)) == {"ok", "color", "n"}
+
+
+class SharedTrials(TrialProcess):
+    """The tests' own process, whichever engine asks."""
+
+    def __init__(self, shared: TrialProcess) -> None:
+        super().__init__(shared.limits)
+        self.start = shared.start  # type: ignore[method-assign]
+        self.submit = shared.submit  # type: ignore[method-assign]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_trials(trials: TrialProcess) -> Iterator[None]:
+    """All engines here have one vocabulary; a process for each would take minutes in all."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(executor, "TrialProcess", partial(SharedTrials, trials))
+        yield
 
 
 class Targets:
@@ -242,6 +262,7 @@ class GatedBackend:
         self.gate = threading.Event()
         self.compiled: list[StructuredOutput] = []
         self._inner = inner
+        self.vocabulary = inner.vocabulary
 
     def compile(self, wanted: StructuredOutput) -> Grammar:
         assert self.gate.wait(60)
@@ -252,12 +273,18 @@ class GatedBackend:
         return grammar
 
 
+def compiler_of(core: EngineCore) -> TriedCompiler:
+    compiler = core.executor.grammars._compiler
+    assert isinstance(compiler, TriedCompiler)
+    return compiler
+
+
 def test_compilation_holds_up_nobody_else(engine: LLM) -> None:
     core = engine.engine.core
-    grammars = core.executor.grammars
-    grammars.get(DOCUMENT)
-    gated = GatedBackend(grammars._backend)
-    grammars._backend = gated
+    core.executor.grammars.get(DOCUMENT)
+    compiler = compiler_of(core)
+    gated = GatedBackend(compiler._backend)
+    compiler._backend = gated
     try:
         slow = StructuredOutput.regex("[xyz]{4}")
         for name in ("slow-1", "slow-2", "aborted"):
@@ -285,26 +312,14 @@ def test_compilation_holds_up_nobody_else(engine: LLM) -> None:
         assert run(core)[1].keys() == {"failing"}
         assert len(gated.compiled) == 2
     finally:
-        grammars._backend = gated._inner
+        compiler._backend = gated._inner
 
 
-def test_used_grammars_stay_though_many_follow(engine: LLM) -> None:
-    gated = GatedBackend(engine.engine.core.executor.grammars._backend or pytest.fail("none"))
-    gated.gate.set()
-    grammars = GrammarCache(lambda: gated, capacity=2)
-    first = StructuredOutput.regex("a")
-    held = grammars.submit(first)
-    for letter in "bcde":
-        grammars.get(StructuredOutput.regex(letter))
-    assert grammars.submit(first) is held
-    grammars.get(StructuredOutput.regex("b"))
-    assert [w.value for w in gated.compiled] == ["a", "b", "c", "d", "e", "b"]
-    grammars.shutdown()
-
-
-def test_a_grammar_that_takes_too_long_refuses_its_requests(engine: LLM) -> None:
-    gated = GatedBackend(engine.engine.core.executor.grammars._backend or pytest.fail("none"))
-    grammars = GrammarCache(lambda: gated)
+def test_a_grammar_that_takes_too_long_refuses_its_requests(
+    engine: LLM, trials: TrialProcess
+) -> None:
+    gated = GatedBackend(compiler_of(engine.engine.core)._get_backend())
+    grammars = GrammarCache(TriedCompiler(lambda: gated, trials))
     queue = GrammarQueue(grammars, compile_seconds=0.05)
     params = SamplingParams(structured_output=StructuredOutput.regex("a"))
 
@@ -325,4 +340,3 @@ def test_a_grammar_that_takes_too_long_refuses_its_requests(engine: LLM) -> None
     queue.forget(["late"])
     assert queue.release(lambda request: admitted.append(request.id)) == []
     assert admitted == ["again"]
-    grammars.shutdown()

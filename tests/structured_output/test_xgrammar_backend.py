@@ -14,6 +14,7 @@ from atom import StructuredOutput
 from atom.structured_output.base import GrammarError, Matcher, TokenMask
 from atom.structured_output.state import GrammarState, is_allowed
 from atom.structured_output.tags import json_document, literal, sequence, token
+from atom.structured_output.vocabulary import read_vocabulary
 from atom.structured_output.xgrammar_backend import XGrammarBackend
 
 SCHEMA = {
@@ -31,7 +32,7 @@ class Bench:
         self.tokenizer = tokenizer
         self.eos = tokenizer.eos_token_id
         self.vocab_size = len(tokenizer) + 10
-        self.backend = XGrammarBackend(tokenizer, self.vocab_size, [self.eos])
+        self.backend = XGrammarBackend(read_vocabulary(tokenizer, self.vocab_size, [self.eos]))
 
     def matcher(self, wanted: StructuredOutput) -> Matcher:
         return self.backend.compile(wanted).create_matcher()

@@ -19,6 +19,7 @@ from atom.entrypoints.openai.parsing.tool_grammar import (
 )
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 from atom.structured_output.state import is_allowed
+from atom.structured_output.vocabulary import read_vocabulary
 from atom.structured_output.xgrammar_backend import XGrammarBackend
 
 
@@ -68,7 +69,9 @@ class Bench:
             markers.add("</think>")
             self.tokenizer.add_tokens([AddedToken(m, special=True) for m in sorted(markers)])
         self.eos = self.tokenizer.eos_token_id
-        self.backend = XGrammarBackend(self.tokenizer, len(self.tokenizer), [self.eos])
+        self.backend = XGrammarBackend(
+            read_vocabulary(self.tokenizer, len(self.tokenizer), [self.eos])
+        )
 
     def takes(self, wanted: StructuredOutput | None, text: str, *, ends: bool = True) -> bool:
         """Whether the text can be written, and the answer can end after it."""
