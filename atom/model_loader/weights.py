@@ -22,7 +22,7 @@ from atom.config import ModelOptions
 from atom.model_loader.checkpoint import list_tensors
 from atom.model_loader.dummy import fill_with_dummy_weights
 from atom.model_loader.errors import WeightError, name_some
-from atom.model_loader.finite import check_finite
+from atom.model_loader.finite import check_finite, may_be_infinite
 from atom.model_loader.placement import Placement, find_targets, place_tensors, raise_if_any
 from atom.model_loader.read_ahead import ReadAhead
 from atom.model_loader.sketch import M, check_fit
@@ -85,6 +85,7 @@ def load_weights(
         return
     placements = place_tensors(list_tensors(source.path), mapping, targets, source.path)
     _copy_all(placements, source, read_ahead=options.safetensors_load_strategy == "prefetch")
+    _check_matrices(placements, source)
 
 
 def _copy_all(placements: list[Placement], source: ModelSource, read_ahead: bool) -> None:
@@ -107,12 +108,41 @@ def _copy_all(placements: list[Placement], source: ModelSource, read_ahead: bool
             copying = [pool.submit(_copy_group, file, g, advance) for g in _groups(of_file)]
             try:
                 errors = [error for future in copying for error in future.result()]
-                if errors:
-                    listed = name_some(sorted(errors))
-                    raise_if_any([f"wrong tensors ({len(errors)}): {listed}"], source.path)
+                _raise_wrong(errors, source)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+
+
+def _check_matrices(placements: list[Placement], source: ModelSource) -> None:
+    """Refuse values that are no numbers; the files are only read again where there may be some."""
+    parameters = {
+        id(placement.target.parameter): placement.target.parameter
+        for placement in placements
+        if _is_summed_later(placement)
+    }
+    suspects = {key for key, parameter in parameters.items() if may_be_infinite(parameter)}
+    errors = []
+    for placement in placements:
+        if id(placement.target.parameter) not in suspects:
+            continue
+        with safe_open(placement.tensor.file, "pt") as handle:
+            try:
+                check_finite(handle.get_tensor(placement.tensor.name))
+            except ValueError as error:
+                errors.append(f"{placement.tensor.name}: {error}")
+    _raise_wrong(errors, source)
+
+
+def _is_summed_later(placement: Placement) -> bool:
+    """Whether a device's memory is the faster place to look at the values."""
+    return len(placement.tensor.shape) > 1 and placement.target.parameter.device.type != "cpu"
+
+
+def _raise_wrong(errors: list[str], source: ModelSource) -> None:
+    if errors:
+        listed = name_some(sorted(errors))
+        raise_if_any([f"wrong tensors ({len(errors)}): {listed}"], source.path)
 
 
 def _groups(placements: list[Placement]) -> Iterator[list[Placement]]:
@@ -140,7 +170,8 @@ def _copy_group(file: Path, group: list[Placement], advance: Callable[[int], Non
                 try:
                     values = handle.get_tensor(tensor.name)
                     placement.copy(values)
-                    check_finite(values)
+                    if not _is_summed_later(placement):
+                        check_finite(values)
                 except ValueError as error:
                     errors.append(f"{tensor.name}: {error}")
                 advance(tensor.num_bytes)
