@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import uvicorn
 
 from atom.entrypoints.openai.app import create_app
+from atom.entrypoints.openai.http.connection import BoundedProtocol
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.options import OptionError, ServerOptions
 from atom.entrypoints.openai.http.sse import cancel
@@ -74,6 +75,7 @@ async def serve(args: EngineArgs, options: ServerOptions, sock: socket.socket) -
             access_log=options.log_level == "debug",
             lifespan="off",
             ws="none",
+            http=BoundedProtocol,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
