@@ -13,6 +13,7 @@ from atom.config import EngineConfig
 from atom.messages import (
     EngineDeadError,
     EngineLimits,
+    EngineRequest,
     FinishReason,
     RequestRefusedError,
     SequenceOutput,
@@ -29,6 +30,7 @@ from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
 from atom.text.observer import EngineObserver, NullObserver
 from atom.text.output_processor import OutputProcessor, request_id_of
+from atom.text.prepared_params import PreparedParams
 
 __all__ = [
     "AsyncEngine",
@@ -83,6 +85,7 @@ class AsyncEngine:
         self._processor = OutputProcessor(tokenizer, config.seed, observer)
         self._max_waiting_requests = max_waiting_requests
         self._mailboxes: dict[str, Mailbox] = {}
+        self._queued: list[EngineRequest] = []
         self._last_heard = time.monotonic()
         self._is_closing = False
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
@@ -139,7 +142,7 @@ class AsyncEngine:
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | PreparedParams,
         *,
         prompt: str | None = None,
         stream: bool = True,
@@ -150,7 +153,8 @@ class AsyncEngine:
 
         A reader that lags gets merged deltas. A reader that leaves (break, cancellation,
         `aclose`) aborts the request in the engine; where an exception may keep the iterator
-        alive, read it within `contextlib.aclosing`.
+        alive, read it within `contextlib.aclosing`. Parameters of several prompts are prepared
+        once, by the caller; then they cross to the engine once for all that begin together.
 
         Raises:
             RequestRefusedError: when the request can never run as given.
@@ -158,22 +162,23 @@ class AsyncEngine:
             EngineDeadError: when the engine is dead, dies, or shuts down.
         """
         self._check_open()
-        check_request(prompt_token_ids, params, self.limits)
+        prepared = PreparedParams.of(params)
+        check_request(prompt_token_ids, prepared.params, self.limits)
+        _check_text(request_id, "request_id")
         _check_text(cache_salt, "cache_salt")
-        self._check_queue(params.n)
+        self._check_queue(prepared.params.n)
         requests = self._processor.add_request(
             request_id,
             prompt,
             prompt_token_ids,
-            params,
+            prepared,
             stream=stream,
             priority=priority,
             cache_salt=cache_salt,
         )
         mailbox = self._mailboxes[request_id] = Mailbox()
         try:
-            for request in requests:
-                self._client.send(wire.AddRequest(request))
+            self._queue(requests)
             finished = False
             while not finished:
                 output = await mailbox.take()
@@ -274,7 +279,19 @@ class AsyncEngine:
         for output in processed.outputs:
             self._mailboxes[output.request_id].put(output)
 
+    def _queue(self, requests: list[EngineRequest]) -> None:
+        """Send with all that other prompts queue before the event loop turns."""
+        if not self._queued:
+            asyncio.get_running_loop().call_soon(self._send_queued)
+        self._queued += requests
+
+    def _send_queued(self) -> None:
+        queued, self._queued = self._queued, []
+        if queued and self._client.is_open:
+            self._client.send(wire.AddRequests.of(queued))
+
     def _abort(self, sequence_ids: list[str]) -> None:
+        self._send_queued()  # what is aborted must have been sent
         if sequence_ids and self._client.is_open:
             self._client.send(wire.Abort(sequence_ids))
 

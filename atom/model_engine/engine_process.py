@@ -122,11 +122,12 @@ class EngineLoop:
 
     def _handle(self, core: Core, message: wire.ToEngine) -> bool:
         match message:
-            case wire.AddRequest(request):
-                try:
-                    core.add_request(request)
-                except RequestRefusedError as error:
-                    self._send(wire.RequestRefused(request.id, str(error), error.param))
+            case wire.AddRequests():
+                for request in message.requests():
+                    try:
+                        core.add_request(request)
+                    except RequestRefusedError as error:
+                        self._send(wire.RequestRefused(request.id, str(error), error.param))
             case wire.Abort(ids):
                 outputs = core.abort(ids)
                 self._send(wire.Step(StepReport(outputs=outputs, stats=core.stats)))

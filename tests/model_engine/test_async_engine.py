@@ -27,6 +27,7 @@ from atom.model_engine.async_engine import (
 )
 from atom.outputs import RequestMetrics, RequestOutput
 from atom.sampling_params import SamplingParams
+from atom.text.prepared_params import PreparedParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -150,6 +151,39 @@ async def test_many_at_once_equal_one_at_a_time(engine: AsyncEngine) -> None:
     for (one,), (other,) in zip(alone, together, strict=True):
         assert [c.token_ids for c in one.outputs] == [c.token_ids for c in other.outputs]
         assert one.outputs[0].token_ids != one.outputs[1].token_ids
+
+
+async def test_prompts_that_begin_together_are_sent_together(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[wire.ToEngine] = []
+    send = engine._client.send
+    monkeypatch.setattr(engine._client, "send", lambda m: (sent.append(m), send(m))[1])
+    params = PreparedParams(SamplingParams(n=2, seed=1, max_tokens=2, stop="?", logit_bias={3: 1}))
+
+    async def last(name: str, given: SamplingParams | PreparedParams) -> RequestOutput:
+        prompt = encode(engine, f"The quick {name}")
+        return await anext(engine.generate(name, prompt, given, stream=False))
+
+    together = await asyncio.gather(*(last(name, params) for name in "abc"))
+    (added,) = [m for m in sent if isinstance(m, wire.AddRequests)]
+    assert len(added.sequences) == 6
+    assert len(added.prompts) == 3
+    (crossed,) = added.params
+    assert crossed == SamplingParams(n=2, seed=1, max_tokens=2, logit_bias={3: 1})
+    for name, output in zip("abc", together, strict=True):
+        alone = await last(name, params.params)
+        assert [c.token_ids for c in alone.outputs] == [c.token_ids for c in output.outputs]
+
+
+async def test_a_request_that_is_left_at_once(engine: AsyncEngine) -> None:
+    """Its abort must not overtake it."""
+    task = asyncio.create_task(anext(engine.generate("l", encode(engine, "Hello"), ENDLESS)))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (await collect(engine, "after", GREEDY))[-1].finished
+    await until_idle(engine)
 
 
 async def test_stop_string_ends_the_sequence_in_the_engine(

@@ -114,11 +114,8 @@ class Frontend:
 
     def add(self, name: str, prompt: list[int]) -> None:
         params = SamplingParams(logit_bias={3: 1.5}, temperature=0)
-        self.send(
-            wire.AddRequest(
-                EngineRequest(id=name, prompt_token_ids=prompt, params=params, seed=2**63 - 1)
-            )
-        )
+        request = EngineRequest(id=name, prompt_token_ids=prompt, params=params, seed=2**63 - 1)
+        self.send(wire.AddRequests.of([request]))
 
     def receive(self) -> wire.FromEngine:
         assert self.reports.poll(5000), "the engine is silent"
@@ -239,6 +236,26 @@ def test_engine_args_cross_whole() -> None:
     assert message == wire.Start(args, 20)
     with pytest.raises(msgspec.ValidationError):
         wire.decode_to_engine(wire.encode(wire.Heartbeat(EngineStats())))
+
+
+def test_what_sequences_share_crosses_once() -> None:
+    prompt, params = [7] * 1000, SamplingParams(logit_bias={i: 1.0 for i in range(300)})
+    requests = [
+        EngineRequest(id=f"r/{i}", prompt_token_ids=prompt, params=params, seed=i, cache_salt="s")
+        for i in range(64)
+    ]
+    other = EngineRequest(
+        id="o/0", prompt_token_ids=[1], params=SamplingParams(), seed=0, priority=-3
+    )
+    alone = len(wire.encode(wire.AddRequests.of(requests[:1])))
+    data = wire.encode(wire.AddRequests.of([*requests, other]))
+    assert len(data) < 3 * alone
+    message = wire.decode_to_engine(data)
+    assert isinstance(message, wire.AddRequests)
+    crossed = list(message.requests())
+    assert crossed == [*requests, other]
+    assert len({id(r.params) for r in crossed}) == 2
+    assert len({id(r.prompt_token_ids) for r in crossed}) == 2
 
 
 def test_process_ends_with_its_parent_alone(tmp_path: Path) -> None:

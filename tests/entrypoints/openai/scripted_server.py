@@ -15,6 +15,7 @@ from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.serve import bind
 from atom.messages import (
     EngineLimits,
+    EngineRequest,
     EngineStats,
     FinishReason,
     SequenceOutput,
@@ -49,8 +50,9 @@ class ScriptedClient:
         self._aborted: set[str] = set()
 
     def send(self, message: wire.ToEngine) -> None:
-        if isinstance(message, wire.AddRequest):
-            self._answer(message)
+        if isinstance(message, wire.AddRequests):
+            for request in message.requests():
+                self._answer(request)
         elif isinstance(message, wire.Abort):
             self._aborted |= set(message.ids)
 
@@ -66,8 +68,7 @@ class ScriptedClient:
     async def stop(self) -> None:
         self.is_open = False
 
-    def _answer(self, message: wire.AddRequest) -> None:
-        request = message.request
+    def _answer(self, request: EngineRequest) -> None:
         self.prompt = request.prompt_token_ids
         ids = self._tokenizer.encode(self.text, add_special_tokens=False)
         ids.append(self._tokenizer.eos_token_id)

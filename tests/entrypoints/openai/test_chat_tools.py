@@ -161,13 +161,13 @@ async def test_markers_stay_in_the_text_that_is_parsed(
     byte_level_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     generation, _ = await _prepare(byte_level_tokenizer)
-    kept = generation.params[0].kept_special_tokens
+    kept = generation.params.params.kept_special_tokens
     assert kept is not None
     assert {"<|tool_call_end|>", "</think>"} <= set(kept)
     generation, _ = await _prepare(byte_level_tokenizer, tool_choice="none")
-    assert generation.params[0].kept_special_tokens == ["<think>", "</think>"]
+    assert generation.params.params.kept_special_tokens == ["<think>", "</think>"]
     generation, _ = await _prepare(byte_level_tokenizer, ServerOptions(), tool_choice="none")
-    assert generation.params[0].kept_special_tokens is None
+    assert generation.params.params.kept_special_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -186,7 +186,7 @@ async def test_choices_become_grammars(
     byte_level_tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any], constrained: bool
 ) -> None:
     generation, _ = await _prepare(byte_level_tokenizer, **fields)
-    grammar = generation.params[0].structured_output
+    grammar = generation.params.params.structured_output
     assert (grammar is not None) is constrained
     if grammar is not None and "tool_choice" in fields:
         assert "</think>" in grammar.value  # the prompt opened reasoning, which stays free

@@ -22,6 +22,7 @@ from atom.entrypoints.openai.parsing.tool_grammar import answer_or_calls, tool_c
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
+from atom.text.prepared_params import PreparedParams
 
 
 async def prepare_chat(
@@ -53,7 +54,7 @@ async def prepare_chat(
         model=model,
         created=int(time.time()),
         prompts=[prompt],
-        params=[_constrained(params, use, reasoning_end)],
+        params=PreparedParams(_constrained(params, use, reasoning_end)),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),

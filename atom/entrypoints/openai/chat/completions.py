@@ -17,9 +17,10 @@ from atom.entrypoints.openai.http.errors import ApiError, bad_request
 from atom.outputs import CompletionOutput, PositionLogprobs, RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
+from atom.text.prepared_params import PreparedParams
 
 # Of one HTTP request; each is a sequence that waits in the engine's queue.
-MAX_CHOICES = 4096
+MAX_CHOICES = 1024
 
 
 async def prepare_completion(
@@ -52,7 +53,7 @@ async def prepare_completion(
         model=model,
         created=int(time.time()),
         prompts=prompts,
-        params=[params] * len(prompts),
+        params=PreparedParams(params),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -23,10 +23,13 @@ from atom.entrypoints.openai.http.sse import (
 from atom.messages import RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, EngineShuttingDownError
 from atom.outputs import CompletionOutput, RequestOutput
-from atom.sampling_params import SamplingParams
+from atom.text.prepared_params import PreparedParams
 
 Result = TypeVar("Result")
 Choice = dict[str, Any]
+
+# Prompts of one request that the engine is given in one turn of the event loop.
+STARTED_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -34,7 +37,7 @@ class Generation:
     """What one HTTP request asks of the engine.
 
     Attributes:
-        params: one for each prompt.
+        params: those of every prompt.
         discards_output: the client wants the prompt alone; the one token that the engine
             must generate is dropped.
         field_names: the request's own names of fields that the engine calls otherwise.
@@ -44,13 +47,18 @@ class Generation:
     model: str
     created: int
     prompts: list[Prompt]
-    params: list[SamplingParams]
+    params: PreparedParams
     priority: int = 0
     cache_salt: str = ""
     stream: bool = False
     include_usage: bool = False
     discards_output: bool = False
     field_names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def n(self) -> int:
+        """Choices of each prompt."""
+        return self.params.params.n
 
 
 class ChoiceFormat(Protocol):
@@ -98,8 +106,9 @@ async def collect(engine: AsyncEngine, generation: Generation) -> list[RequestOu
         async with aclosing(_generate(engine, generation, number)) as outputs:
             return await anext(outputs)
 
-    tasks = [asyncio.create_task(final(i)) for i in range(len(generation.prompts))]
+    tasks: list[asyncio.Task[RequestOutput]] = []
     try:
+        await _start(tasks, final, len(generation.prompts))
         return list(await asyncio.gather(*tasks))
     finally:
         await cancel(*tasks)
@@ -142,7 +151,7 @@ class ChunkChoices:
         """The choices of an output for prompt `number`."""
         prompt = self._generation.prompts[number]
         for output in request.outputs:
-            index = number * self._generation.params[number].n + output.index
+            index = number * self._generation.n + output.index
             if index not in self._opened:
                 self._opened.add(index)
                 opening = self._choices.open(index, prompt, request)
@@ -158,7 +167,7 @@ def whole_response(
     spelled = []
     for number, request in enumerate(requests):
         usage.add(number, request)
-        base = number * generation.params[number].n
+        base = number * generation.n
         for output in sorted(request.outputs, key=lambda output: output.index):
             prompt = generation.prompts[number]
             spelled.append(choices.whole(base + output.index, prompt, request, output))
@@ -221,7 +230,7 @@ async def _generate(
     outputs = engine.generate(
         f"{generation.id}-{number}",
         prompt.token_ids,
-        generation.params[number],
+        generation.params,
         prompt=prompt.text,
         stream=generation.stream,
         priority=generation.priority,
@@ -262,8 +271,9 @@ async def stream_outputs(
         else:
             await merged.put((number, None))
 
-    tasks = [asyncio.create_task(pump(i)) for i in range(len(generation.prompts))]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        await _start(tasks, pump, len(generation.prompts))
         running = len(tasks)
         while running:
             number, item = await merged.get()
@@ -275,6 +285,18 @@ async def stream_outputs(
                 yield number, item
     finally:
         await cancel(*tasks)
+
+
+async def _start(
+    tasks: list[asyncio.Task[Result]],
+    work: Callable[[int], Coroutine[Any, Any, Result]],
+    count: int,
+) -> None:
+    """Add tasks for the numbers below `count`, some at a time: others get their turns between."""
+    for number in range(count):
+        tasks.append(asyncio.create_task(work(number)))
+        if number % STARTED_AT_ONCE == STARTED_AT_ONCE - 1:
+            await asyncio.sleep(0)
 
 
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
