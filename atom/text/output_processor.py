@@ -129,9 +129,7 @@ class OutputProcessor:
                     id=sequence.id,
                     prompt_token_ids=prompt_token_ids,
                     params=prepared.for_engine(index),
-                    seed=self._draw_seed()
-                    if given.seed is None
-                    else child_seed(given.seed, index),
+                    seed=self._draw_seed() if given.seed is None else child_seed(given.seed, index),
                     priority=priority,
                     cache_salt=cache_salt,
                     arrival_time=arrival_time,

@@ -239,7 +239,7 @@ def test_engine_args_cross_whole() -> None:
 
 
 def test_what_sequences_share_crosses_once() -> None:
-    prompt, params = [7] * 1000, SamplingParams(logit_bias={i: 1.0 for i in range(300)})
+    prompt, params = [7] * 1000, SamplingParams(logit_bias=dict.fromkeys(range(300), 1.0))
     requests = [
         EngineRequest(id=f"r/{i}", prompt_token_ids=prompt, params=params, seed=i, cache_salt="s")
         for i in range(64)

@@ -104,6 +104,10 @@ class ScriptedServer:
         self.model.tokens_per_step = tokens_per_step
 
     @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
     def prompt(self) -> str:
         """The last prompt."""
         return str(self._tokenizer.decode(self.model.prompt, skip_special_tokens=False))

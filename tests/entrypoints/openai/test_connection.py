@@ -213,6 +213,7 @@ async def test_a_reader_that_takes_nothing_is_cut(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(connection, "UNREAD_SECONDS", 0.1)
 
     async def long_answer(scope: Scope, receive: Receive, send: Send) -> None:
+        del scope, receive
         await send({"type": "http.response.start", "status": 200, "headers": []})
         for _ in range(1000):  # far more than sockets hold
             await send({"type": "http.response.body", "body": b"a" * 65536, "more_body": True})

@@ -26,7 +26,7 @@ from atom.entrypoints.openai.chat.protocol import (
     DetokenizeRequest,
 )
 from atom.entrypoints.openai.http import body as body_module
-from atom.entrypoints.openai.http.body import read_body
+from atom.entrypoints.openai.http.body import parse_body, read_body
 from atom.entrypoints.openai.http.errors import ApiError, as_api_error
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.options import ServerOptions
@@ -42,7 +42,7 @@ LIMIT = 1000
 def _body_app() -> FastAPI:
     async def echo(request: Request) -> Response:
         try:
-            found = await read_body(request, DetokenizeRequest, LIMIT)
+            found = parse_body(await read_body(request, LIMIT), DetokenizeRequest)
         except ApiError as error:
             return error.response("/")
         return Response(json.dumps(found.tokens))

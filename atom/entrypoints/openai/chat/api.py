@@ -25,7 +25,7 @@ from atom.text.detokenizer import Vocabulary
 from atom.text.prepared_params import PreparedParams
 
 
-async def prepare_chat(
+def prepare_chat(
     body: ChatCompletionRequest,
     model: str,
     encoder: PromptEncoder,
@@ -43,7 +43,7 @@ async def prepare_chat(
         field_names["max_tokens"] = "max_completion_tokens"
     use = resolve_tool_use(body, options)
     params = _params(body, field_names, use, options)
-    prompt = await encoder.encode_chat(
+    prompt = encoder.encode_chat(
         body, add_special_tokens=bool(body.add_special_tokens), with_tools=use.mode != "none"
     )
     reasoning_end = _reasoning_end(body, prompt, options)

@@ -23,9 +23,7 @@ from atom.text.prepared_params import PreparedParams
 MAX_CHOICES = 1024
 
 
-async def prepare_completion(
-    body: CompletionRequest, model: str, encoder: PromptEncoder
-) -> Generation:
+def prepare_completion(body: CompletionRequest, model: str, encoder: PromptEncoder) -> Generation:
     """Tokenise and validate.
 
     Raises:
@@ -41,7 +39,7 @@ async def prepare_completion(
             "prompt",
         )
     prompts = [
-        await encoder.encode(
+        encoder.encode(
             item, add_special_tokens=body.add_special_tokens is not False, param="prompt"
         )
         if isinstance(item, str)
@@ -59,6 +57,7 @@ async def prepare_completion(
         stream=bool(body.stream),
         include_usage=includes_usage(body),
         discards_output=discards_output,
+        echoes=bool(body.echo),
         field_names=constraint_names(body),
     )
 

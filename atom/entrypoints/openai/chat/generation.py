@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from atom.entrypoints.openai.http.sse import (
     encode_event,
     wait_disconnected,
 )
+from atom.entrypoints.openai.http.workers import Workers
 from atom.messages import RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, EngineShuttingDownError
 from atom.outputs import CompletionOutput, RequestOutput
@@ -40,6 +42,7 @@ class Generation:
         params: those of every prompt.
         discards_output: the client wants the prompt alone; the one token that the engine
             must generate is dropped.
+        echoes: the prompt comes back.
         field_names: the request's own names of fields that the engine calls otherwise.
     """
 
@@ -53,12 +56,23 @@ class Generation:
     stream: bool = False
     include_usage: bool = False
     discards_output: bool = False
+    echoes: bool = False
     field_names: dict[str, str] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
         """Choices of each prompt."""
         return self.params.params.n
+
+    def spelling_size(self, request: RequestOutput) -> int:
+        """About how many tokens must be spelled to say this output, alternatives included."""
+        params = self.params.params
+        num_tokens = sum(len(output.token_ids) for output in request.outputs)
+        size = num_tokens * (1 + (params.logprobs or 0))
+        is_first = request.prompt_logprobs is not None or not self.stream
+        if is_first or self.echoes:
+            size += len(request.prompt_token_ids) * (1 + (params.prompt_logprobs or 0))
+        return size
 
 
 class ChoiceFormat(Protocol):
@@ -82,7 +96,11 @@ class ChoiceFormat(Protocol):
 
 
 async def respond(
-    request: Request, engine: AsyncEngine, generation: Generation, choices: ChoiceFormat
+    request: Request,
+    engine: AsyncEngine,
+    generation: Generation,
+    choices: ChoiceFormat,
+    workers: Workers,
 ) -> Response:
     """Generate and answer, whole or as a stream; a client that leaves ends the generation.
 
@@ -93,8 +111,11 @@ async def respond(
     """
     if not generation.stream:
         requests = await unless_disconnected(request, collect(engine, generation))
-        return json_response(whole_response(generation, choices, requests))
-    events = stream_events(engine, generation, choices)
+        size = sum(map(generation.spelling_size, requests))
+        return await workers.run(
+            size, lambda: json_response(whole_response(generation, choices, requests))
+        )
+    events = stream_events(engine, generation, choices, workers)
     first = await unless_disconnected(request, _first(events))
     return EventStream(first, events)
 
@@ -115,7 +136,7 @@ async def collect(engine: AsyncEngine, generation: Generation) -> list[RequestOu
 
 
 async def stream_events(
-    engine: AsyncEngine, generation: Generation, choices: ChoiceFormat
+    engine: AsyncEngine, generation: Generation, choices: ChoiceFormat, workers: Workers
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events, as many at a time as one output of the engine makes."""
     head: dict[str, Any] = {
@@ -131,8 +152,8 @@ async def stream_events(
     async with aclosing(stream_outputs(engine, generation)) as outputs:
         async for number, request in outputs:
             usage.add(number, request)
-            events = b"".join(_event(head, choice) for choice in chunks.of(number, request))
-            if events:
+            spell = functools.partial(_spell, head, chunks, number, request)
+            if events := await workers.run(generation.spelling_size(request), spell):
                 yield events
     if generation.include_usage:
         yield encode_event({**head, "choices": [], "usage": usage.as_dict()})
@@ -303,8 +324,11 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
-def _event(head: dict[str, Any], choice: Choice) -> bytes:
-    return encode_event({**head, "choices": [choice]})
+def _spell(
+    head: dict[str, Any], chunks: ChunkChoices, number: int, request: RequestOutput
+) -> bytes:
+    choices = chunks.of(number, request)
+    return b"".join(encode_event({**head, "choices": [choice]}) for choice in choices)
 
 
 def _check_not_aborted(request: RequestOutput) -> None:

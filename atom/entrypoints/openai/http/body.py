@@ -1,4 +1,7 @@
-"""Request bodies: read within a limit, then validated with errors that name the field."""
+"""Request bodies: read within a limit, then validated with errors that name the field.
+
+Reading belongs to the event loop, validating may be done by a thread.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from starlette.requests import Request
 
 from atom.entrypoints.openai.chat.protocol import UNSUPPORTED_CONTENT, UNSUPPORTED_FIELD
 from atom.entrypoints.openai.http.errors import ApiError, bad_request
+from atom.entrypoints.openai.http.json_budget import JsonBudget
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -26,18 +30,13 @@ MAX_REPORTED_PROBLEMS = 3
 UNION_TAGS = frozenset({"str", "list[str]", "list[ContentPart]"})
 
 
-async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:
-    """Read and validate one JSON body.
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read one JSON body.
 
     Raises:
-        ApiError: 413 beyond `max_bytes`, 400 for what is not valid JSON or not the expected
-            shape, 415 for another content type.
+        ApiError: 413 beyond `max_bytes`, 415 for another content type.
     """
     data = await _read_bytes(request, max_bytes)
-    try:
-        body = model.model_validate_json(data)
-    except ValidationError as error:
-        raise describe(error) from None
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Browsers send other types across origins without asking, past CORS.
     if media_type != "application/json":
@@ -46,23 +45,35 @@ async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body
             f"the content type must be application/json, got {media_type or 'none'}",
             code="unsupported_media_type",
         )
-    return body
+    return data
+
+
+def parse_body(data: bytes, model: type[Body]) -> Body:
+    """Validate a body.
+
+    Raises:
+        ApiError: 400 for what is not valid JSON, not the expected shape, or too much.
+    """
+    JsonBudget().spend(data)
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise describe(error) from None
 
 
 async def _read_bytes(request: Request, max_bytes: int) -> bytes:
     stream = request.stream()
     declared = request.headers.get("content-length", "")
-    too_large = declared.isdigit() and int(declared) > max_bytes
-    chunks: list[bytes] = []
-    size = 0
+    # More digits than any size has are not read as a number.
+    too_large = declared.isdecimal() and (len(declared) > 20 or int(declared) > max_bytes)
+    data = bytearray()
     while not too_large:
         chunk = await anext(stream, None)
         if chunk is None:
-            return b"".join(chunks)
-        size += len(chunk)
-        chunks.append(chunk)
-        too_large = size > max_bytes
-    chunks.clear()
+            return bytes(data)
+        data += chunk
+        too_large = len(data) > max_bytes
+    data.clear()
     if "expect" not in request.headers:
         await _discard(stream)
     raise ApiError(
