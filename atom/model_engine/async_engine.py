@@ -36,14 +36,18 @@ __all__ = [
     "AsyncEngine",
     "EngineObserver",
     "EngineShuttingDownError",
+    "EngineStuckError",
     "NullObserver",
     "QueueFullError",
 ]
 
 logger = logging.getLogger(__name__)
 
-# The engine speaks about every second; a step that takes longer than this is called stuck.
-HEALTHY_SECONDS = 10.0
+# The engine's process speaks about every second, whatever it does.
+SILENT_SECONDS = 10.0
+# Requests in flight are given up when an engine that does not answer goes on like that.
+GIVE_UP_SECONDS = 20.0
+_WATCH_SECONDS = 1.0
 _DRAIN_POLL_SECONDS = 0.02
 
 
@@ -53,6 +57,10 @@ class QueueFullError(RuntimeError):
 
 class EngineShuttingDownError(EngineDeadError):
     """The engine finishes what it has and takes nothing new."""
+
+
+class EngineStuckError(EngineDeadError):
+    """The engine's process lives, as far as is known, and does not answer."""
 
 
 class AsyncEngine:
@@ -86,11 +94,16 @@ class AsyncEngine:
         self._max_waiting_requests = max_waiting_requests
         self._mailboxes: dict[str, Mailbox] = {}
         self._queued: list[EngineRequest] = []
-        self._last_heard = time.monotonic()
+        # In turns of the watch and not by the clock: when this end was held up itself, what the
+        # engine said meanwhile is only read later.
+        self._num_silent = 0
+        self._num_stuck = 0
+        self._step: wire.StepProgress | None = None
         self._is_closing = False
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._shutdown_lock = asyncio.Lock()
         self._reader = asyncio.create_task(self._read())
+        self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
     async def start(
@@ -133,10 +146,24 @@ class AsyncEngine:
         return self._client.pid
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether the process lives and its loop has reported within 10 seconds."""
-        heard = time.monotonic() - self._last_heard < HEALTHY_SECONDS
-        return heard and self._client.is_alive and not self._dead.done()
+    def trouble(self) -> str | None:
+        """Why the engine cannot be expected to answer; None when it can.
+
+        It is dead, or its process has been silent for 10 seconds, or its step takes longer than
+        any step of so many tokens should.
+        """
+        if self._dead.done():
+            return self._dead.result()
+        if not self._client.is_alive:
+            return "the engine process has ended"
+        if self._num_silent * _WATCH_SECONDS >= SILENT_SECONDS:
+            return "the engine process is silent"
+        if self._step is not None and self._step.is_overdue:
+            return (
+                f"the engine's step of {self._step.num_tokens} tokens has taken "
+                f"{self._step.seconds:.0f} s, more than {self._step.allowed_seconds:.0f} s"
+            )
+        return None
 
     async def generate(
         self,
@@ -159,7 +186,7 @@ class AsyncEngine:
         Raises:
             RequestRefusedError: when the request can never run as given.
             QueueFullError: when too many wait.
-            EngineDeadError: when the engine is dead, dies, or shuts down.
+            EngineDeadError: when the engine is dead, dies, does not answer, or shuts down.
         """
         self._check_open()
         prepared = PreparedParams.of(params)
@@ -207,6 +234,7 @@ class AsyncEngine:
             if self._has_live_requests:
                 self._abort_all()
             self._reader.cancel()
+            self._watcher.cancel()
             await self._client.stop()
 
     @property
@@ -218,6 +246,8 @@ class AsyncEngine:
             raise EngineDeadError(self._dead.result())
         if self._is_closing:
             raise EngineShuttingDownError("the engine is shutting down")
+        if (trouble := self.trouble) is not None:
+            raise EngineStuckError(trouble)
 
     def _check_queue(self, num_new: int) -> None:
         """Raises QueueFullError when the new sequences would wait beyond the limit.
@@ -241,7 +271,7 @@ class AsyncEngine:
         try:
             while True:
                 messages = await self._client.receive()
-                self._last_heard = time.monotonic()
+                self._num_silent = 0
                 for message in messages:
                     self._handle(message)
         except EngineDeadError as error:
@@ -250,15 +280,31 @@ class AsyncEngine:
             logger.exception("cannot go on reading from the engine")
             self._die(f"{type(error).__name__}: {error}")
 
+    async def _watch(self) -> None:
+        """Give up what is in flight when the engine has not answered for too long."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            self._num_silent += 1
+            trouble = self.trouble
+            if trouble is None:
+                self._num_stuck = 0
+                continue
+            if not self._num_stuck:
+                logger.error("%s", trouble)
+            self._num_stuck += 1
+            if self._num_stuck * _WATCH_SECONDS > GIVE_UP_SECONDS:
+                self._fail_all(EngineStuckError(trouble))
+
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Step(report):
+                self._step = None
                 self.stats = report.stats
                 self._deliver(report.outputs)
                 for refused in report.refused:
                     self._refuse(refused.id, refused.message, refused.param)
-            case wire.Heartbeat(stats):
-                self.stats = stats
+            case wire.Heartbeat(step):
+                self._step = step
             case wire.RequestRefused(sequence_id, text, param):
                 self._refuse(sequence_id, text, param)
             case wire.EngineFailed(text):
@@ -306,8 +352,12 @@ class AsyncEngine:
             return
         logger.error("%s", reason)
         self._dead.set_result(reason)
+        self._watcher.cancel()
+        self._fail_all(EngineDeadError(reason))
+
+    def _fail_all(self, error: EngineDeadError) -> None:
         for mailbox in self._mailboxes.values():
-            mailbox.fail(EngineDeadError(reason))
+            mailbox.fail(error)
 
 
 def _check_text(text: str, param: str) -> None:

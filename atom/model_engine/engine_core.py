@@ -45,6 +45,8 @@ class EngineCore:
             self.executor.lookahead,
         )
         self._grammar_queue = GrammarQueue(self.executor.grammars)
+        # Of the step under way, or the last one.
+        self.num_step_tokens = 0
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
@@ -92,6 +94,7 @@ class EngineCore:
             self._grammar_queue.wait()
         refused = self._grammar_queue.release(self._scheduler.add)
         batch = self._scheduler.schedule()
+        self.num_step_tokens = batch.num_tokens
         outputs = self._scheduler.update(batch, self.executor.step(batch))
         refused += self._scheduler.take_refused()
         self._grammar_queue.forget(o.id for o in outputs if o.finish_reason is not None)

@@ -120,10 +120,22 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
     param: str | None
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The loop turns, though no step had to be reported lately."""
+class StepProgress(msgspec.Struct, frozen=True, array_like=True):
+    """A step that has begun and not ended: its tokens, its seconds so far, and at most."""
 
-    stats: EngineStats
+    num_tokens: int
+    seconds: float
+    allowed_seconds: float
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.seconds > self.allowed_seconds
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The process lives; `step` is None while it waits for work."""
+
+    step: StepProgress | None
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):

@@ -220,8 +220,8 @@ class Api:
         return await self._prepared(request, answer)
 
     async def health(self) -> Response:
-        if not self.engine.is_healthy:
-            raise ApiError(503, "the engine does not answer", kind=SERVER_ERROR, code="unhealthy")
+        if (trouble := self.engine.trouble) is not None:
+            raise ApiError(503, trouble, kind=SERVER_ERROR, code="unhealthy")
         return json_response({"status": "ok"})
 
     async def prometheus(self) -> Response:

@@ -61,7 +61,7 @@ class ScriptedClient:
             try:
                 step = await asyncio.wait_for(self._reports.get(), HEARTBEAT_SECONDS)
             except asyncio.TimeoutError:
-                return [wire.Heartbeat(EngineStats())]
+                return [wire.Heartbeat(None)]
             if step.report.outputs[0].id not in self._aborted:
                 return [step]
 

@@ -11,7 +11,11 @@ import msgspec
 from starlette.responses import Response
 
 from atom.messages import EngineDeadError, RequestRefusedError
-from atom.model_engine.async_engine import EngineShuttingDownError, QueueFullError
+from atom.model_engine.async_engine import (
+    EngineShuttingDownError,
+    EngineStuckError,
+    QueueFullError,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -107,8 +111,11 @@ def as_api_error(error: BaseException) -> ApiError:
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return ApiError(429, str(error), kind=RATE_LIMIT, code="queue_full", headers=headers)
     if isinstance(error, EngineDeadError):
-        shuts_down = isinstance(error, EngineShuttingDownError)
-        code = "shutting_down" if shuts_down else "engine_dead"
+        code = "engine_dead"
+        if isinstance(error, EngineShuttingDownError):
+            code = "shutting_down"
+        elif isinstance(error, EngineStuckError):
+            code = "unhealthy"
         return ApiError(503, str(error), kind=SERVER_ERROR, code=code)
     logger.error("a request failed unexpectedly", exc_info=error)
     return ApiError(500, "internal server error; see the server's log", kind=SERVER_ERROR)
