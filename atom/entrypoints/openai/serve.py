@@ -26,8 +26,8 @@ logger = logging.getLogger(__name__)
 # their errors and /health answers 503.
 DEAD_LINGER_SECONDS = 3.0
 
-# For the last bytes of answers whose generation has been ended.
-FLUSH_SECONDS = 3.0
+# For the last bytes of answers whose generation has been ended, while the engine ends too.
+FLUSH_SECONDS = 1.5
 
 BACKLOG = 2048
 
@@ -128,8 +128,8 @@ async def _drain(
         logger.info("stopping; requests in flight have %g s", seconds)
     signals.again()
     await signals.wait_unless_done(serving, timeout=seconds)
-    await engine.shutdown(0)
-    await asyncio.wait({serving}, timeout=FLUSH_SECONDS)
+    ending = asyncio.create_task(engine.shutdown(0))
+    await asyncio.wait({serving, ending}, timeout=FLUSH_SECONDS)
     if serving.done():
         serving.result()
 
