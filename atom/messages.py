@@ -10,6 +10,7 @@ import enum
 
 import msgspec
 
+from atom.quoting import quote
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats
 
@@ -175,7 +176,8 @@ def check_request(
     if lowest < 0 or highest >= limits.vocab_size:
         bad = lowest if lowest < 0 else highest
         raise RequestRefusedError(
-            f"prompt token id {bad} is outside the vocabulary of {limits.vocab_size}", "prompt"
+            f"prompt token id {quote(bad)} is outside the vocabulary of {limits.vocab_size}",
+            "prompt",
         )
     if params.max_tokens is not None and num_prompt + params.max_tokens > limits.max_model_len:
         raise RequestRefusedError(
@@ -204,6 +206,6 @@ def check_request(
     bad = next((t for t in token_ids if t >= limits.vocab_size), None)
     if bad is not None:
         raise RequestRefusedError(
-            f"token id {bad} of stop_token_ids or logit_bias is outside the vocabulary of "
+            f"token id {quote(bad)} of stop_token_ids or logit_bias is outside the vocabulary of "
             f"{limits.vocab_size}"
         )

@@ -195,7 +195,7 @@ class OutputProcessor:
             return
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-            self._observer.on_first_token(now - metrics.arrival_time)
+            self._observer.on_first_token(now - metrics.arrival_time, len(state.prompt_token_ids))
         previous = sequence.last_token_time
         self._observer.on_tokens(num_new, None if previous is None else now - previous)
         metrics.last_token_time = sequence.last_token_time = now

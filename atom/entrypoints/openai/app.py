@@ -49,6 +49,7 @@ from atom.entrypoints.openai.responses.protocol import ResponsesRequest
 from atom.entrypoints.openai.translation import Translation, renamed, respond_translated
 from atom.messages import EngineDeadError, RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, QueueFullError
+from atom.quoting import excerpt, quote
 from atom.text.detokenizer import Vocabulary
 from atom.version import __version__
 
@@ -213,7 +214,9 @@ class Api:
             size = self.engine.limits.vocab_size
             bad = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
             if bad is not None:
-                raise bad_request(f"token id {bad} is outside the vocabulary of {size}", "tokens")
+                raise bad_request(
+                    f"token id {quote(bad)} is outside the vocabulary of {size}", "tokens"
+                )
             text = self.encoder.decode(body.tokens, skip_special_tokens=False)
             return json_response({"prompt": text})
 
@@ -237,7 +240,7 @@ class Api:
         if name not in self.model_names:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist; this server has {', '.join(self.model_names)}",
+                f"the model {quote(name)} does not exist; this server has {', '.join(self.model_names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -314,7 +317,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     codes = {404: "not_found", 405: "method_not_allowed"}
     return ApiError(
         error.status_code,
-        f"{request.method} {request.url.path}: {error.detail}",
+        f"{request.method} {excerpt(request.url.path)}: {error.detail}",
         kind=INVALID_REQUEST if error.status_code < 500 else SERVER_ERROR,
         code=codes.get(error.status_code),
         headers=error.headers,

@@ -128,6 +128,7 @@ class ScriptedServer:
             vocab_size=len(self._tokenizer),
             max_logprobs=20,
         )
+        metrics = ServerMetrics()
         engine = AsyncEngine(
             self.model,  # type: ignore[arg-type]
             wire.Ready(limits, EngineStats(), 0.0),
@@ -135,9 +136,9 @@ class ScriptedServer:
             "scripted",
             self._tokenizer,
             None,
-            None,
+            metrics,
         )
-        app = create_app(engine, self._options, ServerMetrics())
+        app = create_app(engine, self._options, metrics)
         config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
         self._server = uvicorn.Server(config)
         self._ready.set()

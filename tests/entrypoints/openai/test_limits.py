@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
 import threading
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -224,3 +226,65 @@ def test_parts_are_counted_outside_of_strings(value: Any, slice_bytes: int, is_a
         patch.setattr(json_budget, "MAX_JSON_PARTS", num_parts - 1)
         with pytest.raises(ApiError):
             JsonBudget().spend(data)
+
+
+HUGE = "h" * 100_000
+HUGE_PART = [{"role": "user", "content": [{"type": HUGE}]}]
+DIGITS = 10**4000
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/completions", {"prompt": "a", "model": HUGE}),
+        ("/v1/completions", {"prompt": "a", HUGE: 1}),
+        ("/v1/completions", {"prompt": "a", "response_format": {"type": HUGE}}),
+        ("/v1/completions", {"prompt": "a", "stop": ["", "s" * 1000, *["t" * 1000] * 40]}),
+        ("/v1/completions", {"prompt": "a", "n": DIGITS}),
+        ("/v1/completions", {"prompt": "a", "best_of": DIGITS}),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {str(DIGITS): 1}}),
+        ("/v1/completions", {"prompt": "a", "logit_bias": {HUGE: 1}}),
+        ("/v1/completions", {"prompt": "a", "stop_token_ids": [DIGITS]}),
+        ("/v1/completions", {"prompt": [DIGITS]}),
+        ("/v1/completions", {"prompt": "a", "guided_regex": "(" * 60_000}),
+        ("/v1/completions", {"prompt": "a", "guided_json": {"type": HUGE[:60_000]}}),
+        ("/v1/completions", {"prompt": "a", "guided_grammar": HUGE[:60_000]}),
+        ("/v1/chat/completions", {"messages": [{"role": HUGE, "content": "a"}]}),
+        ("/v1/chat/completions", {"messages": HUGE_PART}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", HUGE: "a"}]}),
+        ("/v1/messages", {"max_tokens": 1, "messages": HUGE_PART}),
+        ("/v1/responses", {"input": [{"type": HUGE}]}),
+        ("/v1/responses", {"input": "a", "text": {"format": {"type": HUGE}}}),
+        ("/v1/responses", {"input": "a", "tools": [{"type": HUGE}]}),
+        ("/detokenize", {"tokens": [DIGITS]}),
+        ("/v1/" + HUGE[:10_000], {}),
+    ],
+)  # fmt: skip
+def test_errors_quote_little(server: ScriptedServer, path: str, body: Any) -> None:
+    server.says("yes")
+    answer = server.post(path, json=body)
+    if answer.status_code == 200:  # what is wrong with a grammar shows in the engine
+        assert any(name.startswith("guided") for name in body)
+        return
+    assert answer.status_code in (400, 404, 405)
+    assert len(answer.content) < 1200, answer.text
+
+
+def test_headers_are_quoted_little(server: ScriptedServer) -> None:
+    headers = {"content-type": "t" * 10_000}
+    answer = server.post("/v1/completions", content=b"{}", headers=headers)
+    assert answer.status_code == 415
+    assert len(answer.content) < 600
+
+
+def test_a_prompt_counts_once_however_many_answers(server: ScriptedServer) -> None:
+    def counted() -> float:
+        text = httpx.get(server.url + "/metrics", timeout=60).text
+        found = re.search(r"^atom:prompt_tokens_total (\S+)$", text, re.MULTILINE)
+        assert found is not None
+        return float(found[1])
+
+    server.says("yes")
+    before = counted()
+    usage = server.post("/v1/completions", json={"prompt": ["abc", "de"], "n": 4}).json()["usage"]
+    assert counted() - before == usage["prompt_tokens"]

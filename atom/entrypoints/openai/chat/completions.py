@@ -15,6 +15,7 @@ from atom.entrypoints.openai.chat.protocol import CompletionRequest
 from atom.entrypoints.openai.chat.tokenization import Prompt, PromptEncoder
 from atom.entrypoints.openai.http.errors import ApiError, bad_request
 from atom.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from atom.quoting import quote
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
 from atom.text.prepared_params import PreparedParams
@@ -114,7 +115,7 @@ def _prompt_logprobs(body: CompletionRequest) -> int | None:
 
 def _unsupported_best_of(body: CompletionRequest) -> ApiError:
     return bad_request(
-        f"best_of={body.best_of} is not supported; leave it out or equal to n ({body.n or 1})",
+        f"best_of={quote(body.best_of)} is not supported; leave it out or equal to n ({quote(body.n or 1)})",
         "best_of",
         "unsupported_field",
     )

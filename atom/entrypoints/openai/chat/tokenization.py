@@ -11,6 +11,7 @@ from atom.entrypoints.openai.chat.protocol import ChatMessage, ChatPrompt
 from atom.entrypoints.openai.http.errors import ApiError, bad_request
 from atom.entrypoints.openai.http.json_budget import JsonBudget
 from atom.entrypoints.openai.http.options import OptionError
+from atom.quoting import excerpt, quote
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
@@ -145,7 +146,8 @@ class PromptEncoder:
             )
         except Exception as error:  # a template is a program: anything can come out of it
             raise bad_request(
-                f"the chat template does not accept these messages: {error}", "messages"
+                f"the chat template does not accept these messages: {excerpt(str(error))}",
+                "messages",
             ) from error
         return text
 
@@ -179,7 +181,7 @@ class PromptEncoder:
         try:
             return {**call, "function": {**function, "arguments": budget.loads(arguments)}}
         except ValueError as error:
-            message = f"{where}.tool_calls: arguments are not JSON: {error}"
+            message = f"{where}.tool_calls: arguments are not JSON: {excerpt(str(error))}"
             raise bad_request(message, where) from error
 
     def _probe_arguments(self) -> bool:
@@ -257,7 +259,8 @@ def _text(message: ChatMessage, where: str) -> str:
 
 def _unsupported_part(where: str, kind: str) -> ApiError:
     return bad_request(
-        f"{where} is of type {kind!r}, which this server does not support; only 'text' parts are",
+        f"{where} is of type {quote(kind)}, which this server does not support; only 'text' parts "
+        "are",
         where,
         "unsupported_content",
     )

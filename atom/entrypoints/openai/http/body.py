@@ -14,6 +14,7 @@ from starlette.requests import Request
 from atom.entrypoints.openai.chat.protocol import UNSUPPORTED_CONTENT, UNSUPPORTED_FIELD
 from atom.entrypoints.openai.http.errors import ApiError, bad_request
 from atom.entrypoints.openai.http.json_budget import JsonBudget
+from atom.quoting import excerpt
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -42,7 +43,7 @@ async def read_body(request: Request, max_bytes: int) -> bytes:
     if media_type != "application/json":
         raise ApiError(
             415,
-            f"the content type must be application/json, got {media_type or 'none'}",
+            f"the content type must be application/json, got {excerpt(media_type) or 'none'}",
             code="unsupported_media_type",
         )
     return data
@@ -104,15 +105,19 @@ def describe(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
     if first["type"] == "json_invalid":
-        return bad_request(f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+        return bad_request(
+            f"the body is not valid JSON: {excerpt(first['msg'])}", code="invalid_json"
+        )
     if first["type"] == UNSUPPORTED_FIELD:
         name = _path((*first["loc"], first["ctx"]["field"]))
         return bad_request(f"{name} is not supported by this server", name, UNSUPPORTED_FIELD)
     if first["type"] == UNSUPPORTED_CONTENT:
         name = _path(first["loc"])
-        return bad_request(f"{name}: {first['msg']}", name, UNSUPPORTED_CONTENT)
+        return bad_request(f"{name}: {excerpt(first['msg'])}", name, UNSUPPORTED_CONTENT)
     if not first["loc"]:
-        return bad_request(f"the body must be a JSON object: {first['msg']}", code="invalid_type")
+        return bad_request(
+            f"the body must be a JSON object: {excerpt(first['msg'])}", code="invalid_type"
+        )
     same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
     unknown = next((problem for problem in same if problem["type"] == "extra_forbidden"), None)
     if unknown is not None:
@@ -121,9 +126,9 @@ def describe(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         name = _path(first["loc"])
         return bad_request(f"{name} is missing", name, "missing_field")
-    said = dict.fromkeys(f"{_path(p['loc'])}: {p['msg']}" for p in same)
+    said = dict.fromkeys(f"{_path(p['loc'])}: {excerpt(p['msg'])}" for p in same)
     text = "; or ".join([*said][:MAX_REPORTED_PROBLEMS])
-    return bad_request(text, str(first["loc"][0]), "invalid_type")
+    return bad_request(text, _path(first["loc"][:1]), "invalid_type")
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
@@ -134,4 +139,4 @@ def _path(loc: tuple[int | str, ...]) -> str:
             text += f"[{part}]"
         elif part not in UNION_TAGS and not part.startswith("<"):
             text += f".{part}"
-    return text
+    return excerpt(text)

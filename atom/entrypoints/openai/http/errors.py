@@ -16,11 +16,15 @@ from atom.model_engine.async_engine import (
     EngineStuckError,
     QueueFullError,
 )
+from atom.quoting import excerpt
 
 logger = logging.getLogger(__name__)
 
 # Seconds after which a client that met a full queue may try again.
 RETRY_AFTER_SECONDS = 1
+
+# Of the words of other parts, which may quote what was sent.
+MAX_MESSAGE = 500
 
 INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
@@ -98,7 +102,7 @@ def invalid_parameters(error: ValueError, field_names: Mapping[str, str]) -> Api
     """
     match = re.match(r"[a-z_]+", str(error))
     name = match.group() if match else ""
-    return bad_request(str(error), field_names.get(name, name) or None)
+    return bad_request(excerpt(str(error), MAX_MESSAGE), field_names.get(name, name) or None)
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -106,7 +110,7 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestRefusedError):
-        return bad_request(str(error), error.param)
+        return bad_request(excerpt(str(error), MAX_MESSAGE), error.param)
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return ApiError(429, str(error), kind=RATE_LIMIT, code="queue_full", headers=headers)

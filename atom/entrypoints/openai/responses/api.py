@@ -23,6 +23,7 @@ from atom.entrypoints.openai.responses.protocol import (
     ToolReference,
 )
 from atom.entrypoints.openai.translation import translate_request
+from atom.quoting import excerpt
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -140,7 +141,9 @@ def _allowed(tools: list[FunctionTool], references: list[ToolReference]) -> list
     wanted = {reference.name for reference in references}
     missing = sorted(wanted - {tool.name for tool in tools})
     if missing:
-        raise bad_request(f"tool_choice allows unknown tools: {', '.join(missing)}", "tool_choice")
+        raise bad_request(
+            f"tool_choice allows unknown tools: {excerpt(', '.join(missing))}", "tool_choice"
+        )
     return [tool for tool in tools if tool.name in wanted]
 
 
