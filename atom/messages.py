@@ -174,9 +174,9 @@ def check_request(
         )
     lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
     if lowest < 0 or highest >= limits.vocab_size:
-        bad = lowest if lowest < 0 else highest
+        wrong = lowest if lowest < 0 else highest
         raise RequestRefusedError(
-            f"prompt token id {quote(bad)} is outside the vocabulary of {limits.vocab_size}",
+            f"prompt token id {quote(wrong)} is outside the vocabulary of {limits.vocab_size}",
             "prompt",
         )
     if params.max_tokens is not None and num_prompt + params.max_tokens > limits.max_model_len:

@@ -240,7 +240,8 @@ class Api:
         if name not in self.model_names:
             raise ApiError(
                 404,
-                f"the model {quote(name)} does not exist; this server has {', '.join(self.model_names)}",
+                f"the model {quote(name)} does not exist; this server has "
+                f"{', '.join(self.model_names)}",
                 param="model",
                 code="model_not_found",
             )

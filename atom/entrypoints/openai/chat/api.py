@@ -87,7 +87,8 @@ def _params(
     newer, older = body.max_completion_tokens, body.max_tokens
     if newer is not None and older is not None and newer != older:
         raise bad_request(
-            f"max_completion_tokens ({quote(newer)}) and max_tokens ({quote(older)}) are one limit; send one",
+            f"max_completion_tokens ({quote(newer)}) and max_tokens ({quote(older)}) are one "
+            "limit; send one",
             "max_completion_tokens",
         )
     return sampling_params(

@@ -115,7 +115,8 @@ def _prompt_logprobs(body: CompletionRequest) -> int | None:
 
 def _unsupported_best_of(body: CompletionRequest) -> ApiError:
     return bad_request(
-        f"best_of={quote(body.best_of)} is not supported; leave it out or equal to n ({quote(body.n or 1)})",
+        f"best_of={quote(body.best_of)} is not supported; leave it out or equal to n "
+        f"({quote(body.n or 1)})",
         "best_of",
         "unsupported_field",
     )
