@@ -10,6 +10,7 @@ import enum
 
 import msgspec
 
+from atom.quoting import quote
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats
 
@@ -188,15 +189,17 @@ def check_request(
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise RequestRefusedError("the prompt holds no tokens", "prompt")
-    bad = next((t for t in prompt_token_ids if not 0 <= t < limits.vocab_size), None)
-    if bad is not None:
-        raise RequestRefusedError(
-            f"prompt token id {bad} is outside the vocabulary of {limits.vocab_size}", "prompt"
-        )
     if num_prompt >= limits.max_model_len:
         raise RequestRefusedError(
             f"the prompt has {num_prompt} tokens, which leaves no room to generate in a context "
             f"of {limits.max_model_len}",
+            "prompt",
+        )
+    lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
+    if lowest < 0 or highest >= limits.vocab_size:
+        wrong = lowest if lowest < 0 else highest
+        raise RequestRefusedError(
+            f"prompt token id {quote(wrong)} is outside the vocabulary of {limits.vocab_size}",
             "prompt",
         )
     if params.max_tokens is not None and num_prompt + params.max_tokens > limits.max_model_len:
@@ -226,6 +229,6 @@ def check_request(
     bad = next((t for t in token_ids if t >= limits.vocab_size), None)
     if bad is not None:
         raise RequestRefusedError(
-            f"token id {bad} of stop_token_ids or logit_bias is outside the vocabulary of "
+            f"token id {quote(bad)} of stop_token_ids or logit_bias is outside the vocabulary of "
             f"{limits.vocab_size}"
         )

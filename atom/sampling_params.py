@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from atom.quoting import quote
 from atom.structured_output.params import StructuredOutput
 
 
@@ -70,9 +71,9 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 continue
             wanted = (int,) if name in _INTEGERS else (int, float)
             if isinstance(value, bool) or not isinstance(value, wanted):
-                raise ValueError(f"{name} must be a number, got {value!r}")
+                raise ValueError(f"{name} must be a number, got {quote(value)}")
             if not low <= value <= high:  # NaN fails every comparison
-                raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {value!r}")
+                raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {quote(value)}")
         if self.top_p == 0:
             raise ValueError("top_p must be greater than 0, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -82,15 +83,17 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         if self.structured_output is not None and self.ignore_eos:
             raise ValueError("ignore_eos cannot be combined with structured_output")
         if not all(isinstance(s, str) and s for s in self.stop_strings):
-            raise ValueError(f"stop must hold non-empty strings, got {self.stop!r}")
+            raise ValueError(f"stop must hold non-empty strings, got {quote(self.stop)}")
         for token_id in self.stop_token_ids or ():
             if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                raise ValueError(f"stop_token_ids must hold token ids, got {token_id!r}")
+                raise ValueError(f"stop_token_ids must hold token ids, got {quote(token_id)}")
         for token_id, bias in (self.logit_bias or {}).items():
             if not isinstance(token_id, int) or token_id < 0:
-                raise ValueError(f"logit_bias keys must be token ids, got {token_id!r}")
+                raise ValueError(f"logit_bias keys must be token ids, got {quote(token_id)}")
             if not isinstance(bias, (int, float)) or not -100 <= bias <= 100:
-                raise ValueError(f"logit_bias[{token_id}] must be in [-100, 100], got {bias!r}")
+                raise ValueError(
+                    f"logit_bias[{quote(token_id)}] must be in [-100, 100], got {quote(bias)}"
+                )
 
     @property
     def stop_strings(self) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import os
 import sys
 from collections.abc import Coroutine, Sequence
 from typing import Any
@@ -101,4 +102,9 @@ def _run(main: Coroutine[Any, Any, int]) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # An ordinary exit waits for threads, which may be at work for nobody.
+    os._exit(status)

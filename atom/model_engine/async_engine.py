@@ -13,6 +13,7 @@ from atom.config import EngineConfig
 from atom.messages import (
     EngineDeadError,
     EngineLimits,
+    EngineRequest,
     FinishReason,
     RequestRefusedError,
     SequenceOutput,
@@ -28,19 +29,24 @@ from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
 from atom.text.observer import EngineObserver, NullObserver
 from atom.text.output_processor import OutputProcessor, request_id_of
+from atom.text.prepared_params import PreparedParams
 
 __all__ = [
     "AsyncEngine",
     "EngineObserver",
     "EngineShuttingDownError",
+    "EngineStuckError",
     "NullObserver",
     "QueueFullError",
 ]
 
 logger = logging.getLogger(__name__)
 
-# The engine speaks about every second; a step that takes longer than this is called stuck.
-HEALTHY_SECONDS = 10.0
+# The engine's process speaks about every second, whatever it does.
+SILENT_SECONDS = 10.0
+# Requests in flight are given up when an engine that does not answer goes on like that.
+GIVE_UP_SECONDS = 20.0
+_WATCH_SECONDS = 1.0
 _DRAIN_POLL_SECONDS = 0.02
 
 
@@ -50,6 +56,10 @@ class QueueFullError(RuntimeError):
 
 class EngineShuttingDownError(EngineDeadError):
     """The engine finishes what it has and takes nothing new."""
+
+
+class EngineStuckError(EngineDeadError):
+    """The engine's process lives, as far as is known, and does not answer."""
 
 
 class AsyncEngine:
@@ -82,11 +92,17 @@ class AsyncEngine:
         self._processor = OutputProcessor(tokenizer, config.seed, observer)
         self._max_waiting_requests = max_waiting_requests
         self._mailboxes: dict[str, Mailbox] = {}
-        self._last_heard = time.monotonic()
+        self._queued: list[EngineRequest] = []
+        # In turns of the watch and not by the clock: when this end was held up itself, what the
+        # engine said meanwhile is only read later.
+        self._num_silent = 0
+        self._num_stuck = 0
+        self._step: wire.StepProgress | None = None
         self._is_closing = False
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._shutdown_lock = asyncio.Lock()
         self._reader = asyncio.create_task(self._read())
+        self._watcher = asyncio.create_task(self._watch())
 
     @classmethod
     async def start(
@@ -128,16 +144,30 @@ class AsyncEngine:
         return self._client.pid
 
     @property
-    def is_healthy(self) -> bool:
-        """Whether the process lives and its loop has reported within 10 seconds."""
-        heard = time.monotonic() - self._last_heard < HEALTHY_SECONDS
-        return heard and self._client.is_alive and not self._dead.done()
+    def trouble(self) -> str | None:
+        """Why the engine cannot be expected to answer; None when it can.
+
+        It is dead, or its process has been silent for 10 seconds, or its step takes longer than
+        any step of so many tokens should.
+        """
+        if self._dead.done():
+            return self._dead.result()
+        if not self._client.is_alive:
+            return "the engine process has ended"
+        if self._num_silent * _WATCH_SECONDS >= SILENT_SECONDS:
+            return "the engine process is silent"
+        if self._step is not None and self._step.is_overdue:
+            return (
+                f"the engine's step of {self._step.num_tokens} tokens has taken "
+                f"{self._step.seconds:.0f} s, more than {self._step.allowed_seconds:.0f} s"
+            )
+        return None
 
     async def generate(
         self,
         request_id: str,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | PreparedParams,
         *,
         prompt: str | None = None,
         stream: bool = True,
@@ -148,31 +178,33 @@ class AsyncEngine:
 
         A reader that lags gets merged deltas. A reader that leaves (break, cancellation,
         `aclose`) aborts the request in the engine; where an exception may keep the iterator
-        alive, read it within `contextlib.aclosing`.
+        alive, read it within `contextlib.aclosing`. Parameters of several prompts are prepared
+        once, by the caller; then they cross to the engine once for all that begin together.
 
         Raises:
             RequestRefusedError: when the request can never run as given.
             RequestFailedError: when computing it raised an error, twice.
             QueueFullError: when too many wait.
-            EngineDeadError: when the engine is dead, dies, or shuts down.
+            EngineDeadError: when the engine is dead, dies, does not answer, or shuts down.
         """
         self._check_open()
-        check_request(prompt_token_ids, params, self.limits)
+        prepared = PreparedParams.of(params)
+        check_request(prompt_token_ids, prepared.params, self.limits)
+        _check_text(request_id, "request_id")
         _check_text(cache_salt, "cache_salt")
-        self._check_queue(params.n)
+        self._check_queue(prepared.params.n)
         requests = self._processor.add_request(
             request_id,
             prompt,
             prompt_token_ids,
-            params,
+            prepared,
             stream=stream,
             priority=priority,
             cache_salt=cache_salt,
         )
         mailbox = self._mailboxes[request_id] = Mailbox()
         try:
-            for request in requests:
-                self._client.send(wire.AddRequest(request))
+            self._queue(requests)
             finished = False
             while not finished:
                 output = await mailbox.take()
@@ -201,6 +233,7 @@ class AsyncEngine:
             if self._has_live_requests:
                 self._abort_all()
             self._reader.cancel()
+            self._watcher.cancel()
             await self._client.stop()
 
     @property
@@ -212,6 +245,8 @@ class AsyncEngine:
             raise EngineDeadError(self._dead.result())
         if self._is_closing:
             raise EngineShuttingDownError("the engine is shutting down")
+        if (trouble := self.trouble) is not None:
+            raise EngineStuckError(trouble)
 
     def _check_queue(self, num_new: int) -> None:
         """Raises QueueFullError when the new sequences would wait beyond the limit.
@@ -235,7 +270,7 @@ class AsyncEngine:
         try:
             while True:
                 messages = await self._client.receive()
-                self._last_heard = time.monotonic()
+                self._num_silent = 0
                 for message in messages:
                     self._handle(message)
         except EngineDeadError as error:
@@ -244,15 +279,31 @@ class AsyncEngine:
             logger.exception("cannot go on reading from the engine")
             self._die(f"{type(error).__name__}: {error}")
 
+    async def _watch(self) -> None:
+        """Give up what is in flight when the engine has not answered for too long."""
+        while True:
+            await asyncio.sleep(_WATCH_SECONDS)
+            self._num_silent += 1
+            trouble = self.trouble
+            if trouble is None:
+                self._num_stuck = 0
+                continue
+            if not self._num_stuck:
+                logger.error("%s", trouble)
+            self._num_stuck += 1
+            if self._num_stuck * _WATCH_SECONDS > GIVE_UP_SECONDS:
+                self._fail_all(EngineStuckError(trouble))
+
     def _handle(self, message: wire.FromEngine) -> None:
         match message:
             case wire.Step(report):
+                self._step = None
                 self.stats = report.stats
                 self._deliver(report.outputs)
                 for refused in report.refused:
                     self._refuse(refused.id, refused.error())
-            case wire.Heartbeat(stats):
-                self.stats = stats
+            case wire.Heartbeat(step):
+                self._step = step
             case wire.RequestRefused(sequence_id, text, param):
                 self._refuse(sequence_id, RequestRefusedError(text, param))
             case wire.EngineFailed(text):
@@ -273,7 +324,19 @@ class AsyncEngine:
         for output in processed.outputs:
             self._mailboxes[output.request_id].put(output)
 
+    def _queue(self, requests: list[EngineRequest]) -> None:
+        """Send with all that other prompts queue before the event loop turns."""
+        if not self._queued:
+            asyncio.get_running_loop().call_soon(self._send_queued)
+        self._queued += requests
+
+    def _send_queued(self) -> None:
+        queued, self._queued = self._queued, []
+        if queued and self._client.is_open:
+            self._client.send(wire.AddRequests.of(queued))
+
     def _abort(self, sequence_ids: list[str]) -> None:
+        self._send_queued()  # what is aborted must have been sent
         if sequence_ids and self._client.is_open:
             self._client.send(wire.Abort(sequence_ids))
 
@@ -288,8 +351,12 @@ class AsyncEngine:
             return
         logger.error("%s", reason)
         self._dead.set_result(reason)
+        self._watcher.cancel()
+        self._fail_all(EngineDeadError(reason))
+
+    def _fail_all(self, error: EngineDeadError) -> None:
         for mailbox in self._mailboxes.values():
-            mailbox.fail(EngineDeadError(reason))
+            mailbox.fail(error)
 
 
 def _check_text(text: str, param: str) -> None:

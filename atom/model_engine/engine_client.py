@@ -19,8 +19,8 @@ from atom.model_engine import wire
 # The path of a Unix socket fits in about 100 bytes.
 _LONGEST_SOCKET_DIR = 80
 # Patience with an engine that was asked to end: for a step in progress, then for the kernel.
-_SHUTDOWN_SECONDS = 5.0
-_EXIT_SECONDS = 2.0
+_SHUTDOWN_SECONDS = 1.0
+_EXIT_SECONDS = 0.5
 # Messages of an ended process may still be on their way to this one.
 _LAST_WORDS_SECONDS = 0.1
 

@@ -54,6 +54,8 @@ class EngineCore:
         self._was_out_of_memory = False
         # What ended this engine.
         self._death: str | None = None
+        # Of the step under way, or the last one.
+        self.num_step_tokens = 0
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
@@ -110,6 +112,7 @@ class EngineCore:
             self._grammar_queue.wait()
         refused = self._grammar_queue.release(self._scheduler.add)
         batch = self._scheduler.schedule()
+        self.num_step_tokens = batch.num_tokens
         output = self._run(batch)
         outputs = [] if output is None else self._scheduler.update(batch, output)
         refused += self._scheduler.take_refused()

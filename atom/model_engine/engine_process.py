@@ -31,10 +31,10 @@ from atom.messages import (
     StepReport,
 )
 from atom.model_engine import wire
+from atom.model_engine.heartbeat import Heart
 
 logger = logging.getLogger(__name__)
 
-HEARTBEAT_SECONDS = 1.0
 # How long the last words may take to reach the frontend.
 _LINGER_MS = 2000
 
@@ -47,6 +47,8 @@ class Core(Protocol):
     @property
     def has_work(self) -> bool: ...
     @property
+    def num_step_tokens(self) -> int: ...
+    @property
     def stats(self) -> EngineStats: ...
     def add_request(self, request: EngineRequest) -> None: ...
     def abort(self, ids: Iterable[str]) -> list[SequenceOutput]: ...
@@ -57,27 +59,30 @@ class Core(Protocol):
 class EngineLoop:
     """Takes messages between steps, and reports after each.
 
-    Heartbeats come from this loop and no other thread, so that a stuck step shows.
+    Args:
+        heartbeats: a second socket to where `reports` goes, for the thread that sends them.
     """
 
     def __init__(
         self,
         requests: zmq.Socket[bytes],
         reports: zmq.Socket[bytes],
+        heartbeats: zmq.Socket[bytes],
         create_core: Callable[[EngineConfig], Core],
     ) -> None:
         self._requests = requests
         self._reports = reports
+        self._heartbeats = heartbeats
         self._create_core = create_core
-        self._last_sent = time.monotonic()
 
     def run(self) -> int:
         """Serve until told to shut down; returns the exit status of the process."""
         core = self._start()
         if core is None:
             return 1
+        heart = Heart(self._heartbeats, lambda: core.num_step_tokens)
         try:
-            while self._turn(core):
+            while self._turn(core, heart):
                 pass
             core.shutdown()
         except EngineDeadError as error:
@@ -88,6 +93,8 @@ class EngineLoop:
             logger.exception("the engine failed")
             self._send(wire.EngineFailed(_describe(error)))
             return 1
+        finally:
+            heart.stop()
         return 0
 
     def _start(self) -> Core | None:
@@ -111,27 +118,27 @@ class EngineLoop:
         self._send(wire.Ready(core.limits, core.stats, time.monotonic() - begin))
         return core
 
-    def _turn(self, core: Core) -> bool:
-        """Take all pending messages, then run one step if there is work."""
-        wait = 0.0
+    def _turn(self, core: Core, heart: Heart) -> bool:
+        """Take all pending messages, waiting for one if there is no work; then run one step."""
         if not core.has_work:
-            wait = max(0.0, self._last_sent + HEARTBEAT_SECONDS - time.monotonic())
-        for message in self._receive(wait):
+            self._requests.poll()
+        for message in self._receive():
             if not self._handle(core, message):
                 return False
         if core.has_work:
-            self._send(wire.Step(core.step()))
-        elif time.monotonic() - self._last_sent >= HEARTBEAT_SECONDS:
-            self._send(wire.Heartbeat(core.stats))
+            with heart.step():
+                report = core.step()
+            self._send(wire.Step(report))
         return True
 
     def _handle(self, core: Core, message: wire.ToEngine) -> bool:
         match message:
-            case wire.AddRequest(request):
-                try:
-                    core.add_request(request)
-                except RequestRefusedError as error:
-                    self._send(wire.RequestRefused(request.id, str(error), error.param))
+            case wire.AddRequests():
+                for request in message.requests():
+                    try:
+                        core.add_request(request)
+                    except RequestRefusedError as error:
+                        self._send(wire.RequestRefused(request.id, str(error), error.param))
             case wire.Abort(ids):
                 outputs = core.abort(ids)
                 self._send(wire.Step(StepReport(outputs=outputs, stats=core.stats)))
@@ -141,10 +148,7 @@ class EngineLoop:
                 raise TypeError("the engine is started already")
         return True
 
-    def _receive(self, wait_seconds: float) -> Iterator[wire.ToEngine]:
-        # Rounded up: a wait cut to zero would spin.
-        if wait_seconds and not self._requests.poll(int(wait_seconds * 1000) + 1):
-            return
+    def _receive(self) -> Iterator[wire.ToEngine]:
         while True:
             try:
                 data = self._requests.recv(zmq.NOBLOCK)
@@ -154,7 +158,6 @@ class EngineLoop:
 
     def _send(self, message: wire.FromEngine) -> None:
         self._reports.send(wire.encode(message))
-        self._last_sent = time.monotonic()
 
 
 def _is_users(error: Exception) -> bool:
@@ -189,16 +192,18 @@ def main() -> int:
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
     context = zmq.Context()
-    requests, reports = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    for socket in (requests, reports):
+    requests = context.socket(zmq.PULL)
+    reports, heartbeats = context.socket(zmq.PUSH), context.socket(zmq.PUSH)
+    for socket in (requests, reports, heartbeats):
         socket.set_hwm(0)
         socket.linger = _LINGER_MS
     requests.bind(wire.requests_address(socket_dir))
-    reports.connect(wire.reports_address(socket_dir))
+    for socket in (reports, heartbeats):
+        socket.connect(wire.reports_address(socket_dir))
     # Imported only now, with the signals and the parent seen to: it takes seconds.
     from atom.model_engine.engine_core import EngineCore
 
-    status = EngineLoop(requests, reports, EngineCore).run()
+    status = EngineLoop(requests, reports, heartbeats, EngineCore).run()
     context.destroy(_LINGER_MS)
     return status
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import msgspec
 
 from atom.config import EngineConfig
 from atom.messages import EngineLimits, EngineRequest, EngineStats, StepReport
+from atom.sampling_params import SamplingParams
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
@@ -20,8 +22,61 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     log_level: int
 
 
-class AddRequest(msgspec.Struct, frozen=True, tag=True):
-    request: EngineRequest
+class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+    """An `EngineRequest` without what it shares; `prompt` and `params` are places in lists."""
+
+    id: str
+    prompt: int
+    params: int
+    seed: int
+    priority: int
+    cache_salt: str
+    arrival_time: float
+
+
+class AddRequests(msgspec.Struct, frozen=True, tag=True):
+    """Sequences to generate; prompts and parameters that several share cross once."""
+
+    prompts: list[list[int]]
+    params: list[SamplingParams]
+    sequences: list[NewSequence]
+
+    @classmethod
+    def of(cls, requests: Sequence[EngineRequest]) -> AddRequests:
+        """Requests that share an object are taken to share it for good."""
+        prompts: dict[int, list[int]] = {}
+        params: dict[int, SamplingParams] = {}
+        places: tuple[dict[int, int], dict[int, int]] = ({}, {})
+        sequences = []
+        for request in requests:
+            prompt, parameters = id(request.prompt_token_ids), id(request.params)
+            prompts[prompt] = request.prompt_token_ids
+            params[parameters] = request.params
+            sequences.append(
+                NewSequence(
+                    request.id,
+                    places[0].setdefault(prompt, len(places[0])),
+                    places[1].setdefault(parameters, len(places[1])),
+                    request.seed,
+                    request.priority,
+                    request.cache_salt,
+                    request.arrival_time,
+                )
+            )
+        return cls([*prompts.values()], [*params.values()], sequences)
+
+    def requests(self) -> Iterator[EngineRequest]:
+        """The requests, which share again what they shared."""
+        for sequence in self.sequences:
+            yield EngineRequest(
+                id=sequence.id,
+                prompt_token_ids=self.prompts[sequence.prompt],
+                params=self.params[sequence.params],
+                seed=sequence.seed,
+                priority=sequence.priority,
+                cache_salt=sequence.cache_salt,
+                arrival_time=sequence.arrival_time,
+            )
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
@@ -65,10 +120,22 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
     param: str | None
 
 
-class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The loop turns, though no step had to be reported lately."""
+class StepProgress(msgspec.Struct, frozen=True, array_like=True):
+    """A step that has begun and not ended: its tokens, its seconds so far, and at most."""
 
-    stats: EngineStats
+    num_tokens: int
+    seconds: float
+    allowed_seconds: float
+
+    @property
+    def is_overdue(self) -> bool:
+        return self.seconds > self.allowed_seconds
+
+
+class Heartbeat(msgspec.Struct, frozen=True, tag=True):
+    """The process lives; `step` is None while it waits for work."""
+
+    step: StepProgress | None
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
@@ -77,7 +144,7 @@ class EngineFailed(msgspec.Struct, frozen=True, tag=True):
     message: str
 
 
-ToEngine = Start | AddRequest | Abort | Shutdown
+ToEngine = Start | AddRequests | Abort | Shutdown
 FromEngine = Ready | StartupFailed | Step | RequestRefused | Heartbeat | EngineFailed
 
 _encoder = msgspec.msgpack.Encoder()

@@ -13,7 +13,7 @@ class EngineObserver(Protocol):
     Times are seconds. A request with n > 1 has one time to first token and n sequences.
     """
 
-    def on_first_token(self, seconds: float) -> None:
+    def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
         """A request's first token came that long after its arrival."""
 
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
@@ -36,7 +36,7 @@ class EngineObserver(Protocol):
 class NullObserver:
     """Watches nothing."""
 
-    def on_first_token(self, seconds: float) -> None:
+    def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
         pass
 
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:

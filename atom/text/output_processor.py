@@ -10,16 +10,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
 from atom.messages import EngineRequest, FinishReason, SequenceOutput
 from atom.outputs import PositionLogprobs, RequestMetrics, RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeCounter
 from atom.text.detokenizer import create_vocabulary
 from atom.text.observer import EngineObserver, NullObserver
+from atom.text.prepared_params import PreparedParams
 from atom.text.sequence_state import SequenceState, decode_logprobs
-from atom.text.stop_strings import StopStrings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -90,7 +88,7 @@ class OutputProcessor:
         request_id: str,
         prompt: str | None,
         prompt_token_ids: list[int],
-        params: SamplingParams,
+        params: SamplingParams | PreparedParams,
         *,
         stream: bool,
         priority: int = 0,
@@ -100,6 +98,7 @@ class OutputProcessor:
 
         With `stream` its outputs hold what is new each time, otherwise one final output holds
         everything. The engine is not told the stop strings: they are matched here.
+        Parameters of several prompts are prepared once, by the caller.
 
         Raises:
             ValueError: when a request of this id is unfinished.
@@ -107,15 +106,21 @@ class OutputProcessor:
         if request_id in self._requests:
             raise ValueError(f"a request with the id {request_id!r} is still unfinished")
         arrival_time = time.monotonic()
-        stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
+        prepared = PreparedParams.of(params)
+        given = prepared.params
         state = _RequestState(
             request_id, prompt, prompt_token_ids, stream, RequestMetrics(arrival_time)
         )
         self._requests[request_id] = state
         engine_requests = []
-        for index in range(params.n):
+        for index in range(given.n):
             sequence = SequenceState(
-                f"{request_id}/{index}", index, params, self.vocabulary, stops, prompt_token_ids
+                f"{request_id}/{index}",
+                index,
+                given,
+                self.vocabulary,
+                prepared.stops,
+                prompt_token_ids,
             )
             state.sequences.append(sequence)
             self._sequences[sequence.id] = (state, sequence)
@@ -123,10 +128,8 @@ class OutputProcessor:
                 EngineRequest(
                     id=sequence.id,
                     prompt_token_ids=prompt_token_ids,
-                    params=_engine_params(params, index),
-                    seed=self._draw_seed()
-                    if params.seed is None
-                    else child_seed(params.seed, index),
+                    params=prepared.for_engine(index),
+                    seed=self._draw_seed() if given.seed is None else child_seed(given.seed, index),
                     priority=priority,
                     cache_salt=cache_salt,
                     arrival_time=arrival_time,
@@ -192,7 +195,7 @@ class OutputProcessor:
             return
         if metrics.first_token_time is None:
             metrics.first_token_time = now
-            self._observer.on_first_token(now - metrics.arrival_time)
+            self._observer.on_first_token(now - metrics.arrival_time, len(state.prompt_token_ids))
         previous = sequence.last_token_time
         self._observer.on_tokens(num_new, None if previous is None else now - previous)
         metrics.last_token_time = sequence.last_token_time = now
@@ -253,13 +256,3 @@ def child_seed(seed: int, index: int) -> int:
         return seed
     digest = hashlib.blake2b(f"{seed}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
-
-
-def _engine_params(params: SamplingParams, index: int) -> SamplingParams:
-    """What the engine must know: nothing of texts, and the prompt's logprobs only once."""
-    return msgspec.structs.replace(
-        params,
-        stop=None,
-        kept_special_tokens=None,
-        prompt_logprobs=params.prompt_logprobs if index == 0 else None,
-    )

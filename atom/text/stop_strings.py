@@ -66,6 +66,8 @@ class StopMatcher:
         completed: str | None = None
         for i, (string, borders) in enumerate(self._stops.patterns):
             length = self._lengths[i]
+            if not length and string[0] != char:
+                continue
             while length and string[length] != char:
                 length = borders[length - 1]
             if string[length] == char:

@@ -16,17 +16,19 @@ import pytest
 import pytest_asyncio
 
 from atom.config import CacheOptions, ConfigError, EngineConfig, ModelOptions
-from atom.messages import EngineDeadError, RequestRefusedError
+from atom.messages import EngineDeadError, RequestRefusedError, StepReport
 from atom.model_engine import async_engine, wire
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import (
     AsyncEngine,
     EngineShuttingDownError,
+    EngineStuckError,
     NullObserver,
     QueueFullError,
 )
 from atom.outputs import RequestMetrics, RequestOutput
 from atom.sampling_params import SamplingParams
+from atom.text.prepared_params import PreparedParams
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 
@@ -152,6 +154,39 @@ async def test_many_at_once_equal_one_at_a_time(engine: AsyncEngine) -> None:
         assert one.outputs[0].token_ids != one.outputs[1].token_ids
 
 
+async def test_prompts_that_begin_together_are_sent_together(
+    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[wire.ToEngine] = []
+    send = engine._client.send
+    monkeypatch.setattr(engine._client, "send", lambda m: (sent.append(m), send(m))[1])
+    params = PreparedParams(SamplingParams(n=2, seed=1, max_tokens=2, stop="?", logit_bias={3: 1}))
+
+    async def last(name: str, given: SamplingParams | PreparedParams) -> RequestOutput:
+        prompt = encode(engine, f"The quick {name}")
+        return await anext(engine.generate(name, prompt, given, stream=False))
+
+    together = await asyncio.gather(*(last(name, params) for name in "abc"))
+    (added,) = [m for m in sent if isinstance(m, wire.AddRequests)]
+    assert len(added.sequences) == 6
+    assert len(added.prompts) == 3
+    (crossed,) = added.params
+    assert crossed == SamplingParams(n=2, seed=1, max_tokens=2, logit_bias={3: 1})
+    for name, output in zip("abc", together, strict=True):
+        alone = await last(name, params.params)
+        assert [c.token_ids for c in alone.outputs] == [c.token_ids for c in output.outputs]
+
+
+async def test_a_request_that_is_left_at_once(engine: AsyncEngine) -> None:
+    """Its abort must not overtake it."""
+    task = asyncio.create_task(anext(engine.generate("l", encode(engine, "Hello"), ENDLESS)))
+    await asyncio.sleep(0)
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
+    assert (await collect(engine, "after", GREEDY))[-1].finished
+    await until_idle(engine)
+
+
 async def test_stop_string_ends_the_sequence_in_the_engine(
     engine: AsyncEngine, observer: Recorder
 ) -> None:
@@ -253,18 +288,44 @@ async def test_full_queue(engine: AsyncEngine) -> None:
     assert await attempt(0)
 
 
-async def test_a_stuck_engine_is_not_healthy(
-    engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(async_engine, "HEALTHY_SECONDS", 2.0)
-    await until(lambda: engine.is_healthy)
+async def test_a_stopped_engine(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """New requests are refused at once, waiting ones end, and it takes up work again."""
+    monkeypatch.setattr(async_engine, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(async_engine, "GIVE_UP_SECONDS", 2.0)
+    await until(lambda: engine.trouble is None)
+    prompt = encode(engine, "Hello")
+    reader = engine.generate("stopped", prompt, ENDLESS)
+    await anext(reader)
     os.kill(engine.pid, signal.SIGSTOP)
     try:
-        await until(lambda: not engine.is_healthy, 10)
+        await until(lambda: engine.trouble is not None)
+        with pytest.raises(EngineStuckError, match="silent"):
+            await anext(engine.generate("new", prompt, GREEDY))
+
+        async def read() -> None:
+            async for _ in reader:
+                pass
+
+        with pytest.raises(EngineStuckError, match="silent"):
+            await asyncio.wait_for(read(), 20)
     finally:
         os.kill(engine.pid, signal.SIGCONT)
-    await until(lambda: engine.is_healthy)
+    await until(lambda: engine.trouble is None)
     assert (await collect(engine, "again", GREEDY))[-1].finished
+    await until_idle(engine)
+
+
+async def test_a_long_step_is_told_from_a_stuck_one(
+    engine: AsyncEngine,
+) -> None:
+    engine._handle(wire.Heartbeat(wire.StepProgress(4000, 100.0, 100.5)))
+    assert engine.trouble is None
+    engine._handle(wire.Heartbeat(wire.StepProgress(4000, 101.0, 100.5)))
+    assert engine.trouble == ("the engine's step of 4000 tokens has taken 101 s, more than 100 s")
+    with pytest.raises(EngineStuckError, match="4000 tokens"):
+        await anext(engine.generate("new", encode(engine, "Hello"), GREEDY))
+    engine._handle(wire.Step(StepReport(outputs=[], stats=engine.stats)))
+    assert engine.trouble is None
 
 
 async def test_killed_engine(own_engine: AsyncEngine) -> None:
@@ -276,7 +337,7 @@ async def test_killed_engine(own_engine: AsyncEngine) -> None:
     waiting = [asyncio.ensure_future(anext(reader)) for reader in readers[4:]]
     dead = asyncio.create_task(engine.wait_dead())
     await asyncio.sleep(0)
-    assert engine.is_healthy
+    assert engine.trouble is None
     os.kill(engine.pid, signal.SIGKILL)
     begin = time.monotonic()
     assert "killed by signal 9" in await dead
@@ -288,7 +349,7 @@ async def test_killed_engine(own_engine: AsyncEngine) -> None:
         with pytest.raises(EngineDeadError, match="signal 9"):
             await future
     assert time.monotonic() - begin < 2
-    assert not engine.is_healthy
+    assert engine.trouble is not None
     with pytest.raises(EngineDeadError, match="signal 9"):
         await anext(engine.generate("late", prompt, GREEDY))
     await engine.shutdown(5)
@@ -303,7 +364,7 @@ async def test_failing_engine_says_why(own_engine: AsyncEngine, config: EngineCo
         async for _ in reader:
             pass
     assert "started already" in await own_engine.wait_dead()
-    assert not own_engine.is_healthy
+    assert own_engine.trouble is not None
 
 
 async def test_shutdown_drains_then_aborts(own_engine: AsyncEngine) -> None:
@@ -321,7 +382,7 @@ async def test_shutdown_drains_then_aborts(own_engine: AsyncEngine) -> None:
     assert rest[-1].outputs[0].finish_reason == "abort"
     assert (await short)[-1].outputs[0].finish_reason == "length"
     await asyncio.gather(down, engine.shutdown(0))
-    assert not engine.is_healthy
+    assert engine.trouble is not None
     with pytest.raises(ProcessLookupError):
         os.kill(engine.pid, 0)
 

@@ -24,7 +24,7 @@ from atom.messages import (
     SequenceOutput,
     StepReport,
 )
-from atom.model_engine import wire
+from atom.model_engine import heartbeat, wire
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_process import EngineLoop
 from atom.sampling_params import SamplingParams
@@ -46,6 +46,9 @@ class ScriptedCore:
         self.limits = LIMITS
         self.prompts: dict[str, list[int]] = {}
         self.num_steps = 0
+        self.num_step_tokens = 0
+        self.may_step = threading.Event()
+        self.may_step.set()
         self.is_shut_down = False
 
     @property
@@ -69,6 +72,8 @@ class ScriptedCore:
         if any(66 in prompt for prompt in self.prompts.values()):
             raise RuntimeError("the device is lost")
         time.sleep(0.001)
+        self.num_step_tokens = sum(map(len, self.prompts.values()))
+        assert self.may_step.wait(20)
         self.num_steps += 1
         outputs = [SequenceOutput(id=i, token_ids=[self.num_steps]) for i in self.prompts]
         return StepReport(outputs=outputs, stats=self.stats)
@@ -82,21 +87,22 @@ class Frontend:
 
     def __init__(self) -> None:
         context = zmq.Context.instance()
-        sockets = [context.socket(kind) for kind in (zmq.PUSH, zmq.PULL, zmq.PULL, zmq.PUSH)]
+        kinds = (zmq.PUSH, zmq.PULL, zmq.PULL, zmq.PUSH, zmq.PUSH)
+        sockets = [context.socket(kind) for kind in kinds]
         for socket in sockets:
             socket.set_hwm(0)
-        self.requests, requests, self.reports, reports = sockets
-        for i, (binding, connecting) in enumerate(
-            [(self.requests, requests), (self.reports, reports)]
-        ):
-            binding.bind(f"inproc://{id(self)}-{i}")
-            connecting.connect(f"inproc://{id(self)}-{i}")
+        self.requests, requests, self.reports, reports, heartbeats = sockets
+        self.requests.bind(f"inproc://{id(self)}-requests")
+        requests.connect(f"inproc://{id(self)}-requests")
+        self.reports.bind(f"inproc://{id(self)}-reports")
+        reports.connect(f"inproc://{id(self)}-reports")
+        heartbeats.connect(f"inproc://{id(self)}-reports")
         self._sockets = sockets
         self.may_build = threading.Event()
         self.may_build.set()
         self.core: ScriptedCore | None = None
         self.status: int | None = None
-        loop = EngineLoop(requests, reports, self._create_core)
+        loop = EngineLoop(requests, reports, heartbeats, self._create_core)
         self.thread = threading.Thread(target=self._run, args=(loop,), daemon=True)
         self.thread.start()
 
@@ -114,11 +120,8 @@ class Frontend:
 
     def add(self, name: str, prompt: list[int]) -> None:
         params = SamplingParams(logit_bias={3: 1.5}, temperature=0)
-        self.send(
-            wire.AddRequest(
-                EngineRequest(id=name, prompt_token_ids=prompt, params=params, seed=2**63 - 1)
-            )
-        )
+        request = EngineRequest(id=name, prompt_token_ids=prompt, params=params, seed=2**63 - 1)
+        self.send(wire.AddRequests.of([request]))
 
     def receive(self) -> wire.FromEngine:
         assert self.reports.poll(5000), "the engine is silent"
@@ -201,9 +204,41 @@ def test_idle_loop_blocks_and_beats(frontend: Frontend) -> None:
     frontend.start()
     begin, cpu = time.monotonic(), time.process_time()
     beats = [frontend.receive() for _ in range(2)]
-    assert beats == [wire.Heartbeat(EngineStats())] * 2
+    assert beats == [wire.Heartbeat(None)] * 2
     assert 1.5 < time.monotonic() - begin < 4
     assert time.process_time() - cpu < 0.5
+
+
+def test_a_long_step_beats_on(frontend: Frontend) -> None:
+    frontend.start()
+    assert frontend.core is not None
+    frontend.core.may_step.clear()
+    frontend.add("a", [1, 2, 3])
+    seen = [
+        message.step
+        for _ in range(4)
+        if isinstance(message := frontend.receive(), wire.Heartbeat) and message.step is not None
+    ]
+    assert len(seen) >= 2  # the first may have come before the step
+    assert seen[0].seconds < seen[1].seconds
+    assert all(step.num_tokens == 3 for step in seen)
+    assert all(step.allowed_seconds >= heartbeat.MIN_STEP_SECONDS for step in seen)
+    assert not seen[-1].is_overdue
+    frontend.core.may_step.set()
+    assert isinstance(frontend.until(lambda m: not isinstance(m, wire.Heartbeat)), wire.Step)
+
+
+def test_a_step_may_take_longer_the_more_tokens_it_has() -> None:
+    pace = heartbeat.StepPace()
+    floor = heartbeat.MIN_STEP_SECONDS
+    assert pace.allowed_seconds(0) == floor
+    unknown = pace.allowed_seconds(8192)
+    assert unknown > 600  # a first prompt on a slow machine
+    pace.learn(1, 50.0)  # a kernel was compiled: it says nothing of the speed
+    assert pace.allowed_seconds(8192) == unknown
+    pace.learn(1000, 2.0)
+    pace.learn(2000, 1.0)
+    assert pace.allowed_seconds(8192) == pytest.approx(floor + 10 * 8192 * 0.002)
 
 
 def test_startup_errors(frontend: Frontend) -> None:
@@ -239,7 +274,27 @@ def test_the_configuration_crosses_whole() -> None:
     message = wire.decode_to_engine(wire.encode(wire.Start(config, 20)))
     assert message == wire.Start(config, 20)
     with pytest.raises(msgspec.ValidationError):
-        wire.decode_to_engine(wire.encode(wire.Heartbeat(EngineStats())))
+        wire.decode_to_engine(wire.encode(wire.Heartbeat(None)))
+
+
+def test_what_sequences_share_crosses_once() -> None:
+    prompt, params = [7] * 1000, SamplingParams(logit_bias=dict.fromkeys(range(300), 1.0))
+    requests = [
+        EngineRequest(id=f"r/{i}", prompt_token_ids=prompt, params=params, seed=i, cache_salt="s")
+        for i in range(64)
+    ]
+    other = EngineRequest(
+        id="o/0", prompt_token_ids=[1], params=SamplingParams(), seed=0, priority=-3
+    )
+    alone = len(wire.encode(wire.AddRequests.of(requests[:1])))
+    data = wire.encode(wire.AddRequests.of([*requests, other]))
+    assert len(data) < 3 * alone
+    message = wire.decode_to_engine(data)
+    assert isinstance(message, wire.AddRequests)
+    crossed = list(message.requests())
+    assert crossed == [*requests, other]
+    assert len({id(r.params) for r in crossed}) == 2
+    assert len({id(r.prompt_token_ids) for r in crossed}) == 2
 
 
 def test_process_ends_with_its_parent_alone(tmp_path: Path) -> None:

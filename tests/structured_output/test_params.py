@@ -118,7 +118,8 @@ def test_ignore_eos_contradicts() -> None:
 def test_wire_round_trip(wanted: StructuredOutput) -> None:
     params = SamplingParams(structured_output=wanted)
     request = EngineRequest(id="a", prompt_token_ids=[1], params=params, seed=1)
-    message = wire.decode_to_engine(wire.encode(wire.AddRequest(request)))
-    assert isinstance(message, wire.AddRequest)
-    assert message.request == request
-    assert hash(message.request.params.structured_output) == hash(wanted)
+    message = wire.decode_to_engine(wire.encode(wire.AddRequests.of([request])))
+    assert isinstance(message, wire.AddRequests)
+    (crossed,) = message.requests()
+    assert crossed == request
+    assert hash(crossed.params.structured_output) == hash(wanted)

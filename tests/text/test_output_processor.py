@@ -26,7 +26,8 @@ class Recorder:
         self.finished: list[tuple[str, int, int]] = []
         self.metrics: list[RequestMetrics] = []
 
-    def on_first_token(self, seconds: float) -> None:
+    def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
+        del num_prompt_tokens
         self.first_tokens.append(seconds)
 
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI
 from starlette.exceptions import HTTPException
@@ -26,7 +27,7 @@ from atom.entrypoints.openai.chat.protocol import (
 )
 from atom.entrypoints.openai.chat.tokenization import PromptEncoder
 from atom.entrypoints.openai.http.auth import ApiKeyMiddleware
-from atom.entrypoints.openai.http.body import Body, read_body
+from atom.entrypoints.openai.http.body import parse_body, read_body
 from atom.entrypoints.openai.http.errors import (
     INVALID_REQUEST,
     SERVER_ERROR,
@@ -38,6 +39,7 @@ from atom.entrypoints.openai.http.errors import (
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.openapi import add_document_route
 from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.http.workers import Workers
 from atom.entrypoints.openai.messages import api as messages_api
 from atom.entrypoints.openai.messages.events import MessageTranslation
 from atom.entrypoints.openai.messages.protocol import CountTokensRequest, MessagesRequest
@@ -47,8 +49,11 @@ from atom.entrypoints.openai.responses.protocol import ResponsesRequest
 from atom.entrypoints.openai.translation import Translation, renamed, respond_translated
 from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, QueueFullError
+from atom.quoting import excerpt, quote
 from atom.text.detokenizer import Vocabulary
 from atom.version import __version__
+
+Result = TypeVar("Result")
 
 # nginx's status for a client that has gone; nobody reads it.
 CLIENT_CLOSED_REQUEST = 499
@@ -65,77 +70,107 @@ class Api:
     engine: AsyncEngine
     options: ServerOptions
     encoder: PromptEncoder
+    workers: Workers
     vocabulary: Vocabulary
     metrics: ServerMetrics
     model_names: tuple[str, ...]
     created: int
 
     async def completions(self, request: Request) -> Response:
-        body = await self._body(request, CompletionRequest)
-        model = self._model(body.model)
-        generation = await unless_disconnected(
-            request, prepare_completion(body, model, self.encoder)
-        )
-        choices = CompletionFormat(body, self.encoder, self.vocabulary)
-        return await respond(request, self.engine, generation, choices)
+        def prepare(data: bytes) -> tuple[Generation, CompletionFormat]:
+            body = parse_body(data, CompletionRequest)
+            generation = prepare_completion(body, self._model(body.model), self.encoder)
+            return generation, CompletionFormat(body, self.encoder, self.vocabulary)
+
+        generation, choices = await self._prepared(request, prepare)
+        return await respond(request, self.engine, generation, choices, self.workers)
 
     async def chat_completions(self, request: Request) -> Response:
-        body = await self._body(request, ChatCompletionRequest)
-        generation, choices = await self._chat(request, body, self._model(body.model))
-        return await respond(request, self.engine, generation, choices)
+        def prepare(data: bytes) -> tuple[Generation, ChatFormat]:
+            body = parse_body(data, ChatCompletionRequest)
+            return self._chat(body, self._model(body.model))
+
+        generation, choices = await self._prepared(request, prepare)
+        return await respond(request, self.engine, generation, choices, self.workers)
 
     async def responses(self, request: Request) -> Response:
-        body = await self._body(request, ResponsesRequest)
-        fields = responses.response_fields(body, self._model(body.model))
-        chat = responses.as_chat(body)
-        if chat.logprobs and (chat.tools or self.options.reasoning_parser is not None):
-            raise bad_request(
-                "logprobs of text among reasoning and calls are not told apart here; "
-                "/v1/chat/completions gives those of all tokens",
-                "include",
-                "unsupported_field",
-            )
-        translation = ResponseTranslation(fields)
-        return await self._translated(request, chat, translation, responses.FIELD_NAMES)
+        def prepare(data: bytes) -> tuple[Generation, ChatFormat, Translation]:
+            body = parse_body(data, ResponsesRequest)
+            fields = responses.response_fields(body, self._model(body.model))
+            chat = responses.as_chat(body)
+            if chat.logprobs and (chat.tools or self.options.reasoning_parser is not None):
+                raise bad_request(
+                    "logprobs of text among reasoning and calls are not told apart here; "
+                    "/v1/chat/completions gives those of all tokens",
+                    "include",
+                    "unsupported_field",
+                )
+            prepared = self._chat(chat, self.model_names[0], responses.FIELD_NAMES)
+            return *prepared, ResponseTranslation(fields)
+
+        return await self._translated(request, prepare, responses.FIELD_NAMES)
 
     async def messages(self, request: Request) -> Response:
-        body = await self._body(request, MessagesRequest)
-        translation = MessageTranslation(f"msg_{uuid.uuid4().hex}", self._model(body.model))
-        return await self._translated(
-            request, messages_api.as_chat(body), translation, messages_api.FIELD_NAMES
-        )
+        def prepare(data: bytes) -> tuple[Generation, ChatFormat, Translation]:
+            body = parse_body(data, MessagesRequest)
+            translation = MessageTranslation(f"msg_{uuid.uuid4().hex}", self._model(body.model))
+            chat = messages_api.as_chat(body)
+            prepared = self._chat(chat, self.model_names[0], messages_api.FIELD_NAMES)
+            return *prepared, translation
+
+        return await self._translated(request, prepare, messages_api.FIELD_NAMES)
 
     async def count_tokens(self, request: Request) -> Response:
-        body = await self._body(request, CountTokensRequest)
-        self._model(body.model)
-        chat = messages_api.as_chat(body)
-        prompt = await self.encoder.encode_chat(
-            chat, add_special_tokens=False, with_tools=chat.tool_choice != "none"
-        )
-        return json_response({"input_tokens": len(prompt.token_ids)})
+        def count(data: bytes) -> int:
+            body = parse_body(data, CountTokensRequest)
+            self._model(body.model)
+            chat = messages_api.as_chat(body)
+            prompt = self.encoder.encode_chat(
+                chat, add_special_tokens=False, with_tools=chat.tool_choice != "none"
+            )
+            return len(prompt.token_ids)
 
-    async def _chat(
-        self, request: Request, body: ChatCompletionRequest, model: str
+        return json_response({"input_tokens": await self._prepared(request, count)})
+
+    async def _prepared(self, request: Request, prepare: Callable[[bytes], Result]) -> Result:
+        """What `prepare` makes of the body; of a large one it does so in a thread."""
+        data = await read_body(request, self.options.max_body_bytes)
+        work = self.workers.run(len(data), functools.partial(prepare, data))
+        return await unless_disconnected(request, work)
+
+    def _chat(
+        self, body: ChatCompletionRequest, model: str, field_names: Mapping[str, str] | None = None
     ) -> tuple[Generation, ChatFormat]:
-        """What a chat asks of the engine, and how its choices are spelled."""
-        preparing = prepare_chat(body, model, self.encoder, self.vocabulary, self.options)
-        return await unless_disconnected(request, preparing)
+        """What a chat asks of the engine, and how its choices are spelled.
+
+        Args:
+            field_names: another API's names of chat's fields.
+        """
+        try:
+            return prepare_chat(body, model, self.encoder, self.vocabulary, self.options)
+        except ApiError as error:
+            raise renamed(error, field_names or {}) from None
 
     async def _translated(
         self,
         request: Request,
-        body: ChatCompletionRequest,
-        translation: Translation,
+        prepare: Callable[[bytes], tuple[Generation, ChatFormat, Translation]],
         field_names: Mapping[str, str],
     ) -> Response:
         """A chat, spelled by another API."""
+        generation, choices, translation = await self._prepared(request, prepare)
         try:
-            generation, choices = await self._chat(request, body, self.model_names[0])
             return await respond_translated(
-                request, self.engine, generation, choices, translation, self.encoder
+                request, self.engine, generation, choices, translation, self._count_tokens
             )
         except ApiError as error:
             raise renamed(error, field_names) from None
+
+    async def _count_tokens(self, text: str) -> int:
+        encode = functools.partial(
+            self.encoder.encode, text, add_special_tokens=False, param="input"
+        )
+        return len((await self.workers.run(len(text), encode)).token_ids)
 
     async def models(self) -> Response:
         cards = [self._model_card(name) for name in self.model_names]
@@ -145,44 +180,51 @@ class Api:
         return json_response(self._model_card(self._model(model_id)))
 
     async def tokenize(self, request: Request) -> Response:
-        body = await self._body(request, TokenizeRequest)
-        self._model(body.model)
+        def answer(data: bytes) -> Response:
+            body = parse_body(data, TokenizeRequest)
+            self._model(body.model)
+            token_ids = self._tokenized(body)
+            spelled = None
+            if body.return_token_strs:
+                spelled = [self.vocabulary.token_text(token_id) for token_id in token_ids]
+            return json_response(
+                {
+                    "count": len(token_ids),
+                    "max_model_len": self.engine.limits.max_model_len,
+                    "tokens": token_ids,
+                    "token_strs": spelled,
+                }
+            )
+
+        return await self._prepared(request, answer)
+
+    def _tokenized(self, body: TokenizeRequest) -> list[int]:
         if (body.prompt is None) == (not body.messages):
             raise bad_request("send either prompt or messages", "prompt")
         if body.prompt is None:
-            prompt = await self.encoder.encode_chat(
-                body, add_special_tokens=bool(body.add_special_tokens)
-            )
-        else:
-            prompt = await self.encoder.encode(
-                body.prompt,
-                add_special_tokens=body.add_special_tokens is not False,
-                param="prompt",
-            )
-        spelled = None
-        if body.return_token_strs:
-            spelled = [self.vocabulary.token_text(token_id) for token_id in prompt.token_ids]
-        return json_response(
-            {
-                "count": len(prompt.token_ids),
-                "max_model_len": self.engine.limits.max_model_len,
-                "tokens": prompt.token_ids,
-                "token_strs": spelled,
-            }
-        )
+            adds = bool(body.add_special_tokens)
+            return self.encoder.encode_chat(body, add_special_tokens=adds).token_ids
+        adds = body.add_special_tokens is not False
+        return self.encoder.encode(body.prompt, add_special_tokens=adds, param="prompt").token_ids
 
     async def detokenize(self, request: Request) -> Response:
-        body = await self._body(request, DetokenizeRequest)
-        self._model(body.model)
-        size = self.engine.limits.vocab_size
-        bad = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
-        if bad is not None:
-            raise bad_request(f"token id {bad} is outside the vocabulary of {size}", "tokens")
-        return json_response({"prompt": await self.encoder.detokenize(body.tokens)})
+        def answer(data: bytes) -> Response:
+            body = parse_body(data, DetokenizeRequest)
+            self._model(body.model)
+            size = self.engine.limits.vocab_size
+            bad = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
+            if bad is not None:
+                raise bad_request(
+                    f"token id {quote(bad)} is outside the vocabulary of {size}", "tokens"
+                )
+            text = self.encoder.decode(body.tokens, skip_special_tokens=False)
+            return json_response({"prompt": text})
+
+        return await self._prepared(request, answer)
 
     async def health(self) -> Response:
-        if not self.engine.is_healthy:
-            raise ApiError(503, "the engine does not answer", kind=SERVER_ERROR, code="unhealthy")
+        if (trouble := self.engine.trouble) is not None:
+            raise ApiError(503, trouble, kind=SERVER_ERROR, code="unhealthy")
         return json_response({"status": "ok"})
 
     async def prometheus(self) -> Response:
@@ -192,16 +234,14 @@ class Api:
     async def version(self) -> Response:
         return json_response({"version": __version__})
 
-    async def _body(self, request: Request, model: type[Body]) -> Body:
-        return await read_body(request, model, self.options.max_body_bytes)
-
     def _model(self, name: str | None) -> str:
         if name is None:
             return self.model_names[0]
         if name not in self.model_names:
             raise ApiError(
                 404,
-                f"the model {name!r} does not exist; this server has {', '.join(self.model_names)}",
+                f"the model {quote(name)} does not exist; this server has "
+                f"{', '.join(self.model_names)}",
                 param="model",
                 code="model_not_found",
             )
@@ -229,6 +269,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
         engine=engine,
         options=options,
         encoder=PromptEncoder(engine.tokenizer, engine.limits.max_model_len, options.chat_template),
+        workers=Workers(),
         vocabulary=engine.vocabulary,
         metrics=metrics,
         model_names=options.served_model_names or (engine.model_name,),
@@ -283,7 +324,7 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     codes = {404: "not_found", 405: "method_not_allowed"}
     return ApiError(
         error.status_code,
-        f"{request.method} {request.url.path}: {error.detail}",
+        f"{request.method} {excerpt(request.url.path)}: {error.detail}",
         kind=INVALID_REQUEST if error.status_code < 500 else SERVER_ERROR,
         code=codes.get(error.status_code),
         headers=error.headers,

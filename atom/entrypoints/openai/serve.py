@@ -13,6 +13,7 @@ import uvicorn
 
 from atom.config import EngineConfig
 from atom.entrypoints.openai.app import create_app
+from atom.entrypoints.openai.http.connection import BoundedProtocol
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.options import OptionError, ServerOptions
 from atom.entrypoints.openai.http.sse import cancel
@@ -25,8 +26,8 @@ logger = logging.getLogger(__name__)
 # their errors and /health answers 503.
 DEAD_LINGER_SECONDS = 3.0
 
-# For the last bytes of answers whose generation has been ended.
-FLUSH_SECONDS = 3.0
+# For the last bytes of answers whose generation has been ended, while the engine ends too.
+FLUSH_SECONDS = 1.5
 
 BACKLOG = 2048
 
@@ -76,6 +77,7 @@ async def serve(engine_config: EngineConfig, options: ServerOptions, sock: socke
             access_log=options.log_level == "debug",
             lifespan="off",
             ws="none",
+            http=BoundedProtocol,
             server_header=False,
             timeout_keep_alive=KEEP_ALIVE_SECONDS,
         )
@@ -128,8 +130,8 @@ async def _drain(
         logger.info("stopping; requests in flight have %g s", seconds)
     signals.again()
     await signals.wait_unless_done(serving, timeout=seconds)
-    await engine.shutdown(0)
-    await asyncio.wait({serving}, timeout=FLUSH_SECONDS)
+    ending = asyncio.create_task(engine.shutdown(0))
+    await asyncio.wait({serving, ending}, timeout=FLUSH_SECONDS)
     if serving.done():
         serving.result()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
@@ -26,7 +26,6 @@ from atom.entrypoints.openai.chat.generation import (
     unless_disconnected,
 )
 from atom.entrypoints.openai.chat.protocol import ChatPrompt
-from atom.entrypoints.openai.chat.tokenization import PromptEncoder
 from atom.entrypoints.openai.http.body import describe
 from atom.entrypoints.openai.http.errors import ApiError, json_response
 from atom.entrypoints.openai.http.sse import EventStream, encode_named_event
@@ -202,18 +201,18 @@ async def respond_translated(
     generation: Generation,
     choices: ChoiceFormat,
     translation: Translation,
-    encoder: PromptEncoder,
+    count_tokens: Callable[[str], Awaitable[int]],
 ) -> Response:
     """Generate one choice and answer, whole or as a stream, as `translation` spells it.
 
     Args:
-        encoder: counts the tokens of reasoning.
+        count_tokens: of reasoning.
 
     Raises:
         ClientDisconnect: when nobody waits for the answer any more.
     """
     outputs = stream_outputs(engine, generation)
-    events = _events(outputs, ChunkChoices(generation, choices), translation, encoder)
+    events = _events(outputs, ChunkChoices(generation, choices), translation, count_tokens)
     if not generation.stream:
         await unless_disconnected(request, _exhaust(events))
         return json_response(translation.whole())
@@ -226,7 +225,7 @@ async def _events(
     outputs: AsyncGenerator[tuple[int, RequestOutput], None],
     chunks: ChunkChoices,
     translation: Translation,
-    encoder: PromptEncoder,
+    count_tokens: Callable[[str], Awaitable[int]],
 ) -> AsyncGenerator[list[Event], None]:
     usage = Usage()
     started = False
@@ -239,8 +238,7 @@ async def _events(
                 events += translation.feed(choice)
             if events:
                 yield events
-    reasoning = await encoder.encode(translation.reasoning, add_special_tokens=False, param="input")
-    yield translation.finish(usage, len(reasoning.token_ids))
+    yield translation.finish(usage, await count_tokens(translation.reasoning))
 
 
 async def _exhaust(events: AsyncGenerator[list[Event], None]) -> None:

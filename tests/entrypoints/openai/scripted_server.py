@@ -15,6 +15,7 @@ from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.serve import bind
 from atom.messages import (
     EngineLimits,
+    EngineRequest,
     EngineStats,
     FinishReason,
     SequenceOutput,
@@ -49,8 +50,9 @@ class ScriptedClient:
         self._aborted: set[str] = set()
 
     def send(self, message: wire.ToEngine) -> None:
-        if isinstance(message, wire.AddRequest):
-            self._answer(message)
+        if isinstance(message, wire.AddRequests):
+            for request in message.requests():
+                self._answer(request)
         elif isinstance(message, wire.Abort):
             self._aborted |= set(message.ids)
 
@@ -59,15 +61,14 @@ class ScriptedClient:
             try:
                 step = await asyncio.wait_for(self._reports.get(), HEARTBEAT_SECONDS)
             except asyncio.TimeoutError:
-                return [wire.Heartbeat(EngineStats())]
+                return [wire.Heartbeat(None)]
             if step.report.outputs[0].id not in self._aborted:
                 return [step]
 
     async def stop(self) -> None:
         self.is_open = False
 
-    def _answer(self, message: wire.AddRequest) -> None:
-        request = message.request
+    def _answer(self, request: EngineRequest) -> None:
         self.prompt = request.prompt_token_ids
         ids = self._tokenizer.encode(self.text, add_special_tokens=False)
         ids.append(self._tokenizer.eos_token_id)
@@ -103,6 +104,10 @@ class ScriptedServer:
         self.model.tokens_per_step = tokens_per_step
 
     @property
+    def vocab_size(self) -> int:
+        return len(self._tokenizer)
+
+    @property
     def prompt(self) -> str:
         """The last prompt."""
         return str(self._tokenizer.decode(self.model.prompt, skip_special_tokens=False))
@@ -123,6 +128,7 @@ class ScriptedServer:
             vocab_size=len(self._tokenizer),
             max_logprobs=20,
         )
+        metrics = ServerMetrics()
         engine = AsyncEngine(
             self.model,  # type: ignore[arg-type]
             wire.Ready(limits, EngineStats(), 0.0),
@@ -130,9 +136,9 @@ class ScriptedServer:
             "scripted",
             self._tokenizer,
             None,
-            None,
+            metrics,
         )
-        app = create_app(engine, self._options, ServerMetrics())
+        app = create_app(engine, self._options, metrics)
         config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")
         self._server = uvicorn.Server(config)
         self._ready.set()

@@ -42,7 +42,7 @@ SECTION = (
 )
 
 
-async def _prepare(
+def _prepare(
     tokenizer: PreTrainedTokenizerFast,
     options: ServerOptions = OPTIONS,
     template: str | None = TEXT_TEMPLATE,
@@ -50,11 +50,11 @@ async def _prepare(
 ) -> tuple[Generation, ChatFormat]:
     body = ChatCompletionRequest.model_validate({"messages": USER, "tools": TOOLS, **fields})
     encoder = PromptEncoder(tokenizer, 4000, template)
-    return await prepare_chat(body, "m", encoder, create_vocabulary(tokenizer), options)
+    return prepare_chat(body, "m", encoder, create_vocabulary(tokenizer), options)
 
 
-async def _prompt(tokenizer: PreTrainedTokenizerFast, **fields: Any) -> str:
-    generation, _ = await _prepare(tokenizer, **fields)
+def _prompt(tokenizer: PreTrainedTokenizerFast, **fields: Any) -> str:
+    generation, _ = _prepare(tokenizer, **fields)
     text = generation.prompts[0].text
     assert text is not None
     return text
@@ -66,10 +66,10 @@ def _answer(generation: Generation, choices: ChatFormat, text: str, reason: str)
     return choices.whole(0, generation.prompts[0], request, output)
 
 
-async def test_a_call_goes_out_and_its_history_comes_back(
+def test_a_call_goes_out_and_its_history_comes_back(
     byte_level_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    generation, choices = await _prepare(byte_level_tokenizer)
+    generation, choices = _prepare(byte_level_tokenizer)
     answer = _answer(generation, choices, f"why{SECTION}", "stop")
     assert answer["finish_reason"] == "tool_calls"
     message = answer["message"]
@@ -83,12 +83,12 @@ async def test_a_call_goes_out_and_its_history_comes_back(
         }
     ]
     result = {"role": "tool", "content": "sunny", "tool_call_id": "functions.get_weather:0"}
-    prompt = await _prompt(byte_level_tokenizer, messages=[*USER, message, result])
+    prompt = _prompt(byte_level_tokenizer, messages=[*USER, message, result])
     assert 'assistant:(why)[functions.get_weather:0 {"city":  "北京"}];' in prompt
     assert "tool:sunny## Return of functions.get_weather:0;" in prompt
 
 
-async def test_templates_that_want_objects_get_objects(
+def test_templates_that_want_objects_get_objects(
     byte_level_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     template = (
@@ -97,22 +97,22 @@ async def test_templates_that_want_objects_get_objects(
     )
     call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a":  1}'}}
     messages = [*USER, {"role": "assistant", "tool_calls": [call]}]
-    prompt = await _prompt(byte_level_tokenizer, template=template, messages=messages)
+    prompt = _prompt(byte_level_tokenizer, template=template, messages=messages)
     assert prompt == '{"a": 1}'
     call["function"] = {"name": "f", "arguments": '{"a":'}
     with pytest.raises(ApiError, match="not JSON"):
-        await _prompt(byte_level_tokenizer, template=template, messages=messages)
-    assert '{"a":]' in await _prompt(byte_level_tokenizer, messages=messages)
+        _prompt(byte_level_tokenizer, template=template, messages=messages)
+    assert '{"a":]' in _prompt(byte_level_tokenizer, messages=messages)
 
 
-async def test_the_template_gets_tools_and_variables(
+def test_the_template_gets_tools_and_variables(
     byte_level_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    prompt = await _prompt(byte_level_tokenizer, reasoning_effort="low")
+    prompt = _prompt(byte_level_tokenizer, reasoning_effort="low")
     assert '"name": "get_weather"' in prompt
     assert "low<think>" in prompt
-    assert "get_weather" not in await _prompt(byte_level_tokenizer, tool_choice="none")
-    assert "get_weather" in await _prompt(
+    assert "get_weather" not in _prompt(byte_level_tokenizer, tool_choice="none")
+    assert "get_weather" in _prompt(
         byte_level_tokenizer,
         tool_choice={"type": "function", "function": {"name": "write-file"}},
     )
@@ -126,48 +126,48 @@ async def test_the_template_gets_tools_and_variables(
         ({"continue_final_message": True, "add_generation_prompt": False}, None, "ab"),
     ],
 )
-async def test_the_prompt_decides_where_the_answer_starts(
+def test_the_prompt_decides_where_the_answer_starts(
     byte_level_tokenizer: PreTrainedTokenizerFast,
     fields: dict[str, Any],
     reasoning: str | None,
     content: str,
 ) -> None:
     messages = [*USER, {"role": "assistant", "content": "So"}]
-    generation, choices = await _prepare(byte_level_tokenizer, messages=messages, **fields)
+    generation, choices = _prepare(byte_level_tokenizer, messages=messages, **fields)
     message = _answer(generation, choices, "a</think>b", "stop")["message"]
     assert (message.get("reasoning_content"), message["content"]) == (reasoning, content)
 
 
-async def test_continuing_a_message_within_its_reasoning(
+def test_continuing_a_message_within_its_reasoning(
     byte_level_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     messages = [*USER, {"role": "assistant", "content": "<think>half"}]
-    generation, choices = await _prepare(
+    generation, choices = _prepare(
         byte_level_tokenizer, messages=messages, continue_final_message=True
     )
     message = _answer(generation, choices, " way</think>b", "stop")["message"]
     assert (message["reasoning_content"], message["content"]) == (" way", "b")
 
 
-async def test_what_was_cut_says_length(byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
-    generation, choices = await _prepare(byte_level_tokenizer)
+def test_what_was_cut_says_length(byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
+    generation, choices = _prepare(byte_level_tokenizer)
     answer = _answer(generation, choices, SECTION[: SECTION.index("京")], "length")
     assert answer["finish_reason"] == "length"
     (call,) = answer["message"]["tool_calls"]
     assert call["function"]["arguments"] == '{"city":  "北'
 
 
-async def test_markers_stay_in_the_text_that_is_parsed(
+def test_markers_stay_in_the_text_that_is_parsed(
     byte_level_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
-    generation, _ = await _prepare(byte_level_tokenizer)
-    kept = generation.params[0].kept_special_tokens
+    generation, _ = _prepare(byte_level_tokenizer)
+    kept = generation.params.params.kept_special_tokens
     assert kept is not None
     assert {"<|tool_call_end|>", "</think>"} <= set(kept)
-    generation, _ = await _prepare(byte_level_tokenizer, tool_choice="none")
-    assert generation.params[0].kept_special_tokens == ["<think>", "</think>"]
-    generation, _ = await _prepare(byte_level_tokenizer, ServerOptions(), tool_choice="none")
-    assert generation.params[0].kept_special_tokens is None
+    generation, _ = _prepare(byte_level_tokenizer, tool_choice="none")
+    assert generation.params.params.kept_special_tokens == ["<think>", "</think>"]
+    generation, _ = _prepare(byte_level_tokenizer, ServerOptions(), tool_choice="none")
+    assert generation.params.params.kept_special_tokens is None
 
 
 @pytest.mark.parametrize(
@@ -182,11 +182,11 @@ async def test_markers_stay_in_the_text_that_is_parsed(
         ({"tool_choice": {"type": "function", "function": {"name": "write-file"}}}, True),
     ],
 )
-async def test_choices_become_grammars(
+def test_choices_become_grammars(
     byte_level_tokenizer: PreTrainedTokenizerFast, fields: dict[str, Any], constrained: bool
 ) -> None:
-    generation, _ = await _prepare(byte_level_tokenizer, **fields)
-    grammar = generation.params[0].structured_output
+    generation, _ = _prepare(byte_level_tokenizer, **fields)
+    grammar = generation.params.params.structured_output
     assert (grammar is not None) is constrained
     if grammar is not None and "tool_choice" in fields:
         assert "</think>" in grammar.value  # the prompt opened reasoning, which stays free
@@ -207,14 +207,14 @@ async def test_choices_become_grammars(
         (OPTIONS, {"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ],
 )
-async def test_impossible_choices_are_refused(
+def test_impossible_choices_are_refused(
     byte_level_tokenizer: PreTrainedTokenizerFast,
     options: ServerOptions,
     fields: dict[str, Any],
     param: str,
 ) -> None:
     with pytest.raises(ApiError) as caught:
-        await _prepare(byte_level_tokenizer, options, **fields)
+        _prepare(byte_level_tokenizer, options, **fields)
     assert caught.value.status == 400
     assert caught.value.param == param
 

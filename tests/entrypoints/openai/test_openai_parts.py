@@ -26,13 +26,17 @@ from atom.entrypoints.openai.chat.protocol import (
     DetokenizeRequest,
 )
 from atom.entrypoints.openai.http import body as body_module
-from atom.entrypoints.openai.http.body import read_body
+from atom.entrypoints.openai.http.body import parse_body, read_body
 from atom.entrypoints.openai.http.errors import ApiError, as_api_error
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.http.sse import DONE, EventStream, encode_event
 from atom.messages import EngineDeadError, EngineStats, RequestRefusedError
-from atom.model_engine.async_engine import EngineShuttingDownError, QueueFullError
+from atom.model_engine.async_engine import (
+    EngineShuttingDownError,
+    EngineStuckError,
+    QueueFullError,
+)
 from atom.outputs import RequestMetrics
 from atom.sampling_params import SamplingParams
 
@@ -42,7 +46,7 @@ LIMIT = 1000
 def _body_app() -> FastAPI:
     async def echo(request: Request) -> Response:
         try:
-            found = await read_body(request, DetokenizeRequest, LIMIT)
+            found = parse_body(await read_body(request, LIMIT), DetokenizeRequest)
         except ApiError as error:
             return error.response("/")
         return Response(json.dumps(found.tokens))
@@ -211,6 +215,7 @@ def test_exceptions_become_answers() -> None:
     assert (full.status, full.headers) == (429, {"Retry-After": "1"})
     assert as_api_error(EngineDeadError("dead")).code == "engine_dead"
     assert as_api_error(EngineShuttingDownError("bye")).code == "shutting_down"
+    assert as_api_error(EngineStuckError("slow")).code == "unhealthy"
     unforeseen = as_api_error(KeyError("secret"))
     assert unforeseen.status == 500
     assert "secret" not in unforeseen.message
@@ -218,7 +223,7 @@ def test_exceptions_become_answers() -> None:
 
 def test_metrics_are_counted_apart() -> None:
     metrics, other = ServerMetrics(), ServerMetrics()
-    metrics.on_first_token(0.3)
+    metrics.on_first_token(0.3, 5)
     metrics.on_tokens(1, None)
     metrics.on_tokens(2, 0.02)
     times = RequestMetrics(10.0, first_scheduled_time=10.5, finished_time=12.0)
@@ -231,6 +236,7 @@ def test_metrics_are_counted_apart() -> None:
         "atom:kv_cache_usage_ratio 0.25",
         'atom:kv_cache_info{block_size="16",dtype="float8_e4m3fn"} 1.0',
         "atom:prefix_cache_hits_total 48.0",
+        "atom:prompt_tokens_total 5.0",
         'atom:requests_finished_total{reason="stop"} 1.0',
         'atom:requests_finished_total{reason="abort"} 0.0',
         "atom:time_to_first_token_seconds_sum 0.3",

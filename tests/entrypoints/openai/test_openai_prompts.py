@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.entrypoints.openai.chat.logprobs import CompletionLogprobs, chat_logprobs
 from atom.entrypoints.openai.chat.protocol import ChatPrompt
-from atom.entrypoints.openai.chat.tokenization import MAX_INLINE_CHARACTERS, PromptEncoder
+from atom.entrypoints.openai.chat.tokenization import PromptEncoder
 from atom.entrypoints.openai.http.errors import ApiError
 from atom.entrypoints.openai.http.options import OptionError
 from atom.outputs import Logprob
@@ -34,54 +33,33 @@ def encoder(byte_level_tokenizer: PreTrainedTokenizerFast) -> PromptEncoder:
     return PromptEncoder(byte_level_tokenizer, 8000, None)
 
 
-async def test_long_prompts_are_tokenised_in_a_thread(
-    encoder: PromptEncoder,
-    byte_level_tokenizer: PreTrainedTokenizerFast,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    threads = []
-    original = PromptEncoder._encode
-
-    def watched(self: PromptEncoder, text: str, add_special_tokens: bool) -> list[int]:
-        threads.append(threading.current_thread() is threading.main_thread())
-        return original(self, text, add_special_tokens)
-
-    monkeypatch.setattr(PromptEncoder, "_encode", watched)
-    for size in (10, MAX_INLINE_CHARACTERS + 10):
-        text = "x" * size
-        prompt = await encoder.encode(text, add_special_tokens=False, param="prompt")
-        assert prompt.token_ids == byte_level_tokenizer.encode(text)
-    assert threads == [True, False]
-    encoder.close()
-
-
-async def test_a_text_that_cannot_fit_is_not_tokenised(encoder: PromptEncoder) -> None:
+def test_a_text_that_cannot_fit_is_not_tokenised(encoder: PromptEncoder) -> None:
     with pytest.raises(ApiError, match="8000 tokens") as caught:
-        await encoder.encode("x" * 10**6, add_special_tokens=False, param="prompt")
+        encoder.encode("x" * 10**6, add_special_tokens=False, param="prompt")
     assert caught.value.code == "context_length_exceeded"
 
 
-async def test_special_tokens_are_not_added_twice(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_special_tokens_are_not_added_twice(tokenizer: PreTrainedTokenizerFast) -> None:
     start = tokenizer.convert_tokens_to_ids("<|endoftext|>")
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", start)]
     )
     encoder = PromptEncoder(tokenizer, 1000, "<|endoftext|>{{ messages[0].content }}")
     chat = ChatPrompt.model_validate({"messages": [{"role": "user", "content": "hi"}]})
-    once = await encoder.encode_chat(chat, add_special_tokens=False)
-    twice = await encoder.encode_chat(chat, add_special_tokens=True)
-    plain = await encoder.encode("hi", add_special_tokens=True, param="prompt")
+    once = encoder.encode_chat(chat, add_special_tokens=False)
+    twice = encoder.encode_chat(chat, add_special_tokens=True)
+    plain = encoder.encode("hi", add_special_tokens=True, param="prompt")
     assert once.token_ids == plain.token_ids
     assert once.token_ids.count(start) == 1
     assert twice.token_ids.count(start) == 2
 
 
-async def test_a_tokenizer_without_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_a_tokenizer_without_a_template(tokenizer: PreTrainedTokenizerFast) -> None:
     tokenizer.chat_template = None
     encoder = PromptEncoder(tokenizer, 1000, None)
     chat = ChatPrompt.model_validate({"messages": [{"role": "user", "content": "hi"}]})
     with pytest.raises(ApiError, match="--chat-template"):
-        await encoder.encode_chat(chat, add_special_tokens=False)
+        encoder.encode_chat(chat, add_special_tokens=False)
 
 
 def test_a_template_that_is_none(byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
@@ -91,7 +69,7 @@ def test_a_template_that_is_none(byte_level_tokenizer: PreTrainedTokenizerFast) 
     PromptEncoder(byte_level_tokenizer, 1000, "{{ raise_exception('never') }}")
 
 
-async def test_roles_and_tool_calls_reach_the_template(
+def test_roles_and_tool_calls_reach_the_template(
     byte_level_tokenizer: PreTrainedTokenizerFast,
 ) -> None:
     template = (
@@ -107,10 +85,10 @@ async def test_roles_and_tool_calls_reach_the_template(
     ]
     chat = ChatPrompt.model_validate({"messages": messages})
     encoder = PromptEncoder(byte_level_tokenizer, 1000, template)
-    prompt = await encoder.encode_chat(chat, add_special_tokens=False)
+    prompt = encoder.encode_chat(chat, add_special_tokens=False)
     assert prompt.text == "system:d;assistant:42;tool:t(c);"
     knows = PromptEncoder(byte_level_tokenizer, 1000, template + "{# developer #}")
-    prompt = await knows.encode_chat(chat, add_special_tokens=False)
+    prompt = knows.encode_chat(chat, add_special_tokens=False)
     assert prompt.text is not None
     assert prompt.text.startswith("developer:d;")
 

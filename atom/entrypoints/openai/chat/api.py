@@ -13,18 +13,20 @@ from atom.entrypoints.openai.chat.generation import Generation
 from atom.entrypoints.openai.chat.params import check_stream_fields, includes_usage, sampling_params
 from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest
 from atom.entrypoints.openai.chat.tokenization import Prompt, PromptEncoder
-from atom.entrypoints.openai.http.errors import bad_request
+from atom.entrypoints.openai.http.errors import MAX_MESSAGE, bad_request
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
 from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.openai.parsing.tool_choice import ToolUse, resolve_tool_use
 from atom.entrypoints.openai.parsing.tool_grammar import answer_or_calls, tool_call_grammar
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
+from atom.quoting import excerpt, quote
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
+from atom.text.prepared_params import PreparedParams
 
 
-async def prepare_chat(
+def prepare_chat(
     body: ChatCompletionRequest,
     model: str,
     encoder: PromptEncoder,
@@ -42,7 +44,7 @@ async def prepare_chat(
         field_names["max_tokens"] = "max_completion_tokens"
     use = resolve_tool_use(body, options)
     params = _params(body, field_names, use, options)
-    prompt = await encoder.encode_chat(
+    prompt = encoder.encode_chat(
         body, add_special_tokens=bool(body.add_special_tokens), with_tools=use.mode != "none"
     )
     reasoning_end = _reasoning_end(body, prompt, options)
@@ -53,7 +55,7 @@ async def prepare_chat(
         model=model,
         created=int(time.time()),
         prompts=[prompt],
-        params=[_constrained(params, use, reasoning_end)],
+        params=PreparedParams(_constrained(params, use, reasoning_end)),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
@@ -85,7 +87,8 @@ def _params(
     newer, older = body.max_completion_tokens, body.max_tokens
     if newer is not None and older is not None and newer != older:
         raise bad_request(
-            f"max_completion_tokens ({newer}) and max_tokens ({older}) are one limit; send one",
+            f"max_completion_tokens ({quote(newer)}) and max_tokens ({quote(older)}) are one "
+            "limit; send one",
             "max_completion_tokens",
         )
     return sampling_params(
@@ -126,7 +129,7 @@ def _constrained(params: SamplingParams, use: ToolUse, reasoning_end: str | None
                 # A forced call has no content that could obey a response format.
                 wanted = tool_call_grammar(*call, use.mode, use.parallel, reasoning_end)
         except ValueError as error:
-            raise bad_request(str(error), "tools") from error
+            raise bad_request(excerpt(str(error), MAX_MESSAGE), "tools") from error
     if wanted is not None and params.ignore_eos:
         raise bad_request("ignore_eos cannot be combined with constrained calls", "ignore_eos")
     return msgspec.structs.replace(params, structured_output=wanted)

@@ -15,16 +15,16 @@ from atom.entrypoints.openai.chat.protocol import CompletionRequest
 from atom.entrypoints.openai.chat.tokenization import Prompt, PromptEncoder
 from atom.entrypoints.openai.http.errors import ApiError, bad_request
 from atom.outputs import CompletionOutput, PositionLogprobs, RequestOutput
+from atom.quoting import quote
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
+from atom.text.prepared_params import PreparedParams
 
 # Of one HTTP request; each is a sequence that waits in the engine's queue.
-MAX_CHOICES = 4096
+MAX_CHOICES = 1024
 
 
-async def prepare_completion(
-    body: CompletionRequest, model: str, encoder: PromptEncoder
-) -> Generation:
+def prepare_completion(body: CompletionRequest, model: str, encoder: PromptEncoder) -> Generation:
     """Tokenise and validate.
 
     Raises:
@@ -40,7 +40,7 @@ async def prepare_completion(
             "prompt",
         )
     prompts = [
-        await encoder.encode(
+        encoder.encode(
             item, add_special_tokens=body.add_special_tokens is not False, param="prompt"
         )
         if isinstance(item, str)
@@ -52,12 +52,13 @@ async def prepare_completion(
         model=model,
         created=int(time.time()),
         prompts=prompts,
-        params=[params] * len(prompts),
+        params=PreparedParams(params),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
         include_usage=includes_usage(body),
         discards_output=discards_output,
+        echoes=bool(body.echo),
         field_names=constraint_names(body),
     )
 
@@ -114,7 +115,8 @@ def _prompt_logprobs(body: CompletionRequest) -> int | None:
 
 def _unsupported_best_of(body: CompletionRequest) -> ApiError:
     return bad_request(
-        f"best_of={body.best_of} is not supported; leave it out or equal to n ({body.n or 1})",
+        f"best_of={quote(body.best_of)} is not supported; leave it out or equal to n "
+        f"({quote(body.n or 1)})",
         "best_of",
         "unsupported_field",
     )

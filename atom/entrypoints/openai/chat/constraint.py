@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import partial
 
 from atom.entrypoints.openai.chat.protocol import GenerationRequest, ResponseFormat
-from atom.entrypoints.openai.http.errors import bad_request
+from atom.entrypoints.openai.http.errors import MAX_MESSAGE, bad_request
+from atom.quoting import excerpt
 from atom.structured_output.params import StructuredOutput
 
 
@@ -36,7 +37,7 @@ def constraint_of(body: GenerationRequest) -> Constraint | None:
         return Constraint(field, build())
     except ValueError as error:
         message = str(error).removeprefix("structured_output: ")
-        raise bad_request(f"{field}: {message}", field) from error
+        raise bad_request(f"{field}: {excerpt(message, MAX_MESSAGE)}", field) from error
 
 
 def constraint_names(body: GenerationRequest) -> dict[str, str]:

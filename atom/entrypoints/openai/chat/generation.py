@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Coroutine, Iterator
+import functools
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, Protocol, TypeVar
@@ -12,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from atom.entrypoints.openai.chat.tokenization import Prompt
-from atom.entrypoints.openai.http.errors import bad_request, json_response
+from atom.entrypoints.openai.http.errors import MAX_MESSAGE, bad_request, json_response
 from atom.entrypoints.openai.http.sse import (
     DONE,
     EventStream,
@@ -20,13 +21,18 @@ from atom.entrypoints.openai.http.sse import (
     encode_event,
     wait_disconnected,
 )
+from atom.entrypoints.openai.http.workers import Workers
 from atom.messages import RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, EngineShuttingDownError
 from atom.outputs import CompletionOutput, RequestOutput
-from atom.sampling_params import SamplingParams
+from atom.quoting import excerpt
+from atom.text.prepared_params import PreparedParams
 
 Result = TypeVar("Result")
 Choice = dict[str, Any]
+
+# Prompts of one request that the engine is given in one turn of the event loop.
+STARTED_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
@@ -34,9 +40,10 @@ class Generation:
     """What one HTTP request asks of the engine.
 
     Attributes:
-        params: one for each prompt.
+        params: those of every prompt.
         discards_output: the client wants the prompt alone; the one token that the engine
             must generate is dropped.
+        echoes: the prompt comes back.
         field_names: the request's own names of fields that the engine calls otherwise.
     """
 
@@ -44,13 +51,29 @@ class Generation:
     model: str
     created: int
     prompts: list[Prompt]
-    params: list[SamplingParams]
+    params: PreparedParams
     priority: int = 0
     cache_salt: str = ""
     stream: bool = False
     include_usage: bool = False
     discards_output: bool = False
+    echoes: bool = False
     field_names: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def n(self) -> int:
+        """Choices of each prompt."""
+        return self.params.params.n
+
+    def spelling_size(self, request: RequestOutput) -> int:
+        """About how many tokens must be spelled to say this output, alternatives included."""
+        params = self.params.params
+        num_tokens = sum(len(output.token_ids) for output in request.outputs)
+        size = num_tokens * (1 + (params.logprobs or 0))
+        is_first = request.prompt_logprobs is not None or not self.stream
+        if is_first or self.echoes:
+            size += len(request.prompt_token_ids) * (1 + (params.prompt_logprobs or 0))
+        return size
 
 
 class ChoiceFormat(Protocol):
@@ -74,7 +97,11 @@ class ChoiceFormat(Protocol):
 
 
 async def respond(
-    request: Request, engine: AsyncEngine, generation: Generation, choices: ChoiceFormat
+    request: Request,
+    engine: AsyncEngine,
+    generation: Generation,
+    choices: ChoiceFormat,
+    workers: Workers,
 ) -> Response:
     """Generate and answer, whole or as a stream; a client that leaves ends the generation.
 
@@ -85,8 +112,11 @@ async def respond(
     """
     if not generation.stream:
         requests = await unless_disconnected(request, collect(engine, generation))
-        return json_response(whole_response(generation, choices, requests))
-    events = stream_events(engine, generation, choices)
+        size = sum(map(generation.spelling_size, requests))
+        return await workers.run(
+            size, lambda: json_response(whole_response(generation, choices, requests))
+        )
+    events = stream_events(engine, generation, choices, workers)
     first = await unless_disconnected(request, _first(events))
     return EventStream(first, events)
 
@@ -98,15 +128,16 @@ async def collect(engine: AsyncEngine, generation: Generation) -> list[RequestOu
         async with aclosing(_generate(engine, generation, number)) as outputs:
             return await anext(outputs)
 
-    tasks = [asyncio.create_task(final(i)) for i in range(len(generation.prompts))]
+    tasks: list[asyncio.Task[RequestOutput]] = []
     try:
+        await _start(tasks, final, len(generation.prompts))
         return list(await asyncio.gather(*tasks))
     finally:
         await cancel(*tasks)
 
 
 async def stream_events(
-    engine: AsyncEngine, generation: Generation, choices: ChoiceFormat
+    engine: AsyncEngine, generation: Generation, choices: ChoiceFormat, workers: Workers
 ) -> AsyncGenerator[bytes, None]:
     """Server-sent events, as many at a time as one output of the engine makes."""
     head: dict[str, Any] = {
@@ -122,8 +153,8 @@ async def stream_events(
     async with aclosing(stream_outputs(engine, generation)) as outputs:
         async for number, request in outputs:
             usage.add(number, request)
-            events = b"".join(_event(head, choice) for choice in chunks.of(number, request))
-            if events:
+            spell = functools.partial(_spell, head, chunks, number, request)
+            if events := await workers.run(generation.spelling_size(request), spell):
                 yield events
     if generation.include_usage:
         yield encode_event({**head, "choices": [], "usage": usage.as_dict()})
@@ -142,7 +173,7 @@ class ChunkChoices:
         """The choices of an output for prompt `number`."""
         prompt = self._generation.prompts[number]
         for output in request.outputs:
-            index = number * self._generation.params[number].n + output.index
+            index = number * self._generation.n + output.index
             if index not in self._opened:
                 self._opened.add(index)
                 opening = self._choices.open(index, prompt, request)
@@ -158,7 +189,7 @@ def whole_response(
     spelled = []
     for number, request in enumerate(requests):
         usage.add(number, request)
-        base = number * generation.params[number].n
+        base = number * generation.n
         for output in sorted(request.outputs, key=lambda output: output.index):
             prompt = generation.prompts[number]
             spelled.append(choices.whole(base + output.index, prompt, request, output))
@@ -221,7 +252,7 @@ async def _generate(
     outputs = engine.generate(
         f"{generation.id}-{number}",
         prompt.token_ids,
-        generation.params[number],
+        generation.params,
         prompt=prompt.text,
         stream=generation.stream,
         priority=generation.priority,
@@ -236,7 +267,7 @@ async def _generate(
                 yield output
     except RequestRefusedError as error:
         name = generation.field_names.get(error.param or "", error.param)
-        raise bad_request(str(error), name) from error
+        raise bad_request(excerpt(str(error), MAX_MESSAGE), name) from error
 
 
 async def stream_outputs(
@@ -262,8 +293,9 @@ async def stream_outputs(
         else:
             await merged.put((number, None))
 
-    tasks = [asyncio.create_task(pump(i)) for i in range(len(generation.prompts))]
+    tasks: list[asyncio.Task[None]] = []
     try:
+        await _start(tasks, pump, len(generation.prompts))
         running = len(tasks)
         while running:
             number, item = await merged.get()
@@ -277,12 +309,27 @@ async def stream_outputs(
         await cancel(*tasks)
 
 
+async def _start(
+    tasks: list[asyncio.Task[Result]],
+    work: Callable[[int], Coroutine[Any, Any, Result]],
+    count: int,
+) -> None:
+    """Add tasks for the numbers below `count`, some at a time: others get their turns between."""
+    for number in range(count):
+        tasks.append(asyncio.create_task(work(number)))
+        if number % STARTED_AT_ONCE == STARTED_AT_ONCE - 1:
+            await asyncio.sleep(0)
+
+
 async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
     return await anext(events)
 
 
-def _event(head: dict[str, Any], choice: Choice) -> bytes:
-    return encode_event({**head, "choices": [choice]})
+def _spell(
+    head: dict[str, Any], chunks: ChunkChoices, number: int, request: RequestOutput
+) -> bytes:
+    choices = chunks.of(number, request)
+    return b"".join(encode_event({**head, "choices": [choice]}) for choice in choices)
 
 
 def _check_not_aborted(request: RequestOutput) -> None:

@@ -14,8 +14,12 @@ from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_v
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-# More than any client needs; each stop string costs time at every token.
+# More than any client needs: OpenAI takes 4 stop strings and 300 biases. Each stop string costs
+# time at every token, biases and stop ids cost time and memory of the engine.
 MAX_STOP_STRINGS = 64
+MAX_STOP_CHARACTERS = 1024
+MAX_STOP_TOKEN_IDS = 1024
+MAX_LOGIT_BIASES = 1024
 
 # The type of the validation error whose context names the refused `field`.
 UNSUPPORTED_FIELD = "unsupported_field"
@@ -27,7 +31,10 @@ Role = Literal["system", "developer", "user", "assistant", "tool"]
 ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 Int32 = Annotated[int, Field(ge=-(2**31), le=2**31 - 1)]
 # Lists fail at their first wrong item: megabytes of wrong items must not become errors each.
-StopStrings = Annotated[list[str], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+StopString = Annotated[str, Field(max_length=MAX_STOP_CHARACTERS)]
+StopStrings = Annotated[list[StopString], Field(max_length=MAX_STOP_STRINGS, fail_fast=True)]
+StopTokenIds = Annotated[list[int], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)]
+LogitBias = Annotated[dict[int, float], Field(max_length=MAX_LOGIT_BIASES)]
 TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
@@ -98,9 +105,9 @@ class SamplingFields(ApiModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
-    logit_bias: dict[int, float] | None = None
+    logit_bias: LogitBias | None = None
     seed: int | None = None
-    stop_token_ids: TokenIds | None = None
+    stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
@@ -131,7 +138,7 @@ class GenerationRequest(SamplingFields):
 
     model: str | None = None
     n: int | None = None
-    stop: str | StopStrings | None = None
+    stop: StopString | StopStrings | None = None
     include_stop_str_in_output: bool | None = None
     max_tokens: int | None = None
     response_format: ResponseFormat | None = None

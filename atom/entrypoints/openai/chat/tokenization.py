@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-import functools
-import json
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jinja2
 
 from atom.entrypoints.openai.chat.protocol import ChatMessage, ChatPrompt
 from atom.entrypoints.openai.http.errors import ApiError, bad_request
+from atom.entrypoints.openai.http.json_budget import JsonBudget
 from atom.entrypoints.openai.http.options import OptionError
-
-Result = TypeVar("Result")
-
-# Shorter texts take about a millisecond, less than a visit to a thread is worth.
-MAX_INLINE_CHARACTERS = 4000
+from atom.quoting import excerpt, quote
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
@@ -57,7 +49,7 @@ class Prompt:
 
 
 class PromptEncoder:
-    """Tokenises text and chats; long ones in a thread, so that the event loop goes on.
+    """Tokenises text and chats, in any thread; long ones take seconds.
 
     Raises:
         OptionError: when `chat_template` is not a Jinja template.
@@ -67,14 +59,12 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._template = chat_template or _default_template(tokenizer)
-        # One thread: the tokenizer's settings are not meant to be changed from several.
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="tokenize")
         self._takes_arguments_as_text = self._probe_arguments()
         self._max_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
         if chat_template is not None:
             self._check_syntax()
 
-    async def encode(self, text: str, *, add_special_tokens: bool, param: str) -> Prompt:
+    def encode(self, text: str, *, add_special_tokens: bool, param: str) -> Prompt:
         """Tokenise `text`.
 
         Raises:
@@ -82,10 +72,12 @@ class PromptEncoder:
                 first, since tokenising megabytes takes seconds and much memory.
         """
         self._check_length(len(text), param)
-        encode = functools.partial(self._encode, text, add_special_tokens)
-        return Prompt(await self._call(len(text), encode), text)
+        token_ids: list[int] = self._tokenizer.encode(
+            text, add_special_tokens=add_special_tokens, verbose=False
+        )
+        return Prompt(token_ids, text)
 
-    async def encode_chat(
+    def encode_chat(
         self, chat: ChatPrompt, *, add_special_tokens: bool, with_tools: bool = True
     ) -> Prompt:
         """Render the chat template, then tokenise.
@@ -111,34 +103,15 @@ class PromptEncoder:
                 "messages",
                 CONTEXT_EXCEEDED,
             )
-        messages = [self._message(i, message) for i, message in enumerate(chat.messages)]
-        size = sum(len(message["content"]) for message in messages)
-        self._check_length(size, "messages")
-        tools = tool_dicts(chat) if with_tools else None
-        text = await self._call(size, functools.partial(self._render, messages, chat, tools))
-        return await self.encode(text, add_special_tokens=add_special_tokens, param="messages")
+        budget = JsonBudget()
+        messages = [self._message(i, message, budget) for i, message in enumerate(chat.messages)]
+        self._check_length(sum(len(message["content"]) for message in messages), "messages")
+        text = self._render(messages, chat, tool_dicts(chat) if with_tools else None)
+        return self.encode(text, add_special_tokens=add_special_tokens, param="messages")
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
-
-    async def detokenize(self, token_ids: list[int]) -> str:
-        decode = functools.partial(self.decode, token_ids, skip_special_tokens=False)
-        return await self._call(len(token_ids), decode)
-
-    def close(self) -> None:
-        self._thread.shutdown(wait=False, cancel_futures=True)
-
-    async def _call(self, size: int, function: Callable[[], Result]) -> Result:
-        if size <= MAX_INLINE_CHARACTERS:
-            return function()
-        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
-
-    def _encode(self, text: str, add_special_tokens: bool) -> list[int]:
-        token_ids: list[int] = self._tokenizer.encode(
-            text, add_special_tokens=add_special_tokens, verbose=False
-        )
-        return token_ids
 
     def _render(
         self,
@@ -173,11 +146,12 @@ class PromptEncoder:
             )
         except Exception as error:  # a template is a program: anything can come out of it
             raise bad_request(
-                f"the chat template does not accept these messages: {error}", "messages"
+                f"the chat template does not accept these messages: {excerpt(str(error))}",
+                "messages",
             ) from error
         return text
 
-    def _message(self, index: int, message: ChatMessage) -> dict[str, Any]:
+    def _message(self, index: int, message: ChatMessage, budget: JsonBudget) -> dict[str, Any]:
         """What templates expect: string contents, tool arguments as objects."""
         where = f"messages[{index}]"
         role: str = message.role
@@ -191,10 +165,12 @@ class PromptEncoder:
         if message.tool_call_id is not None:
             rendered["tool_call_id"] = message.tool_call_id
         if message.tool_calls:
-            rendered["tool_calls"] = [self._tool_call(call, where) for call in message.tool_calls]
+            rendered["tool_calls"] = [
+                self._tool_call(call, where, budget) for call in message.tool_calls
+            ]
         return rendered
 
-    def _tool_call(self, call: dict[str, Any], where: str) -> dict[str, Any]:
+    def _tool_call(self, call: dict[str, Any], where: str, budget: JsonBudget) -> dict[str, Any]:
         """A call of the history, its arguments as the template wants them."""
         function = call.get("function")
         if not isinstance(function, dict):
@@ -203,9 +179,9 @@ class PromptEncoder:
         if self._takes_arguments_as_text or not isinstance(arguments, str):
             return call
         try:
-            return {**call, "function": {**function, "arguments": json.loads(arguments)}}
+            return {**call, "function": {**function, "arguments": budget.loads(arguments)}}
         except ValueError as error:
-            message = f"{where}.tool_calls: arguments are not JSON: {error}"
+            message = f"{where}.tool_calls: arguments are not JSON: {excerpt(str(error))}"
             raise bad_request(message, where) from error
 
     def _probe_arguments(self) -> bool:
@@ -283,7 +259,8 @@ def _text(message: ChatMessage, where: str) -> str:
 
 def _unsupported_part(where: str, kind: str) -> ApiError:
     return bad_request(
-        f"{where} is of type {kind!r}, which this server does not support; only 'text' parts are",
+        f"{where} is of type {quote(kind)}, which this server does not support; only 'text' parts "
+        "are",
         where,
         "unsupported_content",
     )

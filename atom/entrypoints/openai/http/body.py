@@ -1,4 +1,7 @@
-"""Request bodies: read within a limit, then validated with errors that name the field."""
+"""Request bodies: read within a limit, then validated with errors that name the field.
+
+Reading belongs to the event loop, validating may be done by a thread.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,8 @@ from starlette.requests import Request
 
 from atom.entrypoints.openai.chat.protocol import UNSUPPORTED_CONTENT, UNSUPPORTED_FIELD
 from atom.entrypoints.openai.http.errors import ApiError, bad_request
+from atom.entrypoints.openai.http.json_budget import JsonBudget
+from atom.quoting import excerpt
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -26,43 +31,50 @@ MAX_REPORTED_PROBLEMS = 3
 UNION_TAGS = frozenset({"str", "list[str]", "list[ContentPart]"})
 
 
-async def read_body(request: Request, model: type[Body], max_bytes: int) -> Body:
-    """Read and validate one JSON body.
+async def read_body(request: Request, max_bytes: int) -> bytes:
+    """Read one JSON body.
 
     Raises:
-        ApiError: 413 beyond `max_bytes`, 400 for what is not valid JSON or not the expected
-            shape, 415 for another content type.
+        ApiError: 413 beyond `max_bytes`, 415 for another content type.
     """
     data = await _read_bytes(request, max_bytes)
-    try:
-        body = model.model_validate_json(data)
-    except ValidationError as error:
-        raise describe(error) from None
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Browsers send other types across origins without asking, past CORS.
     if media_type != "application/json":
         raise ApiError(
             415,
-            f"the content type must be application/json, got {media_type or 'none'}",
+            f"the content type must be application/json, got {excerpt(media_type) or 'none'}",
             code="unsupported_media_type",
         )
-    return body
+    return data
+
+
+def parse_body(data: bytes, model: type[Body]) -> Body:
+    """Validate a body.
+
+    Raises:
+        ApiError: 400 for what is not valid JSON, not the expected shape, or too much.
+    """
+    JsonBudget().spend(data)
+    try:
+        return model.model_validate_json(data)
+    except ValidationError as error:
+        raise describe(error) from None
 
 
 async def _read_bytes(request: Request, max_bytes: int) -> bytes:
     stream = request.stream()
     declared = request.headers.get("content-length", "")
-    too_large = declared.isdigit() and int(declared) > max_bytes
-    chunks: list[bytes] = []
-    size = 0
+    # More digits than any size has are not read as a number.
+    too_large = declared.isdecimal() and (len(declared) > 20 or int(declared) > max_bytes)
+    data = bytearray()
     while not too_large:
         chunk = await anext(stream, None)
         if chunk is None:
-            return b"".join(chunks)
-        size += len(chunk)
-        chunks.append(chunk)
-        too_large = size > max_bytes
-    chunks.clear()
+            return bytes(data)
+        data += chunk
+        too_large = len(data) > max_bytes
+    data.clear()
     if "expect" not in request.headers:
         await _discard(stream)
     raise ApiError(
@@ -93,15 +105,19 @@ def describe(error: ValidationError) -> ApiError:
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
     if first["type"] == "json_invalid":
-        return bad_request(f"the body is not valid JSON: {first['msg']}", code="invalid_json")
+        return bad_request(
+            f"the body is not valid JSON: {excerpt(first['msg'])}", code="invalid_json"
+        )
     if first["type"] == UNSUPPORTED_FIELD:
         name = _path((*first["loc"], first["ctx"]["field"]))
         return bad_request(f"{name} is not supported by this server", name, UNSUPPORTED_FIELD)
     if first["type"] == UNSUPPORTED_CONTENT:
         name = _path(first["loc"])
-        return bad_request(f"{name}: {first['msg']}", name, UNSUPPORTED_CONTENT)
+        return bad_request(f"{name}: {excerpt(first['msg'])}", name, UNSUPPORTED_CONTENT)
     if not first["loc"]:
-        return bad_request(f"the body must be a JSON object: {first['msg']}", code="invalid_type")
+        return bad_request(
+            f"the body must be a JSON object: {excerpt(first['msg'])}", code="invalid_type"
+        )
     same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
     unknown = next((problem for problem in same if problem["type"] == "extra_forbidden"), None)
     if unknown is not None:
@@ -110,9 +126,9 @@ def describe(error: ValidationError) -> ApiError:
     if first["type"] == "missing":
         name = _path(first["loc"])
         return bad_request(f"{name} is missing", name, "missing_field")
-    said = dict.fromkeys(f"{_path(p['loc'])}: {p['msg']}" for p in same)
+    said = dict.fromkeys(f"{_path(p['loc'])}: {excerpt(p['msg'])}" for p in same)
     text = "; or ".join([*said][:MAX_REPORTED_PROBLEMS])
-    return bad_request(text, str(first["loc"][0]), "invalid_type")
+    return bad_request(text, _path(first["loc"][:1]), "invalid_type")
 
 
 def _path(loc: tuple[int | str, ...]) -> str:
@@ -123,4 +139,4 @@ def _path(loc: tuple[int | str, ...]) -> str:
             text += f"[{part}]"
         elif part not in UNION_TAGS and not part.startswith("<"):
             text += f".{part}"
-    return text
+    return excerpt(text)

@@ -11,12 +11,20 @@ import msgspec
 from starlette.responses import Response
 
 from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
-from atom.model_engine.async_engine import EngineShuttingDownError, QueueFullError
+from atom.model_engine.async_engine import (
+    EngineShuttingDownError,
+    EngineStuckError,
+    QueueFullError,
+)
+from atom.quoting import excerpt
 
 logger = logging.getLogger(__name__)
 
 # Seconds after which a client that met a full queue may try again.
 RETRY_AFTER_SECONDS = 1
+
+# Of the words of other parts, which may quote what was sent.
+MAX_MESSAGE = 500
 
 INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
@@ -94,7 +102,7 @@ def invalid_parameters(error: ValueError, field_names: Mapping[str, str]) -> Api
     """
     match = re.match(r"[a-z_]+", str(error))
     name = match.group() if match else ""
-    return bad_request(str(error), field_names.get(name, name) or None)
+    return bad_request(excerpt(str(error), MAX_MESSAGE), field_names.get(name, name) or None)
 
 
 def as_api_error(error: BaseException) -> ApiError:
@@ -102,15 +110,19 @@ def as_api_error(error: BaseException) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestRefusedError):
-        return bad_request(str(error), error.param)
+        return bad_request(excerpt(str(error), MAX_MESSAGE), error.param)
     if isinstance(error, RequestFailedError):
-        return ApiError(500, str(error), kind=SERVER_ERROR, code="request_failed")
+        message = excerpt(str(error), MAX_MESSAGE)
+        return ApiError(500, message, kind=SERVER_ERROR, code="request_failed")
     if isinstance(error, QueueFullError):
         headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
         return ApiError(429, str(error), kind=RATE_LIMIT, code="queue_full", headers=headers)
     if isinstance(error, EngineDeadError):
-        shuts_down = isinstance(error, EngineShuttingDownError)
-        code = "shutting_down" if shuts_down else "engine_dead"
+        code = "engine_dead"
+        if isinstance(error, EngineShuttingDownError):
+            code = "shutting_down"
+        elif isinstance(error, EngineStuckError):
+            code = "unhealthy"
         return ApiError(503, str(error), kind=SERVER_ERROR, code=code)
     logger.error("a request failed unexpectedly", exc_info=error)
     return ApiError(500, "internal server error; see the server's log", kind=SERVER_ERROR)

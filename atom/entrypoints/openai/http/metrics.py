@@ -41,6 +41,12 @@ class ServerMetrics:
         )
         for reason in FINISH_REASONS:
             self._finished.labels(reason)  # present from the start, at zero
+        # Of requests, where the engine counts sequences.
+        self._prompt_tokens = Counter(
+            "atom:prompt_tokens",
+            "Prompt tokens of requests whose first token came; once, however many answers.",
+            registry=self._registry,
+        )
         self._time_to_first_token = self._histogram(
             "time_to_first_token", "From arrival to the first token.", _REQUEST_BUCKETS
         )
@@ -61,7 +67,8 @@ class ServerMetrics:
         self._engine.stats = stats
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
-    def on_first_token(self, seconds: float) -> None:
+    def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
+        self._prompt_tokens.inc(num_prompt_tokens)
         self._time_to_first_token.observe(seconds)
 
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
@@ -77,7 +84,7 @@ class ServerMetrics:
         num_prompt_tokens: int,
         num_output_tokens: int,
     ) -> None:
-        del num_prompt_tokens, num_output_tokens  # the engine counts tokens itself
+        del num_prompt_tokens, num_output_tokens  # counted as they come
         self._finished.labels(finish_reason).inc()
         arrived = metrics.arrival_time
         if metrics.finished_time is not None:
@@ -108,7 +115,6 @@ class _EngineCollector(Collector):
             yield GaugeMetricFamily(f"atom:{name}", text, value=value)
         yield _kv_cache_info(stats)
         counters = (
-            ("prompt_tokens", "Prompt tokens of scheduled requests.", stats.num_prompt_tokens),
             ("generation_tokens", "Tokens generated.", stats.num_generation_tokens),
             ("preemptions", "Sequences preempted.", stats.num_preemptions),
             (

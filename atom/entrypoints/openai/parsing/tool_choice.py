@@ -9,6 +9,7 @@ from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest, NamedTo
 from atom.entrypoints.openai.chat.tokenization import tool_dicts
 from atom.entrypoints.openai.http.errors import bad_request
 from atom.entrypoints.openai.http.options import ServerOptions
+from atom.quoting import excerpt, quote
 
 
 @dataclass(frozen=True)
@@ -66,4 +67,6 @@ def _named(tools: tuple[dict[str, Any], ...], name: str) -> tuple[dict[str, Any]
         if tool["function"]["name"] == name:
             return (tool,)
     names = ", ".join(tool["function"]["name"] for tool in tools)
-    raise bad_request(f"tool_choice names {name!r}; the tools are {names}", "tool_choice")
+    raise bad_request(
+        f"tool_choice names {quote(name)}; the tools are {excerpt(names)}", "tool_choice"
+    )

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS, deepseek_v3, hermes, kimi_k2
+from atom.quoting import quote
 from atom.structured_output.json_schema import check_schema, is_enforceable
 from atom.structured_output.params import StructuredOutput
 from atom.structured_output.tags import (
@@ -125,7 +126,7 @@ def tool_call_grammar(
         name = tool_choice["function"]["name"]
         tools = [tool for tool in tools if tool["function"]["name"] == name]
         if not tools:
-            raise ValueError(f"tool_choice names {name!r}, which is not among the tools")
+            raise ValueError(f"tool_choice names {quote(name)}, which is not among the tools")
         tool_choice = "named"
     is_strict = any(tool["function"].get("strict") for tool in tools)
     if tool_choice == "auto" and parallel_tool_calls and not is_strict:

@@ -23,6 +23,7 @@ from atom.entrypoints.openai.responses.protocol import (
     ToolReference,
 )
 from atom.entrypoints.openai.translation import translate_request
+from atom.quoting import excerpt
 
 LOGPROBS = "message.output_text.logprobs"
 
@@ -140,7 +141,9 @@ def _allowed(tools: list[FunctionTool], references: list[ToolReference]) -> list
     wanted = {reference.name for reference in references}
     missing = sorted(wanted - {tool.name for tool in tools})
     if missing:
-        raise bad_request(f"tool_choice allows unknown tools: {', '.join(missing)}", "tool_choice")
+        raise bad_request(
+            f"tool_choice allows unknown tools: {excerpt(', '.join(missing))}", "tool_choice"
+        )
     return [tool for tool in tools if tool.name in wanted]
 
 
@@ -156,18 +159,18 @@ def _messages(body: ResponsesRequest) -> list[dict[str, Any]]:
         messages.append({"role": "system", "content": body.instructions})
     if isinstance(body.input, str):
         return [*messages, {"role": "user", "content": body.input}]
+    turn: list[dict[str, Any]] = []
+    known: set[str] = set()
     for item in body.input:
         if isinstance(item, ReasoningItem) and not item.content:
             continue
         message = _message(item)
-        if messages and _continues(messages[-1], message):
-            _join(messages[-1], message)
-        else:
-            messages.append(message)
-    for message in messages:
-        if message["role"] == "assistant":
-            message.setdefault("content", None if "tool_calls" in message else "")
-    return messages
+        if not (turn and _continues(turn[-1]["role"], known, message)):
+            messages += _joined(turn)
+            turn, known = [], set()
+        turn.append(message)
+        known |= message.keys()
+    return messages + _joined(turn)
 
 
 def _message(item: InputItem) -> dict[str, Any]:
@@ -185,17 +188,30 @@ def _message(item: InputItem) -> dict[str, Any]:
     return {"role": "assistant", "reasoning_content": text}
 
 
-def _continues(before: dict[str, Any], message: dict[str, Any]) -> bool:
-    """Whether both are of one turn: reasoning, then text, then calls and what comes with them."""
-    if before["role"] != "assistant" or message["role"] != "assistant":
+def _continues(role: str, known: set[str], message: dict[str, Any]) -> bool:
+    """Whether a message is of the turn before it: reasoning, then text, then calls and what
+    comes with them.
+
+    Args:
+        known: the fields of the turn so far.
+    """
+    if role != "assistant" or message["role"] != "assistant":
         return False
-    return "tool_calls" in before or "tool_calls" in message or "content" not in before
+    return "tool_calls" in known or "tool_calls" in message or "content" not in known
 
 
-def _join(before: dict[str, Any], message: dict[str, Any]) -> None:
-    for name, value in message.items():
-        if name != "role":
-            before[name] = before[name] + value if name in before else value
+def _joined(turn: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The messages of one turn as one; in time that is linear in what they hold."""
+    if not turn or turn[0]["role"] != "assistant":
+        return turn
+    joined: dict[str, Any] = {"role": "assistant"}
+    for name in ("content", "reasoning_content"):
+        if texts := [message[name] for message in turn if name in message]:
+            joined[name] = "".join(texts)
+    if calls := [call for message in turn for call in message.get("tool_calls", ())]:
+        joined["tool_calls"] = calls
+    joined.setdefault("content", None if calls else "")
+    return [joined]
 
 
 def _text(content: str | Iterable[InputText]) -> str:

@@ -1,0 +1,35 @@
+"""What is made of a request's parameters once, for every sequence of every prompt."""
+
+from __future__ import annotations
+
+import msgspec
+
+from atom.sampling_params import SamplingParams
+from atom.text.stop_strings import StopStrings
+
+
+class PreparedParams:
+    """A request's parameters in the shapes that its sequences share.
+
+    Attributes:
+        params: as they were given.
+        stops: the stop strings.
+    """
+
+    def __init__(self, params: SamplingParams) -> None:
+        self.params = params
+        self.stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
+        # The engine needs to know nothing of texts, and the prompt's logprobs only once.
+        first = msgspec.structs.replace(params, stop=None, kept_special_tokens=None)
+        self._first = self._others = first
+        if params.prompt_logprobs is not None:
+            self._others = msgspec.structs.replace(first, prompt_logprobs=None)
+
+    @classmethod
+    def of(cls, params: SamplingParams | PreparedParams) -> PreparedParams:
+        """Prepare parameters, unless they are."""
+        return params if isinstance(params, PreparedParams) else cls(params)
+
+    def for_engine(self, index: int) -> SamplingParams:
+        """What the engine is told of completion `index`: one object for all that are alike."""
+        return self._first if index == 0 else self._others
