@@ -16,6 +16,7 @@ import zmq
 
 from atom.config import ConfigError, EngineConfig
 from atom.messages import (
+    EngineDeadError,
     EngineLimits,
     EngineRequest,
     EngineStats,
@@ -35,7 +36,7 @@ LIMITS = EngineLimits(max_model_len=64, num_blocks=8, block_size=16, vocab_size=
 class ScriptedCore:
     """Each step gives every sequence one token: its number of steps so far.
 
-    A prompt token 13 is refused; a step with a prompt token 66 fails.
+    A prompt token 13 is refused; a step with a prompt token 66 or 67 fails.
     """
 
     def __init__(self, config: EngineConfig) -> None:
@@ -71,6 +72,8 @@ class ScriptedCore:
     def step(self) -> StepReport:
         if any(66 in prompt for prompt in self.prompts.values()):
             raise RuntimeError("the device is lost")
+        if any(67 in prompt for prompt in self.prompts.values()):
+            raise EngineDeadError("RuntimeError: HIP error: the device is lost")
         time.sleep(0.001)
         self.num_step_tokens = sum(map(len, self.prompts.values()))
         assert self.may_step.wait(20)
@@ -253,10 +256,19 @@ def test_unforeseen_startup_error(frontend: Frontend, caplog: pytest.LogCaptureF
     assert "Traceback" in caplog.text
 
 
-def test_failing_step(frontend: Frontend, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize(
+    ("token", "cause"),
+    [
+        (66, "RuntimeError: the device is lost"),
+        (67, "RuntimeError: HIP error: the device is lost"),
+    ],
+)
+def test_failing_step(
+    frontend: Frontend, caplog: pytest.LogCaptureFixture, token: int, cause: str
+) -> None:
     frontend.start()
-    frontend.add("a", [66])
-    assert frontend.receive() == wire.EngineFailed("RuntimeError: the device is lost")
+    frontend.add("a", [token])
+    assert frontend.receive() == wire.EngineFailed(cause)
     assert frontend.join() == 1
     assert "Traceback" in caplog.text
 

@@ -226,6 +226,73 @@ def test_a_batch_stays_as_it_was_scheduled() -> None:
     assert batch.new[0].output_token_ids == []
 
 
+def test_a_failed_step_is_tried_again_one_sequence_at_a_time() -> None:
+    bench = Bench(max_num_batched_tokens=6)
+    bench.add("gone", [9], max_tokens=5)
+    bench.step()
+    bench.scheduler.abort(["gone"])
+    bench.add("a", tokens(100, 3), max_tokens=3)
+    bench.add("b", tokens(200, 8), max_tokens=3)
+    batch = bench.scheduler.schedule()
+    assert rows(batch) == {"a": (0, 3), "b": (0, 3)}
+    bench.scheduler.give_back(batch, "it broke")
+    assert bench.pool.num_used == 0
+    bench.add("first", tokens(300, 1), priority=-1, max_tokens=2)
+    # The runner is told again what the failed step may have missed, and to forget its sequences.
+    batch, outputs = bench.step()
+    assert sorted(batch.finished_ids) == ["a", "b", "gone"]
+    assert rows(batch) == {"a": (0, 3)}
+    assert [n.id for n in batch.new] == ["a"]
+    assert outputs["a"].num_preemptions == 1
+    # Alone until it has a token, however many steps that takes.
+    assert rows(bench.step()[0]) == {"b": (0, 6)}
+    batch = bench.scheduler.schedule()
+    assert rows(batch) == {"b": (6, 2)}
+    bench.scheduler.give_back(batch, "it broke again")
+    [refused] = bench.scheduler.take_refused()
+    assert (refused.id, refused.message, refused.is_fault) == ("b", "it broke again", True)
+    assert rows(bench.step()[0]) == {"first": (0, 1), "a": (0, 4)}
+    assert bench.run()["a"][-1].finish_reason is FinishReason.LENGTH
+
+
+def test_an_interrupted_step_makes_nobody_a_suspect() -> None:
+    bench = Bench()
+    bench.add("a", [1, 2], max_tokens=3)
+    bench.add("b", [3, 4], max_tokens=3)
+    for _ in range(3):
+        batch = bench.scheduler.schedule()
+        assert rows(batch) == {"a": (0, 2), "b": (0, 2)}
+        bench.scheduler.give_back(batch, None)
+    assert bench.scheduler.take_refused() == []
+    assert bench.run().keys() == {"a", "b"}
+
+
+def test_only_the_batch_that_runs_can_be_given_back() -> None:
+    bench = Bench()
+    bench.add("a", [1], max_tokens=9)
+    old, _ = bench.step()
+    bench.scheduler.schedule()
+    with pytest.raises(RuntimeError, match="another batch"):
+        bench.scheduler.give_back(old, "it broke")
+
+
+@pytest.mark.parametrize(
+    ("says", "max_tokens", "is_refused"), [([], 9, True), ([A], 9, True), ([A], 1, False)]
+)
+def test_a_failure_refuses_unless_the_tokens_before_it_are_the_last(
+    says: list[int], max_tokens: int, is_refused: bool
+) -> None:
+    bench = Bench()
+    bench.add("a", [1], max_tokens=max_tokens)
+    batch = bench.scheduler.schedule()
+    results = StepOutput([SequenceResult(says, failure="no token is left")])
+    outputs = bench.scheduler.update(batch, results)
+    assert [o.finish_reason for o in outputs] == ([] if is_refused else [FinishReason.LENGTH])
+    refused = bench.scheduler.take_refused()
+    assert [(r.message, r.is_fault) for r in refused] == [("no token is left", False)] * is_refused
+    assert bench.pool.num_used == 0
+
+
 def test_steps_must_alternate() -> None:
     bench = Bench()
     bench.add("a", [1], max_tokens=9)

@@ -154,3 +154,36 @@ def test_latents(storage: torch.dtype, numbers: Numbers) -> None:
     up_proj = numbers(heads, nope + v_dim, rank)
     ours, expected = (mla.mla_attention(q, c, up_proj, metadata, SCALE) for c in (cache, plain))
     torch.testing.assert_close(ours, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("storage", [torch.float32, *STORAGES], ids=str)
+def test_what_lies_behind_a_context_may_be_anything(storage: torch.dtype, numbers: Numbers) -> None:
+    """Blocks come with their last owner's numbers, and those may have been NaN."""
+    metadata = metadata_of(LENGTHS)
+    blocks = sum(-(-context // BLOCK) for context, _ in LENGTHS)
+    everything = torch.cat(written(metadata, len(LENGTHS)))
+    queries = int(metadata.cu_seqlens_q[-1])
+    k, v, q = (
+        numbers(len(everything), 2, 16),
+        numbers(len(everything), 2, 16),
+        numbers(queries, 4, 16),
+    )
+    latent, rope = numbers(len(everything), 24), numbers(len(everything), 8)
+    q_latent, up = numbers(queries, 3, 16), numbers(3, 18, 24)
+    outs = []
+    for filler in (0.0, torch.nan):
+        key, value = (torch.full((blocks, BLOCK, 2, 16), filler).to(storage) for _ in range(2))
+        cache = KVCacheTensor(key, value, scale_for(storage, 0.02), scale_for(storage, 0.5))
+        attention.kv_cache_write(k, v, cache, everything)
+        pool = torch.full((blocks, BLOCK, 32), filler).to(storage)
+        latents = LatentCacheTensor(pool, scale_for(storage, 0.02))
+        mla.mla_cache_write(latent, rope, latents, everything)
+        outs.append(
+            (
+                attention.paged_attention(q, cache, metadata, SCALE, None),
+                mla.mla_attention(q_latent, latents, up, metadata, SCALE),
+            )
+        )
+    for clean, dirty in zip(*outs, strict=True):
+        assert clean.isfinite().all()
+        assert torch.equal(clean, dirty)

@@ -14,6 +14,7 @@ import httpx
 import openai
 import pytest
 from server_process import ServerProcess
+from transformers import PreTrainedTokenizerFast
 
 JSON = {"Content-Type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]
@@ -80,6 +81,8 @@ def test_what_is_not_json(server: ServerProcess, path: str, content: bytes) -> N
         ({"presence_penalty": 3}, "presence_penalty"),
         ({"frequency_penalty": -3}, "frequency_penalty"),
         ({"repetition_penalty": 0}, "repetition_penalty"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty"),
+        ({"repetition_penalty": 1001}, "repetition_penalty"),
         ({"seed": 2**64}, "seed"),
         ({"seed": 1.5}, "seed"),
         ({"stop": ""}, "stop"),
@@ -175,6 +178,21 @@ def test_over_long_prompts_are_refused_with_the_numbers(server: ServerProcess) -
     error = _error(server.post("/v1/chat/completions", json={"messages": chat}), 400)
     assert "512" in error["message"]
     assert error["param"] == "messages"
+
+
+def test_what_no_token_obeys_ends_its_request_alone(
+    server: ServerProcess, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    body = {**LONG, "n": 1, "max_tokens": 64, "temperature": 0}
+    expected = server.post("/v1/completions", json=body).json()["choices"][0]["text"]
+    with ThreadPoolExecutor(1) as pool:
+        other = pool.submit(server.post, "/v1/completions", json=body)
+        every = {"min_tokens": 3, "stop_token_ids": list(range(len(byte_level_tokenizer)))}
+        response = server.post("/v1/completions", json={"prompt": "Hi", **every})
+        assert other.result().json()["choices"][0]["text"] == expected
+    assert "no token can be chosen after 0 tokens" in _error(response, 400)["message"]
+    tiny = server.post("/v1/completions", json={"prompt": "Hi", "top_p": 1e-46, "max_tokens": 3})
+    assert tiny.status_code == 200
 
 
 def test_megabytes_are_refused_quickly(server: ServerProcess) -> None:

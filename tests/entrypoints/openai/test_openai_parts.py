@@ -31,7 +31,12 @@ from atom.entrypoints.openai.http.errors import ApiError, as_api_error
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.http.sse import DONE, EventStream, encode_event
-from atom.messages import EngineDeadError, EngineStats, RequestRefusedError
+from atom.messages import (
+    EngineDeadError,
+    EngineStats,
+    RefusedSequence,
+    RequestRefusedError,
+)
 from atom.model_engine.async_engine import (
     EngineShuttingDownError,
     EngineStuckError,
@@ -211,6 +216,11 @@ async def test_a_stream_is_closed_when_its_reader_leaves() -> None:
 
 def test_exceptions_become_answers() -> None:
     assert as_api_error(RequestRefusedError("no", "n")).status == 400
+    failed = as_api_error(RefusedSequence("r/0", "ValueError: oops", is_fault=True).error())
+    assert (failed.status, failed.code) == (500, "request_failed")
+    assert "oops" in failed.message
+    refused = as_api_error(RefusedSequence("r/0", "no token", "structured_output").error())
+    assert (refused.status, refused.param) == (400, "structured_output")
     full = as_api_error(QueueFullError("full"))
     assert (full.status, full.headers) == (429, {"Retry-After": "1"})
     assert as_api_error(EngineDeadError("dead")).code == "engine_dead"
