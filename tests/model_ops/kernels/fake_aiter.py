@@ -17,10 +17,29 @@ from typing import Any
 import fake_aiter_kernels
 import torch
 
-from atom.model_ops.kernels.aiter.probe import Library
+from atom.model_ops.kernels.aiter import (
+    attention,
+    cache_write,
+    elementwise,
+    layout,
+    linear,
+    mla,
+    moe,
+)
+from atom.model_ops.kernels.aiter.probe import EntryPoint, Library
+from atom.model_ops.ops import OPS
 
 _FILE = Path(__file__).with_name("aiter_signatures.json")
 SIGNATURES: Mapping[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))["functions"]
+# The part of the op table that is aiter's.
+AITER = {op: tuple(e for e in entries if e.name == "aiter") for op, entries in OPS.items()}
+# What the adapters call, by name.
+ENTRY_POINTS: Mapping[str, EntryPoint] = {
+    value.name: value
+    for module in (attention, cache_write, elementwise, layout, linear, mla, moe)
+    for value in vars(module).values()
+    if isinstance(value, EntryPoint)
+}
 # Defaults that are objects of aiter's: the fake has their names in their place.
 _PLAIN_DEFAULTS = {"torch.bfloat16": torch.bfloat16}
 

@@ -14,25 +14,44 @@ over long contexts is that of the Triton kernel, and so is the reduction.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from atom.model_ops.kernels.torch.attention import PagedAttentionOp
 from atom.model_ops.kernels.triton.flash import LOG2_E, describe
 from atom.model_ops.kernels.triton.paged_attention import (
-    DEFAULT_COMPUTE_UNITS,
+    compute_units,
     num_splits,
     reduce_parts,
 )
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, KVCacheTensor
-from atom.platform import current_platform, num_compute_units
+from atom.model_ops.registry import OpQuery
+from atom.platform import current_platform
 
 _LARGEST_TILE = 32  # of keys: two tiles of keys and values leave registers for two wavefronts
 _GENERATION = {"gfx942": 3, "gfx950": 4}  # of the matrix units
 _ROWS = gl.constexpr(16)
+_HEAD_DIMS = (64, 128)
+_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why a layer of this shape and type cannot be decoded; None when it can."""
+    shape, native = query.shape, query.platform.fp8_dtype
+    if shape["num_heads"] != shape["num_kv_heads"]:
+        return (
+            f"for layers without grouped queries; num_heads={shape['num_heads']} is not "
+            f"num_kv_heads={shape['num_kv_heads']}"
+        )
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in bfloat16 and float16, not {query.dtype}"
+    if query.storage not in (None, query.dtype, native):
+        return f"reads a cache of {query.dtype} or {native}, not {query.storage}"
+    if shape["head_dim"] not in _HEAD_DIMS:
+        return f"head_dim={shape['head_dim']} is none of {_HEAD_DIMS}"
+    if shape["block_size"] not in _BLOCK_SIZES:
+        return f"block_size={shape['block_size']} is none of {_BLOCK_SIZES}"
+    return None
 
 
 @gluon.jit
@@ -239,16 +258,7 @@ def _attend(
     )
 
 
-def load() -> PagedAttentionOp:
-    platform = current_platform()
-    units = num_compute_units(platform)
-    units = DEFAULT_COMPUTE_UNITS if units is None else units
-    return partial(paged_attention, _GENERATION[platform.arch], units)
-
-
 def paged_attention(
-    generation: int,
-    compute_units: int,
     q: torch.Tensor,
     kv_cache: KVCacheTensor,
     metadata: AttentionMetadata,
@@ -260,19 +270,30 @@ def paged_attention(
     The last query of a sequence sits at the last position of its context; a query that can see
     no key gives zeros.
 
-    Args:
-        generation: of the matrix units, 3 (gfx942) or 4 (gfx950).
-
     Raises:
         ValueError: when the tensors do not fit together, or for more than 16 queries a sequence.
     """
+    generation = _GENERATION[current_platform().arch]
+    return attend(generation, compute_units(), q, kv_cache, metadata, scale, sliding_window)
+
+
+def attend(
+    generation: int,
+    units: int,
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """`paged_attention` on matrix units of a generation, 3 or 4, split for so many units."""
     _check(q, kv_cache, metadata)
     num_tokens, num_heads, head_dim = q.shape
     sequences = metadata.block_tables.shape[0]
     reach = metadata.max_context_len
     if sliding_window is not None:
         reach = min(reach, sliding_window + metadata.max_seqlen_q - 1)
-    splits = num_splits(sequences * num_heads, reach, compute_units)
+    splits = num_splits(sequences * num_heads, reach, units)
     out = q.new_empty(q.shape)
     if splits == 1:
         _launch(generation, 1, out, None, q, kv_cache, metadata, scale, sliding_window)

@@ -15,18 +15,29 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.kernels.triton.support import refuses_storage
 from atom.model_ops.metadata import KVCacheTensor
+from atom.model_ops.registry import OpQuery
 
 LOG2_E = 1.4426950408889634
 # The matrix units want 16 rows; a smaller product is computed without them, slowly.
 SMALLEST_TILE = 16
 _TILE_BYTES = 16384
 _LARGEST_KEY_TILE = 64
+_LARGEST_HEAD = 256
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why attention over a paged cache cannot be computed; None when it can."""
+    head_dim = query.shape["head_dim"]
+    if head_dim > _LARGEST_HEAD:
+        return f"head_dim={head_dim} is larger than {_LARGEST_HEAD}"
+    return refuses_storage(query)
 
 
 @triton.jit

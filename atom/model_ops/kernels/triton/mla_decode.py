@@ -20,9 +20,13 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.kernels.triton.support import refuses_storage
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
 
+# A tile of keys, this wide, has to fit into the memory that a compute unit shares.
+_LARGEST = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 LOG2_E = 1.4426950408889634
 # Enough programs to fill the largest GPU (304 compute units) once and half again.
 _PROGRAMS = 512
@@ -37,6 +41,14 @@ _WARPS = 4 if current_platform().kind == "rocm" else 8
 # Lengths and offsets change from batch to batch: one compiled kernel serves them all.
 _VARYING = ["table_stride", "splits", "num_rows", "carried_head_stride"]
 _SLICES = ["rope_ptr", "tables_ptr", "contexts_ptr", "starts_ptr"]
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why latent attention cannot be computed; None when it can."""
+    for name, largest in _LARGEST.items():
+        if query.shape[name] > largest:
+            return f"{name}={query.shape[name]} is larger than {largest}"
+    return refuses_storage(query)
 
 
 def mla_decode(

@@ -6,13 +6,12 @@ its keys. With one part it writes the result; otherwise a second kernel weighs t
 
 from __future__ import annotations
 
-from functools import partial
+import functools
 
 import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.torch.attention import PagedAttentionOp
 from atom.model_ops.kernels.triton.flash import (
     LOG2_E,
     SMALLEST_TILE,
@@ -26,7 +25,7 @@ from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.platform import current_platform, num_compute_units
 
 # For a device that does not tell, between an H200 (132) and an MI300X (304).
-DEFAULT_COMPUTE_UNITS = 256
+_DEFAULT_COMPUTE_UNITS = 256
 _PROGRAMS_PER_UNIT = 4
 _SHORTEST_SPLIT = 256
 _MOST_SPLITS = 128
@@ -164,13 +163,7 @@ def _reduce(
     tl.store(out_ptr + row * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
 
 
-def load() -> PagedAttentionOp:
-    units = num_compute_units(current_platform())
-    return partial(paged_attention, DEFAULT_COMPUTE_UNITS if units is None else units)
-
-
 def paged_attention(
-    compute_units: int,
     q: torch.Tensor,
     kv_cache: KVCacheTensor,
     metadata: AttentionMetadata,
@@ -185,6 +178,18 @@ def paged_attention(
     Raises:
         ValueError: when the tensors do not fit together.
     """
+    return attend(compute_units(), q, kv_cache, metadata, scale, sliding_window)
+
+
+def attend(
+    units: int,
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """`paged_attention`, split so as to fill so many compute units."""
     tiles = key_tiles(q, kv_cache)
     num_tokens, num_heads, head_dim = q.shape
     kv_heads = kv_cache.key.shape[2]
@@ -195,7 +200,7 @@ def paged_attention(
     reach = metadata.max_context_len
     if sliding_window is not None:
         reach = min(reach, sliding_window + metadata.max_seqlen_q - 1)
-    splits = num_splits(sequences * per_sequence, reach, compute_units)
+    splits = num_splits(sequences * per_sequence, reach, units)
     grid = (sequences, per_sequence, splits)
     out = q.new_empty(q.shape)
     if splits == 1:
@@ -213,6 +218,13 @@ def reduce_parts(out: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> N
     num_tokens, num_heads, splits, head_dim = parts.shape
     width = triton.next_power_of_2(head_dim)
     _reduce[(num_tokens * num_heads,)](out, parts, lse, splits, head_dim, width, _REDUCED_AT_ONCE)
+
+
+@functools.cache
+def compute_units() -> int:
+    """Those of the device of this process."""
+    units = num_compute_units(current_platform())
+    return _DEFAULT_COMPUTE_UNITS if units is None else units
 
 
 def num_splits(programs: int, context_len: int, compute_units: int) -> int:
