@@ -6,8 +6,10 @@ limits from the checks below, which know nothing of the adapters. Any deviation 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,15 +19,7 @@ from typing import Any
 import fake_aiter_kernels
 import torch
 
-from atom.model_ops.kernels.aiter import (
-    attention,
-    cache_write,
-    elementwise,
-    layout,
-    linear,
-    mla,
-    moe,
-)
+from atom.model_ops.kernels import aiter
 from atom.model_ops.kernels.aiter.probe import EntryPoint, Library
 from atom.model_ops.ops import OPS
 
@@ -36,8 +30,8 @@ AITER = {op: tuple(e for e in entries if e.name == "aiter") for op, entries in O
 # What the adapters call, by name.
 ENTRY_POINTS: Mapping[str, EntryPoint] = {
     value.name: value
-    for module in (attention, cache_write, elementwise, layout, linear, mla, moe)
-    for value in vars(module).values()
+    for module in pkgutil.iter_modules(aiter.__path__, f"{aiter.__name__}.")
+    for value in vars(importlib.import_module(module.name)).values()
     if isinstance(value, EntryPoint)
 }
 # Defaults that are objects of aiter's: the fake has their names in their place.

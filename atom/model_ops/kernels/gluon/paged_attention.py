@@ -18,12 +18,8 @@ import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from atom.model_ops.kernels.triton.flash import LOG2_E, describe
-from atom.model_ops.kernels.triton.paged_attention import (
-    compute_units,
-    num_splits,
-    reduce_parts,
-)
+from atom.model_ops.kernels.triton.flash import cache_arguments, describe
+from atom.model_ops.kernels.triton.paged_attention import compute_units, launch_in_parts
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
@@ -144,37 +140,13 @@ def _soften(
     do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr"],
 )
 def _attend(
-    out_ptr,
-    lse_ptr,
-    q_ptr,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
-    tables_ptr,
-    lens_ptr,
-    starts_ptr,
-    score_scale,
-    window,
-    table_stride,
-    q_token_stride,
-    q_head_stride,
-    block_stride,
-    token_stride,
-    head_stride,
-    D: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    KEYS: gl.constexpr,
-    GENERATION: gl.constexpr,
+    out_ptr, lse_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+    tables_ptr, lens_ptr, starts_ptr, score_scale, window, table_stride,
+    q_token_stride, q_head_stride, block_stride, token_stride, head_stride,
+    D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, GENERATION: gl.constexpr,
     WINDOWED: gl.constexpr,
-    QUANTIZED: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
-    """Grid: sequences, heads, splits.
-
-    SPLIT=False: out [T, heads, d]. SPLIT=True: out [T, heads, splits, d] float32, the mean value
-    of each part, and lse [T, heads, splits], log2 of its weight; -inf where it saw no key.
-    """
+):  # fmt: skip
+    """Grid: sequences, heads, splits. What leaves is as of the Triton kernel."""
     MMA: gl.constexpr = gl.amd.AMDMFMALayout(
         version=GENERATION, instr_shape=[16, 16, 16], transposed=True, warps_per_cta=[1, 1]
     )
@@ -209,7 +181,7 @@ def _attend(
     begin = first + gl.program_id(2) * share
     end = gl.minimum(begin + share, gl.cdiv(context, KEYS))
     limit = gl.minimum(end * KEYS, context)
-    if QUANTIZED:
+    if key_scale_ptr is not None:
         score_scale = score_scale * gl.load(key_scale_ptr)
     table_ptr = tables_ptr + sequence.to(gl.int64) * table_stride
     key_ptr = key_ptr + head * head_stride
@@ -236,11 +208,11 @@ def _attend(
         block = _block_offset(ahead + 1, limit, table_ptr, block_stride, BLOCK_SIZE, KEYS)
 
     result = acc / gl.where(total == 0.0, 1.0, total)[:, None]
-    if QUANTIZED:
+    if value_scale_ptr is not None:
         result = result * gl.load(value_scale_ptr)
     stride = gl.num_programs(1) * gl.num_programs(2)
     place = first_token.to(gl.int64) * stride + head * gl.num_programs(2) + gl.program_id(2)
-    if SPLIT:
+    if lse_ptr is not None:
         lse = top + gl.log2(gl.where(total == 0.0, 1.0, total))
         rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
         gl.amd.cdna3.buffer_store(
@@ -288,21 +260,17 @@ def attend(
 ) -> torch.Tensor:
     """`paged_attention` on matrix units of a generation, 3 or 4, split for so many units."""
     _check(q, kv_cache, metadata)
-    num_tokens, num_heads, head_dim = q.shape
-    sequences = metadata.block_tables.shape[0]
-    reach = metadata.max_context_len
-    if sliding_window is not None:
-        reach = min(reach, sliding_window + metadata.max_seqlen_q - 1)
-    splits = num_splits(sequences * num_heads, reach, units)
-    out = q.new_empty(q.shape)
-    if splits == 1:
-        _launch(generation, 1, out, None, q, kv_cache, metadata, scale, sliding_window)
-        return out
-    parts = q.new_empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32)
-    lse = q.new_empty((num_tokens, num_heads, splits), dtype=torch.float32)
-    _launch(generation, splits, parts, lse, q, kv_cache, metadata, scale, sliding_window)
-    reduce_parts(out, parts, lse)
-    return out
+    block_size, num_heads, head_dim = kv_cache.key.shape[1:]
+    arguments = {
+        **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
+        "D": head_dim,
+        "BLOCK_SIZE": block_size,
+        "KEYS": min(block_size, _LARGEST_TILE),
+        "GENERATION": generation,
+        "num_warps": 1,
+    }
+    programs = metadata.block_tables.shape[0], num_heads
+    return launch_in_parts(_attend, arguments, programs, units, q, metadata)
 
 
 def _check(q: torch.Tensor, kv_cache: KVCacheTensor, metadata: AttentionMetadata) -> None:
@@ -324,46 +292,3 @@ def _check(q: torch.Tensor, kv_cache: KVCacheTensor, metadata: AttentionMetadata
             f"{metadata.max_seqlen_q} queries of a sequence; at most {MAX_DECODE_QUERIES} fit: "
             "prefill_attention takes more"
         )
-
-
-def _launch(
-    generation: int,
-    splits: int,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    q: torch.Tensor,
-    kv_cache: KVCacheTensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-) -> None:
-    key = kv_cache.key
-    block_size, num_heads, head_dim = key.shape[1:]
-    _attend[(metadata.block_tables.shape[0], num_heads, splits)](
-        out,
-        lse,
-        q,
-        key,
-        kv_cache.value,
-        kv_cache.key_scale,
-        kv_cache.value_scale,
-        metadata.block_tables,
-        metadata.context_lens,
-        metadata.cu_seqlens_q,
-        scale * LOG2_E,
-        sliding_window or 0,
-        metadata.block_tables.stride(0),
-        q.stride(0),
-        q.stride(1),
-        key.stride(0),
-        key.stride(1),
-        key.stride(2),
-        D=head_dim,
-        BLOCK_SIZE=block_size,
-        KEYS=min(block_size, _LARGEST_TILE),
-        GENERATION=generation,
-        WINDOWED=sliding_window is not None,
-        QUANTIZED=kv_cache.key_scale is not None,
-        SPLIT=lse is not None,
-        num_warps=1,
-    )
