@@ -1,104 +1,135 @@
-"""Every op and its implementations. Which is best is the platform's: `registry.preference`."""
+"""Every op and its implementations, a line each. Which is best: `registry.preference`."""
 
 from __future__ import annotations
 
-from atom.model_ops.kernels.aiter.entries import AITER
-from atom.model_ops.kernels.gluon import support as gluon
-from atom.model_ops.kernels.native import attention as native_attention
-from atom.model_ops.kernels.native import elementwise as native_elementwise
-from atom.model_ops.kernels.native import linear as native_linear
-from atom.model_ops.kernels.native import sampling as native_sampling
-from atom.model_ops.kernels.native.bindings import implementation as native
-from atom.model_ops.kernels.torch import attention, elementwise, linear, mla, moe, sampling
-from atom.model_ops.kernels.triton import attention as triton_attention
-from atom.model_ops.kernels.triton import elementwise as triton_elementwise
-from atom.model_ops.kernels.triton import mla as triton_mla
-from atom.model_ops.kernels.triton import moe as triton_moe
-from atom.model_ops.kernels.triton import sampling as triton_sampling
-from atom.model_ops.kernels.triton.support import implementation as triton
-from atom.model_ops.registry import Implementation, always
+from collections.abc import Callable, Mapping
+from importlib import import_module
+from typing import Any
+
+from atom.model_ops.kernels.native import bindings as native
+from atom.model_ops.kernels.triton import support as triton
+from atom.model_ops.registry import PACKED, PLAIN, Implementation, OpQuery, always
+
+# Why nothing of a folder of kernels can run; asked before a module of it is imported.
+_FOLDERS: Mapping[str, Callable[[OpQuery], str | None]] = {
+    "aiter": always,  # each adapter says which entry points it requires
+    "gluon": triton.refuses_gluon,
+    "native": native.refuses,
+    "torch": always,
+    "triton": triton.refuses,
+}
+
+
+def _kernel(function: str, refuses: str | None = None, layout: str = PLAIN) -> Implementation:
+    """A line of the table; nothing that it names is imported before it is needed.
+
+    Args:
+        function: `folder.module:function` in `kernels`; the folder names the implementation.
+        refuses: the function, written likewise, that is given a query and says why `function`
+            cannot run; None when it takes all that its folder takes.
+        layout: of the KV cache.
+    """
+    folder = function.partition(".")[0]
+
+    def supports(query: OpQuery) -> str | None:
+        reason = _FOLDERS[folder](query)
+        if reason is None and refuses is not None:
+            reason = _find(refuses)(query)
+        return reason
+
+    return Implementation(folder, supports, lambda: _find(function), layout)
+
+
+def _find(path: str) -> Any:
+    module, _, name = path.partition(":")
+    return getattr(import_module(f"atom.model_ops.kernels.{module}"), name)
+
 
 OPS: dict[str, tuple[Implementation, ...]] = {
     "linear": (
-        *AITER["linear"],
-        native(native_linear.load, native_linear.refuses),
-        Implementation("torch", always, linear.load),
+        _kernel("aiter.linear:linear", "aiter.linear:refuses"),
+        _kernel("native.linear:linear", "native.linear:refuses"),
+        _kernel("torch.linear:linear"),
     ),
     "rms_norm": (
-        *AITER["rms_norm"],
-        native(native_elementwise.load_rms_norm),
-        triton(triton_elementwise.load_rms_norm, triton_elementwise.refuses_norm),
-        Implementation("torch", always, lambda: elementwise.rms_norm),
+        _kernel("aiter.elementwise:rms_norm", "aiter.elementwise:refuses_norm"),
+        _kernel("native.elementwise:rms_norm"),
+        _kernel("triton.rms_norm:rms_norm", "triton.rms_norm:refuses"),
+        _kernel("torch.elementwise:rms_norm"),
     ),
     "add_rms_norm": (
-        *AITER["add_rms_norm"],
-        native(native_elementwise.load_add_rms_norm),
-        triton(triton_elementwise.load_add_rms_norm, triton_elementwise.refuses_norm),
-        Implementation("torch", always, lambda: elementwise.add_rms_norm),
+        _kernel("aiter.elementwise:add_rms_norm", "aiter.elementwise:refuses_add_norm"),
+        _kernel("native.elementwise:add_rms_norm"),
+        _kernel("triton.rms_norm:add_rms_norm", "triton.rms_norm:refuses"),
+        _kernel("torch.elementwise:add_rms_norm"),
     ),
     "silu_and_mul": (
-        *AITER["silu_and_mul"],
-        native(native_elementwise.load_silu_and_mul),
-        triton(triton_elementwise.load_silu_and_mul),
-        Implementation("torch", always, lambda: elementwise.silu_and_mul),
+        _kernel("aiter.elementwise:silu_and_mul", "aiter.elementwise:refuses_silu"),
+        _kernel("native.elementwise:silu_and_mul"),
+        _kernel("triton.activation:silu_and_mul"),
+        _kernel("torch.elementwise:silu_and_mul"),
     ),
     "rope": (
-        *AITER["rope"],
-        native(native_elementwise.load_rope),
-        triton(triton_elementwise.load_rope),
-        Implementation("torch", always, lambda: elementwise.rope),
+        _kernel("aiter.elementwise:rope", "aiter.elementwise:refuses_rope"),
+        _kernel("native.elementwise:rope"),
+        _kernel("triton.rope:rope"),
+        _kernel("torch.elementwise:rope"),
     ),
+    # Of two of one name the first that is supported runs: packed, where that can be.
     "kv_cache_write": (
-        *AITER["kv_cache_write"],
-        native(native_attention.load_kv_cache_write, native_attention.refuses_storage),
-        triton(triton_attention.load_kv_cache_write, triton_attention.refuses_storage),
-        Implementation("torch", always, lambda: attention.kv_cache_write),
+        _kernel("aiter.cache_write:kv_cache_write_packed", "aiter.layout:refuses_packed", PACKED),
+        _kernel("aiter.cache_write:kv_cache_write", "aiter.cache_write:refuses_plain"),
+        _kernel("native.attention:kv_cache_write", "native.attention:refuses_storage"),
+        _kernel("triton.cache_write:kv_cache_write", "triton.support:refuses_storage"),
+        _kernel("torch.attention:kv_cache_write"),
     ),
     "paged_attention": (
-        *AITER["paged_attention"],
-        gluon.PAGED_ATTENTION,
-        native(native_attention.load_paged_attention, native_attention.refuses),
-        triton(triton_attention.load_paged_attention, triton_attention.refuses),
-        Implementation("torch", always, lambda: attention.paged_attention),
+        _kernel("aiter.attention:paged_attention_packed", "aiter.layout:refuses_packed", PACKED),
+        _kernel("aiter.attention:paged_attention", "aiter.attention:refuses_decode"),
+        _kernel("gluon.paged_attention:paged_attention", "gluon.paged_attention:refuses"),
+        _kernel("native.attention:paged_attention", "native.attention:refuses"),
+        _kernel("triton.paged_attention:paged_attention", "triton.flash:refuses"),
+        _kernel("torch.attention:paged_attention"),
     ),
     "prefill_attention": (
-        *AITER["prefill_attention"],
-        native(native_attention.load_paged_attention, native_attention.refuses),
-        triton(triton_attention.load_prefill_attention, triton_attention.refuses),
-        Implementation("torch", always, lambda: attention.paged_attention),
+        _kernel("aiter.attention:prefill_attention_packed", "aiter.layout:refuses_packed", PACKED),
+        _kernel("aiter.attention:prefill_attention", "aiter.attention:refuses_prefill"),
+        _kernel("native.attention:paged_attention", "native.attention:refuses"),
+        _kernel("triton.prefill_attention:prefill_attention", "triton.flash:refuses"),
+        _kernel("torch.attention:paged_attention"),
     ),
     "mla_cache_write": (
-        *AITER["mla_cache_write"],
-        triton(triton_mla.load_mla_cache_write, triton_attention.refuses_storage),
-        Implementation("torch", always, lambda: mla.mla_cache_write),
+        _kernel("aiter.cache_write:mla_cache_write", "aiter.cache_write:refuses_latent"),
+        _kernel("triton.mla_cache_write:mla_cache_write", "triton.support:refuses_storage"),
+        _kernel("torch.mla:mla_cache_write"),
     ),
     "mla_decode": (
-        *AITER["mla_decode"],
-        triton(triton_mla.load_mla_decode, triton_mla.refuses),
-        Implementation("torch", always, lambda: mla.mla_attention),
+        _kernel("aiter.mla:mla_decode", "aiter.mla:refuses_decode"),
+        _kernel("triton.mla_decode:mla_decode", "triton.mla_decode:refuses"),
+        _kernel("torch.mla:mla_attention"),
     ),
     "mla_prefill": (
-        *AITER["mla_prefill"],
-        triton(triton_mla.load_mla_prefill, triton_mla.refuses),
-        Implementation("torch", always, lambda: mla.mla_attention),
+        _kernel("aiter.mla:mla_prefill", "aiter.mla:refuses_prefill"),
+        _kernel("triton.mla_prefill:mla_prefill", "triton.mla_decode:refuses"),
+        _kernel("torch.mla:mla_attention"),
     ),
     "moe_route": (
-        *AITER["moe_route"],
-        triton(triton_moe.load_route, triton_moe.refuses_route),
-        Implementation("torch", always, lambda: moe.moe_route),
+        _kernel("aiter.moe:moe_route", "aiter.moe:refuses_route"),
+        _kernel("triton.moe_route:moe_route", "triton.moe_route:refuses"),
+        _kernel("torch.moe:moe_route"),
     ),
     "moe_experts": (
-        *AITER["moe_experts"],
-        triton(triton_moe.load_experts, triton_moe.refuses_experts),
-        Implementation("torch", always, moe.load),
+        _kernel("aiter.moe:moe_experts", "aiter.moe:refuses_experts"),
+        _kernel("triton.moe_experts:moe_experts", "triton.moe_align:refuses"),
+        _kernel("torch.moe:moe_experts"),
     ),
     "choose_tokens": (
-        triton(triton_sampling.load_choose_tokens, triton_sampling.refuses_choice),
-        Implementation("torch", always, lambda: sampling.choose_tokens),
+        _kernel("triton.choose_tokens:choose_tokens", "triton.choose_tokens:refuses"),
+        _kernel("torch.sampling:choose_tokens"),
     ),
     "mask_tokens": (
-        native(native_sampling.load_mask_tokens),
-        triton(triton_sampling.load_mask_tokens),
-        Implementation("torch", always, lambda: sampling.mask_tokens),
+        _kernel("native.sampling:mask_tokens"),
+        _kernel("triton.mask_tokens:mask_tokens"),
+        _kernel("torch.sampling:mask_tokens"),
     ),
 }

@@ -20,6 +20,8 @@ from atom.platform import Platform
 # How the bytes of a KV cache lie unless all ops that touch it agree on something else: as the
 # cache tensors of `metadata` say.
 PLAIN = "plain"
+# As `kernels/aiter/layout.py` says.
+PACKED = "packed"
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,6 @@ import torch
 from model_ops.batches import Part, attention_metadata
 
 from atom.model_ops.kernels.torch.attention import kv_cache_write, paged_attention
-from atom.model_ops.kernels.torch.linear import linear_upcast
 from atom.model_ops.kernels.torch.mla import (
     absorb_limit,
     mla_attention,
@@ -101,6 +100,6 @@ def test_experts_on_the_device(num_experts: int, tokens: int) -> None:
     w2 = torch.randn(num_experts, 6, 5, generator=generator)
     ids = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(tokens)])
     weights = torch.rand(tokens, 2, generator=generator)
-    expected = moe_experts(linear_upcast, x, w13, w2, weights, ids)
+    expected = moe_experts(x, w13, w2, weights, ids)
     out = moe_experts_on_device(x, w13, w2, weights, ids)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atom.distributed.parallel_state import ParallelGroup
-from atom.model_ops.kernels.torch.moe import load, moe_route
+from atom.model_ops.kernels.torch.moe import moe_experts, moe_route
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE, TopKRouter
 from atom.model_ops.ops import OPS
@@ -145,7 +145,7 @@ def test_experts_equal_the_definition(num_tokens: int, experts: int) -> None:
 def test_experts_in_bfloat16_keep_their_type() -> None:
     moe = filled_moe()
     x, weights, ids = random_visits(5, 0)
-    run = load()
+    run = moe_experts
     args = (x.bfloat16(), moe.w13.bfloat16(), moe.w2.bfloat16(), weights, ids)
     out = run(*args)
     assert out.dtype == torch.bfloat16

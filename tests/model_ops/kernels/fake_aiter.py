@@ -6,8 +6,10 @@ limits from the checks below, which know nothing of the adapters. Any deviation 
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -17,10 +19,21 @@ from typing import Any
 import fake_aiter_kernels
 import torch
 
-from atom.model_ops.kernels.aiter.probe import Library
+from atom.model_ops.kernels import aiter
+from atom.model_ops.kernels.aiter.probe import EntryPoint, Library
+from atom.model_ops.ops import OPS
 
 _FILE = Path(__file__).with_name("aiter_signatures.json")
 SIGNATURES: Mapping[str, Any] = json.loads(_FILE.read_text(encoding="utf-8"))["functions"]
+# The part of the op table that is aiter's.
+AITER = {op: tuple(e for e in entries if e.name == "aiter") for op, entries in OPS.items()}
+# What the adapters call, by name.
+ENTRY_POINTS: Mapping[str, EntryPoint] = {
+    value.name: value
+    for module in pkgutil.iter_modules(aiter.__path__, f"{aiter.__name__}.")
+    for value in vars(importlib.import_module(module.name)).values()
+    if isinstance(value, EntryPoint)
+}
 # Defaults that are objects of aiter's: the fake has their names in their place.
 _PLAIN_DEFAULTS = {"torch.bfloat16": torch.bfloat16}
 

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from fake_aiter import FakeAiter
+from fake_aiter import AITER, ENTRY_POINTS, FakeAiter
 
 from atom.model_ops.kernels.aiter import probe
-from atom.model_ops.kernels.aiter.entries import AITER
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.registry import OpTable, OpUnavailableError
 from atom.model_ops.routing import Routing
@@ -51,7 +50,7 @@ def aiter(request: pytest.FixtureRequest) -> Iterator[Aiter]:
     platform = current_platform()
     if platform.arch not in ("gfx942", "gfx950"):
         pytest.skip(f"aiter runs on gfx942 and gfx950, this is {platform.arch}")
-    if reason := probe.refusal("rmsnorm2d_fwd"):
+    if reason := probe.refusal(ENTRY_POINTS["rmsnorm2d_fwd"]):
         pytest.skip(reason)
     yield Aiter(OpTable(platform, AITER), torch.device("cuda"), None)
 

@@ -10,11 +10,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_aiter import AITER, ENTRY_POINTS
 from graphs.test_capture_without_host import nothing_from_the_host
 
 from atom.model_ops.kernels.aiter import probe
-from atom.model_ops.kernels.aiter.entries import AITER
-from atom.model_ops.kernels.aiter.entry_points import ENTRY_POINTS
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.registry import OpTable
 from atom.model_ops.routing import Routing

@@ -7,21 +7,27 @@ from typing import Any
 
 import pytest
 import torch
-from fake_aiter import SIGNATURES, DeviationError, FakeAiter, signature
+from fake_aiter import ENTRY_POINTS, SIGNATURES, DeviationError, FakeAiter, signature
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atom.model_ops.kernels.aiter import layout, probe
-from atom.model_ops.kernels.aiter.entries import AITER
-from atom.model_ops.kernels.aiter.entry_points import ENTRY_POINTS
-from atom.model_ops.kernels.aiter.layout import PACKED
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.ops import OPS
-from atom.model_ops.registry import PLAIN, Implementation, OpTable, OpUnavailableError, always
+from atom.model_ops.registry import (
+    PACKED,
+    PLAIN,
+    Implementation,
+    OpTable,
+    OpUnavailableError,
+    always,
+)
 from atom.platform import Platform
 
 MI300X = Platform("rocm", "gfx942", True)
 BF16 = torch.bfloat16
+SLOTS = torch.arange(3)
+NORM, SILU = ENTRY_POINTS["rmsnorm2d_fwd"], ENTRY_POINTS["silu_and_mul"]
 CACHE_OPS = ("kv_cache_write", "paged_attention", "prefill_attention")
 DRAFT = {
     "num_heads": 4,
@@ -46,17 +52,18 @@ def test_adapters_pass_what_the_signatures_take() -> None:
     for name, entry in ENTRY_POINTS.items():
         assert SIGNATURES[name]["module"] == entry.module
         parameters = signature(name).parameters
-        assert tuple(parameters)[: len(entry.positional)] == entry.positional
-        assert set(entry.keywords) <= set(parameters)
+        positional = entry.positional.split()
+        assert list(parameters)[: len(positional)] == positional
+        assert set(entry.keywords.split()) <= set(parameters)
         required = {n for n, p in parameters.items() if p.default is p.empty}
-        assert required <= set(entry.positional), name
+        assert required <= set(positional), name
 
 
 @pytest.mark.skipif(torch.version.hip is not None, reason="aiter may be here")
 def test_without_rocm_nothing_is_imported() -> None:
-    assert probe.refusal("rmsnorm2d_fwd") == "torch is not built for ROCm"
+    assert probe.refusal(NORM) == "torch is not built for ROCm"
     with pytest.raises(RuntimeError, match="not built for ROCm"):
-        probe.function("rmsnorm2d_fwd")
+        probe.function(NORM)
     ops = table()
     ops.resolve("rms_norm", BF16, size=64)
     assert "not aiter: torch is not built for ROCm" in ops.describe()
@@ -68,9 +75,7 @@ def test_with_rocm_and_without_aiter_the_failed_import_is_the_reason(
 ) -> None:
     monkeypatch.setattr(torch.version, "hip", "7.0")
     try:
-        assert probe.refusal("rmsnorm2d_fwd") == (
-            "import aiter: ModuleNotFoundError: No module named 'aiter'"
-        )
+        assert probe.refusal(NORM) == ("import aiter: ModuleNotFoundError: No module named 'aiter'")
     finally:
         probe._installed.cache_clear()
 
@@ -118,7 +123,7 @@ def _anything(*args: Any, **kwargs: Any) -> None: ...
 def test_a_changed_entry_point_is_a_reason(function: Any, reason: str | None) -> None:
     library = probe.Library(lambda _: {"silu_and_mul": function})
     with probe.replaced(library):
-        found = probe.refusal("silu_and_mul")
+        found = probe.refusal(SILU)
     assert found is None if reason is None else reason in str(found)
 
 
@@ -126,7 +131,7 @@ def test_a_lost_keyword_is_a_reason() -> None:
     def gemm_a16w16(A: Any, B: Any, bias: Any = None) -> None: ...
 
     with probe.replaced(probe.Library(lambda _: {"gemm_a16w16": gemm_a16w16})):
-        assert "no parameter otype" in str(probe.refusal("gemm_a16w16"))
+        assert "no parameter otype" in str(probe.refusal(ENTRY_POINTS["gemm_a16w16"]))
 
 
 def test_types_that_aiter_does_not_compute_in_are_refused() -> None:
@@ -144,7 +149,7 @@ def test_the_fake_notices_deviations() -> None:
     fake = FakeAiter()
     out, x = torch.zeros(3, 4, dtype=BF16), torch.zeros(3, 8, dtype=BF16)
     with probe.replaced(fake.library):
-        activate = probe.function("silu_and_mul")
+        activate = probe.function(SILU)
     activate(out, x)
     for arguments, keywords, what in (
         ((out,), {}, "missing a required argument"),
@@ -192,10 +197,7 @@ def written_by(ops: OpTable, **shape: int) -> str:
     fake = FakeAiter()
     pools = torch.zeros(2, 2, 16, 4, 128, dtype=BF16)
     with probe.replaced(fake.library):
-        again = [entry.load() for entry in AITER["kv_cache_write"]]
-    for function in again:
-        if function.__code__ is write.__code__:
-            function(pools[0, 0, :3], pools[1, 0, :3], KVCacheTensor(*pools), torch.arange(3))
+        write(pools[0, 0, :3].clone(), pools[1, 0, :3].clone(), KVCacheTensor(*pools), SLOTS)
     return next(iter(fake.names), "torch")
 
 
@@ -229,7 +231,7 @@ def test_beyond_the_limits_of_gluon_no_aiter_decodes_a_draft(
 
 def test_without_one_of_its_entry_points_nothing_is_packed() -> None:
     for missing in layout.PACKED_ENTRY_POINTS:
-        with probe.replaced(FakeAiter(missing=[missing]).library):
+        with probe.replaced(FakeAiter(missing=[missing.name]).library):
             assert written_by(table()) == "reshape_and_cache_flash"
 
 

@@ -16,7 +16,6 @@ from hypothesis import strategies as st
 from test_triton_attention import metadata_of, random_cache, reference
 
 from atom.model_ops.kernels.gluon import paged_attention as gluon
-from atom.model_ops.kernels.gluon import support
 from atom.model_ops.kernels.triton.paged_attention import num_splits
 from atom.model_ops.metadata import KVCacheTensor
 from atom.platform import current_platform
@@ -35,10 +34,10 @@ def run_of(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> Run:
     """The op; it takes first the compute units, which decide into how many parts it splits."""
     if device.type == "cpu":
         monkeypatch.setattr(gluon, "_attend", interpreted(gluon._attend))
-        return partial(gluon.paged_attention, 3)
-    if current_platform().arch not in support.ARCHES:
+        return partial(gluon.attend, 3)
+    if current_platform().arch not in gluon._GENERATION:
         pytest.skip("for gfx942 and gfx950; where there is no GPU its arithmetic is tested")
-    return partial(gluon.paged_attention, gluon._GENERATION[current_platform().arch])
+    return partial(gluon.attend, gluon._GENERATION[current_platform().arch])
 
 
 def check(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import pytest
 import torch
-from fake_aiter import FakeAiter
+from fake_aiter import ENTRY_POINTS, FakeAiter
 from test_triton_attention import metadata_of
 
 from atom.model_ops.kernels.aiter import probe
-from atom.model_ops.kernels.aiter.entry_points import ENTRY_POINTS
 from atom.model_ops.kernels.gluon import paged_attention as gluon
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.ops import OPS
@@ -39,19 +37,23 @@ def decode_of(
     return decode
 
 
-def is_gluon(function: Any, platform: Platform) -> bool:
-    generation = {"gfx942": 3, "gfx950": 4}[platform.arch]
-    return (
-        isinstance(function, partial)
-        and function.func is gluon.paged_attention
-        and function.args[0] == generation
-    )
+def is_gluon(function: Any) -> bool:
+    return function is gluon.paged_attention
 
 
 @pytest.fixture(params=[MI300X, MI355X], ids=lambda platform: platform.arch)
-def platform(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Platform:
-    monkeypatch.setattr(gluon, "current_platform", lambda: request.param)
+def platform(request: pytest.FixtureRequest) -> Platform:
     return request.param
+
+
+def test_the_device_decides_the_generation(
+    platform: Platform, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+    monkeypatch.setattr(gluon, "current_platform", lambda: platform)
+    monkeypatch.setattr(gluon, "attend", lambda generation, *_: seen.append(generation))
+    gluon.paged_attention(*[None] * 5)
+    assert seen == [{"gfx942": 3, "gfx950": 4}[platform.arch]]
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -60,9 +62,9 @@ def test_without_aiter_ours_decodes(platform: Platform, head_dim: int, block_siz
     ops = OpTable(platform, OPS)
     for storage in (BF16, platform.fp8_dtype):
         shape = {"head_dim": head_dim, "block_size": block_size}
-        assert is_gluon(decode_of(ops, BF16, storage, **shape), platform)
-        assert is_gluon(decode_of(ops, BF16, storage, sliding_window=9, **shape), platform)
-    assert is_gluon(decode_of(ops, torch.float16, torch.float16), platform)
+        assert is_gluon(decode_of(ops, BF16, storage, **shape))
+        assert is_gluon(decode_of(ops, BF16, storage, sliding_window=9, **shape))
+    assert is_gluon(decode_of(ops, torch.float16, torch.float16))
 
 
 @pytest.mark.parametrize(
@@ -79,7 +81,7 @@ def test_what_ours_is_not_written_for_is_refused(
     platform: Platform, changes: dict[str, Any], reason: str
 ) -> None:
     ops = OpTable(platform, OPS)
-    assert not is_gluon(decode_of(ops, **changes), platform)
+    assert not is_gluon(decode_of(ops, **changes))
     assert reason in ops.describe()
 
 
@@ -106,7 +108,7 @@ def test_with_aiter_one_of_the_two_decodes(
         ops = OpTable(platform, OPS)
         shape = {"num_blocks": num_blocks, "head_dim": head_dim, "block_size": block_size}
         decode = decode_of(ops, sliding_window=window, **shape)
-        if is_gluon(decode, platform):
+        if is_gluon(decode):
             return
         pool = torch.zeros(2, 4, block_size, 4, head_dim, dtype=BF16)
         metadata = metadata_of([(9, 1), (3, 1)], block_size, 4, torch.device("cpu"))

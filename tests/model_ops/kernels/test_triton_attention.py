@@ -14,10 +14,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.model_ops.kernels.triton.attention import refuses, refuses_storage
 from atom.model_ops.kernels.triton.cache_write import kv_cache_write
-from atom.model_ops.kernels.triton.paged_attention import load, num_splits, paged_attention
+from atom.model_ops.kernels.triton.flash import refuses
+from atom.model_ops.kernels.triton.paged_attention import attend as paged_attend
+from atom.model_ops.kernels.triton.paged_attention import num_splits, paged_attention
 from atom.model_ops.kernels.triton.prefill_attention import prefill_attention
+from atom.model_ops.kernels.triton.support import refuses_storage
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform, current_platform
@@ -27,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 1.5e-2, torch.float16: 2e-3}
 Attend = Callable[
     [torch.Tensor, KVCacheTensor, AttentionMetadata, float, "int | None"], torch.Tensor
 ]
-ONE_SPLIT: Attend = partial(paged_attention, 1)
+ONE_SPLIT: Attend = partial(paged_attend, 1)
 BOTH = {"decode": ONE_SPLIT, "prefill": prefill_attention}
 
 
@@ -203,16 +205,16 @@ class TestSplits:
     @pytest.mark.parametrize("units", [1, 3, 4, 40])
     @pytest.mark.parametrize("window", [None, 300])
     def test_any_number(self, units: int, window: int | None, device: torch.device) -> None:
-        attend = partial(paged_attention, units)
+        attend = partial(paged_attend, units)
         sequences = [(1100, 2), (5, 2), (257, 1)]
         check(attend, device, sequences, heads=(2, 1), block_size=64, window=window)
 
     def test_more_than_one_reduction_step(self, device: torch.device) -> None:
-        attend = partial(paged_attention, 1000)
+        attend = partial(paged_attend, 1000)
         check(attend, device, [(256 * 19, 1)], heads=(1, 1), head_dim=80, block_size=128)
 
     def test_of_bfloat16(self, device: torch.device) -> None:
-        attend = partial(paged_attention, 1000)
+        attend = partial(paged_attend, 1000)
         check(attend, device, [(600, 3), (3, 3)], dtype=torch.bfloat16, block_size=64)
 
     def test_chosen_from_shapes(self) -> None:
@@ -222,8 +224,8 @@ class TestSplits:
         assert num_splits(2048, 8192, 304) == 1
         assert num_splits(1, 511, 304) == 1
 
-    def test_the_loaded_op_knows_the_device(self, device: torch.device) -> None:
-        check(load(), device, [(520, 1)], heads=(1, 1), block_size=64)
+    def test_the_op_knows_the_device(self, device: torch.device) -> None:
+        check(paged_attention, device, [(520, 1)], heads=(1, 1), block_size=64)
 
 
 class TestPadding:
@@ -231,7 +233,7 @@ class TestPadding:
 
     @pytest.mark.parametrize("op", [*BOTH, "split"])
     def test_contexts_shorter_than_their_queries(self, op: str, device: torch.device) -> None:
-        attend = BOTH.get(op, partial(paged_attention, 1000))
+        attend = BOTH.get(op, partial(paged_attend, 1000))
         metadata = metadata_of([(600, 2), (2, 2), (2, 2), (2, 2)], 64, 16, device)
         metadata.context_lens[1:] = torch.tensor([0, 1, 2])
         metadata.block_tables[1:] = 0
@@ -246,7 +248,7 @@ class TestPadding:
 
     @pytest.mark.parametrize("op", [*BOTH, "split"])
     def test_sequences_without_queries(self, op: str, device: torch.device) -> None:
-        attend = BOTH.get(op, partial(paged_attention, 1000))
+        attend = BOTH.get(op, partial(paged_attend, 1000))
         check(attend, device, [(0, 0), (520, 1), (7, 0), (3, 2), (0, 0)], block_size=64)
 
     @pytest.mark.parametrize("op", BOTH)
@@ -264,7 +266,7 @@ class TestPadding:
         metadata = metadata_of([(600, 1)], 64, 16, device)
         cache = random_cache((16, 64, 1, 64), torch.float32, device)
         q = torch.randn(1, 1, 64).to(device)
-        for attend in (*BOTH.values(), partial(paged_attention, 1000)):
+        for attend in (*BOTH.values(), partial(paged_attend, 1000)):
             clean = attend(q, cache, metadata, 0.1, 300)
             gone = dataclasses.replace(metadata, block_tables=metadata.block_tables.clone())
             gone.block_tables[0, :4] = -(1 << 30)  # 300 tokens back lies in block 4

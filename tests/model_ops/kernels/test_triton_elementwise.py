@@ -8,8 +8,7 @@ import torch.nn.functional as F
 
 from atom.model_ops.kernels.torch import elementwise
 from atom.model_ops.kernels.triton.activation import silu_and_mul
-from atom.model_ops.kernels.triton.elementwise import refuses_norm
-from atom.model_ops.kernels.triton.rms_norm import add_rms_norm, rms_norm
+from atom.model_ops.kernels.triton.rms_norm import add_rms_norm, refuses, rms_norm
 from atom.model_ops.kernels.triton.rope import rope
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform
@@ -90,8 +89,8 @@ def test_norms_refuse_what_does_not_fit(device: torch.device) -> None:
         with pytest.raises(ValueError, match="a norm wants"):
             add_rms_norm(x, residual, weight, 1e-5)
     sm90 = Platform("cuda", "sm90", True)
-    assert refuses_norm(OpQuery(sm90, torch.bfloat16, {"size": 16384})) is None
-    assert refuses_norm(OpQuery(sm90, torch.bfloat16, {"size": 16385})) is not None
+    assert refuses(OpQuery(sm90, torch.bfloat16, {"size": 16384})) is None
+    assert refuses(OpQuery(sm90, torch.bfloat16, {"size": 16385})) is not None
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

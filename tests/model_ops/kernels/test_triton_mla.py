@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from model_ops.batches import Part, attention_metadata
 
 from atom.model_ops.kernels.torch import mla as torch_mla
-from atom.model_ops.kernels.triton import mla as entries
 from atom.model_ops.kernels.triton import mla_decode as decode_module
 from atom.model_ops.kernels.triton import mla_prefill as prefill_module
 from atom.model_ops.kernels.triton.mla_cache_write import mla_cache_write
@@ -333,7 +332,7 @@ class TestRefusals:
 
     def refusal(self, platform: Platform, storage: torch.dtype, **shape: int) -> str | None:
         query = OpQuery(platform, torch.bfloat16, {**self.SHAPE, **shape}, storage)
-        return entries.refuses(query)
+        return decode_module.refuses(query)
 
     def test_published_sizes_run(self) -> None:
         assert self.refusal(self.MI300, torch.bfloat16) is None

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atom.model_ops.kernels.torch import moe as torch_moe
+from atom.model_ops.kernels.triton import moe_align as align_module
 from atom.model_ops.kernels.triton import moe_experts
-from atom.model_ops.kernels.triton.moe import refuses_experts, refuses_route
 from atom.model_ops.kernels.triton.moe_align import max_blocks, moe_align
 from atom.model_ops.kernels.triton.moe_experts import Tiles, choose_block_m, choose_tiles
-from atom.model_ops.kernels.triton.moe_route import moe_route
+from atom.model_ops.kernels.triton.moe_route import moe_route, refuses
 from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
 from atom.platform import cpu_platform, current_platform
@@ -108,12 +108,12 @@ class TestRouting:
         def query(dtype: torch.dtype, experts: int, top_k: int) -> OpQuery:
             return OpQuery(cpu_platform(), dtype, {"num_experts": experts, "top_k": top_k})
 
-        assert refuses_route(query(torch.float32, 512, 16)) is None
-        assert refuses_experts(query(torch.bfloat16, 512, 16)) is None
-        assert "float16" in str(refuses_route(query(torch.float16, 8, 2)))
-        assert "513" in str(refuses_route(query(torch.float32, 513, 2)))
-        assert "513" in str(refuses_experts(query(torch.bfloat16, 513, 2)))
-        assert "17" in str(refuses_route(query(torch.float32, 64, 17)))
+        assert refuses(query(torch.float32, 512, 16)) is None
+        assert align_module.refuses(query(torch.bfloat16, 512, 16)) is None
+        assert "float16" in str(refuses(query(torch.float16, 8, 2)))
+        assert "513" in str(refuses(query(torch.float32, 513, 2)))
+        assert "513" in str(align_module.refuses(query(torch.bfloat16, 513, 2)))
+        assert "17" in str(refuses(query(torch.float32, 64, 17)))
 
 
 class TestAlignment:
@@ -198,7 +198,7 @@ def problem(
 
 
 def assert_equals_the_definition(kind: str, arguments: Problem) -> None:
-    out = moe_experts.moe_experts(kind, *arguments)
+    out = moe_experts.mixture(kind, *arguments)
     assert out.dtype == arguments[0].dtype
     expected = experts_by_definition(*arguments)
     error = (out.double().cpu() - expected).abs().max() / expected.abs().max()
@@ -230,7 +230,7 @@ class TestExperts:
 
     def test_no_tokens(self, device: torch.device) -> None:
         x, w13, w2, weights, ids = problem(2, 3, device)
-        out = moe_experts.moe_experts("cuda", x[:0], w13, w2, weights[:0], ids[:0])
+        out = moe_experts.mixture("cuda", x[:0], w13, w2, weights[:0], ids[:0])
         assert out.shape == (0, 96)
 
     def test_activations_may_lie_apart(self, device: torch.device) -> None:
@@ -238,24 +238,24 @@ class TestExperts:
         apart = torch.zeros(3, 200, device=device)[:, 3:195:2]
         apart.copy_(x)
         kind = tiles_on(device)[0]
-        expected = moe_experts.moe_experts(kind, x, *rest)
-        assert torch.equal(moe_experts.moe_experts(kind, apart, *rest), expected)
+        expected = moe_experts.mixture(kind, x, *rest)
+        assert torch.equal(moe_experts.mixture(kind, apart, *rest), expected)
 
     def test_weights_with_rows_apart_are_refused(self, device: torch.device) -> None:
         x, w13, w2, weights, ids = problem(2, 3, device)
         w13 = w13.transpose(1, 2).contiguous().transpose(1, 2)
         with pytest.raises(ValueError, match="contiguous rows"):
-            moe_experts.moe_experts("cuda", x, w13, w2, weights, ids)
+            moe_experts.mixture("cuda", x, w13, w2, weights, ids)
 
     def test_slices_of_the_hidden_dimension_change_nothing(
         self, device: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
         arguments = problem(1, 2, device, hidden=600, inter=32)
         kind = tiles_on(device)[0]
-        whole = moe_experts.moe_experts(kind, *arguments)
+        whole = moe_experts.mixture(kind, *arguments)
         monkeypatch.setattr(moe_experts, "_VISITS_BYTES", 1)
         assert moe_experts._slice_width(2, 600, 4) == 256
-        assert torch.equal(moe_experts.moe_experts(kind, *arguments), whole)
+        assert torch.equal(moe_experts.mixture(kind, *arguments), whole)
 
     def test_experts_beyond_two_to_the_31(self, device: torch.device) -> None:
         """The third expert's weights lie 2^31 elements behind the first's."""
@@ -268,8 +268,8 @@ class TestExperts:
         far13[0], far2[0] = 0.0, 0.0
         kind = tiles_on(device)[0]
         ids, weights = torch.tensor([[2]], device=device), weights[:, :1]
-        near = moe_experts.moe_experts(kind, x, w13, w2, weights, torch.zeros_like(ids))
-        assert torch.equal(moe_experts.moe_experts(kind, x, far13, far2, weights, ids), near)
+        near = moe_experts.mixture(kind, x, w13, w2, weights, torch.zeros_like(ids))
+        assert torch.equal(moe_experts.mixture(kind, x, far13, far2, weights, ids), near)
 
 
 def one_term_a_block(w: torch.Tensor, block_k: int) -> torch.Tensor:
@@ -289,9 +289,9 @@ def test_a_token_does_not_depend_on_its_batch(kind: str, device: torch.device) -
         # The interpreter's products inside a block are numpy's, in an order of its own.
         w13, w2 = one_term_a_block(w13, 32), one_term_a_block(w2, 32)
     assert [choose_block_m(2 * tokens, 2) for tokens in (1, 8, 9, 64, 65)] == [16, 16, 64, 64, 128]
-    whole = moe_experts.moe_experts(kind, x, w13, w2, weights, ids)
+    whole = moe_experts.mixture(kind, x, w13, w2, weights, ids)
     for part in (slice(69, 70), slice(3, 8), slice(40, 70)):
-        alone = moe_experts.moe_experts(kind, x[part], w13, w2, weights[part], ids[part])
+        alone = moe_experts.mixture(kind, x[part], w13, w2, weights[part], ids[part])
         assert torch.equal(alone, whole[part])
 
 
@@ -300,7 +300,7 @@ def test_a_token_does_not_depend_on_its_batch(kind: str, device: torch.device) -
 def test_a_token_does_not_depend_on_its_batch_on_a_gpu(dtype: torch.dtype) -> None:
     device = torch.device("cuda")
     x, w13, w2, weights, ids = problem(3000, 16, device, dtype, 1024, 256, 4)
-    run = moe_experts.load()
+    run = moe_experts.moe_experts
     whole = run(x, w13, w2, weights, ids)
     for part in (slice(7, 8), slice(50, 60), slice(1000, 1200)):
         assert torch.equal(run(x[part], w13, w2, weights[part], ids[part]), whole[part])
@@ -311,7 +311,7 @@ def test_a_graph_captures_the_whole_mixture() -> None:
     device = torch.device("cuda")
     x, w13, w2, *_ = problem(8, 16, device, torch.bfloat16, 256, 128, 4)
     logits, routing = torch.randn(8, 16, device=device), Routing(16, 4, "sigmoid")
-    run = moe_experts.load()
+    run = moe_experts.moe_experts
     run(x, w13, w2, *moe_route(logits, None, routing))
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()

@@ -10,10 +10,9 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.torch import sampling
-from atom.model_ops.kernels.triton.choose_tokens import choose_tokens
+from atom.model_ops.kernels.triton.choose_tokens import choose_tokens, refuses
 from atom.model_ops.kernels.triton.mask_tokens import mask_tokens
 from atom.model_ops.kernels.triton.noise import exponential, random_bits, row_keys
-from atom.model_ops.kernels.triton.sampling import refuses_choice
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.noise import random_bits as torch_random_bits
 from atom.model_ops.noise import row_keys as torch_row_keys
@@ -206,4 +205,4 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         choose_tokens(scores, SamplingMetadata(temperature=torch.ones(2, device=device)))
     assert choose_tokens(scores[:0], SamplingMetadata()).shape == (0,)
     query = OpQuery(Platform("cuda", "sm90", True), torch.bfloat16, {"vocab_size": 2**18 + 1})
-    assert refuses_choice(query) is not None
+    assert refuses(query) is not None

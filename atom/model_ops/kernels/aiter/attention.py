@@ -9,20 +9,26 @@ so pools of more than 65,535 blocks would give wrong tokens without a word.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 
-from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.kernels.aiter.layout import (
+    FLASH_ATTENTION,
+    GLUON_DECODE,
+    UNIFIED_ATTENTION,
     CacheLayout,
     PackedLayout,
     PlainLayout,
     refuses_packing,
 )
+from atom.model_ops.kernels.aiter.probe import function
 from atom.model_ops.kernels.aiter.sequences import context_tokens
-from atom.model_ops.kernels.aiter.support import refuses_storage
-from atom.model_ops.kernels.torch.attention import PagedAttentionOp
+from atom.model_ops.kernels.aiter.support import refuses_storage, requires
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
+
+_PLAIN, _PACKED = PlainLayout(), PackedLayout()
 
 # Queries a sequence that the Gluon kernel takes.
 _GLUON_QUERIES = 4
@@ -37,7 +43,7 @@ _MAX_HEAD_DIM = 256
 _MOST_CONTEXT_A_QUERY = 2
 
 
-def refuses_plain(query: OpQuery) -> str | None:
+def _refuses_sizes(query: OpQuery) -> str | None:
     """What aiter's unified attention does not take."""
     shape = query.shape
     if shape["head_dim"] > _MAX_HEAD_DIM:
@@ -47,168 +53,145 @@ def refuses_plain(query: OpQuery) -> str | None:
     return refuses_storage(query)
 
 
-def refuses_plain_decode(query: OpQuery) -> str | None:
+def _refuses_decode(query: OpQuery) -> str | None:
     if query.shape["num_heads"] == query.shape["num_kv_heads"]:
         return f"one query head a KV head: Gluon's. {refuses_packing(query) or 'A packed cache'}"
-    return refuses_plain(query)
+    return _refuses_sizes(query)
 
 
-def load_plain_decode() -> PagedAttentionOp:
-    return _load_in_place(PlainLayout())
+refuses_decode = requires(UNIFIED_ATTENTION, also=_refuses_decode)
+refuses_prefill = requires(UNIFIED_ATTENTION, FLASH_ATTENTION, also=_refuses_sizes)
 
 
-def load_packed_decode() -> PagedAttentionOp:
-    """At most four queries of every sequence, and of all equally many, are Gluon's."""
-    gluon = _load_gluon()
-    in_place = _load_in_place(PackedLayout())
+def paged_attention_packed(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, d] over a packed pool -> [T, heads, d].
 
-    def paged_attention(
-        q: torch.Tensor,
-        kv_cache: KVCacheTensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        """Causal attention of q [T, heads, d] over a packed pool -> [T, heads, d]."""
-        length = metadata.max_seqlen_q
-        equal = all(n == length for n in metadata.query_lens_cpu)
-        attend = gluon if equal and length <= _GLUON_QUERIES else in_place
-        return attend(q, kv_cache, metadata, scale, sliding_window)
-
-    return paged_attention
+    At most four queries of every sequence, and of all equally many, are Gluon's.
+    """
+    length = metadata.max_seqlen_q
+    equal = all(n == length for n in metadata.query_lens_cpu)
+    if equal and length <= _GLUON_QUERIES:
+        return _gluon(q, kv_cache, metadata, scale, sliding_window)
+    return _in_place(_PACKED, q, kv_cache, metadata, scale, sliding_window)
 
 
-def load_plain_prefill() -> PagedAttentionOp:
-    return _load_prefill(PlainLayout())
+def _prefill(
+    layout: CacheLayout,
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, d] over the pool -> [T, heads, d]."""
+    lens = metadata.context_lens_cpu
+    few = lens is not None and sum(lens) <= _MOST_CONTEXT_A_QUERY * q.shape[0]
+    attend = _gathered if few else _in_place
+    return attend(layout, q, kv_cache, metadata, scale, sliding_window)
 
 
-def load_packed_prefill() -> PagedAttentionOp:
-    return _load_prefill(PackedLayout())
+def _in_place(
+    layout: CacheLayout,
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, d] over the pool -> [T, heads, d].
+
+    A window of W tokens, the query's own among them, is W - 1 tokens to the left. Takes for
+    granted that 8-bit keys and values are multiplied by the scales given as descales.
+    """
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    lens = metadata.max_seqlen_q, metadata.context_lens, metadata.max_context_len
+    window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
+    scales = None, kv_cache.key_scale, kv_cache.value_scale
+    where = metadata.cu_seqlens_q, *lens, scale, True, window, metadata.block_tables
+    pools = layout.pools(kv_cache)
+    function(UNIFIED_ATTENTION)(
+        q, *pools, out, *where, 0.0, *scales, shuffled_kv_cache=layout.is_packed
+    )
+    return out
 
 
-def _load_prefill(layout: CacheLayout) -> PagedAttentionOp:
-    in_place = _load_in_place(layout)
-    gathered = _load_gathered(layout)
+def _gluon(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, d] over a packed pool -> [T, heads, d].
 
-    def prefill_attention(
-        q: torch.Tensor,
-        kv_cache: KVCacheTensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        """Causal attention of q [T, heads, d] over the pool -> [T, heads, d]."""
-        lens = metadata.context_lens_cpu
-        few = lens is not None and sum(lens) <= _MOST_CONTEXT_A_QUERY * q.shape[0]
-        attend = gathered if few else in_place
-        return attend(q, kv_cache, metadata, scale, sliding_window)
-
-    return prefill_attention
-
-
-def _load_in_place(layout: CacheLayout) -> PagedAttentionOp:
-    attend = probe.function("unified_attention")
-
-    def paged_attention(
-        q: torch.Tensor,
-        kv_cache: KVCacheTensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        """Causal attention of q [T, heads, d] over the pool -> [T, heads, d].
-
-        A window of W tokens, the query's own among them, is W - 1 tokens to the left. Takes for
-        granted that 8-bit keys and values are multiplied by the scales given as descales.
-        """
-        q = q.contiguous()
-        out = torch.empty_like(q)
-        lens = metadata.max_seqlen_q, metadata.context_lens, metadata.max_context_len
-        window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
-        scales = None, kv_cache.key_scale, kv_cache.value_scale
-        where = metadata.cu_seqlens_q, *lens, scale, True, window, metadata.block_tables
-        pools = layout.pools(kv_cache)
-        attend(q, *pools, out, *where, 0.0, *scales, shuffled_kv_cache=layout.is_packed)
-        return out
-
-    return paged_attention
+    Takes for granted that any number of partitions is right where programs take several in
+    turn (`ps`), and that 8-bit keys and values go with queries in 16 bits.
+    """
+    assert sliding_window is None, "refuses_packing keeps windows away"
+    q = q.contiguous()
+    out = torch.empty_like(q)
+    kv_heads = kv_cache.key.shape[2]
+    function(GLUON_DECODE)(
+        out,
+        q,
+        *_PACKED.pools(kv_cache),
+        metadata.context_lens,
+        metadata.block_tables,
+        scale,
+        metadata.max_seqlen_q,
+        _partitions(len(metadata.query_lens_cpu) * kv_heads, metadata.max_context_len),
+        context_partition_size=_PARTITION,
+        compute_type=q.dtype,
+        key_scale=kv_cache.key_scale,
+        value_scale=kv_cache.value_scale,
+        ps=True,
+    )
+    return out
 
 
-def _load_gluon() -> PagedAttentionOp:
-    attend = probe.function("pa_decode_gluon")
-    layout = PackedLayout()
+def _gathered(
+    layout: CacheLayout,
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, d] over its keys and values, gathered from the pool.
 
-    def paged_attention(
-        q: torch.Tensor,
-        kv_cache: KVCacheTensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        """Causal attention of q [T, heads, d] over a packed pool -> [T, heads, d].
+    Takes for granted that the causal mask ends at the last query and the last key together.
 
-        Takes for granted that any number of partitions is right where programs take several in
-        turn (`ps`), and that 8-bit keys and values go with queries in 16 bits.
-        """
-        assert sliding_window is None, "refuses_packing keeps windows away"
-        q = q.contiguous()
-        out = torch.empty_like(q)
-        kv_heads = kv_cache.key.shape[2]
-        attend(
-            out,
-            q,
-            *layout.pools(kv_cache),
-            metadata.context_lens,
-            metadata.block_tables,
-            scale,
-            metadata.max_seqlen_q,
-            _partitions(len(metadata.query_lens_cpu) * kv_heads, metadata.max_context_len),
-            context_partition_size=_PARTITION,
-            compute_type=q.dtype,
-            key_scale=kv_cache.key_scale,
-            value_scale=kv_cache.value_scale,
-            ps=True,
-        )
-        return out
-
-    return paged_attention
+    Raises:
+        ValueError: when the host does not know the context lengths.
+    """
+    lens = known_context_lens(metadata)
+    tokens = context_tokens(metadata, kv_cache.block_size)
+    key, value = layout.rows(kv_cache, tokens.slots, q.dtype)
+    out: torch.Tensor = function(FLASH_ATTENTION)(
+        q.contiguous(),
+        key,
+        value,
+        metadata.cu_seqlens_q,
+        tokens.starts,
+        metadata.max_seqlen_q,
+        max(lens),
+        softmax_scale=scale,
+        causal=True,
+        window_size=(-1, -1, 0) if sliding_window is None else (sliding_window - 1, 0, 0),
+    )
+    return out
 
 
-def _load_gathered(layout: CacheLayout) -> PagedAttentionOp:
-    attend = probe.function("flash_attn_varlen_func")
-
-    def prefill_attention(
-        q: torch.Tensor,
-        kv_cache: KVCacheTensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        """Causal attention of q [T, heads, d] over its keys and values, gathered from the pool.
-
-        Takes for granted that the causal mask ends at the last query and the last key together.
-
-        Raises:
-            ValueError: when the host does not know the context lengths.
-        """
-        lens = known_context_lens(metadata)
-        tokens = context_tokens(metadata, kv_cache.block_size)
-        key, value = layout.rows(kv_cache, tokens.slots, q.dtype)
-        out: torch.Tensor = attend(
-            q.contiguous(),
-            key,
-            value,
-            metadata.cu_seqlens_q,
-            tokens.starts,
-            metadata.max_seqlen_q,
-            max(lens),
-            softmax_scale=scale,
-            causal=True,
-            window_size=(-1, -1, 0) if sliding_window is None else (sliding_window - 1, 0, 0),
-        )
-        return out
-
-    return prefill_attention
+paged_attention = partial(_in_place, _PLAIN)
+prefill_attention = partial(_prefill, _PLAIN)
+prefill_attention_packed = partial(_prefill, _PACKED)
 
 
 def known_context_lens(metadata: AttentionMetadata) -> tuple[int, ...]:

@@ -6,66 +6,71 @@ import functools
 
 import torch
 
-from atom.model_ops.kernels.aiter import probe
-from atom.model_ops.kernels.aiter.layout import PackedLayout
-from atom.model_ops.kernels.aiter.support import dense_rows, storage_name
-from atom.model_ops.kernels.torch.attention import CacheWriteOp
-from atom.model_ops.kernels.torch.mla import LatentWriteOp
+from atom.model_ops.kernels.aiter.layout import WRITE_PACKED, PackedLayout
+from atom.model_ops.kernels.aiter.probe import EntryPoint, function
+from atom.model_ops.kernels.aiter.support import (
+    dense_rows,
+    refuses_storage,
+    requires,
+    storage_name,
+)
 from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
 
+_WRITE_PLAIN = EntryPoint(
+    "aiter.ops.cache:reshape_and_cache_flash",
+    "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale",
+)
+_WRITE_LATENT = EntryPoint(
+    "aiter.ops.cache:concat_and_cache_mla",
+    "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale",
+)
 
-def load_plain() -> CacheWriteOp:
-    write = probe.function("reshape_and_cache_flash")
-
-    def kv_cache_write(
-        k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
-    ) -> None:
-        """Write k, v [T, kv_heads, d] to their slots of a plain pool.
-
-        Takes for granted that the kernel divides by the scales, saturates and rounds to the
-        nearest even; and that it never reads them of a cache in the model's type.
-        """
-        key_scale, value_scale = kv_cache.key_scale, kv_cache.value_scale
-        if key_scale is None or value_scale is None:
-            key_scale = value_scale = _one(k.device)
-        storage = storage_name(kv_cache.key_scale)
-        pools = kv_cache.key, kv_cache.value
-        write(dense_rows(k), dense_rows(v), *pools, slot_mapping, storage, key_scale, value_scale)
-
-    return kv_cache_write
+refuses_plain = requires(_WRITE_PLAIN, also=refuses_storage)
+refuses_latent = requires(_WRITE_LATENT, also=refuses_storage)
 
 
-def load_packed() -> CacheWriteOp:
-    write = probe.function("reshape_and_cache")
-    layout = PackedLayout()
+def kv_cache_write(
+    k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
+) -> None:
+    """Write k, v [T, kv_heads, d] to their slots of a plain pool.
 
-    def kv_cache_write(
-        k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
-    ) -> None:
-        """Write k, v [T, kv_heads, d] to their slots of a packed pool."""
-        scales = kv_cache.key_scale, kv_cache.value_scale
-        storage = storage_name(kv_cache.key_scale)
-        pools = layout.pools(kv_cache)
-        write(dense_rows(k), dense_rows(v), *pools, slot_mapping, storage, *scales, True)
+    Takes for granted that the kernel divides by the scales, saturates and rounds to the
+    nearest even; and that it never reads them of a cache in the model's type.
+    """
+    key_scale, value_scale = kv_cache.key_scale, kv_cache.value_scale
+    if key_scale is None or value_scale is None:
+        key_scale = value_scale = _one(k.device)
+    storage = storage_name(kv_cache.key_scale)
+    pools = kv_cache.key, kv_cache.value
+    function(_WRITE_PLAIN)(
+        dense_rows(k), dense_rows(v), *pools, slot_mapping, storage, key_scale, value_scale
+    )
 
-    return kv_cache_write
+
+def kv_cache_write_packed(
+    k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
+) -> None:
+    """Write k, v [T, kv_heads, d] to their slots of a packed pool."""
+    scales = kv_cache.key_scale, kv_cache.value_scale
+    storage = storage_name(kv_cache.key_scale)
+    pools = PackedLayout().pools(kv_cache)
+    function(WRITE_PACKED)(
+        dense_rows(k), dense_rows(v), *pools, slot_mapping, storage, *scales, True
+    )
 
 
-def load_latent() -> LatentWriteOp:
-    write = probe.function("concat_and_cache_mla")
-
-    def mla_cache_write(
-        latent: torch.Tensor,
-        k_rope: torch.Tensor,
-        kv_cache: LatentCacheTensor,
-        slot_mapping: torch.Tensor,
-    ) -> None:
-        """Write latent [T, rank] and k_rope [T, rope] to their slots."""
-        scale = _one(latent.device) if kv_cache.scale is None else kv_cache.scale
-        rows = dense_rows(latent), dense_rows(k_rope)
-        write(*rows, kv_cache.latent, slot_mapping, storage_name(kv_cache.scale), scale)
-
-    return mla_cache_write
+def mla_cache_write(
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write latent [T, rank] and k_rope [T, rope] to their slots."""
+    scale = _one(latent.device) if kv_cache.scale is None else kv_cache.scale
+    rows = dense_rows(latent), dense_rows(k_rope)
+    function(_WRITE_LATENT)(
+        *rows, kv_cache.latent, slot_mapping, storage_name(kv_cache.scale), scale
+    )
 
 
 @functools.cache

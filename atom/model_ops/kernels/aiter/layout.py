@@ -18,20 +18,35 @@ from typing import Protocol
 
 import torch
 
-from atom.model_ops.kernels.aiter.support import refuses_storage
+from atom.model_ops.kernels.aiter.probe import EntryPoint
+from atom.model_ops.kernels.aiter.support import refuses_storage, requires
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
-PACKED = "packed"
-
-# What every packed implementation needs, so that one of them is never there without the others.
-PACKED_ENTRY_POINTS = (
-    "reshape_and_cache",
-    "pa_decode_gluon",
-    "unified_attention",
-    "flash_attn_varlen_func",
+UNIFIED_ATTENTION = EntryPoint(
+    "aiter.ops.triton.attention.unified_attention:unified_attention",
+    "q k v out cu_seqlens_q max_seqlen_q seqused_k max_seqlen_k softmax_scale causal "
+    "window_size block_table softcap q_descale k_descale v_descale",
+    "shuffled_kv_cache",
 )
+FLASH_ATTENTION = EntryPoint(
+    "aiter.ops.mha:flash_attn_varlen_func",
+    "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
+    "softmax_scale causal window_size",
+)
+WRITE_PACKED = EntryPoint(
+    "aiter.ops.cache:reshape_and_cache",
+    "key value key_cache value_cache slot_mapping kv_cache_dtype k_scale v_scale asm_layout",
+)
+GLUON_DECODE = EntryPoint(
+    "aiter.ops.triton.gluon.pa_decode_gluon:pa_decode_gluon",
+    "output query key_cache value_cache context_lengths block_tables softmax_scale "
+    "query_length max_context_partition_num",
+    "context_partition_size compute_type key_scale value_scale ps",
+)
+# What every packed implementation needs, so that one of them is never there without the others.
+PACKED_ENTRY_POINTS = (WRITE_PACKED, GLUON_DECODE, UNIFIED_ATTENTION, FLASH_ATTENTION)
 
 # The head size that aiter tests its Gluon decode with, and the block sizes that it compiles for
 # without 1024: unified attention takes a packed block as one tile, which that is too much for.
@@ -56,6 +71,9 @@ def refuses_packing(query: OpQuery) -> str | None:
     if shape["sliding_window"]:
         return f"the Gluon decode has no sliding_window={shape['sliding_window']}"
     return refuses_storage(query)
+
+
+refuses_packed = requires(*PACKED_ENTRY_POINTS, also=refuses_packing)
 
 
 def packed_key(key: torch.Tensor) -> torch.Tensor:

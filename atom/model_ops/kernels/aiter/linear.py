@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels.aiter.probe import EntryPoint, function
+from atom.model_ops.kernels.aiter.support import requires
 
-LinearOp = Callable[[torch.Tensor, torch.Tensor, "torch.Tensor | None"], torch.Tensor]
+_GEMM = EntryPoint("aiter.tuned_gemm:gemm_a16w16", "A B", "bias otype")
+
+refuses = requires(_GEMM)
 
 
-def load() -> LinearOp:
-    gemm = probe.function("gemm_a16w16")
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """`x @ weight.T + bias`, x [..., in] -> [..., out].
 
-    def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-        """`x @ weight.T + bias`, x [..., in] -> [..., out].
-
-        Takes for granted that the product leaves in the type of `x` when `otype` says so.
-        """
-        rows = x.reshape(-1, x.shape[-1])
-        out: torch.Tensor = gemm(rows, weight, bias=bias, otype=x.dtype)
-        return out.view(*x.shape[:-1], weight.shape[0])
-
-    return linear
+    Takes for granted that the product leaves in the type of `x` when `otype` says so.
+    """
+    rows = x.reshape(-1, x.shape[-1])
+    out: torch.Tensor = function(_GEMM)(rows, weight, bias=bias, otype=x.dtype)
+    return out.view(*x.shape[:-1], weight.shape[0])

@@ -12,15 +12,20 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.kernels.aiter.attention import known_context_lens
+from atom.model_ops.kernels.aiter.layout import FLASH_ATTENTION
+from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries, list_tokens
-from atom.model_ops.kernels.aiter.support import refuses_storage
+from atom.model_ops.kernels.aiter.support import refuses_storage, requires
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
-from atom.model_ops.kernels.torch.mla import LatentAttentionOp
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
+_DECODE = EntryPoint(
+    "aiter.mla:mla_decode_fwd",
+    "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q",
+    "page_size nhead_kv sm_scale",
+)
 # Heads that the decode kernels are compiled for (bfloat16, without persistent work lists). Fewer
 # are padded: a padded head costs nothing, the latents are read once for all.
 _HEADS = (16, 32, 64, 128)
@@ -48,7 +53,7 @@ class _Pages:
     last_lens: torch.Tensor
 
 
-def refuses_decode(query: OpQuery) -> str | None:
+def _refuses_latents(query: OpQuery) -> str | None:
     shape = query.shape
     if (shape["kv_lora_rank"], shape["qk_rope_head_dim"]) != (_RANK, _ROPE):
         given = f"{shape['kv_lora_rank']} + {shape['qk_rope_head_dim']}"
@@ -60,10 +65,14 @@ def refuses_decode(query: OpQuery) -> str | None:
     return None
 
 
-def refuses_prefill(query: OpQuery) -> str | None:
+def _refuses_values(query: OpQuery) -> str | None:
     if query.shape["v_head_dim"] > _MAX_V_HEAD_DIM:
         return f"v_head_dim={query.shape['v_head_dim']} is above {_MAX_V_HEAD_DIM}"
     return refuses_storage(query)
+
+
+refuses_decode = requires(_DECODE, also=_refuses_latents, dtypes=(torch.bfloat16,))
+refuses_prefill = requires(FLASH_ATTENTION, also=_refuses_values)
 
 
 def padded_heads(num_heads: int) -> int:
@@ -71,80 +80,70 @@ def padded_heads(num_heads: int) -> int:
     return next(heads for heads in _HEADS if heads >= num_heads)
 
 
-def load_decode() -> LatentAttentionOp:
-    decode = probe.function("mla_decode_fwd")
+def mla_decode(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
 
-    def mla_decode(
-        q: torch.Tensor,
-        kv_cache: LatentCacheTensor,
-        up_proj: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-    ) -> torch.Tensor:
-        """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
-
-        The kernel wants equally many queries of each sequence; others are given to it query by
-        query. A page is a token, so that `kv_indices` are slots. Takes for granted that several
-        queries of a sequence are masked causally, and that nothing is read of `kv_indices`
-        beyond the last of `kv_indptr`.
-        """
-        pages = metadata.derive(
-            ("latent pages", kv_cache.block_size), lambda: _pages(metadata, kv_cache.block_size)
-        )
-        carried = _absorb(q, up_proj, kv_cache.latent.shape[2])
-        out = q.new_empty(q.shape[0], carried.shape[1], up_proj.shape[2])
-        decode(
-            carried,
-            kv_cache.latent.view(-1, 1, 1, carried.shape[2]),
-            out,
-            pages.query_starts,
-            pages.starts,
-            pages.indices,
-            pages.last_lens,
-            pages.queries,
-            page_size=1,
-            nhead_kv=1,
-            sm_scale=scale,
-        )
-        return _leave_latent_space(out, up_proj, q.shape[2] - _rope_dim(kv_cache, up_proj))
-
-    return mla_decode
+    The kernel wants equally many queries of each sequence; others are given to it query by
+    query. A page is a token, so that `kv_indices` are slots. Takes for granted that several
+    queries of a sequence are masked causally, and that nothing is read of `kv_indices`
+    beyond the last of `kv_indptr`.
+    """
+    pages = metadata.derive(
+        ("latent pages", kv_cache.block_size), lambda: _pages(metadata, kv_cache.block_size)
+    )
+    carried = _absorb(q, up_proj, kv_cache.latent.shape[2])
+    out = q.new_empty(q.shape[0], carried.shape[1], up_proj.shape[2])
+    function(_DECODE)(
+        carried,
+        kv_cache.latent.view(-1, 1, 1, carried.shape[2]),
+        out,
+        pages.query_starts,
+        pages.starts,
+        pages.indices,
+        pages.last_lens,
+        pages.queries,
+        page_size=1,
+        nhead_kv=1,
+        sm_scale=scale,
+    )
+    return _leave_latent_space(out, up_proj, q.shape[2] - _rope_dim(kv_cache, up_proj))
 
 
-def load_prefill() -> LatentAttentionOp:
-    attend = probe.function("flash_attn_varlen_func")
+def mla_prefill(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
 
-    def mla_prefill(
-        q: torch.Tensor,
-        kv_cache: LatentCacheTensor,
-        up_proj: torch.Tensor,
-        metadata: AttentionMetadata,
-        scale: float,
-    ) -> torch.Tensor:
-        """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
+    Takes for granted that values may be narrower than keys.
 
-        Takes for granted that values may be narrower than keys.
-
-        Raises:
-            ValueError: when the host does not know the context lengths.
-        """
-        lens = known_context_lens(metadata)
-        tokens = context_tokens(metadata, kv_cache.block_size)
-        key, value = _expand(_latents(kv_cache, tokens.slots, q.dtype), q, up_proj)
-        out: torch.Tensor = attend(
-            q.contiguous(),
-            key,
-            value,
-            metadata.cu_seqlens_q,
-            tokens.starts,
-            metadata.max_seqlen_q,
-            max(lens),
-            softmax_scale=scale,
-            causal=True,
-        )
-        return out
-
-    return mla_prefill
+    Raises:
+        ValueError: when the host does not know the context lengths.
+    """
+    lens = known_context_lens(metadata)
+    tokens = context_tokens(metadata, kv_cache.block_size)
+    key, value = _expand(_latents(kv_cache, tokens.slots, q.dtype), q, up_proj)
+    out: torch.Tensor = function(FLASH_ATTENTION)(
+        q.contiguous(),
+        key,
+        value,
+        metadata.cu_seqlens_q,
+        tokens.starts,
+        metadata.max_seqlen_q,
+        max(lens),
+        softmax_scale=scale,
+        causal=True,
+    )
+    return out
 
 
 def _pages(metadata: AttentionMetadata, block_size: int) -> _Pages:

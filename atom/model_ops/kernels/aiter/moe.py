@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels.aiter.probe import EntryPoint, function
+from atom.model_ops.kernels.aiter.support import requires
 from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
 
-MoERouteOp = Callable[
-    [torch.Tensor, "torch.Tensor | None", Routing], "tuple[torch.Tensor, torch.Tensor]"
-]
-MoEExpertsOp = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
-]
+_BIASED = EntryPoint(
+    "aiter.ops.topk:biased_grouped_topk",
+    "gating_output correction_bias topk_weights topk_ids num_expert_group topk_group need_renorm",
+    "routed_scaling_factor",
+)
+_GROUPED = EntryPoint(
+    "aiter.ops.topk:grouped_topk",
+    "gating_output topk_weights topk_ids num_expert_group topk_group need_renorm",
+    "is_softmax routed_scaling_factor",
+)
+_SOFTMAX = EntryPoint(
+    "aiter.ops.moe_op:topk_softmax",
+    "topk_weights topk_indices token_expert_indices gating_output need_renorm",
+)
+_FUSED = EntryPoint("aiter.fused_moe:fused_moe", "hidden_states w1 w2 topk_weight topk_ids")
 
 # Numbers of groups that the routing kernels are compiled for.
 _GROUPS = (1, 2, 4, 8)
@@ -23,7 +31,7 @@ _GROUPS = (1, 2, 4, 8)
 _STEP = 64
 
 
-def refuses_route(query: OpQuery) -> str | None:
+def _refuses_scores(query: OpQuery) -> str | None:
     shape = query.shape
     if shape["num_groups"] not in _GROUPS:
         return f"num_groups={shape['num_groups']} is none of {', '.join(map(str, _GROUPS))}"
@@ -36,61 +44,55 @@ def refuses_route(query: OpQuery) -> str | None:
     return None
 
 
-def load_route() -> MoERouteOp:
-    biased = probe.function("biased_grouped_topk")
-    grouped = probe.function("grouped_topk")
-    softmax = probe.function("topk_softmax")
-
-    def moe_route(
-        logits: torch.Tensor, correction_bias: torch.Tensor | None, routing: Routing
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k].
-
-        Takes for granted that sigmoid scores with a bias are judged by the two best of a group,
-        those without by the best, and that the bias is no part of the weights.
-        """
-        shape = logits.shape[0], routing.top_k
-        weights = logits.new_empty(shape, dtype=torch.float32)
-        ids = logits.new_empty(shape, dtype=torch.int32)
-        groups = routing.num_groups, routing.top_groups, routing.renormalize
-        is_softmax, scaling = routing.scoring == "softmax", routing.scaling
-        if is_softmax and routing.num_groups == 1:
-            softmax(weights, ids, torch.empty_like(ids), logits, routing.renormalize)
-            weights *= scaling
-        elif correction_bias is None and (routing.num_groups == 1 or routing.group_score == "max"):
-            options = {"is_softmax": is_softmax, "routed_scaling_factor": scaling}
-            grouped(logits, weights, ids, *groups, **options)
-        else:
-            bias = logits.new_zeros(logits.shape[1]) if correction_bias is None else correction_bias
-            biased(logits, bias, weights, ids, *groups, routed_scaling_factor=scaling)
-        return weights, ids.long()
-
-    return moe_route
+refuses_route = requires(_BIASED, _GROUPED, _SOFTMAX, also=_refuses_scores, dtypes=(torch.float32,))
 
 
-def refuses_experts(query: OpQuery) -> str | None:
+def moe_route(
+    logits: torch.Tensor, correction_bias: torch.Tensor | None, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k].
+
+    Takes for granted that sigmoid scores with a bias are judged by the two best of a group,
+    those without by the best, and that the bias is no part of the weights.
+    """
+    shape = logits.shape[0], routing.top_k
+    weights = logits.new_empty(shape, dtype=torch.float32)
+    ids = logits.new_empty(shape, dtype=torch.int32)
+    groups = routing.num_groups, routing.top_groups, routing.renormalize
+    is_softmax, scaling = routing.scoring == "softmax", routing.scaling
+    if is_softmax and routing.num_groups == 1:
+        function(_SOFTMAX)(weights, ids, torch.empty_like(ids), logits, routing.renormalize)
+        weights *= scaling
+    elif correction_bias is None and (routing.num_groups == 1 or routing.group_score == "max"):
+        options = {"is_softmax": is_softmax, "routed_scaling_factor": scaling}
+        function(_GROUPED)(logits, weights, ids, *groups, **options)
+    else:
+        bias = logits.new_zeros(logits.shape[1]) if correction_bias is None else correction_bias
+        function(_BIASED)(logits, bias, weights, ids, *groups, routed_scaling_factor=scaling)
+    return weights, ids.long()
+
+
+def _refuses_sizes(query: OpQuery) -> str | None:
     for name in ("hidden_size", "intermediate_size"):
         if query.shape[name] % _STEP:
             return f"{name}={query.shape[name]} is no multiple of {_STEP}"
     return None
 
 
-def load_experts() -> MoEExpertsOp:
-    fused_moe = probe.function("fused_moe")
+refuses_experts = requires(_FUSED, also=_refuses_sizes)
 
-    def moe_experts(
-        x: torch.Tensor,
-        w13: torch.Tensor,
-        w2: torch.Tensor,
-        weights: torch.Tensor,
-        ids: torch.Tensor,
-    ) -> torch.Tensor:
-        """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
-        Takes for granted that matrices without the mark of shuffled ones are read row by row,
-        gate above up, and that SiLU is the activation when none is named.
-        """
-        out: torch.Tensor = fused_moe(x.contiguous(), w13, w2, weights, ids.to(torch.int32))
-        return out
+def moe_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
-    return moe_experts
+    Takes for granted that matrices without the mark of shuffled ones are read row by row,
+    gate above up, and that SiLU is the activation when none is named.
+    """
+    out: torch.Tensor = function(_FUSED)(x.contiguous(), w13, w2, weights, ids.to(torch.int32))
+    return out

@@ -17,9 +17,32 @@ from typing import Any
 
 import torch
 
-from atom.model_ops.kernels.aiter.entry_points import ENTRY_POINTS, EntryPoint
-
 Function = Callable[..., Any]
+
+
+@dataclass(frozen=True, eq=False)
+class EntryPoint:
+    """A function of aiter's and the parameters that an adapter passes.
+
+    As of aiter's main branch of 2026-08-22.
+
+    Attributes:
+        where: `module:name`.
+        positional: names of the leading parameters, passed by position, with spaces between.
+        keywords: names of parameters passed by name.
+    """
+
+    where: str
+    positional: str
+    keywords: str = ""
+
+    @property
+    def module(self) -> str:
+        return self.where.partition(":")[0]
+
+    @property
+    def name(self) -> str:
+        return self.where.partition(":")[2]
 
 
 @dataclass(frozen=True)
@@ -42,23 +65,23 @@ class _Findings:
     def __init__(self, library: Library) -> None:
         self.library = library
         self._modules: dict[str, Mapping[str, Any] | str] = {}
-        self._functions: dict[str, Function | str] = {}
+        self._functions: dict[EntryPoint, Function | str] = {}
 
-    def find(self, name: str) -> Function | str:
+    def find(self, entry: EntryPoint) -> Function | str:
         """The function, or why it cannot be used."""
-        if name not in self._functions:
-            self._functions[name] = self._look_up(name, ENTRY_POINTS[name])
-        return self._functions[name]
+        if entry not in self._functions:
+            self._functions[entry] = self._look_up(entry)
+        return self._functions[entry]
 
-    def _look_up(self, name: str, entry: EntryPoint) -> Function | str:
+    def _look_up(self, entry: EntryPoint) -> Function | str:
         whole = self._module("aiter")
         contents = whole if isinstance(whole, str) else self._module(entry.module)
         if isinstance(contents, str):
             return contents
-        function = contents.get(name)
+        function = contents.get(entry.name)
         if function is None:
-            return f"this aiter has no {entry.module}.{name}"
-        return _changed(name, entry, function) or function
+            return f"this aiter has no {entry.module}.{entry.name}"
+        return _changed(entry, function) or function
 
     def _module(self, name: str) -> Mapping[str, Any] | str:
         if name not in self._modules:
@@ -70,27 +93,28 @@ class _Findings:
         return self._modules[name]
 
 
-def refusal(*names: str) -> str | None:
+def refusal(*entries: EntryPoint) -> str | None:
     """Why not all of these entry points can be used; None when they can."""
     findings = _findings()
     if findings is None:
         return "torch is not built for ROCm"
-    for name in names:
-        if isinstance(found := findings.find(name), str):
+    for entry in entries:
+        if isinstance(found := findings.find(entry), str):
             return found
     return None
 
 
-def function(name: str) -> Function:
-    """An entry point.
+@functools.cache
+def function(entry: EntryPoint) -> Function:
+    """What an entry point is to be called by.
 
     Raises:
         RuntimeError: when it cannot be used; whoever asks has had its `refusal` as an answer.
     """
     findings = _findings()
-    found = "torch is not built for ROCm" if findings is None else findings.find(name)
+    found = "torch is not built for ROCm" if findings is None else findings.find(entry)
     if isinstance(found, str):
-        raise RuntimeError(f"aiter's {name} cannot be used: {found}")
+        raise RuntimeError(f"aiter's {entry.name} cannot be used: {found}")
     return found
 
 
@@ -103,10 +127,12 @@ def extra_dtypes() -> frozenset[torch.dtype]:
 def replaced(library: Library) -> Iterator[None]:
     """Use `library` inside, whatever is installed. For tests."""
     _replacements.append(_Findings(library))
+    function.cache_clear()
     try:
         yield
     finally:
         _replacements.pop()
+        function.cache_clear()
 
 
 _replacements: list[_Findings] = []
@@ -123,7 +149,7 @@ def _installed() -> _Findings:
     return _Findings(Library(lambda module: vars(importlib.import_module(module))))
 
 
-def _changed(name: str, entry: EntryPoint, function: Function) -> str | None:
+def _changed(entry: EntryPoint, function: Function) -> str | None:
     """How the parameters differ from what the adapters rely on.
 
     A wrapper that takes anything tells nothing; the call itself then finds out.
@@ -134,12 +160,11 @@ def _changed(name: str, entry: EntryPoint, function: Function) -> str | None:
         return None
     if any(p.kind is p.VAR_POSITIONAL for p in parameters.values()):
         return None
-    names = tuple(parameters)
-    count = len(entry.positional)
+    names, positional = list(parameters), entry.positional.split()
     required = [n for n, p in parameters.items() if p.default is p.empty]
-    if names[:count] != entry.positional or not set(required) <= set(entry.positional):
-        given, wanted = ", ".join(required), ", ".join(entry.positional)
-        return f"this aiter's {name} takes ({given}), not ({wanted})"
-    if missing := sorted(set(entry.keywords) - set(names)):
-        return f"this aiter's {name} has no parameter {', '.join(missing)}"
+    if names[: len(positional)] != positional or not set(required) <= set(positional):
+        given, wanted = ", ".join(required), ", ".join(positional)
+        return f"this aiter's {entry.name} takes ({given}), not ({wanted})"
+    if missing := sorted(set(entry.keywords.split()) - set(names)):
+        return f"this aiter's {entry.name} has no parameter {', '.join(missing)}"
     return None

@@ -1,41 +1,37 @@
-"""What the `aiter` entries of the op table share."""
+"""What aiter's adapters share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from atom.model_ops.kernels.aiter import probe
-from atom.model_ops.registry import PLAIN, Implementation, OpQuery
+from atom.model_ops.registry import OpQuery, always
 
 HALF = (torch.bfloat16, torch.float16)
 
 
-def implementation(
-    load: Callable[[], Any],
-    *entry_points: str,
-    refuses: Callable[[OpQuery], str | None] = lambda _: None,
+def requires(
+    *entry_points: probe.EntryPoint,
+    also: Callable[[OpQuery], str | None] = always,
     dtypes: tuple[torch.dtype, ...] = HALF,
-    layout: str = PLAIN,
-) -> Implementation:
-    """An `aiter` entry of the op table.
+) -> Callable[[OpQuery], str | None]:
+    """What refuses a query where aiter lacks an entry point, and what `also` refuses.
 
     Args:
-        entry_points: what `load` asks for.
-        refuses: judges shape and storage.
+        also: judges shape and storage.
         dtypes: of the activations.
     """
 
-    def supports(query: OpQuery) -> str | None:
+    def refuses(query: OpQuery) -> str | None:
         if reason := probe.refusal(*entry_points):
             return reason
         if query.dtype not in dtypes and query.dtype not in probe.extra_dtypes():
             return f"computes in {_listed(dtypes)}, not {_short(query.dtype)}"
-        return refuses(query)
+        return also(query)
 
-    return Implementation("aiter", supports, load, layout)
+    return refuses
 
 
 def refuses_storage(query: OpQuery) -> str | None:

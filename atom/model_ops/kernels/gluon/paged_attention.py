@@ -14,25 +14,40 @@ over long contexts is that of the Triton kernel, and so is the reduction.
 
 from __future__ import annotations
 
-from functools import partial
-
 import torch
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from atom.model_ops.kernels.torch.attention import PagedAttentionOp
-from atom.model_ops.kernels.triton.flash import LOG2_E, describe
-from atom.model_ops.kernels.triton.paged_attention import (
-    DEFAULT_COMPUTE_UNITS,
-    num_splits,
-    reduce_parts,
-)
+from atom.model_ops.kernels.triton.flash import cache_arguments, describe
+from atom.model_ops.kernels.triton.paged_attention import compute_units, launch_in_parts
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, KVCacheTensor
-from atom.platform import current_platform, num_compute_units
+from atom.model_ops.registry import OpQuery
+from atom.platform import current_platform
 
 _LARGEST_TILE = 32  # of keys: two tiles of keys and values leave registers for two wavefronts
 _GENERATION = {"gfx942": 3, "gfx950": 4}  # of the matrix units
 _ROWS = gl.constexpr(16)
+_HEAD_DIMS = (64, 128)
+_BLOCK_SIZES = (16, 32, 64, 128)
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why a layer of this shape and type cannot be decoded; None when it can."""
+    shape, native = query.shape, query.platform.fp8_dtype
+    if shape["num_heads"] != shape["num_kv_heads"]:
+        return (
+            f"for layers without grouped queries; num_heads={shape['num_heads']} is not "
+            f"num_kv_heads={shape['num_kv_heads']}"
+        )
+    if query.dtype not in (torch.bfloat16, torch.float16):
+        return f"computes in bfloat16 and float16, not {query.dtype}"
+    if query.storage not in (None, query.dtype, native):
+        return f"reads a cache of {query.dtype} or {native}, not {query.storage}"
+    if shape["head_dim"] not in _HEAD_DIMS:
+        return f"head_dim={shape['head_dim']} is none of {_HEAD_DIMS}"
+    if shape["block_size"] not in _BLOCK_SIZES:
+        return f"block_size={shape['block_size']} is none of {_BLOCK_SIZES}"
+    return None
 
 
 @gluon.jit
@@ -125,37 +140,13 @@ def _soften(
     do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr"],
 )
 def _attend(
-    out_ptr,
-    lse_ptr,
-    q_ptr,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
-    tables_ptr,
-    lens_ptr,
-    starts_ptr,
-    score_scale,
-    window,
-    table_stride,
-    q_token_stride,
-    q_head_stride,
-    block_stride,
-    token_stride,
-    head_stride,
-    D: gl.constexpr,
-    BLOCK_SIZE: gl.constexpr,
-    KEYS: gl.constexpr,
-    GENERATION: gl.constexpr,
+    out_ptr, lse_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+    tables_ptr, lens_ptr, starts_ptr, score_scale, window, table_stride,
+    q_token_stride, q_head_stride, block_stride, token_stride, head_stride,
+    D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, GENERATION: gl.constexpr,
     WINDOWED: gl.constexpr,
-    QUANTIZED: gl.constexpr,
-    SPLIT: gl.constexpr,
-):
-    """Grid: sequences, heads, splits.
-
-    SPLIT=False: out [T, heads, d]. SPLIT=True: out [T, heads, splits, d] float32, the mean value
-    of each part, and lse [T, heads, splits], log2 of its weight; -inf where it saw no key.
-    """
+):  # fmt: skip
+    """Grid: sequences, heads, splits. What leaves is as of the Triton kernel."""
     MMA: gl.constexpr = gl.amd.AMDMFMALayout(
         version=GENERATION, instr_shape=[16, 16, 16], transposed=True, warps_per_cta=[1, 1]
     )
@@ -190,7 +181,7 @@ def _attend(
     begin = first + gl.program_id(2) * share
     end = gl.minimum(begin + share, gl.cdiv(context, KEYS))
     limit = gl.minimum(end * KEYS, context)
-    if QUANTIZED:
+    if key_scale_ptr is not None:
         score_scale = score_scale * gl.load(key_scale_ptr)
     table_ptr = tables_ptr + sequence.to(gl.int64) * table_stride
     key_ptr = key_ptr + head * head_stride
@@ -217,11 +208,11 @@ def _attend(
         block = _block_offset(ahead + 1, limit, table_ptr, block_stride, BLOCK_SIZE, KEYS)
 
     result = acc / gl.where(total == 0.0, 1.0, total)[:, None]
-    if QUANTIZED:
+    if value_scale_ptr is not None:
         result = result * gl.load(value_scale_ptr)
     stride = gl.num_programs(1) * gl.num_programs(2)
     place = first_token.to(gl.int64) * stride + head * gl.num_programs(2) + gl.program_id(2)
-    if SPLIT:
+    if lse_ptr is not None:
         lse = top + gl.log2(gl.where(total == 0.0, 1.0, total))
         rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, MMA))
         gl.amd.cdna3.buffer_store(
@@ -239,16 +230,7 @@ def _attend(
     )
 
 
-def load() -> PagedAttentionOp:
-    platform = current_platform()
-    units = num_compute_units(platform)
-    units = DEFAULT_COMPUTE_UNITS if units is None else units
-    return partial(paged_attention, _GENERATION[platform.arch], units)
-
-
 def paged_attention(
-    generation: int,
-    compute_units: int,
     q: torch.Tensor,
     kv_cache: KVCacheTensor,
     metadata: AttentionMetadata,
@@ -260,28 +242,35 @@ def paged_attention(
     The last query of a sequence sits at the last position of its context; a query that can see
     no key gives zeros.
 
-    Args:
-        generation: of the matrix units, 3 (gfx942) or 4 (gfx950).
-
     Raises:
         ValueError: when the tensors do not fit together, or for more than 16 queries a sequence.
     """
+    generation = _GENERATION[current_platform().arch]
+    return attend(generation, compute_units(), q, kv_cache, metadata, scale, sliding_window)
+
+
+def attend(
+    generation: int,
+    units: int,
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """`paged_attention` on matrix units of a generation, 3 or 4, split for so many units."""
     _check(q, kv_cache, metadata)
-    num_tokens, num_heads, head_dim = q.shape
-    sequences = metadata.block_tables.shape[0]
-    reach = metadata.max_context_len
-    if sliding_window is not None:
-        reach = min(reach, sliding_window + metadata.max_seqlen_q - 1)
-    splits = num_splits(sequences * num_heads, reach, compute_units)
-    out = q.new_empty(q.shape)
-    if splits == 1:
-        _launch(generation, 1, out, None, q, kv_cache, metadata, scale, sliding_window)
-        return out
-    parts = q.new_empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32)
-    lse = q.new_empty((num_tokens, num_heads, splits), dtype=torch.float32)
-    _launch(generation, splits, parts, lse, q, kv_cache, metadata, scale, sliding_window)
-    reduce_parts(out, parts, lse)
-    return out
+    block_size, num_heads, head_dim = kv_cache.key.shape[1:]
+    arguments = {
+        **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
+        "D": head_dim,
+        "BLOCK_SIZE": block_size,
+        "KEYS": min(block_size, _LARGEST_TILE),
+        "GENERATION": generation,
+        "num_warps": 1,
+    }
+    programs = metadata.block_tables.shape[0], num_heads
+    return launch_in_parts(_attend, arguments, programs, units, q, metadata)
 
 
 def _check(q: torch.Tensor, kv_cache: KVCacheTensor, metadata: AttentionMetadata) -> None:
@@ -303,46 +292,3 @@ def _check(q: torch.Tensor, kv_cache: KVCacheTensor, metadata: AttentionMetadata
             f"{metadata.max_seqlen_q} queries of a sequence; at most {MAX_DECODE_QUERIES} fit: "
             "prefill_attention takes more"
         )
-
-
-def _launch(
-    generation: int,
-    splits: int,
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
-    q: torch.Tensor,
-    kv_cache: KVCacheTensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    sliding_window: int | None,
-) -> None:
-    key = kv_cache.key
-    block_size, num_heads, head_dim = key.shape[1:]
-    _attend[(metadata.block_tables.shape[0], num_heads, splits)](
-        out,
-        lse,
-        q,
-        key,
-        kv_cache.value,
-        kv_cache.key_scale,
-        kv_cache.value_scale,
-        metadata.block_tables,
-        metadata.context_lens,
-        metadata.cu_seqlens_q,
-        scale * LOG2_E,
-        sliding_window or 0,
-        metadata.block_tables.stride(0),
-        q.stride(0),
-        q.stride(1),
-        key.stride(0),
-        key.stride(1),
-        key.stride(2),
-        D=head_dim,
-        BLOCK_SIZE=block_size,
-        KEYS=min(block_size, _LARGEST_TILE),
-        GENERATION=generation,
-        WINDOWED=sliding_window is not None,
-        QUANTIZED=kv_cache.key_scale is not None,
-        SPLIT=lse is not None,
-        num_warps=1,
-    )

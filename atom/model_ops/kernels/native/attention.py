@@ -13,9 +13,11 @@ from atom.model_ops.kernels.native.bindings import (
     mismatch,
     rows_apart,
 )
-from atom.model_ops.kernels.torch.attention import CacheWriteOp, PagedAttentionOp
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
+
+_pack_write = Struct("5P5q").pack
+_pack_attention = Struct("7P11qd").pack
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -31,109 +33,98 @@ def refuses_storage(query: OpQuery) -> str | None:
     return f"the cache holds {query.storage}, the model computes in {query.dtype}"
 
 
-def load_kv_cache_write() -> CacheWriteOp:
-    write = kernel("kv_cache_write")
-    pack = Struct("5P5q").pack
+def kv_cache_write(
+    k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
+) -> None:
+    """Write k, v [T, kv_heads, d] to their slots; a negative slot writes nothing.
 
-    def kv_cache_write(
-        k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
-    ) -> None:
-        """Write k, v [T, kv_heads, d] to their slots; a negative slot writes nothing.
-
-        Raises:
-            ValueError: when shapes or data types do not fit.
-            IndexError: for a slot beyond the cache.
-        """
-        key, value = kv_cache.key, kv_cache.value
-        num_blocks, block_size, kv_heads, head_dim = key.shape
-        shape = k.shape
-        rows = shape[0]
-        dtype = key.dtype
-        if (
-            shape != (rows, kv_heads, head_dim)
-            or v.shape != shape
-            or k.dtype is not dtype
-            or v.dtype is not dtype
-            or not key.is_contiguous()
-            or not value.is_contiguous()
-            or slot_mapping.numel() != rows
-            or slot_mapping.dtype is not torch.int64
-            or not slot_mapping.is_contiguous()
-        ):
-            raise mismatch("kv_cache_write", k=k, v=v, key=key, slot_mapping=slot_mapping)
-        k, k_stride = rows_apart(k)
-        v, v_stride = rows_apart(v)
-        item = dtype.itemsize
-        pointers = slot_mapping.data_ptr(), k.data_ptr(), v.data_ptr()
-        caches = key.data_ptr(), value.data_ptr()
-        sizes = rows, kv_heads * head_dim * item, num_blocks * block_size
-        wrong = write(pack(*pointers, *caches, *sizes, k_stride * item, v_stride * item))
-        if wrong:
-            raise IndexError(
-                f"slot {int(slot_mapping[wrong - 1])} lies beyond a cache of "
-                f"{num_blocks} blocks of {block_size} tokens"
-            )
-
-    return kv_cache_write
-
-
-def load_paged_attention() -> PagedAttentionOp:
-    by_dtype = kernels("paged_attention")
-    pack = Struct("7P11qd").pack
-    num_threads = torch.get_num_threads
-
-    def paged_attention(
-        q: torch.Tensor,
-        kv_cache: KVCacheTensor,
-        metadata: AttentionMetadata,
-        scale: float,
-        sliding_window: int | None,
-    ) -> torch.Tensor:
-        """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
-
-        The last query of a sequence sits at the last position of its context. A query's
-        result depends on its own sequence alone and has the same bits in any batch and for
-        any number of queries. Tokens beyond the last sequence give zeros.
-
-        Raises:
-            ValueError: when shapes or data types do not fit.
-            IndexError: when a sequence's lengths or blocks make no sense.
-        """
-        tokens, heads, head_dim = q.shape
-        key, value = kv_cache.key, kv_cache.value
-        num_blocks, block_size, kv_heads, key_dim = key.shape
-        tables, lens, starts = (
-            metadata.block_tables,
-            metadata.context_lens,
-            metadata.cu_seqlens_q,
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: for a slot beyond the cache.
+    """
+    key, value = kv_cache.key, kv_cache.value
+    num_blocks, block_size, kv_heads, head_dim = key.shape
+    shape = k.shape
+    rows = shape[0]
+    dtype = key.dtype
+    if (
+        shape != (rows, kv_heads, head_dim)
+        or v.shape != shape
+        or k.dtype is not dtype
+        or v.dtype is not dtype
+        or not key.is_contiguous()
+        or not value.is_contiguous()
+        or slot_mapping.numel() != rows
+        or slot_mapping.dtype is not torch.int64
+        or not slot_mapping.is_contiguous()
+    ):
+        raise mismatch("kv_cache_write", k=k, v=v, key=key, slot_mapping=slot_mapping)
+    k, k_stride = rows_apart(k)
+    v, v_stride = rows_apart(v)
+    item = dtype.itemsize
+    pointers = slot_mapping.data_ptr(), k.data_ptr(), v.data_ptr()
+    caches = key.data_ptr(), value.data_ptr()
+    sizes = rows, kv_heads * head_dim * item, num_blocks * block_size
+    wrong = kernel("kv_cache_write")(
+        _pack_write(*pointers, *caches, *sizes, k_stride * item, v_stride * item)
+    )
+    if wrong:
+        raise IndexError(
+            f"slot {int(slot_mapping[wrong - 1])} lies beyond a cache of "
+            f"{num_blocks} blocks of {block_size} tokens"
         )
-        sequences, width = tables.shape
-        dtype = q.dtype
-        if (
-            key_dim != head_dim
-            or heads % kv_heads
-            or key.dtype is not dtype
-            or value.dtype is not dtype
-            or not key.is_contiguous()
-            or not value.is_contiguous()
-        ):
-            raise mismatch("paged_attention", q=q, key=key, value=value)
-        if not (_is_index(tables) and _is_index(lens) and _is_index(starts)):
-            raise mismatch("paged_attention", tables=tables, context_lens=lens, starts=starts)
-        stride = heads * head_dim
-        if not q.is_contiguous():
-            q, stride = rows_apart(q)
-        out = q.new_empty(tokens, heads, head_dim)
-        pointers = q.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
-        indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
-        shape = tokens, heads, kv_heads, head_dim, num_blocks, block_size, width, sequences
-        limits = stride, sliding_window or 0, num_threads(), scale
-        wrong = by_dtype[dtype](pack(*pointers, *indices, *shape, *limits))
-        if wrong:
-            raise IndexError(_describe(metadata, wrong - 1, num_blocks))
-        return out
 
-    return paged_attention
+
+def paged_attention(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
+
+    The last query of a sequence sits at the last position of its context. A query's
+    result depends on its own sequence alone and has the same bits in any batch and for
+    any number of queries. Tokens beyond the last sequence give zeros.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: when a sequence's lengths or blocks make no sense.
+    """
+    tokens, heads, head_dim = q.shape
+    key, value = kv_cache.key, kv_cache.value
+    num_blocks, block_size, kv_heads, key_dim = key.shape
+    tables, lens, starts = (
+        metadata.block_tables,
+        metadata.context_lens,
+        metadata.cu_seqlens_q,
+    )
+    sequences, width = tables.shape
+    dtype = q.dtype
+    if (
+        key_dim != head_dim
+        or heads % kv_heads
+        or key.dtype is not dtype
+        or value.dtype is not dtype
+        or not key.is_contiguous()
+        or not value.is_contiguous()
+    ):
+        raise mismatch("paged_attention", q=q, key=key, value=value)
+    if not (_is_index(tables) and _is_index(lens) and _is_index(starts)):
+        raise mismatch("paged_attention", tables=tables, context_lens=lens, starts=starts)
+    stride = heads * head_dim
+    if not q.is_contiguous():
+        q, stride = rows_apart(q)
+    out = q.new_empty(tokens, heads, head_dim)
+    pointers = q.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+    indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
+    shape = tokens, heads, kv_heads, head_dim, num_blocks, block_size, width, sequences
+    limits = stride, sliding_window or 0, torch.get_num_threads(), scale
+    wrong = kernels("paged_attention")[dtype](_pack_attention(*pointers, *indices, *shape, *limits))
+    if wrong:
+        raise IndexError(_describe(metadata, wrong - 1, num_blocks))
+    return out
 
 
 def _is_index(x: torch.Tensor) -> bool:

@@ -15,25 +15,15 @@ from typing import Any
 import torch
 
 from atom.model_ops.kernels.native.build import native_build
-from atom.model_ops.registry import Implementation, OpQuery
+from atom.model_ops.registry import OpQuery
 
 Kernel = Callable[[bytes], int]
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 
 
-def implementation(
-    load: Callable[[], Any], refuses: Callable[[OpQuery], str | None] = lambda _: None
-) -> Implementation:
-    """A `native` entry of the op table; `refuses` judges the shape."""
-
-    def supports(query: OpQuery) -> str | None:
-        return _unavailable(query) or refuses(query)
-
-    return Implementation("native", supports, load)
-
-
-def _unavailable(query: OpQuery) -> str | None:
+def refuses(query: OpQuery) -> str | None:
+    """Why none of these kernels can run here; None when they can."""
     if query.platform.kind != "cpu":
         return "runs on CPUs only"
     if query.dtype not in _NAMES:
@@ -45,6 +35,7 @@ def _unavailable(query: OpQuery) -> str | None:
     return None
 
 
+@functools.cache
 def kernels(op: str) -> dict[torch.dtype, Kernel]:
     """The kernels of one op by storage type."""
     names = dict(_NAMES)
@@ -53,6 +44,7 @@ def kernels(op: str) -> dict[torch.dtype, Kernel]:
     return {dtype: kernel(f"{op}_{name}") for dtype, name in names.items()}
 
 
+@functools.cache
 def kernel(name: str) -> Kernel:
     function = _symbol(name)
     function.argtypes = [c_char_p]

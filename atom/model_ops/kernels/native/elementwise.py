@@ -2,65 +2,54 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from struct import Struct
 
 import torch
 
 from atom.model_ops.kernels.native.bindings import kernels, mismatch, rows_apart
 
-_NORM_FIELDS = "5P5qdq"
+_pack_norm = Struct("5P5qdq").pack
+_pack_silu = Struct("2P4q").pack
+_pack_rope = Struct("6P9q").pack
 
 
-def load_rms_norm() -> Callable[[torch.Tensor, torch.Tensor, float], torch.Tensor]:
-    by_dtype = kernels("rms_norm")
-    pack = Struct(_NORM_FIELDS).pack
-    num_threads = torch.get_num_threads
-
-    def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-        """[..., size] -> [..., size]."""
-        shape = x.shape
-        size = shape[-1]
-        if x.dtype is not weight.dtype or weight.numel() != size:
-            raise mismatch("rms_norm", x=x, weight=weight)
-        x, layout = _norm_rows(x, size)
-        out = x.new_empty(*shape)
-        pointers = x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0
-        by_dtype[x.dtype](pack(*pointers, *layout, size, eps, num_threads()))
-        return out
-
-    return rms_norm
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """[..., size] -> [..., size]."""
+    shape = x.shape
+    size = shape[-1]
+    if x.dtype is not weight.dtype or weight.numel() != size:
+        raise mismatch("rms_norm", x=x, weight=weight)
+    x, layout = _norm_rows(x, size)
+    out = x.new_empty(*shape)
+    pointers = x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0
+    kernels("rms_norm")[x.dtype](_pack_norm(*pointers, *layout, size, eps, torch.get_num_threads()))
+    return out
 
 
-def load_add_rms_norm() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    by_dtype = kernels("rms_norm")
-    pack = Struct(_NORM_FIELDS).pack
-    num_threads = torch.get_num_threads
-
-    def add_rms_norm(
-        x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """(norm(x + residual), x + residual); the sum is rounded before it is normalised."""
-        shape = x.shape
-        size = shape[-1]
-        dtype = x.dtype
-        if (
-            residual.shape != shape
-            or weight.numel() != size
-            or dtype is not weight.dtype
-            or dtype is not residual.dtype
-        ):
-            raise mismatch("add_rms_norm", x=x, residual=residual, weight=weight)
-        x, layout = _norm_rows(x, size)
-        if not residual.is_contiguous():
-            residual = residual.contiguous()
-        out, total = x.new_empty(*shape), x.new_empty(*shape)
-        inputs = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
-        outputs = out.data_ptr(), total.data_ptr()
-        by_dtype[dtype](pack(*inputs, *outputs, *layout, size, eps, num_threads()))
-        return out, total
-
-    return add_rms_norm
+def add_rms_norm(
+    x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(norm(x + residual), x + residual); the sum is rounded before it is normalised."""
+    shape = x.shape
+    size = shape[-1]
+    dtype = x.dtype
+    if (
+        residual.shape != shape
+        or weight.numel() != size
+        or dtype is not weight.dtype
+        or dtype is not residual.dtype
+    ):
+        raise mismatch("add_rms_norm", x=x, residual=residual, weight=weight)
+    x, layout = _norm_rows(x, size)
+    if not residual.is_contiguous():
+        residual = residual.contiguous()
+    out, total = x.new_empty(*shape), x.new_empty(*shape)
+    inputs = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
+    outputs = out.data_ptr(), total.data_ptr()
+    kernels("rms_norm")[dtype](
+        _pack_norm(*inputs, *outputs, *layout, size, eps, torch.get_num_threads())
+    )
+    return out, total
 
 
 def _norm_rows(x: torch.Tensor, size: int) -> tuple[torch.Tensor, tuple[int, int, int, int]]:
@@ -74,88 +63,76 @@ def _norm_rows(x: torch.Tensor, size: int) -> tuple[torch.Tensor, tuple[int, int
     return x, (x.numel() // size, 1, size, 0)
 
 
-def load_silu_and_mul() -> Callable[[torch.Tensor], torch.Tensor]:
-    by_dtype = kernels("silu_and_mul")
-    pack = Struct("2P4q").pack
-    num_threads = torch.get_num_threads
-
-    def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-        """[T, 2 * size], gate beside up -> silu(gate) * up, [T, size]."""
-        rows, width = x.shape
-        size = width // 2
-        stride = width
-        if not x.is_contiguous():
-            x, stride = rows_apart(x)
-        out = x.new_empty(rows, size)
-        by_dtype[x.dtype](pack(x.data_ptr(), out.data_ptr(), rows, size, stride, num_threads()))
-        return out
-
-    return silu_and_mul
+def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
+    """[T, 2 * size], gate beside up -> silu(gate) * up, [T, size]."""
+    rows, width = x.shape
+    size = width // 2
+    stride = width
+    if not x.is_contiguous():
+        x, stride = rows_apart(x)
+    out = x.new_empty(rows, size)
+    kernels("silu_and_mul")[x.dtype](
+        _pack_silu(x.data_ptr(), out.data_ptr(), rows, size, stride, torch.get_num_threads())
+    )
+    return out
 
 
-def load_rope() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    by_dtype = kernels("rope")
-    pack = Struct("6P9q").pack
-    num_threads = torch.get_num_threads
+def rope(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Rotate q [T, heads, d] and k [T, kv_heads, d] by positions [T] int64.
 
-    def rope(
-        positions: torch.Tensor,
-        q: torch.Tensor,
-        k: torch.Tensor,
-        cos_sin: torch.Tensor,
-        interleaved: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Rotate q [T, heads, d] and k [T, kv_heads, d] by positions [T] int64.
+    Interleaved pairs (x0, x1), (x2, x3), ... leave as halves.
 
-        Interleaved pairs (x0, x1), (x2, x3), ... leave as halves.
-
-        Raises:
-            ValueError: when shapes or data types do not fit.
-            IndexError: for a position outside the table.
-        """
-        rows, heads, head_dim = q.shape
-        k_rows, kv_heads, k_dim = k.shape
-        table_rows, rotary_dim = cos_sin.shape
-        dtype = q.dtype
-        if (
-            k_rows != rows
-            or k_dim != head_dim
-            or rotary_dim > head_dim
-            or dtype is not k.dtype
-            or positions.numel() != rows
-            or positions.dtype is not torch.int64
-            or cos_sin.dtype is not torch.float32
-            or not positions.is_contiguous()
-            or not cos_sin.is_contiguous()
-        ):
-            raise mismatch("rope", positions=positions, q=q, k=k, cos_sin=cos_sin)
-        if interleaved:
-            q, k = _pairs_to_halves(q, rotary_dim), _pairs_to_halves(k, rotary_dim)
-        q, q_stride = rows_apart(q)
-        k, k_stride = rows_apart(k)
-        q_out = q.new_empty(rows, heads, head_dim)
-        k_out = q.new_empty(rows, kv_heads, head_dim)
-        inputs = positions.data_ptr(), cos_sin.data_ptr(), q.data_ptr(), k.data_ptr()
-        sizes = rows, heads, kv_heads, head_dim, rotary_dim, table_rows
-        wrong = by_dtype[dtype](
-            pack(
-                *inputs,
-                q_out.data_ptr(),
-                k_out.data_ptr(),
-                *sizes,
-                q_stride,
-                k_stride,
-                num_threads(),
-            )
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: for a position outside the table.
+    """
+    rows, heads, head_dim = q.shape
+    k_rows, kv_heads, k_dim = k.shape
+    table_rows, rotary_dim = cos_sin.shape
+    dtype = q.dtype
+    if (
+        k_rows != rows
+        or k_dim != head_dim
+        or rotary_dim > head_dim
+        or dtype is not k.dtype
+        or positions.numel() != rows
+        or positions.dtype is not torch.int64
+        or cos_sin.dtype is not torch.float32
+        or not positions.is_contiguous()
+        or not cos_sin.is_contiguous()
+    ):
+        raise mismatch("rope", positions=positions, q=q, k=k, cos_sin=cos_sin)
+    if interleaved:
+        q, k = _pairs_to_halves(q, rotary_dim), _pairs_to_halves(k, rotary_dim)
+    q, q_stride = rows_apart(q)
+    k, k_stride = rows_apart(k)
+    q_out = q.new_empty(rows, heads, head_dim)
+    k_out = q.new_empty(rows, kv_heads, head_dim)
+    inputs = positions.data_ptr(), cos_sin.data_ptr(), q.data_ptr(), k.data_ptr()
+    sizes = rows, heads, kv_heads, head_dim, rotary_dim, table_rows
+    wrong = kernels("rope")[dtype](
+        _pack_rope(
+            *inputs,
+            q_out.data_ptr(),
+            k_out.data_ptr(),
+            *sizes,
+            q_stride,
+            k_stride,
+            torch.get_num_threads(),
         )
-        if wrong:
-            raise IndexError(
-                f"position {int(positions[wrong - 1])} lies outside the rotary table, which "
-                f"has {table_rows}"
-            )
-        return q_out, k_out
-
-    return rope
+    )
+    if wrong:
+        raise IndexError(
+            f"position {int(positions[wrong - 1])} lies outside the rotary table, which "
+            f"has {table_rows}"
+        )
+    return q_out, k_out
 
 
 def _pairs_to_halves(x: torch.Tensor, rotary_dim: int) -> torch.Tensor:

@@ -2,45 +2,41 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from struct import Struct
 
 import torch
 
 from atom.model_ops.kernels.native.bindings import kernel, mismatch
 
+_pack = Struct("3P4q").pack
 
-def load_mask_tokens() -> Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]:
-    run = kernel("mask_tokens")
-    pack = Struct("3P4q").pack
-    num_threads = torch.get_num_threads
 
-    def mask_tokens(scores: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | None) -> None:
-        """Set the scores [R, V] float32 of tokens that a mask does not allow to -inf, in place.
+def mask_tokens(scores: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | None) -> None:
+    """Set the scores [R, V] float32 of tokens that a mask does not allow to -inf, in place.
 
-        Args:
-            words: [G, ceil(V / 32)] int32; bit t % 32 of word t // 32 allows token t.
-            rows: [G] int64, different rows of the scores; None when G is R.
+    Args:
+        words: [G, ceil(V / 32)] int32; bit t % 32 of word t // 32 allows token t.
+        rows: [G] int64, different rows of the scores; None when G is R.
 
-        Raises:
-            ValueError: when shapes or data types do not fit.
-            IndexError: for a row outside the scores.
-        """
-        num_rows, vocab_size = scores.shape
-        count = num_rows if rows is None else rows.numel()
-        if (
-            scores.dtype is not torch.float32
-            or words.dtype is not torch.int32
-            or words.shape != (count, -(-vocab_size // 32))
-            or not (scores.is_contiguous() and words.is_contiguous())
-        ):
-            raise mismatch("mask_tokens", scores=scores, words=words)
-        if rows is not None and (rows.dtype is not torch.int64 or not rows.is_contiguous()):
-            raise mismatch("mask_tokens", scores=scores, rows=rows)
-        rows_at = 0 if rows is None else rows.data_ptr()
-        pointers = scores.data_ptr(), words.data_ptr(), rows_at
-        if wrong := run(pack(*pointers, count, num_rows, vocab_size, num_threads())):
-            assert rows is not None
-            raise IndexError(f"row {int(rows[wrong - 1])} of {num_rows} rows of scores")
-
-    return mask_tokens
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: for a row outside the scores.
+    """
+    num_rows, vocab_size = scores.shape
+    count = num_rows if rows is None else rows.numel()
+    if (
+        scores.dtype is not torch.float32
+        or words.dtype is not torch.int32
+        or words.shape != (count, -(-vocab_size // 32))
+        or not (scores.is_contiguous() and words.is_contiguous())
+    ):
+        raise mismatch("mask_tokens", scores=scores, words=words)
+    if rows is not None and (rows.dtype is not torch.int64 or not rows.is_contiguous()):
+        raise mismatch("mask_tokens", scores=scores, rows=rows)
+    rows_at = 0 if rows is None else rows.data_ptr()
+    pointers = scores.data_ptr(), words.data_ptr(), rows_at
+    if wrong := kernel("mask_tokens")(
+        _pack(*pointers, count, num_rows, vocab_size, torch.get_num_threads())
+    ):
+        assert rows is not None
+        raise IndexError(f"row {int(rows[wrong - 1])} of {num_rows} rows of scores")

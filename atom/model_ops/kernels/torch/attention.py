@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
@@ -16,11 +14,6 @@ from atom.model_ops.kernels.torch.paged import (
     write_rows,
 )
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
-
-PagedAttentionOp = Callable[
-    [torch.Tensor, KVCacheTensor, AttentionMetadata, float, "int | None"], torch.Tensor
-]
-CacheWriteOp = Callable[[torch.Tensor, torch.Tensor, KVCacheTensor, torch.Tensor], None]
 
 
 def kv_cache_write(

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
 from atom.platform import current_platform
-
-LinearOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
 
 # Without bfloat16 or float16 products in hardware torch falls back to scalar code, which only
 # reading the weights hides: for a few rows. Beyond, float32 copies of the weights are faster.
@@ -17,11 +13,12 @@ _UPCAST_FROM_ROWS = 6
 _UPCAST_CHUNK = 4096
 
 
-def load() -> LinearOp:
+def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in], weight [out, in], bias [out] -> `x @ weight.T + bias`, [..., out]."""
     platform = current_platform()
     if platform.is_gpu or platform.has_native_bf16:
-        return F.linear
-    return linear_upcast
+        return F.linear(x, weight, bias)
+    return linear_upcast(x, weight, bias)
 
 
 def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:

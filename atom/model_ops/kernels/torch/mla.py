@@ -10,8 +10,6 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 import torch.nn.functional as F
 
@@ -24,11 +22,6 @@ from atom.model_ops.kernels.torch.paged import (
     write_rows,
 )
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
-
-LatentAttentionOp = Callable[
-    [torch.Tensor, LatentCacheTensor, torch.Tensor, AttentionMetadata, float], torch.Tensor
-]
-LatentWriteOp = Callable[[torch.Tensor, torch.Tensor, LatentCacheTensor, torch.Tensor], None]
 
 
 def mla_cache_write(

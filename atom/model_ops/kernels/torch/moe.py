@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from itertools import accumulate
 
 import torch
 
-from atom.model_ops.kernels.torch import linear
 from atom.model_ops.kernels.torch.elementwise import silu_and_mul
+from atom.model_ops.kernels.torch.linear import linear
 from atom.model_ops.routing import Routing
-
-MoERouteOp = Callable[
-    [torch.Tensor, torch.Tensor | None, Routing], tuple[torch.Tensor, torch.Tensor]
-]
-MoEExpertsOp = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor
-]
 
 
 def moe_route(
@@ -51,12 +42,7 @@ def _eligible(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
     return mask.repeat_interleave(routing.group_size, dim=1)
 
 
-def load() -> MoEExpertsOp:
-    return partial(moe_experts, linear.load())
-
-
 def moe_experts(
-    matmul: linear.LinearOp,
     x: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
@@ -71,7 +57,7 @@ def moe_experts(
     if x.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
         return moe_experts_on_device(x, w13, w2, weights, ids)
     if x.shape[0] == 1:
-        parts = [_expert(matmul, x, w13[e], w2[e]) for e in ids[0].tolist()]
+        parts = [_expert(x, w13[e], w2[e]) for e in ids[0].tolist()]
         return _weighted_sum(torch.stack(parts, dim=1), weights).to(x.dtype)
     num_tokens, top_k = ids.shape
     pairs = ids.flatten()
@@ -83,7 +69,7 @@ def moe_experts(
     for expert, (count, end) in enumerate(zip(counts, ends, strict=True)):
         if count:
             rows = slice(end - count, end)
-            results[rows] = _expert(matmul, sorted_x[rows], w13[expert], w2[expert])
+            results[rows] = _expert(sorted_x[rows], w13[expert], w2[expert])
     # Back in the order of tokens, so that a token's sum does not depend on its batch.
     in_order = torch.empty_like(results)
     in_order[order] = results
@@ -117,10 +103,8 @@ def _all_experts(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.
     return torch.bmm(silu_and_mul(torch.bmm(x, w13.transpose(1, 2))), w2.transpose(1, 2))
 
 
-def _expert(
-    matmul: linear.LinearOp, x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor
-) -> torch.Tensor:
-    return matmul(silu_and_mul(matmul(x, w13, None)), w2, None)
+def _expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+    return linear(silu_and_mul(linear(x, w13, None)), w2, None)
 
 
 def _weighted_sum(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

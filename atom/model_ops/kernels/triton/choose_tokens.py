@@ -19,7 +19,10 @@ import triton.language as tl
 
 from atom.model_ops.kernels.triton.noise import exponential, random_bits, row_keys
 from atom.model_ops.metadata import SamplingMetadata
+from atom.model_ops.registry import OpQuery
 
+# The masses of all tokens together fit into an integer.
+_LARGEST_VOCABULARY = 2**18
 _PART = 4096  # tokens of one program of a split row
 _TILE = 8192  # tokens that a program which reads a whole row takes at once
 
@@ -31,6 +34,13 @@ _ORDER_OF_NEGATIVE_INFINITY = tl.constexpr(-0x7F800001)
 _MASS = tl.constexpr(2.0**44)
 # The least normal float32: units that flush smaller numbers to 0 must not divide by it.
 _LEAST_TEMPERATURE = tl.constexpr(2.0**-126)
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why tokens of this vocabulary cannot be chosen; None when they can."""
+    size = query.shape["vocab_size"]
+    too_large = size > _LARGEST_VOCABULARY
+    return f"vocab_size={size} is larger than {_LARGEST_VOCABULARY}" if too_large else None
 
 
 # --- order and weight of scores -------------------------------------------------------------

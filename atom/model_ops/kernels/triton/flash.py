@@ -10,23 +10,66 @@ Source: Dao et al., FlashAttention, arXiv 2205.14135; Milakov and Gimelshein, ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.metadata import KVCacheTensor
+from atom.model_ops.kernels.triton.support import refuses_storage
+from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
+from atom.model_ops.registry import OpQuery
 
 LOG2_E = 1.4426950408889634
 # The matrix units want 16 rows; a smaller product is computed without them, slowly.
 SMALLEST_TILE = 16
 _TILE_BYTES = 16384
 _LARGEST_KEY_TILE = 64
+_LARGEST_HEAD = 256
 _TRITON_DTYPES = {
     torch.float32: tl.float32,
     torch.bfloat16: tl.bfloat16,
     torch.float16: tl.float16,
 }
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why attention over a paged cache cannot be computed; None when it can."""
+    head_dim = query.shape["head_dim"]
+    if head_dim > _LARGEST_HEAD:
+        return f"head_dim={head_dim} is larger than {_LARGEST_HEAD}"
+    return refuses_storage(query)
+
+
+@triton.jit
+def soften(scores, total, top):
+    """Go on with the softmax of M rows by scores [M, N], in units of log2.
+
+    total [M] and top [M] are the sum of weights and the largest score so far.
+
+    Returns:
+        The weights [M, N], the decay [M] of what was weighed before, and the new total and top.
+    """
+    new_top = tl.maximum(top, tl.max(scores, 1))
+    # A row that has seen no key yet: -inf - -inf is not a number.
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(scores - shift[:, None])
+    decay = tl.exp2(top - shift)
+    return weights, decay, total * decay + tl.sum(weights, 1), new_top
+
+
+@triton.jit
+def join(acc, total, top, values, lse):
+    """Go on with the mean of parts, values [N, D], that weigh 2 ** lse [N]: the sums of both.
+
+    acc [D], total and top are as in `soften`; a part that weighs 2 ** -inf counts for nothing.
+    """
+    new_top = tl.maximum(top, tl.max(lse, 0))
+    shift = tl.where(new_top == float("-inf"), 0.0, new_top)
+    weights = tl.exp2(lse - shift)
+    decay = tl.exp2(top - shift)
+    total = total * decay + tl.sum(weights, 0)
+    return acc * decay + tl.sum(values * weights[:, None], 0), total, new_top
 
 
 @triton.jit
@@ -37,32 +80,19 @@ def query_rows(first_token, kv_head, rows, GROUP: tl.constexpr):
 
 @triton.jit
 def visit_keys(
-    acc,
-    total,
-    top,
-    q,
-    positions,
-    begin,
-    end,
-    table_ptr,
-    key_ptr,
-    value_ptr,
-    block_stride,
-    token_stride,
-    score_scale,
-    window,
-    HEAD_DIM: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr,
-    MASKED: tl.constexpr,
-):
+    state, q, positions, begin, end, pool, score_scale, window,
+    HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
+    WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
     """Go on with a softmax over keys begin .. end of one sequence and one KV head.
 
-    acc [M, D], total [M] and top [M] are the values, weights and largest score so far, q [M, D],
-    positions [M] of the queries. Pointers are at the sequence's block table and the head's keys.
+    `state` is (acc [M, D], total [M], top [M]): the weighed values, and as in `soften`. q [M, D],
+    positions [M] of the queries. `pool` is (the sequence's block table, the head's keys, its
+    values, and the strides of a block and a token).
     MASKED=False: every query sees every key, and end - begin is a multiple of BLOCK_N.
     """
+    acc, total, top = state
+    table_ptr, key_ptr, value_ptr, block_stride, token_stride = pool
     D: tl.constexpr = q.shape[1]
     dims = tl.arange(0, D)
     for start in range(begin, end, BLOCK_N):
@@ -84,22 +114,26 @@ def visit_keys(
             if WINDOWED:
                 seen = seen & (tokens[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen no key yet: -inf - -inf is not a number.
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - shift[:, None])
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(weights, 1)
+        weights, decay, total, top = soften(scores, total, top)
         value = tl.load(value_ptr + offsets, mask=real, other=0.0).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), value, acc * decay[:, None], input_precision="ieee")
-        top = new_top
     return acc, total, top
 
 
 @triton.jit
-def mean_value(acc, total):
-    """acc [M, D] over total [M]; zeros for a row that saw no key."""
-    return acc / tl.where(total == 0.0, 1.0, total)[:, None]
+def nothing_seen(M: tl.constexpr, D: tl.constexpr):
+    """The state of M rows before their first key."""
+    acc = tl.zeros([M, D], tl.float32)
+    return acc, tl.zeros([M], tl.float32), tl.full([M], float("-inf"), tl.float32)
+
+
+@triton.jit
+def mean_value(acc, total, scale_ptr):
+    """acc [M, D] over total [M], in real numbers; zeros for a row that saw no key."""
+    mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    if scale_ptr is not None:
+        mean = mean * tl.load(scale_ptr)
+    return mean
 
 
 @dataclass(frozen=True)
@@ -143,9 +177,59 @@ def key_tiles(q: torch.Tensor, kv_cache: KVCacheTensor) -> KeyTiles:
         )
     same = key.dtype == q.dtype or key.dtype.itemsize == 1
     compute = q.dtype if same else torch.float32
-    width = max(triton.next_power_of_2(q.shape[2]), SMALLEST_TILE)
+    width = padded(q.shape[2])
     keys = min(max(_TILE_BYTES // (width * compute.itemsize), SMALLEST_TILE), _LARGEST_KEY_TILE)
     return KeyTiles(_TRITON_DTYPES[compute], width, keys)
+
+
+def padded(size: int) -> int:
+    """A width that a matrix instruction takes; what lies beyond `size` is masked."""
+    return max(int(triton.next_power_of_2(size)), SMALLEST_TILE)
+
+
+def cache_arguments(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> dict[str, Any]:
+    """What every kernel over a paged cache is launched with, by parameter."""
+    key = kv_cache.key
+    return {
+        "q_ptr": q,
+        "key_ptr": key,
+        "value_ptr": kv_cache.value,
+        "key_scale_ptr": kv_cache.key_scale,
+        "value_scale_ptr": kv_cache.value_scale,
+        "tables_ptr": metadata.block_tables,
+        "lens_ptr": metadata.context_lens,
+        "starts_ptr": metadata.cu_seqlens_q,
+        "score_scale": scale * LOG2_E,
+        "window": sliding_window or 0,
+        "table_stride": metadata.block_tables.stride(0),
+        "q_token_stride": q.stride(0),
+        "q_head_stride": q.stride(1),
+        "block_stride": key.stride(0),
+        "token_stride": key.stride(1),
+        "head_stride": key.stride(2),
+        "WINDOWED": sliding_window is not None,
+    }
+
+
+def tile_arguments(q: torch.Tensor, key: torch.Tensor, tiles: KeyTiles) -> dict[str, Any]:
+    """The constants of a kernel for any group of query heads, by parameter."""
+    num_heads, head_dim = q.shape[1:]
+    return {
+        "NUM_HEADS": num_heads,
+        "GROUP": num_heads // key.shape[2],
+        "HEAD_DIM": head_dim,
+        "D": tiles.width,
+        "BLOCK_SIZE": key.shape[1],
+        "BLOCK_N": tiles.keys,
+        "COMPUTE": tiles.compute,
+        "num_stages": 2,
+    }
 
 
 def describe(x: torch.Tensor) -> str:

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.cache_write import quantize
-from atom.model_ops.kernels.triton.mla_decode import padded
+from atom.model_ops.kernels.triton.flash import padded
 from atom.model_ops.metadata import LatentCacheTensor
 
 _TOKENS = 4

@@ -20,10 +20,14 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.kernels.triton.flash import LOG2_E, join, padded, soften
+from atom.model_ops.kernels.triton.support import refuses_storage
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
 
-LOG2_E = 1.4426950408889634
+# A tile of keys, this wide, has to fit into the memory that a compute unit shares.
+_LARGEST = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
 # Enough programs to fill the largest GPU (304 compute units) once and half again.
 _PROGRAMS = 512
 _MAX_SPLITS = 256
@@ -31,12 +35,21 @@ _MAX_SPLITS = 256
 _LEAST_KEYS = 64
 _JOIN_SPLITS = 16
 _JOIN_COLUMNS = 128
-# Sums of 32 rows and more fit into the registers of 4 warps on ROCm, and of 8 on CUDA.
-_WARPS = 4 if current_platform().kind == "rocm" else 8
+# Sums of 32 rows and more fit into the registers of 4 warps on ROCm, and of 8 on CUDA. In
+# `mla_prefill` every wave holds whole tiles of keys and values: on ROCm 8 have no room.
+WARPS = 4 if current_platform().kind == "rocm" else 8
 
 # Lengths and offsets change from batch to batch: one compiled kernel serves them all.
 _VARYING = ["table_stride", "splits", "num_rows", "carried_head_stride"]
 _SLICES = ["rope_ptr", "tables_ptr", "contexts_ptr", "starts_ptr"]
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why latent attention cannot be computed; None when it can."""
+    for name, largest in _LARGEST.items():
+        if query.shape[name] > largest:
+            return f"{name}={query.shape[name]} is larger than {largest}"
+    return refuses_storage(query)
 
 
 def mla_decode(
@@ -90,7 +103,7 @@ def _tiles(rows: int, dtype: torch.dtype) -> _Tiles:
     if dtype is torch.float32:
         return _Tiles(16, 16, 4)
     size = min(max(int(triton.next_power_of_2(rows)), 16), 64)
-    return _Tiles(size, 32, 4 if size == 16 else _WARPS)
+    return _Tiles(size, 32, 4 if size == 16 else WARPS)
 
 
 def num_splits(programs: int, max_context_len: int) -> int:
@@ -140,11 +153,6 @@ def _attend(
             LEAST_KEYS=_LEAST_KEYS, num_warps=4,
         )  # fmt: skip
     return seen
-
-
-def padded(size: int) -> int:
-    """A width that a matrix instruction takes; what lies beyond `size` is masked."""
-    return max(int(triton.next_power_of_2(size)), 16)
 
 
 @triton.jit
@@ -239,15 +247,9 @@ def _absorbed_kernel(
         scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
         visible = (keys <= position[:, None]) & inside
         scores = tl.where(visible, scores * score_scale, float("-inf"))
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        # A row that has seen nothing yet must not subtract infinity from infinity.
-        finite_top = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(scores - finite_top[:, None])
-        decay = tl.exp2(top - finite_top)
-        total = total * decay + tl.sum(weights, 1)
+        weights, decay, total, top = soften(scores, total, top)
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
-        top = new_top
     total = tl.where(total > 0, total, 1.0)  # of a row that sees nothing of this split
     acc = acc * (stored_scale / total)[:, None]
     row = token * HEADS + head
@@ -290,7 +292,6 @@ def _join_kernel(
     top = float("-inf")
     total = 0.0
     acc = tl.zeros([COLUMNS], tl.float32)
-    # Split 0 holds key 0, which every query sees: `top` is finite after the first tile.
     for first in range(0, used, TILE):
         split = first + tl.arange(0, TILE)
         at = split.to(tl.int64) * num_rows + row
@@ -300,12 +301,7 @@ def _join_kernel(
             mask=(split < used)[:, None] & (columns < RANK),
             other=0.0,
         )
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        weights = tl.exp2(lse - new_top)
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 0)
-        acc = acc * decay + tl.sum(weights[:, None] * part, 0)
-        top = new_top
+        acc, total, top = join(acc, total, top, part, lse)
     tl.store(
         out_ptr + row * RANK + columns,
         (acc / total).to(out_ptr.dtype.element_ty),

@@ -26,17 +26,14 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.torch.mla import absorb_limit
-from atom.model_ops.kernels.triton.mla_decode import LOG2_E, attend_absorbed, padded
+from atom.model_ops.kernels.triton.flash import LOG2_E, nothing_seen, padded, soften
+from atom.model_ops.kernels.triton.mla_decode import WARPS, attend_absorbed
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
-from atom.platform import current_platform
 
 # Keys and values of one round: 128 MiB in 16 bits.
 _ROUND_ELEMENTS = 1 << 26
 _GATHERED_TOKENS = 16
 _PIECE_FIELDS = 4
-# On ROCm every wave holds whole tiles of keys and values: with 8 warps their registers run out.
-_WARPS = 4 if current_platform().kind == "rocm" else 8
-
 _SLICES = ["pieces_ptr", "tables_ptr", "contexts_ptr", "starts_ptr", "q_ptr", "out_ptr"]
 
 
@@ -178,7 +175,7 @@ def _visit(
     heads, v_dim = out.shape[1:]
     nope = expanded.shape[2] - v_dim
     rope = q.shape[2] - nope
-    rows, keys, warps = (64, 32, 4) if q.dtype is torch.float32 else (128, 64, _WARPS)
+    rows, keys, warps = (64, 32, 4) if q.dtype is torch.float32 else (128, 64, WARPS)
     grid = (triton.cdiv(metadata.max_seqlen_q, rows), heads, plan.shape[0])
     _visit_kernel[grid](
         q, gathered, expanded, plan, metadata.context_lens, metadata.cu_seqlens_q, out, state,
@@ -272,14 +269,9 @@ def _see(
         if CAUSAL:
             visible = (keys <= positions[:, None]) & (keys < end)
             scores = tl.where(visible, scores, float("-inf"))
-        # Key 0 comes first and every query sees it: the maximum is finite from then on.
-        new_top = tl.maximum(top, tl.max(scores, 1))
-        weights = tl.exp2(scores - new_top[:, None])
-        decay = tl.exp2(top - new_top)
-        total = total * decay + tl.sum(weights, 1)
+        weights, decay, total, top = soften(scores, total, top)
         v = tl.load(up_at + NOPE + values, mask=inside & (values < V), other=0.0)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
-        top = new_top
     return acc, total, top
 
 
@@ -335,9 +327,7 @@ def _visit_kernel(
     q_rope = tl.load(q_at + NOPE + ropes, mask=live[:, None] & (ropes < ROPE), other=0.0)
     v_mask = live[:, None] & (values < V)
     if state_ptr is None:
-        total = tl.zeros([ROWS], tl.float32)
-        top = tl.full([ROWS], float("-inf"), tl.float32)
-        acc = tl.zeros([ROWS, V_PADDED], tl.float32)
+        acc, total, top = nothing_seen(ROWS, V_PADDED)
     else:
         state_at = state_ptr + (tokens * HEADS + head) * (V + 2)
         later = live & (first > 0)

@@ -8,7 +8,17 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.registry import OpQuery
+
+_MAX_EXPERTS = 512
 _CHUNKS = (64, 256, 1024, 4096)
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why a mixture of so many experts cannot be computed; None when it can."""
+    if query.shape["num_experts"] > _MAX_EXPERTS:
+        return f"{query.shape['num_experts']} experts, at most {_MAX_EXPERTS}"
+    return None
 
 
 @dataclass(frozen=True)

@@ -9,13 +9,11 @@ ids, without atomics.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.torch.moe import MoEExpertsOp
 from atom.model_ops.kernels.triton.moe_align import ExpertBlocks, moe_align
 from atom.platform import current_platform
 
@@ -71,12 +69,7 @@ def choose_tiles(kind: str, block_m: int, num_pairs: int, rows: int, wide: bool)
     return Tiles(block_m, 128, 8 if block_m == 128 else 4, 2, options=options)
 
 
-def load() -> MoEExpertsOp:
-    return partial(moe_experts, current_platform().kind)
-
-
 def moe_experts(
-    kind: str,
     x: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
@@ -86,7 +79,7 @@ def moe_experts(
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
     w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter]. ids [T, k] are
-    valid expert ids, weights [T, k] float32. `kind` is that of the platform.
+    valid expert ids, weights [T, k] float32.
 
     Accumulates in float32 and rounds to x's type where memory is written: after silu(gate) * up,
     after each expert, and at the end. The host learns nothing of the ids.
@@ -94,6 +87,18 @@ def moe_experts(
     Raises:
         ValueError: when weights' rows are not contiguous.
     """
+    return mixture(current_platform().kind, x, w13, w2, weights, ids)
+
+
+def mixture(
+    kind: str,
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """`moe_experts` in the tiles for a `kind` of platform."""
     num_tokens, top_k = ids.shape
     hidden, num_pairs = x.shape[1], ids.numel()
     if w13.stride(2) != 1 or w2.stride(2) != 1:

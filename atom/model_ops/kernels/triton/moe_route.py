@@ -6,9 +6,21 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.kernels.triton import moe_align
+from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
 
 _EXCLUDED = tl.constexpr(-(2**63))
+_MAX_TOP_K = 16
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why experts cannot be chosen; None when they can."""
+    if query.dtype != torch.float32:
+        return f"logits in {query.dtype}, not float32"
+    if query.shape["top_k"] > _MAX_TOP_K:
+        return f"{query.shape['top_k']} experts a token, at most {_MAX_TOP_K}"
+    return moe_align.refuses(query)
 
 
 def moe_route(

@@ -6,27 +6,30 @@ its keys. With one part it writes the result; otherwise a second kernel weighs t
 
 from __future__ import annotations
 
-from functools import partial
+import functools
+from collections.abc import Mapping
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.torch.attention import PagedAttentionOp
 from atom.model_ops.kernels.triton.flash import (
-    LOG2_E,
-    SMALLEST_TILE,
-    KeyTiles,
+    cache_arguments,
+    join,
     key_tiles,
     mean_value,
+    nothing_seen,
+    padded,
     query_rows,
+    tile_arguments,
     visit_keys,
 )
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.platform import current_platform, num_compute_units
 
 # For a device that does not tell, between an H200 (132) and an MI300X (304).
-DEFAULT_COMPUTE_UNITS = 256
+_DEFAULT_COMPUTE_UNITS = 256
 _PROGRAMS_PER_UNIT = 4
 _SHORTEST_SPLIT = 256
 _MOST_SPLITS = 128
@@ -39,39 +42,16 @@ _REDUCED_AT_ONCE = 16
     do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr"],
 )
 def _attend(
-    out_ptr,
-    lse_ptr,
-    q_ptr,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
-    tables_ptr,
-    lens_ptr,
-    starts_ptr,
-    score_scale,
-    window,
-    table_stride,
-    q_token_stride,
-    q_head_stride,
-    block_stride,
-    token_stride,
-    head_stride,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    out_ptr, lse_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+    tables_ptr, lens_ptr, starts_ptr, score_scale, window, table_stride,
+    q_token_stride, q_head_stride, block_stride, token_stride, head_stride,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
     WINDOWED: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    SPLIT: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: sequences, KV heads times tiles of rows, splits.
 
-    SPLIT=False: out [T, heads, d]. SPLIT=True: out [T, heads, splits, d] float32, the mean value
+    Without an lse_ptr: out [T, heads, d]. With: out [T, heads, splits, d] float32, the mean value
     of each part, and lse [T, heads, splits], log2 of its weight; -inf where it saw no key.
     """
     KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
@@ -95,50 +75,29 @@ def _attend(
     share = tl.cdiv(context - oldest, tl.num_programs(2) * BLOCK_N) * BLOCK_N
     begin = oldest + tl.program_id(2) * share
     end = tl.minimum(begin + share, context)
-    if QUANTIZED:
+    if key_scale_ptr is not None:
         score_scale = score_scale * tl.load(key_scale_ptr)
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
+    head = kv_head * head_stride
+    pool = table_ptr, key_ptr + head, value_ptr + head, block_stride, token_stride
     acc, total, top = visit_keys(
-        tl.zeros([BLOCK_M, D], tl.float32),
-        tl.zeros([BLOCK_M], tl.float32),
-        tl.full([BLOCK_M], float("-inf"), tl.float32),
-        q,
-        context - num_queries + rows // GROUP,
-        begin,
-        end,
-        tables_ptr + sequence.to(tl.int64) * table_stride,
-        key_ptr + kv_head * head_stride,
-        value_ptr + kv_head * head_stride,
-        block_stride,
-        token_stride,
-        score_scale,
-        window,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        WINDOWED,
-        True,
-    )
-    result = mean_value(acc, total)
-    if QUANTIZED:
-        result = result * tl.load(value_scale_ptr)
+        nothing_seen(BLOCK_M, D), q, context - num_queries + rows // GROUP, begin, end,
+        pool, score_scale, window, HEAD_DIM, BLOCK_SIZE, BLOCK_N, WINDOWED, True,
+    )  # fmt: skip
+    result = mean_value(acc, total, value_scale_ptr).to(out_ptr.dtype.element_ty)
     places = tokens * NUM_HEADS + heads
-    if SPLIT:
+    if lse_ptr is not None:
         places = places * tl.num_programs(2) + tl.program_id(2)
-        tl.store(lse_ptr + places, top + tl.log2(tl.where(total == 0.0, 1.0, total)), mask=real)
-    result = result.to(out_ptr.dtype.element_ty)
+        lse = top + tl.log2(tl.where(total == 0.0, 1.0, total))
+        tl.store(lse_ptr + places, lse, mask=real)
     tl.store(out_ptr + places[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
 
 
 @triton.jit(do_not_specialize=["splits"])
 def _reduce(
-    out_ptr,
-    parts_ptr,
-    lse_ptr,
-    splits,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    AT_ONCE: tl.constexpr,
-):
+    out_ptr, parts_ptr, lse_ptr, splits,
+    HEAD_DIM: tl.constexpr, D: tl.constexpr, AT_ONCE: tl.constexpr,
+):  # fmt: skip
     """Weigh parts [rows, splits, d] by 2 ** lse [rows, splits] -> out [rows, d]. Grid: rows."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, D)
@@ -152,25 +111,13 @@ def _reduce(
         mask = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
         offsets = (row * splits + parts)[:, None] * HEAD_DIM + dims[None, :]
         values = tl.load(parts_ptr + offsets, mask=mask, other=0.0)
-        new_top = tl.maximum(top, tl.max(lse, 0))
-        shift = tl.where(new_top == float("-inf"), 0.0, new_top)
-        weights = tl.exp2(lse - shift)
-        decay = tl.exp2(top - shift)
-        total = total * decay + tl.sum(weights, 0)
-        acc = acc * decay + tl.sum(values * weights[:, None], 0)
-        top = new_top
+        acc, total, top = join(acc, total, top, values, lse)
     result = acc / tl.where(total == 0.0, 1.0, total)
     result = result.to(out_ptr.dtype.element_ty)
     tl.store(out_ptr + row * HEAD_DIM + dims, result, mask=dims < HEAD_DIM)
 
 
-def load() -> PagedAttentionOp:
-    units = num_compute_units(current_platform())
-    return partial(paged_attention, DEFAULT_COMPUTE_UNITS if units is None else units)
-
-
 def paged_attention(
-    compute_units: int,
     q: torch.Tensor,
     kv_cache: KVCacheTensor,
     metadata: AttentionMetadata,
@@ -185,86 +132,73 @@ def paged_attention(
     Raises:
         ValueError: when the tensors do not fit together.
     """
-    tiles = key_tiles(q, kv_cache)
-    num_tokens, num_heads, head_dim = q.shape
-    kv_heads = kv_cache.key.shape[2]
-    rows = metadata.max_seqlen_q * (num_heads // kv_heads)
-    row_tile = min(max(triton.next_power_of_2(rows), SMALLEST_TILE), _LARGEST_ROW_TILE)
-    sequences = metadata.block_tables.shape[0]
-    per_sequence = kv_heads * triton.cdiv(rows, row_tile)
-    reach = metadata.max_context_len
-    if sliding_window is not None:
-        reach = min(reach, sliding_window + metadata.max_seqlen_q - 1)
-    splits = num_splits(sequences * per_sequence, reach, compute_units)
-    grid = (sequences, per_sequence, splits)
-    out = q.new_empty(q.shape)
-    if splits == 1:
-        _launch(grid, out, None, q, kv_cache, metadata, scale, sliding_window, tiles, row_tile)
-        return out
-    parts = q.new_empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32)
-    lse = q.new_empty((num_tokens, num_heads, splits), dtype=torch.float32)
-    _launch(grid, parts, lse, q, kv_cache, metadata, scale, sliding_window, tiles, row_tile)
-    reduce_parts(out, parts, lse)
-    return out
+    return attend(compute_units(), q, kv_cache, metadata, scale, sliding_window)
 
 
-def reduce_parts(out: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> None:
-    """Weigh parts [T, heads, splits, d] by 2 ** lse [T, heads, splits] into out [T, heads, d]."""
-    num_tokens, num_heads, splits, head_dim = parts.shape
-    width = triton.next_power_of_2(head_dim)
-    _reduce[(num_tokens * num_heads,)](out, parts, lse, splits, head_dim, width, _REDUCED_AT_ONCE)
-
-
-def num_splits(programs: int, context_len: int, compute_units: int) -> int:
-    """Parts that a context is cut into, so that `programs` times as many fill the device."""
-    wanted = -(-_PROGRAMS_PER_UNIT * compute_units // programs)
-    return max(min(wanted, context_len // _SHORTEST_SPLIT, _MOST_SPLITS), 1)
-
-
-def _launch(
-    grid: tuple[int, int, int],
-    out: torch.Tensor,
-    lse: torch.Tensor | None,
+def attend(
+    units: int,
     q: torch.Tensor,
     kv_cache: KVCacheTensor,
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
-    tiles: KeyTiles,
-    row_tile: int,
-) -> None:
-    key = kv_cache.key
-    num_heads, head_dim = q.shape[1:]
-    _attend[grid](
-        out,
-        lse,
-        q,
-        key,
-        kv_cache.value,
-        kv_cache.key_scale,
-        kv_cache.value_scale,
-        metadata.block_tables,
-        metadata.context_lens,
-        metadata.cu_seqlens_q,
-        scale * LOG2_E,
-        sliding_window or 0,
-        metadata.block_tables.stride(0),
-        q.stride(0),
-        q.stride(1),
-        key.stride(0),
-        key.stride(1),
-        key.stride(2),
-        NUM_HEADS=num_heads,
-        GROUP=num_heads // key.shape[2],
-        HEAD_DIM=head_dim,
-        D=tiles.width,
-        BLOCK_SIZE=key.shape[1],
-        BLOCK_M=row_tile,
-        BLOCK_N=tiles.keys,
-        COMPUTE=tiles.compute,
-        WINDOWED=sliding_window is not None,
-        QUANTIZED=kv_cache.key_scale is not None,
-        SPLIT=lse is not None,
-        num_warps=4,
-        num_stages=2,
-    )
+) -> torch.Tensor:
+    """`paged_attention`, split so as to fill so many compute units."""
+    tiles, key = key_tiles(q, kv_cache), kv_cache.key
+    rows = metadata.max_seqlen_q * (q.shape[1] // key.shape[2])
+    row_tile = min(padded(rows), _LARGEST_ROW_TILE)
+    programs = metadata.block_tables.shape[0], key.shape[2] * triton.cdiv(rows, row_tile)
+    arguments = {
+        **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
+        **tile_arguments(q, key, tiles),
+        "BLOCK_M": row_tile,
+        "num_warps": 4,
+    }
+    return launch_in_parts(_attend, arguments, programs, units, q, metadata)
+
+
+def launch_in_parts(
+    kernel: Any,
+    arguments: Mapping[str, Any],
+    programs: tuple[int, int],
+    units: int,
+    q: torch.Tensor,
+    metadata: AttentionMetadata,
+) -> torch.Tensor:
+    """Attention of q [T, heads, d] by a kernel, contexts cut into parts to fill compute units.
+
+    Args:
+        kernel: its outputs are like those of `_attend`.
+        arguments: the others.
+        programs: its grid but for the parts.
+        units: how many there are to fill.
+    """
+    reach = metadata.max_context_len
+    if arguments["WINDOWED"]:
+        reach = min(reach, arguments["window"] + metadata.max_seqlen_q - 1)
+    splits = num_splits(programs[0] * programs[1], reach, units)
+    grid = (*programs, splits)
+    out = q.new_empty(q.shape)
+    if splits == 1:
+        kernel[grid](out_ptr=out, lse_ptr=None, **arguments)
+        return out
+    num_tokens, num_heads, head_dim = q.shape
+    parts = q.new_empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32)
+    lse = q.new_empty((num_tokens, num_heads, splits), dtype=torch.float32)
+    kernel[grid](out_ptr=parts, lse_ptr=lse, **arguments)
+    width = triton.next_power_of_2(head_dim)
+    _reduce[(num_tokens * num_heads,)](out, parts, lse, splits, head_dim, width, _REDUCED_AT_ONCE)
+    return out
+
+
+@functools.cache
+def compute_units() -> int:
+    """Those of the device of this process."""
+    units = num_compute_units(current_platform())
+    return _DEFAULT_COMPUTE_UNITS if units is None else units
+
+
+def num_splits(programs: int, context_len: int, units: int) -> int:
+    """Parts that a context is cut into, so that `programs` times as many fill the device."""
+    wanted = -(-_PROGRAMS_PER_UNIT * units // programs)
+    return max(min(wanted, context_len // _SHORTEST_SPLIT, _MOST_SPLITS), 1)

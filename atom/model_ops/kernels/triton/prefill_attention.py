@@ -12,12 +12,14 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.flash import (
-    LOG2_E,
     SMALLEST_TILE,
     KeyTiles,
+    cache_arguments,
     key_tiles,
     mean_value,
+    nothing_seen,
     query_rows,
+    tile_arguments,
     visit_keys,
 )
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
@@ -46,35 +48,13 @@ def _owner(starts_ptr, num_sequences, tile, GROUP: tl.constexpr, BLOCK_M: tl.con
     do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr"],
 )
 def _attend(
-    out_ptr,
-    q_ptr,
-    key_ptr,
-    value_ptr,
-    key_scale_ptr,
-    value_scale_ptr,
-    tables_ptr,
-    lens_ptr,
-    starts_ptr,
-    num_sequences,
-    score_scale,
-    window,
-    table_stride,
-    q_token_stride,
-    q_head_stride,
-    block_stride,
-    token_stride,
-    head_stride,
-    NUM_HEADS: tl.constexpr,
-    GROUP: tl.constexpr,
-    HEAD_DIM: tl.constexpr,
-    D: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    COMPUTE: tl.constexpr,
+    out_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+    tables_ptr, lens_ptr, starts_ptr, num_sequences, score_scale, window, table_stride,
+    q_token_stride, q_head_stride, block_stride, token_stride, head_stride,
+    NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
     WINDOWED: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-):
+):  # fmt: skip
     """Grid: tiles, KV heads. out [T, heads, d]."""
     sequence = _owner(starts_ptr, num_sequences, tl.program_id(0), GROUP, BLOCK_M)
     kv_head = tl.program_id(1)
@@ -98,63 +78,25 @@ def _attend(
     last_row = tl.minimum(first_row + BLOCK_M, num_rows) - 1
     end = start + last_row // GROUP + 1
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
-    key_ptr += kv_head * head_stride
-    value_ptr += kv_head * head_stride
-    if QUANTIZED:
+    head = kv_head * head_stride
+    pool = table_ptr, key_ptr + head, value_ptr + head, block_stride, token_stride
+    if key_scale_ptr is not None:
         score_scale = score_scale * tl.load(key_scale_ptr)
-    acc = tl.zeros([BLOCK_M, D], tl.float32)
-    total = tl.zeros([BLOCK_M], tl.float32)
-    top = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    state = nothing_seen(BLOCK_M, D)
     if WINDOWED:
         begin = tl.maximum(first_position - window + 1, 0)
     else:
         # What the first row sees, all rows see.
         begin = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
-        acc, total, top = visit_keys(
-            acc,
-            total,
-            top,
-            q,
-            positions,
-            0,
-            begin,
-            table_ptr,
-            key_ptr,
-            value_ptr,
-            block_stride,
-            token_stride,
-            score_scale,
-            window,
-            HEAD_DIM,
-            BLOCK_SIZE,
-            BLOCK_N,
-            False,
-            False,
-        )
-    acc, total, top = visit_keys(
-        acc,
-        total,
-        top,
-        q,
-        positions,
-        begin,
-        end,
-        table_ptr,
-        key_ptr,
-        value_ptr,
-        block_stride,
-        token_stride,
-        score_scale,
-        window,
-        HEAD_DIM,
-        BLOCK_SIZE,
-        BLOCK_N,
-        WINDOWED,
-        True,
-    )
-    result = mean_value(acc, total)
-    if QUANTIZED:
-        result = result * tl.load(value_scale_ptr)
+        state = visit_keys(
+            state, q, positions, 0, begin, pool, score_scale, window,
+            HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
+        )  # fmt: skip
+    acc, total, _ = visit_keys(
+        state, q, positions, begin, end, pool, score_scale, window,
+        HEAD_DIM, BLOCK_SIZE, BLOCK_N, WINDOWED, True,
+    )  # fmt: skip
+    result = mean_value(acc, total, value_scale_ptr)
     places = (tokens * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
     tl.store(out_ptr + places, result.to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -174,45 +116,18 @@ def prefill_attention(
     Raises:
         ValueError: when the tensors do not fit together.
     """
-    tiles = key_tiles(q, kv_cache)
-    key = kv_cache.key
-    num_tokens, num_heads, head_dim = q.shape
-    kv_heads = key.shape[2]
-    group = num_heads // kv_heads
+    tiles, key = key_tiles(q, kv_cache), kv_cache.key
     row_tile, num_warps = _row_tile(tiles)
+    num_rows = q.shape[0] * (q.shape[1] // key.shape[2])
     sequences = metadata.block_tables.shape[0]
     out = q.new_empty(q.shape)
-    _attend[(num_tokens * group // row_tile + sequences, kv_heads)](
-        out,
-        q,
-        key,
-        kv_cache.value,
-        kv_cache.key_scale,
-        kv_cache.value_scale,
-        metadata.block_tables,
-        metadata.context_lens,
-        metadata.cu_seqlens_q,
-        sequences,
-        scale * LOG2_E,
-        sliding_window or 0,
-        metadata.block_tables.stride(0),
-        q.stride(0),
-        q.stride(1),
-        key.stride(0),
-        key.stride(1),
-        key.stride(2),
-        NUM_HEADS=num_heads,
-        GROUP=group,
-        HEAD_DIM=head_dim,
-        D=tiles.width,
-        BLOCK_SIZE=key.shape[1],
+    _attend[(num_rows // row_tile + sequences, key.shape[2])](
+        out_ptr=out,
+        num_sequences=sequences,
+        **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
+        **tile_arguments(q, key, tiles),
         BLOCK_M=row_tile,
-        BLOCK_N=tiles.keys,
-        COMPUTE=tiles.compute,
-        WINDOWED=sliding_window is not None,
-        QUANTIZED=kv_cache.key_scale is not None,
         num_warps=num_warps,
-        num_stages=2,
     )
     return out
 

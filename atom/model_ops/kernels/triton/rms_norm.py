@@ -6,6 +6,17 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.registry import OpQuery
+
+# A program holds a whole row in its registers.
+_LARGEST_ROW = 16384
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why rows of this size cannot be normalised; None when they can."""
+    size = query.shape["size"]
+    return f"size={size} is larger than {_LARGEST_ROW}" if size > _LARGEST_ROW else None
+
 
 @triton.jit
 def _norm(

@@ -1,35 +1,56 @@
-"""What every Triton entry of the op table needs: can Triton run here at all?"""
+"""What Triton and Gluon kernels can do at all; imports Triton only to ask."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any
 
 import torch
 
 from atom.config import triton_is_interpreted
-from atom.model_ops.registry import Implementation, OpQuery
+from atom.model_ops.registry import OpQuery
 from atom.platform import Platform
 
 MINIMUM = (3, 6)
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+_GLUON_ARCHES = ("gfx942", "gfx950")
 
 
-def implementation(
-    load: Callable[[], Any], refuses: Callable[[OpQuery], str | None] = lambda _: None
-) -> Implementation:
-    """A `triton` entry of the op table; `refuses` judges shape and storage."""
-
-    def supports(query: OpQuery) -> str | None:
-        if query.dtype not in _DTYPES:
-            return f"no kernel for {query.dtype}"
-        return unavailable(query.platform) or refuses(query)
-
-    return Implementation("triton", supports, load)
+def refuses(query: OpQuery) -> str | None:
+    """Why no Triton kernel can run; None when those can that take the shape."""
+    if query.dtype not in _DTYPES:
+        return f"no kernel for {query.dtype}"
+    return _unavailable(query.platform)
 
 
-def unavailable(platform: Platform) -> str | None:
+def refuses_gluon(query: OpQuery) -> str | None:
+    """Why no Gluon kernel can run; None when those can that take the shape."""
+    platform = query.platform
+    if platform.kind != "rocm" or platform.arch not in _GLUON_ARCHES:
+        arches = " and ".join(_GLUON_ARCHES)
+        return f"written for {arches}, this is {platform.kind} ({platform.arch})"
+    return _unavailable(platform) or _no_gluon()
+
+
+def refuses_storage(query: OpQuery) -> str | None:
+    """Why a cache of this type can be neither read nor written; None when it can."""
+    storage, platform = query.storage, query.platform
+    if storage is None or storage in _DTYPES:
+        return None
+    if storage not in (torch.float8_e4m3fn, torch.float8_e4m3fnuz):
+        return f"no kernel for a cache of {storage}"
+    known = storage in _eight_bit_types(platform)
+    return None if known else f"{platform.arch} does not convert {storage}"
+
+
+def _eight_bit_types(platform: Platform) -> tuple[torch.dtype, ...]:
+    """What Triton converts: in software where an AMD arch cannot, in hardware only on NVIDIA."""
+    if platform.kind != "cuda":
+        return torch.float8_e4m3fn, torch.float8_e4m3fnuz
+    capability = int(platform.arch.removeprefix("sm"))
+    return (torch.float8_e4m3fn,) if capability >= 89 else ()
+
+
+def _unavailable(platform: Platform) -> str | None:
     """Why Triton kernels cannot run on `platform`; None when they can."""
     if platform.kind == "cpu" and not triton_is_interpreted():
         return "needs a GPU (or TRITON_INTERPRET=1, for tests)"
@@ -47,4 +68,13 @@ def _unusable_installation() -> str | None:
     installed = triton.__version__
     if tuple(int(part) for part in installed.split(".")[:2]) < MINIMUM:
         return f"triton {installed} is older than {MINIMUM[0]}.{MINIMUM[1]}"
+    return None
+
+
+@functools.cache
+def _no_gluon() -> str | None:
+    try:
+        from triton.experimental.gluon.language import amd  # noqa: F401
+    except Exception as error:
+        return f"this triton has no Gluon for AMD: {error}"
     return None

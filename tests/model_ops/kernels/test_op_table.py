@@ -1,0 +1,61 @@
+"""Every line of the op table: what it names exists, and does what its op does."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+import torch
+from fake_aiter import FakeAiter
+
+from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels.native.build import native_build
+from atom.model_ops.ops import OPS
+from atom.model_ops.registry import PLAIN, Implementation, OpQuery
+from atom.platform import Platform, cpu_platform, current_platform
+
+MI300X = Platform("rocm", "gfx942", True)
+
+# Sizes that every implementation takes.
+SIZES = {
+    "size": 64,
+    "in_features": 64,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "head_dim": 128,
+    "block_size": 16,
+    "sliding_window": 0,
+    "kv_lora_rank": 512,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "num_experts": 8,
+    "top_k": 2,
+    "num_groups": 1,
+    "softmax": 0,
+    "pair_scores": 0,
+    "has_bias": 0,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "vocab_size": 64,
+}
+
+
+@pytest.mark.parametrize(
+    ("op", "entry"),
+    [pytest.param(op, e, id=f"{op}-{e.name}-{e.layout}") for op, all_ in OPS.items() for e in all_],
+)
+def test_every_line_of_the_table_answers_and_resolves(op: str, entry: Implementation) -> None:
+    """What it names exists: the function that refuses a query, and the one that runs."""
+    if entry.name in ("triton", "gluon"):
+        pytest.importorskip("triton")
+    platforms = {"aiter": MI300X, "gluon": MI300X, "native": cpu_platform()}
+    platform = platforms.get(entry.name, current_platform())
+    dtype = torch.float32 if op == "moe_route" else torch.bfloat16
+    with probe.replaced(FakeAiter().library):
+        reason = entry.supports(OpQuery(platform, dtype, SIZES, torch.bfloat16))
+    [reference] = [other for other in OPS[op] if other.name == "torch"]
+    parameters = inspect.signature(entry.load()).parameters
+    assert list(parameters) == list(inspect.signature(reference.load()).parameters)
+    # Unified attention leaves layers with one query head a KV head to the packed line.
+    is_left_to_packed = (op, entry.name, entry.layout) == ("paged_attention", "aiter", PLAIN)
+    assert is_left_to_packed or reason is None or reason == native_build().reason
