@@ -13,7 +13,6 @@ from transformers import PreTrainedTokenizerFast
 from atom import StructuredOutput
 from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
 from atom.entrypoints.openai.parsing.tool_grammar import (
-    CALL_GRAMMARS,
     answer_or_calls,
     tool_call_grammar,
 )
@@ -53,8 +52,8 @@ def call(parser: str, name: str, arguments: str, number: int = 0) -> str:
 
 
 def answer(parser: str, *calls: str) -> str:
-    begin, end = CALL_GRAMMARS[parser].section or ("", "")
-    return begin + CALL_GRAMMARS[parser].separator.join(calls) + end
+    begin, end = TOOL_PARSERS[parser].grammar.section or ("", "")
+    return begin + TOOL_PARSERS[parser].grammar.separator.join(calls) + end
 
 
 class Bench:
@@ -95,7 +94,7 @@ def bench(request: pytest.FixtureRequest, byte_level_tokenizer: PreTrainedTokeni
     return Bench(copy, request.param)
 
 
-@pytest.mark.parametrize("parser", CALL_GRAMMARS)
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
 @pytest.mark.parametrize("choice", ["required", "auto", "named"])
 def test_calls_as_models_write_them(bench: Bench, parser: str, choice: str) -> None:
     chosen: Any = choice
@@ -115,7 +114,7 @@ def test_calls_as_models_write_them(bench: Bench, parser: str, choice: str) -> N
     assert not bench.takes(single, answer(parser, first, second))
 
 
-@pytest.mark.parametrize("parser", CALL_GRAMMARS)
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
 def test_what_the_grammar_takes_the_parser_reads(bench: Bench, parser: str) -> None:
     wanted = tool_call_grammar(parser, TOOLS, "required")
     text = answer(parser, call(parser, "get-weather", GOOD), call(parser, "send.mail_2", GOOD, 1))
@@ -146,7 +145,7 @@ def test_free_text_of_auto_keeps_its_markers(bench: Bench) -> None:
     assert not bench.takes(wanted, "Well. <|tool_call_begin|>", ends=False)
 
 
-@pytest.mark.parametrize("parser", CALL_GRAMMARS)
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
 def test_reasoning_comes_before_forced_calls(bench: Bench, parser: str) -> None:
     wanted = tool_call_grammar(parser, TOOLS, "required", starts_after="</think>")
     calls = answer(parser, call(parser, "get-weather", GOOD))
@@ -190,7 +189,7 @@ def test_nothing_to_enforce() -> None:
 
 
 def test_what_cannot_be_enforced() -> None:
-    with pytest.raises(ValueError, match="'unheard-of' has no grammar; there are kimi_k2"):
+    with pytest.raises(ValueError, match="'unheard-of' has no grammar; there are deepseek_v3"):
         tool_call_grammar("unheard-of", TOOLS, "required")
     with pytest.raises(ValueError, match="names 'x', which is not among"):
         tool_call_grammar("kimi_k2", TOOLS, {"type": "function", "function": {"name": "x"}})

@@ -6,12 +6,11 @@ nothing else can spell a marker. So a call's JSON is only ever invalid when it w
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS, deepseek_v3, hermes, kimi_k2
+from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
+from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar, tagged
 from atom.quoting import quote
 from atom.structured_output.json_schema import check_schema, is_enforceable
 from atom.structured_output.params import StructuredOutput
@@ -24,75 +23,11 @@ from atom.structured_output.tags import (
     literal,
     one_of,
     sequence,
-    token,
 )
 
 Tool = Mapping[str, Any]
 
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-@dataclass(frozen=True)
-class CallGrammar:
-    """How a format writes calls.
-
-    Attributes:
-        call: (name, format of the arguments) -> one call.
-        separator: what stands between two calls.
-        section: the markers around all calls of an answer; None where there are none.
-        forbidden: what no string of the arguments may hold, since the reader would take it for
-            a marker. Empty for formats whose reader knows where strings of JSON end.
-    """
-
-    call: Callable[[str, Format], Format]
-    separator: str
-    section: tuple[str, str] | None
-    forbidden: tuple[str, ...] = ()
-
-
-def _tag(begin: str, content: Format, end: str) -> Format:
-    return {"type": "tag", "begin": token(begin), "content": content, "end": token(end)}
-
-
-def _kimi_k2(name: str, arguments: Format) -> Format:
-    number = {"type": "regex", "pattern": "[0-9]{1,6}"}
-    head = sequence(literal(f"functions.{name}:"), number, token(kimi_k2.ARGUMENT_BEGIN))
-    return _tag(kimi_k2.CALL_BEGIN, sequence(head, arguments), kimi_k2.CALL_END)
-
-
-def _deepseek_v3(name: str, arguments: Format) -> Format:
-    separator = token(deepseek_v3.SEPARATOR)
-    head = sequence(literal("function"), separator, literal(f"{name}\n```json\n"))
-    content = sequence(head, arguments, literal("\n```"))
-    return _tag(deepseek_v3.CALL_BEGIN, content, deepseek_v3.CALL_END)
-
-
-def _hermes(name: str, arguments: Format) -> Format:
-    head = literal(f'\n{{"name": {json.dumps(name)}, "arguments": ')
-    return _tag(hermes.OPEN, sequence(head, arguments, literal("}\n")), hermes.CLOSE)
-
-
-def _llama3_json(name: str, arguments: Format) -> Format:
-    head = literal(f'{{"name": {json.dumps(name)}, "parameters": ')
-    return sequence(head, arguments, literal("}"))
-
-
-CALL_GRAMMARS: dict[str, CallGrammar] = {
-    "kimi_k2": CallGrammar(
-        _kimi_k2,
-        separator="",
-        section=(kimi_k2.SECTION_BEGIN[0], kimi_k2.SECTION_END[0]),
-        forbidden=("<|tool_call",),
-    ),
-    "deepseek_v3": CallGrammar(
-        _deepseek_v3,
-        separator="\n",
-        section=deepseek_v3.SECTION,
-        forbidden=("<｜tool",),
-    ),
-    "hermes": CallGrammar(_hermes, separator="\n", section=None),
-    "llama3_json": CallGrammar(_llama3_json, separator="; ", section=None),
-}
 
 
 def tool_call_grammar(
@@ -131,11 +66,11 @@ def tool_call_grammar(
     is_strict = any(tool["function"].get("strict") for tool in tools)
     if tool_choice == "auto" and parallel_tool_calls and not is_strict:
         return None
-    grammar = CALL_GRAMMARS.get(parser_name)
-    if grammar is None:
+    if parser_name not in TOOL_PARSERS:
         raise ValueError(
-            f"the tool format {parser_name!r} has no grammar; there are {', '.join(CALL_GRAMMARS)}"
+            f"the tool format {parser_name!r} has no grammar; there are {', '.join(TOOL_PARSERS)}"
         )
+    grammar = TOOL_PARSERS[parser_name].grammar
     calls = [_call(grammar, i, tool, tool_choice != "auto") for i, tool in enumerate(tools)]
     repeats = parallel_tool_calls and tool_choice != "named"
     if tool_choice == "auto":
@@ -214,7 +149,7 @@ def _calls(grammar: CallGrammar, calls: list[Format], repeats: bool) -> Format:
         several = sequence(call, {"type": "star", "content": more})
     if grammar.section is None:
         return several
-    return _tag(grammar.section[0], several, grammar.section[1])
+    return tagged(grammar.section[0], several, grammar.section[1])
 
 
 def _optional_calls(
@@ -226,7 +161,7 @@ def _optional_calls(
     elif all(call["type"] == "tag" for call in calls):
         trigger = calls[0]["begin"]["token"]
         contents = one_of([call["content"] for call in calls])
-        tags = [_tag(trigger, contents, calls[0]["end"]["token"])]
+        tags = [tagged(trigger, contents, calls[0]["end"]["token"])]
     else:
         # Only an answer that begins with a brace is a call.
         text = {"type": "regex", "pattern": r"\s*([^\s{][\s\S]*)?"}

@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from atom.entrypoints.openai.chat.deltas import DeltaWriter
 from atom.entrypoints.openai.parsing.text_stream import Markers, Steps, TextStream
+from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar
 
 
 class ToolFormat(ABC):
@@ -14,6 +15,7 @@ class ToolFormat(ABC):
 
     Attributes:
         markers: every marker of the format; none is ever part of an answer's text.
+        grammar: how the format writes calls.
         opening: those after which `read` takes over, also from within reasoning.
         own: `markers`, to look for.
         all: `markers` and those of the reasoning format.
@@ -22,6 +24,7 @@ class ToolFormat(ABC):
 
     markers: ClassVar[tuple[str, ...]]
     opening: ClassVar[frozenset[str]]
+    grammar: ClassVar[CallGrammar]
 
     def __init__(self, foreign: tuple[str, ...], tool_names: frozenset[str]) -> None:
         self.own = Markers(self.markers)

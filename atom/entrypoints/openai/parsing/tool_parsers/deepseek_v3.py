@@ -10,6 +10,8 @@ import re
 from atom.entrypoints.openai.chat.deltas import DeltaWriter
 from atom.entrypoints.openai.parsing.text_stream import Emit, Markers, Steps, TextStream, ignore
 from atom.entrypoints.openai.parsing.tool_parsers.base import SectionFormat
+from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar, tagged
+from atom.structured_output.tags import Format, literal, sequence, token
 
 CALL_BEGIN = "<｜tool▁call▁begin｜>"
 CALL_END = "<｜tool▁call▁end｜>"
@@ -24,7 +26,13 @@ _NAME_END = Markers((*_MARKERS, "\n", FENCE))
 _CLOSING = re.compile(r"(\n`{1,2}|```)$")
 
 
+def _call(name: str, arguments: Format) -> Format:
+    head = sequence(literal("function"), token(SEPARATOR), literal(f"{name}\n```json\n"))
+    return tagged(CALL_BEGIN, sequence(head, arguments, literal("\n```")), CALL_END)
+
+
 class DeepseekV3(SectionFormat):
+    grammar = CallGrammar(_call, separator="\n", section=SECTION, forbidden=("<｜tool",))
     markers = _MARKERS
     opening = frozenset({_MARKERS[0], CALL_BEGIN})
     section_end = _MARKERS[1:2]

@@ -5,15 +5,25 @@ Source: the checkpoints' chat templates. Within strings of the JSON, tags are te
 
 from __future__ import annotations
 
+import json
+
 from atom.entrypoints.openai.chat.deltas import DeltaWriter
 from atom.entrypoints.openai.parsing.text_stream import Steps, TextStream
 from atom.entrypoints.openai.parsing.tool_parsers.base import ToolFormat
+from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar, tagged
 from atom.entrypoints.openai.parsing.tool_parsers.json_call import JsonCall
+from atom.structured_output.tags import Format, literal, sequence
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
+def _call(name: str, arguments: Format) -> Format:
+    head = literal(f'\n{{"name": {json.dumps(name)}, "arguments": ')
+    return tagged(OPEN, sequence(head, arguments, literal("}\n")), CLOSE)
+
+
 class Hermes(ToolFormat):
+    grammar = CallGrammar(_call, separator="\n", section=None)
     markers = (OPEN, CLOSE)
     opening = frozenset({OPEN})
 

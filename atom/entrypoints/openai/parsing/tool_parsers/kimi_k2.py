@@ -10,6 +10,8 @@ import re
 from atom.entrypoints.openai.chat.deltas import DeltaWriter
 from atom.entrypoints.openai.parsing.text_stream import Steps, TextStream
 from atom.entrypoints.openai.parsing.tool_parsers.base import SectionFormat
+from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar, tagged
+from atom.structured_output.tags import Format, literal, sequence, token
 
 # Some checkpoints write the singular.
 SECTION_BEGIN = ("<|tool_calls_section_begin|>", "<|tool_call_section_begin|>")
@@ -20,9 +22,21 @@ CALL_END = "<|tool_call_end|>"
 _NAME = re.compile(r"(?:functions\.)?(.*?)(?::[0-9]+)?")
 
 
+def _call(name: str, arguments: Format) -> Format:
+    number = {"type": "regex", "pattern": "[0-9]{1,6}"}
+    head = sequence(literal(f"functions.{name}:"), number, token(ARGUMENT_BEGIN))
+    return tagged(CALL_BEGIN, sequence(head, arguments), CALL_END)
+
+
 class KimiK2(SectionFormat):
     """Ids are the model's own and arguments its exact text: history must read as it wrote it."""
 
+    grammar = CallGrammar(
+        _call,
+        separator="",
+        section=(SECTION_BEGIN[0], SECTION_END[0]),
+        forbidden=("<|tool_call",),
+    )
     markers = (*SECTION_BEGIN, *SECTION_END, CALL_BEGIN, ARGUMENT_BEGIN, CALL_END)
     opening = frozenset({*SECTION_BEGIN, CALL_BEGIN})
     section_end = SECTION_END

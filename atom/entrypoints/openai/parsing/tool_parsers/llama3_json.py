@@ -7,17 +7,27 @@ with a call or holds none; calls follow one another with `;` or white space betw
 
 from __future__ import annotations
 
+import json
+
 from atom.entrypoints.openai.chat.deltas import DeltaWriter
 from atom.entrypoints.openai.parsing.text_stream import Markers, Steps, TextStream
 from atom.entrypoints.openai.parsing.tool_parsers.base import ToolFormat
+from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar
 from atom.entrypoints.openai.parsing.tool_parsers.json_call import ARGUMENT_KEYS, JsonCall
+from atom.structured_output.tags import Format, literal, sequence
 
 PYTHON_TAG = "<|python_tag|>"
 _KEYS = ARGUMENT_KEYS | {"type", "name"}
 _NOTHING = Markers(())
 
 
+def _call(name: str, arguments: Format) -> Format:
+    head = literal(f'{{"name": {json.dumps(name)}, "parameters": ')
+    return sequence(head, arguments, literal("}"))
+
+
 class Llama3Json(ToolFormat):
+    grammar = CallGrammar(_call, separator="; ", section=None)
     markers = (PYTHON_TAG,)
     opening = frozenset({PYTHON_TAG})
 
