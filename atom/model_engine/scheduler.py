@@ -33,7 +33,8 @@ from atom.messages import (
     SequenceOutput,
     check_request,
 )
-from atom.model_engine.block_pool import BlockHash, BlockPool
+from atom.model_engine.block_pool import BlockPool
+from atom.model_engine.prefix_cache import PrefixCache
 from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus
 from atom.spec_decode.base import NO_LOOKAHEAD, Lookahead
 from atom.stats import SpecDecodeCounter
@@ -66,6 +67,7 @@ class Scheduler:
             )
         self._options = options
         self._pool = pool
+        self._prefixes = PrefixCache(pool, lookahead.kv_depends_on_successor)
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._lookahead = lookahead
@@ -363,7 +365,7 @@ class Scheduler:
         Returns:
             The number of its tokens to compute now; 0 when it has to wait.
         """
-        cached = self._match(seq)
+        cached = self._prefixes.match(seq)
         start = len(cached) * self._pool.block_size
         count = min(len(seq.token_ids) - start, budget)
         # Without chunked prefill the first step reaches the end of the prompt at least.
@@ -375,7 +377,7 @@ class Scheduler:
         if block_ids is None:
             self._pool.free(cached)
             return 0
-        if seq.num_preemptions == 0 and self._matches(seq):
+        if seq.num_preemptions == 0 and self._prefixes.serves(seq):
             seq.num_cached_tokens = start
             self._totals.prefix_cache_queries += seq.num_prompt_tokens
             self._totals.prefix_cache_hits += start
@@ -387,23 +389,6 @@ class Scheduler:
         self._waiting.remove(seq)
         self._running.add(seq)
         return count
-
-    def _matches(self, seq: Sequence) -> bool:
-        """Whether cached blocks may stand in for computing: prompt logprobs need every row."""
-        return self._pool.enable_prefix_caching and seq.prompt_logprobs is None
-
-    def _match(self, seq: Sequence) -> list[int]:
-        """Take the cached blocks at the start of a sequence, leaving a token to compute."""
-        if not self._matches(seq):
-            return []
-        return self._pool.match_prefix(self._hashes(seq, len(seq.token_ids) - 1))
-
-    def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
-        """Hashes of the full blocks of the first `num_tokens` tokens, which are not the last."""
-        size = self._pool.block_size
-        # A KV that depends on the token after it is only the same where that token is.
-        overlap = 1 if self._lookahead.kv_depends_on_successor else 0
-        return seq.block_hashes(num_tokens // size, size, overlap)
 
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)
@@ -441,7 +426,7 @@ class Scheduler:
         seq.draft_token_ids = result.draft_token_ids
         seq.draft_source = result.draft_source
         if not scheduled.wants_sample:
-            self._publish(seq)
+            self._prefixes.publish(seq)
             return None
         if self._suspects:
             self._suspects.pop(scheduled.id, None)
@@ -461,7 +446,7 @@ class Scheduler:
             return None
         # Confirmed drafts are in the cache; the newest token never is.
         seq.num_computed += min(num_new - 1, scheduled.num_drafts)
-        self._publish(seq)
+        self._prefixes.publish(seq)
         made = seq.report(result.token_ids[:num_new], finish_reason, stop_reason)
         if scheduled.num_drafts:
             made.num_draft_tokens = scheduled.num_drafts
@@ -481,17 +466,6 @@ class Scheduler:
         param = "structured_output" if has_grammar else None
         self._refused.append(RefusedSequence(seq.request.id, failure, param))
         self._finish(seq)
-
-    def _publish(self, seq: Sequence) -> None:
-        """Offer the blocks whose tokens are all computed to other sequences."""
-        if not self._pool.enable_prefix_caching:
-            return
-        if seq.num_computed // self._pool.block_size == seq.num_published:
-            return
-        hashes = self._hashes(seq, seq.num_computed)
-        for index in range(seq.num_published, len(hashes)):
-            self._pool.publish(seq.block_ids[index], hashes[index])
-        seq.num_published = len(hashes)
 
     def _finish(self, seq: Sequence) -> None:
         """Let go of a sequence that waits or runs."""
