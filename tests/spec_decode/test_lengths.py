@@ -1,0 +1,329 @@
+"""The adaptive length against a simulated machine: what it chooses, and what trying costs."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+import pytest
+
+from atom.spec_decode.lengths import (
+    Acceptance,
+    AdaptiveLength,
+    DraftLength,
+    FixedLength,
+    StepTimes,
+    Verification,
+    spread_lengths,
+)
+
+
+@dataclass
+class Machine:
+    """Costs in seconds, and sequences whose drafts are accepted at random.
+
+    Attributes:
+        step: of a target step, and of each of its rows.
+        draft: of a draft step, and of completing the draft's KV alone.
+        acceptance: by source, of a draft whose predecessors were accepted.
+        mix: the share of steps that a sequence spends on each source.
+        noise: relative deviation of every time.
+        slowness: factor of every time, by step.
+        first_run: seconds that a number of rows, or of drafts, takes more the first time.
+    """
+
+    step: tuple[float, float] = (0.0100, 0.0004)
+    draft: tuple[float, float] = (0.0008, 0.0001)
+    acceptance: dict[str, float] = field(default_factory=lambda: {"eagle3": 0.65})
+    mix: dict[str, float] = field(default_factory=lambda: {"eagle3": 1.0})
+    noise: float = 0.1
+    slowness: Callable[[int], float] = lambda step: 1.0
+    first_run: float = 0.0
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+
+    def seconds(self, num_sequences: int, verified: int, made: int) -> float:
+        """Of a step that verifies so many drafts of each sequence and makes so many."""
+        base, per_row = self.step
+        verifying = base + per_row * num_sequences * (1 + verified)
+        drafting = self.draft[0] * made if made else self.draft[1]
+        return self.jitter(verifying) + self.jitter(drafting)
+
+    def accepted(self, source: str, num_drafts: int) -> int:
+        count = 0
+        while count < num_drafts and self.rng.random() < self.acceptance[source]:
+            count += 1
+        return count
+
+    def jitter(self, seconds: float) -> float:
+        return seconds * (1 + self.noise * abs(self.rng.gauss(0, 1)))
+
+
+@dataclass
+class Run:
+    tokens: int = 0
+    seconds: float = 0.0
+    chosen: Counter[int] = field(default_factory=Counter)
+
+    @property
+    def rate(self) -> float:
+        return self.tokens / self.seconds
+
+
+def run(length: DraftLength, machine: Machine, batch: int, steps: int) -> Run:
+    result = Run()
+    names, shares = list(machine.mix), list(machine.mix.values())
+    pending: list[tuple[str, int]] = []
+    seen: set[tuple[str, int]] = set()
+    for step in range(steps):
+        sources = machine.rng.choices(names, shares, k=batch)
+        drafts = "lookup" not in sources or "eagle3" in sources
+        chosen = length.choose(sources, drafts=drafts)
+        verified, made = pending[0][1] if pending else 0, chosen if drafts else 0
+        seconds = machine.seconds(batch, verified, made)
+        kinds = {("verified", verified), ("made", made)}
+        seconds += machine.first_run * len(kinds - seen)
+        seconds *= machine.slowness(step)
+        seen |= kinds
+        verifications = [Verification(None, 0, 0)] * (batch - len(pending))
+        for source, count in pending:
+            verifications.append(Verification(source, count, machine.accepted(source, count)))
+        length.observe(verifications, seconds)
+        result.tokens += batch + sum(v.num_accepted for v in verifications)
+        result.seconds += seconds
+        result.chosen[chosen] += 1
+        pending = [(source, chosen) for source in sources]
+    return result
+
+
+def fresh(machine: Machine) -> Machine:
+    """Whose accidents do not depend on what ran before."""
+    return replace(machine, rng=random.Random(0))
+
+
+def num_steps(batch: int) -> int:
+    return 2000 if batch < 8 else 400
+
+
+def rate_of(num_drafts: int, machine: Machine, batch: int) -> float:
+    return run(FixedLength(num_drafts), fresh(machine), batch, num_steps(batch)).rate
+
+
+SITUATIONS = {
+    "good draft": (Machine(acceptance={"eagle3": 0.8}), 1),
+    "fair draft": (Machine(acceptance={"eagle3": 0.4}), 1),
+    "useless draft": (Machine(acceptance={"eagle3": 0.02}), 1),
+    "small batch": (Machine(acceptance={"eagle3": 0.6}), 4),
+    "large batch": (Machine(step=(0.01, 0.002), acceptance={"eagle3": 0.5}), 32),
+    "large batch, good draft": (Machine(step=(0.01, 0.001), acceptance={"eagle3": 0.9}), 32),
+    "dear draft": (Machine(draft=(0.004, 0.0001), acceptance={"eagle3": 0.5}), 1),
+    "hybrid": (
+        Machine(
+            acceptance={"eagle3": 0.3, "lookup": 0.8},
+            mix={"eagle3": 0.7, "lookup": 0.3},
+        ),
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("choices", [(0, 1, 2, 3), (0, 3), spread_lengths(7)], ids=str)
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_no_fixed_number_is_five_percent_faster(name: str, choices: tuple[int, ...]) -> None:
+    """Its own beginning included."""
+    machine, batch = SITUATIONS[name]
+    best = max(rate_of(n, machine, batch) for n in choices)
+    found = run(AdaptiveLength(choices), fresh(machine), batch, num_steps(batch))
+    assert found.rate > 0.95 * best, found.chosen
+
+
+TROUBLES: dict[str, Machine] = {
+    "slow beginning": Machine(slowness=lambda step: 5.0 if step < 10 else 1.0),
+    "fading slowness": Machine(slowness=lambda step: 1 + 9 * 0.8**step),
+    "slow first runs": Machine(first_run=0.05),
+    "slower midway": Machine(slowness=lambda step: 1.0 if step < 700 else 2.0),
+    "faster midway": Machine(slowness=lambda step: 2.0 if step < 700 else 1.0),
+    "now fast, now slow": Machine(slowness=lambda step: 1.0 + step // 300 % 2),
+}
+
+
+@pytest.mark.parametrize("choices", [(0, 1, 2, 3), (0, 3)], ids=str)
+@pytest.mark.parametrize("name", TROUBLES)
+@pytest.mark.parametrize("draft", ["cheap", "dear"])
+def test_times_that_change_do_not_mislead(draft: str, name: str, choices: tuple[int, ...]) -> None:
+    machine = replace(TROUBLES[name], acceptance={"eagle3": 0.5})
+    if draft == "dear":
+        machine = replace(machine, draft=(0.004, 0.0001))
+    best = max(rate_of(n, machine, 1) for n in choices)
+    found = run(AdaptiveLength(choices), fresh(machine), 1, num_steps(1))
+    assert found.rate > 0.95 * best, found.chosen
+
+
+@pytest.mark.parametrize("choices", [(0, 1, 2, 3), (0, 3)], ids=str)
+def test_it_follows_the_cost_of_drafts(choices: tuple[int, ...]) -> None:
+    """A draft that is cheap, then dear, then cheap again."""
+    length = AdaptiveLength(choices)
+    for seconds, expected in ((0.0005, 3), (0.02, 0), (0.0005, 3)):
+        machine = Machine(draft=(seconds, 0.0001), acceptance={"eagle3": 0.8})
+        run(length, machine, 1, 1500)
+        settled = run(length, machine, 1, 300).chosen
+        assert settled.most_common(1)[0][0] == expected
+
+
+def test_what_is_nearly_best_is_not_only_tried() -> None:
+    """A best that is only just best is chosen: what its drafts become is measured on."""
+    length = AdaptiveLength((0, 1))
+    machine = Machine(step=(0.01, 0.0), draft=(0.005, 0.0), noise=0.0)
+    machine.acceptance = {"eagle3": 0.5}
+    for _ in range(20):
+        assert run(length, machine, 1, 100).chosen[1] > 0
+
+
+@pytest.mark.parametrize("batch", [1, 16])
+def test_it_follows_a_change(batch: int) -> None:
+    """Text that is easy, then hopeless, then easy again."""
+    length = AdaptiveLength((0, 1, 2, 3))
+    machine = Machine(step=(0.01, 0.0004))
+    for acceptance, expected in ((0.9, 3), (0.0, 0), (0.9, 3)):
+        machine.acceptance = {"eagle3": acceptance}
+        run(length, machine, batch, 1500)
+        settled = run(length, machine, batch, 300).chosen
+        assert settled.most_common(1)[0][0] == expected
+        assert settled[expected] > 150  # a neighbour that is nearly as good is tried often
+
+
+def test_the_batch_decides() -> None:
+    """The same draft pays for one sequence and not for many: no memory of the other batch."""
+    length = AdaptiveLength((0, 1, 2, 3))
+    machine = Machine(step=(0.01, 0.004), acceptance={"eagle3": 0.5})
+    for _ in range(3):
+        assert run(length, machine, 1, 400).chosen.most_common(1)[0][0] > 0
+        assert run(length, machine, 32, 400).chosen.most_common(1)[0][0] == 0
+
+
+def test_sources_are_told_apart() -> None:
+    """With a lookup worth verifying and a draft that is not, steps differ."""
+    length = AdaptiveLength((0, 1, 2, 3))
+    machine = Machine(
+        acceptance={"eagle3": 0.03, "lookup": 0.9}, mix={"eagle3": 0.5, "lookup": 0.5}
+    )
+    run(length, machine, 1, 1500)
+    assert max(length.choose(["lookup"], drafts=False) for _ in range(3)) == 3
+    chosen = Counter(length.choose(["eagle3"], drafts=True) for _ in range(100))
+    assert chosen.most_common(1)[0][0] == 0
+
+
+def test_drafts_that_were_not_made_count_as_rejected() -> None:
+    acceptance = Acceptance(3)
+    for _ in range(200):
+        acceptance.observe(3, 0)
+    assert acceptance.num_accepted(3) < 0.05
+    acceptance.observe(0, 0)  # nobody asked
+
+
+def test_positions_are_measured_where_they_were_reached() -> None:
+    acceptance = Acceptance(3)
+    for _ in range(300):
+        acceptance.observe(1, 1)
+    first = acceptance.num_accepted(1)
+    assert first > 0.95
+    # Nothing was learnt of the second, so it has the benefit of the doubt.
+    assert 0.6 * first < acceptance.num_accepted(2) - first < 0.9 * first
+    for _ in range(300):
+        acceptance.observe(3, 1)
+    assert acceptance.num_accepted(3) == pytest.approx(1, abs=0.05)
+
+
+class ScriptedLength(AdaptiveLength):
+    """Learns as ever, and chooses what it is told."""
+
+    def __init__(self, choices: tuple[int, ...], script: list[int]) -> None:
+        super().__init__(choices)
+        self._script = iter(script)
+
+    def _choose(self, sources: Sequence[str], drafts: bool) -> int:
+        return next(self._script)
+
+
+def test_verifications_belong_to_the_choice_of_the_step_before() -> None:
+    length = ScriptedLength((0, 3), [3, 0] * 100)
+    for step in range(200):
+        asked = 3 * (step % 2)
+        length.choose(["eagle3"], drafts=True)
+        length.observe([Verification("eagle3", asked, asked)], None)
+    assert length._acceptance["eagle3"].num_accepted(3) > 2.9
+
+
+def measured(times: StepTimes, script: list[tuple[int, int]]) -> StepTimes:
+    """After steps that verify 0 to 3 drafts in 10 to 13 ms and make them in 0 to 6 ms."""
+    for verified, made in script:
+        times.observe(verified, made, 0.010 + 0.001 * verified + 0.002 * made)
+    return times
+
+
+def test_a_single_try_shows_what_a_choice_costs() -> None:
+    """What a step took that made one number and verified another is told apart."""
+    script = [(3, 3)] * 50 + [(3, 0), (0, 3)] * 2 + [(3, 3)]
+    times = measured(StepTimes((0, 3), 1), script)
+    assert times.at(3, 3) == pytest.approx(0.019, rel=0.01)
+    assert times.at(0, 0) == pytest.approx(0.010, rel=0.03)
+
+
+def test_numbers_between_are_guessed_from_others() -> None:
+    script = [(3, 3)] * 10 + [(3, 0), (0, 0), (0, 3), (3, 3)] * 5
+    times = measured(StepTimes((0, 1, 2, 3), 1), script)
+    assert times.at(1, 1) == pytest.approx(0.013, rel=0.1)
+    assert times.at(2, 2) == pytest.approx(0.016, rel=0.1)
+
+
+def test_another_batch_begins_with_what_is_known_of_the_nearest() -> None:
+    known = measured(StepTimes((0, 3), 4), [(3, 3)] * 3)
+    assert not StepTimes((0, 3), 5).is_known
+    guessed = StepTimes((0, 3), 5, known)
+    assert guessed.is_known
+    assert guessed.at(3, 3) == known.at(3, 3)
+    for _ in range(4):
+        guessed.observe(3, 3, 5.0)
+    assert guessed.at(3, 3) == pytest.approx(5)
+
+
+def test_an_interrupted_step_says_little() -> None:
+    times = StepTimes((0, 1), 1)
+    for _ in range(50):
+        for verified, made in ((1, 1), (1, 0), (0, 0), (0, 1)):
+            times.observe(verified, made, 1 + 0.1 * verified + 0.2 * made)
+    before = times.at(0, 0) / times.at(1, 1)
+    times.observe(1, 1, 130.0)
+    assert times.at(0, 0) / times.at(1, 1) == pytest.approx(before, rel=0.03)
+    for _ in range(8):
+        times.observe(1, 1, 1.3)
+    assert times.at(1, 1) == pytest.approx(1.3, rel=0.06)
+    for _ in range(100):
+        times.observe(1, 1, 3.0)
+    assert times.at(1, 1) == pytest.approx(3, abs=0.1)
+
+
+def test_first_runs_are_forgotten() -> None:
+    """Of a batch, and of a number of drafts in it."""
+    times = StepTimes((0, 2), 1)
+    times.observe(0, 2, 9.0)
+    times.observe(2, 2, 9.0)
+    assert not times.is_known
+    times.observe(2, 2, 1.0)
+    assert times.at(2, 2) == pytest.approx(1)
+    before = times.at(0, 0)
+    times.observe(2, 0, 9.0)
+    assert times.at(0, 0) == before
+
+
+def test_lengths_worth_telling_apart() -> None:
+    assert spread_lengths(1) == (0, 1)
+    assert spread_lengths(3) == (0, 1, 2, 3)
+    assert spread_lengths(15) == (0, 1, 2, 3, 4, 6, 8, 12, 15)
+
+
+@pytest.mark.parametrize("choices", [(), (0,), (1, 2), (0, 3, 2), (0, 0, 1)])
+def test_choices_that_make_no_sense(choices: tuple[int, ...]) -> None:
+    with pytest.raises(ValueError, match="ascending numbers of drafts from 0"):
+        AdaptiveLength(choices)
