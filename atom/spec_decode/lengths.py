@@ -23,20 +23,20 @@ _FIRST_GUESS, _FIRST_WEIGHT = 0.6, 2
 # Observations that an acceptance remembers.
 _ACCEPTANCE_WINDOW = 48
 
-# A step's time scatters by this share of itself.
+# The time of a step scatters by this share of itself.
 _NOISE = 0.1
-# From one step to the next the machine's speed changes by this share, and every part of a step's
-# time on its own by this share of the step.
+# From one step to the next the machine's speed changes by this share, and each part of a step
+# by this share of the step on its own.
 _SPEED_DRIFT, _PART_DRIFT = 0.05, 0.005
-# A step that takes longer than expected counts as this many times that: a step that the machine
-# interrupted says nothing of the next. One that takes less than that part of it is no accident.
+# A step that takes longer than expected counts as this many times that at most: one that the
+# machine interrupted says nothing of the next.
 _OUTLIER = 2.0
-SKIP = 1.0
-MODE = 0
-RES = False
-# What drafts cost before anything is measured, as shares of a step without: verifying one, and
-# making one; how far either may be off, and how far each number of drafts from the line.
+# What is guessed of a step before it is measured, with the time of its first row as the unit: a
+# further row, and a draft that is made; how far the growth with each draft may be off, and by
+# how much a number of drafts may leave the straight line.
 _ROW_GUESS, _MAKING_GUESS, _GUESS_ERROR, _CURVATURE = 0.04, 0.05, 0.3, 0.1
+# The least that a step is thought to take, as a share of its dearest part.
+_LEAST = 0.02
 
 
 @dataclass(frozen=True)
@@ -104,53 +104,57 @@ class StepTimes:
     """What the steps of one batch take, by the drafts that they verify and that they make.
 
     The two parts add up, and only their sums are measured. A Kalman filter estimates all parts
-    together, so that a sum which was measured often does not make its parts known, and a try
-    corrects whatever it bears on. What never shows in a sum stays as guessed: a constant that
-    could move from one part to the other.
+    together: it knows that a sum measured often does not make its parts known, so a try corrects
+    whatever it bears on. What a step takes without making drafts is all counted as verifying.
 
     Args:
-        choices: numbers of drafts.
-        like: a batch not unlike this one; None for guesses.
+        choices: ascending numbers of drafts.
+        num_sequences: in the batch.
+        like: another batch, whose times are better guesses than none.
     """
 
-    def __init__(self, choices: Sequence[int], num_sequences: int, like: StepTimes | None) -> None:
+    def __init__(
+        self, choices: Sequence[int], num_sequences: int, like: StepTimes | None = None
+    ) -> None:
         self._places = {n: i for i, n in enumerate(choices)}
-        self._seen: set[int] = set()
-        self._is_measured = False
+        self._constant = len(choices)  # the place of making none: 0 seconds
         growth = _ROW_GUESS * num_sequences / (1 + _ROW_GUESS * (num_sequences - 1))
-        verifying = [1 + growth * n for n in choices]
-        making = [_MAKING_GUESS * n for n in choices]
-        self._seconds = verifying + making if like is None else list(like._seconds)
-        self._covariance = _guessed_covariance(choices, self._seconds[0])
+        # Of verifying, then of making each number of drafts. The unit is arbitrary until known.
+        self._seconds = [1 + growth * n for n in choices] + [_MAKING_GUESS * n for n in choices]
+        self._is_known = False
+        if like is not None:
+            self._seconds, self._is_known = list(like._seconds), like._is_known
+        self._covariance = _guessed_covariance(choices, self.at(0, 0))
+        self._is_measured = False
+        self._seen: set[int] = set()
 
     @property
-    def is_measured(self) -> bool:
-        return self._is_measured
+    def is_known(self) -> bool:
+        """Whether times are seconds and not mere proportions."""
+        return self._is_known
 
     def at(self, verified: int, made: int) -> float:
-        """Expected seconds; of an arbitrary unit before the first measurement."""
+        """What verifying so many drafts of each sequence, and making so many, takes together."""
         i, j = self._find(verified, made)
-        # Parts that were never seen together may add up to nonsense.
-        return max(self._seconds[i] + self._seconds[j], _NOISE * self._seconds[0])
+        return max(self._seconds[i] + self._seconds[j], _LEAST * max(self._seconds))
 
     def observe(self, verified: int, made: int, seconds: float) -> None:
-        i, j = self._find(verified, made)
+        """A step took `seconds`.
+
+        The first to verify or to make a number only counts where it is fast: it may have
+        allocated, compiled, or looked things up.
+        """
+        parts = self._find(verified, made)
         expected = self.at(verified, made)
-        new = not {i, j} <= self._seen
-        self._seen |= {i, j}
-        if MODE == 0:
-            if new and (not self._is_measured or seconds > SKIP * expected):
-                return
-            if not self._is_measured or (RES and not new and seconds < expected / _OUTLIER):
-                self._scale(seconds / expected)
-            self._is_measured = True
-            self._correct(i, j, seconds)
-        else:
-            if not self._is_measured or (RES and not new and seconds < expected / _OUTLIER):
-                self._scale(seconds / expected)
-            self._is_measured = True
-            if not new or seconds < SKIP * expected:
-                self._correct(i, j, seconds)
+        is_first = not self._seen.issuperset(parts)
+        self._seen.update(parts)
+        if is_first and (not self._is_measured or seconds > expected):
+            return
+        if not self._is_measured:
+            self._scale(seconds / expected)
+            self._is_known = self._is_measured = True
+            expected = seconds
+        self._correct(*parts, min(seconds, _OUTLIER * expected))
 
     def _find(self, verified: int, made: int) -> tuple[int, int]:
         return self._places[verified], len(self._places) + self._places[made]
@@ -160,42 +164,47 @@ class StepTimes:
         self._covariance = [[c * factor**2 for c in row] for row in self._covariance]
 
     def _correct(self, i: int, j: int, seconds: float) -> None:
-        """A step of the parts `i` and `j` took `seconds`."""
-        expected = self._seconds[i] + self._seconds[j]
-        scale = max(expected, seconds)
-        error = min(seconds, _OUTLIER * expected) - expected
-        drift = [_SPEED_DRIFT * s for s in self._seconds]
-        cov = [[c + x * y for c, y in zip(row, drift)] for row, x in zip(self._covariance, drift)]
-        for place, row in enumerate(cov):
-            row[place] += (_PART_DRIFT * seconds) ** 2
-        both = [x + y for x, y in zip(cov[i], cov[j])]
+        """The parts at `i` and `j` took `seconds` together."""
+        error = seconds - self._seconds[i] - self._seconds[j]
+        own_drift = (_PART_DRIFT * seconds) ** 2
+        # Accidents make steps slower. One that is much faster means that the machine is.
+        is_faster = seconds < (self._seconds[i] + self._seconds[j]) / _OUTLIER
+        drift = [(1.0 if is_faster else _SPEED_DRIFT) * s for s in self._seconds]
+        columns = zip(self._covariance[i], self._covariance[j], drift, strict=True)
+        both = [x + y + d * (drift[i] + drift[j]) for x, y, d in columns]
+        both[i] += own_drift
+        both[j] += own_drift if j != self._constant else 0.0
         variance = both[i] + both[j] + (_NOISE * seconds) ** 2
-        self._seconds = [s + b / variance * error for s, b in zip(self._seconds, both)]
+        gain = [b / variance for b in both]
+        self._seconds = [s + g * error for s, g in zip(self._seconds, gain, strict=True)]
         self._covariance = [
-            [c - b / variance * x for c, x in zip(row, both)] for row, b in zip(cov, both)
+            [c + d * x - g * b for c, x, b in zip(row, drift, both, strict=True)]
+            for row, d, g in zip(self._covariance, drift, gain, strict=True)
         ]
+        for place, row in enumerate(self._covariance):
+            row[place] += own_drift if place != self._constant else 0.0
 
 
 def _guessed_covariance(choices: Sequence[int], seconds: float) -> list[list[float]]:
-    """Of guesses: parts on two lines of unknown slope, the first of unknown height, more or less."""
-    places = [(part, n) for part in range(2) for n in choices]
-    return [
-        [
-            seconds**2
-            * (
-                (_GUESS_ERROR**2 * m * n if a == b else 0)
-                + (1 if a == b == 0 else 0)
-                + (_CURVATURE**2 * max(n, 1) if (a, m) == (b, n) else 0)
-            )
-            for b, n in places
-        ]
-        for a, m in places
-    ]
+    """Of guessed times: both parts are lines of unknown slope, verifying one of unknown height.
+
+    Args:
+        seconds: of a step without drafts.
+    """
+
+    def of(is_verifying: bool, same_part: bool, m: int, n: int) -> float:
+        slope = _GUESS_ERROR**2 * m * n if same_part else 0.0
+        height = 1.0 if is_verifying and same_part else 0.0
+        own = _CURVATURE**2 * (max(n, 1) if is_verifying else n) if same_part and m == n else 0.0
+        return seconds**2 * (slope + height + own)
+
+    places = [(is_verifying, n) for is_verifying in (True, False) for n in choices]
+    return [[of(a, a == b, m, n) for b, n in places] for a, m in places]
 
 
-def _bucket(rows: int) -> int:
+def _bucket(num_sequences: int) -> int:
     """Numbers up to 8 are told apart, larger ones by a fifth of themselves."""
-    return rows if rows <= 8 else round(8 + 4 * math.log2(rows / 8))
+    return num_sequences if num_sequences <= 8 else round(8 + 4 * math.log2(num_sequences / 8))
 
 
 class Acceptance:
@@ -210,12 +219,8 @@ class Acceptance:
     def __init__(self, most: int) -> None:
         self._rates = [_FIRST_GUESS] * most
         self._counts = [_FIRST_WEIGHT] * most
-        self._filled = 1.0
 
-    def observe(self, asked: int, num_drafts: int, num_accepted: int) -> None:
-        if asked == 0:
-            return
-        self._filled += (num_drafts / asked - self._filled) / _ACCEPTANCE_WINDOW
+    def observe(self, asked: int, num_accepted: int) -> None:
         for position in range(min(num_accepted + 1, asked)):
             count = min(self._counts[position] + 1, _ACCEPTANCE_WINDOW)
             kept = float(position < num_accepted)
@@ -231,23 +236,18 @@ class Acceptance:
             expected += reached
         return expected
 
-    def num_drafts(self, asked: int) -> float:
-        """Drafts that the source is expected to make."""
-        return asked * self._filled
-
 
 class AdaptiveLength:
     """Chooses the number of drafts with the highest expected tokens per second.
 
-    Costs depend on the batch: verifying on the rows of a step, drafting on the number of sequences
-    and of drafts. Only their sum is measured, and a choice pays for drafting now and for verifying
-    in the next step; where choices change, the sums tell the two apart, up to a constant that makes
-    no difference. It is fixed by counting what a step without drafts takes as verifying.
+    Costs depend on the number of sequences. A choice pays for making drafts now and for verifying
+    them in the next step; each step's time is the sum of one choice's making and the verifying of
+    the choice before, so where choices change the two are told apart.
 
     Acceptance belongs to a source. Every number that is not chosen earns a little credit with
     every step, and is tried as soon as the credit covers what trying it is expected to lose. So
     estimates stay fresh, cheap tries are frequent, dear ones rare, and all of them together take
-    a fixed share of the time.
+    a fixed share of the time. No try follows another, so that the best is never only tried.
 
     Args:
         choices: ascending numbers of drafts; 0 is among them.
@@ -258,13 +258,12 @@ class AdaptiveLength:
             raise ValueError(f"expected ascending numbers of drafts from 0, got {choices}")
         self._choices = tuple(choices)
         self._acceptance: dict[str, Acceptance] = {}
-        self._times: dict[int, StepTimes] = {}
+        self._times: dict[int, StepTimes] = {}  # by bucket of the number of sequences
         self._credits = dict.fromkeys(choices, 0.0)
-        # Asked for in the step before the one that runs, which verifies them, and in that one.
-        self._verified = self._asked = 0
-        # What the draft model makes in the step that runs.
-        self._made = 0
-        self._trying = False
+        # Of the step that runs: drafts asked for in the step before, which it verifies; those
+        # asked for in it; those that the draft model makes for it.
+        self._verified = self._asked = self._made = 0
+        self._is_try = False
 
     def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
         self._verified, self._asked = self._asked, self._choose(sources, drafts)
@@ -274,12 +273,9 @@ class AdaptiveLength:
     def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
         for v in verifications:
             if v.source is not None:
-                self._of(v.source).observe(self._verified, v.num_drafts, v.num_accepted)
+                self._of(v.source).observe(self._verified, v.num_accepted)
         if verifications and seconds is not None:
-            self._observe_cost(verifications, seconds)
-
-    def _observe_cost(self, verifications: Sequence[Verification], seconds: float) -> None:
-        self._of_batch(len(verifications)).observe(self._verified, self._made, seconds)
+            self._of_batch(len(verifications)).observe(self._verified, self._made, seconds)
 
     def _of_batch(self, num_sequences: int) -> StepTimes:
         bucket = _bucket(num_sequences)
@@ -290,7 +286,7 @@ class AdaptiveLength:
 
     def _choose(self, sources: Sequence[str], drafts: bool) -> int:
         times = self._of_batch(len(sources))
-        if not times.is_measured and len(self._times) == 1:
+        if not times.is_known:
             return self._choices[-1]
         counts = Counter(sources)
         tokens = {n: self._tokens(counts, n) for n in self._choices}
@@ -305,11 +301,11 @@ class AdaptiveLength:
             loss = seconds[n] - tokens[n] * seconds[best] / tokens[best]
             tries[n] = self._credits[n] - loss
         due = max(tries, key=lambda n: tries[n])
-        if tries[due] < 0 or self._trying:
-            self._trying = False
+        if tries[due] < 0 or self._is_try:
+            self._is_try = False
             return best
         self._credits[due] = 0.0
-        self._trying = True
+        self._is_try = True
         return due
 
     def _tokens(self, counts: Mapping[str, int], num_drafts: int) -> float:

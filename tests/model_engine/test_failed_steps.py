@@ -67,7 +67,7 @@ def break_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM, raises: Raises, when:
     That is before the step, in the drafter (the tokens are remembered by then), or after it all.
     """
     runner: Any = llm.engine.core.executor._runner  # type: ignore[attr-defined]
-    step, draft = runner.step, runner._drafter.draft
+    step, propose = runner.step, runner._drafter.propose
 
     def broken(batch: ScheduledBatch) -> StepOutput:
         error = raises(batch)
@@ -76,16 +76,16 @@ def break_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM, raises: Raises, when:
         if when == "before":
             raise error
 
-        def broken_draft(*args: Any) -> None:
-            draft(*args)
+        def broken_propose(*args: Any) -> None:
+            propose(*args)
             raise error
 
         if when == "drafting":
-            runner._drafter.draft = broken_draft
+            runner._drafter.propose = broken_propose
         try:
             step(batch)
         finally:
-            runner._drafter.draft = draft
+            runner._drafter.propose = propose
         raise error
 
     monkeypatch.setattr(runner, "step", broken)
