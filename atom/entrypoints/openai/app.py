@@ -27,7 +27,7 @@ from atom.entrypoints.openai.chat.protocol import (
 )
 from atom.entrypoints.openai.chat.tokenization import PromptEncoder
 from atom.entrypoints.openai.http.auth import ApiKeyMiddleware
-from atom.entrypoints.openai.http.body import parse_body, read_body
+from atom.entrypoints.openai.http.body import MAX_HELD_BYTES, BodyRoom, parse_body, read_body
 from atom.entrypoints.openai.http.errors import (
     INVALID_REQUEST,
     SERVER_ERROR,
@@ -71,6 +71,7 @@ class Api:
     options: ServerOptions
     encoder: PromptEncoder
     workers: Workers
+    room: BodyRoom
     vocabulary: Vocabulary
     metrics: ServerMetrics
     model_names: tuple[str, ...]
@@ -134,9 +135,10 @@ class Api:
 
     async def _prepared(self, request: Request, prepare: Callable[[bytes], Result]) -> Result:
         """What `prepare` makes of the body; of a large one it does so in a thread."""
-        data = await read_body(request, self.options.max_body_bytes)
-        work = self.workers.run(len(data), functools.partial(prepare, data))
-        return await unless_disconnected(request, work)
+        with self.room.share() as take:
+            data = await read_body(request, self.options.max_body_bytes, take)
+            work = self.workers.run(len(data), functools.partial(prepare, data))
+            return await unless_disconnected(request, work)
 
     def _chat(
         self, body: ChatCompletionRequest, model: str, field_names: Mapping[str, str] | None = None
@@ -270,6 +272,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
         options=options,
         encoder=PromptEncoder(engine.tokenizer, engine.limits.max_model_len, options.chat_template),
         workers=Workers(),
+        room=BodyRoom(max(MAX_HELD_BYTES, options.max_body_bytes)),
         vocabulary=engine.vocabulary,
         metrics=metrics,
         model_names=options.served_model_names or (engine.model_name,),

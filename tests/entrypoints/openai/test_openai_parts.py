@@ -26,7 +26,7 @@ from atom.entrypoints.openai.chat.protocol import (
     DetokenizeRequest,
 )
 from atom.entrypoints.openai.http import body as body_module
-from atom.entrypoints.openai.http.body import parse_body, read_body
+from atom.entrypoints.openai.http.body import BodyRoom, parse_body, read_body
 from atom.entrypoints.openai.http.errors import ApiError, as_api_error
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.options import ServerOptions
@@ -46,12 +46,14 @@ from atom.outputs import RequestMetrics
 from atom.sampling_params import SamplingParams
 
 LIMIT = 1000
+ROOM = BodyRoom(3 * LIMIT)
 
 
 def _body_app() -> FastAPI:
     async def echo(request: Request) -> Response:
         try:
-            found = parse_body(await read_body(request, LIMIT), DetokenizeRequest)
+            with ROOM.share() as take:
+                found = parse_body(await read_body(request, LIMIT, take), DetokenizeRequest)
         except ApiError as error:
             return error.response("/")
         return Response(json.dumps(found.tokens))
@@ -99,6 +101,28 @@ async def test_a_stalled_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> 
         await asyncio.sleep(60)
 
     assert (await _post(upload())).status_code == 413
+
+
+async def test_bodies_share_their_room() -> None:
+    """Whoever finds none is told to come again, and what was held is free afterwards."""
+    kind = {"content-type": "application/json"}
+    more = asyncio.Event()
+
+    async def upload() -> AsyncIterator[bytes]:
+        yield b'{"tokens":[1]}'.ljust(LIMIT - 1)
+        await more.wait()
+        yield b" "
+
+    waiting = [asyncio.create_task(_post(upload(), **kind)) for _ in range(3)]
+    while ROOM.num_bytes < 3 * (LIMIT - 1):
+        await asyncio.sleep(0.001)
+    refused = await _post(b'{"tokens":[2]}', **kind)
+    assert refused.status_code == 503
+    assert refused.headers["retry-after"]
+    more.set()
+    assert [(await task).json() for task in waiting] == [[1]] * 3
+    assert ROOM.num_bytes == 0
+    assert (await _post(b'{"tokens":[2]}', **kind)).json() == [2]
 
 
 JSON_VALUES = st.recursive(

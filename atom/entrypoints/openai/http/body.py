@@ -6,13 +6,20 @@ Reading belongs to the event loop, validating may be done by a thread.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
 from atom.entrypoints.openai.chat.protocol import UNSUPPORTED_CONTENT, UNSUPPORTED_FIELD
-from atom.entrypoints.openai.http.errors import ApiError, bad_request
+from atom.entrypoints.openai.http.errors import (
+    RETRY_AFTER_SECONDS,
+    SERVER_ERROR,
+    ApiError,
+    bad_request,
+)
 from atom.entrypoints.openai.http.json_budget import JsonBudget
 from atom.quoting import excerpt
 
@@ -23,6 +30,9 @@ Body = TypeVar("Body", bound=BaseModel)
 MAX_DISCARDED_BYTES = 64 * 2**20
 DISCARD_SECONDS = 5.0
 
+# Of all requests together.
+MAX_HELD_BYTES = 512 * 2**20
+
 # Beyond this many, spelling the problems out costs more than it helps.
 MAX_PROBLEMS = 1000
 MAX_REPORTED_PROBLEMS = 3
@@ -31,13 +41,52 @@ MAX_REPORTED_PROBLEMS = 3
 UNION_TAGS = frozenset({"str", "list[str]", "list[ContentPart]"})
 
 
-async def read_body(request: Request, max_bytes: int) -> bytes:
+class BodyRoom:
+    """The memory that all bodies share while they are read and worked on."""
+
+    def __init__(self, max_bytes: int = MAX_HELD_BYTES) -> None:
+        self._max_bytes = max_bytes
+        self.num_bytes = 0
+
+    @contextmanager
+    def share(self) -> Iterator[Callable[[int], None]]:
+        """A function that takes so many more bytes; all are given back at the end.
+
+        Raises:
+            ApiError: 503 when the function finds no room.
+        """
+        taken = 0
+
+        def take(num_bytes: int) -> None:
+            nonlocal taken
+            if self.num_bytes + num_bytes > self._max_bytes:
+                raise ApiError(
+                    503,
+                    f"the bodies of all requests together exceed {self._max_bytes} bytes; try "
+                    "again later",
+                    kind=SERVER_ERROR,
+                    code="too_busy",
+                    headers={"Retry-After": str(RETRY_AFTER_SECONDS), "Connection": "close"},
+                )
+            taken += num_bytes
+            self.num_bytes += num_bytes
+
+        try:
+            yield take
+        finally:
+            self.num_bytes -= taken
+
+
+async def read_body(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
     """Read one JSON body.
 
+    Args:
+        take: asked for room before bytes are kept, see `BodyRoom`.
+
     Raises:
-        ApiError: 413 beyond `max_bytes`, 415 for another content type.
+        ApiError: 413 beyond `max_bytes`, 415 for another content type, and what `take` raises.
     """
-    data = await _read_bytes(request, max_bytes)
+    data = await _read_bytes(request, max_bytes, take)
     media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     # Browsers send other types across origins without asking, past CORS.
     if media_type != "application/json":
@@ -62,7 +111,7 @@ def parse_body(data: bytes, model: type[Body]) -> Body:
         raise describe(error) from None
 
 
-async def _read_bytes(request: Request, max_bytes: int) -> bytes:
+async def _read_bytes(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
     stream = request.stream()
     declared = request.headers.get("content-length", "")
     # More digits than any size has are not read as a number.
@@ -72,6 +121,7 @@ async def _read_bytes(request: Request, max_bytes: int) -> bytes:
         chunk = await anext(stream, None)
         if chunk is None:
             return bytes(data)
+        take(len(chunk))
         data += chunk
         too_large = len(data) > max_bytes
     data.clear()
