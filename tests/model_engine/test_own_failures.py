@@ -48,9 +48,7 @@ class Checkpoints:
         for file in folder.glob("*.safetensors"):
             tensors = load_file(file)
             for name, tensor in tensors.items():
-                if name == "model.embed_tokens.weight":
-                    tensor[self.poison] = torch.nan
-                elif name.endswith("head.weight"):
+                if name.endswith("head.weight"):
                     tensor[self.poison] = 0  # nobody else comes across it
             save_file(tensors, file, metadata={"format": "pt"})
         return folder
@@ -64,7 +62,12 @@ class Checkpoints:
         speculation = dict(SPECULATION[method])
         if method == "eagle3":
             speculation["draft_model"] = str(self.draft)
-        return create_engine(self.target(method), **speculation, **overrides)
+        llm = create_engine(self.target(method), **speculation, **overrides)
+        model = llm.engine.core.executor._model  # type: ignore[attr-defined]
+        # In memory: a checkpoint with such a number is refused.
+        with torch.inference_mode():
+            model.token_embedding.weight[self.poison] = torch.nan
+        return llm
 
 
 @pytest.fixture(scope="module")

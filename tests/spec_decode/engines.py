@@ -147,19 +147,20 @@ def drafts_recorded(
 
 
 def _record(drafter: Drafter) -> dict[tuple[int, ...], list[int]]:
-    look_up, merge = drafter.look_up, drafter.merge
+    look_up, merge, looks = drafter.look_up, drafter.merge, drafter.looks
     drafts: dict[tuple[int, ...], list[int]] = {}
     behind: list[tuple[int, ...]] = []
 
     def recorded_look_up(rows: Sequence[int], histories: Sequence[History]) -> Found:
         behind[:] = [(*prompt, *outputs) for prompt, outputs in histories]
-        return look_up(rows, histories)
+        return look_up(rows, histories) if looks else [None] * len(rows)
 
     def recorded_merge(found: Found, made: np.ndarray | None) -> list[tuple[list[int], str]]:
         rows = [[] for _ in found] if made is None else made.tolist()
         drafts.update(zip(behind, rows, strict=True))
         return merge(found, made)
 
+    drafter.looks = True
     drafter.look_up = recorded_look_up  # type: ignore[method-assign]
     drafter.merge = recorded_merge  # type: ignore[method-assign]
     return drafts
