@@ -24,7 +24,7 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
         min_p: tokens less likely than `min_p` times the most likely are dropped, in [0, 1].
         presence_penalty, frequency_penalty: OpenAI's, over the generated tokens, in [-2, 2].
-        repetition_penalty: over prompt and generated tokens, in [1e-3, 1e3]; 1 is off. Beyond,
+        repetition_penalty: over prompt and generated tokens, in [1e-6, 1e6]; 1 is off. Beyond,
             float32 logits could overflow.
         logit_bias: token id -> value added to its logit, in [-100, 100].
         seed: makes the output a function of the request alone; None draws one per request.
@@ -120,7 +120,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("min_p", 0, 1),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
-    ("repetition_penalty", 1e-3, 1e3),
+    ("repetition_penalty", 1e-6, 1e6),
     ("seed", -(2**63), 2**63 - 1),
     ("min_tokens", 0, 2**31 - 1),
     ("max_tokens", 1, 2**31 - 1),
