@@ -8,7 +8,7 @@ import pytest
 
 from atom.batch import ScheduledBatch, StepOutput
 from atom.messages import EngineRequest
-from atom.model_engine.arg_utils import EngineArgs
+from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
 from atom.sampling_params import SamplingParams
 
@@ -16,8 +16,8 @@ from atom.sampling_params import SamplingParams
 def test_the_tokens_of_a_step_are_known_while_it_runs(
     tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    args = EngineArgs(model=str(tiny_llama_dir), num_threads=1, kv_cache_memory="4MiB")
-    core = EngineCore(args.create_config())
+    config = engine_config(model=str(tiny_llama_dir), num_threads=1, kv_cache_memory="4MiB")
+    core = EngineCore(config)
     known: list[int] = []
     step = core.executor.step
 
