@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-_ASSETS = Path(__file__).parents[1] / "assets"
+_ASSETS = Path(__file__).parents[2] / "assets"
 _EMBEDDED_MODELS_DRAFT = "smollm2-135m-eagle3"
 
 # Engine options that the shipped draft runs with.
@@ -22,5 +22,4 @@ def shipped_draft_for(model: str | None) -> Path | None:
     Args:
         model: as the user named it; None is the embedded model, the only one with a draft.
     """
-    folder = _ASSETS / _EMBEDDED_MODELS_DRAFT
-    return folder if model is None and (folder / "config.json").is_file() else None
+    return _ASSETS / _EMBEDDED_MODELS_DRAFT if model is None else None
