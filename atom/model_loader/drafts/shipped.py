@@ -22,4 +22,5 @@ def shipped_draft_for(model: str | None) -> Path | None:
     Args:
         model: as the user named it; None is the embedded model, the only one with a draft.
     """
-    return _ASSETS / _EMBEDDED_MODELS_DRAFT if model is None else None
+    folder = _ASSETS / _EMBEDDED_MODELS_DRAFT
+    return folder if model is None and (folder / "config.json").is_file() else None
