@@ -127,19 +127,19 @@ class HungryBackend(XGrammarBackend):
     """Needs a lot of memory for choices."""
 
     def compile(self, wanted: StructuredOutput) -> Grammar:
-        needed = bytearray(64 << 20 if wanted.kind == "choice" else 0)
+        needed = bytearray(1 << 30 if wanted.kind == "choice" else 0)
         grammar = super().compile(wanted)
         del needed
         return grammar
 
 
 def test_memory_is_bounded(backend: XGrammarBackend) -> None:
-    limits = msgspec.structs.replace(LIMITS, memory_bytes=32 << 20)
+    limits = msgspec.structs.replace(LIMITS, memory_bytes=512 << 20)
     lane = Lane(HungryBackend(backend.vocabulary), limits)
     lane.add(1, StructuredOutput.choice(["a"]))
     lane.add(2, easy(1))
     lane.run_until(lambda: len(lane.verdicts) == 2)
-    assert "takes more than 32 MiB of memory" in lane.verdicts[1].error
+    assert "takes more than 512 MiB of memory" in lane.verdicts[1].error
     assert lane.verdicts[1].was_stopped
     assert lane.verdicts[2].error == ""
 
