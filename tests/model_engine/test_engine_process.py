@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
@@ -95,11 +96,11 @@ class Frontend:
         for socket in sockets:
             socket.set_hwm(0)
         self.requests, requests, self.reports, reports, heartbeats = sockets
-        self.requests.bind(f"inproc://{id(self)}-requests")
-        requests.connect(f"inproc://{id(self)}-requests")
-        self.reports.bind(f"inproc://{id(self)}-reports")
-        reports.connect(f"inproc://{id(self)}-reports")
-        heartbeats.connect(f"inproc://{id(self)}-reports")
+        self.requests.bind(f"inproc://{uuid.uuid4().hex}-requests")
+        requests.connect(f"inproc://{uuid.uuid4().hex}-requests")
+        self.reports.bind(f"inproc://{uuid.uuid4().hex}-reports")
+        reports.connect(f"inproc://{uuid.uuid4().hex}-reports")
+        heartbeats.connect(f"inproc://{uuid.uuid4().hex}-reports")
         self._sockets = sockets
         self.may_build = threading.Event()
         self.may_build.set()
