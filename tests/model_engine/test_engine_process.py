@@ -91,16 +91,17 @@ class Frontend:
 
     def __init__(self) -> None:
         context = zmq.Context.instance()
+        name = uuid.uuid4().hex
         kinds = (zmq.PUSH, zmq.PULL, zmq.PULL, zmq.PUSH, zmq.PUSH)
         sockets = [context.socket(kind) for kind in kinds]
         for socket in sockets:
             socket.set_hwm(0)
         self.requests, requests, self.reports, reports, heartbeats = sockets
-        self.requests.bind(f"inproc://{uuid.uuid4().hex}-requests")
-        requests.connect(f"inproc://{uuid.uuid4().hex}-requests")
-        self.reports.bind(f"inproc://{uuid.uuid4().hex}-reports")
-        reports.connect(f"inproc://{uuid.uuid4().hex}-reports")
-        heartbeats.connect(f"inproc://{uuid.uuid4().hex}-reports")
+        self.requests.bind(f"inproc://{name}-requests")
+        requests.connect(f"inproc://{name}-requests")
+        self.reports.bind(f"inproc://{name}-reports")
+        reports.connect(f"inproc://{name}-reports")
+        heartbeats.connect(f"inproc://{name}-reports")
         self._sockets = sockets
         self.may_build = threading.Event()
         self.may_build.set()
