@@ -112,8 +112,3 @@ def bring_to_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
         arrays.append(part.view(np.float32) if tensor.is_floating_point() else part)
         start = end
     return arrays
-
-
-def _as_int32(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.flatten()
-    return flat.view(torch.int32) if tensor.is_floating_point() else flat.to(torch.int32)

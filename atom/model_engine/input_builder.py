@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import add
 
 import numpy as np
 import torch
@@ -72,7 +73,8 @@ class _Shape:
 
     def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
         self.lens = [len(s.token_ids) for s in sequences]
-        self.context_lens = [s.context_len for s in sequences]
+        starts = [s.start for s in sequences]
+        self.context_lens = list(map(add, starts, self.lens))
         self.num_sequences, self.num_tokens = len(sequences), sum(self.lens)
         self.longest_query, self.longest_context = max(self.lens), max(self.context_lens)
         self.is_ragged = self.longest_query * len(sequences) != self.num_tokens
@@ -80,8 +82,7 @@ class _Shape:
         lens = np.array(self.lens)
         self.ends = np.cumsum(lens)
         begins = self.ends - lens
-        starts = np.array([s.start for s in sequences])
-        self.positions = np.arange(self.num_tokens) + np.repeat(starts - begins, lens)
+        self.positions = np.arange(self.num_tokens) + np.repeat(np.array(starts) - begins, lens)
         self.owners = np.repeat(self.rows, lens)
 
 
@@ -167,7 +168,9 @@ class InputBuilder:
         self._fill(places, sequences, shape)
         input_ids = places.input_ids[: shape.num_tokens]
         next_token_ids = self._put_successors(input_ids, sequences, shape)
-        sample = self._sampler.lay_out(batch, shape.rows, input_ids, shape.ends, self.staging)
+        sample = self._sampler.lay_out(
+            batch, shape.rows, input_ids, shape.positions, shape.ends, self.staging
+        )
         indices = sample.layout.indices
         sampled = None
         if len(indices) != len(sequences):

@@ -15,13 +15,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from atom.batch import (
-    NewSequence,
-    ScheduledBatch,
-    ScheduledSequence,
-    SequenceResult,
-    StepOutput,
-)
+from atom.batch import ScheduledBatch, ScheduledSequence, SequenceResult, StepOutput
 from atom.config import SchedulerOptions
 from atom.messages import (
     EngineLimits,
@@ -34,8 +28,9 @@ from atom.messages import (
     check_request,
 )
 from atom.model_engine.block_pool import BlockPool
+from atom.model_engine.planned_batch import PlannedBatch
 from atom.model_engine.prefix_cache import PrefixCache
-from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus
+from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus, Verified
 from atom.spec_decode.base import NO_LOOKAHEAD, Lookahead
 from atom.stats import SpecDecodeCounter
 
@@ -72,8 +67,8 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._lookahead = lookahead
         self._spec = SpecDecodeCounter(lookahead.num_tokens)
-        # Verifications of the step that is taken in: (drafts, accepted, source) -> how many.
-        self._verified: Counter[tuple[int, int, str | None]] = Counter()
+        # Of the step that is taken in, how many there were of each.
+        self._verified: Counter[Verified] = Counter()
         self._live: dict[str, Sequence] = {}
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
@@ -143,18 +138,14 @@ class Scheduler:
         """
         if self._in_flight is not None:
             raise RuntimeError("schedule() was called again before update() of the last batch")
-        rows: list[Sequence] = []
-        scheduled: list[ScheduledSequence] = []
-        new: list[NewSequence] = []
-        if not self._schedule_suspect(rows, scheduled, new):
-            budget, preempted = self._schedule_running(rows, scheduled)
-            # Blocks that a preemption freed are for those who run.
-            if not preempted:
-                self._admit(budget, rows, scheduled, new)
-        batch = ScheduledBatch(scheduled, new, self._freed_rows)
+        plan = PlannedBatch(self._options.max_num_batched_tokens)
+        # Blocks that a preemption freed are for those who run.
+        if not self._schedule_suspect(plan) and not self._schedule_running(plan):
+            self._admit(plan)
+        batch = plan.finish(self._freed_rows)
         self._freed_rows = []
-        if rows:
-            self._in_flight = batch, rows
+        if plan.sequences:
+            self._in_flight = batch, plan.sequences
         return batch
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceOutput]:
@@ -245,43 +236,35 @@ class Scheduler:
         self._pool.check_integrity()
         self._pool.check_references(seq.block_ids for seq in self._live.values())
 
-    def _schedule_running(
-        self, rows: list[Sequence], scheduled: list[ScheduledSequence]
-    ) -> tuple[int, bool]:
+    def _schedule_running(self, plan: PlannedBatch) -> bool:
         """Schedule running sequences, preempting from the end of the queue for want of blocks.
 
         Returns:
-            The tokens left of the step's budget, and whether a sequence was preempted.
+            Whether a sequence was preempted.
         """
-        budget = self._options.max_num_batched_tokens
         running = self._running.items
         num_before = len(running)
         block_size, ahead = self._pool.block_size, self._lookahead.num_tokens
-        while budget > 0 and len(rows) < len(running):
-            seq = running[len(rows)]
+        index = 0
+        while plan.budget > 0 and index < len(running):
+            seq = running[index]
+            index += 1
             # Each sequence behind keeps a token of the budget: a long prefill stalls no decode.
-            share = max(budget - (len(running) - len(rows) - 1), 1)
-            count = min(len(seq.token_ids) - seq.num_computed, share)
-            num_drafts = self._num_drafts(seq, count, share) if seq.draft_token_ids else 0
+            share = max(plan.budget - (len(running) - index), 1)
+            count, num_drafts = len(seq.token_ids) - seq.num_computed, 0
+            if count > share:
+                count = share
+            elif seq.draft_token_ids:
+                # No more than could all be kept with the token after them, so that nothing
+                # overshoots max_tokens or the context.
+                room = seq.max_num_tokens - len(seq.token_ids) - 1
+                num_drafts = max(min(len(seq.draft_token_ids), share - count, room), 0)
             num_tokens = seq.num_computed + count + num_drafts
             has_room = len(seq.block_ids) * block_size >= num_tokens + ahead
             if not has_room and not self._reserve(seq, num_tokens):
                 break
-            rows.append(seq)
-            scheduled.append(self._schedule(seq, count, num_drafts))
-            budget -= count + num_drafts
-        return budget, len(running) < num_before
-
-    def _num_drafts(self, seq: Sequence, count: int, share: int) -> int:
-        """How many drafts follow the `count` known tokens of a step.
-
-        None before the last known token; no more than could all be kept with the token after
-        them, so that nothing overshoots max_tokens or the context.
-        """
-        if seq.num_computed + count < len(seq.token_ids):
-            return 0
-        room = seq.max_num_tokens - len(seq.token_ids) - 1
-        return max(min(len(seq.draft_token_ids), share - count, room), 0)
+            plan.add(seq, count, num_drafts)
+        return len(running) < num_before
 
     def _num_reserved(self, seq: Sequence, num_tokens: int) -> int:
         """`num_tokens` and the slots that the proposer writes ahead of them.
@@ -310,32 +293,22 @@ class Scheduler:
         self._waiting.add(seq)
         self._totals.num_preemptions += 1
 
-    def _admit(
-        self,
-        budget: int,
-        rows: list[Sequence],
-        scheduled: list[ScheduledSequence],
-        new: list[NewSequence],
-    ) -> None:
+    def _admit(self, plan: PlannedBatch) -> None:
         """Start waiting sequences, strictly in their order."""
         now = time.monotonic()
-        while budget > 0 and len(self._running) < self._options.max_num_seqs and self._waiting:
+        most = self._options.max_num_seqs
+        while plan.budget > 0 and len(self._running) < most and self._waiting:
             seq = self._waiting[0]
             if seq.request.id in self._suspects:
                 return
-            count = self._start(seq, budget)
+            count = self._start(seq, plan.budget)
             if count == 0:
                 return
             if seq.first_scheduled_time is None:
                 seq.first_scheduled_time = now
-            rows.append(seq)
-            scheduled.append(self._schedule(seq, count, 0))
-            new.append(_introduce(seq))
-            budget -= count
+            plan.start(seq, count)
 
-    def _schedule_suspect(
-        self, rows: list[Sequence], scheduled: list[ScheduledSequence], new: list[NewSequence]
-    ) -> bool:
+    def _schedule_suspect(self, plan: PlannedBatch) -> bool:
         """Schedule the first suspect by itself; false when there is none or no room for it.
 
         Those who passed keep their blocks meanwhile; when they leave no room, they run on until
@@ -344,16 +317,14 @@ class Scheduler:
         if not self._suspects:
             return False
         seq = next(iter(self._suspects.values()))
-        count = min(len(seq.token_ids) - seq.num_computed, self._options.max_num_batched_tokens)
-        if seq.status is SequenceStatus.WAITING:
-            has_place = len(self._running) < self._options.max_num_seqs
-            count = self._start(seq, self._options.max_num_batched_tokens) if has_place else 0
-            if count == 0:
-                return False
-            new.append(_introduce(seq))
-        rows.append(seq)
-        scheduled.append(self._schedule(seq, count, 0))
-        return True
+        if seq.status is SequenceStatus.RUNNING:
+            plan.add(seq, min(len(seq.token_ids) - seq.num_computed, plan.budget))
+            return True
+        has_place = len(self._running) < self._options.max_num_seqs
+        count = self._start(seq, plan.budget) if has_place else 0
+        if count > 0:
+            plan.start(seq, count)
+        return count > 0
 
     def _start(self, seq: Sequence, budget: int) -> int:
         """Move a waiting sequence to the running ones.
@@ -393,36 +364,19 @@ class Scheduler:
     def _num_blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self._pool.block_size)
 
-    def _schedule(self, seq: Sequence, count: int, num_drafts: int) -> ScheduledSequence:
-        start = seq.num_computed
-        end = start + count
-        is_last = end == len(seq.token_ids)
-        num_sent, seq.num_sent_blocks = seq.num_sent_blocks, len(seq.block_ids)
-        return ScheduledSequence(
-            seq.request.id,
-            seq.row,
-            seq.token_ids[start:end] + seq.draft_token_ids[:num_drafts],
-            start,
-            seq.block_ids[num_sent:],
-            seq.num_sent_blocks,
-            is_last,
-            num_drafts,
-            seq.draft_source,
-            None if is_last else seq.token_ids[end],
-        )
-
     def _advance(
         self, seq: Sequence, scheduled: ScheduledSequence, result: SequenceResult
     ) -> SequenceOutput | None:
         """Take in one sequence's results; None when there is nothing to tell of it."""
-        if bool(result.token_ids or result.failure) != scheduled.wants_sample:
+        token_ids, num_drafts = result.token_ids, scheduled.num_drafts
+        if bool(token_ids or result.failure) != scheduled.wants_sample:
             raise RuntimeError(
-                f"sequence {scheduled.id!r} got {len(result.token_ids)} new tokens from a step "
+                f"sequence {scheduled.id!r} got {len(token_ids)} new tokens from a step "
                 f"with wants_sample={scheduled.wants_sample}"
             )
         if seq.prompt_logprobs is not None:
             seq.prompt_logprobs += result.prompt_logprobs or ()
-        seq.num_computed = scheduled.context_len - scheduled.num_drafts
+        seq.num_computed = scheduled.context_len - num_drafts
         seq.draft_token_ids = result.draft_token_ids
         seq.draft_source = result.draft_source
         if not scheduled.wants_sample:
@@ -430,28 +384,26 @@ class Scheduler:
             return None
         if self._suspects:
             self._suspects.pop(scheduled.id, None)
-        if result.failure is not None and not result.token_ids:
+        if result.failure is not None and not token_ids:
             self._refuse(seq, result.failure)
             return None
-        if seq.num_outputs == 0:
+        if len(seq.token_ids) == seq.num_prompt_tokens:
             self._totals.num_prompt_tokens += seq.num_prompt_tokens
-        num_accepted = len(result.token_ids) - (result.failure is None)
-        if scheduled.num_drafts:
-            self._verified[scheduled.num_drafts, num_accepted, scheduled.draft_source] += 1
-        num_new, finish_reason, stop_reason = seq.extend(result.token_ids)
+        verified = None
+        if num_drafts:
+            num_accepted = len(token_ids) - (result.failure is None)
+            verified = num_drafts, num_accepted, scheduled.draft_source
+            self._verified[verified] += 1
+        num_new, finish_reason, stop_reason = seq.extend(token_ids)
         self._totals.num_generation_tokens += num_new
         # Tokens before the failure are lost with the sequence, unless they end it anyway.
         if result.failure is not None and finish_reason is None:
             self._refuse(seq, result.failure)
             return None
         # Confirmed drafts are in the cache; the newest token never is.
-        seq.num_computed += min(num_new - 1, scheduled.num_drafts)
+        seq.num_computed += num_new - 1 if num_new <= num_drafts else num_drafts
         self._prefixes.publish(seq)
-        made = seq.report(result.token_ids[:num_new], finish_reason, stop_reason)
-        if scheduled.num_drafts:
-            made.num_draft_tokens = scheduled.num_drafts
-            made.draft_source = scheduled.draft_source
-            made.num_accepted_tokens = num_accepted
+        made = seq.report(token_ids[:num_new], finish_reason, stop_reason, verified)
         if seq.prompt_logprobs is not None:
             made.prompt_logprobs = seq.take_prompt_logprobs()
         if result.logprobs is not None:
@@ -484,11 +436,3 @@ class Scheduler:
         self._pool.free(seq.block_ids)
         self._free_rows.append(seq.row)
         self._freed_rows.append(seq.row)
-
-
-def _introduce(seq: Sequence) -> NewSequence:
-    """What the runner must know of a sequence that starts or resumes."""
-    request, outputs = seq.request, seq.token_ids[seq.num_prompt_tokens :]
-    return NewSequence(
-        request.id, seq.row, request.prompt_token_ids, outputs, request.params, request.seed
-    )

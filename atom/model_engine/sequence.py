@@ -16,6 +16,10 @@ from atom.messages import (
 )
 from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
 
+# One verification: how many drafts, how many of them were accepted, and who made them.
+Verified = tuple[int, int, "str | None"]
+_NO_DRAFTS: Verified = (0, 0, None)
+
 
 class SequenceStatus(enum.Enum):
     """A sequence holds blocks, and is known to the runner, exactly while it is RUNNING."""
@@ -142,8 +146,10 @@ class Sequence:
         token_ids: list[int],
         finish_reason: FinishReason | None,
         stop_reason: int | None = None,
+        verified: Verified | None = None,
     ) -> SequenceOutput:
         """What the frontend is told of new tokens, or of the end."""
+        num_drafts, num_accepted, draft_source = verified or _NO_DRAFTS
         return SequenceOutput(
             id=self.request.id,
             token_ids=token_ids,
@@ -151,6 +157,9 @@ class Sequence:
             stop_reason=stop_reason,
             num_cached_tokens=self.num_cached_tokens,
             num_preemptions=self.num_preemptions,
+            num_draft_tokens=num_drafts,
+            num_accepted_tokens=num_accepted,
+            draft_source=draft_source,
             first_scheduled_time=self.first_scheduled_time,
         )
 

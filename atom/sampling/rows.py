@@ -120,6 +120,13 @@ class SamplingRows:
         assert state is not None, f"row {row} has no sequence"
         return state
 
+    def states(self, rows: np.ndarray) -> list[SequenceState]:
+        """Of rows [S] that all have a sequence."""
+        known = self._states
+        states = [state for row in rows.tolist() if (state := known[row]) is not None]
+        assert len(states) == len(rows), "a row has no sequence"
+        return states
+
     def forget(self, rows: Sequence[int]) -> None:
         """The sequences of these rows are gone; a row may be empty already."""
         for row in rows:

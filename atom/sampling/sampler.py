@@ -164,13 +164,14 @@ class Sampler:
         batch: ScheduledBatch,
         rows: np.ndarray,
         token_ids: np.ndarray,
+        positions: np.ndarray,
         ends: np.ndarray,
         staging: StagingBuffer,
     ) -> SamplePlan:
         """Put into the buffer what a step samples.
 
         Args:
-            rows: [B] of the sequences. token_ids: [T] of the forward pass.
+            rows: [B] of the sequences. token_ids, positions: [T] of the forward pass.
             ends: [B] where the tokens of each sequence end.
         """
         self._rows.learn(batch.new, staging)
@@ -179,7 +180,7 @@ class Sampler:
         everyone = self._rows.needs[rows]
         rows, needs = rows[layout.indices], everyone[layout.indices]
         together = Needs(int(np.bitwise_or.reduce(needs)))
-        states = [self._rows[row] for row in rows.tolist()]
+        states = self._rows.states(rows)
         table = layout.table()
         return SamplePlan(
             layout,
@@ -187,7 +188,7 @@ class Sampler:
             logits_indices=staging.put(layout.logits_indices),
             table=None if table is None else staging.put(table),
             drafts=staging.put(layout.drafts(token_ids)) if layout.most else None,
-            create_metadata=self._put_metadata(sequences, layout, rows, together, staging),
+            create_metadata=self._put_metadata(layout, rows, positions, together, staging),
             create_edits=self._put_edits(sequences, layout, states, needs & EDITS, staging),
             logprob_rows=put_logprob_rows(layout, states, needs & Needs.LOGPROBS, staging),
             penalised=_put_penalised(states, needs & Needs.PENALTIES, staging),
@@ -231,20 +232,19 @@ class Sampler:
         """
         rest = iter(arrays)
         tokens, accepted = next(rest).tolist(), next(rest).tolist()
-        token_ids: list[list[int]] = []
-        failures: list[str | None] = []
-        for state, row, count in zip(plan.states, tokens, accepted, strict=True):
-            num_outputs = len(state.output_token_ids)
-            good, failure = row[: count + 1], None
+        token_ids = [row[: count + 1] for row, count in zip(tokens, accepted, strict=True)]
+        failures: list[str | None] = [None] * len(token_ids)
+        for s, (state, good) in enumerate(zip(plan.states, token_ids, strict=True)):
+            num_good = len(good)
             if -1 in good:
-                good = good[: good.index(-1)]
-                failure = _NO_TOKEN.format(num_outputs + len(good))
+                num_good = good.index(-1)
+                failures[s] = _NO_TOKEN.format(len(state.output_token_ids) + num_good)
+                del good[num_good:]
             admitted = state.extend(good)
-            if admitted < len(good):
-                good = good[:admitted]
-                failure = _NO_GRAMMATICAL_TOKEN.format(num_outputs + admitted)
-            token_ids.append(good)
-            failures.append(failure)
+            if admitted < num_good:
+                num_outputs = len(state.output_token_ids) - num_good
+                failures[s] = _NO_GRAMMATICAL_TOKEN.format(num_outputs + admitted)
+                del good[admitted:]
         return Sampled(
             token_ids,
             accepted,
@@ -285,19 +285,18 @@ class Sampler:
 
     def _put_metadata(
         self,
-        sequences: Sequence[ScheduledSequence],
         layout: RowLayout,
         rows: np.ndarray,
+        positions: np.ndarray,
         needs: Needs,
         staging: StagingBuffer,
     ) -> Callable[[], SamplingMetadata]:
         if not needs & Needs.TEMPERATURE:
             return SamplingMetadata
-        known = [sequences[i].context_len - sequences[i].num_drafts for i in layout.indices]
-        behind = np.arange(len(layout.owners)) - layout.first[layout.owners]
-        positions = staging.put(np.array(known)[layout.owners] + behind)
+        # A row predicts the token behind its own.
+        predicted = staging.put(positions[layout.logits_indices] + 1)
         own = staging.put(rows[layout.owners])
-        return lambda: self._rows.metadata(own, positions, needs)
+        return lambda: self._rows.metadata(own, predicted, needs)
 
     def _prompt_logprobs(self, hidden_states: torch.Tensor, own: PromptRows) -> Logprobs:
         """Of the tokens that a prompt's rows predict."""

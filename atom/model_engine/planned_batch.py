@@ -1,0 +1,62 @@
+"""A step in the making: which sequences take part, and what the runner is told of them."""
+
+from __future__ import annotations
+
+from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
+from atom.model_engine.sequence import Sequence
+
+
+class PlannedBatch:
+    """The sequences of a step, in order.
+
+    Attributes:
+        sequences: an id may name another sequence by the time its results come, so the
+            scheduler keeps them beside the batch.
+        budget: how many more tokens the step may compute.
+    """
+
+    def __init__(self, budget: int) -> None:
+        self.sequences: list[Sequence] = []
+        self.budget = budget
+        self._scheduled: list[ScheduledSequence] = []
+        self._new: list[NewSequence] = []
+
+    def add(self, seq: Sequence, count: int, num_drafts: int = 0) -> None:
+        """Compute the next `count` known tokens of a sequence, and drafts behind the last."""
+        start, known = seq.num_computed, seq.token_ids
+        end = start + count
+        is_last = end == len(known)
+        num_sent, seq.num_sent_blocks = seq.num_sent_blocks, len(seq.block_ids)
+        token_ids = known[start:end]
+        if num_drafts:
+            token_ids += seq.draft_token_ids[:num_drafts]
+        self.sequences.append(seq)
+        self._scheduled.append(
+            ScheduledSequence(
+                seq.request.id,
+                seq.row,
+                token_ids,
+                start,
+                seq.block_ids[num_sent:],
+                seq.num_sent_blocks,
+                is_last,
+                num_drafts,
+                seq.draft_source,
+                None if is_last else known[end],
+            )
+        )
+        self.budget -= len(token_ids)
+
+    def start(self, seq: Sequence, count: int) -> None:
+        """As `add`, for a sequence that starts or resumes."""
+        self.add(seq, count)
+        request, outputs = seq.request, seq.token_ids[seq.num_prompt_tokens :]
+        self._new.append(
+            NewSequence(
+                request.id, seq.row, request.prompt_token_ids, outputs, request.params, request.seed
+            )
+        )
+
+    def finish(self, freed_rows: list[int]) -> ScheduledBatch:
+        """The batch, with the rows that the runner forgets before it."""
+        return ScheduledBatch(self._scheduled, self._new, freed_rows)
