@@ -11,7 +11,7 @@ from atom.messages import TokenLogprobs
 from atom.sampling_params import SamplingParams
 
 
-class ScheduledSequence(msgspec.Struct, frozen=True):
+class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     """One sequence's share of a step.
 
     Attributes:
@@ -80,7 +80,7 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
         return sum(len(s.token_ids) for s in self.sequences)
 
 
-class SequenceResult(msgspec.Struct, frozen=True):
+class SequenceResult(msgspec.Struct, frozen=True, gc=False):
     """What a step computed for one scheduled sequence.
 
     Attributes:

@@ -54,7 +54,7 @@ class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
     ranks: list[int]
 
 
-class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True):
+class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False):
     """What one step produced for one sequence.
 
     Attributes:
