@@ -1,4 +1,4 @@
-"""How many drafts each step makes: a fixed number, or the number that pays.
+"""How many drafts each step makes: the number that pays.
 
 Drafts cost time twice: the draft model makes them, the target verifies them a step later. They
 bring tokens where the text is easy to guess. `AdaptiveLength` measures all three while it works
@@ -80,19 +80,6 @@ class DraftLength(Protocol):
                 prompts too, or when its time says nothing.
         """
         ...
-
-
-class FixedLength:
-    """The same number at every step."""
-
-    def __init__(self, num_drafts: int) -> None:
-        self._num_drafts = num_drafts
-
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
-        return self._num_drafts
-
-    def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
-        """Nothing is learnt."""
 
 
 def spread_lengths(most: int) -> tuple[int, ...]:

@@ -13,7 +13,6 @@ from atom.spec_decode.lengths import (
     Acceptance,
     AdaptiveLength,
     DraftLength,
-    FixedLength,
     StepTimes,
     Verification,
     spread_lengths,
@@ -58,6 +57,19 @@ class Machine:
 
     def jitter(self, seconds: float) -> float:
         return seconds * (1 + self.noise * abs(self.rng.gauss(0, 1)))
+
+
+class FixedLength:
+    """The same number at every step."""
+
+    def __init__(self, num_drafts: int) -> None:
+        self._num_drafts = num_drafts
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
+        return self._num_drafts
+
+    def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
+        """Nothing is learnt."""
 
 
 @dataclass
