@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from atom.messages import RequestFailedError, RequestRefusedError
 from atom.model_engine.arg_utils import engine_config
+from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.llm_engine import LLMEngine
 from atom.model_engine.mailbox import merge
 from atom.outputs import RequestOutput
@@ -224,7 +225,7 @@ class LLM:
         stream: bool = False,
         priority: int = 0,
     ) -> None:
-        with _interrupts_held():
+        with _interrupts_held(self.engine.core):
             self._mail[request_id] = _Mail()
             self.engine.add_request(
                 request_id, _content(prompt), params, stream=stream, priority=priority
@@ -232,7 +233,7 @@ class LLM:
 
     def _step(self) -> list[str]:
         """Run one batch and deliver what it brought; the ids of those who got something."""
-        with _interrupts_held():
+        with _interrupts_held(self.engine.core):
             step = self.engine.step()
             for output in step.outputs:
                 if output.request_id in self._mail:
@@ -244,15 +245,15 @@ class LLM:
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         """Let go of requests, and abort those that have not ended."""
-        with _interrupts_held():
+        with _interrupts_held(self.engine.core):
             for request_id in request_ids:
                 self._mail.pop(request_id, None)
                 self.engine.abort(request_id)
 
 
 @contextmanager
-def _interrupts_held() -> Iterator[None]:
-    """Hold Ctrl-C back until the block is left; a second one does not wait.
+def _interrupts_held(core: EngineCore) -> Iterator[None]:
+    """Hold Ctrl-C back until the block is left; a second one does not wait for the model.
 
     Other threads than the main one get none, and a handler that is not Python's is left alone.
     """
@@ -264,7 +265,7 @@ def _interrupts_held() -> Iterator[None]:
 
     def hold(number: int, frame: FrameType | None) -> None:
         held.append((number, frame))
-        if len(held) > 1:
+        if len(held) > 1 and core.is_computing:
             held.clear()
             handler(number, frame)
 

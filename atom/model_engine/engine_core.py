@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from atom.batch import ScheduledBatch, StepOutput
 from atom.config import EngineConfig
@@ -12,6 +13,7 @@ from atom.messages import (
     EngineLimits,
     EngineRequest,
     EngineStats,
+    RefusedSequence,
     SequenceOutput,
     StepReport,
 )
@@ -19,7 +21,7 @@ from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.executor import Executor, UniprocExecutor
 from atom.model_engine.grammar_queue import GrammarQueue
 from atom.model_engine.scheduler import Scheduler
-from atom.platform import is_device_fault, is_out_of_memory
+from atom.platform import is_device_lost, is_out_of_memory, release_cached_memory
 from atom.structured_output.params import StructuredOutput
 
 logger = logging.getLogger(__name__)
@@ -54,8 +56,12 @@ class EngineCore:
         self._was_out_of_memory = False
         # What ended this engine.
         self._death: str | None = None
+        # To be reported by the next step that ends.
+        self._refused: list[RefusedSequence] = []
         # Of the step under way, or the last one.
         self.num_step_tokens = 0
+        # Whether the model runs: the only time at which an interrupt is harmless.
+        self.is_computing = False
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
@@ -102,23 +108,27 @@ class EngineCore:
         When grammars are all there is to wait for, waits for one of them, but not for long.
 
         A batch that fails is given back to the scheduler, which finds out whose fault it was; so
-        is one that is interrupted, by whatever is no `Exception`, before that goes on its way.
+        is one that is interrupted while `is_computing`, by whatever is no `Exception`, before that
+        goes on its way. At any other time an interrupt ends the engine.
 
         Raises:
-            EngineDeadError: when the device failed, or two steps in a row ran out of memory.
+            EngineDeadError: when the device is lost, two steps in a row ran out of memory, or
+                scheduling failed.
         """
         self._check_alive()
         if not self._scheduler.has_unfinished:
             self._grammar_queue.wait()
-        refused = self._grammar_queue.release(self._scheduler.add)
-        batch = self._scheduler.schedule()
+        with self._ends_the_engine():
+            self._refused += self._grammar_queue.release(self._scheduler.add)
+            batch = self._scheduler.schedule()
         self.num_step_tokens = batch.num_tokens
         output = self._run(batch)
-        outputs = [] if output is None else self._scheduler.update(batch, output)
-        refused += self._scheduler.take_refused()
-        self._grammar_queue.forget(o.id for o in outputs if o.finish_reason is not None)
-        self._grammar_queue.forget(sequence.id for sequence in refused)
-        return StepReport(outputs=outputs, stats=self.stats, refused=refused)
+        with self._ends_the_engine():
+            outputs = [] if output is None else self._scheduler.update(batch, output)
+            refused, self._refused = self._refused + self._scheduler.take_refused(), []
+            self._grammar_queue.forget(o.id for o in outputs if o.finish_reason is not None)
+            self._grammar_queue.forget(sequence.id for sequence in refused)
+            return StepReport(outputs=outputs, stats=self.stats, refused=refused)
 
     def shutdown(self) -> None:
         self.executor.shutdown()
@@ -126,18 +136,20 @@ class EngineCore:
     def _run(self, batch: ScheduledBatch) -> StepOutput | None:
         """Compute a batch; None when that failed and the engine can go on."""
         try:
-            output = self.executor.step(batch)
+            output = self._compute(batch)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             out_of_memory = is_out_of_memory(error)
             repeats = out_of_memory and self._was_out_of_memory
             # An empty batch is nobody's: there is no request to end.
-            if is_device_fault(error) or repeats or not batch.sequences:
+            if is_device_lost() or repeats or not batch.sequences:
                 self._death = cause
                 raise EngineDeadError(cause) from error
             logger.exception("a step with %d sequences failed", len(batch.sequences))
             message = f"the step that computed nothing but this sequence failed: {cause}"
-            self._scheduler.give_back(batch, message)
+            self._scheduler.give_back(batch, message, one_by_one=out_of_memory)
+            if out_of_memory:
+                release_cached_memory()
             self._was_out_of_memory = out_of_memory
             return None
         except BaseException:
@@ -145,6 +157,24 @@ class EngineCore:
             raise
         self._was_out_of_memory = False
         return output
+
+    def _compute(self, batch: ScheduledBatch) -> StepOutput:
+        self.is_computing = True
+        try:
+            return self.executor.step(batch)
+        finally:
+            self.is_computing = False
+
+    @contextmanager
+    def _ends_the_engine(self) -> Iterator[None]:
+        """What raises here may leave tables half changed, so that nothing may follow."""
+        try:
+            yield
+        except BaseException as error:
+            self._death = f"{type(error).__name__}: {error}"
+            if isinstance(error, Exception):
+                raise EngineDeadError(self._death) from error
+            raise
 
     def _check_alive(self) -> None:
         if self._death is not None:

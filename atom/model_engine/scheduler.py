@@ -43,8 +43,9 @@ class Scheduler:
     the first running sequence always progresses, the last one is preempted when blocks run out,
     and the first waiting one is admitted before any other. So everything that was added finishes.
 
-    After a step that failed, each sequence of its batch is a suspect: it runs in a batch of its
-    own until it has a new token. One that fails there, too, is refused, and the others go on.
+    After a step that failed, the sequences of its batch are suspects: each half of them runs apart
+    from the rest until all have a new token. A half that fails is halved again, and a sequence
+    that fails alone is refused.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class Scheduler:
             kv_cache_dtype=limits.kv_cache_dtype,
         )
         self._refused: list[RefusedSequence] = []
-        # By id, in the order in which they run; only the first may have begun.
-        self._suspects: dict[str, Sequence] = {}
+        # Groups that run apart, by id; only the first group may have begun.
+        self._suspects: list[dict[str, Sequence]] = []
 
     @property
     def has_unfinished(self) -> bool:
@@ -140,7 +141,7 @@ class Scheduler:
             raise RuntimeError("schedule() was called again before update() of the last batch")
         plan = PlannedBatch(self._options.max_num_batched_tokens)
         # Blocks that a preemption freed are for those who run.
-        if not self._schedule_suspect(plan) and not self._schedule_running(plan):
+        if not self._schedule_suspects(plan) and not self._schedule_running(plan):
             self._admit(plan)
         batch = plan.finish(self._freed_rows)
         self._freed_rows = []
@@ -176,7 +177,9 @@ class Scheduler:
         self._verified.clear()
         return outputs
 
-    def give_back(self, batch: ScheduledBatch, cause: str | None) -> None:
+    def give_back(
+        self, batch: ScheduledBatch, cause: str | None, *, one_by_one: bool = False
+    ) -> None:
         """Take back a batch whose step has not come to its end.
 
         All that ran waits again, with the tokens known before the step: whatever the step left in
@@ -185,6 +188,7 @@ class Scheduler:
         Args:
             cause: the error that ended the step, which makes its sequences suspects; None when
                 none of them can have caused it.
+            one_by_one: try each suspect alone at once.
 
         Raises:
             RuntimeError: when another batch runs.
@@ -200,12 +204,15 @@ class Scheduler:
             self._preempt(seq)
         if cause is None:
             return
+        if len(rows) == 1 and self._is_suspect(rows[0]):
+            self._refused.append(RefusedSequence(rows[0].request.id, cause, is_fault=True))
+            self._finish(rows[0])
+            return
         for seq in rows:
-            if seq.request.id not in self._suspects:
-                self._suspects[seq.request.id] = seq
-                continue
-            self._refused.append(RefusedSequence(seq.request.id, cause, is_fault=True))
-            self._finish(seq)
+            self._remove_suspect(seq.request.id)
+        size = 1 if one_by_one else max((len(rows) + 1) // 2, 1)
+        parts = (rows[start : start + size] for start in range(0, len(rows), size))
+        self._suspects[:0] = [{seq.request.id: seq for seq in part} for part in parts]
 
     def take_refused(self) -> list[RefusedSequence]:
         """The sequences that ended in `update` or `give_back` because they cannot go on."""
@@ -299,7 +306,7 @@ class Scheduler:
         most = self._options.max_num_seqs
         while plan.budget > 0 and len(self._running) < most and self._waiting:
             seq = self._waiting[0]
-            if seq.request.id in self._suspects:
+            if self._is_suspect(seq):
                 return
             count = self._start(seq, plan.budget)
             if count == 0:
@@ -308,23 +315,32 @@ class Scheduler:
                 seq.first_scheduled_time = now
             plan.start(seq, count)
 
-    def _schedule_suspect(self, plan: PlannedBatch) -> bool:
-        """Schedule the first suspect by itself; false when there is none or no room for it.
+    def _schedule_suspects(self, plan: PlannedBatch) -> bool:
+        """Schedule the first group of suspects by itself; false when there is none or no room.
 
         Those who passed keep their blocks meanwhile; when they leave no room, they run on until
         they do. A suspect has blocks for all its known tokens from the start.
         """
-        if not self._suspects:
-            return False
-        seq = next(iter(self._suspects.values()))
-        if seq.status is SequenceStatus.RUNNING:
-            plan.add(seq, min(len(seq.token_ids) - seq.num_computed, plan.budget))
-            return True
-        has_place = len(self._running) < self._options.max_num_seqs
-        count = self._start(seq, plan.budget) if has_place else 0
-        if count > 0:
+        for seq in self._suspects[0].values() if self._suspects else ():
+            if plan.budget == 0:
+                break
+            if seq.status is SequenceStatus.RUNNING:
+                plan.add(seq, min(len(seq.token_ids) - seq.num_computed, plan.budget))
+                continue
+            has_place = len(self._running) < self._options.max_num_seqs
+            count = self._start(seq, plan.budget) if has_place else 0
+            if count == 0:
+                break
             plan.start(seq, count)
-        return count > 0
+        return bool(plan.sequences)
+
+    def _is_suspect(self, seq: Sequence) -> bool:
+        return any(seq.request.id in group for group in self._suspects)
+
+    def _remove_suspect(self, id: str) -> None:
+        for group in self._suspects:
+            group.pop(id, None)
+        self._suspects = [group for group in self._suspects if group]
 
     def _start(self, seq: Sequence, budget: int) -> int:
         """Move a waiting sequence to the running ones.
@@ -383,7 +399,7 @@ class Scheduler:
             self._prefixes.publish(seq)
             return None
         if self._suspects:
-            self._suspects.pop(scheduled.id, None)
+            self._remove_suspect(scheduled.id)
         if result.failure is not None and not token_ids:
             self._refuse(seq, result.failure)
             return None
@@ -428,7 +444,8 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.block_ids = []
         del self._live[seq.request.id]
-        self._suspects.pop(seq.request.id, None)
+        if self._suspects:
+            self._remove_suspect(seq.request.id)
 
     def _release(self, seq: Sequence) -> None:
         """Take a sequence off the runner: its blocks come back, its row is to be forgotten."""

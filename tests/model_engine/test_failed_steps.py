@@ -17,7 +17,7 @@ from spec_decode import engines
 from spec_decode.engines import PROMPTS, create_engine, params
 from transformers import PreTrainedTokenizerFast
 
-from atom import LLM
+from atom import LLM, SamplingParams
 from atom.batch import ScheduledBatch, StepOutput
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
@@ -200,29 +200,87 @@ def default_sigint() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-ILLEGAL = "an illegal memory access was encountered"
-FATAL: dict[str, Callable[[], Exception]] = {
-    "torch": lambda: torch.AcceleratorError(f"CUDA error: {ILLEGAL}", 700),
-    "hip": lambda: RuntimeError(f"HIP error: {ILLEGAL}"),
-    "assert": lambda: RuntimeError("device-side assert triggered"),
-}
-
-
-@pytest.mark.parametrize("kind", FATAL)
+@pytest.mark.parametrize(
+    "cause",
+    ["HIP error: an illegal memory access was encountered", "Triton Error: misaligned address"],
+)
 def test_a_lost_device_ends_the_engine(
-    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, kind: str
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, cause: str
 ) -> None:
+    """The device says so itself, whatever the first error was called."""
     llm = checkpoints.engine("none")
     stream = llm.stream(PROMPTS[0], params("warm"))
     next(stream)
-    cause = str(FATAL[kind]()).splitlines()[0]
-    break_steps(monkeypatch, llm, at_steps(FATAL[kind], 3), "before")
+
+    def synchronize() -> None:
+        raise torch.AcceleratorError("HIP error: unspecified launch failure", 719)
+
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", synchronize)
+    break_steps(monkeypatch, llm, at_steps(lambda: RuntimeError(cause), 3), "before")
     with pytest.raises(EngineDeadError, match=cause):
         llm.generate(PROMPTS, params("warm"), use_tqdm=False)
     with pytest.raises(EngineDeadError, match=cause):
         list(stream)
     with pytest.raises(EngineDeadError, match=cause):
         llm.generate(PROMPTS, params("warm"), use_tqdm=False)
+
+
+def test_a_device_that_answers_is_not_lost(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    llm = checkpoints.engine("none")
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    error = torch.AcceleratorError("CUDA error: invalid configuration argument", 9)
+    break_steps(monkeypatch, llm, at_steps(lambda: error, 3), "before")
+    assert engines.generate(llm, params("warm"), PROMPTS) == checkpoints.expected("warm")
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
+@pytest.mark.parametrize("where", ["schedule", "update"])
+def test_half_a_bookkeeping_ends_the_engine(
+    checkpoints: Checkpoints,
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    where: str,
+) -> None:
+    """Rather than go on with tables of which nobody knows what they hold."""
+    llm = checkpoints.engine("none")
+    scheduler: Any = llm.engine.core._scheduler
+    work, calls = getattr(scheduler, where), count()
+
+    def broken(*args: Any) -> Any:
+        result = work(*args)
+        if next(calls) == 2:
+            raise error("halfway")
+        return result
+
+    monkeypatch.setattr(scheduler, where, broken)
+    seen = error if error is KeyboardInterrupt else EngineDeadError
+    with pytest.raises(seen, match="halfway"):
+        llm.generate(PROMPTS, params("warm"), use_tqdm=False)
+    with pytest.raises(EngineDeadError, match=f"{error.__name__}: halfway"):
+        llm.generate(PROMPTS, params("warm"), use_tqdm=False)
+
+
+def test_few_steps_find_the_one_at_fault(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Halving: about twice the logarithm of the number of sequences."""
+    llm = checkpoints.engine("none", max_num_seqs=64)
+    sizes: list[int] = []
+
+    def raises(batch: ScheduledBatch) -> Exception | None:
+        sizes.append(len(batch.sequences))
+        return ValueError("oops") if any(s.id.startswith("37/") for s in batch.sequences) else None
+
+    break_steps(monkeypatch, llm, raises, "before")
+    prompts = [PROMPTS[i % len(PROMPTS)] for i in range(64)]
+    with pytest.raises(GenerationError, match="1 of 64 prompts failed; prompt 37"):
+        llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0), use_tqdm=False)
+    assert sizes[:4] == [64, 32, 32, 16]
+    assert len(sizes) < 20
 
 
 @pytest.mark.parametrize("error", [MemoryError, torch.OutOfMemoryError])
