@@ -102,6 +102,10 @@ class GraphPlan:
         """Blocks of a sequence with the longest context."""
         return -(-self.context_bounds[-1] // self.block_size)
 
+    @property
+    def num_buckets(self) -> int:
+        return len(self.batch_sizes) * len(self.context_bounds)
+
     def buckets(self) -> Iterator[Bucket]:
         """Largest first: what it takes from the shared pool serves all that follow."""
         for batch_size in reversed(self.batch_sizes):

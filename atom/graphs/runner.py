@@ -2,8 +2,8 @@
 
 A graph reads and writes the same memory at every replay, so a step's numbers are written where
 the graph was captured, padded to its bucket's size, and the results are cut to the step's own
-rows. Padding rows have slot -1, which writes nothing, and a short context in a block of an earlier
-step, which is finite; what they compute is thrown away.
+rows. Padding rows have slot -1, which writes nothing, and a short context in the first block of
+row 0's table, whoever owns it; what they compute is thrown away.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Protocol
 
@@ -105,9 +105,7 @@ class GraphRunner:
 
     @property
     def num_graphs(self) -> int:
-        """Graphs of the target, and as many of a proposer as for one query length."""
-        buckets = len(self.plan.batch_sizes) * len(self.plan.context_bounds)
-        return buckets * (len(self._query_lens) + 1)
+        return self.plan.num_buckets * len(self._query_lens)
 
     @torch.inference_mode()
     def rehearse(self, inputs: GraphInputs) -> ModelOutput:
@@ -137,9 +135,14 @@ class GraphRunner:
                 self.graph_aux_hidden[key] = tuple(states[:rows] for states in aux)
 
     def _compute(self, graph: GraphKey, model_input: ModelInput) -> None:
-        """What a graph holds."""
+        """What a graph holds.
+
+        Nothing derived from the metadata is carried over from one run to the next: the captured
+        run would find there what a warm-up run had made, and the graph would not compute it.
+        """
         key = (graph.batch_size, graph.query_len)
-        output = self._forward(model_input)
+        fresh = replace(model_input, attention=replace(model_input.attention))
+        output = self._forward(fresh)
         self._hidden[key].copy_(output.hidden_states)
         kept = self.graph_aux_hidden[key]
         for states, result in zip(kept, output.aux_hidden_states, strict=True):

@@ -12,6 +12,8 @@ import torch
 
 _DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 _WORD_BYTES = 8
+# Of every place, in words: Triton compiles a kernel anew for pointers that are not so aligned.
+_ALIGNMENT = 2
 
 
 class StagingBuffer:
@@ -82,7 +84,7 @@ class StagingBuffer:
     def _claim(self, size: int, dtype: torch.dtype) -> int | None:
         """The first place of `size` numbers, counted in numbers; None without room."""
         per_word = _WORD_BYTES // dtype.itemsize
-        used = self._used + -(-size // per_word)
+        used = self._used + -(-size // (per_word * _ALIGNMENT)) * _ALIGNMENT
         if used > self.host.shape[0]:
             return None
         start = self._used * per_word

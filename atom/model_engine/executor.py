@@ -209,9 +209,11 @@ class UniprocExecutor:
         def graph_bytes() -> int:
             if self._graphs is None:
                 return 0
-            return estimate_graph_bytes(
-                partial(self._graphs.rehearse, self.inputs.graph_input), self._graphs.num_graphs
-            )
+            rehearse = partial(self._graphs.rehearse, self.inputs.graph_input)
+            # A draft's steps after its first are captured for each bucket as well.
+            has_chain = self._proposer.reads_steps and self._proposer.lookahead.num_tokens > 1
+            num_chains = self._graphs.plan.num_buckets if has_chain else 0
+            return estimate_graph_bytes(rehearse, self._graphs.num_graphs + num_chains)
 
         budget = kv_cache_budget(config.cache, context.ops.platform, profile, graph_bytes)
         plan = plan_kv_cache(

@@ -33,7 +33,6 @@ class StepInput:
         next_token_ids: [T] int64, the known token after each row; where it is sampled, anything.
             None when nobody drafts.
         sampled: [S] int64 places of the sampled sequences in the batch; None when all are.
-        is_decode: every sequence computes its newest token and drafts, and nothing else.
     """
 
     model_input: ModelInput
@@ -41,7 +40,6 @@ class StepInput:
     sample: SamplePlan
     next_token_ids: torch.Tensor | None
     sampled: torch.Tensor | None
-    is_decode: bool
 
 
 class _Places:
@@ -183,7 +181,6 @@ class InputBuilder:
             sample,
             next_token_ids,
             sampled,
-            is_decode=sampled is None and len(sample.layout.owners) == shape.num_tokens,
         )
 
     def _fill(self, places: _Places, sequences: Sequence[ScheduledSequence], shape: _Shape) -> None:

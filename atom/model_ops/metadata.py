@@ -50,7 +50,7 @@ class AttentionMetadata:
     def derive(self, key: Hashable, compute: Callable[[], _T]) -> _T:
         """What `compute` makes of this metadata; made by the first layer, shared by all others.
 
-        Every pass, and every capture of one, has metadata of its own, and so has what is derived.
+        Every pass, and every run of a capture, has metadata of its own, and so has what is derived.
         """
         if key not in self._derived:
             self._derived[key] = compute()

@@ -182,7 +182,10 @@ class EditsBuilder:
         if not masks:
             return None
         words = torch.from_numpy(np.concatenate(masks))
-        return words.to(self._device), staging.put(np.array(listed.grammar_rows))
+        if self._device.type == "cuda":
+            words = words.pin_memory()
+        rows = staging.put(np.array(listed.grammar_rows))
+        return words.to(self._device, non_blocking=True), rows
 
     def _put_penalties(
         self, listed: _Listed, staging: StagingBuffer

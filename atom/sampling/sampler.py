@@ -42,6 +42,10 @@ _NO_GRAMMATICAL_TOKEN = (
     "the grammar allows no token of this model after {} tokens; rewrite it so that every text "
     "that it begins can be completed"
 )
+_SLOW_GRAMMAR = (
+    "the grammar takes too long to follow after {} tokens; write it with fewer ways to read the "
+    "same text, such as repetitions within repetitions"
+)
 
 
 @dataclass(frozen=True)
@@ -243,7 +247,9 @@ class Sampler:
             admitted = state.extend(good)
             if admitted < num_good:
                 num_outputs = len(state.output_token_ids) - num_good
-                failures[s] = _NO_GRAMMATICAL_TOKEN.format(num_outputs + admitted)
+                slow = state.grammar is not None and state.grammar.is_too_slow
+                message = _SLOW_GRAMMAR if slow else _NO_GRAMMATICAL_TOKEN
+                failures[s] = message.format(num_outputs + admitted)
                 del good[admitted:]
         return Sampled(
             token_ids,

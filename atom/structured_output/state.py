@@ -2,18 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from atom.structured_output.base import Matcher, TokenMask
 
 ALL_TOKENS = -1
 
+# Processor seconds that following a grammar may take in one step and in all, and for each token
+# besides. A pattern of few characters can take twice as long with every few tokens.
+_STEP_SECONDS, _SECONDS, _TOKEN_SECONDS = 0.25, 1.0, 0.01
+
 
 class GrammarState:
-    """One sequence's matcher, kept at the end of its known tokens."""
+    """One sequence's matcher, kept at the end of its known tokens.
+
+    Attributes:
+        is_too_slow: following the grammar takes so long that others would wait for it. From
+            then on nothing is computed, and `advance` admits nothing.
+    """
 
     def __init__(self, matcher: Matcher) -> None:
+        self.is_too_slow = False
         self._matcher = matcher
+        self._seconds = 0.0
 
     def advance(self, token_ids: Sequence[int]) -> int:
         """Take in new tokens.
@@ -22,11 +35,12 @@ class GrammarState:
             How many of them obey the grammar. What follows an end token counts: it is never
             part of the text.
         """
-        for count, token_id in enumerate(token_ids):
-            if self._matcher.is_finished:
-                break
-            if not self._matcher.accept(token_id):
-                return count
+        with self._timed(len(token_ids)):
+            for count, token_id in enumerate(token_ids):
+                if self._matcher.is_finished:
+                    break
+                if self.is_too_slow or not self._matcher.accept(token_id):
+                    return count
         return len(token_ids)
 
     def fill(self, mask: TokenMask, first_row: int, drafts: Sequence[int]) -> None:
@@ -37,6 +51,13 @@ class GrammarState:
         where nothing is allowed becomes one where everything is: a token must be sampled, and
         `advance` will refuse it.
         """
+        if self.is_too_slow:
+            mask[first_row] = ALL_TOKENS
+            return
+        with self._timed(0):
+            self._fill(mask, first_row, drafts)
+
+    def _fill(self, mask: TokenMask, first_row: int, drafts: Sequence[int]) -> None:
         accepted = 0
         for row, draft in enumerate([*drafts, None], start=first_row):
             if self._matcher.is_finished:
@@ -52,6 +73,14 @@ class GrammarState:
             accepted += 1
         if accepted:
             self._matcher.rollback(accepted)
+
+    @contextmanager
+    def _timed(self, num_tokens: int) -> Iterator[None]:
+        started = time.thread_time()
+        yield
+        taken = time.thread_time() - started - num_tokens * _TOKEN_SECONDS
+        self._seconds = max(self._seconds + taken, 0.0)
+        self.is_too_slow |= taken > _STEP_SECONDS or self._seconds > _SECONDS
 
 
 def is_allowed(mask: TokenMask, row: int, token_id: int) -> bool:

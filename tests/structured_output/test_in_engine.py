@@ -16,6 +16,7 @@ from spec_decode.engines import create_engine
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
+from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import EngineRequest, FinishReason, RequestRefusedError
 from atom.model_engine import executor
@@ -340,3 +341,22 @@ def test_a_grammar_that_takes_too_long_refuses_its_requests(
     queue.forget(["late"])
     assert queue.release(lambda request: admitted.append(request.id)) == []
     assert admitted == ["again"]
+
+
+def test_a_grammar_that_gets_ever_slower_ends_its_own_sequence(targets: Targets) -> None:
+    """Each token of it takes about a third longer than the one before."""
+    engine = create_engine(targets.folder("llama"))
+    (letter,) = engine.engine.tokenizer.encode("a", add_special_tokens=False)
+    slow = SamplingParams(
+        max_tokens=40,
+        temperature=0,
+        logit_bias={letter: 100},
+        structured_output=StructuredOutput.regex("(a{0,300}){0,300}b"),
+    )
+    plain = SamplingParams(max_tokens=40, temperature=0, ignore_eos=True)
+    with pytest.raises(GenerationError, match="prompt 0: the grammar takes too long") as caught:
+        engine.generate(["x", "y"], [slow, plain], use_tqdm=False)
+    (expected,) = engine.generate(["y"], plain, use_tqdm=False)
+    neighbour = caught.value.results[1]
+    assert neighbour is not None
+    assert neighbour.outputs[0].token_ids == expected.outputs[0].token_ids

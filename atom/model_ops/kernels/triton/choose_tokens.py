@@ -25,6 +25,8 @@ from atom.model_ops.registry import OpQuery
 _LARGEST_VOCABULARY = 2**18
 _PART = 4096  # tokens of one program of a split row
 _TILE = 8192  # tokens that a program which reads a whole row takes at once
+# Lines of one gathered tensor: how they are aligned depends on the number of rows.
+_OPTIONS = ["temperature_ptr", "min_p_ptr", "top_k_ptr", "top_p_ptr"]
 
 _INT_MIN = tl.constexpr(-(2**31))
 _INT_MAX = tl.constexpr(2**31 - 1)
@@ -190,7 +192,7 @@ def _nth_id(scores_ptr, vocab_size, order, n, TILE: tl.constexpr):
     return token_id
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OPTIONS)
 def _last_kept(
     scores_ptr,
     maxima_ptr,
@@ -253,7 +255,7 @@ def _last_kept(
     tl.store(last_id_ptr + row, last_id)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=_OPTIONS)
 def _race(
     scores_ptr,
     maxima_ptr,
