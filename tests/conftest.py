@@ -7,7 +7,26 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
-import torch
+
+
+def _claim_processors() -> None:
+    """Tests run in several processes: each gets processors of its own, and so do its children.
+
+    Before torch is imported, which counts them. Threads of two pools on the same processors wait
+    for each other at every barrier.
+    """
+    worker = os.environ.get("PYTEST_XDIST_WORKER")
+    if worker is None or not hasattr(os, "sched_setaffinity"):
+        return
+    count = int(os.environ["PYTEST_XDIST_WORKER_COUNT"])
+    share = sorted(os.sched_getaffinity(0))[int(worker.removeprefix("gw")) :: count]
+    if share:
+        os.sched_setaffinity(0, share)
+
+
+_claim_processors()
+
+import torch  # noqa: E402
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -16,6 +35,8 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel is decorated, and transformers imports triton: it has to be
     # there before any test module. Engines on a CPU prefer native and torch kernels as ever.
     os.environ["TRITON_INTERPRET"] = "1"
+
+_MOST_WORKERS = 8
 
 _TRAINING_TEXT = (
     "The quick brown fox jumps over the lazy dog while the engine streams tokens.",
@@ -39,6 +60,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what the compiled kernels use to tests/model_ops/kernels/aot_baseline.json",
     )
+
+
+def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+    """A process for each processor, up to what memory allows; a GPU is not shared."""
+    return 1 if _has_gpu() else min(os.cpu_count() or 1, _MOST_WORKERS)
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
