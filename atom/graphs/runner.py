@@ -1,4 +1,4 @@
-"""Who runs the target's layers: eagerly, or by replaying graphs.
+"""Runs the target's layers, eagerly or by replaying CUDA graphs.
 
 A graph reads and writes the same memory at every replay, so a step's numbers are written where
 the graph was captured, padded to its bucket's size, and the results are cut to the step's own
@@ -23,9 +23,9 @@ from atom.model_ops.metadata import ModelInput, ModelOutput
 
 logger = logging.getLogger(__name__)
 
-# One pass over the target's layers.
+# A forward pass of the target's layers.
 ForwardOp = Callable[[ModelInput], ModelOutput]
-# The tensors that the graph of a bucket, with that many queries for each sequence, reads.
+# The input tensors of a bucket's graph with a number of queries per sequence.
 GraphInputs = Callable[[Bucket, int], ModelInput]
 
 
@@ -42,19 +42,19 @@ class GraphKey:
 
 
 class ForwardRunner(Protocol):
-    """Runs the layers of the target over one batch."""
+    """Runs the target's layers on a batch."""
 
     def fit(self, num_sequences: int, query_len: int, max_context_len: int) -> GraphKey | None:
-        """The graph that serves sequences with equally many queries; None runs them eagerly."""
+        """The graph for a batch with equal query lengths; None to run eagerly."""
         ...
 
     def run(self, model_input: ModelInput, graph: GraphKey | None) -> ModelOutput:
-        """The hidden states of the batch's T rows; they are valid until the next run."""
+        """Hidden states of the batch's T rows, valid until the next run."""
         ...
 
 
 class EagerRunner:
-    """Calls the model's layers."""
+    """Runs every batch eagerly."""
 
     def __init__(self, forward: ForwardOp) -> None:
         self._forward = forward
@@ -67,19 +67,18 @@ class EagerRunner:
 
 
 class GraphRunner:
-    """Replays a graph for every batch in which all sequences have equally many queries.
+    """Replays a graph for every batch whose sequences have equal query lengths.
 
-    A batch that fits no bucket runs eagerly: prefill, sequences with different numbers of
-    drafts, more sequences or a longer context than any graph serves. So does everything before
-    `capture`.
+    Batches that fit no bucket run eagerly: prefill, different numbers of drafts, too many
+    sequences, too long a context. Before `capture` all do.
 
     Attributes:
-        plan: what is captured.
-        graph_aux_hidden: for each (batch size, queries per sequence) the aux hidden states that
-            its graphs write, one [batch size * queries, hidden] per requested layer.
+        plan: what to capture.
+        graph_aux_hidden: aux hidden states that the graphs write, by (batch size, query length):
+            one [batch size * query length, hidden] per requested layer.
 
     Args:
-        query_lens: queries per sequence that are captured.
+        query_lens: the query lengths to capture.
     """
 
     def __init__(self, forward: ForwardOp, plan: GraphPlan, query_lens: tuple[int, ...]) -> None:
