@@ -98,7 +98,7 @@ class GraphPlan:
 
     @property
     def table_width(self) -> int:
-        """Blocks of a sequence with the longest context."""
+        """Blocks of the longest context."""
         return -(-self.context_bounds[-1] // self.block_size)
 
     @property

@@ -31,7 +31,7 @@ GraphInputs = Callable[[Bucket, int], ModelInput]
 
 @dataclass(frozen=True)
 class GraphKey:
-    """One graph: its bucket, and the queries of each sequence."""
+    """One graph: its bucket and the number of queries per sequence."""
 
     bucket: Bucket
     query_len: int
@@ -108,12 +108,12 @@ class GraphRunner:
 
     @torch.inference_mode()
     def rehearse(self, inputs: GraphInputs) -> ModelOutput:
-        """Run the largest bucket's work, all padding, without capturing it."""
+        """Run the largest bucket once without capturing."""
         return self._forward(inputs(self.plan.largest, max(self._query_lens)))
 
     @torch.inference_mode()
     def capture(self, inputs: GraphInputs) -> None:
-        """Capture every bucket; the KV cache is bound by now and stays where it is."""
+        """Capture all graphs. The KV cache must be bound and must not move afterwards."""
         started = time.perf_counter()
         self._allocate_outputs(self.rehearse(inputs))
         lens = sorted(self._query_lens, reverse=True)
@@ -124,7 +124,7 @@ class GraphRunner:
         logger.info("captured %d graphs in %.1f s", len(keys), time.perf_counter() - started)
 
     def _allocate_outputs(self, largest: ModelOutput) -> None:
-        """Results have room for the largest bucket; smaller ones use the first rows."""
+        """Allocate outputs for the largest bucket; smaller ones use their first rows."""
         hidden = torch.empty_like(largest.hidden_states)
         aux = tuple(torch.empty_like(states) for states in largest.aux_hidden_states)
         for batch_size in self.plan.batch_sizes:
