@@ -15,7 +15,7 @@ class BlockTables:
     """One block table per row, on the device and mirrored on the host.
 
     A running sequence has one row, and each step appends only its new block ids. Entries beyond a
-    table's end are stale and never read.
+    table's end are stale; the blocks they name are not attended to.
 
     Attributes:
         on_device: [num_rows, width] int32.
