@@ -1,4 +1,4 @@
-"""Where a sequence stands in its grammar, also at rows that follow drafts."""
+"""A sequence's position in its grammar, with masks for draft rows."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ class GrammarState:
         self._seconds = 0.0
 
     def advance(self, token_ids: Sequence[int]) -> int:
-        """Take in new tokens.
+        """Append new tokens.
 
         Returns:
-            How many of them obey the grammar. What follows an end token counts: it is never
-            part of the text.
+            How many of them the grammar accepts. Tokens after an end token count as accepted, since
+            they are never part of the text.
         """
         with self._timed(len(token_ids)):
             for count, token_id in enumerate(token_ids):
@@ -44,12 +44,11 @@ class GrammarState:
         return len(token_ids)
 
     def fill(self, mask: TokenMask, first_row: int, drafts: Sequence[int]) -> None:
-        """Write the allowed tokens of row `first_row` and of the rows behind each draft.
+        """Write the masks of row `first_row` and of the row after each draft.
 
-        Rows behind a draft that the grammar refuses stay as they are, as do rows behind an end
-        token: the refused draft cannot be sampled, and what follows an end is dropped. A row
-        where nothing is allowed becomes one where everything is: a token must be sampled, and
-        `advance` will refuse it.
+        Rows after a draft that the grammar rejects, or after an end token, are left unchanged: a
+        rejected draft cannot be sampled, and nothing after an end counts. A row without allowed
+        tokens is set to allow all: a token must be sampled, and `advance` will reject it.
         """
         if self.is_too_slow:
             mask[first_row] = ALL_TOKENS
