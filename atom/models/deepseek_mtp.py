@@ -38,7 +38,7 @@ from atom.models.deepseek_v2 import (
 
 @dataclass(frozen=True)
 class MTPParts:
-    """What a prediction layer brings itself; otherwise it shares the target's."""
+    """Which parts a prediction layer has itself; the others are the target's."""
 
     embed_tokens: bool = False
     head: bool = False
