@@ -118,10 +118,10 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator", "not enough memory")
 
 
 def is_device_lost() -> bool:
-    """Whether the GPU computes nothing any more in this process.
+    """Whether the GPU is unusable for the rest of this process.
 
-    After a fault (an illegal address, a failed assertion) every call raises; a refused launch
-    or a lack of memory leaves the device as it was, whatever the error was called.
+    After a fault (illegal address, failed assertion) every call raises. A refused launch or a lack
+    of memory does not affect the device, whatever the error was called.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
@@ -133,7 +133,7 @@ def is_device_lost() -> bool:
 
 
 def release_cached_memory() -> None:
-    """Give back to the device what torch keeps of freed tensors."""
+    """Return torch's cached memory to the device."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 

@@ -1,9 +1,9 @@
 """Runs the target's layers, eagerly or by replaying CUDA graphs.
 
-A graph reads and writes the same memory at every replay, so a step's numbers are written where
-the graph was captured, padded to its bucket's size, and the results are cut to the step's own
-rows. Padding rows have slot -1, which writes nothing, and a short context in the first block of
-row 0's table, whoever owns it; what they compute is thrown away.
+A graph reads and writes the same memory at every replay: inputs are written where it was captured,
+padded to the bucket's size, and the results are cut to the step's rows. Padding rows have slot -1
+(no KV write) and read a short context in the first block of row 0's table, whichever sequence owns
+it; their results are dropped.
 """
 
 from __future__ import annotations
@@ -134,10 +134,10 @@ class GraphRunner:
                 self.graph_aux_hidden[key] = tuple(states[:rows] for states in aux)
 
     def _compute(self, graph: GraphKey, model_input: ModelInput) -> None:
-        """What a graph holds.
+        """The captured work of one graph.
 
-        Nothing derived from the metadata is carried over from one run to the next: the captured
-        run would find there what a warm-up run had made, and the graph would not compute it.
+        Each run gets fresh metadata. Otherwise the captured run would find the tensors derived in a
+        warm-up run, and the graph would not recompute them.
         """
         key = (graph.batch_size, graph.query_len)
         fresh = replace(model_input, attention=replace(model_input.attention))

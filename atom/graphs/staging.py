@@ -12,7 +12,7 @@ import torch
 
 _DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 _WORD_BYTES = 8
-# Of every place, in words: Triton compiles a kernel anew for pointers that are not so aligned.
+# In words, for every reservation: Triton recompiles a kernel for pointers with another alignment.
 _ALIGNMENT = 2
 
 

@@ -56,11 +56,11 @@ class EngineCore:
         self._was_out_of_memory = False
         # Why the engine is dead; None while it can run.
         self._death: str | None = None
-        # To be reported by the next step that ends.
+        # Refusals that the next step reports.
         self._refused: list[RefusedSequence] = []
-        # Of the step under way, or the last one.
+        # Tokens of the current or last step.
         self.num_step_tokens = 0
-        # Whether the model runs: the only time at which an interrupt is harmless.
+        # Whether the model runs. Only then is an interrupt harmless.
         self.is_computing = False
 
     def add_request(self, request: EngineRequest) -> None:
@@ -107,13 +107,14 @@ class EngineCore:
 
         If all requests wait for their grammars, first waits briefly for one of them.
 
-        A batch that fails is given back to the scheduler, which finds out whose fault it was; so
-        is one that is interrupted while `is_computing`, by whatever is no `Exception`, before that
-        goes on its way. At any other time an interrupt ends the engine.
+        A batch that fails is given back to the scheduler, which finds the sequence that caused it.
+        If the model is interrupted (by a `BaseException` that is no `Exception`, while
+        `is_computing`), the batch is given back, too, and the exception is re-raised. An interrupt
+        at any other time ends the engine.
 
         Raises:
-            EngineDeadError: when the device is lost, two steps in a row ran out of memory, or
-                scheduling failed.
+            EngineDeadError: when the device is lost, two steps in a row ran out of memory, an empty
+                batch failed, or scheduling failed.
         """
         self._check_alive()
         if not self._scheduler.has_unfinished:
@@ -167,7 +168,7 @@ class EngineCore:
 
     @contextmanager
     def _ends_the_engine(self) -> Iterator[None]:
-        """What raises here may leave tables half changed, so that nothing may follow."""
+        """Any exception in here ends the engine, since its tables may be half changed."""
         try:
             yield
         except BaseException as error:

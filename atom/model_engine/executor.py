@@ -212,7 +212,7 @@ class UniprocExecutor:
             if self._graphs is None:
                 return 0
             rehearse = partial(self._graphs.rehearse, self.inputs.graph_input)
-            # A draft's steps after its first are captured for each bucket as well.
+            # The draft chain has one graph per bucket, too.
             has_chain = self._proposer.reads_steps and self._proposer.lookahead.num_tokens > 1
             num_chains = self._graphs.plan.num_buckets if has_chain else 0
             return estimate_graph_bytes(rehearse, self._graphs.num_graphs + num_chains)

@@ -27,12 +27,12 @@ class StepInput:
     """The device inputs of one step.
 
     Attributes:
-        model_input: T rows of B sequences.
-        graph: which captured work computes them; None runs them eagerly.
-        sample: what is sampled of them.
-        next_token_ids: [T] int64, the known token after each row; where it is sampled, anything.
-            None when nobody drafts.
-        sampled: [S] int64 places of the sampled sequences in the batch; None when all are.
+        model_input: T tokens of B sequences.
+        graph: the graph to replay; None to run eagerly.
+        sample: which rows are sampled, and how.
+        next_token_ids: [T] int64, the known token after each row; undefined for sampled rows. None
+            without a proposer that reads steps.
+        sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
     """
 
     model_input: ModelInput

@@ -42,9 +42,9 @@ class Scheduler:
     sequence always makes progress, the last one is preempted when blocks run out, and waiting
     sequences are admitted in order. So every sequence finishes.
 
-    After a step that failed, the sequences of its batch are suspects: each half of them runs apart
-    from the rest until all have a new token. A half that fails is halved again, and a sequence
-    that fails alone is refused.
+    After a failed step, the sequences of its batch are suspects: each half of them runs in a batch
+    without other sequences until all have a new token. A half that fails is halved again, and a
+    sequence that fails alone is refused.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class Scheduler:
             kv_cache_dtype=limits.kv_cache_dtype,
         )
         self._refused: list[RefusedSequence] = []
-        # Groups that run apart, by id; only the first group may have begun.
+        # Groups of suspects, each by id; only the first group may be running.
         self._suspects: list[dict[str, Sequence]] = []
 
     @property
@@ -179,16 +179,16 @@ class Scheduler:
     def give_back(
         self, batch: ScheduledBatch, cause: str | None, *, one_by_one: bool = False
     ) -> None:
-        """Take back a batch whose step has not come to its end.
+        """Undo a batch whose step did not complete.
 
         All running sequences are preempted with the tokens known before the step. Whatever the step
         wrote to their blocks or to the runner is discarded, and the batch's `freed_rows` are sent
         again with the next one.
 
         Args:
-            cause: the error that ended the step, which makes its sequences suspects; None when
-                none of them can have caused it.
-            one_by_one: try each suspect alone at once.
+            cause: the error that ended the step, which makes its sequences suspects; None when no
+                sequence can have caused it.
+            one_by_one: run each suspect alone instead of in halves.
 
         Raises:
             RuntimeError: when another batch is in flight.
@@ -316,7 +316,7 @@ class Scheduler:
             plan.start(seq, count)
 
     def _schedule_suspects(self, plan: PlannedBatch) -> bool:
-        """Schedule the first group of suspects by itself; false when there is none or no room.
+        """Schedule the first group of suspects alone; false when there is none or no room for it.
 
         Sequences that passed this check keep their blocks; if they leave no room, they run on until
         there is some. A suspect gets blocks for all its known tokens when it starts.

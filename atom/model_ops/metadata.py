@@ -49,7 +49,7 @@ class AttentionMetadata:
     def derive(self, key: Hashable, compute: Callable[[], _T]) -> _T:
         """The result of `compute`, which is called once per key and shared by all layers.
 
-        Every pass, and every run of a capture, has metadata of its own, and so has what is derived.
+        Each forward pass, and each run of a capture, has its own metadata.
         """
         if key not in self._derived:
             self._derived[key] = compute()

@@ -1,4 +1,4 @@
-"""How many drafts each step makes: the number that pays.
+"""How many drafts to make in each step, chosen from measurements.
 
 Drafts cost time to make and, in the next step, to verify; how many are accepted depends on the
 text. `AdaptiveLength` measures all three and maximises the expected tokens per second. It also

@@ -10,17 +10,17 @@ from atom.structured_output.base import Matcher, TokenMask
 
 ALL_TOKENS = -1
 
-# Processor seconds that following a grammar may take in one step and in all, and for each token
-# besides. A pattern of few characters can take twice as long with every few tokens.
+# Limits of the processor time for the matcher of one sequence: per step and in total, in excess of
+# an allowance per token. Some short patterns take exponential time.
 _STEP_SECONDS, _SECONDS, _TOKEN_SECONDS = 0.25, 1.0, 0.01
 
 
 class GrammarState:
-    """One sequence's matcher, kept at the end of its known tokens.
+    """A sequence's matcher, positioned after its known tokens.
 
     Attributes:
-        is_too_slow: following the grammar takes so long that others would wait for it. From
-            then on nothing is computed, and `advance` admits nothing.
+        is_too_slow: the matcher exceeded its time limit and would delay other sequences. From then
+            on it is not called, and `advance` accepts nothing.
     """
 
     def __init__(self, matcher: Matcher) -> None:

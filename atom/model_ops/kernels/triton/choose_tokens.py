@@ -24,9 +24,9 @@ from atom.model_ops.registry import OpQuery
 
 # So that the sum of all masses fits in int64.
 _LARGEST_VOCABULARY = 2**18
-_PART = 4096  # tokens of one program of a split row
-_TILE = 8192  # tokens that a program which reads a whole row takes at once
-# Lines of one gathered tensor: how they are aligned depends on the number of rows.
+_PART = 4096  # tokens per program when a row is split
+_TILE = 8192  # tokens per iteration when a program reads a whole row
+# Rows of one gathered tensor, whose alignment depends on the number of rows.
 _OPTIONS = ["temperature_ptr", "min_p_ptr", "top_k_ptr", "top_p_ptr"]
 
 _INT_MIN = tl.constexpr(-(2**31))
