@@ -1,6 +1,6 @@
-"""The host-side data of one step: what the scheduler asks of the model runner.
+"""The host-side data of one step, between scheduler and model runner.
 
-Tensors live in `atom.model_ops.metadata`; everything here is plain Python.
+Plain Python; tensors are in `atom.model_ops.metadata`.
 """
 
 from __future__ import annotations
@@ -12,20 +12,22 @@ from atom.sampling_params import SamplingParams
 
 
 class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
-    """One sequence's share of a step.
+    """One sequence's part of a step.
 
     Attributes:
-        id: the sequence.
-        row: where the runner keeps what it knows of the sequence; its own while it runs.
+        id: sequence id.
+        row: the sequence's row in the runner's tables, its own while it runs.
         token_ids: the tokens to compute, at positions `start`, `start + 1`, ...
         start: number of tokens already in the KV cache.
-        new_block_ids: what the sequence's block table grows by before this step.
-        num_blocks: length of the table then; it covers `start + len(token_ids)` tokens.
-        wants_sample: the last row's logits are sampled (false for a middle prefill chunk).
+        new_block_ids: blocks appended to the block table before this step.
+        num_blocks: length of the block table then; it covers `start + len(token_ids)` tokens.
+        wants_sample: whether to sample from the last row; false for a prefill chunk that is not the
+            last.
         num_drafts: how many of the last `token_ids` are drafts to verify.
-        draft_source: who was asked for them, also when none came of it; None when nobody was.
-        successor_token: on a middle prefill chunk, the prompt token after the chunk (a drafter
-            pairs it with the last row); None otherwise.
+        draft_source: what was asked for drafts (such as `eagle3` or `lookup`), also if it made
+            none; None when nothing was.
+        successor_token: after a prefill chunk that is not the last, the next prompt token
+            (proposers pair it with the last row); else None.
     """
 
     id: str
@@ -50,9 +52,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
 
 
 class NewSequence(msgspec.Struct, frozen=True):
-    """What the runner must know of a sequence before its first step.
+    """What the runner needs to know about a sequence before its first step.
 
-    `prompt_token_ids` and `output_token_ids` are the tokens known when it is (re)scheduled.
+    `prompt_token_ids` and `output_token_ids` are those known when it starts or resumes.
     """
 
     id: str
@@ -67,8 +69,8 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     """One step.
 
     Attributes:
-        new: sequences whose first step this is.
-        freed_rows: rows whose sequences are gone; they are forgotten before `new` is learnt.
+        new: sequences that start or resume in this step.
+        freed_rows: rows to clear before `new` is added.
     """
 
     sequences: list[ScheduledSequence]
@@ -81,17 +83,18 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
 
 
 class SequenceResult(msgspec.Struct, frozen=True, gc=False):
-    """What a step computed for one scheduled sequence.
+    """What a step computed for one sequence.
 
     Attributes:
-        token_ids: accepted and sampled tokens, in order; empty when nothing was sampled.
-        logprobs: one entry per token of `token_ids`, when asked for.
+        token_ids: accepted drafts and the sampled token, in order; empty when nothing was sampled.
+        logprobs: one entry per token of `token_ids`, if requested.
         prompt_logprobs: one entry per prompt token predicted by this step's rows (row `start + i`
-            predicts prompt token `start + i + 1`), when asked for.
-        draft_token_ids: guesses for the next step.
-        draft_source: who was asked for them; None when nothing was sampled.
-        failure: why the sequence cannot go on after `token_ids`, which may be empty; None when
-            it can.
+            predicts prompt token `start + i + 1`), if requested.
+        draft_token_ids: drafts for the next step.
+        draft_source: what was asked for them, such as `eagle3` or `lookup`; None when nothing was
+            sampled.
+        failure: why the sequence cannot continue after `token_ids`, which may be empty; None if it
+            can.
     """
 
     token_ids: list[int]

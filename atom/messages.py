@@ -1,7 +1,6 @@
-"""What crosses the boundary of the engine: requests in, step reports out.
+"""The engine's interface: requests in, step reports out.
 
-The same types serve the in-process engine and, encoded by msgspec, the server's
-engine process. Nothing here holds tensors.
+Used in process, and as msgpack between the server and its engine process. No tensors.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from atom.stats import SpecDecodeStats
 
 
 class FinishReason(str, enum.Enum):
-    """Why a sequence ended; the values are the API's."""
+    """Why a sequence ended; the values are those of the API."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -24,13 +23,13 @@ class FinishReason(str, enum.Enum):
 
 
 class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """One sequence to generate. A request with n > 1 becomes n of these.
+    """One sequence to generate; a request with n > 1 becomes n of these.
 
     Attributes:
         id: unique among live sequences.
-        seed: always set; the frontend draws one when the user gave none.
-        priority: lower runs earlier; ties go by order of arrival.
-        cache_salt: sequences share cached prefixes only within one salt.
+        seed: drawn by the frontend if the user gave none.
+        priority: lower runs earlier; ties go by arrival.
+        cache_salt: prefixes are shared only between sequences with the same salt.
         arrival_time: seconds, `time.monotonic()`.
     """
 
@@ -44,9 +43,9 @@ class EngineRequest(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TokenLogprobs(msgspec.Struct, frozen=True, array_like=True):
-    """Candidates of one position: the chosen token first, then the most likely ones.
+    """Logprobs of one position: the chosen token first, then the most likely tokens.
 
-    Log-probabilities are those of the model's unmodified distribution. `ranks` start at 1.
+    They are of the model's unmodified distribution. `ranks` start at 1.
     """
 
     token_ids: list[int]
@@ -58,14 +57,14 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
     """What one step produced for one sequence.
 
     Attributes:
-        token_ids: new tokens, one or more; empty when only the end is reported.
-        logprobs: one entry per new token, when asked for.
-        prompt_logprobs: one entry per prompt token (the first None), with the first output.
-        finish_reason, stop_reason: set on the last output; `stop_reason` is the stop token
-            id that ended the sequence unless it is the model's own end token.
-        num_cached_tokens: prompt tokens served by the prefix cache.
-        num_draft_tokens, num_accepted_tokens: drafts that the step verified, and kept.
-        draft_source: who made them; None when there were none.
+        token_ids: new tokens; empty only when the end alone is reported.
+        logprobs: one entry per new token, if requested.
+        prompt_logprobs: one entry per prompt token (the first is None), in the first output.
+        finish_reason, stop_reason: set in the last output; `stop_reason` is the stop token id that
+            ended the sequence, None if it is the model's EOS token.
+        num_cached_tokens: prompt tokens found in the prefix cache.
+        num_draft_tokens, num_accepted_tokens: drafts that the step verified, and accepted.
+        draft_source: their source; None without drafts.
         first_scheduled_time: seconds, `time.monotonic()`.
     """
 
@@ -101,14 +100,14 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     @property
     def kv_cache_usage(self) -> float:
-        """Share of the KV blocks that live sequences hold, 0 to 1."""
+        """Share of the KV blocks held by live sequences, 0 to 1."""
         return self.num_used_blocks / self.num_blocks if self.num_blocks else 0.0
 
 
 class RefusedSequence(msgspec.Struct, frozen=True, array_like=True):
-    """A sequence that ended because it turned out that it cannot run as given.
+    """A sequence that ended because it cannot run as requested.
 
-    `is_fault` says that computing it raised an error, for which the request need not be to blame.
+    `is_fault`: computing it raised an error, which the request need not have caused.
     """
 
     id: str
@@ -117,24 +116,24 @@ class RefusedSequence(msgspec.Struct, frozen=True, array_like=True):
     is_fault: bool = False
 
     def error(self) -> RequestRefusedError | RequestFailedError:
-        """What its request ends with."""
+        """The exception to end its request with."""
         if self.is_fault:
             return RequestFailedError(self.message)
         return RequestRefusedError(self.message, self.param)
 
 
 class StepReport(msgspec.Struct, kw_only=True):
-    """All that one engine step has to tell the frontend."""
+    """The results of one engine step."""
 
     outputs: list[SequenceOutput]
     stats: EngineStats
     refused: list[RefusedSequence] = []
 
     def check(self) -> None:
-        """For programs all of whose sequences have to finish.
+        """Raise if any sequence was refused.
 
         Raises:
-            RequestRefusedError, RequestFailedError: when one cannot.
+            RequestRefusedError, RequestFailedError: for the first one.
         """
         if self.refused:
             raise self.refused[0].error()
@@ -144,7 +143,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     """What a request must fit in, known once the KV pool is allocated.
 
     Attributes:
-        kv_cache_dtype: torch's name of the type that the pool is stored in.
+        kv_cache_dtype: torch's name of the storage dtype.
     """
 
     max_model_len: int
@@ -160,9 +159,9 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RequestRefusedError(ValueError):
-    """The request can never run as given; the message holds the numbers.
+    """The request can never run as given; the message has the numbers.
 
-    `param` names the offending field of the request.
+    `param` is the name of the offending request field.
     """
 
     def __init__(self, message: str, param: str | None = None) -> None:
@@ -171,7 +170,7 @@ class RequestRefusedError(ValueError):
 
 
 class RequestFailedError(RuntimeError):
-    """Computing this request raised an error, also when it was tried again by itself."""
+    """Computing this request raised an error, also when it ran alone."""
 
 
 class EngineDeadError(RuntimeError):
@@ -181,7 +180,7 @@ class EngineDeadError(RuntimeError):
 def check_request(
     prompt_token_ids: list[int], params: SamplingParams, limits: EngineLimits
 ) -> None:
-    """Refuse at submission what could never finish or would be silently ignored.
+    """Refuse a request that could never finish, or part of which would be ignored.
 
     Raises:
         RequestRefusedError: with the numbers that do not fit.
@@ -209,7 +208,7 @@ def check_request(
             "max_tokens",
         )
     budget = params.max_tokens or (limits.max_model_len - num_prompt)
-    # The last generated token is never written to the cache.
+    # The last generated token is never written to the KV cache.
     if num_prompt + budget - 1 > limits.num_kv_tokens:
         raise RequestRefusedError(
             f"{num_prompt} prompt tokens and up to {budget} generated ones need more KV cache than "

@@ -1,4 +1,4 @@
-"""What generation returns, shaped as users of vLLM know it."""
+"""What generation returns; fields follow vLLM."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from atom.stats import SpecDecodeStats
 
 @dataclass(frozen=True)
 class Logprob:
-    """One candidate token of one position; `rank` is 1 for the most likely token."""
+    """One candidate token at one position; `rank` is 1 for the most likely token."""
 
     logprob: float
     rank: int
     decoded_token: str
 
 
-# One position's candidates by token id: the chosen token first, then the most likely ones.
+# Candidates of one position by token id: the chosen token first, then the most likely ones.
 PositionLogprobs = dict[int, Logprob]
 
 
@@ -25,12 +25,10 @@ class CompletionOutput:
     """One of the `n` completions of a request.
 
     Attributes:
-        index: which of the `n`.
-        text, token_ids, logprobs: all of it, or what is new since the last output
-            when the reader streams.
+        index: 0 to n - 1.
+        text, token_ids, logprobs: everything, or only what is new when streaming.
         finish_reason: None while running; then `stop`, `length` or `abort`.
-        stop_reason: the stop string or stop token id that ended it; None for the
-            model's own end token.
+        stop_reason: the stop string or stop token id that ended it; None for the model's EOS token.
     """
 
     index: int
@@ -44,7 +42,7 @@ class CompletionOutput:
 
 @dataclass
 class RequestMetrics:
-    """Times of one request in seconds on the monotonic clock; None until they happened."""
+    """Times of a request in seconds on the monotonic clock; None before the event."""
 
     arrival_time: float
     first_scheduled_time: float | None = None
@@ -62,9 +60,9 @@ class RequestMetrics:
 
 @dataclass
 class RequestOutput:
-    """A request's result, whole (offline) or as a delta (streaming).
+    """A request's result, whole or, when streaming, as a delta.
 
-    `spec_decode` holds the request's drafts so far; None when none was verified.
+    `spec_decode` has the request's totals so far; None when no draft was verified.
     """
 
     request_id: str

@@ -1,4 +1,4 @@
-"""The only place that knows which hardware there is."""
+"""Hardware detection. No other file asks which hardware there is."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch
 class Platform:
     """Attributes:
     kind: `cpu`, `cuda` or `rocm`.
-    arch: `gfx942`, `gfx950`, `sm90`, ...; the processor's name for a CPU build of features.
-    has_native_bf16: whether bfloat16 products run in hardware.
+    arch: `gfx942`, `gfx950`, `sm90`, ...; on a CPU torch's capability, such as `avx512`.
+    has_native_bf16: whether bfloat16 matrix products run in hardware.
     """
 
     kind: str
@@ -32,13 +32,13 @@ class Platform:
 
     @property
     def fp8_dtype(self) -> torch.dtype:
-        """The 8-bit float that the matrix units read: MI300's own, the OCP's everywhere else."""
+        """The FP8 type of the matrix units: e4m3fnuz on gfx942, else e4m3fn (OCP)."""
         return torch.float8_e4m3fnuz if self.arch == "gfx942" else torch.float8_e4m3fn
 
 
 @functools.cache
 def current_platform() -> Platform:
-    """The platform of this process, found once."""
+    """The platform of this process."""
     if not torch.cuda.is_available():
         return cpu_platform()
     properties = torch.cuda.get_device_properties(0)
@@ -48,7 +48,7 @@ def current_platform() -> Platform:
 
 
 def select_platform(device: str) -> Platform:
-    """The platform that `--device` names.
+    """The platform for `--device`.
 
     Raises:
         RuntimeError: when there is no such device.
@@ -70,14 +70,14 @@ def _cpu_has_native_bf16() -> bool:
 
 
 def num_compute_units(platform: Platform) -> int | None:
-    """Multiprocessors (CUDA) or compute units (ROCm) of the device; None where there is none."""
+    """Streaming multiprocessors (CUDA) or compute units (ROCm); None without a GPU."""
     if not (platform.is_gpu and torch.cuda.is_available()):
         return None
     return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
 
 def free_memory_bytes(platform: Platform) -> int:
-    """Memory that can be allocated now on the device."""
+    """Memory in bytes that can be allocated now."""
     if platform.is_gpu:
         return int(torch.cuda.mem_get_info()[0])
     import psutil
@@ -95,7 +95,7 @@ def total_memory_bytes(platform: Platform) -> int:
 
 
 def _cgroup_headroom_bytes(default: int) -> int:
-    """What a container's memory limit leaves, where there is one."""
+    """What the container's memory limit leaves; `default` without a limit."""
     try:
         with (
             open("/sys/fs/cgroup/memory.max") as limit,
@@ -108,7 +108,7 @@ def _cgroup_headroom_bytes(default: int) -> int:
 
 
 def default_num_threads() -> int:
-    """Processors that this process may use."""
+    """CPUs that this process may use."""
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
@@ -118,10 +118,10 @@ _OUT_OF_MEMORY = ("DefaultCPUAllocator", "not enough memory")
 
 
 def is_device_lost() -> bool:
-    """Whether the GPU computes nothing any more in this process.
+    """Whether the GPU is unusable for the rest of this process.
 
-    After a fault (an illegal address, a failed assertion) every call raises; a refused launch
-    or a lack of memory leaves the device as it was, whatever the error was called.
+    After a fault (illegal address, failed assertion) every call raises. A refused launch or a lack
+    of memory does not affect the device, whatever the error was called.
     """
     if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         return False
@@ -133,13 +133,13 @@ def is_device_lost() -> bool:
 
 
 def release_cached_memory() -> None:
-    """Give back to the device what torch keeps of freed tensors."""
+    """Return torch's cached memory to the device."""
     if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         torch.cuda.empty_cache()
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether the device or the host had no memory left."""
+    """Whether the device or the host ran out of memory."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(t in str(error) for t in _OUT_OF_MEMORY)

@@ -1,4 +1,4 @@
-"""What error messages say of what was sent: the beginning, however much it was."""
+"""Shortens user input quoted in error messages."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The methods of speculation: what each takes, and who builds its proposer.
+"""The speculative decoding methods and their options.
 
-A new method is a line here and the file with its proposer (and one that loads its weights, if it
-has any). The builder is named, not imported: this file lies below the configuration, which checks
-options against it, and options are read before anything heavy is imported.
+To add one, add a line here and a file with its proposer (and a weight loader if it has weights).
+The builder is a name, not an import: the configuration reads this table before anything heavy is
+imported.
 """
 
 from __future__ import annotations
@@ -17,10 +17,9 @@ class SpeculativeMethod:
 
     Attributes:
         builder: `module:function` of a `spec_decode.factory.ProposerBuilder`.
-        takes_draft_model: whether it needs the name of a draft, or has no use for one.
-        takes_lookup: whether a lookup in the text so far can go before its own drafts; not when
-            it is a lookup itself.
-        takes_ngram_bounds: whether it looks suffixes up, without a lookup beside it.
+        takes_draft_model: whether it needs a draft model; otherwise giving one is an error.
+        takes_lookup: whether it can be combined with a lookup; not if it is one itself.
+        takes_ngram_bounds: whether it uses n-gram bounds even without an extra lookup.
     """
 
     builder: str
@@ -39,5 +38,5 @@ SPECULATIVE_METHODS = {
 
 
 def methods_that(say: Callable[[SpeculativeMethod], bool]) -> str:
-    """The names of the methods of which `say` is true, as a message lists them."""
+    """The names of the methods for which `say` is true, joined by "or"."""
     return " or ".join(name for name, method in SPECULATIVE_METHODS.items() if say(method))

@@ -1,4 +1,4 @@
-"""Acceptance statistics, counted only on steps where drafts were verified."""
+"""Acceptance statistics of speculative decoding; steps without drafts do not count."""
 
 from __future__ import annotations
 
@@ -10,21 +10,21 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
-# A drafter that gets nothing accepted for this many verified sequences in a row of windows is
-# almost surely wired wrongly: another aux layer convention, another target.
+# Warn when fewer than this share of drafts was accepted in a window of so many verifications: most
+# likely the draft does not fit the target, or its aux layer ids follow another convention.
 _LOSING_WINDOW = 500
 _LOSING_RATE = 0.02
 
 
 class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """Totals of verified drafts, of one sequence or of the whole engine.
+    """Totals of verified drafts, of one sequence or of the engine.
 
     Attributes:
-        num_drafts: verifications: one for each sequence and step that had drafts.
-        num_draft_tokens: drafts proposed in them.
-        accepted_counts: how many verifications accepted exactly 0, 1, ... k drafts.
-        by_source: the same by who made the drafts, such as `eagle3` and `lookup`; within it, and
-            where that is not known, empty.
+        num_drafts: verifications, one for each sequence and step with drafts.
+        num_draft_tokens: draft tokens verified.
+        accepted_counts: verifications that accepted exactly 0, 1, ... k drafts.
+        by_source: the same for each source, such as `eagle3` or `lookup`; empty in these, and where
+            the source is unknown.
     """
 
     num_drafts: int = 0
@@ -43,16 +43,16 @@ class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     @property
     def acceptance_rate(self) -> float:
-        """Accepted drafts over proposed ones."""
+        """Accepted drafts over verified drafts."""
         return self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0
 
     @property
     def tokens_per_forward(self) -> float:
-        """Accept length: what one verified step yields, the bonus token included."""
+        """Acceptance length: tokens per verification, bonus token included."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
     def describe(self) -> str:
-        """One line for a log; sources are told apart where there are several."""
+        """One line for the log, with a part for each source if there are several."""
         if not self.num_drafts:
             return "no drafts verified"
         positions = " / ".join(f"{n / self.num_drafts:.1%}" for n in self.accepted_per_position)
@@ -71,7 +71,7 @@ class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         return f"{line}, by source: {'; '.join(parts)}"
 
     def since(self, earlier: SpecDecodeStats) -> SpecDecodeStats:
-        """What was counted after `earlier`."""
+        """The difference to an earlier snapshot."""
         before = earlier.accepted_counts or [0] * len(self.accepted_counts)
         return SpecDecodeStats(
             num_drafts=self.num_drafts - earlier.num_drafts,
@@ -85,7 +85,7 @@ class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
 
 def total(parts: Iterable[SpecDecodeStats]) -> SpecDecodeStats:
-    """All of them together."""
+    """The sum of several statistics."""
     known = list(parts)
     names = dict.fromkeys(name for part in known for name in part.by_source)
     positions = itertools.zip_longest(*(part.accepted_counts for part in known), fillvalue=0)
@@ -101,7 +101,7 @@ def total(parts: Iterable[SpecDecodeStats]) -> SpecDecodeStats:
 
 
 class SpecDecodeCounter:
-    """Counts verifications, and warns when a drafter keeps losing."""
+    """Counts verifications, and warns when almost no drafts are accepted."""
 
     def __init__(self, num_speculative_tokens: int = 0, *, warns: bool = True) -> None:
         self._accepted_counts = [0] * (num_speculative_tokens + 1)
@@ -113,7 +113,7 @@ class SpecDecodeCounter:
     def count(
         self, num_drafts: int, num_accepted: int, source: str | None = None, times: int = 1
     ) -> None:
-        """One sequence in one step, or several alike; steps without drafts do not count."""
+        """Count a verification `times` times; without drafts nothing is counted."""
         if num_drafts == 0:
             return
         if source is not None:
@@ -128,7 +128,7 @@ class SpecDecodeCounter:
             self._check_losing()
 
     def snapshot(self) -> SpecDecodeStats | None:
-        """The totals so far; None where no draft can have been verified."""
+        """The totals so far; None without speculation."""
         if len(self._accepted_counts) == 1:
             return None
         return SpecDecodeStats(

@@ -1,4 +1,4 @@
-"""How work is captured once and replayed: backends, and the sizes it is captured for."""
+"""Graph capture: backends, and the buckets to capture."""
 
 from __future__ import annotations
 
@@ -10,32 +10,31 @@ import torch
 
 from atom.platform import Platform
 
-# Work that runs before a capture, so that libraries have made their handles and choices.
+# Runs before the capture, so that libraries are initialised and autotuned.
 _WARMUP_RUNS = 2
 
-# An op that cannot see lengths does the work of the longest context that its graph serves, so
-# short contexts have graphs of their own. Longer ones run eagerly: there a step's kernels take
-# longer than their launches anyway.
+# An op without host-side lengths works for the longest context of its graph, so short contexts have
+# graphs of their own. Beyond the last bound steps run eagerly: there kernels take longer than their
+# launches.
 _CONTEXT_BOUNDS = (512, 2048, 8192)
 
 
 class CaptureBackend(Protocol):
-    """Turns work over persistent tensors into something that can be repeated."""
+    """Captures work on persistent tensors for replay."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """What repeats `work` on whatever its tensors hold by then.
+        """Capture `work`; returns a function that repeats it on its tensors' current contents.
 
-        `work` reads and writes tensors that outlive it, in an order that depends on nothing but
-        their shapes. It runs during the capture, on what the tensors hold now.
+        `work` reads and writes tensors that outlive it; its operations may depend only on their
+        shapes. It also runs during the capture.
         """
         ...
 
 
 class CudaGraphBackend:
-    """CUDA graphs, HIP graphs in a ROCm build. All captures share one pool of memory.
+    """CUDA graphs (HIP graphs on ROCm). All captures share one memory pool.
 
-    Sharing is safe in any order of replays because no result stays in the pool: the work copies
-    its results to tensors that were allocated before.
+    Graphs may be replayed in any order, since `work` copies its results out of the pool.
     """
 
     def __init__(self) -> None:
@@ -56,7 +55,7 @@ class CudaGraphBackend:
 
 
 class ReexecuteBackend:
-    """Runs the work again: the bookkeeping around graphs, on a machine that has none."""
+    """Runs the work again: tests the bookkeeping of graphs on a CPU."""
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         work()
@@ -64,7 +63,7 @@ class ReexecuteBackend:
 
 
 def capture_backend(platform: Platform) -> CaptureBackend | None:
-    """What captures on `platform`; None where every step runs eagerly."""
+    """The backend for a platform; None where every step runs eagerly."""
     return CudaGraphBackend() if platform.is_gpu else None
 
 
@@ -81,7 +80,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class GraphPlan:
-    """What to capture, and with what.
+    """What to capture, with which backend.
 
     Attributes:
         batch_sizes, context_bounds: ascending; every pair is a bucket.
@@ -99,7 +98,7 @@ class GraphPlan:
 
     @property
     def table_width(self) -> int:
-        """Blocks of a sequence with the longest context."""
+        """Blocks of the longest context."""
         return -(-self.context_bounds[-1] // self.block_size)
 
     @property
@@ -107,13 +106,13 @@ class GraphPlan:
         return len(self.batch_sizes) * len(self.context_bounds)
 
     def buckets(self) -> Iterator[Bucket]:
-        """Largest first: what it takes from the shared pool serves all that follow."""
+        """All buckets, the largest first, so that the memory pool needs to grow only once."""
         for batch_size in reversed(self.batch_sizes):
             for bound in reversed(self.context_bounds):
                 yield Bucket(batch_size, bound)
 
     def fit(self, num_sequences: int, max_context_len: int) -> Bucket | None:
-        """The smallest bucket that holds a batch; None when none does."""
+        """The smallest bucket that fits a batch; None if none does."""
         sizes = (size for size in self.batch_sizes if size >= num_sequences)
         bounds = (bound for bound in self.context_bounds if bound >= max_context_len)
         size, bound = next(sizes, None), next(bounds, None)
@@ -121,19 +120,22 @@ class GraphPlan:
 
 
 def default_batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, ... and `max_num_seqs` itself."""
+    """1, 2, 4, 8, ... and `max_num_seqs`."""
     powers = (2**i for i in range(max_num_seqs.bit_length()))
     return tuple(sorted({*powers, max_num_seqs}))
 
 
 def default_context_bounds(max_model_len: int) -> tuple[int, ...]:
-    """Up to `max_model_len` or the longest context that graphs serve."""
+    """Context bounds up to `max_model_len`, or up to the longest context of any graph."""
     longest = min(max_model_len, _CONTEXT_BOUNDS[-1])
     return (*(bound for bound in _CONTEXT_BOUNDS if bound < longest), longest)
 
 
 def fill_rows(buffer: torch.Tensor, rows: torch.Tensor, end: int, padding: int) -> None:
-    """`rows` [n, ...], then padding up to `end`. A buffer wider than the rows keeps its rest."""
+    """Copy `rows` [n, ...] into `buffer` and pad up to row `end`.
+
+    Columns of `buffer` beyond the width of `rows` keep their values.
+    """
     count = rows.shape[0]
     if rows.dim() > 1:
         width = min(buffer.shape[1], rows.shape[1])

@@ -1,9 +1,9 @@
-"""Who runs the target's layers: eagerly, or by replaying graphs.
+"""Runs the target's layers, eagerly or by replaying CUDA graphs.
 
-A graph reads and writes the same memory at every replay, so a step's numbers are written where
-the graph was captured, padded to its bucket's size, and the results are cut to the step's own
-rows. Padding rows have slot -1, which writes nothing, and a short context in the first block of
-row 0's table, whoever owns it; what they compute is thrown away.
+A graph reads and writes the same memory at every replay: inputs are written where it was captured,
+padded to the bucket's size, and the results are cut to the step's rows. Padding rows have slot -1
+(no KV write) and read a short context in the first block of row 0's table, whichever sequence owns
+it; their results are dropped.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from atom.model_ops.metadata import ModelInput, ModelOutput
 
 logger = logging.getLogger(__name__)
 
-# One pass over the target's layers.
+# A forward pass of the target's layers.
 ForwardOp = Callable[[ModelInput], ModelOutput]
-# The tensors that the graph of a bucket, with that many queries for each sequence, reads.
+# The input tensors of a bucket's graph with a number of queries per sequence.
 GraphInputs = Callable[[Bucket, int], ModelInput]
 
 
 @dataclass(frozen=True)
 class GraphKey:
-    """One graph: its bucket, and the queries of each sequence."""
+    """One graph: its bucket and the number of queries per sequence."""
 
     bucket: Bucket
     query_len: int
@@ -42,19 +42,19 @@ class GraphKey:
 
 
 class ForwardRunner(Protocol):
-    """Runs the layers of the target over one batch."""
+    """Runs the target's layers on a batch."""
 
     def fit(self, num_sequences: int, query_len: int, max_context_len: int) -> GraphKey | None:
-        """The graph that serves sequences with equally many queries; None runs them eagerly."""
+        """The graph for a batch with equal query lengths; None to run eagerly."""
         ...
 
     def run(self, model_input: ModelInput, graph: GraphKey | None) -> ModelOutput:
-        """The hidden states of the batch's T rows; they are valid until the next run."""
+        """Hidden states of the batch's T rows, valid until the next run."""
         ...
 
 
 class EagerRunner:
-    """Calls the model's layers."""
+    """Runs every batch eagerly."""
 
     def __init__(self, forward: ForwardOp) -> None:
         self._forward = forward
@@ -67,19 +67,18 @@ class EagerRunner:
 
 
 class GraphRunner:
-    """Replays a graph for every batch in which all sequences have equally many queries.
+    """Replays a graph for every batch whose sequences have equal query lengths.
 
-    A batch that fits no bucket runs eagerly: prefill, sequences with different numbers of
-    drafts, more sequences or a longer context than any graph serves. So does everything before
-    `capture`.
+    Batches that fit no bucket run eagerly: prefill, different numbers of drafts, too many
+    sequences, too long a context. Before `capture` all do.
 
     Attributes:
-        plan: what is captured.
-        graph_aux_hidden: for each (batch size, queries per sequence) the aux hidden states that
-            its graphs write, one [batch size * queries, hidden] per requested layer.
+        plan: what to capture.
+        graph_aux_hidden: aux hidden states that the graphs write, by (batch size, query length):
+            one [batch size * query length, hidden] per requested layer.
 
     Args:
-        query_lens: queries per sequence that are captured.
+        query_lens: the query lengths to capture.
     """
 
     def __init__(self, forward: ForwardOp, plan: GraphPlan, query_lens: tuple[int, ...]) -> None:
@@ -109,12 +108,12 @@ class GraphRunner:
 
     @torch.inference_mode()
     def rehearse(self, inputs: GraphInputs) -> ModelOutput:
-        """Run the largest bucket's work, all padding, without capturing it."""
+        """Run the largest bucket once without capturing."""
         return self._forward(inputs(self.plan.largest, max(self._query_lens)))
 
     @torch.inference_mode()
     def capture(self, inputs: GraphInputs) -> None:
-        """Capture every bucket; the KV cache is bound by now and stays where it is."""
+        """Capture all graphs. The KV cache must be bound and must not move afterwards."""
         started = time.perf_counter()
         self._allocate_outputs(self.rehearse(inputs))
         lens = sorted(self._query_lens, reverse=True)
@@ -125,7 +124,7 @@ class GraphRunner:
         logger.info("captured %d graphs in %.1f s", len(keys), time.perf_counter() - started)
 
     def _allocate_outputs(self, largest: ModelOutput) -> None:
-        """Results have room for the largest bucket; smaller ones use the first rows."""
+        """Allocate outputs for the largest bucket; smaller ones use their first rows."""
         hidden = torch.empty_like(largest.hidden_states)
         aux = tuple(torch.empty_like(states) for states in largest.aux_hidden_states)
         for batch_size in self.plan.batch_sizes:
@@ -135,10 +134,10 @@ class GraphRunner:
                 self.graph_aux_hidden[key] = tuple(states[:rows] for states in aux)
 
     def _compute(self, graph: GraphKey, model_input: ModelInput) -> None:
-        """What a graph holds.
+        """The captured work of one graph.
 
-        Nothing derived from the metadata is carried over from one run to the next: the captured
-        run would find there what a warm-up run had made, and the graph would not compute it.
+        Each run gets fresh metadata. Otherwise the captured run would find the tensors derived in a
+        warm-up run, and the graph would not recompute them.
         """
         key = (graph.batch_size, graph.query_len)
         fresh = replace(model_input, attention=replace(model_input.attention))

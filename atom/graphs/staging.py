@@ -1,6 +1,6 @@
-"""The two copies of a step: everything that the device needs goes there at once, and comes back so.
+"""The two copies of a step: all inputs to the device, all results to the host.
 
-On a CPU the same copies are made within the host's memory, so that there is one path.
+On a CPU the same copies are made in host memory, so there is one code path.
 """
 
 from __future__ import annotations
@@ -12,22 +12,22 @@ import torch
 
 _DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 _WORD_BYTES = 8
-# Of every place, in words: Triton compiles a kernel anew for pointers that are not so aligned.
+# In words, for every reservation: Triton recompiles a kernel for pointers with another alignment.
 _ALIGNMENT = 2
 
 
 class StagingBuffer:
-    """Arrays of one step, written on the host and sent to the device in one copy.
+    """The arrays of one step, written on the host and sent to the device in one copy.
 
-    Places are handed out one after another, so the same sequence of sizes gives the same places
-    at every step: a graph can be captured on what `reserve` returns. On a GPU the host's memory is
-    pinned, and is not written again before it was read.
+    Space is handed out in order, so the same sizes get the same addresses in every step, and a
+    graph can be captured on the tensors that `reserve` returns. On a GPU the host memory is pinned,
+    and not overwritten before the last copy has finished.
 
     Attributes:
-        host: what is sent.
+        host: the host memory.
 
     Args:
-        num_bytes: room; what does not fit is uploaded by itself.
+        num_bytes: capacity. What `put` cannot fit is uploaded separately.
     """
 
     def __init__(self, num_bytes: int, device: torch.device) -> None:
@@ -43,7 +43,7 @@ class StagingBuffer:
         self._used = 0
 
     def restart(self) -> None:
-        """Begin a step: every place may be handed out again."""
+        """Begin a step: release all reservations."""
         if self._was_read is not None:
             self._was_read.synchronize()
         self._used = 0
@@ -51,12 +51,12 @@ class StagingBuffer:
     def reserve(
         self, size: int, dtype: torch.dtype = torch.int64
     ) -> tuple[np.ndarray, torch.Tensor]:
-        """Room for `size` numbers: where the host writes them, and where the device reads them.
+        """Reserve `size` numbers; returns the host array to write and the device tensor to read.
 
-        The device's tensor holds them after the next `send`.
+        The device tensor is valid after the next `send`.
 
         Raises:
-            ValueError: when there is no room.
+            ValueError: when the buffer is full.
         """
         start = self._claim(size, dtype)
         if start is None:
@@ -65,7 +65,7 @@ class StagingBuffer:
         return self._host_views[dtype][start:end], self._sent_views[dtype][start:end]
 
     def put(self, values: np.ndarray, dtype: torch.dtype = torch.int64) -> torch.Tensor:
-        """Write numbers of any shape; the device's tensor holds them after the next `send`."""
+        """Write numbers of any shape; returns the device tensor, valid after the next `send`."""
         size = values.size
         start = self._claim(size, dtype)
         if start is None:
@@ -76,13 +76,13 @@ class StagingBuffer:
         return sent if values.ndim == 1 else sent.view(values.shape)
 
     def send(self) -> None:
-        """The copy to the device."""
+        """Start the copy to the device."""
         self._sent[: self._used].copy_(self.host[: self._used], non_blocking=True)
         if self._was_read is not None:
             self._was_read.record()
 
     def _claim(self, size: int, dtype: torch.dtype) -> int | None:
-        """The first place of `size` numbers, counted in numbers; None without room."""
+        """Reserve `size` numbers; returns the first index, in units of `dtype`; None if full."""
         per_word = _WORD_BYTES // dtype.itemsize
         used = self._used + -(-size // (per_word * _ALIGNMENT)) * _ALIGNMENT
         if used > self.host.shape[0]:
@@ -93,13 +93,13 @@ class StagingBuffer:
 
 
 def bring_to_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """Arrays of the same shapes, in one copy that the host waits for.
+    """Copy tensors to the host in one copy, and wait for it.
 
     Args:
-        tensors: of int64 (whose numbers fit in 32 bits), int32 or float32, on one device.
+        tensors: int64 (with values that fit in 32 bits), int32 or float32, on one device.
 
     Returns:
-        int32 arrays, float32 where the tensor was.
+        Arrays of the same shapes: float32 for float32 tensors, else int32.
     """
     if not tensors:
         return []

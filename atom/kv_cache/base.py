@@ -1,4 +1,4 @@
-"""How the engine sees a KV cache: who owns it, how it is stored, how many blocks there are."""
+"""KV cache protocol, storage dtype and sizing."""
 
 from __future__ import annotations
 
@@ -15,23 +15,23 @@ from atom.model_ops.metadata import CacheTensor
 
 
 class KVCacheBuilder(Protocol):
-    """Owns the KV cache of a model or a draft. All builders share block ids and block size."""
+    """The KV cache of a model or draft. All builders share block ids and block size."""
 
     def compute_block_bytes(self) -> int:
-        """Bytes that one block takes over all layers that the builder serves."""
+        """Bytes of one block over all of its layers."""
         ...
 
     def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
-        """Allocate pools and their spare blocks; the keys are unique over all builders."""
+        """Allocate the pools, spare blocks included. Names are unique over all builders."""
         ...
 
     def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> CacheTensor | None:
-        """The view for one attention module; None when the builder does not serve it."""
+        """The view for an attention module; None if it belongs to another builder."""
         ...
 
 
 def storage_dtype(options: CacheOptions, context: LayerContext) -> torch.dtype:
-    """The type that keys, values and latents are stored in."""
+    """The dtype in which keys, values and latents are stored."""
     if options.kv_cache_dtype == "auto":
         return context.dtype
     return torch.bfloat16 if options.kv_cache_dtype == "bf16" else context.ops.platform.fp8_dtype
@@ -40,14 +40,14 @@ def storage_dtype(options: CacheOptions, context: LayerContext) -> torch.dtype:
 def num_spare_blocks(device: torch.device) -> int:
     """Blocks at the end of a pool that no sequence owns.
 
-    Slot -1 writes nothing. A GPU sends such rows to the last slot of a spare block: finding out
-    which rows they are would make the host wait, and a graph cannot be captured around that.
+    Slot -1 means no write. On a GPU such rows are written to the last slot of a spare block
+    instead, since skipping them would need a host sync.
     """
     return 0 if device.type == "cpu" else 1
 
 
 class KVCacheMemoryError(RuntimeError):
-    """There is too little memory for the KV cache; the message holds the numbers."""
+    """Too little memory for the KV cache; the message has the numbers."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +68,14 @@ def plan_kv_cache(
     max_tokens: int,
     num_spare: int = 0,
 ) -> KVCachePlan:
-    """Turn a memory budget into a number of blocks.
+    """The number of blocks for a memory budget.
 
     Args:
-        budget_bytes: memory that the pool may take.
+        budget_bytes: memory for the pool.
         block_bytes: bytes of a block, one entry per builder.
-        block_size: tokens of a block.
-        max_tokens: tokens that can ever be alive at once (a larger pool serves nobody).
-        num_spare: blocks that the budget must hold beside those of the plan.
+        block_size: tokens per block.
+        max_tokens: most tokens in the cache at once; a larger pool would be unused.
+        num_spare: spare blocks that must fit in the budget as well.
 
     Raises:
         KVCacheMemoryError: when not even one block fits.

@@ -1,4 +1,4 @@
-"""The block table of every live sequence, kept where attention reads it."""
+"""The block tables of running sequences, on host and device."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from atom.graphs.staging import StagingBuffer
 
 
 class BlockTables:
-    """Rows of block ids on the device, and the same on the host.
+    """One block table per row, on the device and mirrored on the host.
 
-    A sequence has one row while it runs; a step tells only the ids that its table grows by. What
-    lies behind a table's end are ids of earlier sequences: nothing reads them.
+    A running sequence has one row, and each step appends only its new block ids. Entries beyond a
+    table's end are stale; the blocks they name are not attended to.
 
     Attributes:
         on_device: [num_rows, width] int32.
@@ -30,7 +30,7 @@ class BlockTables:
         self._update: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def grow(self, sequences: Sequence[ScheduledSequence], staging: StagingBuffer) -> None:
-        """Append what is new, here and, once the buffer was sent and `update` called, there."""
+        """Append the new block ids; on the device only after `staging.send` and `update`."""
         self._update = None
         grown = [s for s in sequences if s.new_block_ids]
         if not grown:
@@ -44,18 +44,18 @@ class BlockTables:
         self._update = staging.put(places), staging.put(ids, torch.int32)
 
     def update(self) -> None:
-        """Bring the device's tables up to date."""
+        """Write the appended ids to the device tables."""
         if self._update is not None:
             self.on_device.view(-1).index_copy_(0, *self._update)
 
     def blocks_at(self, rows: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """[n] int32: the id at each row's index."""
+        """[n] int32 block ids at (row, index) pairs."""
         blocks: np.ndarray = self._on_host[rows, indices]
         return blocks
 
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """start, start + 1, ... of every range, one after another."""
+    """The concatenation of all ranges start ... start + size - 1."""
     offsets = np.cumsum(sizes) - sizes
     ranges: np.ndarray = np.arange(sizes.sum()) + np.repeat(starts - offsets, sizes)
     return ranges

@@ -1,4 +1,4 @@
-"""Which layers of a model have a KV cache, and which of them gets what."""
+"""Finds a model's attention layers and binds the KV cache to them."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from atom.model_ops.cached_attention import CachedAttention
 
 
 def attention_layers(model: nn.Module) -> dict[int, CachedAttention]:
-    """The attention modules in the order of their layers."""
+    """The attention modules by layer id, in model order."""
     return dict(enumerate(m for m in model.modules() if isinstance(m, CachedAttention)))
 
 
 def bind_kv_caches(model: nn.Module, builders: Sequence[KVCacheBuilder]) -> None:
-    """Give every attention layer of `model` its share of the allocated pools.
+    """Bind each attention layer of `model` to its view of the allocated pools.
 
     Raises:
-        RuntimeError: when no builder serves a layer.
+        RuntimeError: when a layer belongs to no builder.
     """
     for layer_id, module in attention_layers(model).items():
         views = (builder.build_kv_cache_tensor(layer_id, module) for builder in builders)

@@ -1,4 +1,4 @@
-"""How much memory the KV cache may take."""
+"""The memory budget of the KV cache."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atom.config import (
 )
 from atom.platform import Platform, free_memory_bytes, total_memory_bytes
 
-# What the driver keeps for a captured graph, whose nodes are about a thousand kernel launches.
+# Driver memory of a captured graph, which has about a thousand kernel launches.
 _BYTES_PER_GRAPH = 8 << 20
 
 
@@ -23,12 +23,11 @@ def kv_cache_budget(
     profile: Callable[[], None],
     graph_bytes: Callable[[], int],
 ) -> int:
-    """Bytes for the KV pool.
+    """Bytes for the KV cache pool.
 
     Args:
-        profile: runs the largest forward pass once, so that a GPU's peak use is known.
-        graph_bytes: what graphs will take. They are captured when the pool is bound, so it is
-            kept free; called after `profile`.
+        profile: runs the largest steps once, to measure a GPU's peak memory.
+        graph_bytes: memory that graph capture will need later; called after `profile`.
     """
     if options.kv_cache_memory is not None:
         return options.kv_cache_memory
@@ -42,12 +41,14 @@ def kv_cache_budget(
 
 
 def estimate_graph_bytes(largest: Callable[[], object], num_graphs: int) -> int:
-    """What capturing takes: `largest`'s temporaries, which all graphs share, and their nodes."""
+    """Memory for capturing: the temporaries of the largest bucket, which all graphs share, and the
+    graphs themselves.
+    """
     return _peak_bytes(largest) + num_graphs * _BYTES_PER_GRAPH
 
 
 def _peak_bytes(work: Callable[[], object]) -> int:
-    """The most that `work` allocates beyond what it leaves."""
+    """Peak memory of `work` beyond what stays allocated after it."""
     torch.cuda.reset_peak_memory_stats()
     work()
     torch.cuda.synchronize()

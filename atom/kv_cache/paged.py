@@ -1,4 +1,4 @@
-"""The pools of a paged cache, for attention layers that store whatever they say."""
+"""The pools of a paged KV cache, for any set of attention layers."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from atom.model_ops.metadata import CacheTensor
 
 @dataclass(frozen=True)
 class _PoolLayout:
-    """What layers share a pool for: equally shaped parts of the same names.
+    """Layers that share a pool: their stored parts have the same names and shape.
 
     Attributes:
-        names: of the parts. shape: of each, for one token.
-        layer_ids: of the layers that store them.
+        names: of the parts.
+        shape: of each part, for one token.
+        layer_ids: the layers that store them.
     """
 
     names: tuple[str, ...]
@@ -35,21 +36,21 @@ class _PoolLayout:
 
 
 class PagedCache:
-    """The cache of a set of attention layers: a `KVCacheBuilder` for whatever they store.
+    """A `KVCacheBuilder` for a set of attention layers.
 
-    Layers that store the same share one pool, [layers, parts, blocks, block_size, *shape], without
-    the second dimension where a token stores one part only: keys and values are
-    [layers, 2, blocks, block_size, kv_heads, head_dim], latents [layers, blocks, block_size,
-    width]. Layers of other shapes get a pool of their own with the same block ids. Of 8 bits,
-    pools have scales beside them, [layers, parts] or [layers] float32.
+    Layers that store the same share one pool, [layers, parts, blocks, block_size, *shape]: keys and
+    values are [layers, 2, blocks, block_size, kv_heads, head_dim]. With a single part the second
+    dimension is dropped: latents are [layers, blocks, block_size, width]. Layers with other shapes
+    have their own pool with the same block ids. FP8 pools have scales, [layers, parts] or [layers]
+    float32.
 
-    The keys of what is allocated are `kv_cache` and `kv_scale`, after `prefix`; of further shapes
+    Tensors are named `kv_cache` and `kv_scale`, after `prefix`; those of further pools
     `kv_cache_2`, `kv_scale_2` and so on.
 
     Args:
-        layers: by their ids.
-        dtype: what is stored.
-        prefix: tells the keys from those of other caches.
+        layers: by layer id.
+        dtype: storage dtype.
+        prefix: of the tensor names.
     """
 
     def __init__(
@@ -69,11 +70,11 @@ class PagedCache:
         self._views: dict[int, CacheTensor] = {}
 
     def compute_block_bytes(self) -> int:
-        """Bytes that one block takes over all layers."""
+        """Bytes of one block over all layers."""
         return sum(pool.bytes_of(1, self._block_size, self._dtype) for pool in self._pools)
 
     def allocate_kv_cache_tensors(self, num_blocks: int) -> dict[str, torch.Tensor]:
-        """Allocate zeroed pools of `num_blocks` and their spare blocks, instead of older ones."""
+        """Allocate zeroed pools of `num_blocks` plus spare blocks; replaces earlier ones."""
         tensors: dict[str, torch.Tensor] = {}
         parts: dict[int, dict[str, StoredPart]] = {layer_id: {} for layer_id in self._layers}
         for number, pool in enumerate(self._pools, start=1):
@@ -92,7 +93,7 @@ class PagedCache:
         return tensors
 
     def build_kv_cache_tensor(self, layer_id: int, module: nn.Module) -> CacheTensor | None:
-        """The layer's view of the newest pools; None for a module that is not of this cache."""
+        """The layer's view of the current pools; None for a module that is not in this cache."""
         if self._layers.get(layer_id) is not module:
             return None
         return self._views[layer_id]
@@ -104,7 +105,7 @@ class PagedCache:
         return _zeros((len(pool.layer_ids), *per_layer), self._dtype, self._device)
 
     def _scales(self, pool: _PoolLayout) -> torch.Tensor | None:
-        """[layers, parts] float32; None where the storage needs none."""
+        """[layers, parts] float32; None unless the storage is FP8."""
         if self._dtype not in FP8_TYPES:
             return None
         rows = []
@@ -117,7 +118,7 @@ class PagedCache:
 
 
 def _pool_layouts(layers: Mapping[int, CachedAttention]) -> list[_PoolLayout]:
-    """One for each kind of parts, in the order in which the layers name them first."""
+    """The pools, in the order in which layers first need them."""
     pools: dict[tuple[tuple[str, ...], tuple[int, ...]], _PoolLayout] = {}
     for layer_id, layer in layers.items():
         names_of: dict[tuple[int, ...], list[str]] = {}
@@ -130,10 +131,10 @@ def _pool_layouts(layers: Mapping[int, CachedAttention]) -> list[_PoolLayout]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """A pool of zeros: never uninitialised, since a masked key must not be NaN.
+    """A zeroed pool. It must not be uninitialised, since a masked key must not be NaN.
 
-    On a CPU the pages are mapped and not written, so that memory is taken as blocks come into
-    use; filling gigabytes at the start would take many seconds.
+    On a CPU the pages are only mapped, so memory is committed when blocks are first written, and
+    start-up need not fill gigabytes.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

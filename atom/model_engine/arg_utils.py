@@ -1,6 +1,6 @@
-"""Engine options as the command line and keyword arguments give them: flat, by name.
+"""Engine options as a flat dictionary, from command-line flags or keyword arguments.
 
-What is given is a plain dictionary until `engine_config` makes it an `EngineConfig`.
+`engine_config` validates the dictionary and makes it an `EngineConfig`.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ EngineOptions = Mapping[str, Any]
 
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag per engine option, in kebab and in snake spelling."""
+    """Add a flag for each engine option, as --kebab-case and --snake_case."""
     add_flags(parser.add_argument_group("engine"), EngineConfig)
 
 
 def add_no_speculation(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that turns the shipped draft off, for `choose_draft`."""
+    """Add --no-speculation, which disables the shipped draft model (see `choose_draft`)."""
     parser.add_argument(
         "--no-speculation",
         action="store_true",
@@ -31,7 +31,7 @@ def add_no_speculation(parser: argparse.ArgumentParser) -> None:
 
 
 def add_show_ops(parser: argparse.ArgumentParser) -> None:
-    """Add the flag that shows which kernels would run, for `show_ops.describe_ops`."""
+    """Add --show-ops, which prints the selected kernels (see `show_ops.describe_ops`)."""
     parser.add_argument(
         "--show-ops",
         "--show_ops",
@@ -42,22 +42,22 @@ def add_show_ops(parser: argparse.ArgumentParser) -> None:
 
 
 def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
-    """What the flags of `add_engine_flags` say."""
+    """The engine options that were given on the command line."""
     return given_flags(namespace, EngineConfig)
 
 
 def engine_config(**options: Any) -> EngineConfig:
-    """The configuration that engine options stand for.
+    """Build the configuration from engine options.
 
     Raises:
-        TypeError: naming every unknown option and the known ones.
-        ConfigError: saying what was given and what is expected.
+        TypeError: for unknown options, with their names and the known ones.
+        ConfigError: for an invalid value, with what is expected.
     """
     return build(EngineConfig, options, "engine argument")
 
 
 def speculation_of(options: EngineOptions) -> dict[str, Any]:
-    """Those of the options that are about speculation."""
+    """The speculative decoding options among `options`."""
     names = {
         each.name
         for each in options_of(EngineConfig)
@@ -67,15 +67,15 @@ def speculation_of(options: EngineOptions) -> dict[str, Any]:
 
 
 def without_speculation(options: EngineOptions) -> dict[str, Any]:
-    """The same engine, proposing no drafts."""
+    """The options without those of speculative decoding."""
     dropped = speculation_of(options)
     return {name: value for name, value in options.items() if name not in dropped}
 
 
 def with_shipped_draft(options: EngineOptions) -> dict[str, Any]:
-    """The same engine with the draft that comes with the package for its model.
+    """Add the draft model that the package ships for this model.
 
-    Unchanged when there is none, or when anything was said about speculation.
+    Returns the options unchanged when there is none, or when a speculative option is given.
     """
     draft = shipped_draft_for(options.get("model"))
     if draft is None or speculation_of(options):
@@ -84,13 +84,13 @@ def with_shipped_draft(options: EngineOptions) -> dict[str, Any]:
 
 
 def choose_draft(options: EngineOptions, no_speculation: bool) -> dict[str, Any]:
-    """What programs run that speculate unless told not to.
+    """The options with the shipped draft model added, or without it if `no_speculation`.
 
     Args:
-        no_speculation: the flag of `add_no_speculation`.
+        no_speculation: value of the --no-speculation flag.
 
     Raises:
-        ConfigError: when the flag contradicts another.
+        ConfigError: when the flag is combined with a speculative option.
     """
     if no_speculation and speculation_of(options):
         raise ConfigError("--no-speculation and the options of speculation contradict each other")

@@ -1,4 +1,4 @@
-"""The engine for asyncio programs: it runs in a process of its own, this is its near end."""
+"""Asyncio frontend of an engine that runs in a process of its own."""
 
 from __future__ import annotations
 
@@ -42,34 +42,34 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# The engine's process speaks about every second, whatever it does.
+# The engine process sends a heartbeat about every second, even during a long step.
 SILENT_SECONDS = 10.0
-# Requests in flight are given up when an engine that does not answer goes on like that.
+# After this time without an answer, requests in flight fail with EngineStuckError.
 GIVE_UP_SECONDS = 20.0
 _WATCH_SECONDS = 1.0
 _DRAIN_POLL_SECONDS = 0.02
 
 
 class QueueFullError(RuntimeError):
-    """More requests wait than `max_waiting_requests` allows; try again later."""
+    """More sequences are waiting than `max_waiting_requests` allows; try again later."""
 
 
 class EngineShuttingDownError(EngineDeadError):
-    """The engine finishes what it has and takes nothing new."""
+    """The engine finishes its requests and accepts no new ones."""
 
 
 class EngineStuckError(EngineDeadError):
-    """The engine's process lives, as far as is known, and does not answer."""
+    """The engine process has not ended but does not respond."""
 
 
 class AsyncEngine:
-    """Generates for many readers at once. Built by `start`, ended by `shutdown`.
+    """Generates for concurrent requests. Create with `start`, end with `shutdown`.
 
-    All of it belongs to one event loop.
+    Not thread-safe: use it from one event loop.
 
     Attributes:
         limits: what a request must fit in.
-        stats: the engine's state as last reported, at most about a second old.
+        stats: the last reported engine state, at most about a second old.
         vocabulary: text and bytes of single tokens.
     """
 
@@ -93,8 +93,8 @@ class AsyncEngine:
         self._max_waiting_requests = max_waiting_requests
         self._mailboxes: dict[str, Mailbox] = {}
         self._queued: list[EngineRequest] = []
-        # In turns of the watch and not by the clock: when this end was held up itself, what the
-        # engine said meanwhile is only read later.
+        # Counted in ticks of `_watch`, not in seconds: if this process was blocked, the engine's
+        # messages are still unread, which does not mean that it was silent.
         self._num_silent = 0
         self._num_stuck = 0
         self._step: wire.StepProgress | None = None
@@ -112,9 +112,10 @@ class AsyncEngine:
         max_waiting_requests: int | None = None,
         observer: EngineObserver | None = None,
     ) -> AsyncEngine:
-        """Start the engine process and wait until it takes requests.
+        """Start the engine process and wait until it accepts requests.
 
-        `max_waiting_requests` bounds the sequences that wait for a place in the batch.
+        Args:
+            max_waiting_requests: limit on sequences that wait to be scheduled; None for no limit.
 
         Raises:
             ConfigError, WeightError: when an option or the checkpoint is wrong.
@@ -122,7 +123,7 @@ class AsyncEngine:
         """
         client = EngineClient()
         try:
-            # The process imports its modules meanwhile.
+            # The engine process imports its modules in the meantime.
             source = await asyncio.to_thread(resolve_model, config.model)
             client.send(wire.Start(config, logging.getLogger("atom").getEffectiveLevel()))
             tokenizer, ready = await asyncio.gather(
@@ -145,10 +146,10 @@ class AsyncEngine:
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine cannot be expected to answer; None when it can.
+        """Why the engine is not expected to answer; None when it is healthy.
 
-        It is dead, or its process has been silent for 10 seconds, or its step takes longer than
-        any step of so many tokens should.
+        It has died, or sent no message for 10 seconds, or its current step takes longer than
+        `StepPace` allows for its number of tokens.
         """
         if self._dead.done():
             return self._dead.result()
@@ -174,17 +175,20 @@ class AsyncEngine:
         priority: int = 0,
         cache_salt: str = "",
     ) -> AsyncGenerator[RequestOutput, None]:
-        """Generate; yields deltas, or with `stream` false the one final output.
+        """Generate for one prompt.
 
-        A reader that lags gets merged deltas. A reader that leaves (break, cancellation,
-        `aclose`) aborts the request in the engine; where an exception may keep the iterator
-        alive, read it within `contextlib.aclosing`. Parameters of several prompts are prepared
-        once, by the caller; then they cross to the engine once for all that begin together.
+        Yields deltas, or a single final output if `stream` is false. Deltas are merged when the
+        reader is slow. Leaving the iterator (break, cancellation, `aclose`) aborts the request; use
+        `contextlib.aclosing` where an exception could keep the iterator alive.
+
+        Args:
+            params: for several prompts, pass one `PreparedParams`; it is then sent to the engine
+                once for all prompts added in the same event loop iteration.
 
         Raises:
             RequestRefusedError: when the request can never run as given.
-            RequestFailedError: when computing it raised an error, twice.
-            QueueFullError: when too many wait.
+            RequestFailedError: when a step failed twice on it.
+            QueueFullError: when `max_waiting_requests` would be exceeded.
             EngineDeadError: when the engine is dead, dies, does not answer, or shuts down.
         """
         self._check_open()
@@ -215,13 +219,14 @@ class AsyncEngine:
             self._abort(self._processor.abort(request_id))
 
     async def wait_dead(self) -> str:
-        """Wait for the engine to end unexpectedly; returns the reason."""
+        """Wait until the engine ends unexpectedly; returns the reason."""
         return await asyncio.shield(self._dead)
 
     async def shutdown(self, drain_seconds: float) -> None:
-        """Refuse new requests, let the others finish until the deadline, end the process.
+        """Refuse new requests, wait up to `drain_seconds` for the running ones, then end the
+        process.
 
-        Requests that do not finish in time end with finish_reason `abort`.
+        Requests that are still unfinished end with finish_reason `abort`.
         """
         self._is_closing = True
         async with self._shutdown_lock:
@@ -249,10 +254,10 @@ class AsyncEngine:
             raise EngineStuckError(trouble)
 
     def _check_queue(self, num_new: int) -> None:
-        """Raises QueueFullError when the new sequences would wait beyond the limit.
+        """Raise QueueFullError when `num_new` more waiting sequences would exceed the limit.
 
-        The engine's numbers are a step old and this end's are not: while the engine reports
-        no queue, its batch is taken to fill up first.
+        The reported stats lag behind by a step, while the count of unfinished sequences here is
+        current. If no queue is reported, up to max_num_seqs of them are assumed to run.
         """
         if self._max_waiting_requests is None:
             return
@@ -266,7 +271,7 @@ class AsyncEngine:
             )
 
     async def _read(self) -> None:
-        """Take in what the engine says until it is dead."""
+        """Receive messages from the engine until it is dead."""
         try:
             while True:
                 messages = await self._client.receive()
@@ -280,7 +285,7 @@ class AsyncEngine:
             self._die(f"{type(error).__name__}: {error}")
 
     async def _watch(self) -> None:
-        """Give up what is in flight when the engine has not answered for too long."""
+        """Fail the requests in flight when the engine has not responded for too long."""
         while True:
             await asyncio.sleep(_WATCH_SECONDS)
             self._num_silent += 1
@@ -312,7 +317,7 @@ class AsyncEngine:
                 raise TypeError("the engine was ready already")
 
     def _refuse(self, sequence_id: str, error: Exception) -> None:
-        """Fail the request that a sequence belongs to."""
+        """Abort the request that a sequence belongs to and raise `error` to its reader."""
         request_id = request_id_of(sequence_id)
         self._abort(self._processor.abort(request_id))
         if request_id in self._mailboxes:
@@ -325,7 +330,7 @@ class AsyncEngine:
             self._mailboxes[output.request_id].put(output)
 
     def _queue(self, requests: list[EngineRequest]) -> None:
-        """Send with all that other prompts queue before the event loop turns."""
+        """Send at the next event loop iteration, in one message with requests queued until then."""
         if not self._queued:
             asyncio.get_running_loop().call_soon(self._send_queued)
         self._queued += requests
@@ -336,7 +341,7 @@ class AsyncEngine:
             self._client.send(wire.AddRequests.of(queued))
 
     def _abort(self, sequence_ids: list[str]) -> None:
-        self._send_queued()  # what is aborted must have been sent
+        self._send_queued()  # an abort must not overtake its request
         if sequence_ids and self._client.is_open:
             self._client.send(wire.Abort(sequence_ids))
 
@@ -346,7 +351,7 @@ class AsyncEngine:
         self._deliver([SequenceOutput(id=i, finish_reason=FinishReason.ABORT) for i in ids])
 
     def _die(self, reason: str) -> None:
-        """Fail every request in flight; the first reason counts."""
+        """Fail every request in flight; only the first call has an effect."""
         if self._dead.done():
             return
         logger.error("%s", reason)

@@ -1,4 +1,4 @@
-"""The blocks of the KV cache: who holds them, what they contain, which one goes next."""
+"""KV cache blocks: reference counts, prefix cache lookup by hash, and eviction order."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from typing import NewType
 
-# The SHA-256 of a block's tokens and of everything before them that its KV depends on. A
-# collision would serve one request another's cache, so no weaker hash will do.
+# SHA-256 over a block's tokens and everything before them that its KV depends on. A collision would
+# give one request another request's KV, so no weaker hash is used.
 BlockHash = NewType("BlockHash", bytes)
 
 
 def root_hash(cache_salt: str) -> BlockHash:
-    """The parent of a sequence's first block: all that changes its KV besides the tokens.
+    """The parent hash of a sequence's first block: whatever affects its KV besides the tokens.
 
-    Whatever else comes to change the KV of a sequence (an adapter, an image) belongs here.
+    Anything else that changes a sequence's KV (a LoRA adapter, an image) must be added here.
     """
     return BlockHash(hashlib.sha256(cache_salt.encode("utf-8", "surrogatepass")).digest())
 
 
 def hash_block(parent: BlockHash, token_ids: Sequence[int]) -> BlockHash:
-    """The hash of one full block, chained to the block before it (or to `root_hash`)."""
+    """The hash of one full block, chained to its parent block's hash (or `root_hash`)."""
     return BlockHash(hashlib.sha256(parent + array("q", token_ids).tobytes()).digest())
 
 
@@ -58,7 +58,7 @@ class BlockPool:
 
     @property
     def num_free(self) -> int:
-        """Blocks that nobody holds, whether they keep cached tokens or not."""
+        """Blocks with no references, including cached ones, which can be evicted."""
         return len(self._free)
 
     @property
@@ -66,13 +66,13 @@ class BlockPool:
         return self.num_blocks - len(self._free)
 
     def ref_count(self, block_id: int) -> int:
-        """How many sequences hold the block."""
+        """The number of sequences that hold the block."""
         return self._ref_counts[block_id]
 
     def match_prefix(self, hashes: Sequence[BlockHash]) -> list[int]:
-        """Take one reference on each block of the longest cached prefix of `hashes`.
+        """Take a reference to each block of the longest cached prefix of `hashes`.
 
-        The caller frees what it gets, as if it had been allocated.
+        The caller must `free` the returned blocks.
         """
         block_ids = []
         for block_hash in hashes:
@@ -86,7 +86,7 @@ class BlockPool:
         return block_ids
 
     def allocate(self, count: int) -> list[int] | None:
-        """`count` blocks with one reference each, or None (and no change) if there are fewer."""
+        """`count` blocks with one reference each; None, with no change, if too few are free."""
         if count > len(self._free):
             return None
         block_ids = []
@@ -101,10 +101,10 @@ class BlockPool:
         return block_ids
 
     def publish(self, block_id: int, block_hash: BlockHash) -> None:
-        """Let others match a held block; only once the KV of all its tokens is computed.
+        """Add a held block to the prefix cache; only after the KV of all its tokens is computed.
 
-        The first block published under a hash keeps it: a later twin stays blank. Without
-        prefix caching nothing is ever published.
+        If the hash is cached already, the earlier block stays and this one remains uncached. No
+        effect when prefix caching is off.
 
         Raises:
             RuntimeError: when the block is not held, or has another hash already.
@@ -119,9 +119,9 @@ class BlockPool:
             self._hashes[block_id] = block_hash
 
     def free(self, block_ids: Sequence[int]) -> None:
-        """Drop one reference on each block of a table.
+        """Drop one reference to each block of a block table.
 
-        The table is walked from its end, so that its tail is evicted before its head: a
+        Blocks are freed from the last to the first, so the tail is evicted before the head: a
         prefix can only be matched from its first block on.
 
         Raises:
@@ -137,10 +137,10 @@ class BlockPool:
                     self._free.move_to_end(block_id, last=False)
 
     def check_integrity(self) -> None:
-        """Compare the pool's books with each other.
+        """Check the pool's internal state for consistency.
 
         Raises:
-            AssertionError: with what disagrees.
+            AssertionError: saying what is inconsistent.
         """
         unheld = {b for b, count in enumerate(self._ref_counts) if count == 0}
         negative = [b for b, count in enumerate(self._ref_counts) if count < 0]

@@ -1,4 +1,4 @@
-"""How long a context the model was made for, and how long the engine serves."""
+"""The model's maximum context length, and the one that the engine serves."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from atom.config import ConfigError
 
 
 def model_context_len(config: PretrainedConfig) -> int:
-    """Positions that the checkpoint's config allows, rope scaling included.
+    """The number of positions that the model config allows, including RoPE scaling.
 
-    `linear` and `dynamic` scaling stretch `max_position_embeddings`; `yarn` and `llama3`
-    configs state the stretched length themselves.
+    `linear` and `dynamic` scaling multiply `max_position_embeddings`; in `yarn` and `llama3`
+    configs it is the scaled length already.
     """
     length = int(config.max_position_embeddings)
     rope = config.rope_parameters
@@ -21,7 +21,7 @@ def model_context_len(config: PretrainedConfig) -> int:
 
 
 def resolve_max_model_len(config: PretrainedConfig, requested: int | None) -> int:
-    """The context to serve.
+    """The context length to serve: `requested`, or the model's limit if None.
 
     Raises:
         ConfigError: when more is requested than the model allows.

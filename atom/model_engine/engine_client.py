@@ -1,4 +1,4 @@
-"""The engine process as the frontend holds it: its sockets, its life and its end."""
+"""The frontend's handle on the engine process: sockets, start and shutdown."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from atom.config import ConfigError
 from atom.messages import EngineDeadError
 from atom.model_engine import wire
 
-# The path of a Unix socket fits in about 100 bytes.
+# The path of a Unix socket is limited to about 100 bytes.
 _LONGEST_SOCKET_DIR = 80
-# Patience with an engine that was asked to end: for a step in progress, then for the kernel.
+# After a Shutdown message: time to finish the step in progress, then time to exit.
 _SHUTDOWN_SECONDS = 1.0
 _EXIT_SECONDS = 0.5
-# Messages of an ended process may still be on their way to this one.
+# The last messages of a process may arrive after its exit is noticed.
 _LAST_WORDS_SECONDS = 0.1
 
 
 class EngineClient:
-    """Starts the process at construction; must be built in a running event loop."""
+    """Starts the engine process when constructed; needs a running event loop."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -34,14 +34,14 @@ class EngineClient:
         self._exited = asyncio.Event()
         self._socket_dir = _make_socket_dir()
         self._context = zmq.Context()
-        # The connecting side queues messages from the start, before the engine is there.
+        # The connecting side queues messages, so they can be sent before the engine binds.
         self._requests = self._create_socket(zmq.PUSH)
         self._requests.connect(wire.requests_address(self._socket_dir))
         self._reports = self._create_socket(zmq.PULL)
         self._reports.bind(wire.reports_address(self._socket_dir))
         self._loop.add_reader(self._reports.fileno(), self._on_readable)
         command = [sys.executable, "-m", "atom.model_engine.engine_process"]
-        # The pipe is never written to: the process ends when it closes, with this one.
+        # Never written to: it closes when this process ends, and then the engine process exits.
         self._process = subprocess.Popen(
             [*command, "--socket-dir", str(self._socket_dir)], stdin=subprocess.PIPE
         )
@@ -57,24 +57,24 @@ class EngineClient:
 
     @property
     def is_open(self) -> bool:
-        """Whether `stop` or `kill` is still due."""
+        """Whether the sockets are open, so that `stop` or `kill` must still be called."""
         return not self._reports.closed
 
     def send(self, message: wire.ToEngine) -> None:
-        """Queue a message; it is lost when the engine is dead.
+        """Send a message without blocking; it is dropped if the engine is dead.
 
         Raises:
-            UnicodeEncodeError: when a string of it is no valid Unicode.
+            UnicodeEncodeError: when a string in it is not valid Unicode.
         """
         data = wire.encode(message)
         if self.is_alive:
             self._requests.send(data, zmq.NOBLOCK)
 
     async def receive(self) -> list[wire.FromEngine]:
-        """All messages that are there, waiting for the first.
+        """Wait for a message, then return all that have arrived.
 
         Raises:
-            EngineDeadError: when the process ended and everything it said was received.
+            EngineDeadError: when the process has ended and all its messages were received.
         """
         while True:
             self._wakeup.clear()
@@ -97,7 +97,8 @@ class EngineClient:
         for message in await self.receive():
             match message:
                 case wire.Ready():
-                    # Connections outlive their names; so nothing is left behind, whatever ends us.
+                    # Open connections do not need the socket files; nothing is left behind from now
+                    # on.
                     shutil.rmtree(self._socket_dir, ignore_errors=True)
                     return message
                 case wire.StartupFailed(text, is_users=True):
@@ -107,7 +108,7 @@ class EngineClient:
         raise TypeError("the engine spoke before it was ready")
 
     async def stop(self) -> None:
-        """End the process: ask, then close its pipe, then kill it. Frees everything."""
+        """End the process and release everything: send Shutdown, then close stdin, then kill."""
         self.send(wire.Shutdown())
         if not await self._has_exited(_SHUTDOWN_SECONDS):
             self._close_pipe()
@@ -117,7 +118,7 @@ class EngineClient:
         self._close()
 
     async def kill(self) -> None:
-        """End the process without asking. Frees everything."""
+        """Kill the process and release everything."""
         self._process.kill()
         await self._exited.wait()
         self._close()
@@ -136,13 +137,13 @@ class EngineClient:
         return socket
 
     def _on_readable(self) -> None:
-        # Taking note of the events quiets the descriptor, which the loop would otherwise find
-        # readable over and over while nobody receives.
+        # Reading the events resets the descriptor, which would otherwise stay readable and make the
+        # event loop spin while nobody receives.
         self._reports.getsockopt(zmq.EVENTS)
         self._wakeup.set()
 
     def _drain(self) -> list[wire.FromEngine]:
-        # To the last one: the socket's descriptor only tells of changes.
+        # Must read all: the descriptor is edge-triggered.
         messages: list[wire.FromEngine] = []
         while True:
             try:
@@ -182,7 +183,7 @@ class EngineClient:
 
 
 def _make_socket_dir() -> Path:
-    """A folder that only this user can enter, with a path short enough for a socket."""
+    """A directory only this user can enter, with a path short enough for a Unix socket."""
     folder = tempfile.gettempdir()
     return Path(
         tempfile.mkdtemp(

@@ -1,4 +1,4 @@
-"""The engine: a scheduler and an executor, one step at a time."""
+"""The engine: a scheduler and an executor, run one step at a time."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ logger = logging.getLogger(__name__)
 
 
 class EngineCore:
-    """Owns all live sequences. Not thread-safe: one loop drives it.
+    """Owns all live sequences. Not thread-safe.
 
-    Building one loads the model and allocates the KV cache.
+    Constructing it loads the model and allocates the KV cache.
 
     Args:
-        executor: runs the batches; one in this process when None.
+        executor: runs the batches; None for a `UniprocExecutor`.
 
     Raises:
         ConfigError: when the model or an option cannot be honoured.
@@ -54,24 +54,24 @@ class EngineCore:
         )
         self._grammar_queue = GrammarQueue(self.executor.grammars)
         self._was_out_of_memory = False
-        # What ended this engine.
+        # Why the engine is dead; None while it can run.
         self._death: str | None = None
-        # To be reported by the next step that ends.
+        # Refusals that the next step reports.
         self._refused: list[RefusedSequence] = []
-        # Of the step under way, or the last one.
+        # Tokens of the current or last step.
         self.num_step_tokens = 0
-        # Whether the model runs: the only time at which an interrupt is harmless.
+        # Whether the model runs. Only then is an interrupt harmless.
         self.is_computing = False
 
     def add_request(self, request: EngineRequest) -> None:
         """Queue a sequence.
 
-        One with a grammar that is not compiled yet enters the scheduler later, while others run;
-        if it turns out then that it cannot, a step's report refuses it.
+        If it has a grammar that is not compiled yet, it enters the scheduler once it is; if
+        compilation fails, a later `StepReport` refuses it.
 
         Raises:
             RequestRefusedError: when it could never run as given.
-            EngineDeadError: when nothing can run any more.
+            EngineDeadError: when the engine is dead.
         """
         self._check_alive()
         if request.params.structured_output is not None:
@@ -80,15 +80,15 @@ class EngineCore:
             self._scheduler.add(request)
 
     def abort(self, ids: Iterable[str]) -> list[SequenceOutput]:
-        """End sequences now; their blocks are free when this returns."""
+        """Abort sequences; their blocks are free when this returns."""
         ids = list(ids)
         return self._grammar_queue.abort(ids) + self._scheduler.abort(ids)
 
     def compile_grammar(self, wanted: StructuredOutput) -> None:
-        """Wait until a grammar is compiled, so that a request with it can run at once.
+        """Compile a grammar, blocking, so that a request with it is scheduled at once.
 
         Raises:
-            RequestRefusedError: when it cannot be.
+            RequestRefusedError: when it cannot be compiled.
         """
         self._grammar_queue.compile(wanted)
 
@@ -103,17 +103,18 @@ class EngineCore:
         return stats
 
     def step(self) -> StepReport:
-        """Run one batch and report what came of it.
+        """Run one batch and report its results.
 
-        When grammars are all there is to wait for, waits for one of them, but not for long.
+        If all requests wait for their grammars, first waits briefly for one of them.
 
-        A batch that fails is given back to the scheduler, which finds out whose fault it was; so
-        is one that is interrupted while `is_computing`, by whatever is no `Exception`, before that
-        goes on its way. At any other time an interrupt ends the engine.
+        A batch that fails is given back to the scheduler, which finds the sequence that caused it.
+        If the model is interrupted (by a `BaseException` that is no `Exception`, while
+        `is_computing`), the batch is given back, too, and the exception is re-raised. An interrupt
+        at any other time ends the engine.
 
         Raises:
-            EngineDeadError: when the device is lost, two steps in a row ran out of memory, or
-                scheduling failed.
+            EngineDeadError: when the device is lost, two steps in a row ran out of memory, an empty
+                batch failed, or scheduling failed.
         """
         self._check_alive()
         if not self._scheduler.has_unfinished:
@@ -134,7 +135,7 @@ class EngineCore:
         self.executor.shutdown()
 
     def _run(self, batch: ScheduledBatch) -> StepOutput | None:
-        """Compute a batch; None when that failed and the engine can go on."""
+        """Run a batch; None when it failed and the engine can go on."""
         try:
             output = self._compute(batch)
         except Exception as error:
@@ -167,7 +168,7 @@ class EngineCore:
 
     @contextmanager
     def _ends_the_engine(self) -> Iterator[None]:
-        """What raises here may leave tables half changed, so that nothing may follow."""
+        """Any exception in here ends the engine, since its tables may be half changed."""
         try:
             yield
         except BaseException as error:

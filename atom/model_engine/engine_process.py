@@ -1,7 +1,7 @@
-"""The engine in a process of its own: `python -m atom.model_engine.engine_process`.
+"""The engine process: `python -m atom.model_engine.engine_process`.
 
-The frontend starts it, talks to it over two ZMQ sockets and ends it. It ends by itself when
-its standard input closes, that is when the frontend is gone.
+The frontend starts it and talks to it over two ZMQ sockets. It exits when its standard input
+closes, which means that the frontend is gone.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from atom.model_engine.heartbeat import Heart
 
 logger = logging.getLogger(__name__)
 
-# How long the last words may take to reach the frontend.
+# How long to wait at exit for the last messages to be sent.
 _LINGER_MS = 2000
 
 
 class Core(Protocol):
-    """What the loop needs of `EngineCore`."""
+    """The part of `EngineCore` that the loop uses."""
 
     limits: EngineLimits
 
@@ -57,10 +57,10 @@ class Core(Protocol):
 
 
 class EngineLoop:
-    """Takes messages between steps, and reports after each.
+    """Handles messages between steps and reports after each step.
 
     Args:
-        heartbeats: a second socket to where `reports` goes, for the thread that sends them.
+        heartbeats: a second socket to the address of `reports`, for the heartbeat thread.
     """
 
     def __init__(
@@ -76,7 +76,7 @@ class EngineLoop:
         self._create_core = create_core
 
     def run(self) -> int:
-        """Serve until told to shut down; returns the exit status of the process."""
+        """Serve until shut down; returns the exit status of the process."""
         core = self._start()
         if core is None:
             return 1
@@ -112,14 +112,14 @@ class EngineLoop:
                 logger.exception("the engine could not be built")
                 self._send(wire.StartupFailed(_describe(error), is_users=False))
             return None
-        # What exists now lives as long as the process: spare the collector its visits.
+        # These objects live as long as the process; exclude them from garbage collection.
         gc.collect()
         gc.freeze()
         self._send(wire.Ready(core.limits, core.stats, time.monotonic() - begin))
         return core
 
     def _turn(self, core: Core, heart: Heart) -> bool:
-        """Take all pending messages, waiting for one if there is no work; then run one step."""
+        """Handle all pending messages, waiting for one if idle; then run one step."""
         if not core.has_work:
             self._requests.poll()
         for message in self._receive():
@@ -161,7 +161,9 @@ class EngineLoop:
 
 
 def _is_users(error: Exception) -> bool:
-    """Whether the user's options, checkpoint or machine are at fault, and the message says how."""
+    """Whether options, checkpoint or machine are at fault, so that the message suffices for
+    users.
+    """
     from atom.kv_cache.base import KVCacheMemoryError
     from atom.model_loader.errors import WeightError
     from atom.model_ops.registry import OpUnavailableError
@@ -174,7 +176,7 @@ def _describe(error: Exception) -> str:
 
 
 def _exit_with_parent() -> None:
-    """End at once when standard input closes: only the frontend holds its other end."""
+    """Exit when standard input closes: only the frontend holds its other end."""
     while os.read(sys.stdin.fileno(), 4096):
         pass
     os._exit(1)
@@ -184,8 +186,8 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the engine for a server; not for users.")
     parser.add_argument("--socket-dir", type=Path, required=True, help="where the sockets lie")
     socket_dir = parser.parse_args().socket_dir
-    # Terminals and service managers signal every process of a group, but the frontend drains
-    # first and then ends this one.
+    # Ctrl-C and service managers signal the whole process group, but the frontend drains its
+    # requests first and then ends this process itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     logging.basicConfig(format="%(asctime)s %(levelname)s [engine] %(name)s: %(message)s")
@@ -200,7 +202,7 @@ def main() -> int:
     requests.bind(wire.requests_address(socket_dir))
     for socket in (reports, heartbeats):
         socket.connect(wire.reports_address(socket_dir))
-    # Imported only now, with the signals and the parent seen to: it takes seconds.
+    # Imported after signals and stdin are handled, since it takes seconds.
     from atom.model_engine.engine_core import EngineCore
 
     status = EngineLoop(requests, reports, heartbeats, EngineCore).run()

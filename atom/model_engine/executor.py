@@ -1,4 +1,4 @@
-"""Who runs the model: one process today, ranks of a group later."""
+"""Runs the model: in this process today, on several ranks later."""
 
 from __future__ import annotations
 
@@ -64,12 +64,12 @@ DTYPES_BY_NAME = {
 }
 
 
-# (configuration, target, its source, layer context) -> a proposer
+# (config, target model, its source, layer context) -> proposer
 ProposerFactory = Callable[[EngineConfig, CausalLM, ModelSource, LayerContext], Proposer]
 
 
 class Executor(Protocol):
-    """Runs scheduled batches, wherever the model lives."""
+    """Runs scheduled batches."""
 
     limits: EngineLimits
     eos_token_ids: frozenset[int]
@@ -82,14 +82,14 @@ class Executor(Protocol):
 
 
 class UniprocExecutor:
-    """The model in this process, on one device.
+    """Runs the model in this process, on one device.
 
     Attributes:
-        ops: what runs which operation of the target and the draft.
-        inputs: brings batches to the device.
+        ops: the implementations selected for the target's and the draft's ops.
+        inputs: copies batches to the device.
 
     Args:
-        proposer_factory: makes the proposer; the one that the configuration names when None.
+        proposer_factory: creates the proposer; None for the configured one.
     """
 
     def __init__(
@@ -200,7 +200,9 @@ class UniprocExecutor:
         context: LayerContext,
         builders: list[KVCacheBuilder],
     ) -> int:
-        """Size the pool, allocate it and give every attention layer its part."""
+        """Size the KV cache pool, allocate it and bind it to the attention layers. Returns its
+        blocks.
+        """
 
         def profile() -> None:
             self._allocate(builders, 1)
@@ -210,7 +212,7 @@ class UniprocExecutor:
             if self._graphs is None:
                 return 0
             rehearse = partial(self._graphs.rehearse, self.inputs.graph_input)
-            # A draft's steps after its first are captured for each bucket as well.
+            # The draft chain has one graph per bucket, too.
             has_chain = self._proposer.reads_steps and self._proposer.lookahead.num_tokens > 1
             num_chains = self._graphs.plan.num_buckets if has_chain else 0
             return estimate_graph_bytes(rehearse, self._graphs.num_graphs + num_chains)
@@ -229,12 +231,12 @@ class UniprocExecutor:
     def _run_largest_steps(
         self, config: EngineConfig, source: ModelSource, context: LayerContext
     ) -> None:
-        """Run what takes the most memory, with a pool of one block.
+        """Run the steps that need the most memory, with a pool of one block.
 
         Raises:
-            KVCacheMemoryError: when the device has not enough for it.
+            KVCacheMemoryError: when the device runs out of memory.
         """
-        # The draft makes all its drafts, and nothing that chooses their number learns from these.
+        # Always the full number of drafts, and these steps do not count in choosing their number.
         most = self._proposer.lookahead.num_tokens
         drafter = Drafter(self._proposer, "largest", None, None, waiting_is_free=False)
         _, runner = self._create_runner(config, source, context, drafter)
@@ -281,10 +283,10 @@ def _create_graph_runner(
     platform: Platform,
     context_len: int,
 ) -> GraphRunner | None:
-    """What will replay graphs, not captured yet; None where every step is eager.
+    """The graph runner, nothing captured yet; None if every step runs eagerly.
 
     Raises:
-        ConfigError: for sizes to capture on a device that captures nothing.
+        ConfigError: for --cudagraph-capture-sizes on a device without graphs.
     """
     backend = None if config.graphs.enforce_eager else capture_backend(platform)
     sizes = config.graphs.capture_sizes
@@ -310,7 +312,7 @@ def _name(dtype: torch.dtype) -> str:
 
 
 def resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
-    """The dtype of the `--dtype` option; `auto` is the checkpoint's."""
+    """The dtype of the `--dtype` option; `auto` means the checkpoint's."""
     if name == "auto":
         return source.default_dtype
     return DTYPES_BY_NAME[name]
@@ -319,10 +321,10 @@ def resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
 def _fit_context(
     config: EngineConfig, context_len: int, num_blocks: int, storage: torch.dtype
 ) -> int:
-    """The context that the pool can hold.
+    """The context length, reduced to what the KV cache can hold.
 
     Raises:
-        ConfigError: when the user asked for more than that.
+        ConfigError: when the user asked for more than fits.
     """
     capacity = num_blocks * config.cache.block_size
     if capacity >= context_len:

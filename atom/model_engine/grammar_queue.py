@@ -1,4 +1,4 @@
-"""Requests wait here, before the scheduler, until their grammars are compiled."""
+"""Requests that wait for their grammar to be compiled before they enter the scheduler."""
 
 from __future__ import annotations
 
@@ -25,32 +25,32 @@ from atom.structured_output.trial_messages import TOO_LONG
 logger = logging.getLogger(__name__)
 
 PARAM = "structured_output"
-# A new request or an abort is met with this delay at most while only grammars are awaited.
+# While only grammars are pending, new requests and aborts are handled with at most this delay.
 _WAIT_SECONDS = 0.02
-# The last resort, should all else hang. `TrialLimits` say what compiling may take, and the first
-# grammar waits for a process to start.
+# A last resort: the limits of compilation are in `TrialLimits`. Includes the start of the trial
+# process, which the first grammar waits for.
 COMPILE_SECONDS = 180.0
 
 
 class _Waiting(NamedTuple):
-    """A request, and when it is given up, by `time.monotonic()`."""
+    """A request and its deadline, by `time.monotonic()`."""
 
     request: EngineRequest
     deadline: float
 
 
 class GrammarQueue:
-    """Holds waiting requests, and the grammars of those that the scheduler has.
+    """Holds waiting requests, and the grammars of live sequences.
 
     Args:
-        compile_seconds: a request that waits longer than this for its grammar is refused.
+        compile_seconds: a request that waits longer than this is refused.
     """
 
     def __init__(self, grammars: GrammarCache, compile_seconds: float = COMPILE_SECONDS) -> None:
         self._grammars = grammars
         self._compile_seconds = compile_seconds
         self._waiting: dict[str, _Waiting] = {}
-        # Of every live sequence with a grammar: what is held stays compiled.
+        # One for each live sequence with a grammar, which keeps the grammar in the cache.
         self._futures: dict[str, Future[Grammar]] = {}
 
     @property
@@ -62,7 +62,7 @@ class GrammarQueue:
         return len(self._waiting)
 
     def add(self, request: EngineRequest) -> None:
-        """Begin to compile a request's grammar.
+        """Start compiling the request's grammar.
 
         Raises:
             ValueError: when a live sequence has its id.
@@ -76,7 +76,7 @@ class GrammarQueue:
         self._futures[request.id] = self._grammars.submit(wanted)
 
     def compile(self, wanted: StructuredOutput) -> None:
-        """Wait for a grammar.
+        """Compile a grammar, blocking.
 
         Raises:
             RequestRefusedError: when it cannot be compiled.
@@ -84,18 +84,18 @@ class GrammarQueue:
         future = self._grammars.submit(wanted)
         try:
             _check(future, self._compile_seconds)
-        finally:  # also when the user lost patience
+        finally:  # also on an interrupt
             if not future.done():
                 self._grammars.abandon(wanted)
 
     def wait(self) -> None:
-        """Wait a little for one of the grammars, if any is awaited."""
+        """Wait up to 20 ms for one of the pending grammars."""
         if self._waiting:
             futures = [self._futures[id] for id in self._waiting]
             wait_any(futures, _WAIT_SECONDS, FIRST_COMPLETED)
 
     def release(self, admit: Callable[[EngineRequest], None]) -> list[RefusedSequence]:
-        """Hand on every request whose grammar is compiled; what cannot run is returned."""
+        """Pass requests whose grammar is ready to `admit`; returns those that are refused."""
         refused: list[RefusedSequence] = []
         now = time.monotonic()
         due = [
@@ -114,7 +114,7 @@ class GrammarQueue:
         return refused
 
     def abort(self, ids: Iterable[str]) -> list[SequenceOutput]:
-        """Let go of sequences; the outputs report the ends of those that were waiting."""
+        """Forget sequences; returns the outputs of those that were still waiting here."""
         outputs = []
         for id in ids:
             waiting = self._waiting.pop(id, None)
@@ -125,12 +125,12 @@ class GrammarQueue:
         return outputs
 
     def forget(self, ids: Iterable[str]) -> None:
-        """Let go of the grammars of sequences that ended."""
+        """Release the grammars of finished sequences."""
         for id in ids:
             self._futures.pop(id, None)
 
     def _abandon(self, request: EngineRequest) -> None:
-        """Let nobody compile for a request alone that waits no more."""
+        """Cancel the compilation unless another request waits for it."""
         future = self._futures.pop(request.id)
         wanted = request.params.structured_output
         if wanted is not None and not any(other is future for other in self._futures.values()):
@@ -138,7 +138,7 @@ class GrammarQueue:
 
 
 def _check(future: Future[Grammar], seconds: float) -> None:
-    """Raises RequestRefusedError when the grammar could not be compiled, or not so soon."""
+    """Raise RequestRefusedError if compilation failed or is not done within `seconds`."""
     try:
         future.result(seconds)
     except FutureTimeoutError as error:

@@ -1,4 +1,4 @@
-"""Signs of life of the engine process: that it lives, and how its step goes."""
+"""Heartbeats of the engine process, with the progress of its current step."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from atom.model_engine import wire
 
 HEARTBEAT_SECONDS = 1.0
 
-# Kernels that are compiled when they are first needed, and long contexts, take their time.
+# Generous, since kernels may be compiled at first use.
 MIN_STEP_SECONDS = 60.0
-# How much slower than any before it a step may be and still count as one that goes on.
+# How many times slower per token than the slowest step so far a step may be.
 SLACK = 10.0
-# The speed is that of steps with so many tokens: small ones take their time whatever they hold.
+# Smaller steps are not used for the estimate: their time hardly depends on their tokens.
 MIN_PACE_TOKENS = 64
-# While no such step was seen.
+# Estimate before the first such step.
 UNKNOWN_TOKEN_SECONDS = 0.01
 
 
 class StepPace:
-    """How long a step may take, by its tokens and by what the steps before it took."""
+    """How long a step may take, from its tokens and the slowest step so far."""
 
     def __init__(self) -> None:
         self._token_seconds: float | None = None
 
     def learn(self, num_tokens: int, seconds: float) -> None:
-        """Take note of a step that has ended."""
+        """Record a finished step."""
         if num_tokens >= MIN_PACE_TOKENS:
             self._token_seconds = max(self._token_seconds or 0.0, seconds / num_tokens)
 
@@ -42,12 +42,12 @@ class StepPace:
 class Heart:
     """Sends a `Heartbeat` about every second from a thread of its own, until `stop`.
 
-    A process that is stopped, or swapped out, falls silent; one that is busy with a long step
-    does not, and says how long the step has taken.
+    If the process is suspended or swapped out, the heartbeats stop. During a long step they go on
+    and tell how long it has taken.
 
     Args:
-        socket: used by nothing else.
-        count_tokens: tokens of the step under way.
+        socket: used by this thread only.
+        count_tokens: returns the number of tokens of the current step.
     """
 
     def __init__(self, socket: zmq.Socket[bytes], count_tokens: Callable[[], int]) -> None:
@@ -61,7 +61,7 @@ class Heart:
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Work that counts as a step while it lasts."""
+        """Time the enclosed step."""
         began = self._step_began = time.monotonic()
         yield
         self._pace.learn(self._count_tokens(), time.monotonic() - began)

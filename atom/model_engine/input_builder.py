@@ -1,4 +1,4 @@
-"""From a scheduled batch to everything that a step needs on the device, in one copy."""
+"""Builds a step's device inputs from a scheduled batch, with one host-to-device copy."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, Model
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
 
-# Of the staging buffer: for each token, for each sequence, and for what a step may add.
+# Staging buffer bytes for each token, for each sequence, and a constant part.
 _TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 96, 512, 1 << 16
 
 
 @dataclass(frozen=True)
 class StepInput:
-    """One step on the device.
+    """The device inputs of one step.
 
     Attributes:
-        model_input: T rows of B sequences.
-        graph: which captured work computes them; None runs them eagerly.
-        sample: what is sampled of them.
-        next_token_ids: [T] int64, the known token after each row; where it is sampled, anything.
-            None when nobody drafts.
-        sampled: [S] int64 places of the sampled sequences in the batch; None when all are.
+        model_input: T tokens of B sequences.
+        graph: the graph to replay; None to run eagerly.
+        sample: which rows are sampled, and how.
+        next_token_ids: [T] int64, the known token after each row; undefined for sampled rows. None
+            without a proposer that reads steps.
+        sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
     """
 
     model_input: ModelInput
@@ -43,7 +43,7 @@ class StepInput:
 
 
 class _Places:
-    """Where the numbers of a forward pass over T tokens of B sequences lie: host and device."""
+    """Host arrays and device tensors (`*_there`) of a forward pass over T tokens of B sequences."""
 
     def __init__(self, staging: StagingBuffer, num_tokens: int, num_sequences: int) -> None:
         self.input_ids, self.input_ids_there = staging.reserve(num_tokens)
@@ -55,19 +55,21 @@ class _Places:
         self.starts, self.starts_there = staging.reserve(num_sequences + 1, torch.int32)
 
     def pad(self, num_tokens: int, num_sequences: int, query_len: int) -> None:
-        """Behind the step's own: sequences that write nothing and read one short context."""
+        """Fill the padding: sequences with slot -1 (no KV write) and a context of `query_len`
+        tokens.
+        """
         self.input_ids[num_tokens:] = 0
         self.positions[num_tokens:] = 0
         self.slots[num_tokens:] = -1
         self.rows[num_sequences:] = 0
         self.block_counts[num_sequences:] = 0
-        # A sequence's last query sits at the end of its context, so none is shorter than that.
+        # A context cannot be shorter than its queries.
         self.context_lens[num_sequences:] = query_len
         self.starts[:] = np.arange(len(self.starts)) * query_len
 
 
 class _Shape:
-    """The lengths of a batch, and where its tokens sit."""
+    """Lengths, positions and row of each token of a batch."""
 
     def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
         self.lens = [len(s.token_ids) for s in sequences]
@@ -85,16 +87,17 @@ class _Shape:
 
 
 class InputBuilder:
-    """Lays a batch out in a staging buffer and sends it.
+    """Writes a batch into a staging buffer and copies it to the device.
 
     Attributes:
-        staging: that buffer.
+        staging: the staging buffer.
 
     Args:
-        forward: says which captured work a batch fits.
-        plan: what is captured; None where every step runs eagerly.
-        max_num_tokens, max_num_seqs: of a step. max_model_len: of a context.
-        drafts: whether somebody wants to know the tokens that follow.
+        forward: chooses the graph for a batch.
+        plan: the graph plan; None if every step runs eagerly.
+        max_num_tokens, max_num_seqs: limits of a step.
+        max_model_len: limit of a context.
+        drafts: whether to compute `next_token_ids`, which proposers read.
     """
 
     def __init__(
@@ -124,7 +127,7 @@ class InputBuilder:
             self._graph_tables = torch.zeros(shape, dtype=torch.int32, device=device)
 
     def graph_input(self, bucket: Bucket, query_len: int) -> ModelInput:
-        """What a graph is captured on: where the steps that it serves are written, all padding."""
+        """The inputs to capture a graph on: all padding, at the addresses that replays will use."""
         assert self._graph_tables is not None
         size = bucket.batch_size
         self.staging.restart()
@@ -148,7 +151,7 @@ class InputBuilder:
         )
 
     def build(self, batch: ScheduledBatch) -> StepInput:
-        """Everything that the step needs on the device, on its way there."""
+        """Write all inputs of the step and start their copy to the device."""
         sequences = batch.sequences
         shape = _Shape(sequences)
         graph = None

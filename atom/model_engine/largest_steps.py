@@ -1,4 +1,4 @@
-"""The steps that take the most memory of all that the options allow, to be measured."""
+"""The steps that need the most memory under the given options, for memory profiling."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class _Share:
     """One sequence's part of a step.
 
     Attributes:
-        num_known: its tokens; those before the last `num_new` are in the cache.
-        num_outputs: how many of them were generated.
+        num_known: its tokens; all but the last `num_new` are in the KV cache.
+        num_outputs: how many of them are output tokens.
         num_new: known tokens to compute.
-        num_drafts: behind them, to verify.
+        num_drafts: draft tokens to verify after them.
     """
 
     num_known: int
@@ -29,15 +29,16 @@ class _Share:
 def largest_steps(
     config: EngineConfig, context_len: int, num_drafts: int, vocab_size: int
 ) -> list[ScheduledBatch]:
-    """Two steps that the scheduler could ask for, and that no other exceeds.
+    """Two batches that no batch of the scheduler exceeds in memory.
 
-    The first has the most tokens: prompts that end at the end of the context fill what the other
-    sequences, which verify drafts, leave of the token budget. The second has the most sampled rows
-    and is a decoding step. All sequences share block 0, so that a pool of one block is enough;
-    they ask for everything that sampling spends memory on. Each step has sequences of its own.
+    The first has the most tokens: prompts that end at the maximum context length fill the token
+    budget that the other sequences, which verify drafts, leave. The second has the most sampled
+    rows and is a decode step. All block ids are 0, so a pool of one block suffices, and the
+    sampling parameters enable everything that takes memory. The two batches share no sequences.
 
     Args:
-        context_len: tokens of the longest sequence. num_drafts: most drafts of a sequence.
+        context_len: tokens of the longest sequence.
+        num_drafts: most drafts of a sequence.
     """
     scheduler = config.scheduler
     budget, num_seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
@@ -64,7 +65,7 @@ def largest_steps(
 def _schedule(
     row: int, share: _Share, num_blocks: int, params: SamplingParams
 ) -> tuple[ScheduledSequence, NewSequence]:
-    """A sequence in its first step, all its tokens and blocks number 0."""
+    """A new sequence whose token ids and block ids are all 0."""
     scheduled = ScheduledSequence(
         id=f"largest-{row}",
         row=row,
@@ -80,10 +81,10 @@ def _schedule(
 
 
 def _fill_tokens(budget: int, num_seqs: int, context_len: int, num_drafts: int) -> list[_Share]:
-    """Prompts and sequences that verify; `budget` tokens, or as many as all sequences hold."""
+    """Prompts and verifying sequences with `budget` tokens in all, or fewer if they have fewer."""
     longest = context_len - 1
     rows = 1 + _most_drafts(context_len, num_drafts)
-    # More prompts only where fewer leave a part of the budget: they have fewer sampled rows.
+    # As few prompts as fill the budget, since a prompt has fewer sampled rows than a verification.
     num_prompts = 1
     while num_prompts < num_seqs:
         if num_prompts * longest + (num_seqs - num_prompts) * rows >= budget:
@@ -100,9 +101,9 @@ def _fill_tokens(budget: int, num_seqs: int, context_len: int, num_drafts: int) 
 
 
 def _verify(budget: int, num_seqs: int, context_len: int, num_drafts: int) -> list[_Share]:
-    """Sequences with one new token each, and drafts as far as `budget` tokens allow.
+    """Sequences with one new token each, and drafts up to `budget` tokens in all.
 
-    The first one sits at the end of the context, so that what is sized by the longest is seen.
+    The first has the longest context, which determines the size of some buffers.
     """
     most = _most_drafts(context_len, num_drafts)
     left = budget - num_seqs
@@ -110,22 +111,22 @@ def _verify(budget: int, num_seqs: int, context_len: int, num_drafts: int) -> li
     for i in range(num_seqs):
         drafts = min(most, left)
         left -= drafts
-        # The shortest has a prompt of one token, and its output where the context has room.
+        # The others: a prompt of one token and an output token, if the context has room for it.
         num_known = min(2, context_len - 1) if i else context_len - 1 - drafts
         shares.append(_Share(num_known, min(1, num_known - 1), 1, drafts))
     return shares
 
 
 def _most_drafts(context_len: int, num_drafts: int) -> int:
-    """Drafts of a sequence of two tokens: all could be kept, and the token after them."""
+    """Drafts of a sequence of two known tokens: drafts and bonus token must fit in the context."""
     return max(min(num_drafts, context_len - 3), 0)
 
 
 def _dearest_params(max_logprobs: int, context_len: int, vocab_size: int) -> SamplingParams:
-    """Everything that takes memory for each row and token of the vocabulary."""
+    """Sampling parameters that enable everything that takes memory per row and vocabulary entry."""
     return SamplingParams(
         temperature=1.0,
-        # Almost the whole vocabulary is kept, so all of it has to be put in order.
+        # Keeps almost the whole vocabulary, so that all of it must be sorted.
         top_k=max(vocab_size - 1, 1),
         top_p=0.99,
         min_p=1e-6,
@@ -133,7 +134,7 @@ def _dearest_params(max_logprobs: int, context_len: int, vocab_size: int) -> Sam
         frequency_penalty=0.1,
         repetition_penalty=1.1,
         logit_bias={0: 1.0},
-        # End tokens are masked.
+        # Masks the end tokens.
         min_tokens=context_len,
         max_tokens=None,
         logprobs=max_logprobs,

@@ -1,4 +1,4 @@
-"""The engine in the caller's own process: text in, text out, one step at a time."""
+"""The engine in the caller's process, with tokenizer and detokenizer, run step by step."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from atom.text.output_processor import OutputProcessor, request_id_of
 
 @dataclass
 class EngineStep:
-    """What a step brought.
+    """The results of one step.
 
     Attributes:
-        outputs: deltas of streamed requests, and the results of finished ones.
-        errors: by id, what ended requests that cannot go on; they are aborted already.
+        outputs: deltas of streamed requests, and results of finished ones.
+        errors: by request id, errors of requests that failed; these are aborted already.
     """
 
     outputs: list[RequestOutput] = field(default_factory=list)
@@ -30,7 +30,7 @@ class EngineStep:
 
 
 class LLMEngine:
-    """An `EngineCore` between a tokenizer and an output processor."""
+    """An `EngineCore` with a tokenizer and an `OutputProcessor`."""
 
     def __init__(self, config: EngineConfig) -> None:
         source = resolve_model(config.model)
@@ -48,11 +48,11 @@ class LLMEngine:
         stream: bool = False,
         priority: int = 0,
     ) -> None:
-        """Queue a prompt, tokenised here when it is text.
+        """Queue a prompt; text is tokenised, and a grammar compiled, before this returns.
 
         Raises:
             RequestRefusedError: when it could never run as given.
-            EngineDeadError: when nothing can run any more.
+            EngineDeadError: when the engine is dead.
         """
         text: str | None = None
         token_ids = prompt
@@ -75,7 +75,7 @@ class LLMEngine:
         """Run one batch.
 
         Raises:
-            EngineDeadError: when nothing can run any more.
+            EngineDeadError: when the engine is dead.
         """
         report = self.core.step()
         processed = self._processor.process(report.outputs)
@@ -88,7 +88,7 @@ class LLMEngine:
         return step
 
     def abort(self, request_id: str) -> None:
-        """Forget a request; unknown ids are ignored."""
+        """Abort a request; unknown ids are ignored."""
         self.core.abort(self._processor.abort(request_id))
 
     def shutdown(self) -> None:

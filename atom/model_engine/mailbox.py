@@ -1,4 +1,4 @@
-"""Between the engine's pace and a reader's: one output waits at most, deltas merge."""
+"""Buffers outputs for a slow reader by merging deltas."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from atom.outputs import CompletionOutput, RequestOutput
 
 
 class Mailbox:
-    """What one request's reader has not taken yet."""
+    """The outputs of one request that its reader has not taken yet, merged into one."""
 
     def __init__(self) -> None:
         self._changed = asyncio.Event()
@@ -16,7 +16,7 @@ class Mailbox:
         self._error: Exception | None = None
 
     def put(self, output: RequestOutput) -> None:
-        """Add a delta; the mailbox owns it from now on."""
+        """Add a delta; the mailbox takes ownership and may modify it."""
         if self._pending is None:
             self._pending = output
         else:
@@ -24,15 +24,15 @@ class Mailbox:
         self._changed.set()
 
     def fail(self, error: Exception) -> None:
-        """End the request with an error, unless its end has arrived."""
+        """End the request with an error, unless its final output is already here."""
         self._error = error
         self._changed.set()
 
     async def take(self) -> RequestOutput:
-        """Wait for something to arrive and take all of it.
+        """Wait for an output and return all that arrived, merged.
 
         Raises:
-            Exception: what `fail` was given.
+            Exception: the one given to `fail`.
         """
         await self._changed.wait()
         self._changed.clear()

@@ -1,4 +1,4 @@
-"""`ModelRunner`: build the input, run the model, sample and verify, propose; nothing else."""
+"""`ModelRunner`: build the inputs, run the model, sample and verify, propose drafts."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from atom.spec_decode.drafter import Drafter, Found
 
 
 class ModelRunner:
-    """Executes scheduled batches on one rank. The KV cache is bound to the model already.
+    """Runs scheduled batches on one rank. The KV cache is already bound to the model.
 
-    Everything that a step needs goes to the device in one copy before the model runs, and what
-    came of it comes back in one copy after the drafts are made.
+    There is one host-to-device copy before the model runs and one device-to-host copy after the
+    drafts are made. Grammar masks and token lists of new sequences are copied separately.
     """
 
     def __init__(
@@ -33,7 +33,7 @@ class ModelRunner:
 
     @torch.inference_mode()
     def step(self, batch: ScheduledBatch) -> StepOutput:
-        """Compute every scheduled token, sample and verify, and propose the next drafts."""
+        """Compute the scheduled tokens, sample and verify, and propose the next drafts."""
         self._sampler.forget(batch.freed_rows)
         self._drafter.forget(batch.freed_rows)
         if not batch.sequences:
@@ -60,11 +60,11 @@ class ModelRunner:
     def _verified_step(
         self, batch: ScheduledBatch, step: StepInput, output: ModelOutput, verified: Verified
     ) -> VerifiedStep | None:
-        """What the proposer reads; None when it reads nothing."""
+        """The proposer's input; None when it reads none."""
         if step.next_token_ids is None:
             return None
         plan = step.sample
-        # A sequence where no token could be chosen has ended; its drafts may be anything.
+        # -1 means that no token could be chosen: the sequence ends, and its drafts are unused.
         step.next_token_ids[plan.logits_indices] = verified.sampled.clamp(min=0)
         return VerifiedStep(
             batch.sequences,

@@ -1,4 +1,4 @@
-"""A step in the making: which sequences take part, and what the runner is told of them."""
+"""Builds a `ScheduledBatch` sequence by sequence."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from atom.model_engine.sequence import Sequence
 
 
 class PlannedBatch:
-    """The sequences of a step, in order.
+    """The sequences of the step being scheduled, in order.
 
     Attributes:
-        sequences: an id may name another sequence by the time its results come, so the
-            scheduler keeps them beside the batch.
+        sequences: as objects, since by the time the results arrive an id may belong to another
+            sequence.
         budget: how many more tokens the step may compute.
     """
 
@@ -22,7 +22,9 @@ class PlannedBatch:
         self._new: list[NewSequence] = []
 
     def add(self, seq: Sequence, count: int, num_drafts: int = 0) -> None:
-        """Compute the next `count` known tokens of a sequence, and drafts behind the last."""
+        """Schedule the next `count` known tokens and, after the last known one, `num_drafts`
+        drafts.
+        """
         start, known = seq.num_computed, seq.token_ids
         end = start + count
         is_last = end == len(known)
@@ -48,7 +50,7 @@ class PlannedBatch:
         self.budget -= len(token_ids)
 
     def start(self, seq: Sequence, count: int) -> None:
-        """As `add`, for a sequence that starts or resumes."""
+        """Like `add`, for a sequence that starts or resumes."""
         self.add(seq, count)
         request, outputs = seq.request, seq.token_ids[seq.num_prompt_tokens :]
         self._new.append(
@@ -58,5 +60,5 @@ class PlannedBatch:
         )
 
     def finish(self, freed_rows: list[int]) -> ScheduledBatch:
-        """The batch, with the rows that the runner forgets before it."""
+        """The batch. `freed_rows` are the rows that the runner must clear before the step."""
         return ScheduledBatch(self._scheduled, self._new, freed_rows)

@@ -1,4 +1,4 @@
-"""Which sequences may share computed blocks: the pool's hashes, seen from a sequence."""
+"""Prefix caching for sequences, on top of the block pool's hashes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from atom.model_engine.sequence import Sequence
 
 
 class PrefixCache:
-    """Finds and offers the blocks of sequences.
+    """Matches and publishes the blocks of sequences.
 
     Args:
-        kv_depends_on_successor: whether some KV at a position depends on the token after it, so
-            that a block is only the same where the next token is.
+        kv_depends_on_successor: whether the KV of a position may depend on the next token (in a
+            draft's cache); block hashes then include the token after the block.
     """
 
     def __init__(self, pool: BlockPool, kv_depends_on_successor: bool) -> None:
@@ -19,17 +19,21 @@ class PrefixCache:
         self._overlap = int(kv_depends_on_successor)
 
     def serves(self, seq: Sequence) -> bool:
-        """Whether cached blocks may stand in for computing: prompt logprobs need every row."""
+        """Whether cached blocks may be used; not with prompt logprobs, which need every row
+        computed.
+        """
         return self._pool.enable_prefix_caching and seq.prompt_logprobs is None
 
     def match(self, seq: Sequence) -> list[int]:
-        """Take the cached blocks at the start of a sequence, leaving a token to compute."""
+        """Take the cached blocks at the start of a sequence; at least one token is left to
+        compute.
+        """
         if not self.serves(seq):
             return []
         return self._pool.match_prefix(self._hashes(seq, len(seq.token_ids) - 1))
 
     def publish(self, seq: Sequence) -> None:
-        """Offer the blocks whose tokens are all computed to other sequences."""
+        """Publish the blocks whose tokens are all computed."""
         if not self._pool.enable_prefix_caching:
             return
         if seq.num_computed // self._pool.block_size == seq.num_published:
@@ -40,6 +44,8 @@ class PrefixCache:
         seq.num_published = len(hashes)
 
     def _hashes(self, seq: Sequence, num_tokens: int) -> list[BlockHash]:
-        """Hashes of the full blocks of the first `num_tokens` tokens, which are not the last."""
+        """Hashes of the full blocks in the first `num_tokens` tokens, which must be followed by
+        another.
+        """
         size = self._pool.block_size
         return seq.block_hashes(num_tokens // size, size, self._overlap)

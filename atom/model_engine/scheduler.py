@@ -1,10 +1,9 @@
-"""Decides what each step computes: computed tokens catch up with known tokens.
+"""Decides what each step computes: a sequence's computed tokens catch up with its known tokens.
 
-Prefill, chunked prefill, decode and resuming after a preemption are one rule: a running
-sequence computes the next tokens that are known and not in the cache yet, and when the last
-known token is among them, the model's next token becomes known. Drafts are tokens that may
-become known: they are computed behind the known ones, and only what the model confirms counts
-as computed.
+Prefill, chunked prefill, decode and resumption after preemption are one rule: a running sequence
+computes the next known tokens that are not in the KV cache yet, and when these include its last
+known token, a new token is sampled. Draft tokens are computed after the known ones; only accepted
+ones count as computed.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ from atom.stats import SpecDecodeCounter
 class Scheduler:
     """Continuous batching over one block pool.
 
-    Every step calls `schedule` and then `update`, or `give_back` when it failed; `add` and `abort`
-    may come at any time, also in between. Sequences are ordered by (priority, arrival) everywhere:
-    the first running sequence always progresses, the last one is preempted when blocks run out,
-    and the first waiting one is admitted before any other. So everything that was added finishes.
+    Each step calls `schedule`, then `update`, or `give_back` if the step failed; `add` and `abort`
+    may be called at any time. Sequences are ordered by (priority, arrival): the first running
+    sequence always makes progress, the last one is preempted when blocks run out, and waiting
+    sequences are admitted in order. So every sequence finishes.
 
-    After a step that failed, the sequences of its batch are suspects: each half of them runs apart
-    from the rest until all have a new token. A half that fails is halved again, and a sequence
-    that fails alone is refused.
+    After a failed step, the sequences of its batch are suspects: each half of them runs in a batch
+    without other sequences until all have a new token. A half that fails is halved again, and a
+    sequence that fails alone is refused.
     """
 
     def __init__(
@@ -68,17 +67,17 @@ class Scheduler:
         self._eos_token_ids = eos_token_ids
         self._lookahead = lookahead
         self._spec = SpecDecodeCounter(lookahead.num_tokens)
-        # Of the step that is taken in, how many there were of each.
+        # Verifications in the current `update`, counted by value.
         self._verified: Counter[Verified] = Counter()
         self._live: dict[str, Sequence] = {}
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
         self._num_added = 0
-        # Rows of the runner that no sequence has; those that it must forget before the next step.
+        # Rows not in use, and rows that the runner must clear before the next step.
         self._free_rows = list(reversed(range(options.max_num_seqs)))
         self._freed_rows: list[int] = []
-        # The batch that runs now, with the sequences of its rows: an id may name another
-        # sequence by the time its results come.
+        # The running batch and its sequences, as objects: by the time the results arrive, an id may
+        # belong to another sequence.
         self._in_flight: tuple[ScheduledBatch, list[Sequence]] | None = None
         self._totals = EngineStats(
             num_blocks=pool.num_blocks,
@@ -86,7 +85,7 @@ class Scheduler:
             kv_cache_dtype=limits.kv_cache_dtype,
         )
         self._refused: list[RefusedSequence] = []
-        # Groups that run apart, by id; only the first group may have begun.
+        # Groups of suspects, each by id; only the first group may be running.
         self._suspects: list[dict[str, Sequence]] = []
 
     @property
@@ -122,7 +121,7 @@ class Scheduler:
         self._waiting.add(seq)
 
     def abort(self, ids: Iterable[str]) -> list[SequenceOutput]:
-        """End sequences and free their blocks at once; ids that are not live are ignored."""
+        """Abort sequences and free their blocks; unknown ids are ignored."""
         outputs = []
         for id in ids:
             seq = self._live.get(id)
@@ -132,10 +131,10 @@ class Scheduler:
         return outputs
 
     def schedule(self) -> ScheduledBatch:
-        """The next step's batch; empty only when nothing is unfinished.
+        """The next step's batch; empty only when there are no unfinished sequences.
 
         Raises:
-            RuntimeError: when the last batch has been given neither to `update` nor back.
+            RuntimeError: when the last batch was passed to neither `update` nor `give_back`.
         """
         if self._in_flight is not None:
             raise RuntimeError("schedule() was called again before update() of the last batch")
@@ -150,12 +149,12 @@ class Scheduler:
         return batch
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceOutput]:
-        """Take in what a step computed and tell what is new, in the order of the batch.
+        """Apply a step's results; returns new outputs in batch order.
 
-        Sequences that were aborted while the step ran are ignored.
+        Sequences that were aborted during the step are ignored.
 
         Raises:
-            RuntimeError: when `batch` is not the one that runs, or the results do not fit it.
+            RuntimeError: when `batch` is not in flight, or the results do not match it.
         """
         rows: list[Sequence] = []
         if self._in_flight is not None and self._in_flight[0] is batch:
@@ -180,18 +179,19 @@ class Scheduler:
     def give_back(
         self, batch: ScheduledBatch, cause: str | None, *, one_by_one: bool = False
     ) -> None:
-        """Take back a batch whose step has not come to its end.
+        """Undo a batch whose step did not complete.
 
-        All that ran waits again, with the tokens known before the step: whatever the step left in
-        blocks or in the runner is given up, and the runner is told anew what the batch told it.
+        All running sequences are preempted with the tokens known before the step. Whatever the step
+        wrote to their blocks or to the runner is discarded, and the batch's `freed_rows` are sent
+        again with the next one.
 
         Args:
-            cause: the error that ended the step, which makes its sequences suspects; None when
-                none of them can have caused it.
-            one_by_one: try each suspect alone at once.
+            cause: the error that ended the step, which makes its sequences suspects; None when no
+                sequence can have caused it.
+            one_by_one: run each suspect alone instead of in halves.
 
         Raises:
-            RuntimeError: when another batch runs.
+            RuntimeError: when another batch is in flight.
         """
         rows: list[Sequence] = []
         if self._in_flight is not None:
@@ -215,16 +215,16 @@ class Scheduler:
         self._suspects[:0] = [{seq.request.id: seq for seq in part} for part in parts]
 
     def take_refused(self) -> list[RefusedSequence]:
-        """The sequences that ended in `update` or `give_back` because they cannot go on."""
+        """The sequences refused by `update` or `give_back` since the last call."""
         refused, self._refused = self._refused, []
         return refused
 
     def stats(self) -> EngineStats:
-        """The state now, and totals since the start.
+        """The current state, and totals since the start.
 
-        A prompt's tokens count once, cached or not, when its first output token comes. The
-        prefix cache counts prompt tokens at first admission, so that a sequence that finds its
-        own blocks again after a preemption does not look like sharing.
+        Prompt tokens are counted once, with the first output token, cached or not. Prefix cache
+        queries and hits are counted at the first admission only, so that a preempted sequence that
+        finds its own blocks does not count as a hit.
         """
         return msgspec.structs.replace(
             self._totals,
@@ -235,16 +235,16 @@ class Scheduler:
         )
 
     def check_integrity(self) -> None:
-        """Compare the pool's books with each other and with the live block tables.
+        """Check the pool's state, also against the live block tables.
 
         Raises:
-            AssertionError: with what disagrees.
+            AssertionError: saying what is inconsistent.
         """
         self._pool.check_integrity()
         self._pool.check_references(seq.block_ids for seq in self._live.values())
 
     def _schedule_running(self, plan: PlannedBatch) -> bool:
-        """Schedule running sequences, preempting from the end of the queue for want of blocks.
+        """Schedule running sequences, preempting the last ones when blocks run out.
 
         Returns:
             Whether a sequence was preempted.
@@ -256,14 +256,14 @@ class Scheduler:
         while plan.budget > 0 and index < len(running):
             seq = running[index]
             index += 1
-            # Each sequence behind keeps a token of the budget: a long prefill stalls no decode.
+            # One token of the budget is kept for each later sequence, so a long prefill stalls no
+            # decode.
             share = max(plan.budget - (len(running) - index), 1)
             count, num_drafts = len(seq.token_ids) - seq.num_computed, 0
             if count > share:
                 count = share
             elif seq.draft_token_ids:
-                # No more than could all be kept with the token after them, so that nothing
-                # overshoots max_tokens or the context.
+                # If all drafts are accepted, the bonus token must still fit in max_num_tokens.
                 room = seq.max_num_tokens - len(seq.token_ids) - 1
                 num_drafts = max(min(len(seq.draft_token_ids), share - count, room), 0)
             num_tokens = seq.num_computed + count + num_drafts
@@ -274,14 +274,14 @@ class Scheduler:
         return len(running) < num_before
 
     def _num_reserved(self, seq: Sequence, num_tokens: int) -> int:
-        """`num_tokens` and the slots that the proposer writes ahead of them.
+        """Slots to reserve: `num_tokens` plus the proposer's lookahead.
 
-        Never more than the sequence needs when it runs alone: the last token has no slot.
+        At most what the whole sequence needs: its last token is never computed.
         """
         return min(num_tokens + self._lookahead.num_tokens, seq.max_num_tokens - 1)
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grow a block table to `num_tokens`; false when the sequence itself was preempted."""
+        """Grow the block table to `num_tokens`; false if `seq` itself had to be preempted."""
         wanted = self._num_reserved(seq, num_tokens)
         missing = self._num_blocks(wanted) - len(seq.block_ids)
         if missing <= 0:
@@ -301,7 +301,7 @@ class Scheduler:
         self._totals.num_preemptions += 1
 
     def _admit(self, plan: PlannedBatch) -> None:
-        """Start waiting sequences, strictly in their order."""
+        """Start waiting sequences, strictly in order."""
         now = time.monotonic()
         most = self._options.max_num_seqs
         while plan.budget > 0 and len(self._running) < most and self._waiting:
@@ -316,10 +316,10 @@ class Scheduler:
             plan.start(seq, count)
 
     def _schedule_suspects(self, plan: PlannedBatch) -> bool:
-        """Schedule the first group of suspects by itself; false when there is none or no room.
+        """Schedule the first group of suspects alone; false when there is none or no room for it.
 
-        Those who passed keep their blocks meanwhile; when they leave no room, they run on until
-        they do. A suspect has blocks for all its known tokens from the start.
+        Sequences that passed this check keep their blocks; if they leave no room, they run on until
+        there is some. A suspect gets blocks for all its known tokens when it starts.
         """
         for seq in self._suspects[0].values() if self._suspects else ():
             if plan.budget == 0:
@@ -345,9 +345,9 @@ class Scheduler:
     def _start(self, seq: Sequence, budget: int) -> int:
         """Move a waiting sequence to the running ones.
 
-        It takes blocks for all its known tokens at once, so that a prefill never runs out of
-        them half-way, and leaves every running sequence one block to grow into: it would
-        only be preempted for them soon, and what it computed redone.
+        Allocates blocks for all its known tokens, so that its prefill cannot run out of blocks, and
+        leaves one free block for each running sequence: otherwise it would soon be preempted and
+        its work lost.
 
         Returns:
             The number of its tokens to compute now; 0 when it has to wait.
@@ -355,7 +355,7 @@ class Scheduler:
         cached = self._prefixes.match(seq)
         start = len(cached) * self._pool.block_size
         count = min(len(seq.token_ids) - start, budget)
-        # Without chunked prefill the first step reaches the end of the prompt at least.
+        # Without chunked prefill the first step must reach the end of the prompt.
         target = 0 if self._options.enable_chunked_prefill else seq.num_prompt_tokens
         wanted = self._num_reserved(seq, len(seq.token_ids))
         missing = self._num_blocks(wanted) - len(cached)
@@ -383,7 +383,7 @@ class Scheduler:
     def _advance(
         self, seq: Sequence, scheduled: ScheduledSequence, result: SequenceResult
     ) -> SequenceOutput | None:
-        """Take in one sequence's results; None when there is nothing to tell of it."""
+        """Apply one sequence's results; None when there is no output."""
         token_ids, num_drafts = result.token_ids, scheduled.num_drafts
         if bool(token_ids or result.failure) != scheduled.wants_sample:
             raise RuntimeError(
@@ -412,11 +412,11 @@ class Scheduler:
             self._verified[verified] += 1
         num_new, finish_reason, stop_reason = seq.extend(token_ids)
         self._totals.num_generation_tokens += num_new
-        # Tokens before the failure are lost with the sequence, unless they end it anyway.
+        # Tokens before the failure are dropped, unless they finish the sequence.
         if result.failure is not None and finish_reason is None:
             self._refuse(seq, result.failure)
             return None
-        # Confirmed drafts are in the cache; the newest token never is.
+        # Accepted drafts are in the KV cache; the newest token never is.
         seq.num_computed += num_new - 1 if num_new <= num_drafts else num_drafts
         self._prefixes.publish(seq)
         made = seq.report(token_ids[:num_new], finish_reason, stop_reason, verified)
@@ -429,14 +429,14 @@ class Scheduler:
         return made
 
     def _refuse(self, seq: Sequence, failure: str) -> None:
-        """End a sequence that cannot go on as it was asked to."""
+        """End a sequence whose next token cannot be sampled."""
         has_grammar = seq.request.params.structured_output is not None
         param = "structured_output" if has_grammar else None
         self._refused.append(RefusedSequence(seq.request.id, failure, param))
         self._finish(seq)
 
     def _finish(self, seq: Sequence) -> None:
-        """Let go of a sequence that waits or runs."""
+        """Remove a waiting or running sequence."""
         if seq.status is SequenceStatus.RUNNING:
             self._release(seq)
         else:
@@ -448,7 +448,7 @@ class Scheduler:
             self._remove_suspect(seq.request.id)
 
     def _release(self, seq: Sequence) -> None:
-        """Take a sequence off the runner: its blocks come back, its row is to be forgotten."""
+        """Stop running a sequence: free its blocks and its row."""
         self._running.remove(seq)
         self._pool.free(seq.block_ids)
         self._free_rows.append(seq.row)

@@ -1,4 +1,4 @@
-"""One sequence's life inside the engine; owned and changed by the scheduler alone."""
+"""A sequence's state in the engine; only the scheduler changes it."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from atom.messages import (
 )
 from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
 
-# One verification: how many drafts, how many of them were accepted, and who made them.
+# One verification: number of drafts, number of accepted ones, and their source.
 Verified = tuple[int, int, "str | None"]
 _NO_DRAFTS: Verified = (0, 0, None)
 
 
 class SequenceStatus(enum.Enum):
-    """A sequence holds blocks, and is known to the runner, exactly while it is RUNNING."""
+    """Only a RUNNING sequence holds blocks and has a row in the runner."""
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -31,22 +31,24 @@ class SequenceStatus(enum.Enum):
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """A request and how far it has come.
+    """A request and its progress.
 
     Attributes:
-        order: (priority, number of arrival); the lowest runs first and is preempted last.
-        max_num_tokens: prompt and output tokens at which it ends for length.
-        eos_token_ids: the model's end tokens. end_ids: all tokens that may end this sequence.
-        token_ids: the known tokens: the prompt, then the outputs.
-        draft_token_ids: guesses at what follows the known tokens, to be verified next.
-        draft_source: who was asked for drafts last.
+        order: (priority, arrival number); the lowest runs first and is preempted last.
+        max_num_tokens: prompt and output tokens at which it ends with reason `length`.
+        eos_token_ids: the model's end tokens.
+        end_ids: all tokens that may end this sequence.
+        token_ids: the known tokens: prompt, then outputs.
+        draft_token_ids: drafts to verify in the next step.
+        draft_source: the source of these drafts, as in `SequenceResult`.
         num_computed: tokens whose KV is in the cache; always less than the known tokens.
-        row: where the runner keeps what it knows of it; only while it is RUNNING.
-        block_ids: the block table. num_sent_blocks: how many of them the runner knows.
-        num_published: leading blocks of the table that need no publishing (any more).
-        prompt_logprobs: collected so far, None for the first token; None when not asked for or
-            delivered already.
-        num_cached_tokens: prompt tokens that the prefix cache had at the first admission.
+        row: its row in the runner's per-sequence tables; only while RUNNING.
+        block_ids: the block table.
+        num_sent_blocks: how many of them were sent to the runner.
+        num_published: leading blocks of the table that are published or came from the prefix cache.
+        prompt_logprobs: those collected so far, None for the first token; None when not requested
+            or already delivered.
+        num_cached_tokens: prompt tokens found in the prefix cache at the first admission.
         first_scheduled_time: seconds, `time.monotonic()`.
     """
 
@@ -84,10 +86,10 @@ class Sequence:
         return len(self.token_ids) - self.num_prompt_tokens
 
     def block_hashes(self, count: int, block_size: int, overlap: int) -> list[BlockHash]:
-        """The hash chain over the first `count` blocks, each link computed once.
+        """The hashes of the first `count` blocks; each is computed once.
 
         Args:
-            overlap: tokens after a block that its hash includes; they must be known too.
+            overlap: number of tokens after a block that its hash includes; they must be known.
         """
         hashes = self._hashes
         while len(hashes) < count:
@@ -98,11 +100,11 @@ class Sequence:
         return hashes[:count]
 
     def extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None, int | None]:
-        """Add output tokens up to the one that ends the sequence.
+        """Append output tokens, up to the one that ends the sequence.
 
         Returns:
-            How many were added, the finish reason (None to go on) and the stop token id to
-            report. A stop token that also fills the length counts as a stop.
+            How many were appended, the finish reason (None to go on) and the stop token id to
+            report. A stop token that also reaches the maximum length counts as a stop.
         """
         num_tokens = len(self.token_ids) + len(token_ids)
         if num_tokens < self.max_num_tokens and self.end_ids.isdisjoint(token_ids):
@@ -116,8 +118,8 @@ class Sequence:
 
     def _append(self, token_id: int) -> tuple[FinishReason | None, int | None]:
         params = self.request.params
-        # The sampler bans end tokens until min_tokens outputs exist, and so does this; under a
-        # grammar it lets one through where nothing else may follow.
+        # The sampler masks end tokens until there are min_tokens outputs, except where a grammar
+        # allows nothing else.
         may_stop = self.num_outputs >= params.min_tokens or params.structured_output is not None
         self.token_ids.append(token_id)
         if may_stop and token_id in self.end_ids:
@@ -128,10 +130,10 @@ class Sequence:
         return None, None
 
     def take_prompt_logprobs(self) -> list[TokenLogprobs | None] | None:
-        """Hand out the prompt's logprobs: a list once, None ever after or when not asked for.
+        """The prompt's logprobs at the first call; None later, or when not requested.
 
         Raises:
-            RuntimeError: when some are missing or too many.
+            RuntimeError: when their number is wrong.
         """
         taken, self.prompt_logprobs = self.prompt_logprobs, None
         if taken is not None and len(taken) != self.num_prompt_tokens:
@@ -148,7 +150,7 @@ class Sequence:
         stop_reason: int | None = None,
         verified: Verified | None = None,
     ) -> SequenceOutput:
-        """What the frontend is told of new tokens, or of the end."""
+        """The output to send to the frontend for new tokens, or for the end."""
         num_drafts, num_accepted, draft_source = verified or _NO_DRAFTS
         return SequenceOutput(
             id=self.request.id,
@@ -164,7 +166,7 @@ class Sequence:
         )
 
     def restart(self) -> None:
-        """Forget everything that lay in blocks: the known tokens will be computed again."""
+        """Reset after preemption: all known tokens must be computed again."""
         self.status = SequenceStatus.WAITING
         self.block_ids = []
         self.num_sent_blocks = 0
@@ -184,7 +186,7 @@ class SequenceQueue:
     """Sequences sorted by (priority, arrival).
 
     Attributes:
-        items: to be read only.
+        items: read-only for callers.
     """
 
     def __init__(self) -> None:
@@ -203,5 +205,5 @@ class SequenceQueue:
         insort(self.items, seq, key=_by_order)
 
     def remove(self, seq: Sequence) -> None:
-        """Take out a sequence that is here; orders are unique, so it is found by its own."""
+        """Remove a sequence, found by its unique `order`."""
         del self.items[bisect_left(self.items, seq.order, key=_by_order)]

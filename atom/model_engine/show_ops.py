@@ -1,4 +1,4 @@
-"""Which implementation would run each operation of an engine."""
+"""Shows which implementation runs each op of an engine."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from atom.model_engine.executor import UniprocExecutor
 
 
 def describe_ops(config: EngineConfig) -> str:
-    """The table of ops of an engine; nothing is served.
+    """The engine's op table, as text.
 
-    The model is loaded and the KV cache allocated as for serving, since what runs depends on
-    their sizes.
+    Loads the model and allocates the KV cache as for serving, since the choice depends on their
+    sizes.
 
     Raises:
         ConfigError: when the model or an option cannot be honoured.
-        OpUnavailableError: when an override cannot be.
+        OpUnavailableError: when an `ATOM_OP_*` override cannot be honoured.
     """
     executor = UniprocExecutor(config)
     try:

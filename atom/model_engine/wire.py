@@ -1,4 +1,4 @@
-"""What the frontend and the engine process say to each other: tagged msgpack messages."""
+"""The messages between frontend and engine process, as tagged msgpack."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from atom.sampling_params import SamplingParams
 class Start(msgspec.Struct, frozen=True, tag=True):
     """The first message: build an engine.
 
-    `log_level` is that of the frontend's `atom` logger.
+    `log_level` is the level of the frontend's `atom` logger.
     """
 
     config: EngineConfig
@@ -23,7 +23,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class NewSequence(msgspec.Struct, frozen=True, array_like=True):
-    """An `EngineRequest` without what it shares; `prompt` and `params` are places in lists."""
+    """An `EngineRequest` whose `prompt` and `params` are indices into `AddRequests`' lists."""
 
     id: str
     prompt: int
@@ -35,7 +35,7 @@ class NewSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class AddRequests(msgspec.Struct, frozen=True, tag=True):
-    """Sequences to generate; prompts and parameters that several share cross once."""
+    """Sequences to generate; a prompt or parameters shared by several are sent once."""
 
     prompts: list[list[int]]
     params: list[SamplingParams]
@@ -43,7 +43,7 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True):
 
     @classmethod
     def of(cls, requests: Sequence[EngineRequest]) -> AddRequests:
-        """Requests that share an object are taken to share it for good."""
+        """Build from requests; a prompt or params object is sent once per identity."""
         prompts: dict[int, list[int]] = {}
         params: dict[int, SamplingParams] = {}
         places: tuple[dict[int, int], dict[int, int]] = ({}, {})
@@ -66,7 +66,7 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True):
         return cls([*prompts.values()], [*params.values()], sequences)
 
     def requests(self) -> Iterator[EngineRequest]:
-        """The requests, which share again what they shared."""
+        """The requests, again with shared prompt and params objects."""
         for sequence in self.sequences:
             yield EngineRequest(
                 id=sequence.id,
@@ -80,17 +80,17 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True):
 
 
 class Abort(msgspec.Struct, frozen=True, tag=True):
-    """End sequences; nothing more is wanted of them."""
+    """Abort sequences."""
 
     ids: list[str]
 
 
 class Shutdown(msgspec.Struct, frozen=True, tag=True):
-    """End the process in order, dropping what is unfinished."""
+    """End the process; unfinished sequences are dropped."""
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The engine takes requests, that many seconds after `Start`; `stats` are all at zero."""
+    """The engine accepts requests, `startup_seconds` after `Start`; `stats` has no counts yet."""
 
     limits: EngineLimits
     stats: EngineStats
@@ -100,8 +100,8 @@ class Ready(msgspec.Struct, frozen=True, tag=True):
 class StartupFailed(msgspec.Struct, frozen=True, tag=True):
     """The engine could not be built.
 
-    `is_users` tells a wrong option or checkpoint, which the message explains in full, from a
-    failure whose traceback stands in the engine's log.
+    `is_users`: a wrong option or checkpoint, or too little memory, fully explained by `message`.
+    Otherwise the engine's log has the traceback.
     """
 
     message: str
@@ -113,7 +113,7 @@ class Step(msgspec.Struct, frozen=True, tag=True):
 
 
 class RequestRefused(msgspec.Struct, frozen=True, tag=True):
-    """A `RequestRefusedError` of the engine."""
+    """The engine raised `RequestRefusedError` for a sequence."""
 
     id: str
     message: str
@@ -121,7 +121,7 @@ class RequestRefused(msgspec.Struct, frozen=True, tag=True):
 
 
 class StepProgress(msgspec.Struct, frozen=True, array_like=True):
-    """A step that has begun and not ended: its tokens, its seconds so far, and at most."""
+    """A running step: its tokens, the seconds so far, and the seconds it may take."""
 
     num_tokens: int
     seconds: float
@@ -133,13 +133,13 @@ class StepProgress(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """The process lives; `step` is None while it waits for work."""
+    """Sent about every second; `step` is None while there is no work."""
 
     step: StepProgress | None
 
 
 class EngineFailed(msgspec.Struct, frozen=True, tag=True):
-    """The last message of an engine that met an unforeseen error."""
+    """The last message of an engine that failed."""
 
     message: str
 
@@ -165,10 +165,10 @@ def decode_from_engine(data: bytes) -> FromEngine:
 
 
 def requests_address(socket_dir: Path) -> str:
-    """Where the frontend sends."""
+    """The socket for messages to the engine."""
     return f"ipc://{socket_dir / 'requests'}"
 
 
 def reports_address(socket_dir: Path) -> str:
-    """Where the engine sends."""
+    """The socket for messages from the engine."""
     return f"ipc://{socket_dir / 'reports'}"

@@ -1,4 +1,4 @@
-"""The safetensors files of a folder and what is in them, without reading any weights."""
+"""Lists the safetensors files of a folder and their tensors, without reading weights."""
 
 from __future__ import annotations
 
@@ -50,20 +50,20 @@ class CheckpointTensor:
 
     @property
     def torch_dtype(self) -> torch.dtype | None:
-        """None for types that no parameter has."""
+        """None for dtypes that parameters never have."""
         return _DTYPES.get(self.dtype)
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder holds safetensors files, or an index that promises some."""
+    """Whether a folder has safetensors files or an index of them."""
     return is_there(folder / _INDEX) or any(folder.glob("*.safetensors"))
 
 
 def list_tensors(folder: Path) -> list[CheckpointTensor]:
-    """Every tensor of the folder's checkpoint, file by file in the order of the data.
+    """All tensors of a folder's checkpoint, file by file in the order of their data.
 
     Raises:
-        WeightError: when a file is missing, damaged, or a tensor occurs in two files.
+        WeightError: when a file is missing or damaged, or a tensor is in two files.
     """
     weight_map = _read_index(folder)
     files = _files_without_index(folder) if weight_map is None else _files(folder, weight_map)
@@ -77,7 +77,7 @@ def list_tensors(folder: Path) -> list[CheckpointTensor]:
 
 
 def stored_dtype(folder: Path) -> str | None:
-    """torch's name of the type that most of the checkpoint is stored in; None without weights."""
+    """torch's name of the dtype of most weights, by bytes; None without weights."""
     if not has_weights(folder):
         return None
     num_bytes: Counter[str] = Counter()
@@ -111,7 +111,7 @@ def _files(folder: Path, weight_map: dict[str, str]) -> list[Path]:
 
 def _files_without_index(folder: Path) -> list[Path]:
     files = sorted(folder.glob("*.safetensors"))
-    # Some publishers add the same weights under their own names in consolidated files.
+    # Some repositories also contain the same weights as consolidated files.
     own = [file for file in files if not file.name.startswith("consolidated")]
     if not files:
         raise WeightError(f"{folder} holds no *.safetensors files")
@@ -126,7 +126,7 @@ def _tensors_of(file: Path) -> list[CheckpointTensor]:
             for name in handle.offset_keys():
                 header = handle.get_slice(name)
                 shape = tuple(header.get_shape())
-                # Tensors without elements may claim any sizes.
+                # The size of an empty tensor is not bounded by the file.
                 if len(shape) > _MOST_DIMENSIONS or any(n > _LARGEST_DIMENSION for n in shape):
                     raise WeightError(
                         f"{file}: {name} has {len(shape)} dimensions of up to {max(shape)}; no "

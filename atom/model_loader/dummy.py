@@ -1,4 +1,4 @@
-"""Weights for trying out a model without having its checkpoint."""
+"""Dummy weights, to run a model without its checkpoint."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _SPREAD = 0.02
 
 @torch.no_grad()
 def fill_with_dummy_weights(model: nn.Module) -> None:
-    """Fill every parameter with small numbers that depend on its name alone.
+    """Fill every parameter with small random numbers, seeded by its name.
 
-    Vectors called `weight` are the gains of norms and lie around one, so that activations keep
-    their size through the layers; everything else lies around zero.
+    Vectors named `weight` (norms) are around one, so that activations keep their scale; all others
+    are around zero.
     """
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():

@@ -1,4 +1,4 @@
-"""What is wrong with a checkpoint's content."""
+"""Errors of a checkpoint's content."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ _MOST_NAMED = 10
 
 
 class WeightError(ValueError):
-    """A checkpoint is damaged or does not fit the model; the message names what and where."""
+    """A checkpoint is damaged or does not fit the model; the message says where."""
 
 
 def name_some(names: Sequence[str], separator: str = ", ") -> str:
-    """The first ten names, and how many more there are."""
+    """The first ten names, and the number of the others."""
     shown = separator.join(names[:_MOST_NAMED])
     hidden = len(names) - _MOST_NAMED
     return f"{shown} and {hidden} more" if hidden > 0 else shown

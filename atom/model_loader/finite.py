@@ -1,4 +1,4 @@
-"""Whether weights are numbers."""
+"""Checks that weights are finite."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 
 
 def may_be_infinite(values: torch.Tensor) -> bool:
-    """False for a tensor of finite numbers whose sum is finite, in one pass and without memory."""
+    """False if the sum is finite, and hence all values; one pass without extra memory."""
     return values.is_floating_point() and not math.isfinite(values.sum().item())
 
 
 def check_finite(values: torch.Tensor) -> None:
-    """Refuse what would end the engine's first step, or make every token the same.
+    """Refuse NaN and infinity, which would make all outputs invalid.
 
     Raises:
-        ValueError: with the number of values that are NaN or infinite.
+        ValueError: with the number of such values.
     """
     if not may_be_infinite(values):
         return

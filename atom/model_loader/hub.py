@@ -1,4 +1,4 @@
-"""Fetching models and tokenizers from the Hugging Face hub."""
+"""Downloads models and tokenizers from the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from huggingface_hub.errors import (
 from atom.config import ConfigError, ModelOptions
 
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
-# Weights a second time, in other formats or other layouts.
+# Duplicates of the weights in other formats or layouts.
 _IGNORED_PATTERNS = ("original/*", "consolidated*", "onnx/*", "openvino/*", "*/*.safetensors")
 
 
 def looks_like_path(model: str) -> bool:
-    """Whether the user surely means a place on disk rather than `name` or `owner/name`."""
+    """Whether this can only be a path, not a hub id `name` or `owner/name`."""
     return (
         model.startswith((".", "/", "~"))
         or model.endswith((".gguf", ".safetensors", "/"))
@@ -31,10 +31,10 @@ def looks_like_path(model: str) -> bool:
 
 
 def download(model: str, options: ModelOptions) -> Path:
-    """The local folder of a hub repository, fetched where it is not cached yet.
+    """The local folder of a hub repository, downloaded if it is not cached.
 
     Raises:
-        ConfigError: when there is no such repository, revision, permission or connection.
+        ConfigError: when repository, revision, permission or connection is missing.
     """
     patterns = list(_TOKENIZER_PATTERNS)
     if options.load_format != "dummy":
@@ -43,11 +43,7 @@ def download(model: str, options: ModelOptions) -> Path:
 
 
 def download_tokenizer(model: str, options: ModelOptions) -> Path:
-    """The local folder of a hub repository, without weights.
-
-    Raises:
-        ConfigError: as `download`.
-    """
+    """Like `download`, without weights."""
     return _download(model, options, None, list(_TOKENIZER_PATTERNS))
 
 

@@ -1,4 +1,4 @@
-"""Where each checkpoint tensor goes in a model, decided and checked before any is read."""
+"""Maps checkpoint tensors to parameters; checked before weights are read."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from atom.model_ops.kv_scale import is_unused_scale, place_kv_scale
 from atom.model_ops.weight_mapping import WeightLoading, WeightMapping, WeightNaming
 from atom.model_ops.weights import copy_weight
 
-# Types that hold plain numbers; the others mean nothing without a scale.
+# Types that need no scale to be interpreted.
 _VALUE_TYPES = {"F64", "F32", "F16", "BF16"}
 
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter of the model, or a buffer that a checkpoint may fill, and its module."""
+    """A parameter, or a buffer that a checkpoint may fill, and its module."""
 
     module: nn.Module
     parameter_name: str
@@ -31,20 +31,20 @@ class Target:
 
     @property
     def is_optional(self) -> bool:
-        """Buffers have a value of their own."""
+        """Buffers may be absent from the checkpoint."""
         return not isinstance(self.parameter, nn.Parameter)
 
 
 @dataclass(frozen=True)
 class Placement:
-    """Where one checkpoint tensor goes; `shard` names its part of a parameter with several."""
+    """The destination of a checkpoint tensor; `shard` is its part of a packed parameter."""
 
     tensor: CheckpointTensor
     target: Target
     shard: str | None
 
     def copy(self, tensor: torch.Tensor) -> None:
-        """Copy the tensor's values into the model.
+        """Copy the tensor into the model.
 
         Raises:
             ValueError: when the tensor does not fit.
@@ -61,7 +61,7 @@ class Placement:
 
 
 def find_targets(model: nn.Module) -> dict[str, Target]:
-    """Every parameter of the model by its full name, and buffers of modules that place tensors."""
+    """All parameters by full name, and the buffers of `WeightLoading` modules."""
     targets = {}
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
@@ -80,11 +80,11 @@ def place_tensors(
     targets: dict[str, Target],
     folder: Path,
 ) -> list[Placement]:
-    """A place for every tensor that is not ignored, and tensors for every parameter.
+    """Place every tensor that is not ignored, and check that every parameter is filled.
 
     Raises:
-        WeightError: naming tensors that are missing, unexpected, given twice or of a type
-            that has no plain values.
+        WeightError: for tensors that are missing, unexpected, duplicate, or of a dtype that needs a
+            scale.
     """
     directory = _Directory(mapping, targets)
     ignored = [re.compile(pattern) for pattern in mapping.ignored]
@@ -117,14 +117,14 @@ def place_tensors(
 
 
 def raise_if_any(problems: list[str], folder: Path) -> None:
-    """Raises: WeightError with all problems, if there are any."""
+    """Raise WeightError with all problems, if there are any."""
     if problems:
         listed = name_some(problems, separator="; ")
         raise WeightError(f"the checkpoint {folder} does not fit the model: {listed}")
 
 
 class _Directory:
-    """Finds the parameter that a checkpoint's name stands for."""
+    """Finds the parameter for a checkpoint tensor's name."""
 
     def __init__(self, mapping: WeightMapping, targets: dict[str, Target]) -> None:
         self._mapping = mapping
@@ -136,7 +136,7 @@ class _Directory:
         }
 
     def find(self, name: str) -> tuple[str, str | None]:
-        """The parameter for a checkpoint tensor and its shard; an unknown name stays."""
+        """Parameter and shard for a checkpoint tensor; an unknown name is returned unchanged."""
         for old, new in self._mapping.renames:
             if name.startswith(old):
                 name = new + name[len(old) :]
@@ -147,7 +147,7 @@ class _Directory:
         return placed or (name, None)
 
     def shards(self, name: str) -> tuple[str, ...]:
-        """The parts that together fill a parameter that got at least one part."""
+        """All shards of a packed parameter."""
         target = self._targets[name]
         if isinstance(target.module, WeightNaming):
             return target.module.weight_shards(target.parameter_name)
@@ -164,7 +164,7 @@ class _Directory:
         return None
 
     def _by_module(self, name: str) -> tuple[str, str | None] | None:
-        """Ask the modules along the name that know their tensors themselves."""
+        """Ask the `WeightNaming` modules along the name."""
         for module_name, rest in _cuts(name):
             module = self._naming.get(module_name)
             placed = module.place_weight(rest) if module is not None else None
@@ -175,7 +175,7 @@ class _Directory:
 
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
-    """Each way to cut a dotted name in two, the longest front first."""
+    """All splits of a dotted name in two, the longest prefix first."""
     parts = name.split(".")
     for end in range(len(parts) - 1, 0, -1):
         yield ".".join(parts[:end]), ".".join(parts[end:])
@@ -184,7 +184,7 @@ def _cuts(name: str) -> Iterator[tuple[str, str]]:
 def _missing(
     directory: _Directory, targets: dict[str, Target], filled: dict[str, set[str | None]]
 ) -> list[str]:
-    # A parameter that two modules share is filled under either name.
+    # A parameter shared by two modules may be filled under either name.
     shared = {id(targets[name].parameter) for name in filled}
     missing = []
     for name, target in targets.items():

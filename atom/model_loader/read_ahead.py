@@ -1,4 +1,4 @@
-"""Reading files into the page cache, one ahead of the file that is being mapped."""
+"""Reads weight files into the page cache, one file ahead of the loader."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ _BUFFER_BYTES = 8 << 20
 
 
 class ReadAhead:
-    """Reads files from front to back, in order, in a thread of its own.
+    """Reads files sequentially, in order, in a background thread.
 
-    Mapped pages are fetched in the order in which they are touched, which on network storage
-    costs a round trip each; a sequential read moves whole files at the storage's full speed.
-    At most one file is read beyond the one in use, so that a checkpoint larger than memory does
-    not push its own pages out again.
+    Page faults of a memory map fetch small pieces in access order, each a round trip on network
+    storage; sequential reads use the full bandwidth. At most one file is read ahead, so that a
+    checkpoint larger than memory does not evict its own pages.
     """
 
     def __init__(self, files: Sequence[Path], enabled: bool) -> None:
@@ -33,7 +32,7 @@ class ReadAhead:
         self._pool.shutdown(cancel_futures=True)
 
     def wait_for(self, file: Path) -> None:
-        """Return when the file has been read; the next one is then being read."""
+        """Wait until the file is in the page cache; then the next one is read."""
         reading = self._running.pop(file, None)
         if reading is not None:
             reading.result()

@@ -1,4 +1,4 @@
-"""The small files of a model's folder that will be opened, looked at before any of them is."""
+"""Checks the small files of a model folder before transformers opens them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _OPENED = (
     "merges.txt",
 )
 _TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
-# Small, and read by Python, whose recursion ends in an error without a file's name.
+# Small JSON files that Python parses; too deep nesting would raise without naming the file.
 _PARSED = (
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -33,10 +33,10 @@ _PARSED = (
 
 
 def check_folder(folder: Path) -> None:
-    """Refuse what would block, never end or bring a reader down.
+    """Refuse files that would block, never end or crash a parser.
 
     Raises:
-        ConfigError: naming a file that is no regular file, or holds no readable JSON.
+        ConfigError: with the file that is not regular or has no valid JSON.
     """
     paths = [folder / name for name in _OPENED]
     for path in [*paths, *(path for pattern in _TEMPLATES for path in folder.glob(pattern))]:

@@ -1,4 +1,4 @@
-"""Writing safetensors files tensor by tensor, without ever holding a model in memory.
+"""Writes safetensors files tensor by tensor, without keeping the model in memory.
 
 Source: the safetensors format; 8 bytes of header length, a JSON header, then the tensors.
 """
@@ -20,7 +20,7 @@ _ALIGNMENT = 8
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor that will be written; all tensors of a checkpoint share one dtype."""
+    """A tensor to write; all tensors of a checkpoint have the same dtype."""
 
     name: str
     shape: tuple[int, ...]
@@ -39,11 +39,11 @@ def write_checkpoint(
     read: ReadTensor,
     max_shard_bytes: int,
 ) -> None:
-    """Write `model.safetensors`, or several shards and their index when it gets too large.
+    """Write `model.safetensors`, or several shards with an index if it is too large.
 
     Args:
-        read: yields a tensor's values of type `dtype` in row-major order, in any pieces.
-        max_shard_bytes: a shard is only larger when it holds a single tensor.
+        read: yields a tensor's values as `dtype` in row-major order, in pieces of any size.
+        max_shard_bytes: exceeded only by a shard with a single tensor.
     """
     shards = _split(tensors, dtype, max_shard_bytes)
     if len(shards) == 1:

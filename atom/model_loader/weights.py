@@ -1,8 +1,8 @@
-"""Filling a model with a checkpoint's weights: nothing missing, nothing left over.
+"""Loads a checkpoint's weights into a model; no tensor may be missing or left over.
 
-Where every tensor goes is decided and checked from the headers, before any weight is read.
-Then threads copy small groups of tensors. Each group maps its file anew and lets go of it when
-done, so that the pages of the file and the copies made from them are never all resident at once.
+Placement is decided and checked from the file headers, before weights are read. Then threads copy
+small groups of tensors. Each group maps its file anew and unmaps it when done, so that file pages
+and copies are never all in memory at once.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def build_model(
     context: LayerContext,
     options: ModelOptions,
 ) -> M:
-    """Build a model and fill it, checked before it takes memory.
+    """Build a model and load its weights; checks run before memory is allocated.
 
     Args:
-        create: builds the model, weights uninitialised, with whichever context it is given.
+        create: builds the model with uninitialised weights; called twice, first for the checks.
 
     Raises:
         ConfigError, WeightError: as `check_fit` and `load_weights`.
@@ -68,11 +68,11 @@ def load_weights(
 
     Args:
         model: on its device, parameters uninitialised.
-        mapping: how the checkpoint's names become the model's.
+        mapping: from the checkpoint's names to the model's.
 
     Raises:
-        WeightError: naming tensors that are missing, unexpected, of a wrong shape, of a type
-            that cannot be converted by value, too large for the model's type, or not finite.
+        WeightError: for tensors that are missing, unexpected, of a wrong shape or an unsupported
+            dtype, too large for the model's dtype, or not finite.
     """
     targets = find_targets(model)
     if on_meta := [name for name, t in targets.items() if t.parameter.is_meta]:
@@ -115,7 +115,9 @@ def _copy_all(placements: list[Placement], source: ModelSource, read_ahead: bool
 
 
 def _check_matrices(placements: list[Placement], source: ModelSource) -> None:
-    """Refuse values that are no numbers; the files are only read again where there may be some."""
+    """Refuse NaN and infinity in matrices on a GPU; files are read again only if a sum is not
+    finite.
+    """
     parameters = {
         id(placement.target.parameter): placement.target.parameter
         for placement in placements
@@ -135,7 +137,7 @@ def _check_matrices(placements: list[Placement], source: ModelSource) -> None:
 
 
 def _is_summed_later(placement: Placement) -> bool:
-    """Whether a device's memory is the faster place to look at the values."""
+    """Whether to check the values on the device, where it is faster."""
     return len(placement.tensor.shape) > 1 and placement.target.parameter.device.type != "cpu"
 
 
@@ -146,7 +148,7 @@ def _raise_wrong(errors: list[str], source: ModelSource) -> None:
 
 
 def _groups(placements: list[Placement]) -> Iterator[list[Placement]]:
-    """Neighbouring tensors of a file, some megabytes at a time."""
+    """Consecutive tensors of a file, up to 32 MiB per group."""
     group: list[Placement] = []
     size = 0
     for placement in placements:
@@ -161,7 +163,7 @@ def _groups(placements: list[Placement]) -> Iterator[list[Placement]]:
 
 @torch.no_grad()
 def _copy_group(file: Path, group: list[Placement], advance: Callable[[int], None]) -> list[str]:
-    """Copy tensors of one file; returns what is wrong with those that do not fit."""
+    """Copy tensors of one file; returns the errors of those that do not fit."""
     errors = []
     try:
         with safe_open(file, "pt") as handle:

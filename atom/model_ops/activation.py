@@ -9,7 +9,7 @@ from atom.model_ops.layer_context import LayerContext
 
 
 class SiluAndMul(nn.Module):
-    """[T, 2 * d] holding gate and up side by side -> silu(gate) * up, [T, d]."""
+    """[T, 2 * d], gate then up -> silu(gate) * up, [T, d]."""
 
     def __init__(self, size: int, context: LayerContext) -> None:
         super().__init__()

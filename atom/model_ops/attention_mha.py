@@ -18,11 +18,11 @@ from atom.model_ops.metadata import (
 
 
 class Attention(CachedAttention):
-    """Writes new keys and values to its KV cache, then attends over it.
+    """Writes keys and values to the KV cache, then attends over it.
 
     Attributes:
-        kv_cache: bound once by the runner, before the first forward.
-        kv_scale: the checkpoint's, for a cache of 8 bits.
+        kv_cache: bound before the first forward.
+        kv_scale: the checkpoint's scales, for an FP8 cache.
     """
 
     kv_cache: KVCacheTensor
@@ -41,7 +41,7 @@ class Attention(CachedAttention):
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.scale = scale
-        # Published configs write 0 and -1 for "off".
+        # Some checkpoint configs use 0 or -1 for "off".
         self.sliding_window = sliding_window if sliding_window and sliding_window > 0 else None
         self.kv_scale = KVScale(context.device)
         self._context = context
@@ -69,7 +69,7 @@ class Attention(CachedAttention):
             "num_blocks": cache.key.shape[0],
             "sliding_window": self.sliding_window or 0,
         }
-        # Together: what one writes the others read.
+        # Resolved together, since they must agree on the cache layout.
         self._write, self._decode, self._prefill = self._context.ops.resolve_together(
             ("kv_cache_write", "paged_attention", "prefill_attention"),
             self._context.dtype,
@@ -87,5 +87,5 @@ class Attention(CachedAttention):
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
 
     def write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
-        """The first half of `forward`, where nobody asks what comes out."""
+        """Write the KV cache without attending."""
         self._write(k, v, self.kv_cache, metadata.slot_mapping)

@@ -1,4 +1,4 @@
-"""Multi-head latent attention: one small vector per cached token, shared by all heads."""
+"""Multi-head latent attention (MLA): caches one latent vector per token, shared by all heads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,9 @@ from atom.model_ops.weights import copy_weight
 
 
 class LatentUpProjection(nn.Module):
-    """A latent [rank] to every head's key part and value, [heads * (nope + v), rank].
+    """Weights [heads * (nope + v), rank] that expand a latent into each head's key part and value.
 
-    Not a linear layer: attention reads it head by head, so it stays dense whatever the
-    storage of the other weights.
+    Not a linear layer: attention reads it per head, so it is never quantised.
     """
 
     def __init__(self, num_heads: int, rank: int, head_rows: int, context: LayerContext) -> None:
@@ -43,11 +42,11 @@ class LatentUpProjection(nn.Module):
 
 
 class MLAAttention(CachedAttention):
-    """Writes new latents to its KV cache, then attends over it.
+    """Writes latents to the KV cache, then attends over it.
 
     Attributes:
-        kv_cache: bound once by the runner, before the first forward.
-        kv_scale: the checkpoint's, for a cache of 8 bits.
+        kv_cache: bound before the first forward.
+        kv_scale: the checkpoint's scales, for an FP8 cache.
     """
 
     kv_cache: LatentCacheTensor
@@ -108,7 +107,7 @@ class MLAAttention(CachedAttention):
     ) -> torch.Tensor:
         """q [T, heads, nope + rope], latent [T, rank], k_rope [T, rope] -> [T, heads * v].
 
-        up_proj: [heads, nope + v, rank], from a latent to keys and values.
+        up_proj [heads, nope + v, rank] expands a latent into keys and values.
         """
         self.write(latent, k_rope, metadata)
         attend = self._decode if metadata.max_seqlen_q <= MAX_DECODE_QUERIES else self._prefill
@@ -118,5 +117,5 @@ class MLAAttention(CachedAttention):
     def write(
         self, latent: torch.Tensor, k_rope: torch.Tensor, metadata: AttentionMetadata
     ) -> None:
-        """The first half of `forward`, where nobody asks what comes out."""
+        """Write the KV cache without attending."""
         self._write(latent, k_rope, self.kv_cache, metadata.slot_mapping)

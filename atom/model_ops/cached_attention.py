@@ -1,4 +1,4 @@
-"""What an attention layer says to the paged cache: what it stores, and how it reads that."""
+"""The interface between attention layers and the paged KV cache."""
 
 from __future__ import annotations
 
@@ -14,12 +14,11 @@ from atom.model_ops.metadata import CacheTensor
 
 @dataclass(frozen=True)
 class StoredPart:
-    """One layer's share of a pool, for one of the parts that it stores.
+    """One layer's view of a pool, for one of its parts.
 
     Attributes:
         tensor: [num_blocks, block_size, *shape of the part].
-        scale: [1] float32 where the cache is stored in 8 bits, else None; what is stored times
-            the scale is the real number.
+        scale: [1] float32 for an FP8 cache, else None; value = stored number * scale.
     """
 
     tensor: torch.Tensor
@@ -27,10 +26,9 @@ class StoredPart:
 
 
 class CachedAttention(nn.Module, ABC):
-    """An attention layer that keeps something of every token in the paged cache.
+    """An attention layer that stores something per token in the paged cache.
 
-    What that is, the layer alone knows: the cache allocates the parts that it is asked for. A new
-    kind of attention is a new subclass.
+    The layer alone defines what; the cache allocates it. A new kind of attention is a new subclass.
 
     Attributes:
         kv_cache: bound before the first forward.
@@ -40,23 +38,23 @@ class CachedAttention(nn.Module, ABC):
 
     @abstractmethod
     def stored_parts(self) -> Mapping[str, tuple[int, ...]]:
-        """What one token stores: the shape of each part by its name.
+        """Name and shape of each part that one token stores.
 
-        Parts of the same shape lie one after another in one pool, in this order.
+        Parts with the same shape are stored in one pool, in this order.
         """
 
     @abstractmethod
     def stored_scales(self, storage: torch.dtype) -> torch.Tensor:
-        """[parts] float32, in the order of `stored_parts`, for a `storage` of 8 bits."""
+        """[parts] float32, in the order of `stored_parts`, for an FP8 `storage`."""
 
     @abstractmethod
     def view_cache(self, parts: Mapping[str, StoredPart]) -> CacheTensor:
-        """The parts by name, as this layer's ops take them."""
+        """The parts, in the form that this layer's ops take."""
 
     @abstractmethod
     def bind_kv_cache(self, cache: CacheTensor) -> None:
-        """Use `cache`, from `view_cache`, from now on, with the ops that suit it.
+        """Use `cache`, made by `view_cache`, and select the ops for it.
 
         Raises:
-            TypeError: when the cache is of another attention's kind.
+            TypeError: when the cache is of another kind of attention.
         """

@@ -11,7 +11,7 @@ from atom.model_ops.weights import copy_weight
 
 
 class VocabParallelEmbedding(nn.Module):
-    """Rows of the vocabulary split over the ranks; absent rows count as zero before the sum."""
+    """Token embedding, split over the ranks by vocabulary."""
 
     def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class VocabParallelEmbedding(nn.Module):
 
 
 class ParallelLMHead(nn.Module):
-    """Hidden states to logits, the vocabulary split over the ranks."""
+    """Output head, split over the ranks by vocabulary."""
 
     def __init__(
         self,
@@ -47,7 +47,7 @@ class ParallelLMHead(nn.Module):
         super().__init__()
         self.group = context.group
         rows = context.group.divide(vocab_size, "vocab_size")
-        self._tied_to = (tied_to,)  # in a tuple: the embedding stays one module, not two
+        self._tied_to = (tied_to,)  # a tuple, so that it is not registered as a submodule again
         if tied_to is None:
             self.weight = context.empty(rows, hidden_size)
         self._linear = context.ops.resolve(

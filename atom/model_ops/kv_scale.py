@@ -1,8 +1,7 @@
-"""Per-tensor scales of an 8-bit KV cache, as checkpoints carry them.
+"""Per-tensor scales of an FP8 KV cache, loaded from the checkpoint.
 
-What is stored times the scale is the real number. Checkpoints calibrate scales for e4m3fn
-(largest number 448). The same bits mean half as much in e4m3fnuz (largest 240), so there the
-scale is doubled.
+value = stored number * scale. Checkpoints calibrate scales for e4m3fn (maximum 448). In e4m3fnuz
+(maximum 240) the same bits mean half as much, so there the scale is doubled.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ FP8_TYPES = (torch.float8_e4m3fn, torch.float8_e4m3fnuz)
 
 _PARTS = ("k", "v")
 
-# The attention's name, then which scale: "k", "v", or "kv" for one that serves both.
+# Groups: the attention's name, and "k", "v" or "kv" (one scale for both).
 _FORMATS = (
     # compressed-tensors and vLLM; ModelOpt puts them beside the projections.
     re.compile(r"(.+\.self_attn)\.(?:attn\.|[kv]_proj\.|qkv_proj\.)?([kv])_scale"),
@@ -27,7 +26,7 @@ _FORMATS = (
     re.compile(r"(.+\.self_attn)\.(?:attn\.)?(kv)_scale"),
 )
 
-# Of queries and probabilities, which are never stored: attention multiplies in the model's type.
+# Scales of queries and probabilities are unused: attention computes in the model's dtype.
 _UNUSED = re.compile(
     r".+\.self_attn\.(?:(?:attn\.|q_proj\.|qkv_proj\.)?q_scale|q_proj\.output_scale"
     r"|(?:attn\.)?prob(?:_output)?_scale)"
@@ -35,21 +34,21 @@ _UNUSED = re.compile(
 
 
 class KVScale(nn.Module):
-    """What a checkpoint says about the range of one layer's keys and values.
+    """The KV cache scales of one layer.
 
     Attributes:
-        given: [2] float32, the scales of keys and of values; 0 where the checkpoint has none.
+        given: [2] float32, the checkpoint's scales of keys and values; 0 where it has none.
     """
 
     given: torch.Tensor
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
-        # A buffer: a checkpoint may leave it alone.
+        # A buffer, since a checkpoint need not fill it.
         self.register_buffer("given", torch.zeros(len(_PARTS), device=device))
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        """Take the scale of "k", of "v" or, without a shard, of both.
+        """Load the scale of "k" or "v", or of both without a shard.
 
         Raises:
             ValueError: when it is not one positive finite number.
@@ -69,15 +68,15 @@ class KVScale(nn.Module):
 
     @property
     def is_given(self) -> bool:
-        """Whether the checkpoint has any."""
+        """Whether the checkpoint has any of the scales."""
         return bool(self.given.any())
 
     def of_keys_and_values(self, storage: torch.dtype) -> torch.Tensor:
-        """[2] float32 for a cache of type `storage`; 1 where the checkpoint has none."""
+        """[2] float32 for a cache of dtype `storage`; 1 where the checkpoint has none."""
         return _as_stored(self.given, storage)
 
     def of_latents(self, storage: torch.dtype) -> torch.Tensor:
-        """[1] float32: a latent is both key and value, so the wider range counts."""
+        """[1] float32: the larger scale, since a latent serves as key and value."""
         return _as_stored(self.given.amax(0, keepdim=True), storage)
 
 
@@ -87,7 +86,7 @@ def _as_stored(given: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
 
 
 def place_kv_scale(name: str) -> tuple[str, str | None] | None:
-    """The buffer and the shard for a checkpoint's tensor; None when it is no such scale."""
+    """Buffer and shard for a checkpoint tensor; None if it is not a KV scale."""
     for pattern in _FORMATS:
         if match := pattern.fullmatch(name):
             attention, part = match.groups()
@@ -96,5 +95,5 @@ def place_kv_scale(name: str) -> tuple[str, str | None] | None:
 
 
 def is_unused_scale(name: str) -> bool:
-    """Whether a checkpoint's tensor is a scale of what is never stored in 8 bits."""
+    """Whether a checkpoint tensor is a scale of something that is not cached."""
     return _UNUSED.fullmatch(name) is not None

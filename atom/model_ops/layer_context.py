@@ -1,4 +1,4 @@
-"""What every layer is built with, passed as one argument instead of living in globals."""
+"""What every layer is built with, passed as one argument."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from atom.platform import Platform, current_platform
 class LayerContext:
     """Attributes:
     dtype, device: of weights and activations.
-    ops: which implementation each op runs.
+    ops: selects the implementation of each op.
     group: ranks that share the weights.
     quant: how linear weights are stored.
-    max_model_len: longest context, the size of rotary tables.
+    max_model_len: longest context; the size of rotary tables.
     """
 
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class LayerContext:
     def create(
         cls, dtype: torch.dtype, max_model_len: int, platform: Platform | None = None
     ) -> LayerContext:
-        """A context of one rank on the given or the current platform."""
+        """A context of one rank, on the given or the current platform."""
         platform = platform or current_platform()
         return cls(dtype, platform.device, OpTable(platform, OPS), max_model_len)
 

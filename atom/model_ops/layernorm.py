@@ -1,4 +1,4 @@
-"""RMS normalisation, with the residual addition that usually precedes it."""
+"""RMS norm, with the residual addition that usually precedes it."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Linear layers that know the group of ranks their weights are split over.
+"""Linear layers with weights split over a group of ranks.
 
-Weights are [out_features, in_features] of this rank. A fused layer stacks several of the
-checkpoint's matrices along the output; `load_weight` puts each at its place.
+Weights are this rank's [out_features, in_features]. A fused layer stacks several checkpoint
+matrices along the output; `load_weight` copies each to its rows.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from atom.model_ops.layer_context import LayerContext
 
 
 class LinearBase(nn.Module):
-    """What all linear layers share: sizes of this rank, a quant method, its parameters."""
+    """Base of all linear layers: this rank's sizes, a quant method, parameters."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
@@ -59,7 +59,7 @@ class ColumnParallelLinear(LinearBase):
 
 
 class MergedColumnParallelLinear(LinearBase):
-    """Several column-parallel matrices of the same input in one product."""
+    """Several column-parallel matrices with the same input, as one product."""
 
     def __init__(
         self,
@@ -80,9 +80,9 @@ class MergedColumnParallelLinear(LinearBase):
 
 
 class QKVParallelLinear(LinearBase):
-    """Query, key and value projections in one product, split by heads.
+    """Query, key and value projections as one product, split by heads.
 
-    Where there are fewer KV heads than ranks, each is replicated on `size / heads` ranks.
+    With fewer KV heads than ranks, each is replicated on `size / heads` ranks.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class QKVParallelLinear(LinearBase):
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, out_features] -> q [T, heads, d], k and v [T, kv_heads, d], views."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        # Half the overhead of `torch.split`, which counts for a single token.
+        # Half the overhead of `torch.split`, which matters for single tokens.
         return torch.split_with_sizes(qkv.view(qkv.shape[0], -1, self.head_dim), heads, 1)
 
 
 class RowParallelLinear(LinearBase):
-    """Input features split over the ranks; the partial products are summed.
+    """Input features split over the ranks; partial products are summed.
 
-    Without `reduce` the output is this rank's part, which the caller sums with others.
+    With `reduce` false the output is this rank's partial sum, which the caller must reduce.
     """
 
     def __init__(
@@ -141,7 +141,7 @@ class RowParallelLinear(LinearBase):
     ) -> None:
         self.reduce = reduce
         share = context.group.divide(in_features, "in_features")
-        # Added once, by the first rank, before the sum.
+        # Only the first rank adds the bias, before the sum.
         super().__init__(share, out_features, bias and context.group.rank == 0, context, prefix)
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
@@ -158,7 +158,7 @@ class RowParallelLinear(LinearBase):
 
 
 def process_after_loading(model: nn.Module) -> None:
-    """Bring every linear layer's weights into the layout that its op wants."""
+    """Convert every linear layer's weights to the layout that its op needs."""
     for module in model.modules():
         if isinstance(module, LinearBase):
             module.process_after_loading()

@@ -1,4 +1,4 @@
-"""The tensors that one forward pass takes and gives. All are frozen; none is global."""
+"""Inputs and outputs of a forward pass, as frozen values that are passed as arguments."""
 
 from __future__ import annotations
 
@@ -13,25 +13,24 @@ _T = TypeVar("_T")
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Where the tokens of a batch sit in the paged KV cache.
+    """Where the tokens of a batch are in the paged KV cache.
 
-    There is no prefill or decode flag: an attention op decides from the lengths. T tokens of
-    B sequences lie one sequence after another.
+    There is no prefill or decode flag: attention ops decide from the lengths. The T tokens of B
+    sequences are concatenated.
 
     Attributes:
-        slot_mapping: [T] int64; token t is written to slot `block_id * block_size + offset`;
-            -1 writes nothing (padding).
-        block_tables: [B, max_blocks] int32, rows padded with 0.
-        block_counts: [B] int32; how many entries of each row are the sequence's own.
+        slot_mapping: [T] int64; slot `block_id * block_size + offset` of each token; -1 means no
+            write (padding).
+        block_tables: [B, max_blocks] int32; entries beyond `block_counts` are stale ids.
+        block_counts: [B] int32; number of valid entries in each row of `block_tables`.
         context_lens: [B] int32; tokens in the cache after this step's writes.
-        cu_seqlens_q: [B + 1] int32; tokens of sequence b are cu_seqlens_q[b] .. cu_seqlens_q[b+1].
-        max_seqlen_q, max_context_len: the largest query length, and the largest context length
-            or an upper bound of it.
-        query_lens_cpu, context_lens_cpu: the lengths on the host, for ops that group by them.
-            context_lens_cpu is None where the host does not know: inside a graph, which is
-            replayed for other lengths than it was captured with, and in a draft's single-token
-            steps. Then `context_lens` alone says how far each sequence reaches; an op sizes its
-            work by `max_context_len` and masks.
+        cu_seqlens_q: [B + 1] int32; sequence b has tokens cu_seqlens_q[b] .. cu_seqlens_q[b + 1].
+        max_seqlen_q, max_context_len: the largest query length, and the largest context length or
+            an upper bound of it.
+        query_lens_cpu, context_lens_cpu: the lengths on the host. context_lens_cpu is None if they
+            are unknown: in a graph, which is replayed with other lengths than at capture, and in a
+            draft's single-token steps. Then an op sizes its work by `max_context_len` and masks by
+            `context_lens`.
     """
 
     slot_mapping: torch.Tensor
@@ -48,9 +47,9 @@ class AttentionMetadata:
     )
 
     def derive(self, key: Hashable, compute: Callable[[], _T]) -> _T:
-        """What `compute` makes of this metadata; made by the first layer, shared by all others.
+        """The result of `compute`, which is called once per key and shared by all layers.
 
-        Every pass, and every run of a capture, has metadata of its own, and so has what is derived.
+        Each forward pass, and each run of a capture, has its own metadata.
         """
         if key not in self._derived:
             self._derived[key] = compute()
@@ -59,11 +58,11 @@ class AttentionMetadata:
 
 @dataclass(frozen=True)
 class ModelInput:
-    """One batch for a model.
+    """The input of a forward pass.
 
     Attributes:
         input_ids, positions: [T] int64.
-        attention: where the T tokens sit in the KV cache.
+        attention: where the T tokens are in the KV cache.
     """
 
     input_ids: torch.Tensor
@@ -75,7 +74,7 @@ class ModelInput:
 class ModelOutput:
     """Attributes:
     hidden_states: [T, hidden], after the final norm.
-    aux_hidden_states: one [T, hidden] tensor per requested layer; empty when nobody asked.
+    aux_hidden_states: one [T, hidden] tensor per requested layer; empty when none is requested.
     """
 
     hidden_states: torch.Tensor
@@ -84,15 +83,15 @@ class ModelOutput:
 
 @dataclass(frozen=True)
 class KVCacheTensor:
-    """One attention layer's share of the paged pool.
+    """One attention layer's view of the KV pool.
 
-    On a GPU one block more lies at the end, which no sequence owns: slot -1 is its last slot, so
-    that rows without a slot can be written without asking which they are.
+    On a GPU there is a spare block at the end that no sequence owns: slot -1 is its last slot, so
+    that rows without a slot can be written without a host sync.
 
     Attributes:
         key, value: [num_blocks, block_size, num_kv_heads, head_dim].
-        key_scale, value_scale: [1] float32 where the cache is stored in 8 bits, else None; what
-            is stored times the scale is the real number.
+        key_scale, value_scale: [1] float32 for an FP8 cache, else None; value = stored number *
+            scale.
     """
 
     key: torch.Tensor
@@ -107,12 +106,12 @@ class KVCacheTensor:
 
 @dataclass(frozen=True)
 class LatentCacheTensor:
-    """One latent attention layer's share of the paged pool; on a GPU with that spare block too.
+    """One MLA layer's view of the KV pool; on a GPU with a spare block, as in `KVCacheTensor`.
 
     Attributes:
-        latent: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]; per token the
-            normalised latent, then the rotated part of the key.
-        scale: [1] float32 where the cache is stored in 8 bits, else None.
+        latent: [num_blocks, block_size, kv_lora_rank + qk_rope_head_dim]; per token the normalised
+            latent, then the rotated part of the key.
+        scale: [1] float32 for an FP8 cache, else None.
     """
 
     latent: torch.Tensor
@@ -123,7 +122,7 @@ class LatentCacheTensor:
         return self.latent.shape[1]
 
 
-# The most queries of a sequence that an op for decoding and verifying takes: a token and 15 drafts.
+# Most queries per sequence in decode and verify ops: one token and 15 drafts.
 MAX_DECODE_QUERIES = 16
 
 CacheTensor: TypeAlias = KVCacheTensor | LatentCacheTensor
@@ -131,14 +130,16 @@ CacheTensor: TypeAlias = KVCacheTensor | LatentCacheTensor
 
 @dataclass(frozen=True)
 class SamplingMetadata:
-    """How a token is chosen for each of R rows of scores.
+    """Sampling options of R rows of scores.
 
-    An optional tensor is None when no row needs it, so a greedy batch does no sampling work.
+    A tensor is None when no row needs it, so a greedy batch does no sampling work.
 
     Attributes:
         temperature: [R] float32; 0 is greedy. None when every row is greedy.
-        top_k: [R] int32, vocabulary size when off. top_p, min_p: [R] float32.
-        seeds: [R] int64. positions: [R] int64, the position that the sampled token will take.
+        top_k: [R] int32; the vocabulary size when off.
+        top_p, min_p: [R] float32.
+        seeds: [R] int64.
+        positions: [R] int64, of the token to sample.
     """
 
     temperature: torch.Tensor | None = None
@@ -149,6 +150,6 @@ class SamplingMetadata:
     positions: torch.Tensor | None = None
 
     def select(self, rows: torch.Tensor) -> SamplingMetadata:
-        """The same of `rows` [n] int64."""
+        """The options of `rows` [n] int64."""
         fields = (self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.positions)
         return SamplingMetadata(*(None if f is None else f[rows] for f in fields))

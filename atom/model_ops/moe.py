@@ -1,4 +1,4 @@
-"""Mixture of experts: the router, and all experts' weights in two tensors."""
+"""Mixture of experts: the router, and the experts' weights in two tensors."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.routing import Routing
 from atom.model_ops.weights import copy_weight
 
-# The checkpoint's module or tensor -> the parameter that holds it.
+# The checkpoint's module or tensor -> our parameter.
 _PARAMETERS = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
 _STACKED = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 
 class TopKRouter(nn.Module):
-    """Chooses each token's experts, in float32 whatever the type of the activations."""
+    """Chooses each token's experts; computes in float32."""
 
     def __init__(
         self, hidden_size: int, routing: Routing, has_correction_bias: bool, context: LayerContext
@@ -54,11 +54,11 @@ class TopKRouter(nn.Module):
 
 
 class FusedMoE(nn.Module):
-    """Every expert's gated MLP; the intermediate dimension is split over the ranks.
+    """The gated MLPs of all experts; the intermediate dimension is split over the ranks.
 
     Attributes:
-        w13: [experts, 2 * inter, hidden], each expert's gate above its up projection.
-        w2: [experts, hidden, inter], the down projections.
+        w13: [experts, 2 * inter, hidden], gate above up projection.
+        w2: [experts, hidden, inter], down projection.
     """
 
     def __init__(
@@ -79,7 +79,7 @@ class FusedMoE(nn.Module):
         )
 
     def place_weight(self, name: str) -> tuple[str, str | None] | None:
-        """`3.gate_proj.weight` is one expert's matrix, `gate_up_proj` that of all of them."""
+        """`3.gate_proj.weight` is one expert's matrix, `gate_up_proj` those of all experts."""
         if name in _STACKED:
             return _STACKED[name], None
         match = re.fullmatch(r"((\d+)\.(\w+))\.weight", name)
@@ -93,14 +93,14 @@ class FusedMoE(nn.Module):
         return tuple(f"{i}.{part}" for i in range(self.num_experts) for part in parts)
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        """Place one expert's matrix, or without a shard those of all experts, [experts, ...]."""
+        """Load one expert's matrix, or, without a shard, those of all experts, [experts, ...]."""
         if shard is not None:
             expert, _, part = shard.partition(".")
             copy_weight(self._part(part)[int(expert)], self._local(tensor, part))
         elif name == "w2":
             copy_weight(self.w2, self._local(tensor, "down_proj"))
         else:
-            # Over ranks gate and up are split separately.
+            # Gate and up are split over the ranks separately.
             gate, up = tensor.chunk(2, dim=1)
             copy_weight(self._part("gate_proj"), self._local(gate, "gate_proj"))
             copy_weight(self._part("up_proj"), self._local(up, "up_proj"))
@@ -116,6 +116,6 @@ class FusedMoE(nn.Module):
         return self.group.shard(tensor, tensor.dim() - (1 if part == "down_proj" else 2))
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden], weights and expert ids [T, k] -> this rank's share of [T, hidden]."""
+        """x [T, hidden], weights and expert ids [T, k] -> this rank's partial sum [T, hidden]."""
         out: torch.Tensor = self._experts(x, self.w13, self.w2, weights, ids)
         return out

@@ -1,8 +1,7 @@
 """Sampling noise as a pure function of (seed, position, token id).
 
-A token drawn with a seed is the same in any batch, after preemption, and with or without
-speculation, because nothing here has state. The random bits use 32-bit unsigned arithmetic
-only, so any kernel can reproduce them exactly:
+Stateless, so a token sampled with a seed does not depend on the batch, preemption or speculation.
+The random bits use 32-bit unsigned arithmetic only, so any kernel can reproduce them exactly:
 
     xs(h, n)  = h ^ (h >> n)                                    (logical shift)
     mix(h)    = xs(xs(xs(h, 16) * 0x21f0aaad, 15) * 0xd35a2d97, 15)
@@ -22,8 +21,8 @@ only, so any kernel can reproduce them exactly:
         v = min((bits & 0x7fffffff) * 2^-31 + 2^-32, 1 - 2^-24)
         E = -log(1 - v)                                         (as log1p(-v))
 
-`mix` is the two-round 32-bit integer hash of C. Wellons' hash-prospector. Small E, which is
-what wins a race, has a resolution of 2^-31; E lies in [2^-32, 16.7].
+`mix` is the two-round 32-bit integer hash of C. Wellons' hash-prospector. Small E, which win races,
+have a resolution of 2^-31; E is in [2^-32, 16.7].
 """
 
 from __future__ import annotations
@@ -55,8 +54,7 @@ def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     Returns:
         [R, 2] int32.
     """
-    # The int32 view of an int64 is its low and its high word: every supported machine is
-    # little-endian.
+    # The int32 view of an int64 is (low word, high word): supported machines are little-endian.
     words = torch.stack((seeds, positions), dim=-1).view(torch.int32)
     mixed = _mix_(words[:, None, :] ^ _key_constants(seeds.device))
     return _mix_(mixed.sum(-1, dtype=torch.int32))
@@ -69,7 +67,7 @@ def _key_constants(device: torch.device) -> torch.Tensor:
 
 @functools.lru_cache(maxsize=4)
 def token_hashes(vocab_size: int, device: torch.device) -> torch.Tensor:
-    """`t` of every token id: [vocab_size] int32. The cached tensor must not be written to."""
+    """`t` of every token id: [vocab_size] int32. Cached: do not modify."""
     token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
     return _mix_(token_ids.mul_(_int32(_TOKEN_MUL)))
 
@@ -100,8 +98,8 @@ def exponential_noise(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:
     h = hashes ^ keys[:, :1]
     scratch = torch.empty_like(h)
     bits = _mix_(h, scratch, keys[:, 1:]).bitwise_and_(_int32(0x7FFFFFFF))
-    # -v; the clamp also catches the few bits that float32 rounds up to v = 1. The scratch is
-    # reused because fresh pages cost more than the arithmetic.
+    # -v; the clamp also covers values that float32 rounds up to v = 1. The scratch buffer is reused
+    # because new memory pages cost more than the arithmetic.
     negated = scratch.view(torch.float32).copy_(bits)
     negated.mul_(-(2.0**-31)).sub_(2.0**-32).clamp_(min=2.0**-24 - 1)
     return negated.log1p_().neg_()
@@ -124,12 +122,12 @@ def _mix_(
 
 
 def _xor_shift_(h: torch.Tensor, bits: int, scratch: torch.Tensor) -> None:
-    # int32 shifts are arithmetic; the mask drops the copies of the sign.
+    # int32 shifts are arithmetic; the mask clears the sign bits.
     torch.bitwise_right_shift(h, _int32(bits), out=scratch)
     h.bitwise_xor_(scratch.bitwise_and_(_int32((1 << (32 - bits)) - 1)))
 
 
 @functools.cache
 def _int32(value: int) -> torch.Tensor:
-    """A constant as a tensor: torch takes three times as long to wrap a Python number."""
+    """A constant as a tensor, which is three times faster than passing a Python number."""
     return torch.tensor(value, dtype=torch.int32)

@@ -1,4 +1,4 @@
-"""The table of ops as text: what runs, and why nothing better does."""
+"""The op table as text: what runs, and why better implementations do not."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ if TYPE_CHECKING:
     from atom.model_ops.registry import OpChoice, OpQuery
 
 _HEADER = ("op", "runs", "where", "better ones passed over")
-# Sizes of one name that a row lists before it only counts them.
+# Up to this many sizes are listed; more are only counted.
 _MOST_VALUES = 4
 
 _Reasons = tuple[tuple[str, str], ...]
 
 
 def format_choices(choices: Iterable[OpChoice]) -> str:
-    """A row for each distinct decision.
+    """One row per distinct decision.
 
-    Where an op has several, `where` tells them apart by data types and sizes. Each better
-    implementation has a line of its own.
+    If an op has several, the column `where` distinguishes them by dtypes and sizes. Each better
+    implementation has a line with its reason.
     """
     decisions: dict[str, dict[tuple[str, _Reasons], list[OpQuery]]] = {}
     for choice in choices:
@@ -45,7 +45,7 @@ def _join(line: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _telling_apart(groups: Sequence[Sequence[OpQuery]]) -> list[str]:
-    """Names of the properties whose values differ between decisions."""
+    """Names of the properties that differ between decisions."""
     if len(groups) == 1:
         return []
     values = [_values(group) for group in groups]
@@ -58,7 +58,7 @@ def _where(queries: Sequence[OpQuery], names: Iterable[str]) -> str:
 
 
 def _values(queries: Sequence[OpQuery]) -> Mapping[str, Mapping[str, None]]:
-    """Each property's values, in order and without repetition."""
+    """Each property's distinct values, in order."""
     values: dict[str, dict[str, None]] = {}
     for query in queries:
         properties = {"dtype": _short(query.dtype), "cache": _short(query.storage), **query.shape}

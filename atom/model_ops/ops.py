@@ -1,4 +1,4 @@
-"""Every op and its implementations, a line each. Which is best: `registry.preference`."""
+"""All ops and their implementations, one line each. `registry.preference` has their order."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from atom.model_ops.kernels.native import bindings as native
 from atom.model_ops.kernels.triton import support as triton
 from atom.model_ops.registry import PACKED, PLAIN, Implementation, OpQuery, always
 
-# Why nothing of a folder of kernels can run; asked before a module of it is imported.
+# Why no kernel of a folder can run; checked before any of its modules is imported.
 _FOLDERS: Mapping[str, Callable[[OpQuery], str | None]] = {
     "aiter": always,  # each adapter says which entry points it requires
     "gluon": triton.refuses_gluon,
@@ -21,12 +21,12 @@ _FOLDERS: Mapping[str, Callable[[OpQuery], str | None]] = {
 
 
 def _kernel(function: str, refuses: str | None = None, layout: str = PLAIN) -> Implementation:
-    """A line of the table; nothing that it names is imported before it is needed.
+    """One implementation. Nothing that it names is imported before it is needed.
 
     Args:
-        function: `folder.module:function` in `kernels`; the folder names the implementation.
-        refuses: the function, written likewise, that is given a query and says why `function`
-            cannot run; None when it takes all that its folder takes.
+        function: `folder.module:function` in `kernels`; the folder is the implementation's name.
+        refuses: path of a function that returns why `function` cannot run, or None if it can. None
+            if the folder's check suffices.
         layout: of the KV cache.
     """
     folder = function.partition(".")[0]
@@ -75,7 +75,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("triton.rope:rope"),
         _kernel("torch.elementwise:rope"),
     ),
-    # Of two of one name the first that is supported runs: packed, where that can be.
+    # Of two with the same name, the first supported one is used: packed if possible.
     "kv_cache_write": (
         _kernel("aiter.cache_write:kv_cache_write_packed", "aiter.layout:refuses_packed", PACKED),
         _kernel("aiter.cache_write:kv_cache_write", "aiter.cache_write:refuses_plain"),

@@ -1,8 +1,8 @@
-"""One table of operations: which implementations exist, which one runs, and why.
+"""The op table: which implementations exist, which one is selected, and why.
 
-An implementation is chosen once, at start-up, from the platform, the data types and the model's
-real shapes. The first supported one in the platform's order of preference wins; a reason is kept
-for every one passed over. `ATOM_OP_<NAME>=impl` overrides the choice or fails.
+The choice is made once, at start-up, for the platform, dtypes and shapes of the model. The first
+supported implementation in the platform's order of preference is used; for each one passed over the
+reason is recorded. `ATOM_OP_<NAME>=impl` overrides the choice or fails.
 """
 
 from __future__ import annotations
@@ -17,21 +17,20 @@ from atom.config import op_override
 from atom.model_ops.op_report import format_choices
 from atom.platform import Platform
 
-# How the bytes of a KV cache lie unless all ops that touch it agree on something else: as the
-# cache tensors of `metadata` say.
+# KV cache layouts: plain, as described in `metadata`, unless all ops of a cache agree on another.
 PLAIN = "plain"
-# As `kernels/aiter/layout.py` says.
+# As described in `kernels/aiter/layout.py`.
 PACKED = "packed"
 
 
 @dataclass(frozen=True)
 class OpQuery:
-    """What an implementation is asked to support.
+    """What an implementation must support.
 
     Attributes:
         dtype: of weights and activations.
-        shape: the sizes that matter to the op, by name (`head_dim`, `in_features`, ...).
-        storage: the type of the KV cache, for ops that read or write one.
+        shape: relevant sizes by name (`head_dim`, `in_features`, ...).
+        storage: dtype of the KV cache, for ops that use one.
     """
 
     platform: Platform
@@ -42,13 +41,13 @@ class OpQuery:
 
 @dataclass(frozen=True)
 class Implementation:
-    """One way to run an op.
+    """One implementation of an op.
 
     Attributes:
         name: `torch`, `native`, `triton`, `gluon` or `aiter`.
-        supports: None when it can run, else the reason why not.
-        load: imports and returns what runs; called only when chosen.
-        layout: how it wants the bytes of the KV cache that it touches to lie.
+        supports: returns None if it can run, else the reason why not.
+        load: imports and returns the function; called only if selected.
+        layout: KV cache layout that it needs.
     """
 
     name: str
@@ -59,7 +58,7 @@ class Implementation:
 
 @dataclass(frozen=True)
 class OpChoice:
-    """What was decided for one query."""
+    """The decision for one query."""
 
     op: str
     query: OpQuery
@@ -70,20 +69,20 @@ class OpChoice:
 
 
 def preference(platform: Platform) -> tuple[str, ...]:
-    """Names of implementations, best first; a platform runs no others."""
+    """Names of the implementations that a platform may use, best first."""
     if platform.kind == "cpu":
-        return ("native", "torch", "triton")  # triton is interpreted: for tests, never for speed
+        return ("native", "torch", "triton")  # triton is interpreted here, for tests only
     if platform.kind == "rocm" and platform.arch in ("gfx942", "gfx950"):
         return ("aiter", "gluon", "triton", "torch")
     return ("triton", "torch")
 
 
 class OpUnavailableError(RuntimeError):
-    """No implementation, or not the one the user demanded, can run; the message says why."""
+    """No implementation can run, or not the one demanded by an override; the message says why."""
 
 
 class OpTable:
-    """Resolves ops for one engine and remembers every choice."""
+    """Selects the ops of one engine and records every choice."""
 
     def __init__(
         self, platform: Platform, registry: Mapping[str, tuple[Implementation, ...]]
@@ -95,12 +94,12 @@ class OpTable:
     def resolve(
         self, op: str, dtype: torch.dtype, storage: torch.dtype | None = None, /, **shape: int
     ) -> Any:
-        """The function that runs `op` for these data types and this shape.
+        """The function for `op` with these dtypes and sizes.
 
-        Of an op on a KV cache, one that leaves the cache in its plain layout.
+        For ops on a KV cache, only implementations with the plain layout.
 
         Raises:
-            OpUnavailableError: when nothing can, or an override cannot be honoured.
+            OpUnavailableError: when there is none, or an override cannot be honoured.
         """
         key = (op, dtype, storage, *sorted(shape.items()))
         if key not in self._choices:
@@ -116,12 +115,12 @@ class OpTable:
         /,
         **shape: int,
     ) -> tuple[Any, ...]:
-        """The functions that run all `ops` on one KV cache, in one layout of its bytes.
+        """The functions for all `ops` on one KV cache, with the same layout.
 
-        The best of each, when they want the same layout; else the best of each in the plain one.
+        The best of each if they agree on a layout, else the best with the plain layout.
 
         Raises:
-            OpUnavailableError: when there is none for an op, or an override cannot be honoured.
+            OpUnavailableError: when an op has none, or an override cannot be honoured.
         """
         keys = [(op, ops, dtype, storage, *sorted(shape.items())) for op in ops]
         if not all(key in self._choices for key in keys):
@@ -133,7 +132,7 @@ class OpTable:
         return tuple(self._choices[key].function for key in keys)
 
     def _choose(self, op: str, query: OpQuery, layout: str | None = None) -> OpChoice:
-        """The best implementation that keeps the cache in `layout`; in any, without one."""
+        """The best implementation with `layout`, or with any if None."""
         candidates = self._candidates(op)
         wanted = op_override(op)
         names = dict.fromkeys(candidate.name for candidate in candidates)
@@ -172,7 +171,7 @@ class OpTable:
         return sorted(listed, key=lambda candidate: order.index(candidate.name))
 
     def describe(self) -> str:
-        """The choices made so far, a row for each distinct decision."""
+        """A table of the choices made so far, one row per distinct decision."""
         return format_choices(self._choices.values())
 
 

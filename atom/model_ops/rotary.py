@@ -1,4 +1,4 @@
-"""Rotary position embedding with the scaling that the checkpoint asks for."""
+"""Rotary position embedding, with the checkpoint's scaling."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 class RotaryEmbedding(nn.Module):
     """Rotates the two halves of each head ("neox" style) by position.
 
-    With `interleaved`, a checkpoint's heads hold pairs (x0, x1), (x2, x3), ... instead; they leave
-    as halves, which changes no product of a query and a key.
+    With `interleaved`, the checkpoint's heads have pairs (x0, x1), (x2, x3), ... instead; they are
+    returned as halves, which does not change products of queries and keys.
 
-    The table covers the engine's whole context. "dynamic" scaling depends on a sequence's
-    length in its paper; a KV cache needs one rotation per position, so the base is the one of
-    the longest context the engine serves, and unchanged when that is within the original one.
+    The table covers the whole context that the engine serves. With "dynamic" scaling the base is
+    that of the longest context served, unchanged if it is within the original one: the paper's base
+    depends on the sequence's current length, but cached keys need one rotation per position.
 
     Raises:
-        ValueError: for a rope type other than `SUPPORTED_ROPE_TYPES`, and for parameters that
-            lead to no finite frequencies.
+        ValueError: for a rope type not in `SUPPORTED_ROPE_TYPES`, or parameters without finite
+            frequencies.
     """
 
     cos_sin: torch.Tensor
@@ -60,7 +60,7 @@ class RotaryEmbedding(nn.Module):
 def rope_frequencies(
     config: PretrainedConfig, head_dim: int, max_model_len: int
 ) -> tuple[torch.Tensor, float]:
-    """The inverse frequencies [rotary_dim / 2] and the factor on cos and sin."""
+    """The inverse frequencies [rotary_dim / 2], and the factor on cos and sin."""
     parameters = config.rope_parameters
     rope_type = parameters.get("rope_type", "default")
     if rope_type not in SUPPORTED_ROPE_TYPES:

@@ -1,4 +1,4 @@
-"""How a mixture of experts chooses: the part of a checkpoint's config that changes the maths."""
+"""The routing options of a mixture of experts, from the checkpoint's config."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ GROUP_SCORES = ("max", "top2_sum")
 @dataclass(frozen=True)
 class Routing:
     """Attributes:
-    num_experts, top_k: experts there are, and that each token visits.
-    scoring: how logits become scores, `softmax` or `sigmoid`.
-    num_groups, top_groups: experts lie in equal groups; only the best groups are eligible.
-    group_score: a group counts as its best score (`max`) or its two best (`top2_sum`).
-    renormalize: the chosen scores are divided by their sum.
+    num_experts, top_k: number of experts, and of those chosen per token.
+    scoring: from logits to scores, `softmax` or `sigmoid`.
+    num_groups, top_groups: experts form equal groups; only the best groups are eligible.
+    group_score: a group's score is its best expert's (`max`) or the sum of its two best
+    (`top2_sum`).
+    renormalize: whether the chosen scores are divided by their sum.
     scaling: factor on the resulting weights.
 
     Raises:

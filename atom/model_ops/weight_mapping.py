@@ -1,4 +1,4 @@
-"""How a checkpoint's tensors find their place in a model."""
+"""Maps a checkpoint's tensors to a model's parameters."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ import torch
 @dataclass(frozen=True)
 class WeightMapping:
     """Attributes:
-    renames: prefix in the checkpoint -> prefix in the model, the first that fits.
-    packed: fused module name -> the checkpoint's modules that it stacks, in order.
-    ignored: regular expressions of checkpoint tensors that are knowingly not used.
+    renames: checkpoint prefix -> model prefix; the first match applies.
+    packed: fused module name -> the checkpoint modules that it stacks, in order.
+    ignored: regular expressions of checkpoint tensors that are deliberately not loaded.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
@@ -24,25 +24,25 @@ class WeightMapping:
 
 @runtime_checkable
 class WeightLoading(Protocol):
-    """A module that places checkpoint tensors into its parameters itself."""
+    """A module that loads checkpoint tensors into its parameters itself."""
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        """Copy `tensor` into parameter `name`; `shard` names the part of a packed one.
+        """Copy `tensor` into parameter `name`; `shard` names its part of a packed parameter.
 
         Raises:
-            ValueError: with both shapes, when they do not fit.
+            ValueError: with both shapes, when they do not match.
         """
         ...
 
 
 @runtime_checkable
 class WeightNaming(WeightLoading, Protocol):
-    """A module that itself knows the names of its many tensors, such as a mixture's experts."""
+    """A module that also maps tensor names, such as the experts of a mixture."""
 
     def place_weight(self, name: str) -> tuple[str, str | None] | None:
-        """Parameter and shard of checkpoint tensor `<module>.<name>`; None when it has none."""
+        """Parameter and shard for checkpoint tensor `<module>.<name>`; None if there is none."""
         ...
 
     def weight_shards(self, name: str) -> tuple[str, ...]:
-        """Every shard of parameter `name`, unless one tensor without a shard fills it."""
+        """All shards of parameter `name`; a single tensor without a shard may fill it instead."""
         ...

@@ -1,4 +1,4 @@
-"""Copying a checkpoint tensor into a parameter, by value and never silently wrong."""
+"""Copies checkpoint tensors into parameters, with checks."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import torch
 
 
 def copy_weight(target: torch.Tensor, source: torch.Tensor) -> None:
-    """Copy `source` into `target`, converting between floating-point types by value.
+    """Copy `source` into `target`, converting between floating-point dtypes by value.
 
-    A target on the meta device takes no values; what does not fit is refused all the same.
+    On a meta device target only the checks run.
 
     Raises:
-        ValueError: when the shapes differ, an integer meets a float, or a finite value
-            would become infinite.
+        ValueError: when shapes differ, an integer meets a float, or a finite value would become
+            infinite.
     """
     if target.shape != source.shape:
         raise ValueError(
@@ -20,7 +20,7 @@ def copy_weight(target: torch.Tensor, source: torch.Tensor) -> None:
         )
     if target.is_floating_point() != source.is_floating_point():
         raise ValueError(f"the checkpoint holds {source.dtype}, the model wants {target.dtype}")
-    if target.is_meta:  # a model without memory, built to compare shapes
+    if target.is_meta:  # a model on the meta device, built to compare shapes
         return
     target.copy_(source)
     narrows = target.dtype == torch.float16 and source.dtype != torch.float16

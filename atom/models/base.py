@@ -1,4 +1,4 @@
-"""What the engine asks of every causal language model."""
+"""The interface of causal language models."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from atom.model_ops.weight_mapping import WeightMapping
 
 
 class CausalLM(nn.Module, ABC):
-    """A target model: hidden states for every token, logits for chosen rows."""
+    """A target model: hidden states for all tokens, logits for selected rows."""
 
     @property
     @abstractmethod
     def weight_mapping(self) -> WeightMapping:
-        """How the checkpoint's tensor names become this model's parameters."""
+        """From the checkpoint's tensor names to this model's parameters."""
 
     @property
     @abstractmethod
     def token_embedding(self) -> VocabParallelEmbedding:
-        """The input embedding, for a draft that shares it."""
+        """The input embedding, which a draft may share."""
 
     @property
     @abstractmethod
     def output_head(self) -> ParallelLMHead:
-        """The module that makes the logits, for a draft that shares it."""
+        """The output head, which a draft may share."""
 
     @property
     @abstractmethod
@@ -38,7 +38,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, model_input: ModelInput) -> ModelOutput:
-        """Run all layers over T tokens, writing their keys and values to the KV cache."""
+        """Run all layers on T tokens and write the KV cache."""
 
     @abstractmethod
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
@@ -46,10 +46,10 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def set_aux_layer_ids(self, layer_ids: tuple[int, ...]) -> None:
-        """Ask every later forward for hidden states between layers, in this order.
+        """Make later forward passes return hidden states between layers, in this order.
 
-        Id i is the hidden state that enters decoder layer i (0 is the embedding's output); the
-        number of layers is the output of the last one, before the final norm.
+        Id i is the input of decoder layer i (0 is the embedding's output); i = number of layers is
+        the output of the last layer, before the final norm.
 
         Raises:
             ValueError: for an id outside that range.
@@ -57,11 +57,11 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def default_aux_layer_ids(self) -> tuple[int, ...]:
-        """The ids that a draft reads when its config names none."""
+        """The ids for a draft whose config has none."""
 
 
 def check_aux_layer_ids(layer_ids: tuple[int, ...], num_layers: int) -> None:
-    """Refuse ids that name no hidden state of a model of `num_layers` layers.
+    """Refuse ids outside 0 .. `num_layers`.
 
     Raises:
         ValueError: with the ids and the range.

@@ -1,8 +1,8 @@
-"""Whether the numbers of a model's configuration can be those of a model.
+"""Plausibility checks of a model configuration's numbers.
 
-Checked before transformers or anything else makes lists, tables or tensors of their length. The
-upper limits are many times what was ever published and small enough that no product of a
-weight's dimensions overflows; what fits a machine is for the loader to find out.
+They run before transformers or anything else allocates lists, tables or tensors of these sizes. The
+upper limits are far above published models and small enough that no weight's size overflows;
+whether a model fits the machine is checked by the loader.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 from atom.config import ConfigError
 
-# Field -> the most it may say. At least 1, as an integer; null counts as absent.
+# Field -> maximum; the minimum is 1. Null counts as absent.
 _COUNTS = {
     "num_hidden_layers": 1 << 10,
     "hidden_size": 1 << 18,
@@ -35,7 +35,7 @@ _COUNTS = {
     "num_aux_hidden_states": 1 << 10,
     "max_position_embeddings": 1 << 28,
 }
-# The same, where 0 means none.
+# The same, with a minimum of 0.
 _COUNTS_OR_NONE = {
     "n_shared_experts": 1 << 10,
     "n_group": 1 << 16,
@@ -44,7 +44,7 @@ _COUNTS_OR_NONE = {
     "num_nextn_predict_layers": 1 << 10,
     "num_labels": 1 << 20,
 }
-# Larger than 0.
+# Must be positive.
 _POSITIVE = ("rms_norm_eps", "layer_norm_eps", "rope_theta", "routed_scaling_factor")
 _ROPE = ("rope_parameters", "rope_scaling")
 _ROPE_POSITIVE = (
@@ -58,22 +58,22 @@ _ROPE_POSITIVE = (
     "attention_factor",
 )
 _ROPE_NOT_NEGATIVE = ("mscale", "mscale_all_dim")
-# What is larger is no number that anyone meant, nor is infinity.
+# Limit that excludes infinity and absurd numbers.
 _LARGEST = 1e18
-# Tokens, where 0 and -1 mean "off".
+# In tokens; 0 and -1 mean "off".
 _LARGEST_WINDOW = 1 << 31
 _FLAGS = ("tie_word_embeddings", "attention_bias", "mlp_bias", "rope_interleave", "norm_topk_prob")
 
 
 def check_config(config: Mapping[str, Any], where: str) -> None:
-    """Refuse sizes, counts and factors that no model has, here and in nested configurations.
+    """Refuse implausible sizes, counts and factors, also in nested configurations.
 
     Args:
-        config: the content of `config.json`, or a part of it; unknown fields are not looked at.
-        where: what errors call it.
+        config: the content of `config.json`, or a part of it; unknown fields are ignored.
+        where: its name in errors.
 
     Raises:
-        ConfigError: naming the field, its value and what it should be.
+        ConfigError: with the field, its value and what is expected.
     """
     _check_counts(config, where)
     for name in _POSITIVE:
@@ -116,7 +116,7 @@ def _check_number(config: Mapping[str, Any], name: str, where: str, zero: bool) 
 
 
 def _check_rope(config: Mapping[str, Any], field: str, where: str) -> None:
-    """The rotation: its numbers, and the context that they stretch to."""
+    """The RoPE parameters, and the context length after scaling."""
     rope = config.get(field)
     if rope is None:
         return
@@ -143,7 +143,7 @@ def _check_rope(config: Mapping[str, Any], field: str, where: str) -> None:
 
 
 def _check_splits(config: Mapping[str, Any], where: str) -> None:
-    """Heads that share keys, a hidden state that is cut into heads, sizes that come in halves."""
+    """Divisibility: of heads by KV heads, of the hidden size by heads, of rotary sizes by 2."""
     heads, kv_heads = config.get("num_attention_heads"), config.get("num_key_value_heads")
     if heads and kv_heads and heads % kv_heads:
         raise ConfigError(
@@ -166,6 +166,6 @@ def _check_splits(config: Mapping[str, Any], where: str) -> None:
 
 
 def _show(value: object) -> str:
-    """`repr`, cut to what a message can hold."""
+    """`repr`, shortened for error messages."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,4 +1,4 @@
-"""Opening the small files that describe a model, whatever they turn out to be."""
+"""Safe reading of the small files of a model folder."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Any
 
 from atom.config import ConfigError
 
-# Several times the largest published index or tokenizer; parsed, it takes some twenty times that.
+# Several times the largest published index or tokenizer; parsing takes about twenty times this.
 _MOST_JSON_BYTES = 128 << 20
-# Published files need about ten. Whoever walks through a value may call itself at every level.
+# Published files need about ten; limits the recursion of code that walks the value.
 _MOST_LEVELS = 100
 
 _KINDS = {
@@ -25,15 +25,15 @@ _KINDS = {
 
 
 def is_there(path: Path) -> bool:
-    """Whether a folder has anything of that name, if only a link that leads nowhere."""
+    """Whether a path exists, even as a broken link."""
     return path.is_symlink() or path.exists()
 
 
 def check_regular(path: Path) -> os.stat_result:
-    """What the file system says about `path`, which a read can neither block nor run forever on.
+    """Check that `path` is a regular file, so that reading it cannot block or never end.
 
     Raises:
-        ConfigError: when, links followed, it is no regular file or cannot be looked at.
+        ConfigError: when, links followed, it is not a regular file or not accessible.
     """
     try:
         status = path.stat()
@@ -50,8 +50,8 @@ def read_json(path: Path) -> Any:
     """The value in a JSON file.
 
     Raises:
-        ConfigError: naming the file, when it is no regular file, is larger than 128 MiB, or
-            holds no JSON or brackets 100 deep.
+        ConfigError: when the file is not regular, larger than 128 MiB, not valid JSON, or nested
+            100 levels deep.
     """
     size = check_regular(path).st_size
     if size > _MOST_JSON_BYTES:
@@ -85,7 +85,7 @@ def read_json_object(path: Path) -> dict[str, Any]:
     """The object in a JSON file.
 
     Raises:
-        ConfigError: as `read_json`, and when the file holds something else.
+        ConfigError: as `read_json`, and when the value is not an object.
     """
     content = read_json(path)
     if not isinstance(content, dict):

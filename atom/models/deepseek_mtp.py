@@ -1,16 +1,14 @@
-"""DeepSeek-V3's multi-token prediction layers, which draft for the model that carries them.
+"""DeepSeek-V3's multi-token prediction layers, used as draft model for their own checkpoint.
 
-Source of names: the checkpoints, where the layers follow the model's last one
-(`num_nextn_predict_layers` of them) and bring copies of its embedding and head, and
-`README_WEIGHTS.md` beside DeepSeek-V3's weights, which calls both shared. Source of the
-arithmetic: arXiv 2412.19437, section 2.2, which leaves two things open:
+Source of names: the checkpoints, where these layers (`num_nextn_predict_layers`) follow the model's
+last layer and contain copies of its embedding and head, and DeepSeek-V3's `README_WEIGHTS.md`,
+which calls both shared. Source of the computation: arXiv 2412.19437, section 2.2, except for:
 
-- `eh_proj` takes the embedding first, then the hidden state: as published engines read the
-  trained weights, and the other way round than the paper's formula.
-- `hnorm` takes the model's hidden state after its final norm, and a further draft step takes the
-  state after `shared_head.norm`. SGLang's `deepseek_nextn` always did; vLLM, which had fed
-  further steps the state before the norm, changed for more accepted drafts (vllm-project/vllm
-  pull requests 45895 and 47448).
+- `eh_proj` reads the embedding first, then the hidden state: as in published engines, and in the
+  opposite order of the paper's formula.
+- `hnorm` reads the model's hidden state after its final norm; in further draft steps, the state
+  after `shared_head.norm`. SGLang's `deepseek_nextn` always did so; vLLM changed to it from the
+  state before the norm, for higher acceptance (vllm-project/vllm pull requests 45895 and 47448).
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from atom.models.deepseek_v2 import (
 
 @dataclass(frozen=True)
 class MTPParts:
-    """What a prediction layer brings itself; otherwise it shares the target's."""
+    """Which parts a prediction layer has itself; the others are the target's."""
 
     embed_tokens: bool = False
     head: bool = False
@@ -55,10 +53,10 @@ class SharedHead(nn.Module):
 
 
 class MTPLayer(DeepseekV3DecoderLayer):
-    """A decoder layer behind the projection that joins a token to the state before it.
+    """A decoder layer whose input projection combines a token with the hidden state before it.
 
     Attributes:
-        parts: what it has of its own.
+        parts: which parts it has itself.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class MTPLayer(DeepseekV3DecoderLayer):
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(size, eps, context)
         self.hnorm = RMSNorm(size, eps, context)
-        # Stored as plain numbers whatever the other layers are quantised to.
+        # Not quantised, even if the other layers are.
         plain = dataclasses.replace(context, quant=UnquantizedConfig())
         self.eh_proj = ReplicatedLinear(2 * size, size, False, plain, f"{prefix}.eh_proj")
         self.shared_head = SharedHead(size, eps, context)
@@ -85,7 +83,7 @@ class MTPLayer(DeepseekV3DecoderLayer):
         if parts.head:
             head = ParallelLMHead(config.vocab_size, size, context)
             self.shared_head.head = head
-        # In tuples: what is the target's stays out of this module's parameters.
+        # In tuples, so that the target's modules are not registered as submodules.
         self._embedding, self._head = (embedding,), (head,)
 
     def predict(
@@ -110,7 +108,7 @@ class MTPLayer(DeepseekV3DecoderLayer):
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
     ) -> None:
-        """What `predict` leaves in the cache, and nothing else of it."""
+        """Write the KV cache like `predict`, without computing its output."""
         x = self.input_layernorm(self._join(input_ids, hidden))
         attention = self.self_attn
         assert isinstance(attention, DeepseekV2Attention)
@@ -129,14 +127,14 @@ class MTPLayer(DeepseekV3DecoderLayer):
 
 
 class DeepseekMTP(nn.Module):
-    """All prediction layers of a target; draft step i takes the output of layer i modulo n.
+    """The prediction layers of a target; draft step i uses the output of layer i modulo their
+    number.
 
-    Row t pairs the hidden state at position t with token t + 1 and sits at position t; its
-    logits are those of token t + 2. Every layer computes every row, so that each has the keys
-    of all positions when its turn comes. In training, layer j > 0 saw at a position the output
-    of layer j - 1 at the position before; here it sees the target's own state, which stands for
-    the same next token: the former would have to be kept for every cached prefix. No published
-    checkpoint of this architecture has a second layer.
+    The row at position t combines the hidden state at t with token t + 1; its logits are for token
+    t + 2. Every layer computes every row, so that each has the keys of all positions when it is
+    used. In training, layer j > 0 read layer j - 1's output at the position before; here it reads
+    the target's hidden state, since the former would have to be kept for every cached prefix. No
+    published checkpoint of this architecture has a second layer.
     """
 
     def __init__(
@@ -147,7 +145,7 @@ class DeepseekMTP(nn.Module):
         self._layers = {
             i: MTPLayer(target, i, part, context) for i, part in enumerate(parts, start=first)
         }
-        # Nested as in the checkpoint, so that what is missing is named as it is called there.
+        # Nested as in the checkpoint, so that errors have the checkpoint's names.
         layers = nn.ModuleDict({str(i): layer for i, layer in self._layers.items()})
         self.model = nn.ModuleDict({"layers": layers})
         self._rotary = target.model.rotary
@@ -156,7 +154,7 @@ class DeepseekMTP(nn.Module):
 
     @property
     def weight_mapping(self) -> WeightMapping:
-        """From the target's own checkpoint; everything before these layers is the target's."""
+        """For the target's checkpoint; all tensors of other layers are ignored."""
         target = self._target_mapping
         layers = rf"{re.escape(self._prefix)}model\.layers"
         ids = "|".join(str(i) for i in self._layers)
@@ -176,16 +174,16 @@ class DeepseekMTP(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """One causal pass that writes every layer's KV.
+        """One causal pass, which writes the KV of every layer.
 
         Args:
-            step: which draft it is for, from 0.
-            input_ids: [T] the token after each row's position.
-            hidden: [T, hidden] the target's after its final norm, or the step before's output.
-            positions: [T] of the hidden states.
+            step: index of the draft token, from 0.
+            input_ids: [T], the token after each row's position.
+            hidden: [T, hidden], the target's after its final norm, or the previous step's output.
+            positions: [T], of the hidden states.
 
         Returns:
-            [T, hidden] for `compute_logits` and for the next step.
+            [T, hidden], for `compute_logits` and the next step.
         """
         outputs = [
             layer.predict(input_ids, hidden, positions, metadata, self._rotary)
@@ -200,7 +198,7 @@ class DeepseekMTP(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """What `forward` leaves in the caches: a layer's depends on no other layer."""
+        """Write the KV caches like `forward`; no layer depends on another."""
         for layer in self._layers.values():
             layer.write_kv(input_ids, hidden, positions, metadata, self._rotary)
 

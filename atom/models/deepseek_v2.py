@@ -1,7 +1,7 @@
-"""DeepSeek-V2 and V3: latent attention, a mixture of experts behind dense first layers.
+"""DeepSeek-V2 and V3: MLA, and a mixture of experts after the first, dense layers.
 
-Source of names and arithmetic: transformers' `deepseek_v2` and `deepseek_v3`; the papers are
-arXiv 2405.04434 and 2412.19437.
+Source of names and computation: transformers' `deepseek_v2` and `deepseek_v3`; papers: arXiv
+2405.04434 and 2412.19437.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
 
-# Of the norms between the low-rank projections, whatever the config's rms_norm_eps.
+# For the norms between the low-rank projections, independent of rms_norm_eps.
 _LATENT_NORM_EPS = 1e-6
 
 
 class DeepseekV2Attention(nn.Module):
-    """Latent attention; queries come straight from the input or through a low rank."""
+    """MLA; the query projection is direct or low-rank."""
 
     def __init__(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -70,7 +70,7 @@ class DeepseekV2Attention(nn.Module):
 
     @staticmethod
     def input_size(config: PretrainedConfig) -> int:
-        """Width of what the layer attends from."""
+        """Size of the attention's input rows."""
         return int(config.hidden_size)
 
     def _create_query_projection(
@@ -122,7 +122,7 @@ class DeepseekV2Attention(nn.Module):
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
     ) -> None:
-        """What `forward` leaves in the cache, and nothing else of it."""
+        """Write the KV cache like `forward`, without computing its output."""
         compressed = self.kv_a_proj_with_mqa(x)
         latent = self.kv_a_layernorm(compressed[:, : self.rank].contiguous())
         k_rope = compressed[:, None, self.rank :]
@@ -131,7 +131,7 @@ class DeepseekV2Attention(nn.Module):
 
 
 class DeepseekV2MoE(nn.Module):
-    """Routed experts plus shared ones that every token visits."""
+    """Routed experts, plus shared experts for every token."""
 
     has_correction_bias: ClassVar[bool] = False
 
@@ -154,10 +154,10 @@ class DeepseekV2MoE(nn.Module):
 
     @staticmethod
     def routing(config: PretrainedConfig) -> Routing:
-        """Softmax scores; a group of experts is as good as its best."""
+        """Softmax scores; a group's score is that of its best expert."""
         _expect(config, "scoring_func", "softmax")
         _expect(config, "topk_method", "greedy", "group_limited_greedy")
-        # transformers ignores the field and DeepSeek's own code does not: nobody publishes it.
+        # transformers ignores this field and DeepSeek's code does not; no checkpoint sets it.
         _expect(config, "norm_topk_prob", False)
         grouped = config.topk_method == "group_limited_greedy"
         return Routing(
@@ -174,18 +174,18 @@ class DeepseekV2MoE(nn.Module):
         out: torch.Tensor = self.experts(x, *self.gate(x))
         if self.shared_experts is not None:
             out += self.shared_experts(x)
-        # One sum over the ranks for both kinds of experts.
+        # One all-reduce for routed and shared experts.
         return self.group.all_reduce(out)
 
 
 class DeepseekV3MoE(DeepseekV2MoE):
-    """V3 corrects scores for balance when it chooses experts, not when it weighs them."""
+    """In V3 a correction bias affects the choice of experts, not their weights."""
 
     has_correction_bias = True
 
     @staticmethod
     def routing(config: PretrainedConfig) -> Routing:
-        """Sigmoid scores; a group of experts is as good as its best two."""
+        """Sigmoid scores; a group's score is the sum of its two best experts."""
         _expect(config, "scoring_func", "sigmoid")
         _expect(config, "topk_method", "noaux_tc")
         return Routing(
@@ -220,11 +220,11 @@ class DeepseekV3DecoderLayer(DeepseekV2DecoderLayer):
 
 
 class DeepseekV2ForCausalLM(LlamaForCausalLM):
-    """Source of names and arithmetic: transformers' `deepseek_v2`.
+    """Source of names and computation: transformers' `deepseek_v2`.
 
     Attributes:
-        config: of the text network.
-        prefix: what precedes its tensors' names in the checkpoint.
+        config: the text model's.
+        prefix: of its tensor names in the checkpoint.
     """
 
     layer_class = DeepseekV2DecoderLayer
@@ -246,7 +246,7 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
-    """Source of names and arithmetic: transformers' `deepseek_v3`; runs Kimi-K2 as well."""
+    """Source of names and computation: transformers' `deepseek_v3`; also runs Kimi-K2."""
 
     layer_class = DeepseekV3DecoderLayer
 
@@ -256,7 +256,7 @@ class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
 
 
 def attention_scale(config: PretrainedConfig) -> float:
-    """The softmax scale; long-context scaling with `mscale_all_dim` sharpens it."""
+    """The softmax scale, increased by `mscale_all_dim` of long-context scaling."""
     scale: float = (config.qk_nope_head_dim + config.qk_rope_head_dim) ** -0.5
     rope = config.rope_parameters
     mscale_all_dim = rope.get("mscale_all_dim", 0)
@@ -267,7 +267,7 @@ def attention_scale(config: PretrainedConfig) -> float:
 
 
 def _expect(config: PretrainedConfig, field: str, *supported: object) -> None:
-    """Refuse a config whose `field`, where it has one, would change the maths."""
+    """Refuse a config with an unsupported value of `field`, if it has the field."""
     value = getattr(config, field, None)  # only some publishers write the field
     if value is not None and value not in supported:
         raise ConfigError(
@@ -277,11 +277,11 @@ def _expect(config: PretrainedConfig, field: str, *supported: object) -> None:
 
 
 def mtp_layer_ids(config: PretrainedConfig) -> range:
-    """The layers after the last one, which only a multi-token drafter reads."""
+    """The ids of the multi-token prediction layers, which follow the last layer."""
     count = getattr(config, "num_nextn_predict_layers", None) or 0  # absent from V2's config
     return range(config.num_hidden_layers, config.num_hidden_layers + count)
 
 
 def _mtp_layers(config: PretrainedConfig, prefix: str) -> tuple[str, ...]:
-    """Patterns of their tensors."""
+    """Patterns of these layers' tensors."""
     return tuple(rf"{re.escape(prefix)}model\.layers\.{i}\..*" for i in mtp_layer_ids(config))

@@ -1,4 +1,4 @@
-"""Configurations of published checkpoints that transformers has no name for."""
+"""Configuration classes for model types that transformers does not have."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from transformers import AutoConfig, DeepseekV3Config
 
 
 class KimiK2Config(DeepseekV3Config):  # type: ignore[misc]  # transformers is untyped here
-    """Kimi-K2's text network is DeepSeek-V3 under another name."""
+    """Kimi-K2's text model, which is DeepSeek-V3."""
 
     model_type = "kimi_k2"
 
 
 def register_model_types() -> None:
-    """Let `AutoConfig` read them; calling it again changes nothing."""
+    """Register them with `AutoConfig`; may be called repeatedly."""
     AutoConfig.register(KimiK2Config.model_type, KimiK2Config, exist_ok=True)

@@ -1,4 +1,4 @@
-"""Kimi-K2.5: DeepSeek-V3 as the text network of a model that also sees. Text only here."""
+"""Kimi-K2.5: a vision model with DeepSeek-V3 as its text model. Only text is supported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _VISION = (r"vision_tower\..*", r"(model\.)?mm_projector\..*")
 
 
 class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
-    """The checkpoint's `language_model.*`; its vision weights are not loaded."""
+    """The checkpoint's `language_model.*`; vision weights are not loaded."""
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__(config.get_text_config(), context, _TEXT)
@@ -27,7 +27,7 @@ class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
     @property
     def weight_mapping(self) -> WeightMapping:
         mapping = super().weight_mapping
-        # Patterns are of names in the checkpoint.
+        # Patterns match names in the checkpoint, before renaming.
         head = (rf"{_TEXT}lm_head\.weight",) if self.tied else ()
         return replace(
             mapping,

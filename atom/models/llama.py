@@ -1,4 +1,4 @@
-"""Llama: the decoder that most dense models are a variation of."""
+"""Llama, the base of most dense models."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
 
 
 class LlamaMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))` with gate and up in one product.
+    """`down(silu(gate(x)) * up(x))`, with gate and up as one product.
 
-    Without `reduce` the output is this rank's part of the sum.
+    With `reduce` false the output is this rank's partial sum.
     """
 
     def __init__(
@@ -96,16 +96,16 @@ class LlamaAttention(nn.Module):
 
     @staticmethod
     def input_size(config: PretrainedConfig) -> int:
-        """Elements of one row of the attention's input."""
+        """Size of the attention's input rows."""
         return int(config.hidden_size)
 
     @staticmethod
     def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
-        """The layer's window in tokens; None attends to everything."""
+        """The layer's window in tokens; None for full attention."""
         return None
 
     def prepare(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """What a family does to queries and keys before rotation."""
+        """Transform queries and keys before RoPE, in subclasses."""
         return q, k
 
     def forward(
@@ -127,14 +127,14 @@ class LlamaAttention(nn.Module):
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
     ) -> None:
-        """What `forward` leaves in the cache, and nothing else of it."""
+        """Write the KV cache like `forward`, without computing its output."""
         q, k, v = self.qkv_proj.split(self.qkv_proj(x))
         _, k = rotary(positions, *self.prepare(q, k))
         self.attn.write(k, v, metadata)
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Attention and MLP, each behind a norm; the residual stream is kept apart."""
+    """Attention and MLP with pre-norms; the residual is passed separately."""
 
     attention_class: ClassVar[type[nn.Module]] = LlamaAttention
 
@@ -161,7 +161,7 @@ class LlamaDecoderLayer(nn.Module):
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`hidden + residual` enters the layer; the same sum leaves it."""
+        """The layer's input is `hidden + residual`; its output is the sum of the results."""
         if residual is None:
             residual, hidden = hidden, self.input_layernorm(hidden)
         else:
@@ -175,7 +175,7 @@ class LlamaModel(nn.Module):
     """Embedding, decoder layers and final norm.
 
     Attributes:
-        aux_layer_ids: boundaries between layers whose hidden states a forward returns.
+        aux_layer_ids: boundary ids of the hidden states that a forward pass returns.
     """
 
     def __init__(
@@ -212,7 +212,7 @@ class LlamaModel(nn.Module):
 
 
 class LlamaForCausalLM(CausalLM):
-    """Source of names and arithmetic: transformers' `llama`."""
+    """Source of names and computation: transformers' `llama`."""
 
     layer_class: ClassVar[type[LlamaDecoderLayer]] = LlamaDecoderLayer
 
@@ -225,7 +225,7 @@ class LlamaForCausalLM(CausalLM):
         self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, tied_to)
 
     def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
-        """The rotation that all layers share."""
+        """The rotary embedding, shared by all layers."""
         return RotaryEmbedding(config, head_size(config), context)
 
     @property

@@ -1,4 +1,4 @@
-"""Qwen3: Llama with normalised queries and keys, and windows on some layers."""
+"""Qwen3: Llama with norms on queries and keys, and sliding windows on some layers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalL
 
 
 class Qwen3Attention(LlamaAttention):
-    """Every head of q and k goes through an RMS norm before rotation."""
+    """Applies an RMS norm to each head of q and k before RoPE."""
 
     def __init__(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -34,6 +34,6 @@ class Qwen3DecoderLayer(LlamaDecoderLayer):
 
 
 class Qwen3ForCausalLM(LlamaForCausalLM):
-    """Source of names and arithmetic: transformers' `qwen3`."""
+    """Source of names and computation: transformers' `qwen3`."""
 
     layer_class = Qwen3DecoderLayer

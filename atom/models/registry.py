@@ -1,4 +1,4 @@
-"""Which class runs which architecture."""
+"""The model class of each architecture."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ _MODELS = {
     "DeepseekV2ForCausalLM": ("deepseek_v2", "DeepseekV2ForCausalLM"),
     "DeepseekV3ForCausalLM": ("deepseek_v2", "DeepseekV3ForCausalLM"),
     "KimiK25ForConditionalGeneration": ("kimi_k25", "KimiK25ForConditionalGeneration"),
-    # transformers' spelling of the same.
+    # transformers' name of the same architecture.
     "Kimi_K25ForConditionalGeneration": ("kimi_k25", "KimiK25ForConditionalGeneration"),
 }
 
 
 def create_model(config: PretrainedConfig, context: LayerContext) -> CausalLM:
-    """Build the model that `config.architectures` names, weights uninitialised.
+    """Build the model for `config.architectures`, weights uninitialised.
 
     Raises:
-        ConfigError: naming the architecture and the supported ones.
+        ConfigError: with the architecture and the supported ones.
     """
     names = config.architectures or []
     known = [name for name in names if name in _MODELS]

@@ -1,6 +1,6 @@
-"""What changes the logits of some rows before a token is chosen: masks, biases, penalties.
+"""Changes to logits before sampling: grammar masks, banned tokens, biases, penalties.
 
-Rows without such wishes are neither read nor copied.
+Other rows are neither read nor copied.
 """
 
 from __future__ import annotations
@@ -21,11 +21,12 @@ MaskOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
 
 @dataclass(frozen=True)
 class SampledRows:
-    """The rows of logits of one sequence: as many as its drafts, and one more.
+    """The logits rows of one sequence: one more than its drafts.
 
     Attributes:
+        row: the sequence's row in `SamplingRows`.
         first: its first row of the logits.
-        drafts: row j is sampled behind the first j of them.
+        drafts: its draft tokens; row j is sampled after the first j.
     """
 
     state: SequenceState
@@ -36,10 +37,14 @@ class SampledRows:
 
 @dataclass(frozen=True)
 class Penalties:
-    """Attributes:
-    rows: [Q] int64 of the edited rows. slots: [Q] int64 of their counters.
-    presence, frequency, repetition: [Q, 1] float32.
-    drafts: rows out of Q, and tokens, [m] int64 each, that count as generated; None without.
+    """Penalties for Q rows.
+
+    Attributes:
+        rows: [Q] int64, indices into the edited rows.
+        slots: [Q] int64, rows of `TokenCounts`.
+        presence, frequency, repetition: [Q, 1] float32.
+        drafts: indices into Q [m] and draft tokens [m], int64, that count as generated; None
+            without drafts.
     """
 
     rows: torch.Tensor
@@ -61,12 +66,13 @@ class Penalties:
 
 @dataclass(frozen=True)
 class LogitEdits:
-    """Changes of P out of R rows of logits.
+    """Edits of P out of R rows of logits.
 
     Attributes:
-        rows: [P] int64.
-        grammar: mask [G, ceil(V / 32)] int32 and rows [G] int64 out of P; None without grammars.
-        tokens: rows [n] int64 out of P, tokens [m] and values [m] to be added there.
+        rows: [P] int64, indices into R.
+        grammar: bit mask [G, ceil(V / 32)] int32 and indices [G] int64 into P; None without
+            grammars.
+        tokens: indices [n] int64 into P, and values to add at [m] tokens.
         penalties: None without.
     """
 
@@ -76,9 +82,9 @@ class LogitEdits:
     penalties: Penalties | None
 
     def apply(self, logits: torch.Tensor, mask_tokens: MaskOp, counts: TokenCounts) -> torch.Tensor:
-        """[P, V] float32, the edited rows of logits [R, V], which stay as they are.
+        """The edited rows as [P, V] float32, from logits [R, V], which are not modified.
 
-        The order is: grammar, banned tokens and biases, penalties.
+        Applied in order: grammar, banned tokens and biases, penalties.
         """
         scores = logits[self.rows].to(torch.float32)
         if self.grammar is not None:
@@ -92,7 +98,7 @@ class LogitEdits:
 
 @dataclass
 class _Listed:
-    """Numbers of the edits while they are collected; rows count the edited ones."""
+    """The edits while they are collected; rows are indices into the edited rows."""
 
     rows: list[int] = field(default_factory=list)
     owners: list[int] = field(default_factory=list)
@@ -105,7 +111,7 @@ class _Listed:
 
 
 class EditsBuilder:
-    """Lists what the sampled sequences of a step want changed."""
+    """Collects the logit edits of a step's sampled sequences."""
 
     def __init__(self, rows: SamplingRows, vocab_size: int, device: torch.device) -> None:
         self._rows = rows
@@ -115,10 +121,11 @@ class EditsBuilder:
     def build(
         self, sampled: Sequence[SampledRows], staging: StagingBuffer
     ) -> Callable[[], LogitEdits] | None:
-        """What makes the edits once the staging buffer was sent; None when there is nothing to do.
+        """Stage the edits; returns a function that makes them after `staging.send`, or None without
+        edits.
 
         Args:
-            sampled: the sequences among whose `needs` are edits.
+            sampled: the sequences with `EDITS` among their `needs`.
         """
         listed = _Listed()
         masks: list[TokenMask] = []
@@ -162,7 +169,7 @@ class EditsBuilder:
     def _early(self, s: SampledRows, mask: TokenMask | None) -> list[int]:
         """The rows before `min_tokens` outputs, where end tokens are banned.
 
-        Where a grammar allows nothing but end tokens they are not.
+        Excludes rows where the grammar allows nothing but end tokens.
         """
         missing = s.state.params.min_tokens - len(s.state.output_token_ids)
         if missing <= 0 or s.state.bans is None:
@@ -178,7 +185,7 @@ class EditsBuilder:
     def _upload_masks(
         self, masks: list[TokenMask], listed: _Listed, staging: StagingBuffer
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Masks are large: where there are grammars they take a copy of their own."""
+        """Grammar masks are large, so they are uploaded separately."""
         if not masks:
             return None
         words = torch.from_numpy(np.concatenate(masks))
@@ -206,7 +213,7 @@ class EditsBuilder:
 
 
 def _allows_others(allowed: TokenMask, token_ids: Sequence[int]) -> bool:
-    """Whether a row of a mask allows more than these tokens."""
+    """Whether a mask row allows any token besides these."""
     others = allowed.view(np.uint32).copy()
     for token_id in token_ids:
         others[token_id >> 5] &= ~np.uint32(1 << (token_id & 31))

@@ -12,17 +12,18 @@ from atom.messages import TokenLogprobs
 from atom.model_ops.kernels.torch.sampling import most_likely
 
 _LOGPROB_ROWS = 64
-# Beyond the wanted tokens, so that ties with the last rarely reach the last candidate.
+# Extra candidates, so that ties with the last wanted token rarely exceed them.
 _TIE_ROOM = 64
 
 
 @dataclass(frozen=True)
 class Logprobs:
-    """Of R rows: the chosen token and the n most likely ones.
+    """Logprobs of R rows: of the chosen token and of the n most likely ones.
 
     Attributes:
-        token_ids: [R, 1 + n] int64, the chosen token first. values: [R, 1 + n] float32.
-        ranks: [R] int64, the chosen token's: 1 + the number of tokens strictly more likely.
+        token_ids: [R, 1 + n] int64, the chosen token first.
+        values: [R, 1 + n] float32.
+        ranks: [R] int64, of the chosen token: 1 + the number of more likely tokens.
     """
 
     token_ids: torch.Tensor
@@ -35,12 +36,12 @@ class Logprobs:
 
 
 def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> Logprobs:
-    """Log-probabilities of given tokens and of the most likely ones.
+    """Logprobs of given tokens and of the most likely ones.
 
     Args:
         logits: [R, V], any floating point type.
         token_ids: [R] int64.
-        num_logprobs: n; how many of the most likely tokens to report.
+        num_logprobs: n, the number of most likely tokens.
     """
     n = min(num_logprobs, logits.shape[-1])
     parts = [
@@ -64,12 +65,12 @@ def _logprobs_of_rows(
 
 
 def as_messages(columns: Sequence[np.ndarray], wanted: Sequence[int]) -> list[TokenLogprobs]:
-    """What `Logprobs.tensors` became on the host, cut to what each row wanted."""
+    """Convert the host arrays of `Logprobs.tensors`, cut to the number each row needs."""
     rows = zip(*(column.tolist() for column in columns), wanted, strict=True)
     return [_cut(count, ids, values, rank) for ids, values, rank, count in rows]
 
 
 def _cut(wanted: int, ids: list[int], values: list[float], rank: int) -> TokenLogprobs:
-    """The chosen token and the `wanted` most likely ones, whose ranks are their order."""
+    """The chosen token and the `wanted` most likely ones."""
     count = min(wanted + 1, len(ids))
     return TokenLogprobs(ids[:count], values[:count], [rank, *range(1, count)])

@@ -1,4 +1,4 @@
-"""What a step samples: which rows of logits, of which sequences, and what is asked of them."""
+"""Which rows of a step are sampled, and with what options."""
 
 from __future__ import annotations
 
@@ -18,13 +18,14 @@ from atom.sampling.verify import NO_DRAFT
 
 @dataclass(frozen=True)
 class RowLayout:
-    """How R rows of logits belong to the S sequences that are sampled; on the host.
+    """The R rows of logits of the S sampled sequences; on the host.
 
     Attributes:
-        indices: for each sampled sequence its place in the batch.
-        num_drafts: [S]. first: [S], the first row of each.
-        logits_indices: [R] the rows of the forward pass that logits are computed of.
-        owners: [R] which of the S sequences a row belongs to.
+        indices: [S], batch index of each sampled sequence.
+        num_drafts: [S].
+        first: [S], the first logits row of each.
+        logits_indices: [R], row of the forward pass for each row of logits.
+        owners: [R], which of the S sequences a row belongs to.
     """
 
     indices: list[int]
@@ -36,7 +37,7 @@ class RowLayout:
     @classmethod
     def of(cls, sequences: Sequence[ScheduledSequence], ends: np.ndarray) -> RowLayout:
         """Args:
-        ends: [B] where each sequence's rows of the forward pass end.
+        ends: [B], where each sequence's rows of the forward pass end.
         """
         indices = [i for i, s in enumerate(sequences) if s.wants_sample]
         num_drafts = np.array([sequences[i].num_drafts for i in indices], dtype=np.int64)
@@ -52,7 +53,7 @@ class RowLayout:
         return int(self.num_drafts.max()) if len(self.num_drafts) else 0
 
     def table(self) -> np.ndarray | None:
-        """[S, k + 1] rows of logits, short sequences repeat their last; None when all are alike."""
+        """[S, k + 1] logits rows, padded by repeating the last; None when all have k drafts."""
         if len(self.owners) == len(self.indices) * (self.most + 1):
             return None
         steps = np.minimum(np.arange(self.most + 1), self.num_drafts[:, None])
@@ -60,7 +61,7 @@ class RowLayout:
         return table
 
     def drafts(self, token_ids: np.ndarray) -> np.ndarray:
-        """[S, k] out of the tokens of the forward pass, padded with `NO_DRAFT`."""
+        """[S, k] draft tokens, taken from the forward pass's tokens and padded with `NO_DRAFT`."""
         places = np.arange(self.most)
         after = self.logits_indices[self.first][:, None] + 1 + places
         inside = places < self.num_drafts[:, None]
@@ -70,12 +71,14 @@ class RowLayout:
 
 @dataclass(frozen=True)
 class PromptRows:
-    """One sequence that wants the logprobs of its prompt.
+    """One sequence whose prompt logprobs are requested.
 
     Attributes:
-        index: its place in the batch.
-        first: of its rows in the forward pass; row `first + i` predicts target i.
-        targets: [M] int64, prompt tokens; num_targets: M. wanted: alternatives.
+        index: its batch index.
+        first: its first row in the forward pass; row `first + i` predicts target i.
+        targets: [M] int64, prompt tokens.
+        num_targets: M.
+        wanted: how many most likely tokens to report.
     """
 
     index: int
@@ -87,16 +90,17 @@ class PromptRows:
 
 @dataclass(frozen=True)
 class SamplePlan:
-    """What a step samples; tensors hold their numbers once the staging buffer was sent.
+    """What a step samples. Tensors are valid after `staging.send`.
 
     Attributes:
         layout, states: of the S sampled sequences.
-        logits_indices: [R] int64. table: [S, k + 1] int64; None when all have k drafts.
-        drafts: [S, k] int64; None where nobody has any.
-        create_metadata, create_edits: called after the send; no edits when None.
-        logprob_rows: [L] int64 and how many alternatives for each of them; None without.
-        penalised: [n] int64 out of S, and the slots that count their tokens; None without.
-        prompts: who wants prompt logprobs.
+        logits_indices: [R] int64.
+        table: [S, k + 1] int64; None when all have k drafts.
+        drafts: [S, k] int64; None when no sequence has any.
+        create_metadata, create_edits: call after the send; None without edits.
+        logprob_rows: [L] int64, and how many most likely tokens to report for each; None without.
+        penalised: indices [n] int64 into S, and their `TokenCounts` slots; None without.
+        prompts: the sequences with prompt logprobs.
     """
 
     layout: RowLayout
@@ -111,7 +115,7 @@ class SamplePlan:
     prompts: list[PromptRows]
 
     def last_rows(self, num_accepted: torch.Tensor) -> torch.Tensor:
-        """[S] int64: the row of the forward pass behind whose token each newest one follows."""
+        """[S] int64: the row of the forward pass from which each newest token was sampled."""
         if self.drafts is None:
             return self.logits_indices
         if self.table is None:
@@ -127,7 +131,7 @@ def sampled_rows(
     states: Sequence[SequenceState],
     chosen: Sequence[int],
 ) -> list[SampledRows]:
-    """The rows of some of the S sampled sequences."""
+    """The rows of the `chosen` ones among the S sampled sequences."""
     return [
         SampledRows(
             states[s],
@@ -142,10 +146,10 @@ def sampled_rows(
 def put_logprob_rows(
     layout: RowLayout, states: Sequence[SequenceState], wanted: np.ndarray, staging: StagingBuffer
 ) -> tuple[torch.Tensor, list[int]] | None:
-    """The rows whose logprobs are wanted, and how many alternatives of each.
+    """The rows that need logprobs, and how many most likely tokens to report for each.
 
     Args:
-        wanted: [S], not zero for the sequences that want them.
+        wanted: [S], nonzero for the sequences that need them.
     """
     mine = np.flatnonzero(wanted[layout.owners])
     if not len(mine):
@@ -161,12 +165,13 @@ def put_prompt(
     ends: np.ndarray,
     staging: StagingBuffer,
 ) -> PromptRows | None:
-    """The rows of a prompt whose logprobs this step computes; None when there are none.
+    """The rows for prompt logprobs in this step; None when there are none.
 
-    A resumed sequence has outputs: its prompt's logprobs were reported with the first.
+    A resumed sequence with outputs has none: they were reported with its first output.
 
     Args:
-        index: its place in the batch. ends: [B] where the rows of each sequence end.
+        index: its batch index.
+        ends: [B], where each sequence's rows end.
     """
     wanted = state.params.prompt_logprobs
     targets = state.prompt_token_ids[sequence.start + 1 : sequence.context_len + 1]

@@ -1,4 +1,4 @@
-"""What is remembered of each live sequence in order to sample it."""
+"""The sampling state of each live sequence, by row."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from atom.structured_output.state import GrammarState
 
 
 class Needs(enum.IntFlag):
-    """What the rows of a sequence need beyond an argmax."""
+    """What a sequence's sampling needs beyond argmax."""
 
     TEMPERATURE = 1
     TOP_K = 2
@@ -28,7 +28,7 @@ class Needs(enum.IntFlag):
     MIN_P = 8
     LOGPROBS = 16
     PROMPT_LOGPROBS = 32
-    # From here on: changes of its logits before a token is chosen.
+    # From here on: edits of the logits.
     GRAMMAR = 64
     MIN_TOKENS = 128
     BIAS = 256
@@ -40,10 +40,11 @@ EDITS = Needs.GRAMMAR | Needs.MIN_TOKENS | Needs.BIAS | Needs.PENALTIES
 
 @dataclass(frozen=True, eq=False)
 class TokenValues:
-    """Tokens that a sequence's parameters name, on the device.
+    """Tokens and the values to add to their logits, on the device.
 
     Attributes:
-        token_ids: [n] int64. values: [n] float32, what is added to their logits.
+        token_ids: [n] int64.
+        values: [n] float32.
     """
 
     token_ids: torch.Tensor
@@ -52,13 +53,15 @@ class TokenValues:
 
 @dataclass
 class SequenceState:
-    """One live sequence.
+    """The sampling state of one sequence.
 
     Attributes:
-        output_token_ids: grows with every sampled token, and the grammar goes on with it.
-        end_ids: the tokens that may not come before `min_tokens` outputs.
-        bias, bans: the logit bias and those tokens, where there are any.
-        penalty_slot: where its tokens are counted; None without penalties.
+        output_token_ids: all sampled tokens so far.
+        end_ids: tokens that are banned before `min_tokens` outputs.
+        grammar: its state after the outputs; None without a grammar.
+        bias: the logit bias, if any.
+        bans: the ban of `end_ids`, if any.
+        penalty_slot: its slot in `TokenCounts`; None without penalties.
     """
 
     params: SamplingParams
@@ -73,24 +76,24 @@ class SequenceState:
     penalty_slot: int | None = None
 
     def extend(self, token_ids: list[int]) -> int:
-        """Take in sampled tokens; how many of them the grammar admits."""
+        """Append sampled tokens; returns how many the grammar accepts."""
         self.output_token_ids += token_ids
         return len(token_ids) if self.grammar is None else self.grammar.advance(token_ids)
 
 
-# Rows of the table of options.
+# Rows of the options tensor.
 _TEMPERATURE, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION, _TOP_K = range(7)
 
 
 class SamplingRows:
-    """The states of live sequences, by row; their options lie on the device.
+    """The sampling states of live sequences, and their options on the device.
 
-    What is uploaded for a new sequence goes with its first step's other numbers, but for lists of
-    tokens (a prompt with penalties, a logit bias, end tokens), which go by themselves then.
+    A new sequence's options are uploaded with the step's staging buffer. Token lists (a prompt with
+    penalties, logit bias, end tokens) are uploaded separately.
 
     Attributes:
         needs: [num_rows] int64, the `Needs` of each row's sequence.
-        counts: which tokens the sequences with penalties have seen.
+        counts: token counts of the sequences with penalties.
     """
 
     def __init__(
@@ -108,9 +111,9 @@ class SamplingRows:
         self._device = device
         self._grammars = grammars
         self._states: list[SequenceState | None] = [None] * num_rows
-        # Of live sequences; most that have any ban the same tokens.
+        # Shared by live sequences, since most ban the same tokens.
         self._bans: WeakValueDictionary[tuple[int, ...], TokenValues] = WeakValueDictionary()
-        # Column r is row r's; gathered for the rows of a step, its lines are contiguous.
+        # [7, num_rows], so that each option is contiguous after gathering a step's rows.
         self._options = torch.zeros(7, num_rows, dtype=torch.float32, device=device)
         self._seeds = torch.zeros(num_rows, dtype=torch.int64, device=device)
         self._update: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None
@@ -121,21 +124,21 @@ class SamplingRows:
         return state
 
     def states(self, rows: np.ndarray) -> list[SequenceState]:
-        """Of rows [S] that all have a sequence."""
+        """The states of rows [S], which must all have a sequence."""
         known = self._states
         states = [state for row in rows.tolist() if (state := known[row]) is not None]
         assert len(states) == len(rows), "a row has no sequence"
         return states
 
     def forget(self, rows: Sequence[int]) -> None:
-        """The sequences of these rows are gone; a row may be empty already."""
+        """Remove the sequences of these rows; a row may be empty already."""
         for row in rows:
             state, self._states[row] = self._states[row], None
             if state is not None and state.penalty_slot is not None:
                 self.counts.release(state.penalty_slot)
 
     def learn(self, new: Sequence[NewSequence], staging: StagingBuffer) -> None:
-        """Take in sequences; the device knows them once the buffer was sent and `update` called."""
+        """Add sequences; on the device only after `staging.send` and `update`."""
         self._update = None
         if not new:
             return
@@ -165,7 +168,7 @@ class SamplingRows:
         )
 
     def update(self) -> None:
-        """Bring the device's options up to date."""
+        """Write the new sequences' options to the device tables."""
         if self._update is not None:
             rows, options, seeds = self._update
             self._options.index_copy_(1, rows, options)
@@ -174,11 +177,12 @@ class SamplingRows:
     def metadata(
         self, rows: torch.Tensor, positions: torch.Tensor, needs: Needs
     ) -> SamplingMetadata:
-        """How rows of logits are sampled; what nobody of them needs stays None.
+        """Sampling options for rows of logits; those that no row needs are None.
 
         Args:
-            rows: [R] int64, each one's sequence. positions: [R] int64, of the tokens to sample.
-            needs: of all of them together.
+            rows: [R] int64, the sequence row of each.
+            positions: [R] int64, of the tokens to sample.
+            needs: of all rows combined.
         """
         if not needs & Needs.TEMPERATURE:
             return SamplingMetadata()
@@ -202,7 +206,7 @@ class SamplingRows:
         outputs = list(new.output_token_ids)
         state = SequenceState(p, new.seed, new.prompt_token_ids, outputs, _needs_of(p))
         if p.structured_output is not None:
-            # Behind the outputs, which a resumed sequence has already.
+            # A resumed sequence already has outputs.
             state.grammar = GrammarState(self._grammars.get(p.structured_output).create_matcher())
             state.grammar.advance(outputs)
         if state.needs & Needs.MIN_TOKENS:

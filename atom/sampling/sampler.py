@@ -1,6 +1,6 @@
-"""From hidden states to tokens: the rows of a step, the choice, verification, logprobs.
+"""From hidden states to tokens: logits, sampling, verification, logprobs.
 
-A row's token depends on that row alone.
+A row's token does not depend on other rows.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from atom.sampling.rows import EDITS, Needs, SamplingRows, SequenceState
 from atom.sampling.token_counts import TokenCounts
 from atom.sampling.verify import count_accepted
 
-# Prompt logprobs need the logits of every prompt row; this many rows exist at a time.
+# Prompt logprobs are computed for this many rows at a time, since logits are large.
 _PROMPT_LOGPROB_ROWS = 64
 _NO_TOKEN = (
     "no token can be chosen after {} tokens: min_tokens, stop_token_ids and structured_output "
@@ -50,9 +50,10 @@ _SLOW_GRAMMAR = (
 
 @dataclass(frozen=True)
 class SamplingOps:
-    """What chooses tokens on a platform; each as the function of that name in plain torch.
+    """The sampling ops of a platform; defaults are in plain torch.
 
-    `choose_tokens` maps scores [R, V] to tokens [R]; `mask_tokens` writes to float32 scores.
+    `choose_tokens` maps scores [R, V] to tokens [R]; `mask_tokens` modifies float32 scores in
+    place.
     """
 
     choose_tokens: Callable[[torch.Tensor, SamplingMetadata], torch.Tensor] = sampling.choose_tokens
@@ -62,7 +63,7 @@ class SamplingOps:
 
     @classmethod
     def resolve(cls, ops: OpTable, dtype: torch.dtype, vocab_size: int) -> SamplingOps:
-        """The implementations for logits [R, vocab_size] of a type."""
+        """The implementations for logits [R, vocab_size] of `dtype`."""
         return cls(
             ops.resolve("choose_tokens", dtype, vocab_size=vocab_size),
             ops.resolve("mask_tokens", torch.float32, vocab_size=vocab_size),
@@ -79,12 +80,12 @@ def choose(
     counts: TokenCounts,
     ops: SamplingOps = TORCH_OPS,
 ) -> torch.Tensor:
-    """One token for each row of logits [R, V]: [R] int64, -1 where nothing can be chosen.
+    """One token for each row of logits [R, V]: [R] int64, -1 where none can be chosen.
 
-    Edited rows first get their masks, biases and penalties. Then comes the argmax of greedy rows,
-    and temperature, min_p, top_k and top_p (over what the former two leave) of the others. Equal
-    logits count as ordered by token id, lowest first. The logits are not modified, and on a GPU
-    the host waits for nothing.
+    Edited rows first get their masks, biases and penalties. Greedy rows take the argmax; the others
+    are sampled after temperature, min_p, top_k and top_p, in this order, where top_p refers to what
+    min_p and top_k leave. Ties are ordered by token id, lowest first. The logits are not modified,
+    and there is no host sync on a GPU.
     """
     if edits is None:
         return ops.choose_tokens(logits, metadata)
@@ -99,15 +100,15 @@ def choose(
 
 @dataclass(frozen=True)
 class Verified:
-    """What was sampled in a step, on the device.
+    """The result of sampling and verification, on the device.
 
     Attributes:
         sampled: [R] int64, a token for each row of logits; -1 where none can be chosen.
-        token_ids: [S, k + 1] int64; row s begins with `num_accepted[s]` accepted drafts, then
-            comes the correction or bonus token; the rest is anything.
+        token_ids: [S, k + 1] int64; row s starts with `num_accepted[s]` accepted drafts and the
+            correction or bonus token; the rest is undefined.
         num_accepted: [S] int64.
-        logprobs: of the rows that want them.
-        prompt_logprobs: of each sequence that wants them.
+        logprobs: of the rows that need them.
+        prompt_logprobs: one for each sequence that needs them.
     """
 
     sampled: torch.Tensor
@@ -118,7 +119,7 @@ class Verified:
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        """What the host needs of it."""
+        """The tensors to copy to the host."""
         parts = [] if self.logprobs is None else [self.logprobs]
         logprobs = [t for part in (*parts, *self.prompt_logprobs) for t in part.tensors]
         return [self.token_ids, self.num_accepted, *logprobs]
@@ -126,14 +127,14 @@ class Verified:
 
 @dataclass(frozen=True)
 class Sampled:
-    """What became of the S sampled sequences of a step, on the host.
+    """The results of a step's S sampled sequences, on the host.
 
     Attributes:
-        token_ids: accepted and sampled tokens, as far as they are good.
-        num_accepted: drafts among them.
-        failures: why a sequence cannot go on after its tokens, where it cannot.
-        logprobs: of each sequence's tokens; None where nobody asked.
-        prompt_logprobs: by place in the batch.
+        token_ids: accepted drafts and the correction or bonus token, up to a failure.
+        num_accepted: number of accepted drafts.
+        failures: why a sequence cannot continue; None if it can.
+        logprobs: of each sequence's tokens; None if not requested.
+        prompt_logprobs: by batch index.
     """
 
     token_ids: list[list[int]]
@@ -144,10 +145,10 @@ class Sampled:
 
 
 class Sampler:
-    """Everything between a step's hidden states and its tokens.
+    """From hidden states to tokens.
 
-    A step calls `lay_out`, then, once the staging buffer was sent, `sample`, and `take` when the
-    results are on the host.
+    Each step calls `lay_out`, then, after `staging.send`, `sample`, and `take` once the results are
+    on the host.
     """
 
     def __init__(
@@ -172,11 +173,12 @@ class Sampler:
         ends: np.ndarray,
         staging: StagingBuffer,
     ) -> SamplePlan:
-        """Put into the buffer what a step samples.
+        """Write the sampling inputs of a step into the staging buffer.
 
         Args:
-            rows: [B] of the sequences. token_ids, positions: [T] of the forward pass.
-            ends: [B] where the tokens of each sequence end.
+            rows: [B], the sequences' rows.
+            token_ids, positions: [T] of the forward pass.
+            ends: [B], end of each sequence's tokens in T.
         """
         self._rows.learn(batch.new, staging)
         sequences = batch.sequences
@@ -200,11 +202,11 @@ class Sampler:
         )
 
     def forget(self, rows: Sequence[int]) -> None:
-        """The sequences of these rows are gone."""
+        """Remove the sequences of these rows."""
         self._rows.forget(rows)
 
     def sample(self, plan: SamplePlan, hidden_states: torch.Tensor) -> Verified:
-        """Sample every row of logits from the target's processed distribution, and verify."""
+        """Sample every row of logits, and verify the drafts."""
         self._rows.update()
         prompt_logprobs = [self._prompt_logprobs(hidden_states, own) for own in plan.prompts]
         if not plan.states:
@@ -229,10 +231,10 @@ class Sampler:
         return Verified(sampled, tokens, accepted, logprobs, prompt_logprobs)
 
     def take(self, plan: SamplePlan, arrays: Sequence[np.ndarray]) -> Sampled:
-        """Remember what was sampled.
+        """Record the sampled tokens in the sequences' states.
 
         Args:
-            arrays: what `Verified.tensors` became on the host.
+            arrays: `Verified.tensors` as host arrays.
         """
         rest = iter(arrays)
         tokens, accepted = next(rest).tolist(), next(rest).tolist()
@@ -299,13 +301,13 @@ class Sampler:
     ) -> Callable[[], SamplingMetadata]:
         if not needs & Needs.TEMPERATURE:
             return SamplingMetadata
-        # A row predicts the token behind its own.
+        # A row predicts the token at the next position.
         predicted = staging.put(positions[layout.logits_indices] + 1)
         own = staging.put(rows[layout.owners])
         return lambda: self._rows.metadata(own, predicted, needs)
 
     def _prompt_logprobs(self, hidden_states: torch.Tensor, own: PromptRows) -> Logprobs:
-        """Of the tokens that a prompt's rows predict."""
+        """Logprobs of a prompt's tokens."""
         parts = []
         for start in range(0, own.num_targets, _PROMPT_LOGPROB_ROWS):
             end = min(start + _PROMPT_LOGPROB_ROWS, own.num_targets)
@@ -317,7 +319,7 @@ class Sampler:
     def _take_logprobs(
         self, plan: SamplePlan, token_ids: list[list[int]], arrays: Iterator[np.ndarray]
     ) -> list[list[TokenLogprobs] | None]:
-        """For each sampled sequence, the logprobs of the tokens that were kept."""
+        """The logprobs of each sampled sequence's tokens."""
         results: list[list[TokenLogprobs] | None] = [None] * len(token_ids)
         if plan.logprob_rows is not None:
             rows = iter(as_messages([next(arrays) for _ in range(3)], plan.logprob_rows[1]))
@@ -331,7 +333,7 @@ class Sampler:
 def _put_penalised(
     states: Sequence[SequenceState], wanted: np.ndarray, staging: StagingBuffer
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """The sequences with penalties, and the slots that count their tokens."""
+    """Indices [n] into S of sequences with penalties, and their `TokenCounts` slots."""
     chosen = np.flatnonzero(wanted)
     if not len(chosen):
         return None

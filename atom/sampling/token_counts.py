@@ -1,17 +1,17 @@
-"""Which tokens a sequence with penalties has seen, counted on the device."""
+"""Token counts on the device, for penalties."""
 
 from __future__ import annotations
 
 import torch
 
-# Set where the prompt holds a token; the bits below count how often it was generated.
+# This bit is set for prompt tokens; the bits below count how often a token was generated.
 _IN_PROMPT = 1 << 30
 
 
 class TokenCounts:
-    """A row of counters for each sequence with penalties: 4 bytes for each token of the vocabulary.
+    """A row of int32 counters [V] for each sequence with penalties.
 
-    Rows are allocated as they are needed and used again.
+    Rows are allocated on demand and reused.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:
@@ -20,7 +20,7 @@ class TokenCounts:
         self._free: list[int] = []
 
     def claim(self, prompt_token_ids: list[int], output_token_ids: list[int]) -> int:
-        """A slot that has counted these tokens."""
+        """Take a slot and count these tokens in it."""
         if not self._free:
             self._grow()
         slot = self._free.pop()
@@ -41,7 +41,8 @@ class TokenCounts:
 
         Args:
             slots: [n] int64.
-            token_ids: [n, k] int64; of row i the first `num_kept[i]` count, the rest is anything.
+            token_ids: [n, k] int64; only the first `num_kept[i]` of row i count.
+            num_kept: [n] int64.
         """
         places = torch.arange(token_ids.shape[1], device=token_ids.device)
         kept = places < num_kept[:, None]
@@ -51,11 +52,11 @@ class TokenCounts:
     def seen(
         self, slots: torch.Tensor, more: tuple[torch.Tensor, torch.Tensor] | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """What has been seen at some rows.
+        """The tokens seen so far.
 
         Args:
             slots: [n] int64.
-            more: rows [m] int64 out of n, and the tokens [m] int64 generated there besides.
+            more: indices [m] into n, and tokens [m], int64, to count as generated as well.
 
         Returns:
             [n, V] bool, in the prompt or generated; [n, V] int32, how often generated.
@@ -68,7 +69,7 @@ class TokenCounts:
         return counts != 0, counts & (_IN_PROMPT - 1)
 
     def _grow(self) -> None:
-        """Half as many slots again, one at least."""
+        """Add half as many slots, at least one."""
         known = self._counts.shape[0]
         more = max(known // 2, 1)
         self._counts = torch.cat((self._counts, self._counts.new_zeros(more, self._vocab_size)))

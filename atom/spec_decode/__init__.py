@@ -1,1 +1,1 @@
-"""Speculative decoding: proposers and verification."""
+"""Speculative decoding: proposers, lookup and draft lengths."""

@@ -17,18 +17,18 @@ from atom.model_ops.metadata import ModelInput, ModelOutput
 
 @dataclass(frozen=True)
 class VerifiedStep:
-    """A target step whose tokens are sampled, as a proposer needs to see it: on the device.
+    """A sampled and verified target step on the device, as input of a proposer.
 
-    S of the batch's B sequences were sampled; the others are in the middle of their prompts.
+    S of the batch's B sequences were sampled; the others are still in their prompts.
 
     Attributes:
         sequences: the B sequences.
-        model_input, model_output: T rows, rejected drafts included.
-        next_token_ids: [T] int64; the token after each row: known from the prompt, or sampled.
-            Rows of rejected drafts hold anything: what they write is overwritten by the next
-            step before it is read.
-        last_rows: [S] int64; for each sampled sequence the row whose next token is its newest.
-        sampled: [S] int64, their places in the batch; None when all are sampled.
+        model_input, model_output: T rows, including rejected drafts.
+        next_token_ids: [T] int64; the token after each row, from the prompt or sampled. Undefined
+            for rows of rejected drafts, whose KV the next step overwrites before it is read.
+        last_rows: [S] int64; for each sampled sequence, the row from which its newest token was
+            sampled.
+        sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
     """
 
     sequences: Sequence[ScheduledSequence]
@@ -41,12 +41,12 @@ class VerifiedStep:
 
 @dataclass(frozen=True)
 class Lookahead:
-    """What the scheduler must know of a proposer.
+    """What the scheduler needs to know about a proposer.
 
     Attributes:
-        num_tokens: most drafts per step; that many KV slots are kept ready past the known tokens.
-        kv_depends_on_successor: whether the proposer's KV at a position depends on the token
-            after it, so that a cached block is only the same where the next token is.
+        num_tokens: maximum drafts per step; so many extra KV slots are reserved.
+        kv_depends_on_successor: whether the proposer's KV at a position depends on the next token;
+            prefix cache hashes then include the token after each block.
     """
 
     num_tokens: int = 0
@@ -57,14 +57,14 @@ NO_LOOKAHEAD = Lookahead()
 
 
 class Proposer(Protocol):
-    """Guesses the next tokens of every sampled sequence of a batch.
+    """Proposes drafts for the sampled sequences of a batch.
 
     Attributes:
-        lookahead: what the scheduler must know.
-        draft_model: holds the attention layers that the KV cache is bound to; None without one.
+        lookahead: what the scheduler needs to know.
+        draft_model: has the attention layers to bind the KV cache to; None without a model.
         aux_layer_ids: target layers (boundary ids) whose hidden states the proposer reads.
-        reads_steps: whether it has anything to do; without it no `VerifiedStep` is made.
-        kv_cache_builders: the proposer's own KV caches, sized with the target's.
+        reads_steps: whether it reads a `VerifiedStep`; otherwise none is built.
+        kv_cache_builders: the proposer's own KV caches, sized together with the target's.
     """
 
     lookahead: Lookahead
@@ -74,16 +74,16 @@ class Proposer(Protocol):
     reads_steps: bool
 
     def capture(self, plan: GraphPlan) -> None:
-        """Replay from now on what can be captured; the KV cache is bound and stays."""
+        """Capture graphs where possible. The KV cache must be bound and must not move."""
         ...
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
-        """[S, num_drafts] int64 drafts. For 0 of them only its KV is kept complete."""
+        """[S, num_drafts] int64 drafts. With 0 drafts it only writes its KV."""
         ...
 
 
 class NullProposer:
-    """Proposes nothing: a lookup makes all the drafts, or there are none."""
+    """Proposes no drafts: all come from a lookup, or there are none."""
 
     draft_model: nn.Module | None = None
     aux_layer_ids: tuple[int, ...] = ()
@@ -94,7 +94,7 @@ class NullProposer:
         self.lookahead = lookahead
 
     def capture(self, plan: GraphPlan) -> None:
-        """There is nothing to capture."""
+        """Nothing to capture."""
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
         return step.next_token_ids.new_empty((len(step.last_rows), 0))

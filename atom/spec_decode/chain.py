@@ -1,6 +1,6 @@
-"""The drafts after the first: each reads the token and the state of the one before.
+"""The single-token draft steps after a proposer's first pass.
 
-The steps ask the device for nothing, so that all of them can be captured in one graph.
+No host sync inside, so that all steps are captured in one graph.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from atom.graphs.capture import Bucket, GraphPlan, fill_rows
 from atom.model_ops.metadata import AttentionMetadata
 from atom.spec_decode.base import VerifiedStep
 
-# (draft's place in the chain, token ids [S], hidden [S, hidden], positions [S], metadata) ->
-# the most likely next token ids [S], and the hidden state that the next step is fed.
+# (index of the draft, token ids [S], hidden [S, hidden], positions [S], metadata) -> (greedy next
+# token ids [S], hidden states for the next step)
 PredictOp = Callable[
     [int, torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata],
     tuple[torch.Tensor, torch.Tensor],
@@ -25,14 +25,15 @@ PredictOp = Callable[
 
 @dataclass(frozen=True)
 class ChainStart:
-    """Where the chains of S sequences begin.
+    """The input of the first chain step for S sequences.
 
     Attributes:
         token_ids: [S] int64; the first drafts.
-        hidden: [S, hidden]; what the next step is fed beside them.
-        positions: [S] int64; where the next step's rows sit.
-        block_tables: [S, max_blocks] int32. block_counts: [S] int32.
-        max_context_len: upper bound of the tokens in the cache after the last step.
+        hidden: [S, hidden]; the hidden states that go with them.
+        positions: [S] int64; positions of the next step's rows.
+        block_tables: [S, max_blocks] int32.
+        block_counts: [S] int32; blocks of each sequence.
+        max_context_len: upper bound of the context lengths in the last step.
     """
 
     token_ids: torch.Tensor
@@ -44,14 +45,14 @@ class ChainStart:
 
 
 class DraftChain:
-    """Single-token steps of a draft, run eagerly or replayed from a graph.
+    """Single-token draft steps, run eagerly or replayed from a CUDA graph.
 
-    Only the whole chain is captured, for every bucket; a shorter one, and what fits no bucket,
-    runs eagerly.
+    Graphs are captured for the full number of steps only, one per bucket. Fewer steps, or a batch
+    that fits no bucket, run eagerly.
 
     Args:
-        predict: one step of the draft, which writes its KV.
-        num_drafts: the most drafts, the first included.
+        predict: one draft step, which also writes the draft's KV.
+        num_drafts: the maximum number of drafts, including the first.
     """
 
     def __init__(
@@ -64,10 +65,10 @@ class DraftChain:
         self._graphs: _Graphs | None = None
 
     def capture(self, plan: GraphPlan, hidden: torch.Tensor) -> None:
-        """Replay from now on; the KV cache is bound by now and stays where it is.
+        """Capture the graphs. The KV cache must be bound and must not move afterwards.
 
         Args:
-            hidden: a start's hidden states are as wide as this tensor and of its type.
+            hidden: a tensor with the width and dtype of the hidden states that start a chain.
         """
         if self._num_steps:
             self._graphs = _Graphs(plan, hidden, self._num_steps, self.run_eagerly)
@@ -75,10 +76,13 @@ class DraftChain:
     def extend(
         self, step: VerifiedStep, first: torch.Tensor, hidden: torch.Tensor, num_drafts: int
     ) -> torch.Tensor:
-        """From the first drafts [S] and the states [S, hidden] fed with them, all those wanted.
+        """Make the remaining drafts from the first ones [S] and their hidden states [S, hidden].
+
+        Args:
+            num_drafts: at least 1.
 
         Returns:
-            [S, num_drafts], one at least.
+            [S, num_drafts] int64, the first drafts included.
         """
         if num_drafts == 1:
             return first[:, None]
@@ -86,7 +90,9 @@ class DraftChain:
         return torch.cat((first[:, None], more), dim=1)
 
     def run(self, start: ChainStart, num_steps: int) -> torch.Tensor:
-        """[S, num_steps] int64 target token ids; valid until the next run."""
+        """Draft `num_steps` more tokens: [S, num_steps] int64 target token ids, valid until the
+        next run.
+        """
         if self._graphs is not None and num_steps == self._num_steps:
             drafts = self._graphs.replay(start)
             if drafts is not None:
@@ -94,7 +100,7 @@ class DraftChain:
         return self.run_eagerly(start, num_steps)
 
     def run_eagerly(self, start: ChainStart, num_steps: int) -> torch.Tensor:
-        """The same, step after step."""
+        """Like `run`, without graphs."""
         token_ids, hidden = start.token_ids, start.hidden
         drafts = token_ids.new_empty((len(token_ids), num_steps))
         for i in range(num_steps):
@@ -106,9 +112,9 @@ class DraftChain:
     def _start(
         self, step: VerifiedStep, token_ids: torch.Tensor, hidden: torch.Tensor, num_steps: int
     ) -> ChainStart:
-        """The start behind the last rows of a step's sampled sequences.
+        """The chain's start after the last rows of the sampled sequences.
 
-        The newest token is known but not computed: a last row sits one position before it.
+        `step.last_rows` precede the newest token, whose KV is not computed, by one position.
         """
         metadata = step.model_input.attention
         tables, counts = metadata.block_tables, metadata.block_counts
@@ -119,10 +125,10 @@ class DraftChain:
         return ChainStart(token_ids, hidden, positions, tables, counts, longest)
 
     def _advance(self, start: ChainStart, step: int) -> tuple[torch.Tensor, AttentionMetadata]:
-        """One token for each sequence, `step` positions after the start.
+        """Positions and metadata for one token of each sequence, `step` positions after the start.
 
-        Past its block table or the context a sequence stays at the last position and writes
-        nothing: the scheduler never verifies a draft made there.
+        Beyond its blocks or `max_model_len`, a sequence stays at its last position with slot -1:
+        the scheduler never verifies those drafts.
         """
         tables, device = start.block_tables, start.block_tables.device
         limit = (start.block_counts.long() * self._block_size).clamp(max=self._max_model_len)
@@ -145,7 +151,7 @@ class DraftChain:
 
 
 class _Graphs:
-    """A chain captured for every bucket. Padding rows own no block, so that they write nothing."""
+    """The chain captured for every bucket. Padding rows have no blocks, so they write no KV."""
 
     def __init__(
         self,
@@ -172,7 +178,7 @@ class _Graphs:
                 self._replays[bucket] = plan.backend.capture(partial(self._compute, bucket))
 
     def replay(self, start: ChainStart) -> torch.Tensor | None:
-        """The drafts; None where no bucket fits."""
+        """The drafts; None when no bucket fits."""
         count = len(start.token_ids)
         bucket = self._plan.fit(count, start.max_context_len)
         if bucket is None:
@@ -187,7 +193,7 @@ class _Graphs:
         return self._drafts[:count]
 
     def _compute(self, bucket: Bucket) -> None:
-        """What a graph holds."""
+        """The captured work of one bucket."""
         buffers, size = self._buffers, bucket.batch_size
         start = ChainStart(
             buffers.token_ids[:size],

@@ -1,4 +1,4 @@
-"""Who makes drafts: a proposer on the device, a lookup on the host, and a rule for how many."""
+"""Combines a proposer (device), a lookup (host) and a rule for the number of drafts."""
 
 from __future__ import annotations
 
@@ -12,26 +12,27 @@ from atom.spec_decode.base import Proposer, VerifiedStep
 from atom.spec_decode.lengths import DraftLength, Verification
 from atom.spec_decode.lookup import Lookup
 
-# The tokens of a sequence: its prompt and its outputs.
+# Prompt and output tokens of a sequence.
 History = tuple[Sequence[int], Sequence[int]]
-# What the lookup found for each sampled sequence; None where the proposer is asked.
+# The lookup's drafts for each sampled sequence; None where it found none.
 Found = Sequence[list[int] | None]
 
 
 class Drafter:
-    """Asks the lookup and, for what it does not find, the proposer.
+    """Makes drafts: by lookup, and by the proposer where the lookup finds nothing.
 
-    The proposer sees every step: when nobody needs its drafts it still completes its KV.
+    The proposer sees every step, even if its drafts are not needed, to keep its KV complete.
 
     Attributes:
         proposer: makes drafts on the device.
         looks: whether there is a lookup.
-        looks_first: whether it comes before the proposer, which it may spare. On a GPU
-            the host would have to wait for the tokens in the middle of the step.
+        looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
+            a GPU, where the host would have to wait for the tokens in the middle of the step.
 
     Args:
-        source: what statistics call the proposer.
-        length: chooses how many drafts to make; None makes as many as there may be.
+        source: the proposer's name in the statistics.
+        length: chooses the number of drafts; None for the maximum.
+        waiting_is_free: whether a host sync costs nothing (the device is the CPU).
     """
 
     def __init__(
@@ -52,12 +53,12 @@ class Drafter:
         self._count = 0
 
     def forget(self, rows: Sequence[int]) -> None:
-        """The sequences of these rows are gone."""
+        """Drop the state of these rows' sequences."""
         if self._lookup is not None:
             self._lookup.forget(rows)
 
     def look_up(self, rows: Sequence[int], histories: Sequence[History]) -> Found:
-        """What the text of each sampled sequence suggests."""
+        """The lookup's drafts for each sampled sequence."""
         lookup = self._lookup
         assert lookup is not None
         pairs = zip(rows, histories, strict=True)
@@ -70,7 +71,8 @@ class Drafter:
 
         Args:
             step: None when the proposer reads no steps.
-            found: by the lookup, where it came first.
+            num_sampled: S.
+            found: the lookup's drafts if it ran first, else None.
         """
         known = [None] * num_sampled if found is None else found
         sources = [self._source_of(drafts) for drafts in known]
@@ -81,7 +83,7 @@ class Drafter:
         return self.proposer.propose(step, self._count if needed else 0)
 
     def merge(self, found: Found, made: np.ndarray | None) -> list[tuple[list[int], str]]:
-        """For each sampled sequence its drafts, as many as were asked for at most, and who was."""
+        """The drafts of each sampled sequence, and their source."""
         rows: list[list[int]] = [[] for _ in found] if made is None else made.tolist()
         count = self._count
         return [
@@ -90,7 +92,7 @@ class Drafter:
         ]
 
     def observe(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
-        """Learn from a step that took so long, drafting included."""
+        """Update the draft length from a finished step of `seconds`, drafting included."""
         if self._length is None:
             return
         verifications, num_rows = [], 0

@@ -1,4 +1,4 @@
-"""Eagle3: a one-layer draft that reads the target's hidden states."""
+"""Eagle3: a one-layer draft model that reads the target's hidden states."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from atom.spec_decode.chain import DraftChain
 
 
 class EagleProposer:
-    """Proposes a greedy chain of at most `num_speculative_tokens` drafts.
+    """Proposes a greedy chain of up to `num_speculative_tokens` drafts.
 
-    One causal pass over the step's rows writes the draft's KV for every token that the target
-    just computed (the row that pairs the hidden state at position t with the token at t + 1
-    sits at position t). The newest row's output is the first draft; each further one is a
-    single-token step fed with the draft's own hidden state. What those steps write is written
-    again by the pass over the next step's rows, so a step may do with fewer of them or with none:
-    then the pass writes the KV and computes nothing else.
+    A first pass over the step's rows writes the draft's KV for all tokens that the target just
+    computed; the row at position t combines the hidden state at t with the token at t + 1. The
+    newest row yields the first draft. Each further draft is a single-token step on the draft's own
+    hidden state; its KV is overwritten by the next step's first pass. With 0 drafts the pass only
+    writes KV.
     """
 
     reads_steps = True
@@ -65,12 +64,12 @@ class EagleProposer:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One step of the chain; all are alike."""
+        """One step of the chain; the same at every index."""
         return self._outcome(*self._draft(token_ids, hidden, positions, metadata))
 
     def _outcome(
         self, post_norm: torch.Tensor, pre_norm: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """[S, hidden] both -> the most likely target token ids [S], what the next step is fed."""
+        """Greedy target token ids [S] and the next step's hidden states, from [S, hidden] each."""
         draft_ids = self._draft.compute_logits(post_norm).argmax(dim=-1)
         return self._draft.to_target_ids(draft_ids), self._draft.feedback(post_norm, pre_norm)

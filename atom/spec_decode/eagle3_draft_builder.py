@@ -1,4 +1,4 @@
-"""The KV cache of an Eagle3 draft, beside whatever the target caches."""
+"""The KV cache of an Eagle3 draft."""
 
 from __future__ import annotations
 
@@ -10,12 +10,10 @@ from atom.models.eagle3.base import Eagle3Draft
 
 
 class Eagle3DraftBuilder(PagedCache):
-    """Owns the draft's KV, in the pool format that a target with the draft's attention has.
+    """The draft's KV pool, separate from the target's.
 
-    The pool is `eagle3_kv_cache`; of 8 bits it has `eagle3_kv_scale` beside it. Block size and
-    block ids are the target's, so that one block table serves both; whether the target's own
-    attention is multi-head or latent makes no difference. KV heads are this rank's: fewer heads
-    than ranks are replicated, never none.
+    Pools are `eagle3_kv_cache` and, for FP8, `eagle3_kv_scale`. Block size and block ids are the
+    target's, so one block table serves both, whatever the target's attention (MHA or MLA).
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""From the configuration to a proposer, and to what asks it."""
+"""Creates the proposer and the drafter from the configuration."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from atom.spec_decode.lookup import Lookup
 from atom.spec_decode.mtp import MTPProposer
 from atom.speculative_methods import SPECULATIVE_METHODS
 
-# (options, configuration, target, its source, layer context) -> a proposer
+# (options, configuration, target model, its source, layer context) -> proposer
 ProposerBuilder = Callable[
     [SpeculativeOptions, EngineConfig, CausalLM, ModelSource, LayerContext], Proposer
 ]
@@ -32,11 +32,11 @@ ProposerBuilder = Callable[
 def create_proposer(
     config: EngineConfig, target: CausalLM, source: ModelSource, context: LayerContext
 ) -> Proposer:
-    """The proposer that the configuration asks for.
+    """Create the configured proposer.
 
     Raises:
-        ConfigError: when the draft does not fit the target, or the target has no prediction
-            layers, with the numbers.
+        ConfigError: when the draft does not fit the target, or the target has no prediction layers,
+            with the numbers.
     """
     options = config.speculative
     if options is None:
@@ -46,7 +46,7 @@ def create_proposer(
 
 
 def proposer_builder(method: str) -> ProposerBuilder:
-    """What builds the proposer of a method in `SPECULATIVE_METHODS`."""
+    """The function that builds the proposer of a method in `SPECULATIVE_METHODS`."""
     module, _, name = SPECULATIVE_METHODS[method].builder.partition(":")
     builder: ProposerBuilder = getattr(importlib.import_module(module), name)
     return builder
@@ -59,13 +59,13 @@ def create_drafter(
     captured: bool,
     waiting_is_free: bool,
 ) -> Drafter:
-    """What makes drafts.
+    """Create the drafter: proposer, lookup and draft length.
 
     Args:
-        captured: whether steps are replayed from graphs. They are captured for one row per
-            sequence and for all drafts (`GraphRunner`); any number between would run eagerly, so
-            the adaptive length chooses between none and all.
-        waiting_is_free: whether the device is the host.
+        captured: whether steps are replayed from graphs. These exist for one row per sequence and
+            for all drafts (`GraphRunner`); other numbers would run eagerly, so the adaptive length
+            is then none or all.
+        waiting_is_free: whether the device is the CPU, where a host sync costs nothing.
     """
     most = proposer.lookahead.num_tokens
     if options is None:
@@ -73,7 +73,7 @@ def create_drafter(
     bounds = options.longest_ngram, options.shortest_ngram
     lookup: Lookup | None = None
     if options.lookup:
-        # A draft is better than what the text suggests where that is short.
+        # Only full-length matches: a draft model's drafts are better than short ones.
         lookup = Lookup("lookup", most, most, *bounds)
     elif SPECULATIVE_METHODS[options.method].takes_ngram_bounds:
         lookup = Lookup(options.method, most, 1, *bounds)
@@ -90,7 +90,7 @@ def create_eagle3(
     source: ModelSource,
     context: LayerContext,
 ) -> Proposer:
-    """Drafts of a model of its own, which reads the target's hidden states."""
+    """A proposer with a draft model that reads the target's hidden states."""
     assert options.model is not None
     draft = load_draft(options.model, target, source, context, config.model)
     storage = storage_dtype(config.cache, context)
@@ -111,7 +111,7 @@ def create_mtp(
     source: ModelSource,
     context: LayerContext,
 ) -> Proposer:
-    """Drafts of the target's own prediction layers."""
+    """A proposer that uses the target's own multi-token prediction layers."""
     mtp = load_mtp(target, source, context, config.model)
     storage = storage_dtype(config.cache, context)
     block_size = config.cache.block_size
@@ -126,5 +126,5 @@ def create_mtp(
 
 
 def create_ngram(options: SpeculativeOptions, *_: object) -> Proposer:
-    """No drafts: all come from the lookup in the text so far."""
+    """A `NullProposer`: all drafts come from the lookup."""
     return NullProposer(Lookahead(options.num_speculative_tokens))

@@ -1,9 +1,8 @@
-"""How many drafts each step makes: the number that pays.
+"""How many drafts to make in each step, chosen from measurements.
 
-Drafts cost time twice: the draft model makes them, the target verifies them a step later. They
-bring tokens where the text is easy to guess. `AdaptiveLength` measures all three while it works
-and asks for as many drafts as give the most tokens per second; what it does not know yet or any
-more it tries out, for a bounded share of the time.
+Drafts cost time to make and, in the next step, to verify; how many are accepted depends on the
+text. `AdaptiveLength` measures all three and maximises the expected tokens per second. It also
+tries other numbers now and then, for a bounded share of the time.
 """
 
 from __future__ import annotations
@@ -14,38 +13,37 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-# Share of the time that may be lost to trying out what is not thought best.
+# Share of the time that may be lost to tries.
 _PROBE_SHARE = 0.01
 
-# Acceptance of a draft whose predecessors were accepted, before anything is known, and the
-# weight of that in observations. High, because trying costs little and never trying much.
+# Initial acceptance rate of a draft whose predecessors were accepted, and its weight in
+# observations. High, because trying drafts costs little.
 _FIRST_GUESS, _FIRST_WEIGHT = 0.6, 2
-# Observations that an acceptance remembers.
+# Observations that an acceptance rate averages over.
 _ACCEPTANCE_WINDOW = 48
 
-# The time of a step scatters by this share of itself.
+# Relative noise of a step's time.
 _NOISE = 0.1
-# From one step to the next the machine's speed changes by this share, and each part of a step
-# by this share of the step on its own.
+# Relative change of the machine's speed from one step to the next, and of each part of a step on
+# its own.
 _SPEED_DRIFT, _PART_DRIFT = 0.05, 0.005
-# A step that takes longer than expected counts as this many times that at most: one that the
-# machine interrupted says nothing of the next.
+# A step's time is capped at this multiple of the expected one, since interruptions do not repeat.
 _OUTLIER = 2.0
-# What is guessed of a step before it is measured, with the time of its first row as the unit: a
-# further row, and a draft that is made; how far the growth with each draft may be off, and by
-# how much a number of drafts may leave the straight line.
+# Guesses before measurements, relative to the time of a step with one row: the cost of a further
+# row and of making a draft, the error of both slopes, and the deviation of a single number of
+# drafts from a straight line.
 _ROW_GUESS, _MAKING_GUESS, _GUESS_ERROR, _CURVATURE = 0.04, 0.05, 0.3, 0.1
-# The least that a step is thought to take, as a share of its dearest part.
+# Lower bound of an estimated step time, as a share of its most expensive part.
 _LEAST = 0.02
 
 
 @dataclass(frozen=True)
 class Verification:
-    """What became of one sequence's drafts in a step.
+    """The result of verifying one sequence's drafts.
 
     Attributes:
-        source: who had been asked for them; None when nobody was.
-        num_drafts, num_accepted: verified, and kept.
+        source: source of the drafts, also when it made none; None after a step that proposed none.
+        num_drafts, num_accepted: drafts verified, and accepted.
     """
 
     source: str | None
@@ -56,57 +54,54 @@ class Verification:
 class DraftLength(Protocol):
     """Chooses one number of drafts for all sequences of a step.
 
-    Each step that samples calls `choose`, then `observe`: when the number is chosen, what became
-    of the drafts that the step verifies is not known yet.
+    Each step that samples calls `choose`, then `observe`: when it chooses, the acceptance of the
+    drafts that it verifies is not known yet.
     """
 
     def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
-        """How many drafts to make in this step, for each of its sampled sequences.
+        """The number of drafts to make in this step for each sampled sequence.
 
         Args:
-            sources: by sequence who will be asked, one or more.
-            drafts: whether the draft model has to run for any of them; without, it only
-                completes its KV.
+            sources: of each sequence's drafts; at least one.
+            drafts: whether the draft model makes drafts, rather than only writing its KV.
         """
         ...
 
     def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
-        """A step has ended.
+        """Learn from a finished step.
 
         Args:
-            verifications: of its sampled sequences: what became of the drafts that it verified,
-                which the step before made.
-            seconds: what all of the step took, its own drafting included; None when it computed
-                prompts too, or when its time says nothing.
+            verifications: of its sampled sequences, for the drafts made in the step before.
+            seconds: time of the whole step, drafting included; None when it also computed prompts.
         """
         ...
 
 
 def spread_lengths(most: int) -> tuple[int, ...]:
-    """Numbers of drafts worth telling apart: all the small ones, some of the large ones, `most`."""
+    """Numbers of drafts to choose from: the small ones, some larger ones, and `most`."""
     return tuple(sorted({n for n in (0, 1, 2, 3, 4, 6, 8, 12) if n < most} | {most}))
 
 
 class StepTimes:
-    """What the steps of one batch take, by the drafts that they verify and that they make.
+    """Estimated step times of one batch size, by numbers of drafts verified and made.
 
-    The two parts add up, and only their sums are measured. A Kalman filter estimates all parts
-    together: it knows that a sum measured often does not make its parts known, so a try corrects
-    whatever it bears on. What a step takes without making drafts is all counted as verifying.
+    A step's time is the sum of the two parts, and only sums are measured. A Kalman filter estimates
+    all parts together, so that a measurement also corrects parts that are correlated with it. The
+    time of a step that makes no drafts counts as verifying.
 
     Args:
         choices: ascending numbers of drafts.
         num_sequences: in the batch.
-        like: another batch, whose times are better guesses than none.
+        like: times of another batch size, as a first estimate.
     """
 
     def __init__(
         self, choices: Sequence[int], num_sequences: int, like: StepTimes | None = None
     ) -> None:
         self._places = {n: i for i, n in enumerate(choices)}
-        self._constant = len(choices)  # the place of making none: 0 seconds
+        self._constant = len(choices)  # index of making 0 drafts, which takes 0 seconds
         growth = _ROW_GUESS * num_sequences / (1 + _ROW_GUESS * (num_sequences - 1))
-        # Of verifying, then of making each number of drafts. The unit is arbitrary until known.
+        # Verifying, then making, each number of drafts. In arbitrary units until measured.
         self._seconds = [1 + growth * n for n in choices] + [_MAKING_GUESS * n for n in choices]
         self._is_known = False
         if like is not None:
@@ -117,19 +112,19 @@ class StepTimes:
 
     @property
     def is_known(self) -> bool:
-        """Whether times are seconds and not mere proportions."""
+        """Whether times are in seconds; before that only their proportions are estimated."""
         return self._is_known
 
     def at(self, verified: int, made: int) -> float:
-        """What verifying so many drafts of each sequence, and making so many, takes together."""
+        """Time of a step that verifies and makes these numbers of drafts per sequence."""
         i, j = self._find(verified, made)
         return max(self._seconds[i] + self._seconds[j], _LEAST * max(self._seconds))
 
     def observe(self, verified: int, made: int, seconds: float) -> None:
-        """A step took `seconds`.
+        """Record a step's time.
 
-        The first to verify or to make a number only counts where it is fast: it may have
-        allocated, compiled, or looked things up.
+        The first step with a number of drafts only counts if it is fast: it may include allocation
+        or compilation.
         """
         parts = self._find(verified, made)
         expected = self.at(verified, made)
@@ -151,10 +146,10 @@ class StepTimes:
         self._covariance = [[c * factor**2 for c in row] for row in self._covariance]
 
     def _correct(self, i: int, j: int, seconds: float) -> None:
-        """The parts at `i` and `j` took `seconds` together."""
+        """Kalman update: parts `i` and `j` took `seconds` together."""
         error = seconds - self._seconds[i] - self._seconds[j]
         own_drift = (_PART_DRIFT * seconds) ** 2
-        # Accidents make steps slower. One that is much faster means that the machine is.
+        # Disturbances only slow steps down; a much faster step means a faster machine.
         is_faster = seconds < (self._seconds[i] + self._seconds[j]) / _OUTLIER
         drift = [(1.0 if is_faster else _SPEED_DRIFT) * s for s in self._seconds]
         columns = zip(self._covariance[i], self._covariance[j], drift, strict=True)
@@ -173,10 +168,11 @@ class StepTimes:
 
 
 def _guessed_covariance(choices: Sequence[int], seconds: float) -> list[list[float]]:
-    """Of guessed times: both parts are lines of unknown slope, verifying one of unknown height.
+    """Covariance of the initial estimates: both parts are lines with uncertain slope; the one for
+    verifying also has an uncertain offset.
 
     Args:
-        seconds: of a step without drafts.
+        seconds: time of a step without drafts.
     """
 
     def of(is_verifying: bool, same_part: bool, m: int, n: int) -> float:
@@ -190,17 +186,17 @@ def _guessed_covariance(choices: Sequence[int], seconds: float) -> list[list[flo
 
 
 def _bucket(num_sequences: int) -> int:
-    """Numbers up to 8 are told apart, larger ones by a fifth of themselves."""
+    """Batch size bucket: exact up to 8, then in steps of about a fifth."""
     return num_sequences if num_sequences <= 8 else round(8 + 4 * math.log2(num_sequences / 8))
 
 
 class Acceptance:
-    """What becomes of one source's drafts, by position.
+    """Acceptance rates of one source's drafts, by position.
 
-    Each position is measured only where its predecessors were accepted, so that no estimate
-    depends on how many drafts were asked for. Drafts asked for and not made count as rejected.
-    Few observations are given the benefit of the doubt, a standard deviation of it at first: an
-    estimate that is too high corrects itself, one that is too low is hardly looked at again.
+    A position is measured only when all before it were accepted, so rates do not depend on the
+    number of drafts. Drafts requested but not made count as rejected. With few observations a rate
+    is raised by up to a standard deviation: one that is too high corrects itself, one that is too
+    low is hardly measured again.
     """
 
     def __init__(self, most: int) -> None:
@@ -215,7 +211,7 @@ class Acceptance:
             self._rates[position] += (kept - self._rates[position]) / count
 
     def num_accepted(self, asked: int) -> float:
-        """Drafts that one verification is expected to accept."""
+        """Expected number of accepted drafts out of `asked`."""
         expected, reached = 0.0, 1.0
         for rate, count in zip(self._rates[:asked], self._counts, strict=False):
             doubt = 1 / math.sqrt(count) - 1 / math.sqrt(_ACCEPTANCE_WINDOW)
@@ -225,19 +221,18 @@ class Acceptance:
 
 
 class AdaptiveLength:
-    """Chooses the number of drafts with the highest expected tokens per second.
+    """Chooses the number of drafts with the most expected tokens per second.
 
-    Costs depend on the number of sequences. A choice pays for making drafts now and for verifying
-    them in the next step; each step's time is the sum of one choice's making and the verifying of
-    the choice before, so where choices change the two are told apart.
+    The cost of a choice is making drafts now and verifying them in the next step. A measured step
+    contains the making of its own choice and the verifying of the one before; where choices change,
+    the two are told apart.
 
-    Acceptance belongs to a source. Every number that is not chosen earns a little credit with
-    every step, and is tried as soon as the credit covers what trying it is expected to lose. So
-    estimates stay fresh, cheap tries are frequent, dear ones rare, and all of them together take
-    a fixed share of the time. No try follows another, so that the best is never only tried.
+    Each number that is not chosen earns a small credit per step and is tried once the credit covers
+    the expected loss. So estimates stay fresh, expensive tries are rare, and all tries together
+    cost a fixed share of the time. Two tries never follow each other.
 
     Args:
-        choices: ascending numbers of drafts; 0 is among them.
+        choices: ascending numbers of drafts, starting with 0.
     """
 
     def __init__(self, choices: Sequence[int]) -> None:
@@ -245,10 +240,10 @@ class AdaptiveLength:
             raise ValueError(f"expected ascending numbers of drafts from 0, got {choices}")
         self._choices = tuple(choices)
         self._acceptance: dict[str, Acceptance] = {}
-        self._times: dict[int, StepTimes] = {}  # by bucket of the number of sequences
+        self._times: dict[int, StepTimes] = {}  # by `_bucket` of the number of sequences
         self._credits = dict.fromkeys(choices, 0.0)
-        # Of the step that runs: drafts asked for in the step before, which it verifies; those
-        # asked for in it; those that the draft model makes for it.
+        # Of the current step: drafts requested in the step before, which it verifies; drafts
+        # requested in it; those of them that the draft model makes.
         self._verified = self._asked = self._made = 0
         self._is_try = False
 
@@ -296,7 +291,7 @@ class AdaptiveLength:
         return due
 
     def _tokens(self, counts: Mapping[str, int], num_drafts: int) -> float:
-        """What the next step is expected to yield, drafts and the target's own tokens."""
+        """Expected tokens of the next step: accepted drafts plus one token per sequence."""
         return sum(n * (1 + self._of(s).num_accepted(num_drafts)) for s, n in counts.items())
 
     def _of(self, source: str) -> Acceptance:

@@ -1,4 +1,4 @@
-"""Lookup: drafts that the text itself suggests, found while the text grows."""
+"""N-gram lookup: drafts from earlier occurrences of the newest tokens in the same sequence."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-# Earlier occurrences of the newest tokens that one lookup compares, the latest first: a bound on
-# its time in texts that consist of one token.
+# Most earlier occurrences that a lookup compares, the latest first; bounds its time in repetitive
+# text.
 _MAX_CANDIDATES = 256
 
 
 class Lookup:
-    """Finds what followed the newest tokens of a sequence where they occurred before.
+    """Drafts the tokens that followed an earlier occurrence of the newest tokens.
 
-    Of the occurrences that share the most newest tokens (`ngram_min` to `ngram_max` of them) and
-    are followed by `min_drafts` tokens at least, the latest counts.
+    Candidates match the last `ngram_min` to `ngram_max` tokens and are followed by at least
+    `min_drafts` tokens. The longest match wins, the latest one among equals.
 
-    An index is the sequence's tokens, one integer for each of them and one entry for each
-    distinct `ngram_min` tokens; it lives as long as its sequence takes part in steps.
+    Each sequence has an index until `forget`: its tokens, one integer per token, and one entry per
+    distinct run of `ngram_min` tokens.
 
     Args:
-        source: what statistics call it.
-        num_drafts, min_drafts: the most drafts, and the fewest that are worth more than those of
-            whoever makes the others.
+        source: name in the statistics.
+        num_drafts, min_drafts: most drafts, and fewest; where fewer are found, the proposer drafts
+            instead.
     """
 
     def __init__(
@@ -34,24 +34,25 @@ class Lookup:
         self._min_drafts = min_drafts
         self._ngram_max = ngram_max
         self._ngram_min = ngram_min
-        # By row.
+        # Row -> index.
         self._indexes: dict[int, SuffixIndex] = {}
 
     @property
     def num_indexes(self) -> int:
-        """Sequences that are remembered."""
+        """The number of sequences with an index."""
         return len(self._indexes)
 
     def forget(self, rows: Sequence[int]) -> None:
-        """The sequences of these rows are gone."""
+        """Drop the indexes of these rows' sequences."""
         for row in rows:
             self._indexes.pop(row, None)
 
     def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> list[int] | None:
-        """Drafts behind a sequence's tokens, to which it only ever adds; None when none are found.
+        """Drafts for a sequence; None when no occurrence is found.
 
         Args:
-            row: the sequence's own.
+            row: the sequence's row.
+            prompt, outputs: its tokens; must extend those of earlier calls.
         """
         index = self._indexes.get(row)
         if index is None:
@@ -66,11 +67,11 @@ class Lookup:
 
 @dataclass
 class SuffixIndex:
-    """One sequence's tokens, and where its runs of `ngram_min` tokens occurred.
+    """One sequence's tokens, and where each run of `ngram_min` tokens occurred.
 
     Attributes:
-        num_followers: tokens to take from behind an occurrence.
-        min_followers: tokens that follow an occurrence before it counts.
+        num_followers: most tokens to return from behind an occurrence.
+        min_followers: tokens that must follow an occurrence.
     """
 
     ngram_max: int
@@ -78,7 +79,7 @@ class SuffixIndex:
     num_followers: int
     min_followers: int
     _tokens: list[int] = field(default_factory=list)
-    # Ends of occurrences: the latest of each run, and for each end the one before it or -1.
+    # The end of the latest occurrence of each run, and for each end the one before it, or -1.
     _latest: dict[tuple[int, ...], int] = field(default_factory=dict)
     _earlier: array[int] = field(default_factory=lambda: array("q"))
 
@@ -86,7 +87,7 @@ class SuffixIndex:
         return len(self._tokens)
 
     def extend(self, token_ids: Sequence[int]) -> None:
-        """Add the newest tokens, and index what they follow."""
+        """Append tokens and index the runs that now have enough followers."""
         tokens, size = self._tokens, self.ngram_min
         tokens += token_ids
         for end in range(len(self._earlier), len(tokens) - self.min_followers + 1):
@@ -98,7 +99,7 @@ class SuffixIndex:
             self._latest[run] = end
 
     def lookup(self) -> list[int] | None:
-        """The tokens after the best occurrence of the newest ones; None when there is none."""
+        """The tokens after the best earlier occurrence of the newest ones; None without one."""
         tokens, longest, best = self._tokens, 0, -1
         size = len(tokens)
         end = self._latest.get(tuple(tokens[-self.ngram_min :]), -1)

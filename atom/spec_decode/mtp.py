@@ -1,4 +1,4 @@
-"""Multi-token prediction: the target's own layers draft for it."""
+"""Multi-token prediction: the target's own prediction layers draft."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from atom.spec_decode.chain import DraftChain
 
 
 class MTPProposer:
-    """Proposes a greedy chain of at most `num_speculative_tokens` drafts; layers take turns.
+    """Proposes a greedy chain of up to `num_speculative_tokens` drafts; draft i uses layer i modulo
+    their number.
 
-    The pass over the step's rows and the single-token steps after it are those of Eagle3; here
-    the first takes the target's last hidden states, and there is nothing to fuse.
+    The steps are those of `EagleProposer`; the first pass reads the target's last hidden states
+    directly.
     """
 
     aux_layer_ids: tuple[int, ...] = ()

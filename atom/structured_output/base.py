@@ -1,4 +1,4 @@
-"""What the engine needs of a grammar library."""
+"""The interface of a grammar library."""
 
 from __future__ import annotations
 
@@ -12,55 +12,58 @@ from atom.structured_output.params import StructuredOutput
 if TYPE_CHECKING:
     from atom.structured_output.vocabulary import Vocabulary
 
-# [rows, ceil(vocabulary / 32)] int32: bit t % 32 of word t // 32 tells whether token t is allowed.
+# [rows, ceil(V / 32)] int32; bit t % 32 of word t // 32 is set if token t is allowed.
 TokenMask = NDArray[np.int32]
 
 
 class GrammarError(ValueError):
-    """A grammar that cannot be compiled, or that no text fulfils; the message says why."""
+    """The grammar cannot be compiled, or no text satisfies it; the message says why."""
 
 
 class CompileStoppedError(GrammarError):
-    """Compiling did not end, for lack of time, memory or a process; another time it may."""
+    """Compilation was stopped for lack of time or memory, or failed with its process; a retry may
+    succeed.
+    """
 
 
 class Matcher(Protocol):
-    """One text's place in a grammar."""
+    """The position of one text in a grammar."""
 
     @property
     def is_finished(self) -> bool:
-        """Whether an end token was accepted; nothing can follow."""
+        """Whether an end token was accepted, so that nothing can follow."""
 
     def fill(self, mask: TokenMask, row: int) -> None:
-        """Write the allowed next tokens to a row; end tokens are among them only after a text
-        that is complete. Not to be called when finished."""
+        """Write the mask of allowed next tokens to a row. End tokens are allowed only after a
+        complete text. Must not be called when finished.
+        """
 
     def accept(self, token_id: int) -> bool:
-        """Go on by a token; false, with nothing changed, when it is not allowed."""
+        """Advance by a token; false, with no change, if it is not allowed."""
 
     def rollback(self, count: int) -> None:
-        """Take back the last `count` accepted tokens."""
+        """Undo the last `count` accepted tokens."""
 
 
 class Grammar(Protocol):
-    """Compiled for one vocabulary; shared by all sequences that obey it."""
+    """A grammar compiled for one vocabulary; shared by the sequences that use it."""
 
     @property
     def num_bytes(self) -> int:
-        """What it takes in memory."""
+        """Memory that it takes."""
 
     def create_matcher(self) -> Matcher: ...
 
 
 class GrammarBackend(Protocol):
-    """Compiles for one vocabulary; called from several threads."""
+    """Compiles grammars for one vocabulary. Thread-safe."""
 
     @property
     def vocabulary(self) -> Vocabulary:
-        """What another process needs to compile the same."""
+        """The vocabulary, for compiling in another process."""
 
     def compile(self, wanted: StructuredOutput) -> Grammar:
         """Raises:
-        GrammarError: when it is wrong, or no text fulfils it.
+        GrammarError: when the grammar is invalid, or no text satisfies it.
         """
         ...

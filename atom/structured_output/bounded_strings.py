@@ -1,15 +1,16 @@
-"""JSON schemas as grammars whose strings of limited length are quick to follow.
+"""Rewrites bounded strings in JSON schema grammars so that masks are fast to compute.
 
-xgrammar counts the characters of such a string as repetitions of a rule, and then tries most of
-the vocabulary anew for every token: milliseconds within a string. Said as a chain of rules, each
-one character long and ending in the next, the masks are found when the grammar is compiled.
+xgrammar compiles a string with maxLength as a counted repetition, and then checks most of the
+vocabulary again at every token, which takes milliseconds. As a chain of rules, one per character,
+the masks are computed when the grammar is compiled.
 """
 
 from __future__ import annotations
 
 import re
 
-# Rules of a chain; longer strings stay as they are, since each rule takes time to compile.
+# Maximum rules of a chain; longer strings are left unchanged, since each rule takes time to
+# compile.
 MAX_CHAIN = 128
 
 _CHARACTER = r"[^\0-\x1f\"\\\r\n]"
@@ -18,12 +19,12 @@ _BOUNDED = re.compile(r'^(\w+) ::= \(\("\\"" (\w+)\{(\d+), (\d+)\} "\\""\)\)$', 
 
 
 def chain_bounded_strings(grammar: str) -> str | None:
-    """A JSON schema's grammar with its bounded strings as chains; None when it has none.
+    """Rewrite the bounded strings of a JSON schema's grammar; None if there are none.
 
-    Raw control characters, which JSON forbids, are no longer part of such strings.
+    The rewritten strings no longer allow raw control characters, which JSON forbids.
 
     Args:
-        grammar: as xgrammar prints it.
+        grammar: as printed by xgrammar.
     """
     longest = -1
 
@@ -46,5 +47,5 @@ def chain_bounded_strings(grammar: str) -> str | None:
 
 
 def _rest(count: int) -> str:
-    """The rule of at most `count` characters and the closing quote."""
+    """The rule for at most `count` more characters and the closing quote."""
     return f"bounded_string_rest_{count}"

@@ -1,4 +1,4 @@
-"""Compiled grammars, remembered."""
+"""A cache of compiled grammars."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from atom.structured_output.base import CompileStoppedError, Grammar
 from atom.structured_output.params import StructuredOutput
 
 DEFAULT_CAPACITY = 128
-# Of grammars together; a JSON schema's takes 8 MB with 49k tokens and 22 MB with 128k.
+# For all grammars; that of a JSON schema takes 8 MB with 49k tokens and 22 MB with 128k.
 DEFAULT_CAPACITY_BYTES = 256 << 20
 
 
 class Compiler(Protocol):
-    """Compiles aside."""
+    """Compiles grammars in the background."""
 
     def submit(self, wanted: StructuredOutput) -> Future[Grammar]:
-        """The grammar, once it is compiled; fails with GrammarError when it cannot be.
+        """The future grammar; fails with GrammarError when it cannot be compiled.
 
-        Cancelling the future ends the compiling where that is possible.
+        Cancelling the future stops the compilation if possible.
         """
 
     def shutdown(self) -> None: ...
@@ -33,8 +33,8 @@ class GrammarCache:
     """Compiles each grammar once while it is in use, and keeps the recently used ones.
 
     Args:
-        capacity: how many grammars are kept for those who may want them again.
-        capacity_bytes: how much those may take; the latest one is kept in any case.
+        capacity: how many recent grammars to keep.
+        capacity_bytes: their total size; the latest one is kept in any case.
     """
 
     def __init__(
@@ -46,20 +46,20 @@ class GrammarCache:
         self._compiler = compiler
         self._capacity = capacity
         self._capacity_bytes = capacity_bytes
-        # Grammars become ready, and the cache full, in other threads.
+        # Futures complete in other threads, which may then evict.
         self._lock = threading.RLock()
         self._recent: OrderedDict[StructuredOutput, Future[Grammar]] = OrderedDict()
-        # Also those that are not recent, for as long as someone holds them.
+        # All grammars that are recent or in use.
         self._known: WeakValueDictionary[StructuredOutput, Future[Grammar]] = WeakValueDictionary()
 
     @property
     def num_bytes(self) -> int:
-        """What the kept grammars take; those that are only in use are not among them."""
+        """Size of the recent grammars, without those that are only in use."""
         with self._lock:
             return sum(_num_bytes(future) for future in self._recent.values())
 
     def submit(self, wanted: StructuredOutput) -> Future[Grammar]:
-        """The grammar, once it is compiled. A grammar stays known while its future is held."""
+        """The future grammar. It stays in the cache while its future is referenced."""
         with self._lock:
             future = self._known.get(wanted)
             is_new = future is None
@@ -73,7 +73,7 @@ class GrammarCache:
         return future
 
     def get(self, wanted: StructuredOutput) -> Grammar:
-        """The grammar, waiting for it.
+        """The grammar; waits for it.
 
         Raises:
             GrammarError: when it cannot be compiled.
@@ -81,7 +81,7 @@ class GrammarCache:
         return self.submit(wanted).result()
 
     def abandon(self, wanted: StructuredOutput) -> None:
-        """End the compiling of a grammar that nobody waits for any more, if it is not done."""
+        """Cancel the compilation of a grammar, unless it is done."""
         with self._lock:
             future = self._known.get(wanted)
             if future is None or not future.cancel():
@@ -93,7 +93,7 @@ class GrammarCache:
         self._compiler.shutdown()
 
     def _settle(self, wanted: StructuredOutput, future: Future[Grammar]) -> None:
-        """Take note of how compiling ended; what was stopped may be tried again."""
+        """Handle the end of a compilation; if it was stopped, a later request may retry."""
         if future.cancelled():
             return
         with self._lock:
@@ -113,7 +113,7 @@ class GrammarCache:
 
 
 def _num_bytes(future: Future[Grammar]) -> int:
-    """What a grammar takes; nothing before it is there."""
+    """The size of a grammar; 0 until it is compiled."""
     if not future.done() or future.cancelled() or future.exception() is not None:
         return 0
     return future.result().num_bytes

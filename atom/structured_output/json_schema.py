@@ -1,8 +1,8 @@
-"""Which JSON schemas a grammar can enforce: what it would ignore is refused.
+"""Refuses JSON schema keywords that a grammar would ignore.
 
-The list is that of xgrammar 0.2, found by trying each keyword. Where a grammar is narrower
-than its schema (properties in their declared order, patterns over the whole string), documents
-are still valid; `oneOf` is enforced as `anyOf`.
+The lists are those of xgrammar 0.2, found by testing each keyword. Where a grammar is narrower than
+its schema (declared order of properties, patterns that match the whole string), its documents are
+still valid. `oneOf` is enforced as `anyOf`.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-# Deeper schemas compile in more than a second.
+# Deeper schemas take more than a second to compile.
 MAX_DEPTH = 64
 
 _IGNORED = (
@@ -29,7 +29,7 @@ _IGNORED = (
     "$recursiveRef",
     "extends",
 )
-# Keywords that constrain nothing: they may stand beside anything.
+# Keywords that are no constraints and may appear beside any other.
 _ANNOTATIONS = frozenset(
     {
         "title",
@@ -48,7 +48,7 @@ _ANNOTATIONS = frozenset(
         "$id",
     }
 )
-# The keywords that decide alone: xgrammar reads nothing beside the first of them.
+# If one of these is present, xgrammar ignores all other keywords.
 _EXCLUSIVE = ("$ref", "anyOf", "oneOf", "allOf")
 _NEEDS_TYPE = {
     "multipleOf": ("number", "integer"),
@@ -72,13 +72,13 @@ _SCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "propertyN
 
 
 def check_schema(schema: Any) -> None:
-    """Refuse a schema that is none, or that a grammar could not enforce in full.
+    """Refuse an invalid schema, or one that a grammar cannot fully enforce.
 
     Raises:
-        ValueError: naming the place and the reason.
+        ValueError: with the location and the reason.
     """
     pending: list[tuple[Any, str, int]] = [(schema, "#", 0)]
-    # References lead to the same part again, and round in circles.
+    # References may repeat parts and form cycles.
     seen: set[int] = set()
     while pending:
         part, where, depth = pending.pop()
@@ -98,7 +98,7 @@ def check_schema(schema: Any) -> None:
 
 
 def is_enforceable(schema: Any) -> bool:
-    """Whether `check_schema` takes it."""
+    """Whether `check_schema` accepts it."""
     try:
         check_schema(schema)
     except ValueError:
@@ -121,7 +121,7 @@ def _children(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _reason(part: dict[str, Any], root: Any) -> str | None:
-    """Why this one schema, its parts aside, cannot be enforced."""
+    """Why this schema cannot be enforced, apart from its subschemas."""
     ignored = next((name for name in _IGNORED if name in part), None)
     if ignored is not None:
         return f"{ignored!r} is not supported"
@@ -176,7 +176,7 @@ def _wrong_reference(part: dict[str, Any], root: Any) -> str | None:
 
 
 def _resolve(reference: str, root: Any) -> Any:
-    """The part that a reference into the schema names; None when it is not there."""
+    """The part of the schema that a reference names; None if there is none."""
     target = root
     for name in reference[2:].split("/") if reference != "#" else ():
         name = name.replace("~1", "/").replace("~0", "~")

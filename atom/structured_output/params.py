@@ -1,4 +1,4 @@
-"""What a text must look like: the part of a request that a grammar enforces."""
+"""`StructuredOutput`: the constraint of a request's text that a grammar enforces."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from atom.structured_output.json_schema import check_schema
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag"]
 
-# Grammars this long compile in about a second; far longer ones take minutes.
+# Grammars of this size compile in about a second; much longer ones take minutes.
 MAX_CHARACTERS = 65536
 MAX_CHOICES = 4096
 
 
 class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """A constraint on the generated text; build one with the class methods.
+    """A constraint on the generated text; create it with the class methods.
 
-    Valid at construction as far as that shows without compiling: every other fault of a
-    grammar is reported when its request is submitted.
+    Construction checks what can be checked without compiling; other errors are reported when the
+    request is submitted.
 
     Attributes:
-        kind: how to read `value`.
-        value: a JSON schema, a list of choices or a structural tag's format as JSON text; a
-            regular expression; an EBNF grammar whose first rule is `root`. Empty for
+        kind: how to interpret `value`.
+        value: a JSON schema, a list of choices or a structural tag's format, as JSON text; a
+            regular expression; or an EBNF grammar with the start rule `root`. Empty for
             `json_object`.
-        starts_after: text up to and with this marker is free, and the constraint holds from
-            there on: the end of a reasoning section. None when it holds from the start.
+        starts_after: the constraint begins after this marker, such as the end of a reasoning
+            section, and the text up to it is free. None to begin at once.
 
     Raises:
         ValueError: for a constraint that is too large, malformed, or cannot be enforced.
@@ -66,7 +66,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     @classmethod
     def regex(cls, pattern: str) -> StructuredOutput:
-        """A text that the whole pattern matches."""
+        """A text that the pattern matches as a whole."""
         return cls(kind="regex", value=pattern)
 
     @classmethod
@@ -76,7 +76,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
     @classmethod
     def ebnf(cls, grammar: str) -> StructuredOutput:
-        """A text of the grammar, in the GBNF notation of llama.cpp; it starts at `root`."""
+        """A text of the grammar, in llama.cpp's GBNF notation, starting with `root`."""
         return cls(kind="ebnf", value=grammar)
 
     @classmethod
@@ -86,7 +86,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
 
 
 def _dump(value: Any) -> str:
-    """JSON text with keys in their order: properties are generated in the schema's order."""
+    """JSON text that keeps the order of keys, in which properties are generated."""
     try:
         return json.dumps(value, ensure_ascii=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -141,7 +141,7 @@ def _check_tag(value: str) -> None:
 
 
 def _parts(format: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """A format and the formats within it; schemas are not looked into."""
+    """A format and all nested formats, except within schemas."""
     pending: list[Any] = [format]
     while pending:
         item = pending.pop()

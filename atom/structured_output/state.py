@@ -1,4 +1,4 @@
-"""Where a sequence stands in its grammar, also at rows that follow drafts."""
+"""A sequence's position in its grammar, with masks for draft rows."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from atom.structured_output.base import Matcher, TokenMask
 
 ALL_TOKENS = -1
 
-# Processor seconds that following a grammar may take in one step and in all, and for each token
-# besides. A pattern of few characters can take twice as long with every few tokens.
+# Limits of the processor time for the matcher of one sequence: per step and in total, in excess of
+# an allowance per token. Some short patterns take exponential time.
 _STEP_SECONDS, _SECONDS, _TOKEN_SECONDS = 0.25, 1.0, 0.01
 
 
 class GrammarState:
-    """One sequence's matcher, kept at the end of its known tokens.
+    """A sequence's matcher, positioned after its known tokens.
 
     Attributes:
-        is_too_slow: following the grammar takes so long that others would wait for it. From
-            then on nothing is computed, and `advance` admits nothing.
+        is_too_slow: the matcher exceeded its time limit and would delay other sequences. From then
+            on it is not called, and `advance` accepts nothing.
     """
 
     def __init__(self, matcher: Matcher) -> None:
@@ -29,11 +29,11 @@ class GrammarState:
         self._seconds = 0.0
 
     def advance(self, token_ids: Sequence[int]) -> int:
-        """Take in new tokens.
+        """Append new tokens.
 
         Returns:
-            How many of them obey the grammar. What follows an end token counts: it is never
-            part of the text.
+            How many of them the grammar accepts. Tokens after an end token count as accepted, since
+            they are never part of the text.
         """
         with self._timed(len(token_ids)):
             for count, token_id in enumerate(token_ids):
@@ -44,12 +44,11 @@ class GrammarState:
         return len(token_ids)
 
     def fill(self, mask: TokenMask, first_row: int, drafts: Sequence[int]) -> None:
-        """Write the allowed tokens of row `first_row` and of the rows behind each draft.
+        """Write the masks of row `first_row` and of the row after each draft.
 
-        Rows behind a draft that the grammar refuses stay as they are, as do rows behind an end
-        token: the refused draft cannot be sampled, and what follows an end is dropped. A row
-        where nothing is allowed becomes one where everything is: a token must be sampled, and
-        `advance` will refuse it.
+        Rows after a draft that the grammar rejects, or after an end token, are left unchanged: a
+        rejected draft cannot be sampled, and nothing after an end counts. A row without allowed
+        tokens is set to allow all: a token must be sampled, and `advance` will reject it.
         """
         if self.is_too_slow:
             mask[first_row] = ALL_TOKENS

@@ -1,6 +1,6 @@
-"""Every kind of constraint as the format of one structural tag, xgrammar's richest notation.
+"""Converts every kind of constraint to a structural tag format, xgrammar's most general notation.
 
-https://xgrammar.mlc.ai/docs/structural_tag/structural_tag.html describes the notation.
+Described at https://xgrammar.mlc.ai/docs/structural_tag/structural_tag.html.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from atom.structured_output.params import StructuredOutput
 
 Format = dict[str, Any]
 
-# White space in a row within JSON: enough to indent, too little to go on forever.
+# Maximum consecutive white space in JSON: enough to indent, but bounded.
 MAX_WHITESPACE = 64
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
 def token(text: str) -> Format:
-    """A marker: the token of that text where the vocabulary has one, else the text itself."""
+    """A marker: the token with this text if the vocabulary has one, else the text."""
     return {"type": "token", "token": text}
 
 
@@ -40,7 +40,7 @@ def json_document(schema: Mapping[str, Any] | bool) -> Format:
 
 
 def after(marker: str, format: Format, excluded: Sequence[str] = ()) -> Format:
-    """Anything up to and with a marker, but for the `excluded` markers; then the format."""
+    """Free text up to and including a marker, without the `excluded` markers; then the format."""
     free = {"type": "any_tokens", "exclude_tokens": [marker, *excluded]}
     return sequence({"type": "tag", "begin": "", "content": free, "end": token(marker)}, format)
 
@@ -52,12 +52,12 @@ def as_format(wanted: StructuredOutput) -> Format:
 
 
 def lower_tokens(format: Any, markers: Mapping[str, int]) -> Any:
-    """Name marker tokens by their ids; those that the vocabulary lacks become plain text.
+    """Replace marker tokens by their ids; markers that are not tokens become plain text.
 
-    Where free text is left by a token, only tokens can be excluded from it.
+    If free text ends at a token, only tokens can be excluded from it.
 
     Args:
-        markers: the ids of the tokens that are no text.
+        markers: token ids of the markers in the vocabulary.
     """
     if isinstance(format, list):
         return [lower_tokens(item, markers) for item in format]
@@ -80,7 +80,7 @@ def _lower_token(format: Format, markers: Mapping[str, int]) -> Format:
 
 
 def _lower_tag(format: Format, markers: Mapping[str, int]) -> Format:
-    """A tag's ends are strings or tokens, never formats."""
+    """The ends of a tag are strings or tokens, not formats."""
     return {
         **format,
         **{side: _plain(format[side], markers) for side in ("begin", "end") if side in format},

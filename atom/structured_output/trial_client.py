@@ -1,4 +1,4 @@
-"""The process that tries grammars, as the engine holds it."""
+"""The engine's handle on the trial process."""
 
 from __future__ import annotations
 
@@ -36,26 +36,26 @@ _ENDED = "the process that tries grammars ended"
 
 
 class TrialsEndedError(RuntimeError):
-    """The process ended before the trial did; another can try again."""
+    """The process ended before the trial did; a new process can be tried."""
 
 
 class Trials(Protocol):
-    """Tells which grammars can be compiled within limits."""
+    """Finds out whether grammars compile within the limits."""
 
     limits: TrialLimits
 
     def start(self) -> None:
-        """Have a process that is ready soon.
+        """Start a process unless one is running, without waiting until it is ready.
 
         Raises:
-            OSError, TrialsEndedError: when none can be started, or none is wanted.
+            OSError, TrialsEndedError: when none can be started, or after `shutdown`.
         """
 
     def submit(self, vocabulary: Vocabulary, wanted: StructuredOutput) -> Future[float]:
-        """The seconds that compiling took, once that is known.
+        """Try a grammar; the result is the compile time in seconds.
 
-        Cancelling the future ends the trial. It fails with GrammarError when the grammar cannot
-        be used, and with TrialsEndedError.
+        Cancelling the future ends the trial. It fails with GrammarError when the grammar cannot be
+        used, and with TrialsEndedError when the process ends.
 
         Raises:
             OSError, TrialsEndedError: as `start`.
@@ -65,9 +65,9 @@ class Trials(Protocol):
 
 
 class TrialProcess:
-    """Starts the process when the first trial is wanted, and again when it ended.
+    """Starts the process on demand, and again after it has ended.
 
-    Safe to use from several threads. `submit` and cancelling never wait for the process.
+    Thread-safe. `submit` and cancelling never wait for the process.
     """
 
     def __init__(self, limits: TrialLimits | None = None) -> None:
@@ -78,7 +78,7 @@ class TrialProcess:
 
     @property
     def pid(self) -> int | None:
-        """Process id, None before the first trial."""
+        """Process id; None before the first trial."""
         return None if self._connection is None else self._connection.pid
 
     def start(self) -> None:
@@ -105,14 +105,14 @@ class TrialProcess:
 
 
 class _Connection:
-    """One life of the process; a thread writes to it, and one reads.
+    """One trial process, with a writer and a reader thread.
 
-    The threads do not hold this object, and they end when it is closed or forgotten.
+    The threads hold no reference to this object; they end when it is closed or garbage-collected.
     """
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "atom.structured_output.trial_process"]
-        # Unbuffered: a read brings what there is.
+        # Unbuffered, so that a read returns what is available.
         self._process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0
         )
@@ -145,7 +145,7 @@ class _Connection:
         return trial
 
     def close(self) -> None:
-        """End the process, and wait for that."""
+        """End the process and wait for it."""
         self._end()
         try:
             self._process.wait(_EXIT_SECONDS)
@@ -155,7 +155,7 @@ class _Connection:
 
 
 class _Pending:
-    """The trials that one process was asked for and has not ended."""
+    """The unfinished trials of one process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -204,7 +204,7 @@ def _tell_cancelled(
 
 
 def _write(process: subprocess.Popen[bytes], outbox: SimpleQueue[ToTrials | None]) -> None:
-    """Send what is put in the outbox, until None is."""
+    """Send the messages in the outbox, until None."""
     assert process.stdin is not None
     try:
         with process.stdin as pipe:
@@ -217,7 +217,7 @@ def _write(process: subprocess.Popen[bytes], outbox: SimpleQueue[ToTrials | None
 
 
 def _read(process: subprocess.Popen[bytes], pending: _Pending) -> None:
-    """Take in verdicts until the process ends."""
+    """Handle verdicts until the process ends."""
     assert process.stdout is not None
     frames = FrameReader()
     with process.stdout as pipe:

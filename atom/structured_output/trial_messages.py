@@ -1,6 +1,6 @@
-"""What the engine and the process that tries grammars say to each other: msgpack in frames.
+"""Messages between engine and trial process: msgpack in frames.
 
-A frame is four bytes of length, big-endian, and that many bytes.
+A frame is a big-endian length of four bytes, followed by as many bytes.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ _LENGTH_BYTES = 4
 
 
 class TrialLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """What a trial may take.
+    """The limits of a trial.
 
     Attributes:
-        seconds: from when it is asked for to its end, waiting included. Ordinary grammars take
-            10 to 500 ms; a schema of 16 kB full of patterns takes 5 s with 49k tokens and up to
-            30 s with 128k.
-        slices: of processor time, in seconds. What takes more than the first begins anew among
-            those that have the second, and so on; behind the last one nothing but the deadline
-            ends a trial, and it counts as slow.
-        memory_bytes: beyond what the process has before the trial; that schema takes 100 MB.
-        places: trials at once with each of the slices, and without.
+        seconds: from submission to the end, including waiting. Ordinary grammars take 10 to 500 ms;
+            a schema of 16 kB full of patterns takes 5 s with 49k tokens and up to 30 s with 128k.
+        slices: processor time in seconds on each level. A trial that exceeds its slice is restarted
+            on the next level. On the last level, after all slices, it is only ended by the deadline
+            and counts as slow.
+        memory_bytes: beyond the memory of the process before the trial; that schema takes 100 MB.
+        places: concurrent trials per level.
     """
 
     seconds: float = 30.0
@@ -37,7 +36,7 @@ class TrialLimits(msgspec.Struct, frozen=True, kw_only=True):
     places: int = 2
 
     def is_slow(self, seconds: float) -> bool:
-        """Whether a grammar that took so much processor time is."""
+        """Whether a grammar with this compile time counts as slow."""
         return seconds > self.slices[-1]
 
 
@@ -49,14 +48,14 @@ class Setup(msgspec.Struct, frozen=True, tag=True):
 
 
 class Try(msgspec.Struct, frozen=True, tag=True):
-    """Compile a grammar; a `Verdict` of that id follows, unless it is cancelled."""
+    """Compile a grammar; answered by a `Verdict` with this id, unless it is cancelled."""
 
     id: int
     wanted: StructuredOutput
 
 
 class Cancel(msgspec.Struct, frozen=True, tag=True):
-    """Nobody waits for the trial any more. One that is over is no error."""
+    """End a trial; ignored if it has ended."""
 
     id: int
 
@@ -65,12 +64,12 @@ ToTrials = Setup | Try | Cancel
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """How a trial ended.
+    """The result of a trial.
 
     Attributes:
-        seconds: of processor time that compiling took; 0 where it failed.
-        error: why the grammar cannot be used, for the user; empty when it can.
-        was_stopped: whether that is for lack of time or memory, and not the grammar's fault.
+        seconds: processor time of the compilation; 0 if it failed.
+        error: why the grammar cannot be used, for the user; empty if it can.
+        was_stopped: whether it was stopped (time, memory, process), so that a retry may succeed.
     """
 
     id: int
@@ -85,13 +84,13 @@ def encode_frame(message: ToTrials | Verdict) -> bytes:
 
 
 class FrameReader:
-    """Puts frames together from the pieces that a pipe gives."""
+    """Reassembles frames from the data read from a pipe."""
 
     def __init__(self) -> None:
         self._data = bytearray()
 
     def feed(self, piece: bytes) -> Iterator[bytes]:
-        """Whole frames, as far as the pieces go."""
+        """The frames that are complete now."""
         self._data += piece
         while len(self._data) >= _LENGTH_BYTES:
             end = _LENGTH_BYTES + int.from_bytes(self._data[:_LENGTH_BYTES], "big")

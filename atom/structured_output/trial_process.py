@@ -1,8 +1,8 @@
-"""Tries grammars for an engine: `python -m atom.structured_output.trial_process`.
+"""Tries to compile grammars for an engine: `python -m atom.structured_output.trial_process`.
 
-Whether a grammar can be compiled in bounded time and memory shows only when it is compiled, and
-that cannot be stopped within a process. So this one compiles each before the engine does. It
-ends by itself when its standard input closes, that is when the engine is gone.
+Whether a grammar compiles in bounded time and memory is only known by compiling it, which cannot be
+stopped within a process. So this process compiles each grammar before the engine does. It exits
+when its standard input closes, that is, when the engine is gone.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from atom.structured_output.xgrammar_import import import_xgrammar_alone
 
 _PIECE_BYTES = 1 << 16
 _MODULE = "atom.structured_output.trial_process"
-# The argument of a process that imports xgrammar with all that it asks for.
+# Argument of a process that imports xgrammar with all its dependencies.
 _COMPLETE = "--complete"
 
 
 class TrialLoop:
-    """Takes messages and drives the workers.
+    """Handles messages and runs the workers.
 
     Args:
-        requests, verdicts: descriptors of pipes.
+        requests, verdicts: pipe descriptors.
     """
 
     def __init__(self, requests: int, verdicts: int) -> None:
@@ -64,7 +64,7 @@ class TrialLoop:
                 self._workers.kill_all()
 
     def _receive(self) -> bool:
-        """Take in what is there; whether there will be more."""
+        """Handle what has arrived; returns false at the end of the stream."""
         piece = os.read(self._requests, _PIECE_BYTES)
         for frame in self._frames.feed(piece):
             self._handle(msgspec.msgpack.decode(frame, type=ToTrials))
@@ -74,7 +74,7 @@ class TrialLoop:
         match message:
             case Setup(vocabulary, limits):
                 backend = XGrammarBackend(vocabulary)
-                # Its parts are those of most schemas, and every fork has them.
+                # Fills xgrammar's cache with parts of most schemas, which the forks inherit.
                 backend.compile(StructuredOutput.json_object())
                 stdio = (self._requests, self._verdicts)
                 self._workers = TrialWorkers(backend, limits, self._report, stdio)
@@ -95,24 +95,24 @@ class TrialLoop:
 
 
 def main() -> NoReturn:
-    # Terminals and service managers signal every process of a group; the engine ends this one.
+    # Signals reach the whole process group; this process must not exit before the engine.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if _COMPLETE not in sys.argv:
         try:
             import_xgrammar_alone()
         except Exception:
-            # Slower and larger, but it works; nothing has been read of the pipe yet.
+            # Slower and larger, but works; nothing has been read from the pipe yet.
             os.execv(sys.executable, [sys.executable, "-m", _MODULE, _COMPLETE])
     requests, verdicts = os.dup(0), os.dup(1)
-    # Nothing that a library reads or prints is part of the conversation.
+    # Keep libraries from reading or writing the pipes.
     null = os.open(os.devnull, os.O_RDONLY)
     os.dup2(null, 0)
     os.dup2(2, 1)
     os.close(null)
     with suppress(BrokenPipeError):  # the engine is gone
         TrialLoop(requests, verdicts).run()
-    # Tearing the interpreter down would take a second.
+    # Normal interpreter shutdown would take a second.
     os._exit(0)
 
 

@@ -1,9 +1,9 @@
-"""Trials: each grammar is compiled by a fork of this process, which can be killed.
+"""Trials: each grammar is compiled in a fork of this process, which can be killed.
 
-A trial begins with a small slice of processor time. When that is used up, it is killed and begins
-anew on the next level, with a larger slice and at a lower priority; on the last level nothing but
-its deadline ends it. Each level has places of its own. So slow trials wait for one another, and a
-quick one waits for the smallest slice of each at most.
+A trial begins with a small slice of processor time. If it exceeds that, it is killed and restarted
+on the next level, with a larger slice and lower priority; on the last level only its deadline ends
+it. Each level has a fixed number of places. So slow trials wait for each other, and a quick one
+waits at most for the smallest slice of the trials before it.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import msgspec
 from atom.structured_output.base import GrammarBackend, GrammarError
 from atom.structured_output.trial_messages import TOO_LONG, TOO_MANY, TrialLimits, Try, Verdict
 
-# Added to the niceness on each level: quick trials and the engine go first.
+# Added to the niceness per level, so that quick trials and the engine have priority.
 _NICENESS = 5
 _PIECE_BYTES = 1 << 16
 _LONGEST_ERROR = 1000
@@ -34,7 +34,7 @@ _OUT_OF_MEMORY = 3
 
 @dataclass(frozen=True)
 class _Trial:
-    """What is asked for, and when it is given up, by `time.monotonic()`."""
+    """A request and its deadline, by `time.monotonic()`."""
 
     asked: Try
     deadline: float
@@ -42,7 +42,7 @@ class _Trial:
 
 @dataclass
 class _Worker:
-    """A process that compiles; its verdict comes through a pipe."""
+    """A process that compiles a grammar and sends its verdict through a pipe."""
 
     trial: _Trial
     pid: int
@@ -51,11 +51,11 @@ class _Worker:
 
 
 class TrialWorkers:
-    """Every trial that is not over. Not thread-safe: one loop drives it.
+    """All unfinished trials. Not thread-safe.
 
     Args:
-        report: takes each verdict.
-        stdio: descriptors of the parent's pipes, which workers must not hold open.
+        report: receives each verdict.
+        stdio: descriptors of the parent's pipes, which workers close.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class TrialWorkers:
         self._limits = limits
         self._report = report
         self._stdio = stdio
-        # Those that wait for a place, on each level.
+        # Waiting trials, per level.
         self._queues: list[deque[_Trial]] = [deque() for _ in (*limits.slices, None)]
         self._workers: dict[int, _Worker] = {}
 
@@ -93,7 +93,7 @@ class TrialWorkers:
             self._kill(worker)
 
     def turn(self) -> float | None:
-        """Do what is due; seconds until something else is, None when nothing will be."""
+        """Do all work that is due; returns the seconds until the next deadline, or None."""
         self._collect()
         now = time.monotonic()
         self._give_up(now)
@@ -103,12 +103,12 @@ class TrialWorkers:
         return max(0.0, min(due) - time.monotonic()) if due else None
 
     def _collect(self) -> None:
-        """Report the verdicts that are there."""
+        """Handle the workers that have ended."""
         if not self._workers:
             return
         for pipe in select.select(self.pipes, [], [], 0)[0]:
             worker = self._workers[pipe]
-            # A verdict fits in a pipe, so it comes whole or not at all.
+            # A verdict is written atomically, so it arrives whole or not at all.
             data = os.read(pipe, _PIECE_BYTES)
             status = self._end(worker)
             if data:
@@ -160,10 +160,10 @@ class TrialWorkers:
         self._workers[reading] = _Worker(trial, pid, reading, level)
 
     def _run(self, trial: _Trial, pipe: int, level: int) -> None:
-        """The life of a worker: never returns."""
+        """The worker process; never returns."""
         status = 1
         try:
-            # The kernel kills this process then, also when nobody is left who would.
+            # Kernel timers kill this process, even if its parent is gone.
             _end_by(signal.ITIMER_REAL, signal.SIGALRM, trial.deadline - time.monotonic())
             if level < len(self._limits.slices):
                 _end_by(signal.ITIMER_PROF, signal.SIGPROF, self._limits.slices[level])
@@ -189,7 +189,7 @@ class TrialWorkers:
         self._end(worker)
 
     def _end(self, worker: _Worker) -> int:
-        """Forget a worker that is ending; minus the signal that ended it, or its status."""
+        """Remove a worker and wait for it; returns its exit status, or minus its signal."""
         del self._workers[worker.pipe]
         os.close(worker.pipe)
         return os.waitstatus_to_exitcode(os.waitpid(worker.pid, 0)[1])
@@ -200,7 +200,7 @@ def _try(backend: GrammarBackend, asked: Try) -> Verdict:
     try:
         backend.compile(asked.wanted)
     except GrammarError as error:
-        # A pipe takes this much at once; the rest would hardly help.
+        # Short enough for an atomic write to a pipe.
         return Verdict(asked.id, error=str(error)[:_LONGEST_ERROR])
     return Verdict(asked.id, seconds=time.process_time() - started)
 
@@ -211,7 +211,7 @@ def _end_by(timer: int, timers_signal: signal.Signals, seconds: float) -> None:
 
 
 def _limit_memory(num_bytes: int) -> None:
-    """Let this process have that much more address space, and leave no image when it crashes."""
+    """Limit further address space to `num_bytes`, and disable core dumps."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     statm = Path("/proc/self/statm")
     if statm.exists():  # elsewhere than on Linux nothing tells what there is already

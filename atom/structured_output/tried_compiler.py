@@ -1,4 +1,4 @@
-"""Grammars compiled in threads, each after a trial in a process that can be killed."""
+"""Compiles grammars in threads, each after a trial in a process that can be killed."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from atom.structured_output.trial_client import Trials, TrialsEndedError
 from atom.structured_output.trial_messages import TOO_LONG
 
 _NUM_QUICK_THREADS = 2
-# When the process ends, for whatever reason, another one is asked before a request is refused.
+# Attempts with a new process when the process ends, before the request is refused.
 _NUM_ATTEMPTS = 2
-# Grammars of these kinds are the same whoever asks, and compile in no time.
+# Kinds whose grammar does not depend on the user; they compile quickly.
 _HARMLESS_KINDS = ("json_object",)
 
 
 @dataclass
 class _Attempt:
-    """The trial that goes on, if one does.
+    """The running trial, if any.
 
-    A trial leads to its job, and the job's future only here: once the trial is over, nothing
-    but those who want the grammar keep it.
+    The only link from the future to the trial, and cleared when the trial ends: then only those who
+    want the grammar keep its future alive.
     """
 
     trial: Future[float] | None = None
@@ -38,7 +38,7 @@ class _Attempt:
 
 @dataclass
 class _Job:
-    """A grammar on its way. The future is cancelled, or runs, before it has a result."""
+    """A grammar to compile. The future is cancelled or set to running before it gets a result."""
 
     wanted: StructuredOutput
     future: Future[Grammar]
@@ -51,14 +51,14 @@ class _Job:
 
 
 class TriedCompiler:
-    """Compiles in this process only what a trial has shown to end within its limits.
+    """Compiles in this process only grammars that a trial compiled within the limits.
 
-    Nothing stops a thread that compiles. A trial can be stopped, and takes as long; it costs
-    little, since compiled grammars are not small and crossing from process to process would take
-    longer. Grammars whose trial was slow have a thread for themselves.
+    A compiling thread cannot be stopped, but a trial can. Compiling twice is cheaper than sending
+    compiled grammars between processes, since they are large. Grammars with slow trials have a
+    thread of their own.
 
     Args:
-        create_backend: makes the backend, in a thread, when the first grammar is wanted.
+        create_backend: creates the backend, in a thread, for the first grammar.
     """
 
     def __init__(self, create_backend: Callable[[], GrammarBackend], trials: Trials) -> None:
@@ -66,7 +66,7 @@ class TriedCompiler:
         self._trials = trials
         self._backend: GrammarBackend | None = None
         self._lock = threading.Lock()
-        # They start no thread before their first task.
+        # No threads are started before the first task.
         self._quick = ThreadPoolExecutor(_NUM_QUICK_THREADS, thread_name_prefix="grammar")
         self._slow = ThreadPoolExecutor(1, thread_name_prefix="slow-grammar")
 
@@ -87,7 +87,7 @@ class TriedCompiler:
         is_harmless = job.wanted.kind in _HARMLESS_KINDS
         try:
             if not is_harmless:
-                self._trials.start()  # and meanwhile:
+                self._trials.start()  # starts up while the backend is created
             backend = self._get_backend()
         except (OSError, TrialsEndedError) as error:
             job.fail(_stopped(error))
@@ -114,11 +114,11 @@ class TriedCompiler:
             job.fail(_stopped(error))
             return
         job.attempt.trial = trial
-        job.attempt.cancel_with(job.future)  # it may have been too early for that
+        job.attempt.cancel_with(job.future)  # it may have been cancelled before this
         trial.add_done_callback(lambda trial: self._go_on(backend, job, trial))
 
     def _go_on(self, backend: GrammarBackend, job: _Job, trial: Future[float]) -> None:
-        """Do what a trial's end asks for; runs in a thread of the trials."""
+        """Continue after a trial; runs in a thread of `Trials`."""
         job.attempt.trial = None
         if trial.cancelled():
             return
@@ -145,7 +145,7 @@ class TriedCompiler:
 
         try:
             pool.submit(compile)
-        except RuntimeError:  # shut down meanwhile
+        except RuntimeError:  # shut down in the meantime
             job.fail(CompileStoppedError("the engine is shutting down"))
 
     def _compile(self, backend: GrammarBackend, job: _Job) -> None:

@@ -1,4 +1,4 @@
-"""A tokenizer as grammars see it: what each token spells, and which tokens are no text."""
+"""A tokenizer's vocabulary for grammars: the bytes of each token, and the markers."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ from atom.structured_output.xgrammar_import import import_xgrammar
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# The byte around a marker token's spelling: no text holds it, so neither strings nor patterns
-# can be continued with a marker.
+# Surrounds a marker's spelling. No text contains this byte, so strings and patterns cannot contain
+# markers.
 _NOT_TEXT = b"\xff"
 
 
 class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything that compiling depends on beside the grammar, as a value.
+    """Everything that compilation depends on besides the grammar.
 
     Attributes:
-        tokens: what each id of the model's logits spells, padding included.
-        markers: ids of added tokens (special ones, and such as `<tool_call>`) by their texts;
-            they never count as text.
-        stop_token_ids: what may end a complete text; at least one.
-        add_prefix_space: whether the tokenizer puts a space before a text.
+        tokens: the bytes of each token id of the logits, including padding.
+        markers: ids of added tokens (special ones, and such as `<tool_call>`) by text; they never
+            count as text.
+        stop_token_ids: tokens that may end a complete text; at least one.
+        add_prefix_space: whether the tokenizer adds a space before a text.
     """
 
     tokens: list[bytes]
@@ -38,14 +38,15 @@ class Vocabulary(msgspec.Struct, frozen=True, kw_only=True):
 def read_vocabulary(
     tokenizer: PreTrainedTokenizerBase, vocab_size: int, eos_token_ids: Iterable[int]
 ) -> Vocabulary:
-    """The vocabulary of a tokenizer.
+    """Read the vocabulary of a tokenizer.
 
     Args:
-        vocab_size: of the model's logits, padding included.
-        eos_token_ids: what may end a complete text.
+        vocab_size: of the model's logits, including padding.
+        eos_token_ids: tokens that may end a complete text.
 
     Raises:
-        GrammarError: when xgrammar is not installed or cannot read the tokenizer.
+        GrammarError: when there is no EOS token, xgrammar is not installed, or it cannot read the
+            tokenizer.
     """
     stops = sorted(eos_token_ids)
     if not stops:

@@ -1,4 +1,4 @@
-"""Grammars by xgrammar."""
+"""The xgrammar implementation of `GrammarBackend`."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from atom.structured_output.xgrammar_import import import_xgrammar
 if TYPE_CHECKING:
     import xgrammar
 
-# What parts of grammars that were compiled already may take, by xgrammar's count: with them a new
-# schema takes a tenth of the time, 10 ms rather than 100 with 49k tokens. A vocabulary of 128k
-# tokens needs about this much for that, and half of it takes half the time rather than a tenth.
+# Size of xgrammar's cache of compiled grammar parts. With it a new schema compiles in a tenth of
+# the time, 10 instead of 100 ms with 49k tokens. A vocabulary of 128k tokens needs about this size
+# for that; half of it saves only half the time.
 PARTS_BYTES = 256 << 20
 
-# Of a schema's format; with others it is not plain JSON.
+# Keys of a plain JSON format; other keys change its syntax.
 _SCHEMA_KEYS = {"type", "json_schema", "max_whitespace_cnt"}
 _BAD_ALLOC = "std::bad_alloc"
 _LOCATION = re.compile(r"^\[[\d:]+\] \S+: ")
 
 
 class XGrammarBackend:
-    """Compiles for one vocabulary. Grammars allow markers only where they name them.
+    """Compiles for one vocabulary. Markers are allowed only where the grammar names them.
 
     Raises:
         GrammarError: when xgrammar is not installed.
@@ -83,7 +83,7 @@ class XGrammar:
 
 
 class XGrammarMatcher:
-    """A thin cover: xgrammar's own matcher takes back any number of tokens."""
+    """Wraps xgrammar's matcher, which can roll back any number of tokens."""
 
     def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
         self._matcher = import_xgrammar().GrammarMatcher(compiled)
@@ -103,7 +103,7 @@ class XGrammarMatcher:
 
 
 def _with_chains(format: Any) -> Any:
-    """The format with schemas that bound strings as grammars that are quick to follow."""
+    """Replace schemas with bounded strings by rewritten grammars (`bounded_strings`)."""
     if isinstance(format, list):
         return [_with_chains(item) for item in format]
     if not isinstance(format, dict):

@@ -1,4 +1,4 @@
-"""xgrammar, imported when the first grammar is wanted: that takes a while."""
+"""Imports xgrammar on first use, since it is slow."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ INSTALL_HINT = "pip install --no-deps 'xgrammar>=0.2.8,<0.3' && pip install apac
 
 
 def import_xgrammar() -> Any:
-    """The package.
+    """Import the package.
 
     Raises:
         GrammarError: when it is not installed.
@@ -27,16 +27,16 @@ def import_xgrammar() -> Any:
 
 
 def import_xgrammar_alone() -> None:
-    """Import it without torch and transformers, for a process that has no use for them.
+    """Import xgrammar without torch and transformers, for the trial process.
 
-    Compiling needs neither, but the package imports both, for other ends: 3 of the 4 seconds that
-    it takes, and 150 of 180 MB. It gets placeholders instead.
+    Compiling needs neither, but the package imports both, which takes 3 of 4 seconds and 150 of 180
+    MB. They are replaced by placeholders.
 
     Raises:
-        Exception: of any kind, where the package wants more of them than that they are there.
-            This process cannot import it then.
+        Exception: of any kind, if placeholders do not suffice. This process then cannot import
+            xgrammar at all.
     """
-    # Its foundation does without torch.
+    # tvm_ffi supports a missing torch.
     sys.modules["torch"] = None  # type: ignore[assignment]
     import tvm_ffi  # noqa: F401
 
@@ -49,7 +49,7 @@ def import_xgrammar_alone() -> None:
 
 
 class _Placeholder(ModuleType):
-    """A module where every name is that of a class."""
+    """A module whose attributes are all classes."""
 
     def __getattr__(self, name: str) -> type[_Anything]:
         if name.startswith("__"):
@@ -59,4 +59,4 @@ class _Placeholder(ModuleType):
 
 class _Anything:
     def __init__(self, *args: object, **kwargs: object) -> None:
-        """Accepts whatever the class that it stands for does."""
+        """Accept any arguments."""

@@ -1,6 +1,6 @@
-"""Token ids to text, incrementally: whole characters only, in linear time.
+"""Incremental detokenization: only complete characters, in linear time.
 
-The concatenation of what a detokenizer returns equals `tokenizer.decode` of all its ids.
+The concatenation of all results equals `tokenizer.decode` of all ids.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ REPLACEMENT_CHARACTER = "\ufffd"
 
 
 class Detokenizer(Protocol):
-    """The text of one sequence."""
+    """Converts one sequence's tokens to text."""
 
     def feed(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens complete; it is never taken back."""
+        """The text that these tokens complete; it is final."""
 
     def finish(self) -> str:
-        """The rest; a character that was never completed comes out as U+FFFD."""
+        """The remaining text; an incomplete character becomes U+FFFD."""
 
 
 class Vocabulary(Protocol):
-    """The tokens of one tokenizer as text, shared by all its detokenizers."""
+    """Text and bytes of a tokenizer's tokens, shared by its detokenizers."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """The token's own bytes; empty for an id that the tokenizer does not know."""
+        """The token's bytes; empty for an unknown id."""
 
     def token_text(self, token_id: int) -> str:
-        """The token's own text, where a part of a character reads U+FFFD."""
+        """The token's text; parts of a character become U+FFFD."""
 
     def detokenizer(
         self,
@@ -44,14 +44,15 @@ class Vocabulary(Protocol):
     ) -> Detokenizer:
         """A detokenizer for one sequence.
 
-        `kept` are the texts of special tokens that are never left out.
-        `context_ids` are the tokens before it (the prompt, or its end): a tokenizer that
-        drops the space of a text's first word keeps it when there is text before.
+        Args:
+            kept: texts of special tokens that are never skipped.
+            context_ids: the tokens before the sequence (the prompt, or its end). Some tokenizers
+                drop the leading space of a text, which must stay after a prompt.
         """
 
 
 def create_vocabulary(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
-    """The exact byte table for ByteLevel BPE tokenizers, windowed decoding for the others."""
+    """A byte table for ByteLevel BPE tokenizers, windowed decoding for others."""
     from tokenizers import decoders
     from transformers import PreTrainedTokenizerFast
 
@@ -66,12 +67,12 @@ def create_vocabulary(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
 
 
 class ByteLevelVocabulary:
-    """Every token is a fixed string of bytes, so text is the bytes' UTF-8 reading."""
+    """For ByteLevel BPE: each token is a fixed byte string, and text is their UTF-8 decoding."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = tokenizer.added_tokens_decoder.values()
-        # Tokens are special by their text: that is how the tokenizers library skips them.
+        # By text, because that is how the tokenizers library skips special tokens.
         self._special = frozenset(token.content for token in added if token.special)
         self._plain_bytes: dict[int, bytes] = {}
         self._skipping_bytes: dict[int, bytes] = {}
@@ -89,7 +90,7 @@ class ByteLevelVocabulary:
         kept: Sequence[str] = (),
         context_ids: Sequence[int] = (),
     ) -> Detokenizer:
-        del context_ids  # bytes do not depend on what precedes them
+        del context_ids  # bytes do not depend on the context
         kept_ids = frozenset(self._backend.token_to_id(token) for token in kept)
         return _ByteLevelDetokenizer(self, skip_special_tokens, kept_ids)
 
@@ -106,12 +107,12 @@ class ByteLevelVocabulary:
             return b""
         try:
             return bytes(_BYTE_OF_CHAR[char] for char in token)
-        except KeyError:  # an added token, spelled as itself
+        except KeyError:  # an added token, whose text is not byte-encoded
             return str(token).encode("utf-8")
 
 
 def _byte_of_char() -> dict[str, int]:
-    """The printable stand-ins of ByteLevel BPE (GPT-2): character -> byte."""
+    """The printable characters that ByteLevel BPE (GPT-2) uses for bytes: character -> byte."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     table = {chr(byte): byte for byte in printable}
@@ -132,7 +133,7 @@ class _ByteLevelDetokenizer:
         self._vocabulary = vocabulary
         self._skip = skip_special_tokens
         self._kept_ids = kept_ids
-        # Replaces maximal invalid subparts one by one, as the tokenizers library does.
+        # Replaces invalid sequences like the tokenizers library: one U+FFFD per maximal subpart.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def feed(self, token_ids: Sequence[int]) -> str:
@@ -149,11 +150,11 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class WindowVocabulary:
-    """Any tokenizer (SentencePiece, tiktoken, ...): only its own `decode` is relied upon."""
+    """For any tokenizer (SentencePiece, tiktoken, ...); uses only its `decode`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
-        # Ids without a token come from padded embeddings; some tokenizers raise on them.
+        # Padded embeddings have ids without tokens; some tokenizers raise on them.
         self._id_of_token: dict[str, int] = tokenizer.get_vocab()
         self._known = frozenset(self._id_of_token.values())
         self._token_bytes: dict[int, bytes] = {}
@@ -183,20 +184,20 @@ class WindowVocabulary:
         return token_id in self._known
 
     def is_byte(self, token_id: int) -> bool:
-        """Whether the token stands for one byte of a character that has no token."""
+        """Whether this is a byte fallback token."""
         found = self._is_byte.get(token_id)
         if found is None:
             token = str(self._tokenizer.convert_ids_to_tokens(token_id))
-            # Without byte fallback a token that looks like this is ordinary text.
+            # Without byte fallback a token that looks like this is normal text.
             found = _BYTE_TOKEN.fullmatch(token) is not None and self.decode([token_id]) != token
             self._is_byte[token_id] = found
         return found
 
     def is_skipped(self, token_id: int) -> bool:
-        """Whether the token leaves no trace when special tokens are left out."""
+        """Whether the token is skipped as a special token."""
         found = self._is_skipped.get(token_id)
         if found is None:
-            # Twice, because a lone space may be dropped as a text's first.
+            # Twice, because decoding may drop a leading space.
             found = not self.decode([token_id, token_id], skip_special_tokens=True)
             self._is_skipped[token_id] = found
         return found
@@ -214,20 +215,19 @@ class WindowVocabulary:
             match = _BYTE_TOKEN.fullmatch(str(self._tokenizer.convert_ids_to_tokens(token_id)))
             assert match is not None
             return bytes([int(match[1], 16)])
-        # Preceded by itself it keeps the space that decoding drops from a first word.
+        # Decoded twice, since decoding may drop the space of the first.
         doubled = self.decode([token_id, token_id])
         return doubled[len(self.decode([token_id])) :].encode("utf-8")
 
 
 class _WindowDetokenizer:
-    """Decodes a short window of recent tokens and returns what grew at its end.
+    """Decodes a short window of recent tokens and returns what was appended.
 
-    Two things can still change when more tokens come, and are held back: a run of byte
-    tokens (decoders judge a run as a whole) and a single U+FFFD at the end (the start of a
-    character reads as exactly one).
+    Held back until more tokens arrive: a run of byte tokens, which decoders convert as a whole, and
+    a single U+FFFD at the end, which may be an incomplete character.
     """
 
-    _KEEP = 8  # more tokens than an unfinished character can span
+    _KEEP = 8  # more tokens than a character can have
     _LIMIT = 24
 
     def __init__(
@@ -280,6 +280,6 @@ class _WindowDetokenizer:
         return token_id not in self._kept_ids and self._vocabulary.is_skipped(token_id)
 
     def _decode(self) -> str:
-        # What is left out never gets into the window, what is kept must come out of it.
+        # Skipped tokens never enter the window; kept ones must be decoded.
         skip = self._skip and not self._kept_ids
         return self._vocabulary.decode(self._window, skip_special_tokens=skip)

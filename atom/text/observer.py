@@ -1,4 +1,4 @@
-"""What a metrics layer may watch of the requests' lives."""
+"""The interface of a metrics layer."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from atom.outputs import RequestMetrics
 
 
 class EngineObserver(Protocol):
-    """Called from the thread that processes the engine's outputs; must be quick.
+    """Called by the thread that processes the engine's outputs; must be fast.
 
-    Times are seconds. A request with n > 1 has one time to first token and n sequences.
+    Times are in seconds. A request with n > 1 has one time to first token and n sequences.
     """
 
     def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
-        """A request's first token came that long after its arrival."""
+        """A request's first token arrived `seconds` after the request."""
 
     def on_tokens(self, num_tokens: int, seconds: float | None) -> None:
-        """A sequence grew, that long after it last did (None for its first tokens)."""
+        """A sequence got tokens, `seconds` after its previous ones (None for the first)."""
 
     def on_request_finished(
         self,
@@ -26,15 +26,15 @@ class EngineObserver(Protocol):
         num_prompt_tokens: int,
         num_output_tokens: int,
     ) -> None:
-        """A request ended, aborted ones included.
+        """A request finished or was aborted.
 
-        With n > 1 the reason is that of the first sequence, or `abort` when any was aborted;
-        the output tokens are those of all sequences.
+        With n > 1, the reason is that of the first sequence, or `abort` if any was aborted; the
+        output tokens are those of all sequences.
         """
 
 
 class NullObserver:
-    """Watches nothing."""
+    """Ignores all events."""
 
     def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
         pass

@@ -1,4 +1,4 @@
-"""From requests to engine sequences, and from their tokens back to what users read."""
+"""Splits requests into engine sequences, and turns the engine's outputs into `RequestOutput`s."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 @dataclass
 class ProcessedOutputs:
     """Attributes:
-    outputs: what the users' readers get: deltas, or finished requests.
-    aborts: engine ids that a stop string ended and that the engine must be told to abort.
+    outputs: deltas, or results of finished requests.
+    aborts: ids of sequences that a stop string ended; the caller must abort them in the engine.
     """
 
     outputs: list[RequestOutput] = field(default_factory=list)
@@ -52,9 +52,9 @@ class _RequestState:
 
 
 class OutputProcessor:
-    """Holds every unfinished request of one frontend; used from one thread.
+    """The unfinished requests of a frontend. Not thread-safe.
 
-    `vocabulary` gives the text and bytes of single tokens.
+    `vocabulary`: text and bytes of single tokens.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class OutputProcessor:
 
     @property
     def num_unfinished(self) -> int:
-        """Requests that have not ended."""
+        """Unfinished requests."""
         return len(self._requests)
 
     @property
@@ -80,7 +80,7 @@ class OutputProcessor:
 
     @property
     def unfinished_sequence_ids(self) -> list[str]:
-        """Engine ids of all sequences that have not ended."""
+        """Engine ids of all unfinished sequences."""
         return list(self._sequences)
 
     def add_request(
@@ -94,14 +94,16 @@ class OutputProcessor:
         priority: int = 0,
         cache_salt: str = "",
     ) -> list[EngineRequest]:
-        """Begin a request and return its n sequences for the engine.
+        """Add a request; returns its n sequences for the engine.
 
-        With `stream` its outputs hold what is new each time, otherwise one final output holds
-        everything. The engine is not told the stop strings: they are matched here.
-        Parameters of several prompts are prepared once, by the caller.
+        With `stream` its outputs are deltas, else there is one final output. Stop strings are
+        matched here and not sent to the engine.
+
+        Args:
+            params: for several prompts, pass one `PreparedParams`.
 
         Raises:
-            ValueError: when a request of this id is unfinished.
+            ValueError: when an unfinished request has this id.
         """
         if request_id in self._requests:
             raise ValueError(f"a request with the id {request_id!r} is still unfinished")
@@ -138,13 +140,13 @@ class OutputProcessor:
         return engine_requests
 
     def process(self, outputs: Iterable[SequenceOutput]) -> ProcessedOutputs:
-        """Take what the engine produced; sequences that are not known (any more) are skipped."""
+        """Process outputs of the engine; those of unknown or ended sequences are ignored."""
         processed = ProcessedOutputs()
         now = time.monotonic()
         touched: dict[str, _RequestState] = {}
         for output in outputs:
             found = self._sequences.get(output.id)
-            if found is None:  # aborted, or ended by a stop string, while this was under way
+            if found is None:  # aborted, or ended by a stop string, in the meantime
                 continue
             state, sequence = found
             self._apply(state, sequence, output, now)
@@ -160,7 +162,7 @@ class OutputProcessor:
         return processed
 
     def abort(self, request_id: str) -> list[str]:
-        """Forget a request; returns the engine ids to abort (none when it has ended)."""
+        """Drop a request; returns the engine ids to abort, none if it has ended."""
         state = self._requests.get(request_id)
         if state is None:
             return []
@@ -180,7 +182,7 @@ class OutputProcessor:
         if metrics.first_scheduled_time is None:
             metrics.first_scheduled_time = output.first_scheduled_time
         if state.num_cached_tokens is None:
-            # Later sequences of the request find the prompt that this one has computed.
+            # Only of the first sequence: the others find the prompt that it computed.
             state.num_cached_tokens = output.num_cached_tokens
         if output.prompt_logprobs is not None:
             state.prompt_logprobs = [
@@ -201,7 +203,7 @@ class OutputProcessor:
         metrics.last_token_time = sequence.last_token_time = now
 
     def _deliver(self, state: _RequestState, now: float) -> RequestOutput | None:
-        """The output that is due now, if any."""
+        """The output to deliver now, if any."""
         finished = not state.live
         if finished:
             self._finish(state, now)
@@ -242,14 +244,14 @@ class OutputProcessor:
 
 
 def request_id_of(sequence_id: str) -> str:
-    """The request that an engine id belongs to."""
+    """The request id of an engine id."""
     return sequence_id.rpartition("/")[0]
 
 
 def child_seed(seed: int, index: int) -> int:
     """The seed of completion `index` of a request with a seed.
 
-    Completion 0 has the request's own, so n does not change it. The others have the first 8
+    Completion 0 has the request's own seed, so it does not depend on n. The others have the first 8
     bytes of BLAKE2b of `"<seed>/<index>"`, big-endian, without the top bit.
     """
     if index == 0:

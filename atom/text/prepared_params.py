@@ -1,4 +1,4 @@
-"""What is made of a request's parameters once, for every sequence of every prompt."""
+"""Sampling parameters prepared once for all sequences of a request."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from atom.text.stop_strings import StopStrings
 
 
 class PreparedParams:
-    """A request's parameters in the shapes that its sequences share.
+    """Sampling parameters in the forms that all sequences share.
 
     Attributes:
-        params: as they were given.
+        params: as given.
         stops: the stop strings.
     """
 
     def __init__(self, params: SamplingParams) -> None:
         self.params = params
         self.stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
-        # The engine needs to know nothing of texts, and the prompt's logprobs only once.
+        # The engine does not handle text, and computes the prompt's logprobs only once.
         first = msgspec.structs.replace(params, stop=None, kept_special_tokens=None)
         self._first = self._others = first
         if params.prompt_logprobs is not None:
@@ -27,9 +27,9 @@ class PreparedParams:
 
     @classmethod
     def of(cls, params: SamplingParams | PreparedParams) -> PreparedParams:
-        """Prepare parameters, unless they are."""
+        """Prepare parameters, unless they are prepared already."""
         return params if isinstance(params, PreparedParams) else cls(params)
 
     def for_engine(self, index: int) -> SamplingParams:
-        """What the engine is told of completion `index`: one object for all that are alike."""
+        """The engine's parameters for completion `index`; equal ones are the same object."""
         return self._first if index == 0 else self._others

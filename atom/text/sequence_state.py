@@ -1,4 +1,4 @@
-"""One sequence as its reader sees it: text, tokens, logprobs and the end."""
+"""The frontend's state of a sequence: text, tokens, logprobs and finish reason."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from atom.text.stop_strings import StopMatcher, StopStrings
 class SequenceState:
     """Turns the engine's outputs for one sequence into `CompletionOutput`s.
 
-    What the engine reports piles up here until it is taken, so a delta and a whole result
-    are the same thing, taken often or once.
+    Outputs accumulate until `take_output`; streaming takes them after each step, otherwise they are
+    taken once at the end.
 
     Attributes:
         id: the engine's id.
         index: which of the request's n completions.
         finish_reason: None while the sequence runs.
-        num_tokens: tokens kept so far; those after a stop string are not.
+        num_tokens: tokens so far, without those after a stop string.
         num_preemptions: as last reported.
         last_token_time: seconds, `time.monotonic()`.
     """
@@ -57,10 +57,10 @@ class SequenceState:
         self._logprobs: list[PositionLogprobs] = []
 
     def apply(self, output: SequenceOutput) -> int:
-        """Add what one step produced; returns how many of its tokens are kept.
+        """Add the output of one step; returns how many of its tokens are kept.
 
-        A stop string ends the sequence with the token that completed it, even when the engine
-        went on or ended the sequence for another reason.
+        A stop string ends the sequence with the token that completes it, even if the engine
+        continued or ended the sequence for another reason.
         """
         token_ids = output.token_ids
         visible = token_ids
@@ -68,7 +68,7 @@ class SequenceState:
             output.finish_reason is FinishReason.STOP
             and not self._params.include_stop_str_in_output
         ):
-            visible = token_ids[:-1]  # the end token is no text
+            visible = token_ids[:-1]  # the end token has no text
         num_kept = self._read(visible)
         matched = self._matched()
         if matched is None:
@@ -85,7 +85,7 @@ class SequenceState:
         return num_kept
 
     def take_output(self) -> CompletionOutput | None:
-        """What is new since the last call; None when nothing is."""
+        """Everything since the last call; None if there is nothing new."""
         ended = self.finish_reason is not None and not self._end_is_taken
         text = "".join(self._text)
         if not (text or self._token_ids or ended):
@@ -121,12 +121,12 @@ class SequenceState:
         return len(token_ids)
 
     def _read_rest(self) -> None:
-        """Add the text that was held back when no more tokens come."""
+        """Add the text that was held back, at the end."""
         rest = self._detokenizer.finish()
         if self._matcher is None:
             self._text.append(rest)
             return
-        # A broken character at the end reads U+FFFD, which a stop string may hold too.
+        # An incomplete character becomes U+FFFD, which may also be in a stop string.
         may_match = self.num_tokens >= self._params.min_tokens
         self._text.append(self._matcher.feed(rest, may_match=may_match))
         if self._matcher.matched is None:

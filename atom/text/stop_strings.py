@@ -1,7 +1,7 @@
-"""Stop strings: found in streamed text in linear time, however it is cut.
+"""Stop strings in streamed text, in linear time.
 
-Text is read one character at a time. Generation ends with the first character that
-completes a stop string; when it completes several, the longest one counts.
+Generation ends with the first character that completes a stop string, however the text is split
+into pieces. If it completes several, the longest counts.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """The stop strings of one request, prepared once for all its sequences.
+    """The stop strings of a request, shared by its sequences.
 
-    `include` keeps the stop string that ended the text.
+    `include`: keep the stop string in the output.
     """
 
     def __init__(self, strings: Sequence[str], *, include: bool) -> None:
@@ -24,23 +24,23 @@ class StopStrings:
 
 
 class StopMatcher:
-    """Watches the text of one sequence (Knuth, Morris, Pratt for each stop string).
+    """Searches the text of one sequence (Knuth-Morris-Pratt for each stop string).
 
-    `matched` is the stop string that ended the text, None until then.
+    `matched`: the stop string that ended the text, or None.
     """
 
     def __init__(self, stops: StopStrings) -> None:
         self._stops = stops
-        # Length of the longest end of the text that starts each stop string.
+        # For each stop string, the length of its longest prefix that ends the text.
         self._lengths = [0] * len(stops.patterns)
         self._held = ""
         self.matched: str | None = None
 
     def feed(self, text: str, *, may_match: bool = True) -> str:
-        """Take the next piece and return what can no longer be part of a stop string.
+        """Add a piece of text; returns the text that cannot be part of a stop string any more.
 
-        With `may_match` false, stop strings that end in this piece are ordinary text.
-        After a match the rest of the piece is dropped.
+        With `may_match` false, stop strings completed in this piece do not count. After a match the
+        rest of the piece is dropped.
         """
         assert self.matched is None, "text after the stop string"
         for i, char in enumerate(text):
@@ -57,12 +57,12 @@ class StopMatcher:
         return text[:end]
 
     def finish(self) -> str:
-        """The text that was held back for a stop string that never came."""
+        """The text held back as a possible beginning of a stop string."""
         text, self._held = self._held, ""
         return text
 
     def _advance(self, char: str) -> str | None:
-        """Read one character; return the longest stop string that it completes."""
+        """Add one character; returns the longest stop string that it completes."""
         completed: str | None = None
         for i, (string, borders) in enumerate(self._stops.patterns):
             length = self._lengths[i]
@@ -81,7 +81,7 @@ class StopMatcher:
 
 
 def _borders(string: str) -> list[int]:
-    """For each prefix, the length of its longest proper suffix that is also its prefix."""
+    """For each prefix, the length of its longest border (proper prefix that is also a suffix)."""
     borders = [0] * len(string)
     length = 0
     for i in range(1, len(string)):

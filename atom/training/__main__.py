@@ -7,8 +7,7 @@ import sys
 
 from atom.training.cli import main
 
-# A synthesis that is stopped writes what it has, also when it runs in a shell's background, where
-# interrupts are ignored.
+# A stopped synthesis writes what it has, even as a background job, where SIGINT is ignored.
 for stop in (signal.SIGINT, signal.SIGTERM):
     signal.signal(stop, signal.default_int_handler)
 sys.exit(main())

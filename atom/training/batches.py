@@ -1,4 +1,4 @@
-"""From texts and their features to what one step of training takes."""
+"""Builds training batches from texts and their features."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from atom.training.dataset import Example
 from atom.training.features import FeatureSource
 from atom.training.network import TrainingBatch
 
-# Texts of like length share a batch, chosen within groups of this many, so that little is padded.
+# Texts are sorted by length within groups of this size, to reduce padding.
 _SORT_GROUP = 256
 
 
 def trained_rows(example: Example) -> int:
-    """How many of a text's rows draft."""
+    """The number of rows of a text that draft."""
     return int(example.mask[1 : len(example) - 1].sum())
 
 
 def plan_epoch(
     examples: Sequence[Example], rows_per_batch: int, seed: int, epoch: int
 ) -> list[list[int]]:
-    """The texts of every batch of an epoch: all of them once, the same for the same arguments."""
+    """The texts of every batch of an epoch: each text once; deterministic."""
     rng = random.Random(f"{seed} {epoch}")
     order = list(range(len(examples)))
     rng.shuffle(order)
@@ -48,10 +48,11 @@ def plan_epoch(
 
 @dataclass(frozen=True)
 class Targets:
-    """The target's distributions over the draft's vocabulary, cut to their largest entries.
+    """The target's distributions over the draft's vocabulary, truncated to the largest entries.
 
     Attributes:
-        ids: [n - 1, K] int32 draft token ids. probs: [n - 1, K]; each row sums to 1.
+        ids: [n - 1, K] int32 draft token ids.
+        probs: [n - 1, K]; each row sums to 1.
     """
 
     ids: torch.Tensor
@@ -59,12 +60,12 @@ class Targets:
 
 
 class BatchBuilder:
-    """Makes training batches.
+    """Builds training batches.
 
     Args:
-        head: [draft vocab, hidden]; the target's output rows for the draft's tokens.
-        depth: draft steps that are unrolled.
-        num_targets: K, the kept entries of a distribution.
+        head: [draft vocab, hidden], the target's output rows of the draft's tokens.
+        depth: number of unrolled draft steps.
+        num_targets: K, the number of entries kept of a distribution.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class BatchBuilder:
         self._depth = depth
         self._num_targets = min(num_targets, len(head))
         self._device = device
-        # Distributions are small and the same in every epoch.
+        # Cached: small, and the same in every epoch.
         self._targets: dict[int, Targets] = {}
 
     def build(self, examples: Sequence[Example]) -> TrainingBatch:
@@ -109,12 +110,12 @@ class BatchBuilder:
         )
 
     def _rows(self, example: Example, features: torch.Tensor, text: int) -> TrainingBatch:
-        """One text's rows 0 .. n - 3: the last token has no features, and nothing follows it."""
+        """The rows 0 .. n - 3 of a text: the last token has no features and no next token."""
         ids, n = example.token_ids.long().to(self._device), len(example)
         rows = torch.arange(n - 2, device=self._device)
         active = example.mask[1 : n - 1].to(self._device).nonzero()[:, 0]
         steps = torch.arange(self._depth, device=self._device)[:, None]
-        # Step j of row t predicts token t + 2 + j, whose distribution is that of row t + 1 + j.
+        # Step j of row t predicts token t + 2 + j, with the target distribution of row t + 1 + j.
         sources = active + 1 + steps
         valid = sources <= n - 2
         sources = sources.clamp(max=n - 2)
@@ -147,7 +148,7 @@ class BatchBuilder:
 def batches_from(
     examples: Sequence[Example], rows_per_batch: int, seed: int, epoch: int, skip: int
 ) -> Iterator[tuple[int, int, list[Example]]]:
-    """(epoch, place in the epoch, texts) without end, from a place on."""
+    """Endless (epoch, index in the epoch, texts), starting after `skip` batches of `epoch`."""
     while True:
         plan = plan_epoch(examples, rows_per_batch, seed, epoch)
         for place in range(skip, len(plan)):

@@ -1,4 +1,4 @@
-"""A training run on disk: one safetensors file holds all that an exact resume needs."""
+"""Training checkpoints: one safetensors file with everything for an exact resume."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ _KEPT = 2
 
 @dataclass(frozen=True)
 class Progress:
-    """Where a run stands.
+    """The progress of a run.
 
     Attributes:
-        step: optimiser steps made. epoch, place: the next batch. rows: drafting rows seen.
+        step: optimiser steps done.
+        epoch, place: the next batch.
+        rows: drafting rows seen.
     """
 
     step: int = 0
@@ -35,7 +37,7 @@ class Progress:
 class TrainingCheckpoint:
     """Attributes:
     draft_config: raw `config.json` of the draft.
-    settings: what the run was told; a resumed one must be told the same.
+    settings: of the run; a resumed run must have the same.
     vocabulary: [draft vocab] int64 target token ids.
     tensors: weights (`weight.*`), optimiser moments (`first.*`, `second.*`), `whitening`.
     """
@@ -52,7 +54,7 @@ class TrainingCheckpoint:
 
 
 def save_checkpoint(folder: Path, checkpoint: TrainingCheckpoint) -> Path:
-    """Write it whole or not at all, and forget all but the newest."""
+    """Write a checkpoint atomically, and delete older ones."""
     path = folder / f"checkpoint-{checkpoint.progress.step:08d}.safetensors"
     metadata = {
         "draft_config": json.dumps(checkpoint.draft_config),
@@ -74,7 +76,7 @@ def checkpoint_files(folder: Path) -> list[Path]:
 
 
 def load_checkpoint(path: Path) -> TrainingCheckpoint:
-    """A checkpoint file, or the newest of a run's folder.
+    """Load a checkpoint file, or the newest one of a run's folder.
 
     Raises:
         DataError: when there is none or it is damaged.
@@ -95,14 +97,14 @@ def load_checkpoint(path: Path) -> TrainingCheckpoint:
             tensors.pop("vocabulary"),
             tensors,
         )
-    except Exception as error:  # safetensors raises a kind of its own, below Exception
+    except Exception as error:  # safetensors has its own exception class
         raise DataError(f"{path} is no training checkpoint: {error}") from error
 
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, draft: nn.Module
 ) -> dict[str, torch.Tensor]:
-    """The moments of every weight that was moved."""
+    """The optimiser moments of all trained weights."""
     tensors = {}
     for name, weight in draft.named_parameters():
         state = optimizer.state.get(weight)

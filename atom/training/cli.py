@@ -1,4 +1,4 @@
-"""The command line: one subcommand a step, each with its own module."""
+"""The command line, with one subcommand per training step."""
 
 from __future__ import annotations
 

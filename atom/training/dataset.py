@@ -1,4 +1,4 @@
-"""The folder that `synthesize` writes and `train` reads: safetensors shards and a manifest."""
+"""The dataset that `synthesize` writes and `train` reads: safetensors shards and a manifest."""
 
 from __future__ import annotations
 
@@ -27,9 +27,10 @@ class Example:
 
     Attributes:
         index: of the prompt that it answers.
-        token_ids: [n] int32. mask: [n] bool; tokens that the target wrote itself.
-        features: [n - 1, (A + 1) * hidden]; for every token but the last, the target's A aux
-            hidden states and its final one after the norm, side by side. None when not kept.
+        token_ids: [n] int32.
+        mask: [n] bool; tokens that the target generated.
+        features: [n - 1, (A + 1) * hidden]; for every token but the last, the target's A aux hidden
+            states and its final one after the norm, concatenated. None when not kept.
     """
 
     index: int
@@ -43,13 +44,13 @@ class Example:
 
 @dataclass
 class Manifest:
-    """What a folder holds and how it came about.
+    """The content and origin of a dataset folder.
 
     Attributes:
         settings: everything that determines the texts; a resumed run must have the same.
         aux_layer_ids: boundary ids of the kept features; None without features.
-        counts: texts and tokens, kept and dropped.
-        dropped: indices of prompts that were answered but not kept.
+        counts: numbers of texts and tokens, kept and dropped.
+        dropped: indices of prompts whose answers were dropped.
         shards: file names in order.
     """
 
@@ -69,7 +70,7 @@ class Manifest:
     @classmethod
     def read(cls, folder: Path) -> Manifest:
         """Raises:
-        DataError: when there is none, or it is of another format.
+        DataError: when there is no manifest, or it has another format.
         """
         path = folder / MANIFEST
         try:
@@ -83,7 +84,7 @@ class Manifest:
 
 
 def replace_file(path: Path, content: bytes) -> None:
-    """Write a file so that a reader sees either the old or the whole new one."""
+    """Replace a file atomically."""
     temporary = path.with_name(path.name + ".tmp")
     with temporary.open("wb") as file:
         file.write(content)
@@ -97,7 +98,7 @@ def text_digest(text: str) -> str:
 
 
 def write_shard(path: Path, examples: Sequence[Example]) -> None:
-    """Examples end to end; appears whole or not at all."""
+    """Write concatenated examples; the file is replaced atomically."""
     lengths = torch.tensor([len(example) for example in examples])
     tensors = {
         "token_ids": torch.cat([example.token_ids for example in examples]).int(),
@@ -124,7 +125,7 @@ def read_shard_texts(path: Path) -> list[Example]:
             token_ids, mask, offsets, indices = (
                 file.get_tensor(name) for name in ("token_ids", "mask", "offsets", "indices")
             )
-    except Exception as error:  # safetensors raises a kind of its own, below Exception
+    except Exception as error:  # safetensors has its own exception class
         raise DataError(f"{path} is no shard of a dataset: {error}") from error
     bounds = itertools.pairwise(offsets.tolist())
     return [
@@ -144,11 +145,11 @@ class FeaturePlace:
 
 @dataclass(frozen=True)
 class Dataset:
-    """The texts of one or more folders, numbered through.
+    """The texts of one or more folders, numbered consecutively.
 
     Attributes:
-        places: where the features of text i are, when they were kept.
-        aux_layer_ids: boundary ids of the kept features; None when any folder has none.
+        places: where the features of text i are, if they were kept.
+        aux_layer_ids: boundary ids of the kept features; None when a folder has none.
     """
 
     texts: list[Example]
@@ -158,7 +159,7 @@ class Dataset:
     @classmethod
     def read(cls, folders: Sequence[Path], target: str, vocab_size: int) -> Dataset:
         """Raises:
-        DataError: for a folder without texts, of another target or with other features.
+        DataError: for a folder without texts, of another target, or with other features.
         """
         texts: list[Example] = []
         places: list[FeaturePlace] = []
@@ -198,7 +199,7 @@ def _check(example: Example, shard: Path, vocab_size: int) -> None:
 
 
 def read_indices(folder: Path, manifest: Manifest) -> Iterator[int]:
-    """The prompts that the folder's texts answer."""
+    """Indices of the prompts in the dataset."""
     for name in manifest.shards:
         with safe_open(folder / name, framework="pt") as file:
             yield from file.get_tensor("indices").tolist()

@@ -1,4 +1,4 @@
-"""The public `config.json` of a draft for a target."""
+"""Creates the public `config.json` of a draft for a target."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from transformers import PretrainedConfig
 from atom.models.eagle3.config import Eagle3Config
 from atom.training.prompts import DataError
 
-# A latent draft's ranks, when the target has none to take over: shares of the hidden size.
+# MLA ranks if the target has none: divisors of the hidden size.
 _LATENT_DEFAULTS = {"q_lora_rank": 2, "kv_lora_rank": 4}
 
 
@@ -19,7 +19,7 @@ def make_draft_config(
     draft_vocab_size: int,
     aux_layer_ids: tuple[int, ...],
 ) -> dict[str, Any]:
-    """A draft as wide as its target, with `mha` or `mla` attention.
+    """The config of a draft with the target's hidden size and `mha` or `mla` attention.
 
     Raises:
         DataError: for another kind of attention.

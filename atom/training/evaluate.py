@@ -1,4 +1,4 @@
-"""`evaluate`: what a draft is worth, measured by the engine that will serve it."""
+"""`evaluate`: measure a draft in the engine."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Raises:
-    DataError: for prompts that cannot be used, or without a draft.
+    DataError: for unusable prompts, or without a draft.
     ConfigError: when the target or the draft cannot be loaded.
     """
     given = engine_options(args)
@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> None:
 def evaluate(
     llm: LLM, path: Path, conversations: Sequence[Sequence[dict[str, str]]], params: SamplingParams
 ) -> str:
-    """One line on one file of prompts."""
+    """Evaluate one file of prompts; returns a line of text."""
     before = llm.engine.core.stats.spec_decode or SpecDecodeStats()
     outputs = llm.chat(list(conversations), params)
     after = llm.engine.core.stats.spec_decode

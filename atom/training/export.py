@@ -1,4 +1,4 @@
-"""`export`: a trained draft as a checkpoint folder in the public format."""
+"""`export`: write a trained draft as a checkpoint in the public format."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ def run(args: argparse.Namespace) -> None:
 def export_draft(checkpoint: TrainingCheckpoint, folder: Path, dtype: torch.dtype) -> None:
     """Write `config.json` and `model.safetensors`.
 
-    The whitening becomes part of `fc`. The embedding is the target's and left out.
+    The whitening is folded into `fc`. The embedding is the target's and omitted.
 
     Raises:
-        DataError: when the folder holds a checkpoint already.
+        DataError: when the folder already has a checkpoint.
     """
     if (folder / "model.safetensors").exists():
         raise DataError(f"{folder} holds a checkpoint already; choose another folder")

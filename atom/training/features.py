@@ -1,4 +1,4 @@
-"""What a draft reads of its target, for every token of a text: kept by synthesis, or computed."""
+"""The target's hidden states that a draft reads, stored by synthesis or computed."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from atom.training.recorder import FeatureRecorder
 
 
 class FeatureSource(Protocol):
-    """Gives the features of texts.
+    """Provides the features of texts.
 
     Attributes:
         aux_layer_ids: boundary ids of the aux states.
@@ -30,12 +30,12 @@ class FeatureSource(Protocol):
     aux_layer_ids: tuple[int, ...]
 
     def features(self, examples: Sequence[Example]) -> list[torch.Tensor]:
-        """For each text [n - 1, (A + 1) * hidden]: the aux states, then the final one."""
+        """For each text [n - 1, (A + 1) * hidden]: aux states, then the final one."""
         ...
 
 
 class StoredFeatures:
-    """Features that `synthesize --keep-features` wrote; read text by text from the shards."""
+    """Features written by `synthesize --keep-features`, read from the shards one text at a time."""
 
     def __init__(self, dataset: Dataset) -> None:
         assert dataset.aux_layer_ids is not None
@@ -52,14 +52,14 @@ class StoredFeatures:
 
 
 class TargetFeatures:
-    """Runs the target over the texts, in this process, through the engine's own classes."""
+    """Computes features by running the target in this process, with the engine's classes."""
 
     def __init__(self, config: EngineConfig, aux_layer_ids: tuple[int, ...]) -> None:
         self.aux_layer_ids = aux_layer_ids
         self._recorder = FeatureRecorder(aux_layer_ids)
-        # One engine serves the training's workers in turn.
+        # All training workers share one engine.
         self._lock = threading.Lock()
-        # A cached prefix would leave no features.
+        # Tokens from the prefix cache are not computed and give no features.
         cache = dataclasses.replace(config.cache, enable_prefix_caching=False)
         config = dataclasses.replace(config, cache=cache, speculative=None)
         self._core = EngineCore(config, UniprocExecutor(config, lambda *_: self._recorder))

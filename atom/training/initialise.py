@@ -1,8 +1,8 @@
-"""Where a draft starts: at the best linear guess of the target's next final state.
+"""Initial weights of a draft: the best linear prediction of the target's next final state.
 
-The aux states have a few columns of enormous size; an optimiser that moves every weight by like
-amounts would destroy what the small ones say. So they are whitened for training, and the
-whitening is folded into `fc` at export.
+A few columns of the aux states are very large; an optimiser with similar step sizes for all weights
+(Adam) would destroy the information in the small ones. So the states are whitened for training, and
+the whitening is folded into `fc` at export.
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ logger = logging.getLogger(__name__)
 
 _RIDGE = 3e-3
 _WHITENING_DAMPING = 0.01
-# Rows at the start of a text are alike in every text (the template) and would dominate.
+# The first rows of all texts are alike (the chat template) and would dominate the fit.
 SKIPPED_ROWS = 24
 
 
 def whitening_matrix(aux: torch.Tensor) -> torch.Tensor:
-    """[width, width] that maps [N, width] states to nearly uncorrelated ones of unit size."""
+    """[width, width] matrix that maps states [N, width] to nearly uncorrelated ones of unit
+    variance.
+    """
     scale = aux.pow(2).mean(0).sqrt() + 1e-6
     scaled = aux / scale
     values, vectors = torch.linalg.eigh(scaled.T @ scaled / len(aux))
@@ -35,7 +37,7 @@ def whitening_matrix(aux: torch.Tensor) -> torch.Tensor:
 
 
 class LinearGuess:
-    """Least squares from [aux_t, normed embedding of token t + 1] to the final state of t + 1."""
+    """Least squares from [aux_t, normed embedding of token t + 1] to the final state at t + 1."""
 
     def __init__(self, aux_width: int, hidden_size: int) -> None:
         width = aux_width + hidden_size
@@ -54,7 +56,9 @@ class LinearGuess:
         self._count += len(states)
 
     def solve(self) -> tuple[torch.Tensor, torch.Tensor, float, float]:
-        """The maps [hidden, aux_width] and [hidden, hidden]; R^2 and the guesses' rms."""
+        """Matrices [hidden, aux_width] and [hidden, hidden], R^2, and the rms of the
+        predictions.
+        """
         scale = self._products.diagonal().div(self._count).sqrt() + 1e-6
         scaled = (self._products / scale / scale[:, None]).double()
         ridge = _RIDGE * self._count * torch.eye(len(scale), dtype=torch.float64)
@@ -78,15 +82,16 @@ def initialise(
     mlp: Mapping[str, torch.Tensor] | None,
     generator: torch.Generator,
 ) -> None:
-    """Set the draft's weights so that its first step is the linear guess.
+    """Set the draft's weights so that its first step is the linear prediction.
 
-    The aux part becomes `fc`. With multi-head attention the embedding's part becomes values and
-    outputs of heads that look at themselves; a latent draft learns it. The MLP adds nothing yet.
+    The aux part becomes `fc`. With MHA, the embedding part becomes the value and output projections
+    of heads that attend to their own row; an MLA draft learns it. The MLP's output is zero at
+    first.
 
     Args:
-        final_norm: [hidden] the target's last norm; the guess is of states divided by it.
-        head: [draft vocab, hidden] the target's output rows.
-        mlp: `gate_proj` and `up_proj` of a target layer of the same width; random when None.
+        final_norm: [hidden], the target's final norm; the prediction is of states divided by it.
+        head: [draft vocab, hidden], the target's output rows.
+        mlp: `gate_proj` and `up_proj` of a target layer of the same width; random if None.
     """
     from_aux, from_embedding, r2, rms = guess.solve()
     logger.info("least squares: R^2 %.3f", r2)
@@ -100,7 +105,7 @@ def initialise(
         from_aux = torch.linalg.solve(whitening, from_aux.T.double()).T.float()
     draft.fc.weight.copy_(from_aux)
     draft.lm_head.weight.copy_(head)
-    # Guesses are shorter than what they guess; the norm must not lengthen them.
+    # Predictions are shorter than the states; the norm must not lengthen them.
     draft.norm.weight.copy_(final_norm * rms)
     layer = draft.midlayer
     layer.mlp.down_proj.weight.zero_()
@@ -118,10 +123,10 @@ def _let_heads_carry(
     from_embedding: torch.Tensor,
     generator: torch.Generator,
 ) -> None:
-    """Split [hidden, hidden] by SVD over heads that attend to their own row.
+    """Split a matrix [hidden, hidden] by SVD over heads that attend to their own row.
 
-    Queries and keys are the embedding itself, which is like nothing but itself. Two thirds of
-    the heads carry; the rest stay free.
+    Queries and keys are the embedding itself, which is most similar to itself. Two thirds of the
+    heads are used; the others stay free.
     """
     size, heads = config.hidden_size, config.network.num_attention_heads
     if config.network.num_key_value_heads != heads:

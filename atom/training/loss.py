@@ -1,4 +1,4 @@
-"""Soft cross-entropy of a draft against its target's distribution."""
+"""Soft cross-entropy between draft and target distributions."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import math
 import torch
 import torch.nn.functional as F
 
-# Entries of a target distribution below this are no candidates of their own right.
+# Entries of a target distribution below this are not added to the candidates.
 _NEGLIGIBLE = 1e-3
 
 
 class SoftCrossEntropy:
-    """`sum_rows -sum_v p(v) log q(v)`, over all of the vocabulary or a sample of it.
+    """`sum_rows -sum_v p(v) log q(v)`, over the whole vocabulary or a sample of it.
 
-    With `num_negatives` the normaliser is estimated: candidates are the tokens that any row's
-    target considers, and that many others drawn uniformly, whose logits are raised by the log of
-    how many tokens each stands for (importance sampling).
+    With `num_negatives` the normaliser is estimated by importance sampling: candidates are the
+    tokens in any row's target distribution and so many others, drawn uniformly, whose logits are
+    increased by the log of the number of tokens that each represents.
     """
 
     def __init__(self, vocab_size: int, num_negatives: int | None) -> None:
@@ -26,7 +26,9 @@ class SoftCrossEntropy:
     def candidates(
         self, target_ids: torch.Tensor, target_probs: torch.Tensor, generator: torch.Generator
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Candidate token ids [C] and what is added to their logits [C]; None for all tokens."""
+        """Candidate token ids [C] and offsets to their logits [C]; None for the whole
+        vocabulary.
+        """
         if self._num_negatives is None:
             return None
         chosen = torch.zeros(self._vocab_size, dtype=torch.bool, device=target_ids.device)
@@ -50,7 +52,7 @@ class SoftCrossEntropy:
         target_probs: torch.Tensor,
         candidates: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """hidden [N, size], head [vocab, size], targets [N, K] -> the loss, and hits [N] bool.
+        """hidden [N, size], head [vocab, size], targets [N, K] -> loss, and hits [N] bool.
 
         A hit is a row whose most likely candidate is the target's most likely token.
         """
@@ -62,7 +64,7 @@ class SoftCrossEntropy:
             place_of = ids.new_full((self._vocab_size,), -1)
             place_of[ids] = torch.arange(len(ids), device=ids.device)
             places = place_of[target_ids]
-            # Negligible entries may have no place; the others take their share.
+            # Negligible entries may be missing among the candidates; the others get their share.
             target_probs = target_probs.masked_fill(places < 0, 0.0)
             target_probs = target_probs / target_probs.sum(-1, keepdim=True)
             places = places.clamp(min=0)

@@ -1,7 +1,7 @@
-"""The draft as autograd sees it: the serving arithmetic over whole texts, unrolled.
+"""The draft for autograd: the same computation as in serving, unrolled over whole texts.
 
-The serving classes run paged attention and fused kernels that have no gradients; this network
-has the checkpoint's own parameter names, and a test proves that both compute the same.
+The serving classes use paged attention and fused kernels without gradients. This network has the
+checkpoint's parameter names, and a test compares both.
 """
 
 from __future__ import annotations
@@ -22,19 +22,20 @@ from atom.models.llama import head_size
 
 @dataclass(frozen=True)
 class TrainingBatch:
-    """R rows of B texts; row t of a text pairs its hidden state at t with its token t + 1.
+    """R rows of B texts; row t of a text combines the hidden state at t with token t + 1.
 
-    Q of the rows draft: those whose token the target wrote itself.
+    Q of the rows draft: those whose token the target generated.
 
     Attributes:
-        token_ids: [R] int64, the token after each row. aux: [R, A * hidden].
-        positions, texts: [R] int64; each row's place in its text, and its text.
+        token_ids: [R] int64, the token after each row.
+        aux: [R, A * hidden].
+        positions, texts: [R] int64; position in its text, and index of the text.
         active: [Q] int64, the rows that draft.
-        next_token_ids: [depth, Q] int64; what draft step j is fed, token t + 1 + j.
-        targets: [depth, Q] int64; the row of `target` distributions that step j should match.
+        next_token_ids: [depth, Q] int64; input token t + 1 + j of draft step j.
+        targets: [depth, Q] int64; row of the `target` distributions for step j.
         valid: [depth, Q] bool; whether the text is long enough for step j.
         target_ids, target_probs: [N, K]; draft token ids and probabilities, most likely first.
-        answer_ids: [depth, Q] int64; the token that the text really has there, as a target id.
+        answer_ids: [depth, Q] int64; the text's token at that place, as a target id.
     """
 
     token_ids: torch.Tensor
@@ -50,7 +51,7 @@ class TrainingBatch:
     answer_ids: torch.Tensor
 
 
-# (draft step, normed hidden states [Q, hidden]) -> the token ids [Q] that the next step is fed.
+# (draft step, normed hidden states [Q, hidden]) -> token ids [Q] for the next step.
 Sampler = Callable[[int, torch.Tensor], torch.Tensor]
 
 
@@ -65,7 +66,7 @@ class _Norm(nn.Module):
 
 
 class _Rope:
-    """Rotates [N, heads, dim] by position, half against half or neighbour against neighbour."""
+    """RoPE on [N, heads, dim], with halves or interleaved pairs."""
 
     def __init__(self, config: PretrainedConfig, dim: int, max_len: int, interleaved: bool) -> None:
         self._frequencies, self._scaling = rope_frequencies(config, dim, max_len)
@@ -82,7 +83,7 @@ class _Rope:
 
 
 class MultiHeadAttention(nn.Module):
-    """q, k and v of each row; the Llama family's names."""
+    """MHA projections, with the names of the Llama family."""
 
     def __init__(self, config: PretrainedConfig, max_len: int) -> None:
         super().__init__()
@@ -112,7 +113,7 @@ class MultiHeadAttention(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """q, k and v of each row by way of a latent; the DeepSeek family's names."""
+    """MLA projections, with the names of the DeepSeek family."""
 
     def __init__(self, config: PretrainedConfig, max_len: int) -> None:
         super().__init__()
@@ -175,7 +176,7 @@ class _Midlayer(nn.Module):
         return torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
 
     def output(self, attended: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-        """The state that leaves the layer."""
+        """The layer's output hidden state."""
         hidden = hidden + self.self_attn.o_proj(attended)
         out: torch.Tensor = hidden + self.mlp(self.post_attention_layernorm(hidden))
         return out
@@ -222,7 +223,9 @@ class _Attending:
         chain: Sequence[tuple[torch.Tensor, torch.Tensor]],
         scale: float,
     ) -> torch.Tensor:
-        """Over the first pass's keys, and those of the row's own chain; -> [Q, heads * dim]."""
+        """Attend to the first pass's keys and those of the row's own chain; returns [Q, heads *
+        dim].
+        """
         q = self.pad_queries(q * scale)
         scores = [q @ k.transpose(-1, -2) + self._mask]
         scores += [(q * own).sum(-1, keepdim=True) for own, _ in chain]
@@ -239,12 +242,12 @@ class _Attending:
 
 
 class TrainingDraft(nn.Module):
-    """An Eagle3 draft; parameter names are the checkpoint's.
+    """An Eagle3 draft with the checkpoint's parameter names.
 
     Args:
         embedding: [vocab, hidden], the target's; frozen.
-        whitening: [A * hidden, A * hidden] applied to the aux states before `fc`; None for none.
-        max_len: longest text.
+        whitening: [A * hidden, A * hidden], applied to the aux states before `fc`; None for none.
+        max_len: length of the longest text.
     """
 
     whitening: torch.Tensor | None
@@ -276,7 +279,7 @@ class TrainingDraft(nn.Module):
         """The normed hidden states [Q, hidden] of each draft step.
 
         Args:
-            sampler: chooses what the next step is fed; the text's own tokens when None.
+            sampler: chooses the next step's input tokens; None for the text's own tokens.
         """
         layer, attention = self.midlayer, self.midlayer.self_attn
         embedding, attending = self._embedding[0], _Attending(batch)

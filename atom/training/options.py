@@ -1,4 +1,4 @@
-"""What a training run is told."""
+"""The options of a training run."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class TrainOptions:
     """Attributes:
-    epochs: passes over the data, not necessarily whole; the rate falls to 0 over them.
-    rows_per_batch: drafting rows of a batch. accumulate: batches of an optimiser step.
-    depth: draft steps that are unrolled. step_decay: weight of step i is its i-th power.
-    lr, lr_fc, lr_head: peak rates of AdamW; a head's rate of 0 freezes it.
-    warmup: share of the steps in which the rates rise.
+    epochs: passes over the data, may be fractional; the learning rate decays to 0 over them.
+    rows_per_batch: drafting rows per batch.
+    accumulate: batches per optimiser step.
+    depth: number of unrolled draft steps.
+    step_decay: the weight of step i is `step_decay ** i`.
+    lr, lr_fc, lr_head: peak rates of AdamW; a head rate of 0 freezes the head.
+    warmup: share of the steps with increasing rates.
     num_targets: entries kept of each target distribution.
-    num_negatives: candidates drawn for the normaliser beside the targets' own; None takes all.
-    held_out: share of the texts that only measure.
-    dtype: `float32` or `bfloat16`, of the arithmetic; weights and optimiser are float32.
-    log_every, save_every: optimiser steps; save_every is a multiple of log_every.
+    num_negatives: random candidates for the normaliser besides the targets' own; None for all
+    tokens.
+    held_out: share of the texts that are used for evaluation only.
+    dtype: `float32` or `bfloat16` for the computation; weights and optimiser are float32.
+    log_every, save_every: in optimiser steps; save_every is a multiple of log_every.
     """
 
     epochs: float = 3.0

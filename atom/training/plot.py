@@ -1,4 +1,4 @@
-"""The picture of a training run."""
+"""Plots a training run."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ logger = logging.getLogger(__name__)
 
 
 def plot_log(log: Path, picture: Path) -> Path | None:
-    """Loss and held-out acceptance of each draft step over the rows seen.
+    """Plot loss and held-out acceptance of each draft step over the number of rows.
 
-    None, with a warning, where matplotlib is not installed: a trained draft is worth more than
-    its picture.
+    Returns None, with a warning, if matplotlib is not installed: the training must not fail for it.
     """
     if importlib.util.find_spec("matplotlib") is None:
         logger.warning("no %s: install matplotlib (the `train` extra) to have it drawn", picture)

@@ -1,4 +1,4 @@
-"""Prompts of a synthesis: conversations from JSONL files, and turns the target makes up itself."""
+"""Prompts for synthesis: conversations from JSONL files, and user turns written by the target."""
 
 from __future__ import annotations
 
@@ -14,20 +14,20 @@ from transformers import PreTrainedTokenizerBase
 Conversation = list[dict[str, str]]
 
 _ROLES = ("system", "user", "assistant", "tool")
-# Any text that no chat template contains; it marks where the user's turn goes.
+# A placeholder for the user turn; must not occur in chat templates.
 _SENTINEL = "atom user turn"
 
 
 class DataError(ValueError):
-    """Training data that cannot be used; the message names the file and the line."""
+    """Unusable training data; the message names the file and the line."""
 
 
 @dataclass(frozen=True)
 class PromptFile:
-    """A JSONL file of prompts, as `PATH` or `PATH:FIELD` on the command line.
+    """A JSONL file of prompts, `PATH` or `PATH:FIELD` on the command line.
 
     Attributes:
-        field: holds one user message as text; None when each line has OpenAI `messages`.
+        field: the field with a user message as text; None if each line has OpenAI `messages`.
     """
 
     path: Path
@@ -39,10 +39,10 @@ class PromptFile:
         return cls(Path(path), field) if colon and field.isidentifier() else cls(Path(text))
 
     def read(self) -> list[Conversation]:
-        """All conversations; each ends where an answer is due.
+        """All conversations; each ends with a user turn.
 
         Raises:
-            DataError: for a file or a line that cannot be used.
+            DataError: for an unusable file or line.
         """
         try:
             lines = self.path.read_text(encoding="utf-8").splitlines()
@@ -72,7 +72,7 @@ class PromptFile:
 
 
 def _open_turns(messages: Any, where: str) -> Conversation:
-    """The messages up to the last user turn; its answer, if any, is written anew."""
+    """The messages up to the last user turn; its answer, if any, is dropped."""
     if not isinstance(messages, list) or not messages:
         raise DataError(
             f"{where}: no list of 'messages'; name the field that holds the prompt as PATH:FIELD"
@@ -89,11 +89,11 @@ def _open_turns(messages: Any, where: str) -> Conversation:
 
 @dataclass(frozen=True)
 class Prompt:
-    """One thing to answer.
+    """One prompt to answer.
 
     Attributes:
-        index: place in the plan; seeds whatever is sampled for it.
-        conversation: None lets the target write the user's turn.
+        index: its number; seeds its sampling.
+        conversation: None lets the target write the user turn.
     """
 
     index: int
@@ -103,10 +103,10 @@ class Prompt:
 def plan_prompts(
     files: Sequence[PromptFile], num_self_synthesized: int, seed: int, samples_per_prompt: int = 1
 ) -> list[Prompt]:
-    """Every prompt of a synthesis, shuffled; the same for the same arguments.
+    """All prompts of a synthesis, shuffled; deterministic.
 
     Raises:
-        DataError: for unusable files, or when there is nothing to answer.
+        DataError: for unusable files, or when there are no prompts.
     """
     conversations: list[Conversation | None] = [None] * num_self_synthesized
     for file in files:
@@ -122,7 +122,7 @@ class ChatTemplate:
     """The target's chat template, as token ids.
 
     Attributes:
-        user_prefix: what precedes the text of a first user turn.
+        user_prefix: the tokens before the text of a first user turn.
     """
 
     tokenizer: PreTrainedTokenizerBase
@@ -143,7 +143,7 @@ class ChatTemplate:
         return cls(tokenizer, tokenizer.encode(text[:start], add_special_tokens=False))
 
     def render(self, conversation: Conversation) -> list[int]:
-        """The token ids of a conversation, up to where the answer begins."""
+        """The token ids of a conversation, up to the beginning of the answer."""
         text = self.tokenizer.apply_chat_template(
             conversation, tokenize=False, add_generation_prompt=True
         )

@@ -1,4 +1,4 @@
-"""How repetitive a text is: small models fall into loops, and loops teach a draft nothing."""
+"""Detects repetition: loops, which small models fall into, are useless as training data."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def repeated_bigram_share(token_ids: Sequence[int]) -> float:
 
 
 class LoopDetector:
-    """Says when a growing text goes round: the same six tokens for the fourth time."""
+    """Detects loops in a growing text: the same six tokens for the fourth time."""
 
     def __init__(self) -> None:
         self._window: list[int] = []
         self._counts: Counter[tuple[int, ...]] = Counter()
 
     def feed(self, token_ids: Iterable[int]) -> bool:
-        """Whether the text loops once these tokens are appended."""
+        """Append tokens; returns whether the text is looping."""
         looping = False
         for token_id in token_ids:
             self._window = [*self._window[1 - _LOOP_SIZE :], token_id]

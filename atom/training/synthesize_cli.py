@@ -1,4 +1,4 @@
-"""Flags of `synthesize`, and the engine behind it."""
+"""The flags of `synthesize`, and its engine."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> None:
     """Raises:
-    DataError: for prompts that cannot be used.
+    DataError: for unusable prompts.
     ConfigError: for a target that cannot be loaded.
     """
     given = engine_options(args)
@@ -89,7 +89,7 @@ def run(args: argparse.Namespace) -> None:
     if args.aux_layer_ids and not args.keep_features:
         raise DataError("--aux-layer-ids says which states to keep; give --keep-features too")
     if args.keep_features:
-        # A cached prefix would leave no features.
+        # Tokens from the prefix cache are not computed and give no features.
         given["enable_prefix_caching"] = False
     config = engine_config(**given)
     options = _options(args)
@@ -143,7 +143,7 @@ def _options(args: argparse.Namespace) -> SynthesisOptions:
 def _settings(
     args: argparse.Namespace, options: SynthesisOptions, files: Sequence[PromptFile]
 ) -> dict[str, Any]:
-    """What determines the texts, of what the user says; limits only end a run."""
+    """The user's settings that determine the texts, without those that only limit the run."""
     return {
         **asdict(options),
         "max_tokens": None,
@@ -155,7 +155,7 @@ def _settings(
 
 
 def describe(manifest: Manifest) -> str:
-    """What a dataset holds, in a few lines."""
+    """Describe a dataset in a few lines."""
     counts = manifest.counts
     answers = counts.get("answers", 0)
     repeated = counts.get("repeated_bigrams_percent_sum", 0) / max(answers, 1)

@@ -1,4 +1,4 @@
-"""The weights of a target that its draft starts from."""
+"""The target's weights that a draft's training uses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from atom.platform import select_platform
 @dataclass(frozen=True)
 class TargetParts:
     """Attributes:
-    embedding, head: [vocab, hidden], in the target's dtype. final_norm: [hidden].
+    embedding, head: [vocab, hidden], in the target's dtype.
+    final_norm: [hidden].
     gate_proj, up_proj: [intermediate, hidden] of the last dense layer; None without one.
     default_aux_layer_ids: boundary ids of the states that a draft reads by default.
     """

@@ -1,4 +1,4 @@
-"""`train`: from datasets to a fitted draft."""
+"""`train`: train a draft on datasets."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from atom.training.vocabulary import choose_vocabulary, count_tokens, soft_count
 
 logger = logging.getLogger(__name__)
 
-# Rows that the start is fitted to, and that the vocabulary's soft counts are taken from.
+# Rows for the initial fit and for the soft counts of the vocabulary.
 _FIT_ROWS = 120_000
 _COUNTED_ROWS = 20_000
 DEFAULT_DRAFT_VOCAB_SIZE = 8192
@@ -52,11 +52,13 @@ DEFAULT_DRAFT_VOCAB_SIZE = 8192
 class TrainRequest:
     """Attributes:
     config: of the engine that runs the target.
-    data: dataset folders. output: folder of the run; resumed when it holds a checkpoint.
-    attention: `mha` or `mla`. draft_vocab_size: tokens that the draft knows; None is the default.
-    aux_layer_ids: boundary ids; None takes the dataset's, else the target's default.
-    initial_draft: another run's folder or checkpoint, whose draft is trained further.
-    workers: batches computed at a time; needs an accumulation of as many.
+    data: dataset folders.
+    output: folder of the run; resumed if it has a checkpoint.
+    attention: `mha` or `mla`.
+    draft_vocab_size: size of the draft's vocabulary; None for the default.
+    aux_layer_ids: boundary ids; None for the dataset's, else the target's default.
+    initial_draft: folder or checkpoint of another run, whose draft is trained further.
+    workers: batches computed concurrently; at most `accumulate`.
     """
 
     config: EngineConfig
@@ -71,12 +73,12 @@ class TrainRequest:
 
 
 def train(request: TrainRequest) -> TrainingCheckpoint:
-    """Train, or go on training.
+    """Train, or resume training.
 
     Raises:
-        DataError: for data that cannot be used.
+        DataError: for unusable data.
         ConfigError: for a target that cannot be loaded.
-        ValueError: for a checkpoint that was trained otherwise.
+        ValueError: for a checkpoint with other settings.
     """
     config, options = request.config, request.options
     platform = select_platform(config.device)
@@ -128,7 +130,7 @@ def train(request: TrainRequest) -> TrainingCheckpoint:
 def data_settings(
     request: TrainRequest, dataset: Dataset, features: FeatureSource
 ) -> dict[str, Any]:
-    """What a resumed run must have in common with its beginning, besides the options."""
+    """Settings besides the options that a resumed run must share."""
     shards = sorted({f"{place.shard.parent.name}/{place.shard.name}" for place in dataset.places})
     tokens = sum(len(text) for text in dataset.texts)
     return {
@@ -159,7 +161,7 @@ def _split(texts: Sequence[Example], options: TrainOptions) -> tuple[list[Exampl
 def _further(
     request: TrainRequest, path: Path, text_config: Any, features: FeatureSource
 ) -> TrainingCheckpoint:
-    """Step 0 with the weights, the vocabulary and the whitening of another run."""
+    """Step 0, with the weights, vocabulary and whitening of another run."""
     other = load_checkpoint(path)
     size = len(other.vocabulary) if request.draft_vocab_size is None else request.draft_vocab_size
     expected = make_draft_config(text_config, request.attention, size, features.aux_layer_ids)
@@ -186,7 +188,7 @@ def _start(
     features: FeatureSource,
     parts: TargetParts,
 ) -> TrainingCheckpoint:
-    """Step 0: the vocabulary, the whitening and the initial weights."""
+    """Step 0, with a new vocabulary, whitening and initial weights."""
     options = request.options
     order = list(texts)
     random.Random(f"fit {options.seed}").shuffle(order)
@@ -220,7 +222,7 @@ def _start(
 def _look_at(
     texts: Sequence[Example], features: FeatureSource, parts: TargetParts
 ) -> tuple[torch.Tensor, torch.Tensor, LinearGuess]:
-    """A sample of aux states, the tokens that the target considers, and the linear guess."""
+    """Sampled aux states, the target's token probabilities, and the linear prediction."""
     hidden = parts.embedding.shape[1]
     guess: LinearGuess | None = None
     sample: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""Flags of `train`."""
+"""The flags of `train`."""
 
 from __future__ import annotations
 

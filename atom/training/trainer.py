@@ -1,4 +1,4 @@
-"""The training loop: batches, losses, optimiser steps, a log, checkpoints."""
+"""The training loop: batches, losses, optimiser steps, log, checkpoints."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from atom.training.network import TrainingBatch, TrainingDraft
 from atom.training.options import TrainOptions
 
 LOG = "log.jsonl"
-# Settings that say how to run, not what to compute; a resumed run may change them.
+# Settings that do not affect the result; a resumed run may change them.
 _FREE_SETTINGS = frozenset({"log_every", "save_every"})
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One batch's share of a step.
+    """The result of one batch of an optimiser step.
 
     Attributes:
         gradients: in the order of the trained weights.
@@ -69,13 +69,13 @@ class Window:
 
 
 class Trainer:
-    """Fits a draft.
+    """Trains a draft.
 
     Args:
         vocabulary: [draft vocab] int64 target token ids.
-        folder: of the log and the checkpoints.
-        workers: batches of a step that are computed at a time, each by a thread of its own.
-        data_settings: what else a resumed run must have in common with its beginning.
+        folder: for the log and the checkpoints.
+        workers: batches of a step that are computed concurrently, each in a thread.
+        data_settings: further settings that a resumed run must share.
     """
 
     def __init__(
@@ -121,10 +121,10 @@ class Trainer:
         self._progress = Progress()
 
     def restore(self, checkpoint: TrainingCheckpoint) -> None:
-        """Go on from a checkpoint of the same run.
+        """Continue from a checkpoint of the same run.
 
         Raises:
-            ValueError: when the run was told something else.
+            ValueError: when the settings differ.
         """
         mine = {k: v for k, v in self._settings.items() if k not in _FREE_SETTINGS}
         changed = sorted(k for k, v in mine.items() if checkpoint.settings.get(k) != v)
@@ -175,7 +175,9 @@ class Trainer:
         return self._checkpoint()
 
     def _set_rate(self, total: int) -> float:
-        """The share of the peak rate at this step: up, then down to nothing."""
+        """Set the learning rates for this step; returns their share of the peak: warm-up, then
+        decay to 0.
+        """
         done = self._progress.step / total
         rate = min(1.0, (self._progress.step + 1) / max(1.0, self._options.warmup * total))
         rate *= 1 - done
@@ -195,7 +197,7 @@ class Trainer:
             )
         )
         rows = sum(result.counts[0] for result in results)
-        # In the order of the batches, whichever thread was first.
+        # Summed in the order of the batches, so that the result is deterministic.
         gradients = [
             torch.stack(parts).sum(0) if n > 1 else parts[0]
             for parts in zip(*(result.gradients for result in results), strict=True)
@@ -247,7 +249,7 @@ class Trainer:
 
     @torch.no_grad()
     def _measure(self, held_out: Sequence[Example]) -> dict[str, Any] | None:
-        """How often the first 1, 2, ... drafts of a chain are all what the text has."""
+        """Acceptance on held-out texts: how often the first 1, 2, ... drafts all match the text."""
         if not held_out:
             return None
         depth = self._options.depth
@@ -296,7 +298,7 @@ class Trainer:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; a half-written last one is left out."""
+    """The lines of a log, without an incomplete last one."""
     if not path.exists():
         return []
     lines = []
@@ -309,6 +311,6 @@ def read_log(path: Path) -> list[dict[str, Any]]:
 
 
 def _truncate_log(path: Path, step: int) -> None:
-    """Drop what a killed run logged after its last checkpoint."""
+    """Remove lines that a killed run logged after its last checkpoint."""
     kept = [line for line in read_log(path) if line["step"] <= step]
     path.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")

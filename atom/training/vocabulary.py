@@ -1,4 +1,4 @@
-"""Which target tokens a draft knows, chosen from the training texts."""
+"""Chooses the draft's vocabulary from the training texts."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from collections.abc import Iterable
 import torch
 import torch.nn.functional as F
 
-# Weight of what the target considered beside what it wrote.
+# Weight of the target's probabilities relative to the texts' tokens.
 _SOFT_WEIGHT = 0.5
 
 
 def count_tokens(
     token_ids: Iterable[torch.Tensor], vocab_size: int, soft: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """[vocab] float64 counts of the texts' tokens, and of what the target considered.
+    """[vocab] float64 token counts of the texts, plus weighted probabilities of the target.
 
     Args:
         soft: [vocab] summed probabilities over a sample of positions; scaled to the texts' size.
@@ -28,7 +28,7 @@ def count_tokens(
 
 
 def soft_counts(final: torch.Tensor, head: torch.Tensor) -> torch.Tensor:
-    """[vocab]; summed next-token probabilities of [N, hidden] final states."""
+    """[vocab] summed next-token probabilities of final hidden states [N, hidden]."""
     total = torch.zeros(len(head), dtype=torch.float64, device=head.device)
     for rows in torch.split(final, 512):
         total += F.linear(rows, head).softmax(-1).sum(0)
@@ -39,7 +39,7 @@ def choose_vocabulary(counts: torch.Tensor, size: int) -> torch.Tensor:
     """[size] int64 target token ids, ascending: the most frequent; ties go to low ids.
 
     Raises:
-        ValueError: when there are fewer tokens than that.
+        ValueError: when there are fewer tokens.
     """
     if not 0 < size <= len(counts):
         raise ValueError(

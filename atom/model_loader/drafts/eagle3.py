@@ -1,4 +1,4 @@
-"""From what the user calls a draft to a draft model that fits its target."""
+"""Loads an Eagle3 draft and checks that it fits its target."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ def load_draft(
     context: LayerContext,
     options: ModelOptions,
 ) -> Eagle3Draft:
-    """Build an Eagle3 draft and fill it, checked against its target before weights are read.
+    """Build and load an Eagle3 draft; most checks run before weights are read.
 
     Args:
         draft: folder or hub id.
-        target: loaded; the draft shares what it does not bring itself.
-        context: the target's; the draft runs in the same type, converted by value.
-        options: how the target's weights are read; the draft's are read likewise.
+        target: loaded; the draft shares the modules that its checkpoint lacks.
+        context: the target's; the draft uses the same dtype.
+        options: the target's; the load format and strategy apply to the draft as well.
 
     Raises:
         ConfigError: when there is no such draft or it does not fit the target.
-        WeightError: naming tensors that are missing, unexpected or do not fit.
+        WeightError: for tensors that are missing, unexpected or do not fit.
     """
     options = _draft_options(draft, options)
     folder = _locate(draft, options)
@@ -57,7 +57,7 @@ def load_draft(
     aux_layer_ids = _resolve_aux_layers(config, target, target_config, draft)
     parts = _parts(folder, config, target_config, options)
     parts.check(config, target_config)
-    # The target's quantisation says nothing about the draft's weights.
+    # The target's quantisation does not apply to the draft.
     context = dataclasses.replace(context, quant=UnquantizedConfig())
     draft_class = Eagle3DeepseekV2ForCausalLM if config.is_mla else LlamaForCausalLMEagle3
     create = partial(draft_class, config, parts, aux_layer_ids)
@@ -70,7 +70,7 @@ def load_draft(
 
 
 def _draft_options(draft: str, options: ModelOptions) -> ModelOptions:
-    """How the draft is read; what names the target's files says nothing about the draft's."""
+    """The target's options without those that refer to the target's files."""
     return dataclasses.replace(
         options,
         model=draft,
@@ -119,7 +119,7 @@ def _resolve_aux_layers(
 def _parts(
     folder: Path, config: Eagle3Config, target: PretrainedConfig, options: ModelOptions
 ) -> DraftParts:
-    """What the checkpoint brings; dummy weights bring what cannot be shared."""
+    """The optional modules in the checkpoint; with dummy weights, those that cannot be shared."""
     pruned = config.draft_vocab_size != config.vocab_size
     if options.load_format == "dummy":
         own = config.hidden_size != target.hidden_size
@@ -147,7 +147,7 @@ def _check_fc(tensors: list[CheckpointTensor], config: Eagle3Config, folder: Pat
 
 
 def _check_d2t(model: Eagle3Draft, draft: str) -> None:
-    """Refuse offsets that lead out of the vocabulary, such as absolute ids in their place."""
+    """Refuse d2t values outside the vocabulary, such as absolute ids instead of offsets."""
     if model.d2t is None:
         return
     drafts = torch.arange(model.config.draft_vocab_size, device=model.d2t.device)

@@ -1,4 +1,4 @@
-"""From a target's own checkpoint to its multi-token prediction layers."""
+"""Loads the multi-token prediction layers from the target's checkpoint."""
 
 from __future__ import annotations
 
@@ -27,18 +27,17 @@ _COMPARED_ROWS = 4096
 def load_mtp(
     target: CausalLM, source: ModelSource, context: LayerContext, options: ModelOptions
 ) -> DeepseekMTP:
-    """Build the prediction layers that follow the target's last layer, and fill them.
+    """Build and load the prediction layers that follow the target's last layer.
 
-    An embedding or a head of theirs that equals the target's in the checkpoint, or is absent
-    from it, is the target's.
+    Their embedding and head are the target's if the checkpoint has no others.
 
     Args:
         target: loaded.
-        source: of the target's checkpoint, the layers' as well.
+        source: of the target's checkpoint, which includes the layers.
 
     Raises:
         ConfigError: when the model has no such layers.
-        WeightError: naming tensors that are missing, unexpected or do not fit.
+        WeightError: for tensors that are missing, unexpected or do not fit.
     """
     if not isinstance(target, DeepseekV3ForCausalLM):
         raise ConfigError(
@@ -69,7 +68,7 @@ def load_mtp(
 
 
 def _parts(target: DeepseekV3ForCausalLM, layer_ids: range, source: ModelSource) -> list[MTPParts]:
-    """What each layer brings that is not the target's as well."""
+    """The embedding and head of each layer that differ from the target's."""
     tensors = {tensor.name: tensor for tensor in list_tensors(source.path)}
     layers = f"{target.prefix}model.layers"
     for i in layer_ids:

@@ -1,4 +1,4 @@
-"""Drafts that come with the package. This file loads no torch."""
+"""Draft models that ship with the package. Imports no torch."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ SHIPPED_OPTIONS: dict[str, Any] = {
 
 
 def shipped_draft_for(model: str | None) -> Path | None:
-    """The folder of the draft that was made for a model; None when there is none.
+    """The folder of the draft shipped for a model; None without one.
 
     Args:
-        model: as the user named it; None is the embedded model, the only one with a draft.
+        model: as given by the user; None is the embedded model, the only one with a draft.
     """
     folder = _ASSETS / _EMBEDDED_MODELS_DRAFT
     return folder if model is None and (folder / "config.json").is_file() else None

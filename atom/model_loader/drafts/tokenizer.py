@@ -1,4 +1,4 @@
-"""Whether a draft's tokenizer, where it brings one, is its target's."""
+"""Checks that a draft's tokenizer, if it has one, is the target's."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from typing import Any
 from atom.config import ConfigError
 from atom.models.config_file import check_regular, is_there, read_json
 
-# Compared as they are; each holds a vocabulary in its order.
+# Compared byte by byte; each contains an ordered vocabulary.
 _VOCABULARY_FILES = ("tiktoken.model", "tokenizer.model", "vocab.json")
 
 
 def check_same_tokenizer(draft: Path, target: Path) -> None:
-    """Compare the tokenizer files of two folders, as far as both have the same kind.
+    """Compare the tokenizer files of two folders, where both have the same kind.
 
     Raises:
-        ConfigError: when a token id means one text to the draft and another to the target.
+        ConfigError: when a token id has different texts in draft and target.
     """
     ours, theirs = draft / "tokenizer.json", target / "tokenizer.json"
     if is_there(ours) and is_there(theirs):
@@ -61,7 +61,7 @@ def _tokens_by_id(path: Path) -> dict[int, str]:
 
 
 def _numbered(vocabulary: Any) -> dict[int, str]:
-    """A vocabulary by id; unigram models list tokens with their scores, in order."""
+    """Token texts by id; unigram models have a list of (token, score)."""
     if isinstance(vocabulary, list):
         return {i: str(entry[0]) for i, entry in enumerate(vocabulary)}
     return {int(i): str(token) for token, i in vocabulary.items()}

@@ -1,7 +1,7 @@
 """A GGUF file's metadata as Hugging Face `config.json` and `generation_config.json`.
 
-Source of the keys: `gguf.constants.Keys`. A key of the architecture that is not known here is
-refused: it may change what the model computes.
+Source of the keys: `gguf.constants.Keys`. Unknown keys of the architecture are refused, since they
+may change what the model computes.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ _KNOWN_KEYS = {
     "vocab_size",
     "tensor_data_layout",
 }
-# Keys that may be present as long as they say "none".
+# Keys that are accepted only with the value 0.
 _ZERO_KEYS = {"expert_count", "expert_used_count", "attention.sliding_window"}
 
-# What the converters of Llama 3.1 and later assume; only the factor is found in the file.
+# Constants of Llama 3.1 and later; the file has only the factor.
 _LLAMA3_SCALING = {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
@@ -53,10 +53,10 @@ _LLAMA3_SCALING = {
 
 
 def check_architecture(file: GGUFFile) -> None:
-    """Refuse what the model families cannot run.
+    """Refuse unsupported files.
 
     Raises:
-        ConfigError: naming the architecture, the part of a split file, or the unknown keys.
+        ConfigError: for the architecture, a split file, or unknown keys.
     """
     architecture = file.architecture
     if architecture not in ARCHITECTURES:
@@ -83,7 +83,7 @@ def head_dim(file: GGUFFile) -> int:
     """Elements of one attention head.
 
     Raises:
-        ConfigError: when keys, values and rotation are of different sizes.
+        ConfigError: when keys, values and rotary dimensions differ in size.
     """
     own = f"{file.architecture}."
     metadata = file.metadata
@@ -105,8 +105,8 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
     """The content of `config.json`.
 
     Raises:
-        ConfigError: when the file asks for something that is not supported.
-        WeightError: when a key is missing.
+        ConfigError: when the file needs something unsupported.
+        WeightError: when a key is missing, or contradicts the tensors.
     """
     check_architecture(file)
     metadata, own = file.metadata, f"{file.architecture}."
@@ -142,7 +142,7 @@ def config_dict(file: GGUFFile, dtype: torch.dtype) -> dict[str, Any]:
 
 
 def _check_tensors(file: GGUFFile, config: dict[str, Any]) -> None:
-    """Refuse metadata that the tensors contradict before they are converted."""
+    """Refuse metadata that the tensors contradict, before they are converted."""
     blocks = [int(match[1]) for name in file.tensors if (match := _BLOCK.match(name))]
     stated, found = config["num_hidden_layers"], max(blocks, default=-1) + 1
     if stated != found:
@@ -158,7 +158,7 @@ def _check_tensors(file: GGUFFile, config: dict[str, Any]) -> None:
 
 
 def generation_config_dict(file: GGUFFile) -> dict[str, Any]:
-    """The content of `generation_config.json`: every token that ends a text or a turn."""
+    """The content of `generation_config.json`: the tokens that end a text or a turn."""
     ids = _token_ids(file, ("eos", "eot", "eom"))
     ends = sorted(set(ids.values()))
     found: dict[str, Any] = _token_ids(file, ("bos", "pad"))
@@ -204,7 +204,7 @@ def _rope_parameters(file: GGUFFile, config: dict[str, Any]) -> dict[str, Any]:
 
 
 def _llama3_parameters(file: GGUFFile, theta: float, size: int) -> dict[str, Any]:
-    """Llama 3.1's scaling, which GGUF files hold as a divisor for every frequency."""
+    """Llama 3.1's RoPE scaling, which GGUF files store as a divisor of each frequency."""
     tensor = file.tensors["rope_freqs.weight"]
     with file.path.open("rb") as handle:
         handle.seek(tensor.offset)
@@ -219,7 +219,7 @@ def _llama3_parameters(file: GGUFFile, theta: float, size: int) -> dict[str, Any
 
 
 def _llama3_divisors(theta: float, size: int, scaling: dict[str, float]) -> np.ndarray:
-    """What each frequency is divided by. Source: transformers' `llama3` rope initialisation."""
+    """The divisor of each frequency. Source: transformers' `llama3` RoPE initialisation."""
     wavelengths = 2 * np.pi * theta ** (np.arange(0, size, 2) / size)
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] / wavelengths

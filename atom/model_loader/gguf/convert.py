@@ -1,8 +1,8 @@
-"""Turning a GGUF file into a Hugging Face folder, once, in the cache.
+"""Converts a GGUF file to a Hugging Face folder in the cache, once.
 
-A folder under the cache is complete from the moment it exists: it is written beside its place
-under a hidden name and renamed. A lock keeps a second process from doing the same work; the
-rename alone keeps the result right where locks do not work.
+The folder is written under a temporary name and renamed when complete. A lock prevents two
+processes from doing the same work; the rename keeps the result correct even where locks do not
+work.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from atom.model_loader.threads import one_torch_thread
 
 logger = logging.getLogger(__name__)
 
-# Part of every folder's key: raise it when the same file would convert differently.
+# Part of each folder's name; increase it when the conversion changes.
 _CONVERTER_VERSION = 1
 _HASHED_BYTES = 1 << 20
 _MAX_SHARD_BYTES = 4 * 1000**3
@@ -43,15 +43,15 @@ _SPARE_BYTES = 64 * 1000**2
 
 
 def converted_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool) -> Path:
-    """The Hugging Face folder of a GGUF file, made if there is none yet.
+    """The Hugging Face folder of a GGUF file, converted now if it is not in the cache.
 
     Args:
         dtype: of the weights in the folder.
-        with_tokenizer: false when the user brings another one, so that a vocabulary that
-            cannot be converted does not stand in the way.
+        with_tokenizer: false when the user gives another tokenizer; the file's vocabulary then need
+            not be supported.
 
     Raises:
-        ConfigError: when the file's model is not supported or the cache cannot be written.
+        ConfigError: when the model is not supported or the cache cannot be written.
         WeightError: when the file is damaged.
     """
     check_architecture(file)
@@ -77,7 +77,7 @@ def converted_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool) -
 
 
 def _file_key(path: Path) -> str:
-    """A name for the file's content, from its size, its time and its two ends."""
+    """A key of the file's content, from its size, modification time, first and last bytes."""
     status = path.stat()
     key = hashlib.sha256()
     key.update(f"{_CONVERTER_VERSION} {status.st_size} {status.st_mtime_ns} ".encode())
@@ -90,7 +90,7 @@ def _file_key(path: Path) -> str:
 
 @contextlib.contextmanager
 def _lock(folder: Path) -> Iterator[bool]:
-    """Hold the folder's lock; yields false on a file system that has no locks."""
+    """Hold the folder's lock; yields false if the file system has no locks."""
     lock = FileLock(folder.parent / f".{folder.name}.lock", mode=0o644)
     try:
         lock.acquire(timeout=0)
@@ -115,7 +115,7 @@ def _convert(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, folder: P
         try:
             temporary.rename(folder)
         except OSError:
-            # Without a lock another process may have been first; its result is ours.
+            # Without a lock another process may have finished first; use its result.
             if not folder.is_dir():
                 raise
     finally:
@@ -127,7 +127,7 @@ def _temporary_prefix(folder: Path) -> str:
 
 
 def _remove_left_behind(folder: Path) -> None:
-    """Remove what killed processes left; only the lock's holder may."""
+    """Remove folders of killed processes; call only with the lock held."""
     for entry in folder.parent.iterdir():
         if entry.name.startswith(_temporary_prefix(folder)):
             shutil.rmtree(entry, ignore_errors=True)

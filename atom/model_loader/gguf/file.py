@@ -1,8 +1,7 @@
-"""Reading the header of a GGUF file: its metadata, and where each tensor lies.
+"""Reads the header of a GGUF file: metadata and tensor locations.
 
-Source of the format: `gguf.constants`, and the format's description in ggml's `docs/gguf.md`.
-The header of a real model holds hundreds of thousands of strings, so they are decoded in one
-pass over a memory map, without an object per field.
+Source of the format: `gguf.constants` and ggml's `docs/gguf.md`. A header can have hundreds of
+thousands of strings, so it is decoded in one pass over a memory map, without an object per field.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _DEFAULT_ALIGNMENT = 32
 _SMALLEST_STRING = 8
 _SMALLEST_VALUE = 13
 _SMALLEST_TENSOR_INFO = 24
-# What safetensors allows a header too; the largest published vocabularies take a tenth.
+# The same limit as safetensors; the largest published vocabularies need a tenth of it.
 _MOST_HEADER_BYTES = 100_000_000
 _MOST_DIMENSIONS = 4
 
@@ -52,7 +51,7 @@ T = TypeVar("T", int, float, bool, str)
 class GGUFTensor:
     """Attributes:
     shape: outermost dimension first.
-    kind: how the elements are stored.
+    kind: storage type of the elements.
     offset: of the first byte, from the start of the file.
     """
 
@@ -68,12 +67,12 @@ class GGUFTensor:
 
     @property
     def num_rows(self) -> int:
-        """Rows along the innermost dimension, which is the one that is quantised in blocks."""
+        """Rows along the innermost dimension, which is quantised in blocks."""
         return self.num_elements // self.shape[-1]
 
 
 class Metadata:
-    """The key-value pairs of a GGUF file, read with the type that the reader expects."""
+    """The key-value pairs of a GGUF file, with type-checked access."""
 
     def __init__(self, path: Path, values: dict[str, Any]) -> None:
         self._path = path
@@ -90,7 +89,7 @@ class Metadata:
     @overload
     def get(self, key: str, kind: type[T]) -> T | None: ...
     def get(self, key: str, kind: type[T], default: T | None = None) -> T | None:
-        """The value, or the default when the key is absent.
+        """The value; the default if the key is absent.
 
         Raises:
             WeightError: when the value has another type.
@@ -146,8 +145,8 @@ def read_gguf(path: Path) -> GGUFFile:
     """Read a GGUF file's header and check that every tensor lies within the file.
 
     Raises:
-        ConfigError: for a kind of GGUF file that is not supported.
-        WeightError: when the file is no GGUF file, is cut short or damaged.
+        ConfigError: for an unsupported GGUF version, byte order or tensor type.
+        WeightError: when the file is not a GGUF file, truncated or damaged.
     """
     check_regular(path)
     with path.open("rb") as handle:
@@ -158,7 +157,7 @@ def read_gguf(path: Path) -> GGUFFile:
 
 
 class _HeaderReader:
-    """Walks the header from front to back; every read is checked against the file's end."""
+    """Reads the header front to back; every read is checked against the end of the file."""
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
         self.path = path
@@ -197,8 +196,7 @@ class _HeaderReader:
         self.expect(size)
         (value,) = struct.unpack_from("<" + code, self.data, self.offset)
         self.offset += size
-        # Floats are written in decimal and stored in 32 bits: the shortest decimal that
-        # rounds to the stored value is the one that was meant.
+        # Undo the rounding to float32: use the shortest decimal that rounds to the stored value.
         return float(str(np.float32(value))) if code == "f" else value
 
     def string(self) -> str:
@@ -276,7 +274,7 @@ class _HeaderReader:
             end, before = tensor.offset + tensor.num_bytes, tensor.name
 
     def expect(self, size: int) -> None:
-        """That so many bytes of the header are still to come."""
+        """Check that `size` more bytes lie within the header limit and the file."""
         if len(self.data) >= self.offset + size > _MOST_HEADER_BYTES:
             raise self.damaged(f"its header is larger than {_MOST_HEADER_BYTES} bytes")
         if self.offset + size > len(self.data):

@@ -1,6 +1,6 @@
-"""GGUF tensors as Hugging Face tensors: names, row order, values.
+"""GGUF tensors as Hugging Face tensors: names, order of rows, values.
 
-Sources: `gguf.constants.TENSOR_NAMES` for names, `gguf.quants` for the values of a block.
+Sources: `gguf.constants.TENSOR_NAMES` for names, `gguf.quants` for dequantisation.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ _LAYER_NAMES_BY_ARCHITECTURE = {"llama": _LAYER_NAMES, "qwen3": _LAYER_NAMES | _
 
 ARCHITECTURES = tuple(_LAYER_NAMES_BY_ARCHITECTURE)
 
-# Llama's rotation frequencies become part of the configuration.
+# Llama 3.1's RoPE factors, which become part of the configuration.
 _NOT_WEIGHTS = {"rope_freqs.weight"}
 
 
@@ -57,8 +57,8 @@ _NOT_WEIGHTS = {"rope_freqs.weight"}
 class ConvertedTensor:
     """Attributes:
     name: in the Hugging Face checkpoint.
-    interleaved_head_dim: rows of a head when its two rotary halves are stored row by row
-        in turns; None when the rows are in the Hugging Face order.
+    interleaved_head_dim: rows per head if the two rotary halves are interleaved row by row; None if
+    the rows are in Hugging Face order.
     """
 
     name: str
@@ -67,10 +67,10 @@ class ConvertedTensor:
 
 
 def plan_tensors(file: GGUFFile, head_dim: int) -> list[ConvertedTensor]:
-    """Every tensor of the file that becomes a weight, in the file's order.
+    """The tensors of the file that become weights, in file order.
 
     Raises:
-        ConfigError: naming the tensors that have no place in the model or an unknown type.
+        ConfigError: for tensors that the model does not have, or of an unknown type.
     """
     planned = []
     unknown = []
@@ -81,7 +81,7 @@ def plan_tensors(file: GGUFFile, head_dim: int) -> list[ConvertedTensor]:
         if name is None:
             unknown.append(tensor.name)
             continue
-        # Only llama's conversion reorders, for ggml's rotation of neighbouring elements.
+        # Only llama's converter reorders rows, for ggml's rotation of adjacent elements.
         reordered = file.architecture == "llama" and re.search(r"\.attn_[qk]\.", tensor.name)
         planned.append(ConvertedTensor(name, tensor, head_dim if reordered else None))
     if unknown:
@@ -115,7 +115,7 @@ def _check_kind(file: GGUFFile, kind: GGMLQuantizationType) -> None:
 
 
 def automatic_dtype(file: GGUFFile) -> torch.dtype:
-    """What `--dtype auto` means: bfloat16 for quantised matrices, else their own type."""
+    """The dtype of `--dtype auto`: bfloat16 for quantised weights, else that of most weights."""
     elements: Counter[GGMLQuantizationType] = Counter()
     for tensor in file.tensors.values():
         if len(tensor.shape) > 1:
@@ -130,14 +130,14 @@ def automatic_dtype(file: GGUFFile) -> torch.dtype:
 def read_chunks(
     handle: BinaryIO, tensor: ConvertedTensor, dtype: torch.dtype
 ) -> Iterator[torch.Tensor]:
-    """The tensor's values, row after row, some million at a time.
+    """The tensor's values row by row, in chunks of a few million elements.
 
     Raises:
-        WeightError: when a value is NaN or infinite, or would become infinite in `dtype`.
+        WeightError: when a value is NaN or infinite, or would be infinite in `dtype`.
     """
     source = tensor.source
     block, block_bytes = GGML_QUANT_SIZES[source.kind]
-    # A vector is a column, so that its elements can be reordered like rows.
+    # A vector is read as a column, so that its elements can be reordered like rows.
     is_vector = len(source.shape) == 1 and block == 1
     rows, columns = (source.shape[0], 1) if is_vector else (source.num_rows, source.shape[-1])
     row_bytes = columns // block * block_bytes
@@ -156,7 +156,7 @@ def read_chunks(
 
 
 def _halves_apart(rows: np.ndarray, head_dim: int) -> np.ndarray:
-    """Rows 0, 2, 4, ... of each head first, then rows 1, 3, 5, ..."""
+    """The even rows of each head first, then the odd ones."""
     pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[1])
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 

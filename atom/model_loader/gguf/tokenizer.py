@@ -1,9 +1,9 @@
 """A GGUF file's vocabulary as Hugging Face tokenizer files.
 
-The metadata names the pre-tokenizer (`tokenizer.ggml.pre`) but does not hold it; a wrong one
-still encodes every text, only into other tokens than the model was trained on. So what is not
-in the table is refused. Sources: the `tokenizer.json` of the models that gave the names, and
-for `default` llama.cpp's `llama-vocab.cpp`.
+The metadata only names the pre-tokenizer (`tokenizer.ggml.pre`). A wrong one would encode texts
+into other tokens than those of training, without an error, so unknown names are refused. Sources:
+the `tokenizer.json` of the models behind the names, and llama.cpp's `llama-vocab.cpp` for
+`default`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.gguf.file import GGUFFile
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
-# Every way to cut a token in two is tried.
+# Limits the cost of `_merges_of_scores`, which tries every split of a token.
 _LONGEST_TOKEN = 4096
 _SPACE = "\u2581"
 
@@ -45,10 +45,10 @@ _LLAMA3_SPLIT = (
 @dataclass(frozen=True)
 class _PreTokenizer:
     """Attributes:
-    splits: regular expressions applied one after the other, each to the pieces of the last.
-    nfc: whether the text is normalised first.
-    ignore_merges: whether a word that is a token is taken whole.
-    adds_bos: what holds when the file does not say.
+    splits: regular expressions, each applied to the pieces of the one before.
+    nfc: whether to normalise the text to NFC first.
+    ignore_merges: whether a word that is a token itself skips the merges.
+    adds_bos: default if the file does not say.
     """
 
     splits: tuple[str, ...]
@@ -75,7 +75,7 @@ _PRE_TOKENIZERS = {
 class _Vocabulary:
     """Attributes:
     tokens: the text of each token id.
-    types: the kind of each token id, one of the constants above or 1 for a normal one.
+    types: the type of each token id: one of the constants above, or 1 for normal tokens.
     """
 
     tokens: list[str]
@@ -92,7 +92,7 @@ class _Vocabulary:
                 f"{file.path}: token {longest[0][:20]!r}... has {len(longest[0])} characters; at "
                 f"most {_LONGEST_TOKEN} are read"
             )
-        # Unused tokens at the end only pad the embedding to a round size.
+        # Unused tokens at the end are padding of the embedding.
         end = len(tokens)
         while end and types[end - 1] == _UNUSED:
             end -= 1
@@ -110,11 +110,11 @@ class _Vocabulary:
 
 
 def write_tokenizer(file: GGUFFile, folder: Path) -> None:
-    """Write `tokenizer.json`, `tokenizer_config.json` and the chat template, if there is one.
+    """Write `tokenizer.json`, `tokenizer_config.json` and the chat templates, if any.
 
     Raises:
-        ConfigError: naming the tokenizer or pre-tokenizer that is not supported.
-        WeightError: when the metadata is incomplete.
+        ConfigError: for an unsupported tokenizer or pre-tokenizer.
+        WeightError: when the metadata is incomplete or inconsistent.
     """
     vocabulary = _Vocabulary.read(file)
     kind = file.metadata.require("tokenizer.ggml.model", str)
@@ -156,7 +156,7 @@ def _pre_tokenizer(file: GGUFFile) -> _PreTokenizer:
 
 
 def _byte_level(file: GGUFFile, vocabulary: _Vocabulary, pre: _PreTokenizer) -> Tokenizer:
-    """Byte-pair encoding over bytes that are written as printable characters."""
+    """Byte-level BPE."""
     merges = []
     for merge in file.metadata.require_list("tokenizer.ggml.merges", str):
         left, _, right = merge.partition(" ")
@@ -176,7 +176,7 @@ def _byte_level(file: GGUFFile, vocabulary: _Vocabulary, pre: _PreTokenizer) -> 
 
 
 def _sentencepiece(file: GGUFFile, vocabulary: _Vocabulary) -> Tokenizer:
-    """Byte-pair encoding of SentencePiece: spaces as a character, bytes as a last resort."""
+    """SentencePiece BPE, with byte fallback."""
     ids = vocabulary.ids()
     merges = _merges_of_scores(file, vocabulary, ids)
     unknown = next(iter(vocabulary.of_types(_UNKNOWN)), None)
@@ -202,7 +202,7 @@ def _sentencepiece(file: GGUFFile, vocabulary: _Vocabulary) -> Tokenizer:
 def _merges_of_scores(
     file: GGUFFile, vocabulary: _Vocabulary, ids: dict[str, int]
 ) -> list[tuple[str, str]]:
-    """The merges behind the scores: a piece of higher score is joined earlier."""
+    """Reconstruct the merges from scores: pieces with higher scores merge first."""
     scores = file.metadata.require_list("tokenizer.ggml.scores", float)
     if len(scores) < len(vocabulary.tokens):
         raise WeightError(f"{file.path}: {len(vocabulary.tokens)} tokens, but {len(scores)} scores")

@@ -1,4 +1,4 @@
-"""How the weights of a linear layer are stored and multiplied."""
+"""Protocols for the storage and multiplication of linear weights."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ if TYPE_CHECKING:
 
 
 class QuantMethod(Protocol):
-    """One storage format of one linear layer's weights."""
+    """The storage format of one linear layer's weights."""
 
     def create_weights(self, layer: LinearBase, context: LayerContext) -> None:
         """Register the parameters that the checkpoint fills, [out_features, in_features]."""
         ...
 
     def load(self, layer: LinearBase, name: str, tensor: torch.Tensor, offset: int) -> None:
-        """Copy one shard, already cut to this rank, to output row `offset` of parameter `name`."""
+        """Copy a shard, already cut to this rank, to output row `offset` of parameter `name`."""
         ...
 
     def process_after_loading(self, layer: LinearBase) -> None:
-        """Bring the weights into the layout that `apply` wants, once."""
+        """Convert the weights to the layout that `apply` needs, once."""
         ...
 
     def apply(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
@@ -32,8 +32,8 @@ class QuantMethod(Protocol):
 
 
 class QuantConfig(Protocol):
-    """A checkpoint's quantisation: names the method of each layer."""
+    """A checkpoint's quantisation: selects the method of each layer."""
 
     def method_for(self, prefix: str) -> QuantMethod:
-        """The method of the layer that sits at `prefix` in the checkpoint."""
+        """The method of the layer at `prefix` in the checkpoint."""
         ...

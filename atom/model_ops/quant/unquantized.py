@@ -1,4 +1,4 @@
-"""Weights in the activations' own floating-point type."""
+"""Weights in the activations' dtype."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class UnquantizedLinearMethod:
-    """`x @ weight.T + bias` with whichever linear op the table chose."""
+    """`x @ weight.T + bias`, with the selected linear op."""
 
     def create_weights(self, layer: LinearBase, context: LayerContext) -> None:
         layer.weight = context.empty(layer.out_features, layer.in_features)
@@ -33,7 +33,7 @@ class UnquantizedLinearMethod:
         copy_weight(parameter[offset : offset + tensor.shape[0]], tensor)
 
     def process_after_loading(self, layer: LinearBase) -> None:
-        """Nothing: the checkpoint's layout is the op's."""
+        """Nothing to do."""
 
     def apply(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self._linear(x, layer.weight, layer.bias)

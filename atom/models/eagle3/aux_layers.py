@@ -1,4 +1,4 @@
-"""Which of a target's hidden states a published draft means by its layer ids."""
+"""The layer id conventions of published Eagle3 drafts."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ class AuxConvention(str, enum.Enum):
 def resolve_aux_layer_ids(
     layer_ids: Sequence[int], num_layers: int
 ) -> tuple[tuple[int, ...], AuxConvention]:
-    """A draft's layer ids as boundary ids of a target of `num_layers` layers.
+    """Convert a draft's layer ids to boundary ids of a target with `num_layers` layers.
 
-    Both conventions are published and nothing in a checkpoint tells them apart, but every
-    published draft whose first id is 1 counts outputs, and no other does.
+    Both conventions are in use and checkpoints do not state theirs, but all published drafts whose
+    first id is 1 use output ids, and no others do.
 
     Raises:
-        ValueError: when there are no ids, one occurs twice or one is out of range.
+        ValueError: when there are no ids, or one is duplicate or out of range.
     """
     first = next(iter(layer_ids), None)
     convention = AuxConvention.OUTPUT if first == 1 else AuxConvention.BOUNDARY

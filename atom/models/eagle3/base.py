@@ -1,4 +1,4 @@
-"""What every Eagle3 draft is, whichever attention its one layer has."""
+"""The common part of Eagle3 drafts, independent of the kind of attention."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.parts import DraftParts
 from atom.models.llama import LlamaAttention, LlamaMLP
 
-# Exports say `midlayer` or `layers.0` for the one layer, some below `model`.
+# Checkpoints name the layer `midlayer` or `layers.0`, some with the prefix `model.`.
 _RENAMES = (
     ("model.layers.0.", "midlayer."),
     ("layers.0.", "midlayer."),
@@ -31,7 +31,7 @@ _RENAMES = (
 
 
 class Eagle3Layer(nn.Module):
-    """The draft's decoder layer: attends from the embedding and the hidden state side by side."""
+    """The draft's decoder layer; its input is the embedding concatenated with the hidden state."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Eagle3Layer(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """embeds, hidden [T, hidden] -> two tensors whose sum leaves the layer."""
+        """embeds, hidden [T, hidden] -> the layer's output and residual, to be added."""
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
@@ -73,7 +73,7 @@ class Eagle3Layer(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """What `forward` leaves in the cache, and nothing else of it."""
+        """Write the KV cache like `forward`, without computing its output."""
         x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
         self.self_attn.write_kv(x, positions, metadata, self.rotary)
 
@@ -81,13 +81,12 @@ class Eagle3Layer(nn.Module):
 class Eagle3Draft(nn.Module, ABC):
     """A draft that predicts the token after next from the target's hidden states.
 
-    Row t pairs the hidden state at position t with token t + 1 and sits at position t; its
-    logits are those of token t + 2. Source of the arithmetic: the EAGLE-3 paper (arXiv
-    2503.01840) and the published checkpoints.
+    The row at position t combines the hidden state at t with token t + 1; its logits are for token
+    t + 2. Source: the EAGLE-3 paper (arXiv 2503.01840) and the published checkpoints.
 
     Attributes:
-        packed_attention: fused attention modules and the checkpoint's modules that they stack.
-        aux_layer_ids: boundary ids of the target's hidden states that `fuse` takes, in order.
+        packed_attention: fused attention modules, and the checkpoint modules that they stack.
+        aux_layer_ids: boundary ids of the target's hidden states that `fuse` reads, in order.
     """
 
     packed_attention: ClassVar[Mapping[str, tuple[str, ...]]] = {}
@@ -112,7 +111,7 @@ class Eagle3Draft(nn.Module, ABC):
             )
         self.midlayer = self.create_layer(config, context)
         self.norm = RMSNorm(size, eps, context)
-        # In tuples: what is the target's stays out of this module's parameters.
+        # In tuples, so that the target's modules are not registered as submodules.
         self._shared_embedding: tuple[VocabParallelEmbedding, ...] = ()
         self._shared_head: tuple[ParallelLMHead, ...] = ()
         if parts.embed_tokens:
@@ -127,21 +126,21 @@ class Eagle3Draft(nn.Module, ABC):
 
     @abstractmethod
     def create_layer(self, config: Eagle3Config, context: LayerContext) -> Eagle3Layer:
-        """The decoder layer with this family's attention."""
+        """The decoder layer with this architecture's attention."""
 
     @property
     def weight_mapping(self) -> WeightMapping:
         return WeightMapping(
             renames=_RENAMES,
             packed={**self.packed_attention, "gate_up_proj": ("gate_proj", "up_proj")},
-            # t2d says which target tokens the draft knows; d2t says so too.
+            # t2d is redundant: d2t also says which target tokens the draft knows.
             ignored=(r"(model\.)?t2d", r".*\.rotary_emb\.inv_freq"),
         )
 
     def share_with(self, target: CausalLM) -> None:
-        """Use the target's embedding and output head where the draft has none of its own.
+        """Use the target's embedding and output head where the draft has none.
 
-        `DraftParts.check` says beforehand whether they fit.
+        `DraftParts.check` must have passed.
         """
         if not self._parts.embed_tokens:
             self._shared_embedding = (target.token_embedding,)
@@ -149,7 +148,7 @@ class Eagle3Draft(nn.Module, ABC):
             self._shared_head = (target.output_head,)
 
     def fuse(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The target's hidden states, n of [T, target_hidden] -> [T, hidden]."""
+        """Combine the target's hidden states: n of [T, target_hidden] -> [T, hidden]."""
         if self.fc_norm is not None:
             aux_hidden_states = tuple(
                 norm(state) for norm, state in zip(self.fc_norm, aux_hidden_states, strict=True)
@@ -164,12 +163,12 @@ class Eagle3Draft(nn.Module, ABC):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """One causal pass that writes the draft's KV.
+        """One causal pass, which writes the draft's KV.
 
         Args:
-            input_ids: [T] the token after each row's position.
-            hidden: [T, hidden] from `fuse`, or from `feedback` of the step before.
-            positions: [T] of the hidden states.
+            input_ids: [T], the token after each row's position.
+            hidden: [T, hidden], from `fuse`, or `feedback` of the previous step.
+            positions: [T], of the hidden states.
 
         Returns:
             `(post_norm, pre_norm)`, both [T, hidden].
@@ -185,9 +184,9 @@ class Eagle3Draft(nn.Module, ABC):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """What `forward` leaves in the cache, for a fraction of its work: one projection.
+        """Write the KV cache like `forward`, at the cost of the key and value projections.
 
-        The layer's keys and values depend on its inputs alone, and there is one layer.
+        With a single layer, keys and values depend on the layer's inputs only.
         """
         self.midlayer.write_kv(self._embed(input_ids), hidden, positions, metadata)
 
@@ -198,7 +197,7 @@ class Eagle3Draft(nn.Module, ABC):
         return embeds
 
     def feedback(self, post_norm: torch.Tensor, pre_norm: torch.Tensor) -> torch.Tensor:
-        """The hidden state that the next draft step is fed."""
+        """The hidden state to feed to the next draft step."""
         return post_norm if self.config.norm_output else pre_norm
 
     def compute_logits(self, post_norm: torch.Tensor) -> torch.Tensor:
@@ -208,5 +207,5 @@ class Eagle3Draft(nn.Module, ABC):
         return logits
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Draft token ids as the target's, same shape; `d2t` holds offsets."""
+        """Convert draft token ids to target ids, same shape; `d2t` has offsets."""
         return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]

@@ -1,4 +1,4 @@
-"""The configuration of an Eagle3 draft, checked before anything is built from it."""
+"""The configuration of an Eagle3 draft, validated."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ _NEEDED_ROPE_KEYS = {
 
 @dataclass(frozen=True)
 class Eagle3Config:
-    """What `config.json` says about an Eagle3 draft.
+    """An Eagle3 draft's `config.json`.
 
     Attributes:
         architecture: `LlamaForCausalLMEagle3` or `Eagle3DeepseekV2ForCausalLM`.
-        network: sizes, biases and rotation of the decoder layer, under the names of
-            transformers' Llama and DeepSeek-V3 configurations (whose classes would refuse some
-            sizes); `sliding_window` is None where attention sees everything.
+        network: sizes, biases and RoPE of the decoder layer, with the field names of transformers'
+            Llama and DeepSeek-V3 configurations (not their classes, which refuse some sizes);
+            `sliding_window` is None for full attention.
         draft_vocab_size: rows of the draft's output head.
-        target_hidden_size: elements of one of the target's hidden states.
-        aux_layer_ids: target layers that feed `fc`, in the checkpoint's own convention; None
-            leaves them to the target.
-        num_aux_hidden_states: target layers that feed `fc`.
+        target_hidden_size: size of the target's hidden states.
+        aux_layer_ids: target layers whose hidden states `fc` reads, in the checkpoint's own
+            convention; None for the target's default.
+        num_aux_hidden_states: number of these layers.
         norm_before_residual: the residual is the hidden state after `hidden_norm`, not before.
-        fc_norm: every target hidden state has its own norm before `fc` (Eagle 3.1).
-        norm_output: the next draft step is fed the normalised output (Eagle 3.1).
+        fc_norm: each target hidden state has its own norm before `fc` (Eagle 3.1).
+        norm_output: the next draft step reads the normalised output (Eagle 3.1).
         tied: the config ties the output head to the embedding.
-        ignored_keys: keys that nobody knows and whose names speak of nothing that is computed.
+        ignored_keys: unknown keys whose names suggest no effect on the computation.
     """
 
     architecture: str
@@ -97,11 +97,11 @@ class Eagle3Config:
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "draft config") -> Eagle3Config:
-        """The configuration that `raw` describes; `where` names it in errors.
+        """The configuration described by `raw`; `where` names it in errors.
 
         Raises:
-            ConfigError: for another architecture, for values that contradict each other or are
-                not supported, and for unknown keys that may change the arithmetic.
+            ConfigError: for another architecture, contradictory or unsupported values, and unknown
+                keys that may change the computation.
         """
         return cls._from_fields(Fields(raw, where))
 
@@ -244,7 +244,7 @@ def _mla_network(fields: Fields) -> PretrainedConfig:
         kv_lora_rank=fields.integer("kv_lora_rank"),
         qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
         qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
-        head_dim=fields.integer("qk_rope_head_dim"),  # what is rotated
+        head_dim=fields.integer("qk_rope_head_dim"),  # the rotary dimensions
         v_head_dim=fields.integer("v_head_dim"),
         rope_interleave=fields.flag("rope_interleave", True),
         **_common_network(fields),
@@ -267,7 +267,7 @@ def _common_network(fields: Fields) -> dict[str, Any]:
 
 
 def _sliding_window(fields: Fields) -> int | None:
-    """The window in tokens; published configs write null, 0 and -1 for "off"."""
+    """The window in tokens; None when off, for which configs use null, 0 or -1."""
     window = fields.get("sliding_window")
     if window is not None and type(window) is not int:
         raise fields.error(f"sliding_window should be an integer, got {window!r}")
@@ -283,7 +283,7 @@ def _sliding_window(fields: Fields) -> int | None:
 
 
 def _rope_parameters(fields: Fields) -> dict[str, Any]:
-    """The draft's own rotation: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    """The draft's RoPE: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
     parameters: dict[str, Any] = {}
     for name in ("rope_scaling", "rope_parameters"):
         given = fields.get(name) or {}

@@ -12,7 +12,7 @@ from atom.models.eagle3.config import Eagle3Config
 
 
 class Eagle3MLAAttention(DeepseekV2Attention):
-    """DeepSeek's attention over an embedding and a hidden state side by side."""
+    """MLA whose input is an embedding concatenated with a hidden state."""
 
     @staticmethod
     def input_size(config: PretrainedConfig) -> int:

@@ -1,4 +1,4 @@
-"""Reading an Eagle3 draft's `config.json`: typed fields, and which keys may be ignored."""
+"""Typed access to an Eagle3 draft's `config.json`, and which unknown keys may be ignored."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from atom.config import ConfigError
 from atom.models.config_check import check_config
 from atom.models.config_file import is_there, read_json_object
 
-# Read by `Eagle3Config`, wherever they stand.
+# Read by `Eagle3Config`, at either level.
 _READ = """
 architectures eagle_config eagle_aux_hidden_state_layer_ids use_aux_hidden_state
 num_aux_hidden_states draft_vocab_size target_hidden_size norm_before_residual fc_norm
@@ -22,9 +22,8 @@ sliding_window use_sliding_window layer_types quantization_config
 rope_theta rope_scaling rope_parameters rope_interleave
 """
 
-# Say nothing about the arithmetic of the one dense layer. A mixture's keys are copied from the
-# target by MLA drafts, whose MLP is dense all the same; `num_hidden_layers` is copied too, and a
-# second layer's tensors would be refused as unexpected.
+# Without effect on the single dense layer. MLA drafts copy the target's MoE keys although their MLP
+# is dense, and `num_hidden_layers`; tensors of a second layer would be refused as unexpected.
 _HARMLESS = """
 model_type torch_dtype dtype transformers_version auto_map _name_or_path
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
@@ -41,7 +40,7 @@ eagle_decoder_type
 
 _KNOWN = frozenset((_READ + _HARMLESS).split())
 
-# Values with which a key changes nothing, beside null, false and empty.
+# Values that have no effect, besides null, false and empty.
 _NEUTRAL: Mapping[str, object] = {
     "logit_scale": 1.0,
     "partial_rotary_factor": 1.0,
@@ -57,7 +56,7 @@ _CHANGES_THE_MATHS = re.compile(
 
 
 class Fields:
-    """A draft's keys: the top level first, then `eagle_config`; null counts as absent."""
+    """A draft's keys, at the top level or else in `eagle_config`; null counts as absent."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         nested = raw.get("eagle_config") or {}
@@ -69,7 +68,7 @@ class Fields:
         self._nested = nested
 
     def get(self, name: str) -> Any:
-        """The value as JSON gives it; None when absent."""
+        """The JSON value; None when absent."""
         value = self._top.get(name)
         return self._nested.get(name) if value is None else value
 
@@ -116,11 +115,11 @@ class Fields:
         return ConfigError(f"{self.where}: {message}")
 
     def unknown(self) -> list[str]:
-        """Keys that may be ignored although nobody knows them.
+        """The unknown keys that may be ignored.
 
         Raises:
-            ConfigError: naming the unknown keys that change the arithmetic: all of those in
-                `eagle_config`, and those at the top level whose names speak of it.
+            ConfigError: for unknown keys that may change the computation: all of those in
+                `eagle_config`, and at the top level those whose names suggest it.
         """
         nested = _meaningful(self._nested)
         top = _meaningful(self._top)
@@ -136,7 +135,7 @@ class Fields:
 
 
 def _meaningful(level: Mapping[str, Any]) -> list[str]:
-    """The unknown keys of one level that are not switched off."""
+    """The unknown keys of one level that are not off."""
     return sorted(
         name
         for name, value in level.items()

@@ -14,7 +14,7 @@ from atom.models.llama import LlamaAttention, head_size
 
 
 class Eagle3Attention(LlamaAttention):
-    """Llama's attention over an embedding and a hidden state side by side."""
+    """Llama attention whose input is an embedding concatenated with a hidden state."""
 
     @staticmethod
     def input_size(config: PretrainedConfig) -> int:

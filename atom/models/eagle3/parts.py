@@ -1,4 +1,4 @@
-"""The tensors that an Eagle3 draft may leave out, and what it means when it does."""
+"""The optional tensors of an Eagle3 draft."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from atom.models.eagle3.config import Eagle3Config
 
 @dataclass(frozen=True)
 class DraftParts:
-    """Which optional tensors a draft's checkpoint brings.
+    """Which optional tensors a draft's checkpoint has.
 
     Attributes:
-        embed_tokens, lm_head: its own; otherwise it shares the target's.
-        d2t: a map from draft to target tokens; otherwise they are the same.
+        embed_tokens, lm_head: if absent, the target's are shared.
+        d2t: offsets from draft to target token ids; if absent, the ids are the same.
     """
 
     embed_tokens: bool
@@ -26,12 +26,12 @@ class DraftParts:
 
     @classmethod
     def of(cls, tensor_names: Iterable[str]) -> DraftParts:
-        """What a checkpoint with these tensors brings; some exports put them below `model`."""
+        """The parts in a list of tensor names; some checkpoints prefix them with `model.`."""
         names = {name.removeprefix("model.") for name in tensor_names}
         return cls("embed_tokens.weight" in names, "lm_head.weight" in names, "d2t" in names)
 
     def check(self, config: Eagle3Config, target: PretrainedConfig) -> None:
-        """Refuse what cannot be shared.
+        """Refuse parts that are missing and cannot be shared.
 
         Args:
             target: the target's text configuration.

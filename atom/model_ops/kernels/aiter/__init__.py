@@ -1,6 +1,6 @@
-"""AMD's aiter kernels: one small adapter for each op, nothing else knows their conventions.
+"""Adapters to AMD's aiter kernels, one per op; nothing else depends on their conventions.
 
-An adapter passes required arguments by position, as the kernels' own wrappers do, and optional
-ones by name. What it takes for granted about a kernel and no signature says stands in its
-docstring; the tests marked `gpu` check it against float64 references where there is an aiter.
+Required arguments are passed by position, as aiter's own wrappers do, optional ones by name.
+Assumptions about a kernel that its signature does not show are in the adapter's docstring
+("Assumes"); tests marked `gpu` check them against float64 references where aiter is installed.
 """

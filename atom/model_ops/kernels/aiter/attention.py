@@ -1,10 +1,10 @@
-"""Attention over a paged KV cache by aiter: decode, verify and prefill.
+"""Attention over a paged KV cache with aiter: decode, verify and prefill.
 
-Unified attention reads either layout of a pool in place, any mix of query lengths. Layers with
-one query head a KV head (an Eagle3 draft's) decode through the Gluon kernel, which wants a packed
-pool; see `layout`. Where most tokens are new, flash attention gets keys and values copied out of
-the pool. aiter's assembly `pa_*` kernels are called for nothing: they read 16 bits of a block id,
-so pools of more than 65,535 blocks would give wrong tokens without a word.
+Unified attention reads both layouts in place, with any mix of query lengths. Layers without grouped
+queries (an Eagle3 draft's) decode with the Gluon kernel, which needs a packed pool; see `layout`.
+Where most tokens are new, keys and values are copied out of the pool for flash attention. aiter's
+assembly `pa_*` kernels are not used: they read 16 bits of a block id, so pools of more than 65,535
+blocks would silently give wrong results.
 """
 
 from __future__ import annotations
@@ -30,21 +30,20 @@ from atom.model_ops.registry import OpQuery
 
 _PLAIN, _PACKED = PlainLayout(), PackedLayout()
 
-# Queries a sequence that the Gluon kernel takes.
+# Maximum queries per sequence of the Gluon kernel.
 _GLUON_QUERIES = 4
-# Tokens of the context that one step of the Gluon kernel reads, and how many programs share a
-# sequence's context at most.
+# Context tokens per iteration of the Gluon kernel, and most programs per sequence.
 _PARTITION = 256
 _MAX_PARTITIONS = 16
-# Programs that fill the device: two for each of the 304 compute units of the largest.
+# Programs to fill the device: two per compute unit of the largest (304).
 _PROGRAMS = 608
 _MAX_HEAD_DIM = 256
-# Beyond so many cached tokens for each new one, copying them out costs more than it saves.
+# Beyond this ratio of cached to new tokens, copying costs more than it saves.
 _MOST_CONTEXT_A_QUERY = 2
 
 
 def _refuses_sizes(query: OpQuery) -> str | None:
-    """What aiter's unified attention does not take."""
+    """Why aiter's unified attention cannot run; None if it can."""
     shape = query.shape
     if shape["head_dim"] > _MAX_HEAD_DIM:
         return f"head_dim={shape['head_dim']} is above {_MAX_HEAD_DIM}"
@@ -72,7 +71,7 @@ def paged_attention_packed(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over a packed pool -> [T, heads, d].
 
-    At most four queries of every sequence, and of all equally many, are Gluon's.
+    Batches of equal query lengths up to four use the Gluon kernel.
     """
     length = metadata.max_seqlen_q
     equal = all(n == length for n in metadata.query_lens_cpu)
@@ -106,8 +105,8 @@ def _in_place(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over the pool -> [T, heads, d].
 
-    A window of W tokens, the query's own among them, is W - 1 tokens to the left. Takes for
-    granted that 8-bit keys and values are multiplied by the scales given as descales.
+    A window of W tokens includes the query's own, so it is W - 1 tokens to the left. Assumes that
+    FP8 keys and values are multiplied by the descales.
     """
     q = q.contiguous()
     out = torch.empty_like(q)
@@ -131,8 +130,8 @@ def _gluon(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over a packed pool -> [T, heads, d].
 
-    Takes for granted that any number of partitions is right where programs take several in
-    turn (`ps`), and that 8-bit keys and values go with queries in 16 bits.
+    Assumes that any number of partitions works with persistent programs (`ps`), and that FP8 keys
+    and values work with 16-bit queries.
     """
     assert sliding_window is None, "refuses_packing keeps windows away"
     q = q.contiguous()
@@ -166,10 +165,10 @@ def _gathered(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over its keys and values, gathered from the pool.
 
-    Takes for granted that the causal mask ends at the last query and the last key together.
+    Assumes that the causal mask aligns the last query with the last key.
 
     Raises:
-        ValueError: when the host does not know the context lengths.
+        ValueError: when the context lengths are unknown on the host.
     """
     lens = known_context_lens(metadata)
     tokens = context_tokens(metadata, kv_cache.block_size)
@@ -198,7 +197,7 @@ def known_context_lens(metadata: AttentionMetadata) -> tuple[int, ...]:
     """The context lengths on the host.
 
     Raises:
-        ValueError: when it does not know them, as inside a graph.
+        ValueError: when they are unknown on the host, as inside a graph.
     """
     if metadata.context_lens_cpu is None:
         raise ValueError(
@@ -209,6 +208,6 @@ def known_context_lens(metadata: AttentionMetadata) -> tuple[int, ...]:
 
 
 def _partitions(rows: int, longest: int) -> int:
-    """Programs that share one sequence's context: enough to fill the device, none without work."""
+    """Programs per sequence: enough to fill the device, but none without work."""
     share = -(-_PROGRAMS // rows)
     return max(1, min(share, _MAX_PARTITIONS, -(-longest // _PARTITION)))

@@ -1,4 +1,4 @@
-"""Writes to the KV cache by aiter. A negative slot writes nothing."""
+"""KV cache writes with aiter. Negative slots are skipped."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def kv_cache_write(
 ) -> None:
     """Write k, v [T, kv_heads, d] to their slots of a plain pool.
 
-    Takes for granted that the kernel divides by the scales, saturates and rounds to the
-    nearest even; and that it never reads them of a cache in the model's type.
+    Assumes that the kernel divides by the scales, saturates and rounds to nearest even, and does
+    not read the scales of a cache in the model's dtype.
     """
     key_scale, value_scale = kv_cache.key_scale, kv_cache.value_scale
     if key_scale is None or value_scale is None:

@@ -1,4 +1,4 @@
-"""Normalisation, activation and rotation by aiter."""
+"""Normalisation, activation and rotary embedding with aiter."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.support import dense_rows, requires
 
-# aiter's number for pairs that lie half a head apart.
+# aiter's constant for halves instead of interleaved pairs.
 _NEOX = 0
 
 _NORM = EntryPoint("aiter.ops.rmsnorm:rmsnorm2d_fwd", "input weight epsilon")
@@ -27,12 +27,12 @@ refuses_add_norm = requires(_ADD_NORM)
 refuses_silu = requires(_SILU)
 refuses_rope = requires(_ROPE)
 
-# The cosines and sines of each table in aiter's form.
+# Cosine and sine tables in aiter's layout, by source table.
 _tables = WeakTensorKeyDictionary()
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """[..., size] -> [..., size]. Rows may lie apart, as slices of a product's output do."""
+    """[..., size] -> [..., size]. Rows may be strided, as in slices of a fused product."""
     out: torch.Tensor = function(_NORM)(_rows(x), weight, eps)
     return out.view(x.shape)
 
@@ -48,7 +48,7 @@ def add_rms_norm(
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
-    """[..., 2 * d] holding gate and up side by side -> [..., d]."""
+    """[..., 2 * d], gate then up -> silu(gate) * up, [..., d]."""
     rows = _rows(x).contiguous()
     out = rows.new_empty(rows.shape[0], rows.shape[1] // 2)
     function(_SILU)(out, rows)
@@ -64,11 +64,10 @@ def rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate q [T, heads, d] and k [T, kv_heads, d] by position, out of place.
 
-    The kernel rotates in place, so it gets a copy: of interleaved pairs one in which they
-    lie as halves already, the order in which they are to leave. It takes [1, T, heads,
-    rotary_dim] and dense tables [positions, 1, 1, rotary_dim / 2] whose entries serve both
-    halves. Takes for granted that float32 tables go with any type of head, and that a slice
-    of each head may be given.
+    The kernel rotates in place, so it gets a copy, in which interleaved pairs are already
+    rearranged as halves (the output order). It takes [1, T, heads, rotary_dim] and tables
+    [positions, 1, 1, rotary_dim / 2] that serve both halves. Assumes that float32 tables work with
+    any head dtype, and that a slice of each head may be passed.
     """
     if cos_sin not in _tables:
         _tables[cos_sin] = [x.contiguous() for x in cos_sin[:, None, None].chunk(2, dim=-1)]

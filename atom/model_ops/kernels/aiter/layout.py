@@ -1,15 +1,13 @@
-"""The two ways in which the bytes of a KV pool lie when aiter works on it.
+"""The two KV pool layouts for aiter: plain and packed.
 
-Plain is the project's own: [blocks, block_size, kv_heads, head_dim]. Packed is what aiter's Gluon
-decode kernel reads, and what its unified attention calls shuffled, in 16-byte vectors of x
-elements: keys [blocks, kv_heads, head_dim / x, block_size, x] and values [blocks, kv_heads,
-block_size / x, head_dim, x]. A block has the same bytes in both, so whatever moves whole blocks
-need not know.
+Plain is ATOM's own: [blocks, block_size, kv_heads, head_dim]. Packed is what aiter's Gluon decode
+kernel reads (unified attention calls it shuffled), with vectors of x elements (16 bytes): keys
+[blocks, kv_heads, head_dim / x, block_size, x], values [blocks, kv_heads, block_size / x, head_dim,
+x]. A block has the same bytes in both, so code that moves whole blocks need not distinguish them.
 
-The rule: a layer's pool is packed when, and only when, its writer, its decode and its prefill all
-are aiter's packed ones. They judge by one function, `refuses_packing`, so they agree by
-themselves; `OpTable.resolve_together` chooses plain ones for all where an override, or a missing
-entry point, leaves them in disagreement.
+A layer's pool is packed if and only if its write, decode and prefill ops are all aiter's packed
+ones. These share one condition, `refuses_packing`, so they agree; if an override or a missing entry
+point prevents that, `OpTable.resolve_together` chooses plain ops for all.
 """
 
 from __future__ import annotations
@@ -45,18 +43,18 @@ GLUON_DECODE = EntryPoint(
     "query_length max_context_partition_num",
     "context_partition_size compute_type key_scale value_scale ps",
 )
-# What every packed implementation needs, so that one of them is never there without the others.
+# Required by every packed implementation, so that they are available together or not at all.
 PACKED_ENTRY_POINTS = (WRITE_PACKED, GLUON_DECODE, UNIFIED_ATTENTION, FLASH_ATTENTION)
 
-# The head size that aiter tests its Gluon decode with, and the block sizes that it compiles for
-# without 1024: unified attention takes a packed block as one tile, which that is too much for.
+# The head size that aiter's tests of Gluon decode use, and the block sizes it compiles for except
+# 1024: unified attention reads a packed block as one tile, which would be too large.
 _HEAD_DIM = 128
 _BLOCK_SIZES = (16, 64)
 _VECTOR_BYTES = 16
 
 
 def refuses_packing(query: OpQuery) -> str | None:
-    """Why this layer's pool is kept plain: the Gluon decode kernel's limits, and who needs it."""
+    """Why this layer's pool must be plain; None if it can be packed."""
     shape = query.shape
     if shape["num_heads"] != shape["num_kv_heads"]:
         return (
@@ -98,7 +96,7 @@ class CacheLayout(Protocol):
     is_packed: bool
 
     def pools(self, cache: KVCacheTensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Keys and values as kernels are given them, views."""
+        """Views of keys and values as the kernels expect them."""
         ...
 
     def rows(

@@ -1,4 +1,4 @@
-"""Matrix products by aiter, which looks the shape up among its tuned ones."""
+"""Matrix products with aiter, which has a table of tuned shapes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ refuses = requires(_GEMM)
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ weight.T + bias`, x [..., in] -> [..., out].
 
-    Takes for granted that the product leaves in the type of `x` when `otype` says so.
+    Assumes that the result has the dtype `otype`.
     """
     rows = x.reshape(-1, x.shape[-1])
     out: torch.Tensor = function(_GEMM)(rows, weight, bias=bias, otype=x.dtype)

@@ -1,8 +1,8 @@
-"""Multi-head latent attention by aiter.
+"""Multi-head latent attention with aiter.
 
-Decode is absorbed: queries are carried into the latent space, where the assembly kernel reads one
-latent a token for all heads. Prefill is expanded: keys and values are built once, and go to flash
-attention. See `kernels.torch.mla` for the two readings.
+Decode is absorbed: queries are projected into the latent space, and the assembly kernel reads one
+latent per token for all heads. Prefill is expanded: keys and values are built once and passed to
+flash attention. See `kernels.torch.mla`.
 """
 
 from __future__ import annotations
@@ -26,22 +26,22 @@ _DECODE = EntryPoint(
     "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q",
     "page_size nhead_kv sm_scale",
 )
-# Heads that the decode kernels are compiled for (bfloat16, without persistent work lists). Fewer
-# are padded: a padded head costs nothing, the latents are read once for all.
+# Head counts that the decode kernels are compiled for (bfloat16, without persistent work lists).
+# Fewer heads are padded, which costs little: the latents are read once for all heads.
 _HEADS = (16, 32, 64, 128)
 _RANK, _ROPE = 512, 64
-# Queries a sequence of one kernel call.
+# Maximum queries per sequence of one kernel call.
 _QUERIES = 4
 _MAX_V_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
 class _Pages:
-    """What the decode kernel is told of N sequences, a page being a token.
+    """The decode kernel's page arguments for N sequences; a page is one token.
 
     Attributes:
-        queries: of each sequence.
-        query_starts, starts: [N + 1] int32; queries and pages of sequence b start at their b-th.
+        queries: per sequence.
+        query_starts, starts: [N + 1] int32, offsets of each sequence's queries and pages.
         indices: [C] int32, each page's slot.
         last_lens: [N] int32, tokens of the last page.
     """
@@ -76,7 +76,7 @@ refuses_prefill = requires(FLASH_ATTENTION, also=_refuses_values)
 
 
 def padded_heads(num_heads: int) -> int:
-    """The least number of heads that a kernel takes and that is no less than `num_heads`."""
+    """The smallest supported number of heads that is at least `num_heads`."""
     return next(heads for heads in _HEADS if heads >= num_heads)
 
 
@@ -89,10 +89,9 @@ def mla_decode(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
 
-    The kernel wants equally many queries of each sequence; others are given to it query by
-    query. A page is a token, so that `kv_indices` are slots. Takes for granted that several
-    queries of a sequence are masked causally, and that nothing is read of `kv_indices`
-    beyond the last of `kv_indptr`.
+    The kernel needs equal query lengths; otherwise each query is passed as a sequence of its own. A
+    page is one token, so `kv_indices` are slots. Assumes that several queries of a sequence are
+    masked causally, and that `kv_indices` is not read beyond the last of `kv_indptr`.
     """
     pages = metadata.derive(
         ("latent pages", kv_cache.block_size), lambda: _pages(metadata, kv_cache.block_size)
@@ -124,10 +123,10 @@ def mla_prefill(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
 
-    Takes for granted that values may be narrower than keys.
+    Assumes that values may be narrower than keys.
 
     Raises:
-        ValueError: when the host does not know the context lengths.
+        ValueError: when the context lengths are unknown on the host.
     """
     lens = known_context_lens(metadata)
     tokens = context_tokens(metadata, kv_cache.block_size)

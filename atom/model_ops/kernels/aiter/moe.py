@@ -1,4 +1,4 @@
-"""Mixture of experts by aiter."""
+"""Mixture of experts with aiter."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _SOFTMAX = EntryPoint(
 )
 _FUSED = EntryPoint("aiter.fused_moe:fused_moe", "hidden_states w1 w2 topk_weight topk_ids")
 
-# Numbers of groups that the routing kernels are compiled for.
+# Group counts that the routing kernels are compiled for.
 _GROUPS = (1, 2, 4, 8)
-# The matrix kernels' step along the hidden and the intermediate dimension.
+# Block size of the GEMM kernels along the hidden and intermediate dimensions.
 _STEP = 64
 
 
@@ -52,8 +52,8 @@ def moe_route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k].
 
-    Takes for granted that sigmoid scores with a bias are judged by the two best of a group,
-    those without by the best, and that the bias is no part of the weights.
+    Assumes that groups are ranked by their two best scores with sigmoid and bias, by the best one
+    without a bias, and that the bias does not affect the weights.
     """
     shape = logits.shape[0], routing.top_k
     weights = logits.new_empty(shape, dtype=torch.float32)
@@ -91,8 +91,8 @@ def moe_experts(
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
-    Takes for granted that matrices without the mark of shuffled ones are read row by row,
-    gate above up, and that SiLU is the activation when none is named.
+    Assumes that weights not marked as shuffled are row-major, gate above up, and that SiLU is the
+    default activation.
     """
     out: torch.Tensor = function(_FUSED)(x.contiguous(), w13, w2, weights, ids.to(torch.int32))
     return out

@@ -1,8 +1,8 @@
-"""What aiter offers here: found once, and whatever is wrong with it is a reason, not an error.
+"""Detects which aiter functions are usable here; every failure becomes a reason, not an error.
 
-aiter is imported only by a torch that was built for ROCm: elsewhere its import fails in ways of
-its own. Its entry points change between releases, so the parameters that the adapters rely on
-are compared with those that are there.
+aiter is imported only by ROCm builds of torch, since elsewhere its import fails in various ways.
+Its functions change between releases, so the parameters that the adapters use are compared with the
+actual signatures.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ Function = Callable[..., Any]
 
 @dataclass(frozen=True, eq=False)
 class EntryPoint:
-    """A function of aiter's and the parameters that an adapter passes.
+    """An aiter function and the parameters that an adapter passes.
 
     As of aiter's main branch of 2026-08-22.
 
     Attributes:
         where: `module:name`.
-        positional: names of the leading parameters, passed by position, with spaces between.
+        positional: names of the leading parameters, passed by position, separated by spaces.
         keywords: names of parameters passed by name.
     """
 
@@ -47,12 +47,12 @@ class EntryPoint:
 
 @dataclass(frozen=True)
 class Library:
-    """aiter, or what a test puts in its place.
+    """aiter, or a test's substitute.
 
     Attributes:
-        load: a module's contents by the module's name; may raise anything.
-        extra_dtypes: floating-point types that it computes in beside those that aiter does. A
-            stand-in that computes in float32 lets whole models be compared token by token.
+        load: returns a module's contents by name; may raise anything.
+        extra_dtypes: dtypes that it supports beyond aiter's. A substitute that computes in float32
+            allows comparing whole models token by token.
     """
 
     load: Callable[[str], Mapping[str, Any]]
@@ -60,7 +60,7 @@ class Library:
 
 
 class _Findings:
-    """The entry points of one library, each looked up once."""
+    """Cache of entry point lookups in one library."""
 
     def __init__(self, library: Library) -> None:
         self.library = library
@@ -94,7 +94,7 @@ class _Findings:
 
 
 def refusal(*entries: EntryPoint) -> str | None:
-    """Why not all of these entry points can be used; None when they can."""
+    """Why these entry points cannot all be used; None if they can."""
     findings = _findings()
     if findings is None:
         return "torch is not built for ROCm"
@@ -106,10 +106,10 @@ def refusal(*entries: EntryPoint) -> str | None:
 
 @functools.cache
 def function(entry: EntryPoint) -> Function:
-    """What an entry point is to be called by.
+    """The function of an entry point.
 
     Raises:
-        RuntimeError: when it cannot be used; whoever asks has had its `refusal` as an answer.
+        RuntimeError: when it is unusable; callers must check `refusal` first.
     """
     findings = _findings()
     found = "torch is not built for ROCm" if findings is None else findings.find(entry)
@@ -125,7 +125,7 @@ def extra_dtypes() -> frozenset[torch.dtype]:
 
 @contextmanager
 def replaced(library: Library) -> Iterator[None]:
-    """Use `library` inside, whatever is installed. For tests."""
+    """Use `library` instead of the installed aiter, for tests."""
     _replacements.append(_Findings(library))
     function.cache_clear()
     try:
@@ -150,9 +150,9 @@ def _installed() -> _Findings:
 
 
 def _changed(entry: EntryPoint, function: Function) -> str | None:
-    """How the parameters differ from what the adapters rely on.
+    """How the signature differs from what the adapters use; None if it does not.
 
-    A wrapper that takes anything tells nothing; the call itself then finds out.
+    A wrapper that accepts anything cannot be checked; then errors appear in the call.
     """
     try:
         parameters = inspect.signature(function).parameters

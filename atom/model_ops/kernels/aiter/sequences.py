@@ -1,6 +1,6 @@
-"""A batch's sequences in the forms that aiter's kernels take them in.
+"""A batch's sequences in the forms that aiter's kernels need.
 
-Nothing here asks the device for a number: a graph can capture it.
+No host syncs, so a graph can capture it.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from atom.model_ops.metadata import AttentionMetadata
 
 @dataclass(frozen=True)
 class Queries:
-    """Sequences that all have equally many queries.
+    """Sequences with equal query lengths.
 
     Attributes:
         length: queries of each.
         block_tables: [N, max_blocks] int32.
-        context_lens: [N] int32; the last query of each sits at its end.
+        context_lens: [N] int32; the last query is at the end of the context.
     """
 
     length: int
@@ -29,9 +29,9 @@ class Queries:
 
 
 def equal_queries(metadata: AttentionMetadata, longest: int) -> Queries:
-    """The batch itself where all have equally many queries, at most `longest`.
+    """The batch itself if its query lengths are equal and at most `longest`.
 
-    Else one sequence for each query, which sees what the query may see.
+    Otherwise one sequence per query, with the context that the query may see.
     """
     lens = metadata.query_lens_cpu
     length = metadata.max_seqlen_q
@@ -55,12 +55,12 @@ def _one_query_each(metadata: AttentionMetadata) -> Queries:
 
 @dataclass(frozen=True)
 class ContextTokens:
-    """The cached tokens of several sequences, one sequence after another.
+    """The cached tokens of several sequences, concatenated.
 
     Attributes:
-        starts: [N + 1] int32; those of sequence b are starts[b] .. starts[b + 1].
-        slots: [C] int64, where each lies in the pool. C is at least starts[N]; what is beyond
-            are slots of the pool, but nobody's.
+        starts: [N + 1] int32; sequence b has tokens starts[b] .. starts[b + 1].
+        slots: [C] int64, the slot of each. C is at least starts[N]; entries beyond are valid but
+            arbitrary slots.
     """
 
     starts: torch.Tensor
@@ -86,7 +86,7 @@ def list_tokens(
     block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int, count: int
 ) -> ContextTokens:
     """Args:
-    count: how many tokens there are in all, or an upper bound of it.
+    count: the total number of tokens, or an upper bound.
     """
     device = block_tables.device
     starts = F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))

@@ -1,4 +1,4 @@
-"""What aiter's adapters share."""
+"""Shared by the aiter adapters."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def requires(
     also: Callable[[OpQuery], str | None] = always,
     dtypes: tuple[torch.dtype, ...] = HALF,
 ) -> Callable[[OpQuery], str | None]:
-    """What refuses a query where aiter lacks an entry point, and what `also` refuses.
+    """A `refuses` function: requires aiter's entry points and dtypes, and then asks `also`.
 
     Args:
-        also: judges shape and storage.
+        also: checks shape and storage.
         dtypes: of the activations.
     """
 
@@ -35,7 +35,7 @@ def requires(
 
 
 def refuses_storage(query: OpQuery) -> str | None:
-    """A cache is kept in the model's type or in the 8 bits that the arch multiplies."""
+    """A cache must be in the model's dtype or in the arch's FP8 type."""
     if query.storage in (query.dtype, query.platform.fp8_dtype):
         return None
     known = _listed((query.dtype, query.platform.fp8_dtype))
@@ -43,12 +43,12 @@ def refuses_storage(query: OpQuery) -> str | None:
 
 
 def storage_name(scale: torch.Tensor | None) -> str:
-    """How aiter's cache writers call the type of the cache that has this scale."""
+    """aiter's name for the storage dtype of a cache with this scale."""
     return "auto" if scale is None else "fp8"
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, ...] with each row contiguous; the rows may lie apart."""
+    """x [T, ...] with contiguous rows; rows may be strided."""
     expected = 1
     for size, stride in zip(reversed(x.shape[1:]), reversed(x.stride()[1:]), strict=True):
         if size > 1 and stride != expected:

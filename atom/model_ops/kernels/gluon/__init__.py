@@ -1,1 +1,1 @@
-"""Kernels in Gluon, for AMD's matrix units; imported only where one is chosen."""
+"""Gluon kernels for AMD matrix cores; imported only when selected."""

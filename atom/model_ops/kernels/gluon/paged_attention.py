@@ -1,15 +1,15 @@
-"""Decode and verify of layers without grouped queries, on the matrix units of gfx942 and gfx950.
+"""Decode and verify attention without grouped queries, for the matrix cores of gfx942 and gfx950.
 
-One wavefront takes one head of one sequence over a part of its keys: up to 16 queries are the 16
-rows of a matrix instruction. Nothing goes through shared memory. That is what the layouts are for:
+One wavefront computes one head of one sequence over a part of its keys; up to 16 queries form the
+16 rows of an MFMA instruction. No shared memory (LDS) is used, because of these layouts:
 
-- Scores come out of the first product as the second one wants its left operand (`transposed`).
-- A lane reads 16 contiguous bytes of a value row, but as the right operand holds columns that lie
-  16 apart: so the columns are counted in the order in which lanes read them, and put back into
-  their own order when the result is written (`PERMUTED`).
+- The result of the first product has the layout of the second's left operand (`transposed`).
+- A lane reads 16 contiguous bytes of a value row, but in the right operand a lane's columns are 16
+  apart. So columns are permuted to the order in which lanes read them, and permuted back when the
+  result is written (`PERMUTED`).
 
-The next keys are loaded while values are weighed, and the next values while keys are. The split
-over long contexts is that of the Triton kernel, and so is the reduction.
+Loads of the next keys overlap with the value product, and loads of the next values with the key
+product. Splitting long contexts and the reduction are those of the Triton kernel.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, KVCac
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
 
-_LARGEST_TILE = 32  # of keys: two tiles of keys and values leave registers for two wavefronts
-_GENERATION = {"gfx942": 3, "gfx950": 4}  # of the matrix units
+_LARGEST_TILE = 32  # keys; two tiles of keys and values leave registers for two wavefronts
+_GENERATION = {"gfx942": 3, "gfx950": 4}  # of MFMA instructions
 _ROWS = gl.constexpr(16)
 _HEAD_DIMS = (64, 128)
 _BLOCK_SIZES = (16, 32, 64, 128)
 
 
 def refuses(query: OpQuery) -> str | None:
-    """Why a layer of this shape and type cannot be decoded; None when it can."""
+    """Why this layer's shape and dtype are not supported; None if they are."""
     shape, native = query.shape, query.platform.fp8_dtype
     if shape["num_heads"] != shape["num_kv_heads"]:
         return (
@@ -54,7 +54,7 @@ def refuses(query: OpQuery) -> str | None:
 def _block_offset(
     tile, limit, table_ptr, block_stride, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr
 ):
-    """Where the block of a tile begins in the pool; from token `limit` on, that of the last one."""
+    """Offset in the pool of the tile's block; from token `limit` on, of the last block."""
     last = gl.maximum(limit - 1, 0)
     block = gl.load(table_ptr + gl.minimum(tile * KEYS, last) // BLOCK_SIZE)
     return block.to(gl.int64) * block_stride
@@ -76,8 +76,8 @@ def _load(
     start = tile * KEYS
     rows = gl.arange(0, KEYS, layout=gl.SliceLayout(1, LAYOUT))
     dims = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))
-    # Offsets of buffer loads have 32 bits: the block's own goes into the pointer, with 64. What
-    # a mask leaves out is zero by the hardware; `other` would be a select that waits for the load.
+    # Buffer load offsets have 32 bits, so the block's offset is added to the 64-bit pointer. Masked
+    # elements are zero in hardware; `other` would add a select that waits for the load.
     return gl.amd.cdna3.buffer_load(
         ptr=pool_ptr + block_offset + (start % BLOCK_SIZE) * token_stride,
         offsets=rows[:, None] * token_stride + dims[None, :],
@@ -121,14 +121,16 @@ def _soften(
     WINDOWED: gl.constexpr,
     MMA: gl.constexpr,
 ):
-    """Go on with the softmax of 16 rows: weights of one tile, the decay of what was, the sums."""
+    """Online softmax over a tile for 16 rows: the tile's weights, the decay of earlier sums, new
+    sums.
+    """
     tokens = tile * KEYS + gl.arange(0, KEYS, layout=gl.SliceLayout(0, MMA))
     seen = tokens[None, :] <= gl.minimum(positions, context - 1)[:, None]
     if WINDOWED:
         seen = seen & (tokens[None, :] > positions[:, None] - window)
     scores = gl.where(seen, scores, float("-inf"))
     new_top = gl.maximum(top, gl.max(scores, 1))
-    # A row that has seen no key yet: -inf - -inf is not a number.
+    # Without any key so far, -inf - -inf would be NaN.
     shift = gl.where(new_top == float("-inf"), 0.0, new_top)
     weights = gl.exp2(scores - shift[:, None])
     decay = gl.exp2(top - shift)
@@ -146,7 +148,7 @@ def _attend(
     D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, GENERATION: gl.constexpr,
     WINDOWED: gl.constexpr,
 ):  # fmt: skip
-    """Grid: sequences, heads, splits. What leaves is as of the Triton kernel."""
+    """Grid: sequences, heads, splits. Outputs are as in the Triton kernel."""
     MMA: gl.constexpr = gl.amd.AMDMFMALayout(
         version=GENERATION, instr_shape=[16, 16, 16], transposed=True, warps_per_cta=[1, 1]
     )
@@ -173,7 +175,7 @@ def _attend(
     )
     q = gl.convert_layout(q, KEY_LEFT)
 
-    # Each sequence divides the tiles that its own queries can see, however long the longest is.
+    # The split is per sequence, over the tiles that its own queries can see.
     first = context * 0
     if WINDOWED:
         first = gl.maximum(context - num_queries - window + 1, 0) // KEYS
@@ -194,7 +196,7 @@ def _attend(
     key = _load(key_ptr, block, begin, limit, token_stride, BLOCK_SIZE, KEYS, D, KEY)
     value = _load(value_ptr, block, begin, limit, token_stride, BLOCK_SIZE, KEYS, D, VALUE)
     block = _block_offset(begin + 1, limit, table_ptr, block_stride, BLOCK_SIZE, KEYS)
-    # Registers are loaded anew as soon as a product has read them.
+    # A tile is loaded as soon as the product has read the registers of the one before.
     for tile in range(begin, end):
         ahead = tile + 1
         scores = _scores(q, key, KEYS, MMA, KEY_RIGHT) * score_scale
@@ -239,8 +241,8 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
 
-    The last query of a sequence sits at the last position of its context; a query that can see
-    no key gives zeros.
+    The last query of a sequence sits at the last position of its context; the result of a query
+    without visible keys is zero.
 
     Raises:
         ValueError: when the tensors do not fit together, or for more than 16 queries a sequence.
@@ -258,7 +260,7 @@ def attend(
     scale: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """`paged_attention` on matrix units of a generation, 3 or 4, split for so many units."""
+    """`paged_attention` for MFMA generation 3 or 4, split to fill `units` compute units."""
     _check(q, kv_cache, metadata)
     block_size, num_heads, head_dim = kv_cache.key.shape[1:]
     arguments = {

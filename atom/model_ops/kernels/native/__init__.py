@@ -1,5 +1,5 @@
-"""C++ kernels for CPUs, compiled on first use for the processor at hand.
+"""C++ kernels for CPUs, compiled at first use for the local processor.
 
-Matrix products and attention give a row the same bits in any batch: see `csrc/dot.h` and
-`csrc/attention.cpp` for the orders of summation that this rests on.
+Results of matrix products and attention are batch-invariant bit for bit, because the order of
+summation is fixed: see `csrc/dot.h` and `csrc/attention.cpp`.
 """

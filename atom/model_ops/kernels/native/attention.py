@@ -1,4 +1,4 @@
-"""Paged attention that reads keys and values where they lie."""
+"""Paged attention that reads keys and values in place."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def refuses_storage(query: OpQuery) -> str | None:
 def kv_cache_write(
     k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Write k, v [T, kv_heads, d] to their slots; a negative slot writes nothing.
+    """Write k, v [T, kv_heads, d] to their slots; negative slots are skipped.
 
     Raises:
         ValueError: when shapes or data types do not fit.
@@ -84,13 +84,13 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
 
-    The last query of a sequence sits at the last position of its context. A query's
-    result depends on its own sequence alone and has the same bits in any batch and for
-    any number of queries. Tokens beyond the last sequence give zeros.
+    The last query of a sequence sits at the last position of its context. Results depend on the
+    query's own sequence only, bit for bit, whatever the batch and the number of queries. Rows of
+    tokens beyond the last sequence are zero.
 
     Raises:
         ValueError: when shapes or data types do not fit.
-        IndexError: when a sequence's lengths or blocks make no sense.
+        IndexError: when a sequence's lengths or block ids are out of range.
     """
     tokens, heads, head_dim = q.shape
     key, value = kv_cache.key, kv_cache.value

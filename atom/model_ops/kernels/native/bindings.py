@@ -1,8 +1,8 @@
-"""What the op files share: finding kernels, judging support, reading tensor layouts.
+"""Shared by the native ops: kernel lookup, support checks, tensor layouts.
 
-A call costs about two microseconds beside its work. Arguments travel as one packed block of
-8-byte fields in the order of the C++ struct; a kernel returns 0, or 1 + the index of the row
-or sequence that is out of range.
+A call has about two microseconds of overhead. Arguments are packed into one block of 8-byte fields
+in the order of the C++ struct. A kernel returns 0, or 1 + the index of the row or sequence that is
+out of range.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "
 
 
 def refuses(query: OpQuery) -> str | None:
-    """Why none of these kernels can run here; None when they can."""
+    """Why no native kernel can run here; None if they can."""
     if query.platform.kind != "cpu":
         return "runs on CPUs only"
     if query.dtype not in _NAMES:
@@ -37,7 +37,7 @@ def refuses(query: OpQuery) -> str | None:
 
 @functools.cache
 def kernels(op: str) -> dict[torch.dtype, Kernel]:
-    """The kernels of one op by storage type."""
+    """The kernels of one op, by storage dtype."""
     names = dict(_NAMES)
     if not constant("has_float16"):
         del names[torch.float16]
@@ -55,7 +55,7 @@ def kernel(name: str) -> Kernel:
 
 @functools.cache
 def constant(name: str) -> int:
-    """A property of the build: `lanes`, `has_float16`, `has_amx`."""
+    """A build property: `lanes`, `has_float16`, `has_amx`."""
     function = _symbol(name)
     function.restype = c_int64
     return int(function())
@@ -69,7 +69,7 @@ def _symbol(name: str) -> Any:
 
 
 def rows_apart(x: torch.Tensor) -> tuple[torch.Tensor, int]:
-    """x [T, n] or [T, heads, d] and the elements between its rows, each row dense."""
+    """x [T, n] or [T, heads, d] with each row contiguous, and its row stride in elements."""
     strides = x.stride()
     if strides[-1] != 1 or (len(strides) == 3 and strides[1] != x.shape[2]):
         x = x.contiguous()
@@ -78,7 +78,7 @@ def rows_apart(x: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 
 def mismatch(op: str, **tensors: torch.Tensor) -> ValueError:
-    """The error of operands that do not fit together, with all their shapes and types."""
+    """The error for operands that do not match, with their shapes and dtypes."""
     given = ", ".join(
         f"{name} {list(t.shape)} {t.dtype}{'' if t.is_contiguous() else ' (strided)'}"
         for name, t in tensors.items()

@@ -1,4 +1,4 @@
-"""Compiles the C++ kernels once for this processor and loads them."""
+"""Compiles the C++ kernels for this processor and loads them."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from atom.config import cache_dir, cxx_compiler
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 _COMPILERS = ("c++", "g++", "clang++")
-# Fused products are asked for by name: a compiler that fused at will would give one tile
-# other bits than another.
+# No automatic contraction to FMA: it could round tiles of different sizes differently. The kernels
+# use FMA explicitly.
 _FLAGS = (
     "-O3",
     "-std=c++17",
@@ -50,7 +50,7 @@ class NativeBuild:
 
 @functools.cache
 def native_build() -> NativeBuild:
-    """The kernels of this process: compiled on the first start on a machine, then cached."""
+    """The kernels of this process: compiled at the first start on a machine, then cached."""
     try:
         team = _torch_thread_team()
         library = ctypes.CDLL(str(build(cache_dir() / "native")))
@@ -61,9 +61,9 @@ def native_build() -> NativeBuild:
 
 
 def _torch_thread_team() -> ctypes.c_void_p:
-    """The entry of the OpenMP runtime that torch itself calls.
+    """The fork function of the OpenMP runtime that torch uses.
 
-    A process may hold several runtimes; kernels must share torch's threads, not add some.
+    A process may contain several OpenMP runtimes; the kernels must use torch's threads.
     """
     import torch
 
@@ -75,10 +75,10 @@ def _torch_thread_team() -> ctypes.c_void_p:
 
 
 def build(folder: Path) -> Path:
-    """Compile into `folder` unless it holds this very build, and return the shared library.
+    """Compile into `folder` unless the result is there; returns the path of the shared library.
 
-    The name is a digest of sources, compiler, flags and processor. Concurrent builds do not
-    disturb each other: the finished file is moved into place.
+    Its name is a digest of sources, compiler, flags and processor. Concurrent builds are safe: the
+    finished file is moved into place atomically.
 
     Raises:
         NativeBuildError: when there is no compiler or compiling fails.
@@ -123,7 +123,7 @@ def _digest(compiler: str, flags: list[str]) -> str:
 
 
 def _processor() -> str:
-    """Model and features: a cache folder may be shared by different machines."""
+    """CPU model and features, since machines may share a cache directory."""
     wanted = ("model name", "flags", "CPU part", "Features")
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

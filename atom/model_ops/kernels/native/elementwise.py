@@ -1,4 +1,4 @@
-"""Normalisation, activation and rotation, each one pass: float32 inside, rounded once."""
+"""Normalisation, activation and rotary embedding: one pass each, float32 inside, rounded once."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def rope(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Rotate q [T, heads, d] and k [T, kv_heads, d] by positions [T] int64.
 
-    Interleaved pairs (x0, x1), (x2, x3), ... leave as halves.
+    Interleaved pairs (x0, x1), (x2, x3), ... are returned as halves.
 
     Raises:
         ValueError: when shapes or data types do not fit.
@@ -136,6 +136,6 @@ def rope(
 
 
 def _pairs_to_halves(x: torch.Tensor, rotary_dim: int) -> torch.Tensor:
-    """x0 x1 x2 x3 ... -> x0 x2 ... x1 x3 ..., along the first dimensions of each head."""
+    """x0 x1 x2 x3 ... -> x0 x2 ... x1 x3 ..., in the rotary dimensions of each head."""
     pairs = x[..., :rotary_dim]
     return torch.cat((pairs[..., 0::2], pairs[..., 1::2], x[..., rotary_dim:]), dim=-1)

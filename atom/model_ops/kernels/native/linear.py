@@ -1,4 +1,4 @@
-"""Matrix products that stream the weights once for all rows."""
+"""Matrix products that read the weights once for all rows."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from atom.model_ops.kernels.native.bindings import constant, kernels, mismatch, rows_apart
 from atom.model_ops.registry import OpQuery
 
-# Rows from which a processor with matrix tiles is faster through torch.
+# From this many rows on, torch is faster on processors with AMX.
 _AMX_FROM_ROWS = 64
 _pack = Struct("4P5q").pack
 
@@ -23,8 +23,8 @@ def refuses(query: OpQuery) -> str | None:
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [M, K], weight [N, K], bias [N] -> x @ weight.T + bias, [M, N].
 
-    Sums are float32 and rounded once. A row's result has the same bits for every M, but on a
-    processor with matrix tiles, where many rows of bfloat16 go to torch, which rounds otherwise.
+    Accumulates in float32 and rounds once. Results do not depend on M, except on processors with
+    AMX, where many bfloat16 rows are computed by torch.
 
     Raises:
         ValueError: when shapes or data types differ.

@@ -1,4 +1,4 @@
-"""Masks on logits: one pass over the rows that have one."""
+"""Grammar masks on logits, in one pass over the masked rows."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Plain torch: the reference that runs everywhere."""
+"""Plain torch: the reference implementation, which runs everywhere."""

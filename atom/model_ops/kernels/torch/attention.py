@@ -1,4 +1,4 @@
-"""Paged attention in plain torch: gathers each sequence's blocks, then `F.sdpa`."""
+"""Paged attention in plain torch: gathers each sequence's blocks, then calls SDPA."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 def kv_cache_write(
     k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Write k, v [T, kv_heads, d] to their slots; slot -1 writes nothing."""
+    """Write k, v [T, kv_heads, d] to their slots; slot -1 is skipped."""
     write_rows(
         slot_mapping,
         (kv_cache.key, k, kv_cache.key_scale),
@@ -65,7 +65,7 @@ def _attend(
     where = metadata, rows, longest, dtype
     key = gather_blocks(kv_cache.key, kv_cache.key_scale, *where).transpose(1, 2)
     value = gather_blocks(kv_cache.value, kv_cache.value_scale, *where).transpose(1, 2)
-    # The query heads of one KV head become extra queries, so that K and V are never repeated.
+    # The query heads of one KV head become extra queries, so K and V need not be repeated.
     grouped = q.view(num_seqs, length, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     grouped = grouped.reshape(num_seqs, kv_heads, group * length, head_dim).to(dtype)
     mask = causal_mask(metadata, rows, length, longest, sliding_window)

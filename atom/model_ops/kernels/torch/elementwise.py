@@ -1,4 +1,4 @@
-"""Normalisation, activation and rotation in plain torch."""
+"""Normalisation, activation and rotary embedding in plain torch."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def rope(
 
     Args:
         positions: [T] int64.
-        cos_sin: [positions, rotary_dim] float32, cosines then sines; dimensions past rotary_dim
-            stay as they are.
-        interleaved: the rotated dimensions come as pairs (x0, x1), (x2, x3), ... and leave as
-            halves; else they come as halves.
+        cos_sin: [positions, rotary_dim] float32, cosines then sines; dimensions beyond rotary_dim
+            are unchanged.
+        interleaved: the input has pairs (x0, x1), (x2, x3), ... instead of halves; the output
+            always has halves.
     """
     cos, sin = cos_sin[positions][:, None, :].chunk(2, dim=-1)
     return _rotate(q, cos, sin, interleaved), _rotate(k, cos, sin, interleaved)

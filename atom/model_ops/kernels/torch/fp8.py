@@ -1,4 +1,4 @@
-"""8-bit floats in plain torch."""
+"""FP8 conversion in plain torch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def quantise(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """`x / scale` in 8 bits: saturated to the finite range, rounded to the nearest even.
+    """`x / scale` in FP8: saturated to the finite range, rounded to nearest even.
 
     scale: [1] float32. NaN stays NaN.
     """
@@ -20,5 +20,5 @@ def dequantise(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> torc
 
 
 def bits(x: torch.Tensor) -> torch.Tensor:
-    """The same memory as a type that can be indexed: few torch operations know 8-bit floats."""
+    """The same memory as uint8, since few torch operations support FP8."""
     return x.view(torch.uint8) if x.dtype.itemsize == 1 else x

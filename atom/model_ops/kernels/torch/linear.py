@@ -7,8 +7,9 @@ import torch.nn.functional as F
 
 from atom.platform import current_platform
 
-# Without bfloat16 or float16 products in hardware torch falls back to scalar code, which only
-# reading the weights hides: for a few rows. Beyond, float32 copies of the weights are faster.
+# Without native bfloat16 or float16 products torch uses scalar code, which is only hidden by
+# reading the weights when there are few rows. From here on, float32 copies of the weights are
+# faster.
 _UPCAST_FROM_ROWS = 6
 _UPCAST_CHUNK = 4096
 
@@ -22,7 +23,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
 
 
 def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """`F.linear` for processors that multiply only float32."""
+    """`F.linear` for processors with native float32 products only."""
     if weight.dtype == torch.float32 or x.shape[0] < _UPCAST_FROM_ROWS:
         return F.linear(x, weight, bias)
     wide = x.float()

@@ -1,9 +1,9 @@
 """Multi-head latent attention in plain torch.
 
-The cache holds one latent vector and one rotated key part per token, shared by all heads.
-`up_proj` [heads, nope + v, rank] turns a latent into each head's key and value. Two readings of
-the same sum: few queries are carried into the latent space ("absorbed": no key or value is ever
-built); for many it is cheaper to build keys and values once ("expanded").
+The cache has one latent vector and one rotated key part per token, shared by all heads. `up_proj`
+[heads, nope + v, rank] expands a latent into each head's key and value. There are two equivalent
+computations: with few queries these are projected into the latent space ("absorbed", no key or
+value is built); with many it is cheaper to build keys and values once ("expanded").
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 """
@@ -30,7 +30,7 @@ def mla_cache_write(
     kv_cache: LatentCacheTensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write latent [T, rank] and k_rope [T, rope] to their slots; slot -1 writes nothing."""
+    """Write latent [T, rank] and k_rope [T, rope] to their slots; slot -1 is skipped."""
     rows = torch.cat((latent, k_rope), dim=-1)
     write_rows(slot_mapping, (kv_cache.latent, rows, kv_cache.scale))
 
@@ -69,8 +69,8 @@ def mla_attention(
 def absorb_limit(rank: int, up_rows: int) -> float:
     """The most queries per sequence for which absorbing takes fewer operations.
 
-    Per head and cached token, building a key and a value costs `rank * up_rows`; a query then
-    saves `2 * rank - up_rows` against the latent space. `up_rows` is nope + v.
+    Per head and cached token, building a key and a value costs `rank * up_rows`; each query then
+    saves `2 * rank - up_rows` compared with the latent space. `up_rows` is nope + v.
     """
     saved = 2 * rank - up_rows
     return rank * up_rows / saved if saved > 0 else float("inf")
@@ -88,14 +88,14 @@ def _absorbed(
     num_seqs, length, heads, _ = q.shape
     nope, rank = w_uk.shape[1:]
     q_nope, q_rope = q[..., :nope], q[..., nope:]
-    # Heads first: one product per head. Then all heads are queries of the one shared key.
+    # One product per head; then all heads are queries of the one shared key.
     carried = torch.matmul(q_nope.permute(2, 0, 1, 3).flatten(1, 2), w_uk)
     carried = carried.view(heads, num_seqs, length, rank).permute(1, 0, 2, 3)
     wide = torch.cat((carried, q_rope.transpose(1, 2)), dim=-1).flatten(1, 2)[:, None]
     if mask is not None:
         mask = mask[:, None].expand(-1, heads, -1, -1).flatten(1, 2)[:, None]
     shared = cache[:, None]
-    # The values are the keys' first `rank` columns; with equal widths nothing is copied.
+    # Values are the first `rank` columns of the keys; padding to equal widths avoids a copy.
     seen = F.scaled_dot_product_attention(wide, shared, shared, attn_mask=mask, scale=scale)
     seen = seen[..., :rank].reshape(num_seqs, heads, length, rank).transpose(0, 1).flatten(1, 2)
     out = torch.matmul(seen, w_uv.transpose(1, 2))
@@ -116,7 +116,7 @@ def _expanded(
     key = torch.einsum("bcr,hnr->bhcn", latent, w_uk)
     key = torch.cat((key, k_rope[:, None].expand(-1, heads, -1, -1)), dim=-1)
     value = torch.einsum("bcr,hvr->bhcv", latent, w_uv)
-    # Equal widths let attention run without a matrix of all scores.
+    # With equal widths SDPA need not materialise the matrix of scores.
     value = F.pad(value, (0, max(key.shape[-1] - v_dim, 0)))
     if mask is not None:
         mask = mask[:, None]

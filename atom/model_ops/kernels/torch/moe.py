@@ -16,8 +16,8 @@ def moe_route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k].
 
-    `correction_bias` [experts] takes part in the choice only, never in the weights.
-    Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
+    `correction_bias` [experts] affects the choice only, not the weights. Source: DeepSeek-V3, arXiv
+    2412.19437, section 2.1.2.
     """
     scores = logits.softmax(dim=-1) if routing.scoring == "softmax" else logits.sigmoid()
     choice = scores if correction_bias is None else scores + correction_bias
@@ -31,7 +31,7 @@ def moe_route(
 
 
 def _eligible(choice: torch.Tensor, routing: Routing) -> torch.Tensor:
-    """[T, experts] bool: whether an expert lies in one of its token's best groups."""
+    """[T, experts] bool: whether an expert's group is among its token's best groups."""
     grouped = choice.view(-1, routing.num_groups, routing.group_size)
     if routing.group_score == "max":
         group_scores = grouped.amax(dim=-1)
@@ -51,8 +51,8 @@ def moe_experts(
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
-    w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter].
-    Each expert's weights are read once, and only where a token visits it.
+    w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter]. Each expert's
+    weights are read once, and only if a token chose it.
     """
     if x.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
         return moe_experts_on_device(x, w13, w2, weights, ids)
@@ -70,7 +70,7 @@ def moe_experts(
         if count:
             rows = slice(end - count, end)
             results[rows] = _expert(sorted_x[rows], w13[expert], w2[expert])
-    # Back in the order of tokens, so that a token's sum does not depend on its batch.
+    # Back to token order, so that a token's sum does not depend on its batch.
     in_order = torch.empty_like(results)
     in_order[order] = results
     return _weighted_sum(in_order.view(num_tokens, top_k, -1), weights).to(x.dtype)
@@ -83,12 +83,13 @@ def moe_experts_on_device(
     weights: torch.Tensor,
     ids: torch.Tensor,
 ) -> torch.Tensor:
-    """The same sum without asking the device which experts are visited, for graphs.
+    """The same sum without a host sync, for graphs.
 
-    Few visits copy the weights of each visited expert; more make every token visit every expert.
+    For few (token, expert) pairs it copies the chosen experts' weights; for more, every token is
+    computed by every expert.
     """
     num_tokens, top_k = ids.shape
-    # A copy reads, writes and reads again what a visit to every expert reads once.
+    # A copy reads, writes and reads again what computing all experts reads once.
     if 3 * ids.numel() <= w13.shape[0]:
         visits = x.repeat_interleave(top_k, dim=0)[:, None]
         results = _all_experts(visits, w13[ids.flatten()], w2[ids.flatten()])

@@ -1,7 +1,7 @@
-"""What the attention kinds of plain torch share: slots, gathering blocks, masks, grouping.
+"""Shared by the torch attention ops: cache writes, gathering blocks, masks, grouping.
 
-On a GPU nothing here asks the device for a number, nor copies one to it, when all sequences have
-equally many queries and the context lengths are unknown to the host: a graph can capture it.
+On a GPU there is no host sync and no copy to the device if all query lengths are equal and context
+lengths are unknown on the host, so a graph can capture it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from atom.platform import current_platform
 
 
 def compute_dtype(x: torch.Tensor) -> torch.dtype:
-    """The type to multiply in: processors without bfloat16 products do it in scalar code."""
+    """The dtype to compute in: float32 where the processor has no native bfloat16."""
     widen = x.device.type == "cpu" and not current_platform().has_native_bf16
     return torch.float32 if widen else x.dtype
 
@@ -25,7 +25,7 @@ def compute_dtype(x: torch.Tensor) -> torch.dtype:
 def by_query_length(
     metadata: AttentionMetadata, device: torch.device
 ) -> Iterator[tuple[int, list[int], torch.Tensor | None]]:
-    """Sequences with equally many queries, together: their length, which they are, their tokens.
+    """Group sequences by query length: the length, the sequences, their tokens.
 
     The tokens are an index [b * length]; None when the group is the whole batch.
     """
@@ -45,10 +45,10 @@ def write_rows(
 ) -> None:
     """Write rows [T, ...] to slots [T] of pools [blocks, block_size, ...].
 
-    Slot -1 writes nothing on a CPU, and elsewhere to the spare block at the pool's end.
+    Slot -1 is skipped on a CPU; elsewhere it is written to the spare block at the pool's end.
 
     Args:
-        writes: each a pool, its rows and the scale of an 8-bit pool.
+        writes: (pool, rows, scale of an FP8 pool or None) each.
     """
     on_cpu = slots.device.type == "cpu"
     real = slots >= 0 if on_cpu and bool((slots < 0).any()) else None
@@ -68,7 +68,7 @@ def _as_stored(x: torch.Tensor, storage: torch.dtype, scale: torch.Tensor | None
 
 
 def longest_context(metadata: AttentionMetadata, rows: list[int]) -> int:
-    """The longest context of sequences `rows`, or an upper bound of it."""
+    """The longest context of sequences `rows`, or an upper bound."""
     if metadata.context_lens_cpu is None:
         return metadata.max_context_len
     return max(metadata.context_lens_cpu[b] for b in rows)
@@ -84,11 +84,11 @@ def gather_blocks(
 ) -> torch.Tensor:
     """[blocks, block_size, ...] -> each sequence's first tokens, [b, longest, ...] of `dtype`.
 
-    What lies behind a context is zeros: it is anybody's and may be NaN, which no mask takes out
-    of a product.
+    Entries beyond a context are zeroed: they belong to others and may be NaN, which a mask would
+    not remove from a product.
 
     Args:
-        scale: of an 8-bit cache.
+        scale: of an FP8 cache.
     """
     num_blocks = -(-longest // cache.shape[1])
     tables = _rows(metadata.block_tables[:, :num_blocks], rows)
@@ -109,7 +109,7 @@ def causal_mask(
     longest: int,
     sliding_window: int | None = None,
 ) -> torch.Tensor | None:
-    """[b, length, longest] bool, True where a query may look; None when all may look everywhere.
+    """[b, length, longest] bool, True where a query may attend; None if everywhere.
 
     The last query of a sequence sits at the last position of its context.
     """
@@ -128,5 +128,5 @@ def causal_mask(
 
 
 def _rows(values: torch.Tensor, rows: list[int]) -> torch.Tensor:
-    """`values[rows]`; rows ascend, so that as many as there are means all."""
+    """`values[rows]`; `rows` ascend, so if they are as many as the values they are all."""
     return values if len(rows) == values.shape[0] else values[rows]

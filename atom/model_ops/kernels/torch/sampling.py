@@ -1,8 +1,8 @@
-"""Choosing tokens from logits in plain torch: masks, filters, and a seeded race for the winner.
+"""Sampling in plain torch: masks, filters, and a seeded exponential race.
 
-Random rows run an exponential race: the token with the largest weight / E wins, E being
-independent exponential noise, which draws from the weights' distribution exactly (the Gumbel-max
-trick without its second logarithm).
+In an exponential race the token with the largest weight / E wins, where E is independent
+exponential noise. This samples exactly from the weights' distribution (the Gumbel-max trick with
+one logarithm less).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import torch
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.noise import exponential_noise, row_keys, token_hashes
 
-# The most likely tokens that a filtered row looks at first; a flat row needs more.
+# The number of most likely tokens that a filtered row sorts first; flat rows need more.
 _FIRST_CANDIDATES = 256
 _CANDIDATE_GROWTH = 16
-# Beyond top_k, so that ties with the last kept token rarely reach the last candidate.
+# Extra candidates, so that ties with the last kept token rarely exceed them.
 _TIE_ROOM = 64
 _BLOCK = 128
-# What a CPU takes at once, so that the working set stays in its cache.
+# Chunk size on a CPU, so that the working set fits in its cache.
 _CPU_CHUNK_ELEMENTS = 2**17
 
 
@@ -43,7 +43,7 @@ def mask_tokens(scores: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | 
 
 @dataclass(frozen=True)
 class _RandomRows:
-    """Sampling options of some rows; a filter that no row uses is None."""
+    """Sampling options of some rows; None for a filter that no row uses."""
 
     temperature: torch.Tensor
     keys: torch.Tensor
@@ -61,7 +61,7 @@ class _RandomRows:
         )
 
     def needs_order(self, vocab_size: int) -> torch.Tensor:
-        """[R] bool: rows whose filters look at the order of the tokens."""
+        """[R] bool: rows whose filters depend on the order of the tokens."""
         needed = torch.zeros_like(self.temperature, dtype=torch.bool)
         if self.top_k is not None:
             needed |= self.top_k < vocab_size
@@ -71,12 +71,12 @@ class _RandomRows:
 
 
 def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-    """The token of each row of scores [R, V]: [R] int64, -1 where none is admissible.
+    """The token of each row of scores [R, V]: [R] int64, -1 where no token can be chosen.
 
     Reads `temperature`, `seeds`, `positions`, `min_p`, `top_k` and `top_p`.
 
     Raises:
-        ValueError: when temperatures come without seeds and positions.
+        ValueError: when temperatures are given without seeds or positions.
     """
     m = metadata
     if m.temperature is None:
@@ -100,7 +100,7 @@ def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
 
 
 def _take(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """The rows, without a copy when they are all of them."""
+    """The selected rows; not copied if they are all rows."""
     return scores if rows.numel() == scores.shape[0] else scores[rows]
 
 
@@ -110,7 +110,7 @@ def _greedy(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _race(scores: torch.Tensor, params: _RandomRows) -> torch.Tensor:
-    """Race of all tokens, after min_p."""
+    """Exponential race of all tokens, after min_p."""
     vocab_size = scores.shape[-1]
     token_ids = torch.empty(scores.shape[0], dtype=torch.int64, device=scores.device)
     hashes = token_hashes(vocab_size, scores.device)
@@ -126,11 +126,11 @@ def _race(scores: torch.Tensor, params: _RandomRows) -> torch.Tensor:
 def _ordered_race(
     scores: torch.Tensor, params: _RandomRows, num_candidates: int | None = None
 ) -> torch.Tensor:
-    """Race of the tokens that top_k and top_p leave, which are looked for among the most likely.
+    """Exponential race of the tokens that top_k and top_p keep, among the most likely candidates.
 
-    A row is decided when its last kept token is strictly more likely than the last candidate:
-    then neither tokens beyond the candidates nor ties at their end matter. Other rows look at
-    more candidates, so the result never depends on their number.
+    A row is final when its last kept token is strictly more likely than its last candidate: then
+    neither further tokens nor ties matter. Other rows are repeated with more candidates, so the
+    result does not depend on their number.
     """
     vocab_size = scores.shape[-1]
     if num_candidates is None:
@@ -166,9 +166,9 @@ def _first_num_candidates(params: _RandomRows, vocab_size: int) -> int:
 def _kept(
     weights: torch.Tensor, scores: torch.Tensor, maximum: torch.Tensor, params: _RandomRows
 ) -> torch.Tensor:
-    """[R, K] bool, true for a prefix of each row's candidates: what the filters leave.
+    """[R, K] bool, a prefix of each row's candidates: those that the filters keep.
 
-    A weight of 0 (masked, or underflown) is never kept.
+    A weight of 0 (masked or underflown) is never kept.
     """
     kept = weights > 0
     vocab_size = scores.shape[-1]
@@ -191,9 +191,9 @@ def _kept(
 
 
 def _weights(scores: torch.Tensor, maximum: torch.Tensor, params: _RandomRows) -> torch.Tensor:
-    """Probabilities relative to the most likely token's, after temperature and min_p.
+    """Probabilities relative to the most likely token, after temperature and min_p.
 
-    The maximum is taken off first, so that a tiny temperature cannot overflow.
+    The maximum is subtracted first, so that a tiny temperature cannot overflow.
     """
     weights = (scores - maximum).div_(params.temperature[:, None]).exp_()
     if params.min_p is not None:
@@ -204,7 +204,7 @@ def _weights(scores: torch.Tensor, maximum: torch.Tensor, params: _RandomRows) -
 def _total_weights(
     scores: torch.Tensor, maximum: torch.Tensor, params: _RandomRows
 ) -> torch.Tensor:
-    """[R] float64. Summed block by block, which torch does alike for any number of rows."""
+    """[R] float64, summed in blocks, so that the result does not depend on the number of rows."""
     totals = []
     for some in _row_chunks(scores):
         weights = _weights(scores[some], maximum[some], params.select(some))

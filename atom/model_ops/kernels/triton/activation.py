@@ -11,7 +11,7 @@ _LARGEST_TILE = 1024
 
 @triton.jit
 def _silu_and_mul(x_ptr, out_ptr, row_stride, SIZE: tl.constexpr, TILE: tl.constexpr):
-    """Grid: rows, tiles of a row's SIZE results."""
+    """Grid: rows, tiles of the SIZE outputs of a row."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * TILE + tl.arange(0, TILE)
     mask = columns < SIZE

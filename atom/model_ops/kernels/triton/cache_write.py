@@ -14,7 +14,7 @@ _LARGEST_TILE = 1024
 
 @triton.jit
 def quantize(x, scale_ptr, dtype: tl.constexpr, LARGEST: tl.constexpr):
-    """x / scale as an 8-bit type: rounded to nearest even, too large is the largest, NaN stays."""
+    """x / scale as an FP8 type: rounded to nearest even, saturated, NaN preserved."""
     scaled = tl.div_rn(x.to(tl.float32), tl.full(x.shape, 0.0, tl.float32) + tl.load(scale_ptr))
     scaled = tl.where(scaled > LARGEST, LARGEST, scaled)
     scaled = tl.where(scaled < -LARGEST, -LARGEST, scaled)
@@ -45,12 +45,12 @@ def _write(
     QUANTIZED: tl.constexpr,
     LARGEST: tl.constexpr,
 ):
-    """Grid: tokens, tiles of a token's SIZE = kv_heads * d numbers."""
+    """Grid: tokens, tiles of a token's SIZE = kv_heads * d elements."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
     tl.device_assert(slot < num_slots, "slot beyond the cache")
     elements = tl.program_id(1) * TILE + tl.arange(0, TILE)
-    # Nobody's memory is written whatever a slot says.
+    # Invalid slots never cause an out-of-bounds write.
     mask = (elements < SIZE) & (slot >= 0) & (slot < num_slots)
     heads = elements // HEAD_DIM
     dims = elements % HEAD_DIM
@@ -69,7 +69,7 @@ def _write(
 def kv_cache_write(
     k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor, slot_mapping: torch.Tensor
 ) -> None:
-    """Write k, v [T, kv_heads, d] to their slots [T] int64; slot -1 writes nothing.
+    """Write k, v [T, kv_heads, d] to their slots [T] int64; slot -1 is skipped.
 
     Raises:
         ValueError: when the tensors do not fit together.

@@ -1,13 +1,14 @@
-"""Choosing tokens in a chain of launches that never waits for the host.
+"""Samples tokens in a fixed sequence of launches, without host syncs.
 
-A row runs four kernels, split over its vocabulary except where its order matters:
+A row is processed by four kernels; except for the second, each splits it over the vocabulary:
 
-1. the largest score of every part of a row;
-2. for rows with top_k or top_p, the last kept token: the tokens sorted by score, then by lowest
-   id, are kept up to it. Scores become integers of the same order, among which bisection looks
-   for a count (top_k) or a mass (top_p). Masses are sums of integers, hence the same in any order;
-3. the winner of every part's race, packed so that the largest integer wins: the order of the
-   value above, the reversed token id below;
+1. the maximum score of each part;
+2. for rows with top_k or top_p, the last kept token, in descending order of score and then
+  ascending order of id. Scores become integers of the same order, and bisection over these finds
+  the count (top_k) or the probability mass (top_p). Masses are integers, so their sums do not
+  depend on the order;
+3. the winner of each part's exponential race, packed into an integer: the order of its value in the
+  upper bits, the reversed token id in the lower ones;
 4. the winner of the row.
 """
 
@@ -21,25 +22,25 @@ from atom.model_ops.kernels.triton.noise import exponential, random_bits, row_ke
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpQuery
 
-# The masses of all tokens together fit into an integer.
+# So that the sum of all masses fits in int64.
 _LARGEST_VOCABULARY = 2**18
-_PART = 4096  # tokens of one program of a split row
-_TILE = 8192  # tokens that a program which reads a whole row takes at once
-# Lines of one gathered tensor: how they are aligned depends on the number of rows.
+_PART = 4096  # tokens per program when a row is split
+_TILE = 8192  # tokens per iteration when a program reads a whole row
+# Rows of one gathered tensor, whose alignment depends on the number of rows.
 _OPTIONS = ["temperature_ptr", "min_p_ptr", "top_k_ptr", "top_p_ptr"]
 
 _INT_MIN = tl.constexpr(-(2**31))
 _INT_MAX = tl.constexpr(2**31 - 1)
 _ORDER_OF_INFINITY = tl.constexpr(0x7F800000)
 _ORDER_OF_NEGATIVE_INFINITY = tl.constexpr(-0x7F800001)
-# A weight is at most 1: 2^18 of them fit into 62 bits. Smaller ones than 2^-44 have no mass.
+# A weight is at most 1: 2^18 of them fit in 62 bits. Weights below 2^-44 count as 0.
 _MASS = tl.constexpr(2.0**44)
-# The least normal float32: units that flush smaller numbers to 0 must not divide by it.
+# The smallest normal float32, since denormals may be flushed to 0 and must not be a divisor.
 _LEAST_TEMPERATURE = tl.constexpr(2.0**-126)
 
 
 def refuses(query: OpQuery) -> str | None:
-    """Why tokens of this vocabulary cannot be chosen; None when they can."""
+    """Why this vocabulary is not supported; None if it is."""
     size = query.shape["vocab_size"]
     too_large = size > _LARGEST_VOCABULARY
     return f"vocab_size={size} is larger than {_LARGEST_VOCABULARY}" if too_large else None
@@ -50,7 +51,7 @@ def refuses(query: OpQuery) -> str | None:
 
 @triton.jit
 def _order(scores):
-    """int32 of the same order as the float32 scores; NaN above all, -0 beside 0."""
+    """int32 that sorts like the float32 scores; NaN is highest, -0 next to 0."""
     scores = tl.where(scores == 0.0, 0.0, scores)
     bits = scores.to(tl.int32, bitcast=True)
     ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
@@ -59,21 +60,21 @@ def _order(scores):
 
 @triton.jit
 def _score(order):
-    """The float32 score of an order."""
+    """The float32 score of an `_order` value."""
     bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _load_scores(scores_ptr, token_ids, vocab_size):
-    """Scores as float32; past the end they are -inf."""
+    """Scores as float32; -inf past the end."""
     scores = tl.load(scores_ptr + token_ids, mask=token_ids < vocab_size, other=float("-inf"))
     return scores.to(tl.float32)
 
 
 @triton.jit
 def _row_maximum(maxima_ptr, row, num_parts, PARTS: tl.constexpr):
-    """The order of a row's largest score, and whether it is finite."""
+    """The order of a row's maximum score, and whether it is finite."""
     parts = tl.arange(0, PARTS)
     maxima = tl.load(maxima_ptr + row * num_parts + parts, mask=parts < num_parts, other=_INT_MIN)
     largest = tl.max(maxima, axis=0)
@@ -83,14 +84,14 @@ def _row_maximum(maxima_ptr, row, num_parts, PARTS: tl.constexpr):
 
 @triton.jit
 def _weights(scores, maximum, temperature, min_p):
-    """Probabilities relative to the most likely token's, after temperature and min_p."""
+    """Probabilities relative to the most likely token, after temperature and min_p."""
     weights = tl.exp((scores - maximum) / tl.maximum(temperature, _LEAST_TEMPERATURE))
     return tl.where(weights < min_p, 0.0, weights)
 
 
 @triton.jit
 def _mass(order, maximum, temperature, min_p):
-    """int64 mass of one token of that order; none below the order of -inf."""
+    """int64 mass of one token; 0 below the order of -inf."""
     score = _score(tl.maximum(order, _ORDER_OF_NEGATIVE_INFINITY))
     return (_weights(score, maximum, temperature, min_p) * _MASS).to(tl.int64)
 
@@ -122,9 +123,9 @@ def _probe(
     scores_ptr, vocab_size, middle, floor, maximum, temperature, min_p,
     COUNTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """What the tokens whose order is at least `middle` amount to: their number, or their mass.
+    """Number or mass of the tokens whose order is at least `middle`.
 
-    Also the least of those orders, and the largest one below `middle` and not below `floor`.
+    Also the smallest of those orders, and the largest order in floor .. middle - 1.
     """
     total = tl.zeros([TILE], tl.int32 if COUNTS else tl.int64)
     above = tl.full([TILE], _INT_MAX, tl.int32)
@@ -151,13 +152,13 @@ def _bisect(
     scores_ptr, vocab_size, wanted, low, high, maximum, temperature, min_p,
     COUNTS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """The largest order in low .. high from which on tokens amount to at least `wanted`.
+    """The largest order in low .. high such that tokens of at least this order amount to `wanted`.
 
-    Tokens from `low` on must do so; `high` is the largest order. Both ends move to orders that
-    tokens have, so that few steps remain between scores of a coarse type.
+    This must hold for `low`; `high` is the largest order. Both ends move to orders that occur, so
+    that scores of a coarse dtype need few steps.
 
     Returns:
-        That order, and what the tokens above it amount to.
+        That order, and the amount of the tokens above it.
     """
     floor = low
     low = low.to(tl.int64)
@@ -177,7 +178,7 @@ def _bisect(
 
 @triton.jit
 def _nth_id(scores_ptr, vocab_size, order, n, TILE: tl.constexpr):
-    """The id of the n-th token, from 1, among those of an order; INT_MAX when there are fewer."""
+    """The id of the n-th token (from 1) with this order; INT_MAX if there are fewer."""
     seen = n & 0
     token_id = seen.to(tl.int32) + _INT_MAX
     for start in range(0, vocab_size, TILE):
@@ -211,14 +212,14 @@ def _last_kept(
     TOP_P: tl.constexpr,
     TILE: tl.constexpr,
 ):
-    """Grid: rows. Of the tokens of the last kept order, ids up to the last kept one are kept."""
+    """Grid: rows. Writes the order and the id of the last kept token."""
     row = tl.program_id(0).to(tl.int64)
     temperature, min_p = _options(temperature_ptr, min_p_ptr, row, MIN_P)
     largest, is_finite = _row_maximum(maxima_ptr, row, num_parts, PARTS)
     maximum = _score(largest)
     scores_ptr += row * row_stride
     order = largest * 0 + _INT_MIN
-    # How many tokens of the last order are kept; all when it is the least of all.
+    # How many tokens of the last order are kept; all of them by default.
     ties = (largest * 0).to(tl.int64) + _INT_MAX
     is_random = is_finite & (temperature > 0)
     if TOP_K:
@@ -294,7 +295,7 @@ def _race(
                 weights = tl.where(kept, weights, 0.0)
             k0, k1 = row_keys(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
             race = weights / exponential(random_bits(token_ids, k0, k1))
-            # Nothing wins a row without a likely token: -inf is what `_winner` looks for.
+            # A row without likely tokens has no winner: `_winner` checks for -inf.
             runs = is_finite & (race > 0)
             values = tl.where(runs, _order(race), _ORDER_OF_NEGATIVE_INFINITY)
     values = tl.where(token_ids < vocab_size, values, _INT_MIN)
@@ -315,12 +316,12 @@ def _winner(winners_ptr, token_ids_ptr, num_parts, PARTS: tl.constexpr):
 
 
 def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
-    """The token of each row of scores [R, V]: [R] int64, -1 where none is admissible.
+    """The token of each row of scores [R, V]: [R] int64, -1 where no token can be chosen.
 
     Reads `temperature`, `seeds`, `positions`, `min_p`, `top_k` and `top_p`.
 
     Raises:
-        ValueError: when temperatures come without seeds and positions.
+        ValueError: when temperatures are given without seeds or positions.
     """
     m = metadata
     if m.temperature is not None and (m.seeds is None or m.positions is None):
@@ -337,7 +338,7 @@ def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
     sizes = (scores.stride(0), vocab_size, num_parts)
     num_columns = triton.next_power_of_2(num_parts)
     winners = torch.empty(grid, dtype=torch.int64, device=scores.device)
-    # A kernel without random rows is given tensors that it does not read.
+    # Placeholders for tensors that the kernel does not read.
     maxima = last_order = last_id = winners
     is_filtered = m.temperature is not None and not (m.top_k is None and m.top_p is None)
     if m.temperature is not None:
@@ -385,5 +386,5 @@ def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
 
 
 def _or(option: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor:
-    """The option, or a tensor in its place that the kernel does not read."""
+    """The option, or a placeholder that the kernel does not read."""
     return unread if option is None else option

@@ -1,9 +1,8 @@
-"""What the attention kernels over a paged cache share: one pass of keys with an online softmax.
+"""Shared by the paged attention kernels: a pass over keys with an online softmax.
 
-The query heads of one KV head are extra queries, so keys and values are read once for all of
-them: row r of a sequence is query r // GROUP, head r % GROUP of the group. Scores, sums and the
-softmax are float32; scores are in units of log2, since exp2 is what the hardware has.
-
+The query heads of one KV head are treated as extra queries, so keys and values are read once for
+all of them: row r of a sequence is query r // GROUP, head r % GROUP of the group. Scores, sums and
+softmax are float32; scores are in log2 units, since the hardware has exp2.
 Source: Dao et al., FlashAttention, arXiv 2205.14135; Milakov and Gimelshein, arXiv 1805.02867.
 """
 
@@ -21,7 +20,7 @@ from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
 LOG2_E = 1.4426950408889634
-# The matrix units want 16 rows; a smaller product is computed without them, slowly.
+# Matrix instructions need 16 rows; smaller products are computed slowly without them.
 SMALLEST_TILE = 16
 _TILE_BYTES = 16384
 _LARGEST_KEY_TILE = 64
@@ -34,7 +33,7 @@ _TRITON_DTYPES = {
 
 
 def refuses(query: OpQuery) -> str | None:
-    """Why attention over a paged cache cannot be computed; None when it can."""
+    """Why this attention is not supported; None if it is."""
     head_dim = query.shape["head_dim"]
     if head_dim > _LARGEST_HEAD:
         return f"head_dim={head_dim} is larger than {_LARGEST_HEAD}"
@@ -43,15 +42,15 @@ def refuses(query: OpQuery) -> str | None:
 
 @triton.jit
 def soften(scores, total, top):
-    """Go on with the softmax of M rows by scores [M, N], in units of log2.
+    """Continue the online softmax of M rows with scores [M, N], in log2 units.
 
-    total [M] and top [M] are the sum of weights and the largest score so far.
+    total [M] and top [M]: sum of weights and maximum score so far.
 
     Returns:
-        The weights [M, N], the decay [M] of what was weighed before, and the new total and top.
+        Weights [M, N], decay [M] of the earlier sums, new total and top.
     """
     new_top = tl.maximum(top, tl.max(scores, 1))
-    # A row that has seen no key yet: -inf - -inf is not a number.
+    # Without any key so far, -inf - -inf would be NaN.
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
     weights = tl.exp2(scores - shift[:, None])
     decay = tl.exp2(top - shift)
@@ -60,9 +59,9 @@ def soften(scores, total, top):
 
 @triton.jit
 def join(acc, total, top, values, lse):
-    """Go on with the mean of parts, values [N, D], that weigh 2 ** lse [N]: the sums of both.
+    """Continue a weighted mean with values [N, D] of weights 2 ** lse [N]: the new sums.
 
-    acc [D], total and top are as in `soften`; a part that weighs 2 ** -inf counts for nothing.
+    acc [D]; total and top are as in `soften`. An lse of -inf counts nothing.
     """
     new_top = tl.maximum(top, tl.max(lse, 0))
     shift = tl.where(new_top == float("-inf"), 0.0, new_top)
@@ -84,12 +83,11 @@ def visit_keys(
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
     WINDOWED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Go on with a softmax over keys begin .. end of one sequence and one KV head.
+    """Continue the softmax over keys begin .. end of one sequence and one KV head.
 
-    `state` is (acc [M, D], total [M], top [M]): the weighed values, and as in `soften`. q [M, D],
-    positions [M] of the queries. `pool` is (the sequence's block table, the head's keys, its
-    values, and the strides of a block and a token).
-    MASKED=False: every query sees every key, and end - begin is a multiple of BLOCK_N.
+    `state` is (acc [M, D], total [M], top [M]): weighted values, and sums as in `soften`. q [M, D],
+    query positions [M]. `pool` is (block table, keys and values of the head, strides of a block and
+    a token). MASKED=False: every query sees every key, and end - begin is a multiple of BLOCK_N.
     """
     acc, total, top = state
     table_ptr, key_ptr, value_ptr, block_stride, token_stride = pool
@@ -103,7 +101,7 @@ def visit_keys(
         real = inside[:, None]
         if HEAD_DIM != D:
             real = real & (dims < HEAD_DIM)[None, :]
-        # A block's offset may lie beyond 2^31: int64 before the multiplication.
+        # A block's offset may exceed 2^31, hence int64.
         blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
         offsets = blocks * block_stride + (tokens % BLOCK_SIZE) * token_stride
         offsets = offsets[:, None] + dims[None, :]
@@ -129,7 +127,7 @@ def nothing_seen(M: tl.constexpr, D: tl.constexpr):
 
 @triton.jit
 def mean_value(acc, total, scale_ptr):
-    """acc [M, D] over total [M], in real numbers; zeros for a row that saw no key."""
+    """acc [M, D] / total [M], times the value scale; zero for a row without keys."""
     mean = acc / tl.where(total == 0.0, 1.0, total)[:, None]
     if scale_ptr is not None:
         mean = mean * tl.load(scale_ptr)
@@ -138,12 +136,12 @@ def mean_value(acc, total, scale_ptr):
 
 @dataclass(frozen=True)
 class KeyTiles:
-    """How the kernels cut head sizes and keys.
+    """Tile sizes.
 
     Attributes:
         compute: Triton's type of the products.
-        width: the head size, padded to a power of two.
-        keys: keys of a tile.
+        width: head size, padded to a power of two.
+        keys: keys per tile.
     """
 
     compute: tl.dtype
@@ -154,11 +152,11 @@ class KeyTiles:
 def key_tiles(q: torch.Tensor, kv_cache: KVCacheTensor) -> KeyTiles:
     """The tiles for q [T, heads, d] over a cache.
 
-    8-bit keys are widened to the type of q. Two different wider types meet in float32, which
-    holds both.
+    FP8 keys are converted to the dtype of q. Two different wider dtypes are both converted to
+    float32.
 
     Raises:
-        ValueError: when the tensors do not fit together.
+        ValueError: when the tensors do not match.
     """
     key, value = kv_cache.key, kv_cache.value
     if (
@@ -183,7 +181,7 @@ def key_tiles(q: torch.Tensor, kv_cache: KVCacheTensor) -> KeyTiles:
 
 
 def padded(size: int) -> int:
-    """A width that a matrix instruction takes; what lies beyond `size` is masked."""
+    """A width that matrix instructions support; elements beyond `size` are masked."""
     return max(int(triton.next_power_of_2(size)), SMALLEST_TILE)
 
 
@@ -194,7 +192,7 @@ def cache_arguments(
     scale: float,
     sliding_window: int | None,
 ) -> dict[str, Any]:
-    """What every kernel over a paged cache is launched with, by parameter."""
+    """Launch arguments of all paged attention kernels, by name."""
     key = kv_cache.key
     return {
         "q_ptr": q,
@@ -218,7 +216,7 @@ def cache_arguments(
 
 
 def tile_arguments(q: torch.Tensor, key: torch.Tensor, tiles: KeyTiles) -> dict[str, Any]:
-    """The constants of a kernel for any group of query heads, by parameter."""
+    """Constants of a kernel for grouped query heads, by name."""
     num_heads, head_dim = q.shape[1:]
     return {
         "NUM_HEADS": num_heads,

@@ -1,4 +1,4 @@
-"""Masks on logits."""
+"""Grammar masks on logits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def _mask(
     scores_ptr, words_ptr, rows_ptr, row_stride, vocab_size, words_per_row,
     ALL_ROWS: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Grid: masks, tiles of the vocabulary. Scores are written and never read."""
+    """Grid: masks, tiles of the vocabulary. Scores are written without being read."""
     mask = tl.program_id(0).to(tl.int64)
     row = mask
     if not ALL_ROWS:

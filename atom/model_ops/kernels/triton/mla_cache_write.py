@@ -1,4 +1,4 @@
-"""Latents and rotated key parts to their slots of the paged cache."""
+"""Writes MLA latents and rotated key parts to the paged cache."""
 
 from __future__ import annotations
 
@@ -19,10 +19,9 @@ def mla_cache_write(
     kv_cache: LatentCacheTensor,
     slot_mapping: torch.Tensor,
 ) -> None:
-    """Write latent [T, rank] and k_rope [T, rope] to their slots; slot -1 writes nothing.
+    """Write latent [T, rank] and k_rope [T, rope] to their slots; slot -1 is skipped.
 
-    With a scale, what is stored is the value over the scale, within the storage's finite range
-    and rounded to nearest even.
+    With a scale, value / scale is stored, clamped to the finite range and rounded to nearest even.
     """
     pool = kv_cache.latent
     largest = 0.0 if kv_cache.scale is None else torch.finfo(pool.dtype).max
@@ -59,7 +58,7 @@ def _write_kernel(
     LARGEST: tl.constexpr,
     TOKENS: tl.constexpr,
 ):
-    """Program (tile of tokens)."""
+    """Grid: tiles of tokens."""
     tokens = tl.program_id(0).to(tl.int64) * TOKENS + tl.arange(0, TOKENS)
     slots = tl.load(slots_ptr + tokens, mask=tokens < num_tokens, other=-1).to(tl.int64)
     live = (slots >= 0)[:, None]

@@ -1,13 +1,13 @@
-"""Latent attention in the latent space: a few queries per sequence over a long context.
+"""MLA attention in the latent space, for a few queries per sequence over a long context.
 
-Queries are carried into the latent space first ("absorbed"), so that all heads of all queries of
-a sequence are rows that attend to one shared key: the latent and the rotated part. A program
-takes up to 64 such rows (padded to 16, the least that a matrix instruction takes: 8 heads of one
-rank run here, not on a slow path), reads each cached token once and uses it twice, as key and as
-value. The context is split over programs, whose partial results a second kernel joins. What
-leaves is carried from the latent space to every head's values.
+Queries are first projected into the latent space ("absorbed"), so all heads of all queries of a
+sequence are rows that attend to one shared key: the latent and the rotated part. A program computes
+up to 64 rows (padded to 16, the minimum of a matrix instruction; so 8 heads per rank run here,
+too), and reads each cached token once as both key and value. The context is split over programs,
+and a second kernel combines their results. The output is projected from the latent space to every
+head's values.
 
-Both carryings are one product per head, left to torch.
+Both projections are one product per head, in torch.
 
 Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; split contexts as in Flash-Decoding.
 """
@@ -26,26 +26,26 @@ from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
 
-# A tile of keys, this wide, has to fit into the memory that a compute unit shares.
+# A tile of keys of this width must fit in shared memory.
 _LARGEST = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-# Enough programs to fill the largest GPU (304 compute units) once and half again.
+# Enough programs to fill the largest GPU (304 compute units) more than once.
 _PROGRAMS = 512
 _MAX_SPLITS = 256
-# A split of fewer keys costs more in joining than it saves.
+# Minimum keys per split: with fewer, combining costs more than it saves.
 _LEAST_KEYS = 64
 _JOIN_SPLITS = 16
 _JOIN_COLUMNS = 128
-# Sums of 32 rows and more fit into the registers of 4 warps on ROCm, and of 8 on CUDA. In
-# `mla_prefill` every wave holds whole tiles of keys and values: on ROCm 8 have no room.
+# Accumulators of 32 or more rows fit in the registers of 4 warps on ROCm, and of 8 on CUDA. In
+# `mla_prefill` every warp holds whole tiles of keys and values, and on ROCm 8 warps do not fit.
 WARPS = 4 if current_platform().kind == "rocm" else 8
 
-# Lengths and offsets change from batch to batch: one compiled kernel serves them all.
+# Not specialised, so that one compiled kernel serves all batches.
 _VARYING = ["table_stride", "splits", "num_rows", "carried_head_stride"]
 _SLICES = ["rope_ptr", "tables_ptr", "contexts_ptr", "starts_ptr"]
 
 
 def refuses(query: OpQuery) -> str | None:
-    """Why latent attention cannot be computed; None when it can."""
+    """Why this attention is not supported; None if it is."""
     for name, largest in _LARGEST.items():
         if query.shape[name] > largest:
             return f"{name}={query.shape[name]} is larger than {largest}"
@@ -61,8 +61,7 @@ def mla_decode(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
 
-    The last query of a sequence sits at the last position of its context. No device tensor is
-    read on the host.
+    The last query of a sequence sits at the last position of its context. No host sync.
     """
     heads, up_rows, rank = up_proj.shape
     nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)
@@ -79,7 +78,7 @@ def attend_absorbed(
     scale: float,
     out: torch.Tensor,
 ) -> None:
-    """`mla_decode` of any lengths into `out` [T, heads, v]."""
+    """`mla_decode` for any query lengths, into `out` [T, heads, v]."""
     rank = up_proj.shape[2]
     nope = q.shape[-1] - (kv_cache.latent.shape[-1] - rank)
     carried = torch.bmm(q[..., :nope].transpose(0, 1), up_proj[:, :nope])
@@ -90,7 +89,8 @@ def attend_absorbed(
 @dataclass(frozen=True)
 class _Tiles:
     """Attributes:
-    rows: (query, head) pairs of a program. keys: cached tokens of a step.
+    rows: (query, head) pairs per program.
+    keys: cached tokens per iteration.
     """
 
     rows: int
@@ -99,7 +99,7 @@ class _Tiles:
 
 
 def _tiles(rows: int, dtype: torch.dtype) -> _Tiles:
-    """For a latent of 512: a tile of keys takes 36 KiB of the 64 KiB that gfx942 shares."""
+    """For a latent of 512, a tile of keys takes 36 KiB of gfx942's 64 KiB of LDS."""
     if dtype is torch.float32:
         return _Tiles(16, 16, 4)
     size = min(max(int(triton.next_power_of_2(rows)), 16), 64)
@@ -107,7 +107,7 @@ def _tiles(rows: int, dtype: torch.dtype) -> _Tiles:
 
 
 def num_splits(programs: int, max_context_len: int) -> int:
-    """Splits of every context, a power of two: `programs` is how many there are without any."""
+    """Splits of every context, a power of two. `programs` is their number without splits."""
     wanted = min(_PROGRAMS // programs, -(-max_context_len // _LEAST_KEYS), _MAX_SPLITS)
     return 1 << (max(wanted, 1).bit_length() - 1)
 
@@ -157,7 +157,7 @@ def _attend(
 
 @triton.jit
 def _split_keys(context, splits, KEYS: tl.constexpr, LEAST_KEYS: tl.constexpr):
-    """Keys of one split, a multiple of KEYS; the last ones of a short context get none."""
+    """Keys per split, a multiple of KEYS; the last splits of a short context are empty."""
     return tl.maximum(tl.cdiv(tl.cdiv(context, splits), KEYS) * KEYS, LEAST_KEYS)
 
 
@@ -192,7 +192,7 @@ def _absorbed_kernel(
     LEAST_KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Program (tile of rows, sequence, split). Row r is head r % HEADS of query r // HEADS."""
+    """Grid: tiles of rows, sequences, splits. Row r is head r % HEADS of query r // HEADS."""
     tile, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + sequence)
     length = tl.load(starts_ptr + sequence + 1) - start
@@ -204,7 +204,7 @@ def _absorbed_kernel(
     rows = tile * ROWS + tl.arange(0, ROWS)
     query, head = rows // HEADS, rows % HEADS
     live = query < length
-    position = context - length + query  # of each row: it sees the keys up to there
+    position = context - length + query  # of each row, which sees the keys up to it
     token = (start + query).to(tl.int64)
     ranks, ropes = tl.arange(0, RANK_PADDED), tl.arange(0, ROPE_PADDED)
     q_latent = tl.load(
@@ -229,7 +229,7 @@ def _absorbed_kernel(
     for key in range(first, end, KEYS):
         keys = key + tl.arange(0, KEYS)
         inside = keys < end
-        # Block ids are 32 bits wide, what they are multiplied with overflows them.
+        # Block ids are int32, and the product with the stride can overflow.
         if BLOCK_SIZE % KEYS == 0:
             block = tl.load(tables_ptr + sequence * table_stride + key // BLOCK_SIZE).to(tl.int64)
             base = cache_ptr + block * cache_block_stride + key % BLOCK_SIZE * cache_token_stride
@@ -250,7 +250,7 @@ def _absorbed_kernel(
         weights, decay, total, top = soften(scores, total, top)
         acc = acc * decay[:, None]
         acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
-    total = tl.where(total > 0, total, 1.0)  # of a row that sees nothing of this split
+    total = tl.where(total > 0, total, 1.0)  # rows without keys in this split
     acc = acc * (stored_scale / total)[:, None]
     row = token * HEADS + head
     if SPLIT:
@@ -279,7 +279,7 @@ def _join_kernel(
     KEYS: tl.constexpr,
     LEAST_KEYS: tl.constexpr,
 ):
-    """Program (row, sequence, tile of columns): the splits' results, weighed by their sums."""
+    """Grid: rows, sequences, tiles of columns. Combines the splits, weighted by their sums."""
     row, sequence = tl.program_id(0), tl.program_id(1)
     start = tl.load(starts_ptr + sequence)
     length = tl.load(starts_ptr + sequence + 1) - start

@@ -1,18 +1,18 @@
-"""Latent attention for prompts: every head's keys and values are built, in bounded chunks.
+"""MLA attention for prefill: expands latents to keys and values of every head, in bounded rounds.
 
-Which reading of the sum is cheaper depends on the sequence, not on the batch. Building a key and
-a value costs `rank * (nope + v)` products per head and cached token, which many queries share;
-each query then saves `2 * rank - nope - v` against the latent space. So a batch is cut into runs
-of short and of long sequences (`absorb_limit`: 170 queries for DeepSeek-V3 and Kimi-K2): short
-ones, such as the decoding neighbours of a prompt's chunk, go to the absorbed kernel, whatever
-the length of their contexts; long ones are expanded here.
+Whether expanding is cheaper depends on the sequence. Building a key and a value costs `rank * (nope
++ v)` products per head and cached token, shared by all queries; each query then saves `2 * rank -
+nope - v` compared with the latent space. So a batch is cut into runs of short and of long sequences
+(`absorb_limit`: 170 queries for DeepSeek-V3 and Kimi-K2). Short ones, such as decoding sequences
+beside a prefill chunk, go to the absorbed kernel, whatever their context length; long ones are
+expanded here.
 
-Expanding goes in rounds, so that its memory does not grow with the context: a kernel gathers the
-round's latents out of the paged cache, one dense product makes keys and values of them, and a
-causal kernel with keys and values of different widths lets all queries visit them. A query that
-has more to see in a later round leaves its running maximum, sum and mean in memory.
+Expansion goes in rounds, so its memory does not grow with the context: a kernel gathers the round's
+latents from the paged cache, one dense product expands them to keys and values, and a causal
+attention kernel runs over them. A query with keys in a later round keeps its running maximum, sum
+and weighted values in memory.
 
-How much there is to do follows from lengths that the host knows; no device tensor is read there.
+All sizes follow from the lengths on the host; no device tensor is read there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from atom.model_ops.kernels.triton.flash import LOG2_E, nothing_seen, padded, so
 from atom.model_ops.kernels.triton.mla_decode import WARPS, attend_absorbed
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 
-# Keys and values of one round: 128 MiB in 16 bits.
+# Keys and values of one round: 128 MiB in 16-bit types.
 _ROUND_ELEMENTS = 1 << 26
 _GATHERED_TOKENS = 16
 _PIECE_FIELDS = 4
@@ -60,7 +60,9 @@ def mla_prefill(
 def _runs(
     metadata: AttentionMetadata, limit: float
 ) -> Iterator[tuple[bool, slice, AttentionMetadata]]:
-    """Neighbouring sequences of at most `limit` queries or of more: is it short, its tokens."""
+    """Runs of sequences with at most `limit` queries, or with more: (is short, token slice,
+    metadata).
+    """
     lens = metadata.query_lens_cpu
     starts = [0, *accumulate(lens)]
     for short, group in groupby(range(len(lens)), lambda b: lens[b] <= limit):
@@ -71,7 +73,7 @@ def _runs(
 
 
 def _select(metadata: AttentionMetadata, rows: slice, tokens: slice) -> AttentionMetadata:
-    """Some sequences of a batch, as a batch."""
+    """The metadata of some sequences of a batch."""
     known = metadata.context_lens_cpu
     lens = metadata.query_lens_cpu[rows]
     if len(lens) == len(metadata.query_lens_cpu):
@@ -92,9 +94,11 @@ def _select(metadata: AttentionMetadata, rows: slice, tokens: slice) -> Attentio
 
 
 def plan_rounds(contexts: Sequence[int], room: int) -> list[list[tuple[int, int, int, int]]]:
-    """Pieces of contexts, at most `room` tokens a round: (sequence, first key, end, row).
+    """Split contexts into rounds of at most `room` tokens: lists of (sequence, first key, end,
+    row).
 
-    A sequence's pieces lie in ascending rounds, one in each; `row` is where its first key goes.
+    A sequence has at most one piece per round, in ascending order; `row` is the position of the
+    piece's first key in the round.
     """
     rounds: list[list[tuple[int, int, int, int]]] = [[]]
     row = 0
@@ -131,7 +135,7 @@ def _attend_expanded(
     expanded = q.new_empty(most, heads, up_rows)
     state = None
     if len(rounds) > 1:
-        # What a query leaves for the next round: weighted values, then their sum and maximum.
+        # State between rounds: weighted values, then their sum and maximum.
         state = q.new_empty(q.shape[0], heads, out.shape[2] + 2, dtype=torch.float32)
     dense = up_proj.reshape(heads * up_rows, rank).t()
     for pieces in rounds:
@@ -150,7 +154,7 @@ def _gather(
     longest: int,
     gathered: torch.Tensor,
 ) -> None:
-    """A round's latents and rotated parts to rows of `gathered`."""
+    """Copy a round's latents and rotated key parts to rows of `gathered`."""
     latent = kv_cache.latent
     _gather_kernel[(triton.cdiv(longest, _GATHERED_TOKENS), plan.shape[0])](
         latent, kv_cache.scale,
@@ -171,7 +175,7 @@ def _visit(
     state: torch.Tensor | None,
     out: torch.Tensor,
 ) -> None:
-    """All queries see a round's keys."""
+    """Attend from all queries to a round's keys."""
     heads, v_dim = out.shape[1:]
     nope = expanded.shape[2] - v_dim
     rope = q.shape[2] - nope
@@ -205,7 +209,7 @@ def _gather_kernel(
     TOKENS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Program (tile of tokens, piece)."""
+    """Grid: tiles of tokens, pieces."""
     piece_ptr = pieces_ptr + tl.program_id(1) * FIELDS
     sequence, first, row = tl.load(piece_ptr), tl.load(piece_ptr + 1), tl.load(piece_ptr + 3)
     end = tl.minimum(tl.load(piece_ptr + 2), tl.load(contexts_ptr + sequence))
@@ -213,7 +217,7 @@ def _gather_kernel(
     keys = first + offsets
     inside = keys < end
     columns = tl.arange(0, PADDED)
-    # Block ids are 32 bits wide, what they are multiplied with overflows them.
+    # Block ids are int32, and the product with the stride can overflow.
     block = tl.load(
         tables_ptr + sequence.to(tl.int64) * table_stride + keys // BLOCK_SIZE,
         mask=inside,
@@ -254,7 +258,9 @@ def _see(
     KEYS: tl.constexpr,
     CAUSAL: tl.constexpr,
 ):
-    """Keys first .. end; unless CAUSAL whole tiles of them, all visible. Pointers are key 0's."""
+    """Attend to keys first .. end. Without CAUSAL they are whole tiles and all visible. Pointers
+    are those of key 0.
+    """
     nopes, ropes = tl.arange(0, NOPE_PADDED), tl.arange(0, ROPE_PADDED)
     values = tl.arange(0, V_PADDED)
     for key in range(first, end, KEYS):
@@ -305,7 +311,7 @@ def _visit_kernel(
     KEYS: tl.constexpr,
     FIELDS: tl.constexpr,
 ):
-    """Program (tile of queries, head, piece); the tiles that see most begin first."""
+    """Grid: tiles of queries (the longest first), heads, pieces."""
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
     piece_ptr = pieces_ptr + tl.program_id(2) * FIELDS
     sequence, first, row = tl.load(piece_ptr), tl.load(piece_ptr + 1), tl.load(piece_ptr + 3)

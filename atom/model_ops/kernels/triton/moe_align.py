@@ -1,4 +1,4 @@
-"""Which expert multiplies which rows: the pairs of token and expert, sorted on the device."""
+"""Sorts (token, expert) pairs by expert on the device."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _CHUNKS = (64, 256, 1024, 4096)
 
 
 def refuses(query: OpQuery) -> str | None:
-    """Why a mixture of so many experts cannot be computed; None when it can."""
+    """Why this number of experts is not supported; None if it is."""
     if query.shape["num_experts"] > _MAX_EXPERTS:
         return f"{query.shape['num_experts']} experts, at most {_MAX_EXPERTS}"
     return None
@@ -23,13 +23,13 @@ def refuses(query: OpQuery) -> str | None:
 
 @dataclass(frozen=True)
 class ExpertBlocks:
-    """Blocks of `block_m` pairs that visit the same expert; pair p is token p // k's visit p % k.
+    """Blocks of `block_m` pairs of the same expert. Pair p is choice p % k of token p // k.
 
     Attributes:
-        pairs: [limit * block_m] int32, each block's pairs in rising order; T * k pads the last
-            block of an expert.
-        experts: [limit] int32, the expert of each block, rising.
-        count: [1] int32, how many blocks there are; what lies beyond is undefined.
+        pairs: [limit * block_m] int32, ascending in each block; an expert's last block is padded
+            with T * k.
+        experts: [limit] int32, the expert of each block, ascending.
+        count: [1] int32, the number of blocks; entries beyond are undefined.
     """
 
     block_m: int
@@ -39,12 +39,12 @@ class ExpertBlocks:
 
     @property
     def limit(self) -> int:
-        """The most blocks there can be, from shapes alone."""
+        """Maximum number of blocks, from shapes alone."""
         return self.experts.shape[0]
 
 
 def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
-    """As many blocks as the worst choice of experts makes of this many pairs."""
+    """The number of blocks in the worst case."""
     visited = min(num_pairs, num_experts)
     return visited + (num_pairs - visited) // block_m
 
@@ -52,8 +52,8 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 def moe_align(ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlocks:
     """Sort the pairs of expert ids [T, k] (contiguous, all in [0, num_experts)) into blocks.
 
-    One launch, one program an expert; the host learns nothing of the ids, so that a graph can
-    capture it. The order is always the same: by expert, then by pair.
+    One launch with one program per expert and no host sync, so a graph can capture it. Pairs are
+    ordered by expert, then by pair.
     """
     num_pairs = ids.numel()
     limit = max_blocks(num_pairs, num_experts, block_m)
@@ -84,7 +84,7 @@ def _align(
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """The blocks of one expert. Every program counts all visits, to know where its blocks start."""
+    """The blocks of one expert. Every program counts all pairs to find where its blocks start."""
     expert = tl.program_id(0)
     lanes = tl.arange(0, CHUNK)
     visits = tl.zeros([BINS], tl.int32)

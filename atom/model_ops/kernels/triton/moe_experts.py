@@ -1,9 +1,8 @@
-"""Mixture of experts as two grouped products and a sum.
+"""Mixture of experts as two grouped GEMMs and a sum.
 
-A token's result does not depend on its batch. Whatever the tile, an output is one float32
-accumulator to which the products of `_BLOCK_K` inputs are added, block after block; tiles share
-the matrix instruction too (see `Tiles`). The visits of a token are summed in the order of its
-ids, without atomics.
+Results are batch-invariant: whatever the tile, an output is one float32 accumulator over blocks of
+`_BLOCK_K` inputs in order, and all tiles use the same matrix instruction (see `Tiles`). A token's
+expert outputs are summed in the order of its ids, without atomics.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from atom.model_ops.kernels.triton.moe_align import ExpertBlocks, moe_align
 from atom.platform import current_platform
 
 _BLOCK_K = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
-# Of the visits' outputs before they are summed. More are made and summed in slices of the hidden
-# dimension, which reads no weight twice.
+# Limit for the expert outputs before they are summed. Beyond it, slices of the hidden dimension are
+# computed in turn, which reads no weight twice.
 _VISITS_BYTES = 256 << 20
 _SLICE = 256
 _SUM_BLOCK = 512
@@ -27,16 +26,16 @@ _SUM_BLOCK = 512
 
 @dataclass(frozen=True)
 class Tiles:
-    """How a product is launched.
+    """Launch parameters of a grouped GEMM.
 
     Attributes:
-        block_m: pairs a program multiplies.
-        block_n: rows of the weights it multiplies them with.
-        weights_first: multiply weights by pairs, not pairs by weights. NVIDIA's instruction for
-            whole warp groups has 64 rows at least: with the weights as its rows, a few pairs are
-            multiplied by the same instruction as many, which keeps results equal.
-        options: of the compiler. AMD's two matrix instructions add up differently: the small one
-            serves few pairs, so that all use it.
+        block_m: pairs per program.
+        block_n: weight rows per program.
+        weights_first: multiply weights by pairs, not pairs by weights. NVIDIA's warp group
+            instruction has at least 64 rows; with weights as its rows, few pairs use the same
+            instruction as many, which keeps results equal.
+        options: for the compiler. AMD's two matrix instructions sum in different orders; all tiles
+            use the small one, which suits few pairs.
     """
 
     block_m: int
@@ -48,14 +47,14 @@ class Tiles:
 
 
 def choose_block_m(num_pairs: int, num_experts: int) -> int:
-    """As many rows as the mean expert fills, from shapes alone."""
+    """A power of two near the mean number of pairs per expert, from shapes alone."""
     if num_pairs <= 8 * num_experts:
         return 16
     return 64 if num_pairs <= 64 * num_experts else 128
 
 
 def choose_tiles(kind: str, block_m: int, num_pairs: int, rows: int, wide: bool) -> Tiles:
-    """Tiles on a platform of this `kind` for weights of so many rows; `wide` is float32."""
+    """Tiles for a platform `kind` and a number of weight rows; `wide` means float32."""
     few = block_m == 16
     if kind == "cuda":
         if few:
@@ -63,7 +62,7 @@ def choose_tiles(kind: str, block_m: int, num_pairs: int, rows: int, wide: bool)
         return Tiles(block_m, 64 if wide else 128, 8, 3, weights_first=True)
     options = {"matrix_instr_nonkdim": 16}
     if few:
-        # Programs enough for every compute unit, before larger tiles.
+        # First enough programs for all compute units, then larger tiles.
         block_n = 32 if num_pairs * triton.cdiv(rows, 64) < 304 else 64
         return Tiles(16, block_n, 2 if block_n == 32 else 4, 4, options=options)
     return Tiles(block_m, 128, 8 if block_m == 128 else 4, 2, options=options)
@@ -82,7 +81,7 @@ def moe_experts(
     valid expert ids, weights [T, k] float32.
 
     Accumulates in float32 and rounds to x's type where memory is written: after silu(gate) * up,
-    after each expert, and at the end. The host learns nothing of the ids.
+    after each expert, and at the end. No host sync.
 
     Raises:
         ValueError: when weights' rows are not contiguous.
@@ -98,7 +97,7 @@ def mixture(
     weights: torch.Tensor,
     ids: torch.Tensor,
 ) -> torch.Tensor:
-    """`moe_experts` in the tiles for a `kind` of platform."""
+    """`moe_experts` with the tiles of a platform `kind`."""
     num_tokens, top_k = ids.shape
     hidden, num_pairs = x.shape[1], ids.numel()
     if w13.stride(2) != 1 or w2.stride(2) != 1:
@@ -129,7 +128,7 @@ def mixture(
 
 
 def _slice_width(num_pairs: int, hidden: int, itemsize: int) -> int:
-    """Hidden features whose visits fit the workspace."""
+    """The number of hidden features whose expert outputs fit in the workspace."""
     fitting = _VISITS_BYTES // (num_pairs * itemsize)
     return min(hidden, max(fitting // _SLICE, 1) * _SLICE)
 
@@ -177,7 +176,7 @@ def grouped_product(
 
 
 def _sum_visits(visits: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """visits [T * k, n], weights [T, k] -> out [T, n], in the order of k."""
+    """visits [T * k, n], weights [T, k] -> out [T, n], summed in the order of k."""
     num_tokens, features = out.shape
     _weighted_sum[(num_tokens, triton.cdiv(features, _SUM_BLOCK))](
         visits,
@@ -219,7 +218,7 @@ def _grouped_product(
 ):
     """One block of pairs times one tile of its expert's rows.
 
-    What lies beyond the last row or pair is computed from a valid address and not stored.
+    Elements beyond the last row or pair are computed from a valid address and not stored.
     """
     tiles = tl.cdiv(rows, BLOCK_N)
     block = tl.program_id(0) // tiles
@@ -231,7 +230,7 @@ def _grouped_product(
     tokens = (tl.minimum(pairs, num_pairs - 1) // VISITS_PER_ROW).to(tl.int64)
     places = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1)
     if GATED:
-        # Gate and up of an output lie side by side.
+        # Interleave the gate and up rows of each output.
         places = places // 2 + (places % 2) * (rows // 2)
     expert = tl.load(experts_ptr + block).to(tl.int64)
     x_ptrs = x_ptr + tokens[:, None] * stride_x + lanes_k[None, :] * stride_input

@@ -1,4 +1,4 @@
-"""The choice of each token's experts in one launch."""
+"""Expert routing in one launch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MAX_TOP_K = 16
 
 
 def refuses(query: OpQuery) -> str | None:
-    """Why experts cannot be chosen; None when they can."""
+    """Why this routing is not supported; None if it is."""
     if query.dtype != torch.float32:
         return f"logits in {query.dtype}, not float32"
     if query.shape["top_k"] > _MAX_TOP_K:
@@ -28,9 +28,9 @@ def moe_route(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k] int64.
 
-    `correction_bias` [experts] takes part in the choice only, never in the weights. A token's
-    experts are listed best first; of equals the lowest id wins, among groups as among experts
-    (torch leaves both open). NaN counts as the best, so that ids are valid whatever the logits.
+    `correction_bias` [experts] affects the choice only, not the weights. Experts are ordered best
+    first; ties go to the lowest id, for groups and experts (torch leaves the order of ties open).
+    NaN ranks highest, so that ids are always valid.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """
@@ -63,7 +63,7 @@ def moe_route(
 
 @triton.jit
 def _key(value, index):
-    """An int64 that orders as (value, -index) does; NaN is above infinity."""
+    """An int64 that sorts like (value, -index), with NaN above infinity."""
     bits = value.to(tl.int32, bitcast=True)
     ordered = bits ^ ((bits >> 31) & 0x7FFFFFFF)
     return (ordered.to(tl.int64) << 32) | (0x7FFFFFFF - index).to(tl.int64)
@@ -83,7 +83,7 @@ def _eligible(
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
 ):
-    """Keys [groups, size] -> [groups] bool: the best groups."""
+    """Keys [groups, size] -> [groups] bool: whether a group is among the best."""
     best = tl.max(keys, 1)
     score = _key_value(best)
     if TOP2_SUM:
@@ -119,7 +119,7 @@ def _route(
     SIZE_PADDED: tl.constexpr,
     TOP_K_PADDED: tl.constexpr,
 ):
-    """One token's experts, as a matrix [groups, size] of keys."""
+    """Routes one token, with its keys as a matrix [groups, size]."""
     token = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + token * stride_token
     groups = tl.arange(0, GROUPS_PADDED)
@@ -150,7 +150,7 @@ def _route(
         ids = tl.where(places == place, 0x7FFFFFFF - (best & 0x7FFFFFFF), ids)
         keys = tl.where(keys == best, _EXCLUDED, keys)
 
-    # The scores again, without the bias.
+    # Weights are computed from the scores without the bias.
     chosen_logits = tl.load(row_ptr + ids * stride_expert)
     if SIGMOID:
         weights = 1.0 / (1.0 + tl.exp(-chosen_logits))

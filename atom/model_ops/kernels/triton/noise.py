@@ -1,4 +1,4 @@
-"""The sampling noise of `atom.model_ops.noise`, bit for bit, inside kernels."""
+"""The sampling noise of `atom.model_ops.noise` inside Triton kernels, identical to the bit."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def row_keys(seed, position):
 
 @triton.jit
 def random_bits(token_ids, k0, k1):
-    """uint32 bits of int32 token ids in the row of these keys."""
+    """uint32 random bits of int32 token ids, in the row of these keys."""
     hashes = token_ids.to(tl.uint32) * 0x9E3779B1
     hashes = _mix(hashes, hashes & 0)
     return _mix(hashes ^ k0, k1)
@@ -49,6 +49,6 @@ def exponential(bits):
     """Standard exponential variates from uint32 bits, float32."""
     v = (bits & 0x7FFFFFFF).to(tl.int32).to(tl.float32) * (2.0**-31) + (2.0**-32)
     v = tl.minimum(v, 1.0 - 2.0**-24)
-    # log1p by a logarithm: the error of rounding u is divided out again.
+    # log1p by log: cancels the rounding error of u.
     u = 1.0 - v
     return tl.where(u == 1.0, v, v * (tl.log(u) / tl.where(u == 1.0, -1.0, u - 1.0)))

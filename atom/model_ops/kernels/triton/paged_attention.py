@@ -1,7 +1,7 @@
-"""Decode and verify: few queries a sequence over a paged cache, split over long contexts.
+"""Decode and verify attention: few queries per sequence over a paged cache, with split contexts.
 
-One program takes the query heads of one KV head, for all queries of a sequence, over a part of
-its keys. With one part it writes the result; otherwise a second kernel weighs the parts.
+One program computes the query heads of one KV head, for all queries of a sequence, over a part of
+its keys. With a single part it writes the result; otherwise a second kernel combines the parts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from atom.model_ops.kernels.triton.flash import (
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.platform import current_platform, num_compute_units
 
-# For a device that does not tell, between an H200 (132) and an MI300X (304).
+# For devices that do not report it; between an H200 (132) and an MI300X (304).
 _DEFAULT_COMPUTE_UNITS = 256
 _PROGRAMS_PER_UNIT = 4
 _SHORTEST_SPLIT = 256
@@ -51,8 +51,8 @@ def _attend(
 ):  # fmt: skip
     """Grid: sequences, KV heads times tiles of rows, splits.
 
-    Without an lse_ptr: out [T, heads, d]. With: out [T, heads, splits, d] float32, the mean value
-    of each part, and lse [T, heads, splits], log2 of its weight; -inf where it saw no key.
+    Without lse_ptr: out [T, heads, d]. With: out [T, heads, splits, d] float32, the mean value of
+    each part, and lse [T, heads, splits], log2 of its weight; -inf where it has no key.
     """
     KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     sequence = tl.program_id(0)
@@ -68,7 +68,7 @@ def _attend(
     q_offsets = tokens * q_token_stride + heads * q_head_stride
     q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :], mask=mask, other=0.0).to(COMPUTE)
 
-    # Each sequence divides what its own queries can see, however far the longest one reaches.
+    # The split is per sequence, over what its own queries can see.
     oldest = context * 0
     if WINDOWED:
         oldest = tl.maximum(context - num_queries - window + 1, 0)
@@ -98,7 +98,9 @@ def _reduce(
     out_ptr, parts_ptr, lse_ptr, splits,
     HEAD_DIM: tl.constexpr, D: tl.constexpr, AT_ONCE: tl.constexpr,
 ):  # fmt: skip
-    """Weigh parts [rows, splits, d] by 2 ** lse [rows, splits] -> out [rows, d]. Grid: rows."""
+    """Combine parts [rows, splits, d] with weights 2 ** lse [rows, splits] -> out [rows, d]. Grid:
+    rows.
+    """
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, D)
     acc = tl.zeros([D], tl.float32)
@@ -107,7 +109,7 @@ def _reduce(
     for begin in range(0, splits, AT_ONCE):
         parts = begin + tl.arange(0, AT_ONCE)
         lse = tl.load(lse_ptr + row * splits + parts, mask=parts < splits, other=float("-inf"))
-        # A part that saw no key has nothing to say.
+        # Skip parts without keys, whose values are undefined.
         mask = (lse > float("-inf"))[:, None] & (dims < HEAD_DIM)[None, :]
         offsets = (row * splits + parts)[:, None] * HEAD_DIM + dims[None, :]
         values = tl.load(parts_ptr + offsets, mask=mask, other=0.0)
@@ -126,8 +128,9 @@ def paged_attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
 
-    The last query of a sequence sits at the last position of its context; a query that can see
-    no key gives zeros. Right for any number of queries, made for at most 16 a sequence.
+    The last query of a sequence sits at the last position of its context; the result of a query
+    without visible keys is zero. Correct for any number of queries, tuned for at most 16 per
+    sequence.
 
     Raises:
         ValueError: when the tensors do not fit together.
@@ -143,7 +146,7 @@ def attend(
     scale: float,
     sliding_window: int | None,
 ) -> torch.Tensor:
-    """`paged_attention`, split so as to fill so many compute units."""
+    """`paged_attention`, split to fill `units` compute units."""
     tiles, key = key_tiles(q, kv_cache), kv_cache.key
     rows = metadata.max_seqlen_q * (q.shape[1] // key.shape[2])
     row_tile = min(padded(rows), _LARGEST_ROW_TILE)
@@ -165,13 +168,13 @@ def launch_in_parts(
     q: torch.Tensor,
     metadata: AttentionMetadata,
 ) -> torch.Tensor:
-    """Attention of q [T, heads, d] by a kernel, contexts cut into parts to fill compute units.
+    """Launch an attention kernel on q [T, heads, d], with contexts split to fill the compute units.
 
     Args:
-        kernel: its outputs are like those of `_attend`.
-        arguments: the others.
-        programs: its grid but for the parts.
-        units: how many there are to fill.
+        kernel: has the outputs of `_attend`.
+        arguments: its other arguments.
+        programs: its grid without the splits.
+        units: compute units to fill.
     """
     reach = metadata.max_context_len
     if arguments["WINDOWED"]:
@@ -193,12 +196,12 @@ def launch_in_parts(
 
 @functools.cache
 def compute_units() -> int:
-    """Those of the device of this process."""
+    """The compute units of this process's device."""
     units = num_compute_units(current_platform())
     return _DEFAULT_COMPUTE_UNITS if units is None else units
 
 
 def num_splits(programs: int, context_len: int, units: int) -> int:
-    """Parts that a context is cut into, so that `programs` times as many fill the device."""
+    """The number of splits for which `programs` times splits fill the device."""
     wanted = -(-_PROGRAMS_PER_UNIT * units // programs)
     return max(min(wanted, context_len // _SHORTEST_SPLIT, _MOST_SPLITS), 1)

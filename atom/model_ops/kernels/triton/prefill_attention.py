@@ -1,8 +1,8 @@
-"""Prefill: any number of queries a sequence over a paged cache that holds their own keys too.
+"""Prefill attention over a paged cache that already has the new keys; any query lengths.
 
-One program takes a tile of rows (queries times the heads of one KV head's group) of one sequence.
-Sequence b's tiles start at tile `cu_seqlens_q[b] * group // BLOCK_M + b`: no two sequences share
-one, at most one a sequence stays empty, and the grid needs nothing that only the device knows.
+One program computes a tile of rows (queries times the query heads of one KV head) of one sequence.
+Sequence b's tiles start at tile `cu_seqlens_q[b] * group // BLOCK_M + b`: no tile belongs to two
+sequences, at most one per sequence is empty, and the grid needs no host sync.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def _attend(
     if WINDOWED:
         begin = tl.maximum(first_position - window + 1, 0)
     else:
-        # What the first row sees, all rows see.
+        # Keys visible to the first row are visible to all.
         begin = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
         state = visit_keys(
             state, q, positions, 0, begin, pool, score_scale, window,
@@ -110,8 +110,8 @@ def prefill_attention(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over the paged cache -> [T, heads, d].
 
-    The last query of a sequence sits at the last position of its context; a query that can see
-    no key gives zeros.
+    The last query of a sequence sits at the last position of its context; the result of a query
+    without visible keys is zero.
 
     Raises:
         ValueError: when the tensors do not fit together.
@@ -133,7 +133,7 @@ def prefill_attention(
 
 
 def _row_tile(tiles: KeyTiles) -> tuple[int, int]:
-    """Rows of a tile, and the warps that hold its sums in registers."""
+    """Rows of a tile, and the number of warps whose registers hold its sums."""
     if tiles.compute == tl.float32:
         return SMALLEST_TILE, 4
     return (128, 8) if tiles.width <= 128 else (64, 8)

@@ -1,4 +1,4 @@
-"""Root mean square norm, with and without a residual: float32 inside, rounded once."""
+"""RMS norm with and without a residual: float32 inside, rounded once."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import triton.language as tl
 
 from atom.model_ops.registry import OpQuery
 
-# A program holds a whole row in its registers.
+# A program keeps a whole row in registers.
 _LARGEST_ROW = 16384
 
 
 def refuses(query: OpQuery) -> str | None:
-    """Why rows of this size cannot be normalised; None when they can."""
+    """Why this row size is not supported; None if it is."""
     size = query.shape["size"]
     return f"size={size} is larger than {_LARGEST_ROW}" if size > _LARGEST_ROW else None
 
@@ -35,7 +35,7 @@ def _norm(
     BLOCK: tl.constexpr,
     ADDS: tl.constexpr,
 ):
-    """Grid: rows. Row r of x lies at r // inner, r % inner; what is written is contiguous."""
+    """Grid: rows. Row r of x is at (r // inner, r % inner); outputs are contiguous."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
@@ -44,7 +44,7 @@ def _norm(
     if ADDS:
         start = row // inner * residual_outer_stride + row % inner * residual_inner_stride
         x += tl.load(residual_ptr + start + columns, mask=mask, other=0.0).to(tl.float32)
-        # The norm is one of the sum that later layers see, hence of the rounded one.
+        # Normalise the rounded sum, which is what later layers see.
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * SIZE + columns, total, mask=mask)
         x = total.to(tl.float32)
@@ -55,7 +55,7 @@ def _norm(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x [..., size], weight [size] -> [..., size]; up to three dimensions stay where they are.
+    """x [..., size], weight [size] -> [..., size]; inputs of up to three dimensions are not copied.
 
     Raises:
         ValueError: when shapes do not fit.
@@ -121,7 +121,7 @@ def _launch(
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
-    """x as [rows, size] or [outer, inner, size], each row dense, and its strides."""
+    """x as [rows, size] or [outer, inner, size] with contiguous rows, and its strides."""
     if x.dim() > 3 or x.stride(-1) != 1:
         x = x.contiguous()
     if x.dim() != 3:

@@ -6,7 +6,7 @@ import torch
 import triton
 import triton.language as tl
 
-# Numbers of one program: several heads, so that cosines and sines are read for all of them.
+# Elements per program: several heads, so that cosines and sines are loaded once for all of them.
 _TILE = 1024
 
 
@@ -70,12 +70,12 @@ def _rope(
     HEADS: tl.constexpr,
     INTERLEAVED: tl.constexpr,
 ):
-    """Grid: tokens, tiles of HEADS heads, those of the queries first."""
+    """Grid: tokens, tiles of HEADS heads (queries first)."""
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     position = tl.load(positions_ptr + token)
     pairs = tl.arange(0, HALF)[None, :]
-    # A position outside the table gives NaN: nobody's memory is read whatever it says.
+    # A position outside the table gives NaN and no out-of-bounds read.
     known = (pairs < ROTARY // 2) & (position >= 0) & (position < table_rows)
     angles = cos_sin_ptr + position * ROTARY + pairs
     cos = tl.load(angles, mask=known, other=float("nan"))
@@ -101,14 +101,14 @@ def rope(
     cos_sin: torch.Tensor,
     interleaved: bool,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate q [T, heads, d] and k [T, kv_heads, d], any strides but d dense, in float32.
+    """Rotate q [T, heads, d] and k [T, kv_heads, d], d contiguous, in float32.
 
     Args:
         positions: [T] int64. A position outside the table gives NaN.
-        cos_sin: [positions, rotary_dim] float32, cosines then sines; dimensions past rotary_dim
-            stay as they are.
-        interleaved: the rotated dimensions come as pairs (x0, x1), (x2, x3), ... and leave as
-            halves; else they come as halves.
+        cos_sin: [positions, rotary_dim] float32, cosines then sines; dimensions beyond rotary_dim
+            are unchanged.
+        interleaved: the input has pairs (x0, x1), (x2, x3), ... instead of halves; the output
+            always has halves.
 
     Raises:
         ValueError: when the shapes do not fit together.

@@ -1,4 +1,4 @@
-"""What Triton and Gluon kernels can do at all; imports Triton only to ask."""
+"""Limits common to all Triton and Gluon kernels; does not import the kernels."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ _GLUON_ARCHES = ("gfx942", "gfx950")
 
 
 def refuses(query: OpQuery) -> str | None:
-    """Why no Triton kernel can run; None when those can that take the shape."""
+    """Why no Triton kernel can run; None if those that support the shape can."""
     if query.dtype not in _DTYPES:
         return f"no kernel for {query.dtype}"
     return _unavailable(query.platform)
 
 
 def refuses_gluon(query: OpQuery) -> str | None:
-    """Why no Gluon kernel can run; None when those can that take the shape."""
+    """Why no Gluon kernel can run; None if those that support the shape can."""
     platform = query.platform
     if platform.kind != "rocm" or platform.arch not in _GLUON_ARCHES:
         arches = " and ".join(_GLUON_ARCHES)
@@ -32,7 +32,7 @@ def refuses_gluon(query: OpQuery) -> str | None:
 
 
 def refuses_storage(query: OpQuery) -> str | None:
-    """Why a cache of this type can be neither read nor written; None when it can."""
+    """Why a cache of this dtype is not supported; None if it is."""
     storage, platform = query.storage, query.platform
     if storage is None or storage in _DTYPES:
         return None
@@ -43,7 +43,9 @@ def refuses_storage(query: OpQuery) -> str | None:
 
 
 def _eight_bit_types(platform: Platform) -> tuple[torch.dtype, ...]:
-    """What Triton converts: in software where an AMD arch cannot, in hardware only on NVIDIA."""
+    """FP8 types that Triton converts: in software on AMD if necessary, only in hardware on
+    NVIDIA.
+    """
     if platform.kind != "cuda":
         return torch.float8_e4m3fn, torch.float8_e4m3fnuz
     capability = int(platform.arch.removeprefix("sm"))
@@ -51,7 +53,7 @@ def _eight_bit_types(platform: Platform) -> tuple[torch.dtype, ...]:
 
 
 def _unavailable(platform: Platform) -> str | None:
-    """Why Triton kernels cannot run on `platform`; None when they can."""
+    """Why Triton kernels cannot run on `platform`; None if they can."""
     if platform.kind == "cpu" and not triton_is_interpreted():
         return "needs a GPU (or TRITON_INTERPRET=1, for tests)"
     return _unusable_installation()
@@ -60,7 +62,7 @@ def _unavailable(platform: Platform) -> str | None:
 @functools.cache
 def _unusable_installation() -> str | None:
     try:
-        import triton  # its distribution goes by several names: only the module tells
+        import triton  # the distribution has several names, so check the module
     except ModuleNotFoundError:
         return "triton is not installed"
     except Exception as error:
