@@ -62,7 +62,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
-def pytest_xdist_auto_num_workers(config: pytest.Config) -> int:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
     """A process for each processor, up to what memory allows; a GPU is not shared."""
     return 1 if _has_gpu() else min(os.cpu_count() or 1, _MOST_WORKERS)
 

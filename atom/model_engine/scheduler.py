@@ -29,7 +29,7 @@ from atom.messages import (
 from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.planned_batch import PlannedBatch
 from atom.model_engine.prefix_cache import PrefixCache
-from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus, Verified
+from atom.model_engine.sequence import DraftCounts, Sequence, SequenceQueue, SequenceStatus
 from atom.spec_decode.base import NO_LOOKAHEAD, Lookahead
 from atom.stats import SpecDecodeCounter
 
@@ -68,7 +68,7 @@ class Scheduler:
         self._lookahead = lookahead
         self._spec = SpecDecodeCounter(lookahead.num_tokens)
         # Verifications in the current `update`, counted by value.
-        self._verified: Counter[Verified] = Counter()
+        self._verified: Counter[DraftCounts] = Counter()
         self._live: dict[str, Sequence] = {}
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()

@@ -17,8 +17,8 @@ from atom.messages import (
 from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
 
 # One verification: number of drafts, number of accepted ones, and their source.
-Verified = tuple[int, int, "str | None"]
-_NO_DRAFTS: Verified = (0, 0, None)
+DraftCounts = tuple[int, int, "str | None"]
+_NO_DRAFTS: DraftCounts = (0, 0, None)
 
 
 class SequenceStatus(enum.Enum):
@@ -148,7 +148,7 @@ class Sequence:
         token_ids: list[int],
         finish_reason: FinishReason | None,
         stop_reason: int | None = None,
-        verified: Verified | None = None,
+        verified: DraftCounts | None = None,
     ) -> SequenceOutput:
         """The output to send to the frontend for new tokens, or for the end."""
         num_drafts, num_accepted, draft_source = verified or _NO_DRAFTS

@@ -22,7 +22,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     log_level: int
 
 
-class NewSequence(msgspec.Struct, frozen=True, array_like=True):
+class SharedRequest(msgspec.Struct, frozen=True, array_like=True):
     """An `EngineRequest` whose `prompt` and `params` are indices into `AddRequests`' lists."""
 
     id: str
@@ -39,7 +39,7 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True):
 
     prompts: list[list[int]]
     params: list[SamplingParams]
-    sequences: list[NewSequence]
+    sequences: list[SharedRequest]
 
     @classmethod
     def of(cls, requests: Sequence[EngineRequest]) -> AddRequests:
@@ -53,7 +53,7 @@ class AddRequests(msgspec.Struct, frozen=True, tag=True):
             prompts[prompt] = request.prompt_token_ids
             params[parameters] = request.params
             sequences.append(
-                NewSequence(
+                SharedRequest(
                     request.id,
                     places[0].setdefault(prompt, len(places[0])),
                     places[1].setdefault(parameters, len(places[1])),

@@ -76,10 +76,12 @@ class GrammarState:
     @contextmanager
     def _timed(self, num_tokens: int) -> Iterator[None]:
         started = time.thread_time()
-        yield
-        taken = time.thread_time() - started - num_tokens * _TOKEN_SECONDS
-        self._seconds = max(self._seconds + taken, 0.0)
-        self.is_too_slow |= taken > _STEP_SECONDS or self._seconds > _SECONDS
+        try:
+            yield
+        finally:
+            taken = time.thread_time() - started - num_tokens * _TOKEN_SECONDS
+            self._seconds = max(self._seconds + taken, 0.0)
+            self.is_too_slow |= taken > _STEP_SECONDS or self._seconds > _SECONDS
 
 
 def is_allowed(mask: TokenMask, row: int, token_id: int) -> bool:
