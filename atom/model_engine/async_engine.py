@@ -69,6 +69,7 @@ class AsyncEngine:
 
     Attributes:
         limits: what a request must fit in.
+        model_type: of the model's config.
         stats: the last reported engine state, at most about a second old.
         vocabulary: text and bytes of single tokens.
     """
@@ -79,6 +80,7 @@ class AsyncEngine:
         ready: wire.Ready,
         config: EngineConfig,
         model_name: str,
+        model_type: str,
         tokenizer: PreTrainedTokenizerBase,
         max_waiting_requests: int | None,
         observer: EngineObserver | None,
@@ -86,6 +88,7 @@ class AsyncEngine:
         self.config = config
         self.limits: EngineLimits = ready.limits
         self.model_name = model_name
+        self.model_type = model_type
         self.tokenizer = tokenizer
         self.stats = ready.stats
         self._client = client
@@ -133,7 +136,8 @@ class AsyncEngine:
             await client.kill()
             raise
         logger.info("the engine was ready after %.1f s", ready.startup_seconds)
-        return cls(client, ready, config, source.name, tokenizer, max_waiting_requests, observer)
+        model = (source.name, source.hf_config.model_type, tokenizer)
+        return cls(client, ready, config, *model, max_waiting_requests, observer)
 
     @property
     def vocabulary(self) -> Vocabulary:

@@ -35,8 +35,9 @@ def one_of(formats: list[Format]) -> Format:
     return formats[0] if len(formats) == 1 else {"type": "or", "elements": formats}
 
 
-def json_document(schema: Mapping[str, Any] | bool) -> Format:
-    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": MAX_WHITESPACE}
+def json_document(schema: Mapping[str, Any] | bool, whitespace: int = MAX_WHITESPACE) -> Format:
+    """A document with at most so many characters of white space in a row between its tokens."""
+    return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": whitespace}
 
 
 def after(marker: str, format: Format, excluded: Sequence[str] = ()) -> Format:

@@ -25,7 +25,7 @@ from atom.entrypoints.openai.chat.protocol import (
     DetokenizeRequest,
     TokenizeRequest,
 )
-from atom.entrypoints.openai.chat.tokenization import PromptEncoder
+from atom.entrypoints.openai.chat.tokenization import PromptEncoder, default_template
 from atom.entrypoints.openai.http.auth import ApiKeyMiddleware
 from atom.entrypoints.openai.http.body import MAX_HELD_BYTES, BodyRoom, parse_body, read_body
 from atom.entrypoints.openai.http.errors import (
@@ -43,6 +43,8 @@ from atom.entrypoints.openai.http.workers import Workers
 from atom.entrypoints.openai.messages import api as messages_api
 from atom.entrypoints.openai.messages.events import MessageTranslation
 from atom.entrypoints.openai.messages.protocol import CountTokensRequest, MessagesRequest
+from atom.entrypoints.openai.parsing.detection import with_found_parsers
+from atom.entrypoints.openai.parsing.tool_parsers import GENERIC
 from atom.entrypoints.openai.responses import api as responses
 from atom.entrypoints.openai.responses.events import ResponseTranslation
 from atom.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -99,7 +101,7 @@ class Api:
             body = parse_body(data, ResponsesRequest)
             fields = responses.response_fields(body, self._model(body.model))
             chat = responses.as_chat(body)
-            if chat.logprobs and (chat.tools or self.options.reasoning_parser is not None):
+            if chat.logprobs and (chat.tools or self.options.reasoning_format is not None):
                 raise bad_request(
                     "logprobs of text among reasoning and calls are not told apart here; "
                     "/v1/chat/completions gives those of all tokens",
@@ -267,10 +269,17 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     Raises:
         OptionError: when the chat template of `options` is not one.
     """
+    template = options.chat_template or default_template(engine.tokenizer)
+    options = with_found_parsers(options, template, engine.model_type)
     api = Api(
         engine=engine,
         options=options,
-        encoder=PromptEncoder(engine.tokenizer, engine.limits.max_model_len, options.chat_template),
+        encoder=PromptEncoder(
+            engine.tokenizer,
+            engine.limits.max_model_len,
+            options.chat_template,
+            tool_format=options.tool_format or GENERIC,
+        ),
         workers=Workers(),
         room=BodyRoom(max(MAX_HELD_BYTES, options.max_body_bytes)),
         vocabulary=engine.vocabulary,

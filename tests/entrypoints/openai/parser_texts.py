@@ -33,11 +33,17 @@ class Spelling:
     Attributes:
         calls: spells calls that follow one another; given the number of calls before.
         is_sectioned: content may precede calls.
+        is_typed: arguments are no JSON, and strings where no schema says otherwise.
+        streams: arguments come before they are whole.
+        num_calls: an answer holds so many at most.
     """
 
     name: str
     calls: Callable[[Sequence[Call], int], str]
     is_sectioned: bool = True
+    is_typed: bool = False
+    streams: bool = True
+    num_calls: int = 16
 
     def spell(self, parts: Iterable[Part]) -> str:
         text, count = "", 0
@@ -86,16 +92,87 @@ def _deepseek(calls: Sequence[Call], start: int) -> str:
     return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
 
 
+def _deepseek_v31(calls: Sequence[Call], start: int) -> str:
+    del start
+    body = "".join(
+        f"<｜tool▁call▁begin｜>{c.name}<｜tool▁sep｜>{c.arguments}<｜tool▁call▁end｜>"
+        for c in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{body}<｜tool▁calls▁end｜>"
+
+
+def _mistral(calls: Sequence[Call], start: int) -> str:
+    del start
+    return f"[TOOL_CALLS][{', '.join(_object(c, 'arguments') for c in calls)}]"
+
+
+def _mistral_named(calls: Sequence[Call], start: int) -> str:
+    del start
+    return "".join(f"[TOOL_CALLS]{c.name}[ARGS]{c.arguments}" for c in calls)
+
+
+def _qwen3_coder(calls: Sequence[Call], start: int) -> str:
+    del start
+    return "\n".join(
+        f"<tool_call>\n<function={c.name}>\n"
+        + "".join(
+            f"<parameter={key}>\n{value}\n</parameter>\n"
+            for key, value in json.loads(c.arguments).items()
+        )
+        + "</function>\n</tool_call>"
+        for c in calls
+    )
+
+
+def _glm45(calls: Sequence[Call], start: int) -> str:
+    del start
+    return "\n".join(
+        f"<tool_call>{c.name}\n"
+        + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{value}</arg_value>\n"
+            for key, value in json.loads(c.arguments).items()
+        )
+        + "</tool_call>"
+        for c in calls
+    )
+
+
+def _gpt_oss(calls: Sequence[Call], start: int) -> str:
+    del start
+    (call,) = calls
+    return (
+        f"<|channel|>commentary to=functions.{call.name} <|constrain|>json<|message|>"
+        f"{call.arguments}<|call|>"
+    )
+
+
+def _pythonic(calls: Sequence[Call], start: int) -> str:
+    del start
+    written = []
+    for call in calls:
+        pairs = [f"{key}={value!r}" for key, value in json.loads(call.arguments).items()]
+        written.append(f"{call.name}({', '.join(pairs)})")
+    return f"[{', '.join(written)}]"
+
+
 def _object(call: Call, key: str) -> str:
     return f'{{"name": {json.dumps(call.name)}, "{key}": {call.arguments}}}'
 
 
 KIMI = Spelling("kimi_k2", _kimi)
+HERMES = Spelling("hermes", _hermes)
 SPELLINGS = (
     KIMI,
-    Spelling("hermes", _hermes),
+    HERMES,
     Spelling("llama3_json", _llama, is_sectioned=False),
     Spelling("deepseek_v3", _deepseek),
+    Spelling("deepseek_v31", _deepseek_v31),
+    Spelling("glm45", _glm45, is_typed=True),
+    Spelling("gpt_oss", _gpt_oss, num_calls=1),
+    Spelling("mistral", _mistral),
+    Spelling("mistral_named", _mistral_named),
+    Spelling("pythonic", _pythonic, is_sectioned=False, is_typed=True, streams=False),
+    Spelling("qwen3_coder", _qwen3_coder, is_typed=True),
 )
 
 

@@ -134,6 +134,7 @@ class ScriptedServer:
             wire.Ready(limits, EngineStats(), 0.0),
             engine_config(),
             "scripted",
+            "llama",
             self._tokenizer,
             None,
             metrics,

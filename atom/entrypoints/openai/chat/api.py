@@ -55,7 +55,7 @@ def prepare_chat(
         model=model,
         created=int(time.time()),
         prompts=[prompt],
-        params=PreparedParams(_constrained(params, use, reasoning_end)),
+        params=PreparedParams(_constrained(params, use, reasoning_end, options)),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
@@ -67,10 +67,11 @@ def prepare_chat(
         salt = f"{generation.id}/{index}"
         return ChatOutputParser(
             use.parser,
-            options.reasoning_parser,
+            options.reasoning_format,
             use.tools,
             reasoning_end is not None,
             id_salt=salt,
+            ends_at_repeat=use.mode == "required",
         )
 
     return generation, ChatFormat(body, vocabulary, create_parser)
@@ -96,7 +97,7 @@ def _params(
         field_names,
         max_tokens=older if newer is None else newer,
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-        kept_special_tokens=_markers(use.parser, options.reasoning_parser) or None,
+        kept_special_tokens=_markers(use.parser, options.reasoning_format) or None,
     )
 
 
@@ -110,13 +111,17 @@ def _markers(tool_parser: str | None, reasoning_parser: str | None) -> list[str]
     return markers
 
 
-def _constrained(params: SamplingParams, use: ToolUse, reasoning_end: str | None) -> SamplingParams:
+def _constrained(
+    params: SamplingParams, use: ToolUse, reasoning_end: str | None, options: ServerOptions
+) -> SamplingParams:
     """The parameters with the grammar of the answer, which may be calls instead of content.
 
     Args:
         reasoning_end: the marker that ends the reasoning that the prompt opened.
     """
     wanted = params.structured_output
+    if wanted is not None and options.reasoning_format is not None:
+        wanted = REASONING_PARSERS[options.reasoning_format].in_channel(wanted)
     if use.parser is None:
         if wanted is not None:
             wanted = msgspec.structs.replace(wanted, starts_after=reasoning_end)
@@ -139,11 +144,10 @@ def _reasoning_end(
     body: ChatCompletionRequest, prompt: Prompt, options: ServerOptions
 ) -> str | None:
     """The marker that ends the reasoning that the prompt opened; None when it opened none."""
-    if options.reasoning_parser is None or prompt.text is None:
+    if options.reasoning_format is None or prompt.text is None:
         return None
     continued = ""
     if body.continue_final_message:
         last = body.messages[-1].content or ""
         continued = last if isinstance(last, str) else "".join(part.text or "" for part in last)
-    reasoning = REASONING_PARSERS[options.reasoning_parser]
-    return reasoning.close if reasoning.is_open_after(prompt.text, continued) else None
+    return REASONING_PARSERS[options.reasoning_format].end_after(prompt.text, continued)

@@ -78,22 +78,25 @@ class ParsedMessage(msgspec.Struct, frozen=True):
 class DeltaWriter:
     """Collects what a parser finds; `take` gives it away as deltas.
 
-    White space around arguments is left out, and so is white space alone between two markers:
-    it separates them and says nothing.
+    White space around arguments is left out, and so is white space alone that precedes a call,
+    stands between two markers, or ends an answer with calls: it separates and says nothing.
+
+    Args:
+        short_ids: ids that are made are nine letters and digits, as some templates demand.
 
     Attributes:
         num_calls: tool calls begun so far.
     """
 
-    def __init__(self, id_salt: str) -> None:
+    def __init__(self, id_salt: str, *, short_ids: bool = False) -> None:
         self.num_calls = 0
+        self._short_ids = short_ids
         self._id_salt = id_salt
         self._deltas: list[ChatDelta] = []
         self._text: list[str] = []
         self._is_reasoning = False
-        # White space after a marker, while nothing else has come; None elsewhere.
-        self._gap: list[str] | None = None
-        self._in_call = False
+        # White space at the start or after a marker, while nothing else has come; None elsewhere.
+        self._gap: list[str] | None = []
         self._has_arguments = False
         self._held_space: list[str] = []
         self._arguments: list[str] = []
@@ -101,7 +104,7 @@ class DeltaWriter:
     def content(self, text: str) -> None:
         if self._gap is not None:
             self._gap.append(text)
-            if text.isspace():
+            if not text or text.isspace():
                 return
             text = "".join(self._gap)
             self._gap = None
@@ -117,12 +120,16 @@ class DeltaWriter:
     def begin_call(self, name: str, call_id: str | None = None) -> None:
         """Begin a call; without a native id it gets one of its own."""
         self._flush_text()
-        index = self.num_calls
-        self.num_calls += 1
-        self._in_call, self._has_arguments = True, False
+        self._has_arguments = False
+        call_id = call_id or self.create_id()
         function = FunctionDelta("", name)
-        call_id = call_id or self._create_id(index)
-        self._add_piece(ToolCallDelta(index, function, call_id, "function"))
+        self._add_piece(ToolCallDelta(self.num_calls, function, call_id, "function"))
+        self.num_calls += 1
+
+    def create_id(self) -> str:
+        """An id for the next call."""
+        digest = hashlib.blake2b(f"{self._id_salt}/{self.num_calls}".encode(), digest_size=12)
+        return digest.hexdigest()[:9] if self._short_ids else f"call_{digest.hexdigest()}"
 
     def arguments(self, text: str) -> None:
         """Add to the arguments of the call that has begun."""
@@ -147,11 +154,10 @@ class DeltaWriter:
         """The call ends where it is."""
         self._flush_arguments()
         self._held_space = []
-        self._in_call = False
 
     def finish(self) -> None:
-        """Nothing follows: white space after the last marker is content after all."""
-        if self._gap:
+        """Nothing follows: without calls, white space after the last marker is content."""
+        if self._gap and not self.num_calls:
             self._add_text("".join(self._gap), is_reasoning=False)
         self._gap = None
 
@@ -183,7 +189,3 @@ class DeltaWriter:
 
     def _add_piece(self, piece: ToolCallDelta) -> None:
         self._deltas.append(ChatDelta(tool_calls=[piece]))
-
-    def _create_id(self, index: int) -> str:
-        digest = hashlib.blake2b(f"{self._id_salt}/{index}".encode(), digest_size=12)
-        return f"call_{digest.hexdigest()}"

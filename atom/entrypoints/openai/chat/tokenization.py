@@ -11,6 +11,8 @@ from atom.entrypoints.openai.chat.protocol import ChatMessage, ChatPrompt
 from atom.entrypoints.openai.http.errors import ApiError, bad_request
 from atom.entrypoints.openai.http.json_budget import JsonBudget
 from atom.entrypoints.openai.http.options import OptionError
+from atom.entrypoints.openai.parsing.tool_parsers import GENERIC
+from atom.entrypoints.openai.parsing.tool_prompt import knows_tools, tell_calls, tell_tools
 from atom.quoting import excerpt, quote
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
@@ -53,12 +55,23 @@ class PromptEncoder:
 
     Raises:
         OptionError: when `chat_template` is not a Jinja template.
+
+    Args:
+        tool_format: how tools and calls are told where the template knows none.
     """
 
-    def __init__(self, tokenizer: Any, max_model_len: int, chat_template: str | None) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        max_model_len: int,
+        chat_template: str | None,
+        *,
+        tool_format: str = GENERIC,
+    ) -> None:
+        self._tool_format = tool_format
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
-        self._template = chat_template or _default_template(tokenizer)
+        self._template = chat_template or default_template(tokenizer)
         self._takes_arguments_as_text = self._probe_arguments()
         self._max_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
         if chat_template is not None:
@@ -106,7 +119,12 @@ class PromptEncoder:
         budget = JsonBudget()
         messages = [self._message(i, message, budget) for i, message in enumerate(chat.messages)]
         self._check_length(sum(len(message["content"]) for message in messages), "messages")
-        text = self._render(messages, chat, tool_dicts(chat) if with_tools else None)
+        tools = tool_dicts(chat) if with_tools else None
+        if "tool_calls" not in self._template:
+            messages = tell_calls(messages, self._tool_format)
+        if tools and not knows_tools(self._template):
+            messages = tell_tools(messages, tools, self._tool_format)
+        text = self._render(messages, chat, tools)
         return self.encode(text, add_special_tokens=add_special_tokens, param="messages")
 
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
@@ -234,7 +252,7 @@ def tool_dicts(chat: ChatPrompt) -> list[dict[str, Any]] | None:
     return [tool.model_dump(exclude_none=True) for tool in chat.tools or ()] or None
 
 
-def _default_template(tokenizer: Any) -> str | None:
+def default_template(tokenizer: Any) -> str | None:
     template = tokenizer.chat_template
     return template.get("default") if isinstance(template, dict) else template
 

@@ -60,14 +60,18 @@ class ServerOptions:
     chat_template: str | None = option(
         None, "file with a Jinja chat template", parse=_read_template
     )
-    tool_call_parser: str | None = option(
-        None, "how the model writes tool calls", choices=TOOL_PARSERS
+    tool_call_parser: str = option(
+        "auto",
+        "how the model writes tool calls; auto is what its chat template shows",
+        choices=("auto", "none", *TOOL_PARSERS),
     )
-    reasoning_parser: str | None = option(
-        None, "how the model marks reasoning", choices=REASONING_PARSERS
+    reasoning_parser: str = option(
+        "auto",
+        "how the model marks reasoning; auto is what its chat template shows",
+        choices=("auto", "none", *REASONING_PARSERS),
     )
     enable_auto_tool_choice: bool = option(
-        False, "let the model decide whether it calls the tools of a request"
+        True, "let the model decide whether it calls the tools of a request"
     )
 
     def __post_init__(self) -> None:
@@ -87,8 +91,16 @@ class ServerOptions:
             raise OptionError(f"--drain-seconds must be at least 0, got {self.drain_seconds}")
         _check_name("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS)
         _check_name("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
-        if self.enable_auto_tool_choice and self.tool_call_parser is None:
-            raise OptionError("--enable-auto-tool-choice needs --tool-call-parser NAME")
+
+    @property
+    def tool_format(self) -> str | None:
+        """The name in `TOOL_PARSERS`; None also while `auto` has not been replaced."""
+        return self.tool_call_parser if self.tool_call_parser in TOOL_PARSERS else None
+
+    @property
+    def reasoning_format(self) -> str | None:
+        """The name in `REASONING_PARSERS`; None also while `auto` has not been replaced."""
+        return self.reasoning_parser if self.reasoning_parser in REASONING_PARSERS else None
 
     @classmethod
     def add_cli_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -105,6 +117,6 @@ class ServerOptions:
         return build(cls, given, "server option")
 
 
-def _check_name(flag: str, name: str | None, known: Collection[str]) -> None:
-    if name is not None and name not in known:
-        raise OptionError(f"{flag} must be one of {', '.join(known)}, got {name!r}")
+def _check_name(flag: str, name: str, known: Collection[str]) -> None:
+    if name not in ("auto", "none", *known):
+        raise OptionError(f"{flag} must be one of auto, none, {', '.join(known)}, got {name!r}")

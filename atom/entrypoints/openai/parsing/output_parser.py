@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar
 
 from atom.entrypoints.openai.chat.deltas import ChatDelta, DeltaWriter, ParsedMessage
 from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
+from atom.entrypoints.openai.parsing.reasoning.formats import Channels, Phrases, ThinkTags
+from atom.entrypoints.openai.parsing.repeats import RepeatFilter
 from atom.entrypoints.openai.parsing.text_stream import Markers, Steps, TextStream
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
+from atom.entrypoints.openai.parsing.tool_parsers.base import ToolFormat
+from atom.entrypoints.openai.parsing.tool_parsers.gpt_oss import GptOss
 
 Format = TypeVar("Format")
 
@@ -25,6 +30,7 @@ class ChatOutputParser:
         tools: the request's tools in OpenAI's shape.
         starts_in_reasoning: the prompt ended within reasoning.
         id_salt: makes ids of calls unique among answers, for formats that bring none.
+        ends_at_repeat: a call that repeats an earlier one ends the answer, itself left out.
 
     Attributes:
         finish_reason: None until `finish`.
@@ -41,21 +47,37 @@ class ChatOutputParser:
         starts_in_reasoning: bool,
         *,
         id_salt: str = "",
+        ends_at_repeat: bool = False,
     ) -> None:
-        self._arguments = (tool_parser, reasoning_parser, tools, starts_in_reasoning, id_salt)
+        self._create_another = functools.partial(
+            ChatOutputParser,
+            tool_parser,
+            reasoning_parser,
+            tools,
+            starts_in_reasoning,
+            id_salt=id_salt,
+            ends_at_repeat=ends_at_repeat,
+        )
         self.finish_reason: str | None = None
         self._text = TextStream()
-        self._out = DeltaWriter(id_salt)
+        self._repeats = RepeatFilter() if ends_at_repeat else None
         self._reasoning = (
             None
             if reasoning_parser is None
             else _look_up(REASONING_PARSERS, reasoning_parser, "reasoning")
         )
         foreign = () if self._reasoning is None else self._reasoning.markers
-        self._tools = None
+        self._tools: ToolFormat | None = None
         if tool_parser is not None:
-            names = frozenset(str(tool["function"]["name"]) for tool in tools or ())
-            self._tools = _look_up(TOOL_PARSERS, tool_parser, "tool")(foreign, names)
+            schemas = {str(t["function"]["name"]): _schema(t["function"]) for t in tools or ()}
+            self._tools = _look_up(TOOL_PARSERS, tool_parser, "tool")(foreign, schemas)
+        if isinstance(self._reasoning, Channels):
+            if self._tools is None:
+                self._tools = GptOss(foreign, {})
+            if isinstance(self._tools, GptOss):
+                self._tools.reasons = True
+        short_ids = self._tools is not None and self._tools.short_ids
+        self._out = DeltaWriter(id_salt, short_ids=short_ids)
         self._markers = Markers(foreign) if self._tools is None else self._tools.all
         self._opening: frozenset[str] = frozenset() if self._tools is None else self._tools.opening
         self._steps = self._read(starts_in_reasoning)
@@ -67,35 +89,43 @@ class ChatOutputParser:
         if text:
             self._text.push(text)
             next(self._steps, None)
-        return self._out.take()
+        return self._passed(self._out.take())
 
     def finish(self, reason: str) -> list[ChatDelta]:
         """Say that nothing follows, and the engine's reason; returns the rest."""
         self._text.end()
         next(self._steps, None)
         self._out.finish()
-        made_calls = self._out.num_calls > 0
-        self.finish_reason = "tool_calls" if made_calls and reason == "stop" else reason
-        return self._out.take()
+        deltas = self._passed(self._out.take())
+        is_closed = False
+        if self._repeats is not None:
+            deltas += self._repeats.finish()
+            is_closed = self._repeats.is_closed
+        made_calls = self._out.num_calls > 0 and (reason == "stop" or is_closed)
+        self.finish_reason = "tool_calls" if made_calls else reason
+        return deltas
 
     def parse_complete(self, text: str, reason: str) -> ParsedMessage:
         """A whole answer, as if it had been streamed; this parser's own state stays out of it."""
-        tool_parser, reasoning_parser, tools, starts_in_reasoning, id_salt = self._arguments
-        parser = ChatOutputParser(
-            tool_parser, reasoning_parser, tools, starts_in_reasoning, id_salt=id_salt
-        )
+        parser = self._create_another()
         return ParsedMessage.of([*parser.feed(text), *parser.finish(reason)])
+
+    def _passed(self, deltas: list[ChatDelta]) -> list[ChatDelta]:
+        return deltas if self._repeats is None else self._repeats.take(deltas)
 
     def _read(self, starts_in_reasoning: bool) -> Steps[None]:
         reasoning, tools, text, out = self._reasoning, self._tools, self._text, self._out
         # The last marker; "" where content goes on without one, None at the end of the text.
         marker: str | None = ""
-        if starts_in_reasoning and reasoning is not None:
-            marker = reasoning.open
+        if isinstance(reasoning, Phrases) and (yield from reasoning.begins(text)):
+            marker = yield from text.until(Markers(reasoning.closes), out.reasoning)
+        tags = reasoning if isinstance(reasoning, ThinkTags) else None
+        if starts_in_reasoning and tags is not None:
+            marker = tags.open
         is_start = True
         while marker is not None:
-            if reasoning is not None and marker == reasoning.open:
-                marker = yield from self._read_reasoning(reasoning.close)
+            if tags is not None and marker == tags.open:
+                marker = yield from self._read_reasoning(tags.close)
                 is_start = True
             elif tools is not None and marker in tools.opening:
                 marker = (yield from tools.read(marker, text, out)) or ""
@@ -114,6 +144,11 @@ class ChatOutputParser:
             marker = yield from self._text.until(self._markers, self._out.reasoning)
             if marker is None or marker == close or marker in self._opening:
                 return marker
+
+
+def _schema(function: Mapping[str, Any]) -> Mapping[str, Any]:
+    schema = function.get("parameters")
+    return schema if isinstance(schema, Mapping) else {}
 
 
 def _look_up(formats: Mapping[str, Format], name: str, kind: str) -> Format:

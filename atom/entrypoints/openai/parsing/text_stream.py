@@ -43,6 +43,13 @@ class Markers:
     def find(self, text: str, start: int) -> re.Match[str] | None:
         return self._pattern.search(text, start)
 
+    def next_after(self, text: str, start: int) -> bool | None:
+        """Whether a marker, or nothing, follows `start`; None while that is not certain."""
+        if self._pattern.match(text, start):
+            return True
+        rest = text[start : start + self._reach + 1]
+        return None if not rest or rest in self._starts else False
+
     def settled(self, text: str, start: int) -> int:
         """Where the longest end of `text` begins that may still become a marker."""
         for i in range(max(start, len(text) - self._reach), len(text)):
@@ -115,6 +122,28 @@ class TextStream:
             if self._ended or rest == literal:
                 self._start += len(rest)
                 return rest != ""
+            yield
+
+    def accept_whole(self, literal: str) -> Steps[bool]:
+        """Pass over `literal` when it comes next, whole."""
+        while True:
+            if self._text.startswith(literal, self._start):
+                self._start += len(literal)
+                return True
+            if self._ended or not literal.startswith(self._text[self._start :]):
+                return False
+            yield
+
+    def precedes(self, markers: Markers) -> Steps[bool]:
+        """Whether white space and then a marker or the end of the text follow; passes nothing."""
+        while True:
+            start = _not_space(self._text, self._start)
+            start = len(self._text) if start < 0 else start
+            found = markers.next_after(self._text, start)
+            if found is not None:
+                return found
+            if self._ended:
+                return start == len(self._text)
             yield
 
     def _move_to(self, end: int, emit: Emit) -> None:

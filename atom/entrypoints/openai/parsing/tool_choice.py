@@ -9,6 +9,7 @@ from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest, NamedTo
 from atom.entrypoints.openai.chat.tokenization import tool_dicts
 from atom.entrypoints.openai.http.errors import bad_request
 from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.parsing.tool_parsers import GENERIC
 from atom.quoting import excerpt, quote
 
 
@@ -44,22 +45,19 @@ def resolve_tool_use(body: ChatCompletionRequest, options: ServerOptions) -> Too
         raise bad_request("tool_choice needs tools", "tool_choice")
     if choice == "none":
         return NO_TOOLS
-    if options.tool_call_parser is None:
-        raise bad_request(
-            "this server does not call tools; start it with --tool-call-parser NAME and "
-            "--enable-auto-tool-choice",
-            "tools",
-        )
     mode: Literal["auto", "required", "named"] = "required" if choice == "required" else "auto"
     if isinstance(choice, NamedToolChoice):
         mode, tools = "named", _named(tools, choice.function.name)
-    if mode == "auto" and not options.enable_auto_tool_choice:
+    if mode == "auto" and (options.tool_format is None or not options.enable_auto_tool_choice):
+        missing = "--tool-call-parser NAME" if options.tool_format is None else ""
+        flag = missing or "--enable-auto-tool-choice"
         raise bad_request(
-            "tool_choice 'auto' needs a server started with --enable-auto-tool-choice; send "
-            "'required', 'none' or a function's name",
+            f"tool_choice 'auto' needs a server started with {flag}; send 'required', 'none' or a "
+            "function's name",
             "tool_choice",
         )
-    return ToolUse(mode, tools, body.parallel_tool_calls is not False, options.tool_call_parser)
+    parser = options.tool_format or GENERIC
+    return ToolUse(mode, tools, body.parallel_tool_calls is not False, parser)
 
 
 def _named(tools: tuple[dict[str, Any], ...], name: str) -> tuple[dict[str, Any], ...]:

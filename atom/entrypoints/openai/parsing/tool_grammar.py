@@ -27,6 +27,8 @@ from atom.structured_output.tags import (
 
 Tool = Mapping[str, Any]
 
+# White space in a row in arguments: a model that is made to write them may not know how to go on.
+MAX_WHITESPACE = 2
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 
@@ -72,13 +74,13 @@ def tool_call_grammar(
         )
     grammar = TOOL_PARSERS[parser_name].grammar
     calls = [_call(grammar, i, tool, tool_choice != "auto") for i, tool in enumerate(tools)]
-    repeats = parallel_tool_calls and tool_choice != "named"
+    count = grammar.max_calls if parallel_tool_calls and tool_choice != "named" else 1
     if tool_choice == "auto":
         opening = TOOL_PARSERS[parser_name].opening
-        format = _optional_calls(grammar, calls, repeats, opening)
+        format = _optional_calls(grammar, calls, count, opening)
         is_free = format["type"] == "token_triggered_tags"  # reasoning is free text too
         return _tagged(parser_name, format, None if is_free else starts_after)
-    return _tagged(parser_name, _calls(grammar, calls, repeats), starts_after)
+    return _tagged(parser_name, _calls(grammar, calls, count), starts_after)
 
 
 def answer_or_calls(
@@ -121,10 +123,11 @@ def _call(grammar: CallGrammar, index: int, tool: Tool, is_forced: bool) -> Form
 
 
 def _arguments(schema: Mapping[str, Any], forbidden: Sequence[str]) -> Format:
+    document = json_document(schema, MAX_WHITESPACE)
     # With exclusions xgrammar does not count the length of strings.
     if not forbidden or _mentions(schema, {"minLength", "maxLength"}):
-        return json_document(schema)
-    return {**json_document(schema), "excludes": list(forbidden)}
+        return document
+    return {**document, "excludes": list(forbidden)}
 
 
 def _mentions(schema: Mapping[str, Any], names: set[str]) -> bool:
@@ -140,36 +143,37 @@ def _mentions(schema: Mapping[str, Any], names: set[str]) -> bool:
     return False
 
 
-def _calls(grammar: CallGrammar, calls: list[Format], repeats: bool) -> Format:
-    """One call or more, in their section."""
+def _calls(grammar: CallGrammar, calls: list[Format], count: int) -> Format:
+    """One call, or up to `count` of them, in their section."""
     call = one_of(calls)
     several = call
-    if repeats:
+    if count > 1:
         more = sequence(literal(grammar.separator), call) if grammar.separator else call
-        several = sequence(call, {"type": "star", "content": more})
+        several = sequence(call, {"type": "repeat", "min": 0, "max": count - 1, "content": more})
+    around = [part for part in (grammar.head, several, grammar.tail) if part is not None]
+    several = sequence(*around) if len(around) > 1 else several
     if grammar.section is None:
         return several
     return tagged(grammar.section[0], several, grammar.section[1])
 
 
 def _optional_calls(
-    grammar: CallGrammar, calls: list[Format], repeats: bool, opening: frozenset[str]
+    grammar: CallGrammar, calls: list[Format], count: int, opening: frozenset[str]
 ) -> Format:
     """Free text, in which whatever opens as a call is one."""
     if grammar.section is not None:
-        trigger, tags = grammar.section[0], [_calls(grammar, calls, repeats)]
+        trigger, tags = grammar.section[0], [_calls(grammar, calls, count)]
     elif all(call["type"] == "tag" for call in calls):
         trigger = calls[0]["begin"]["token"]
         contents = one_of([call["content"] for call in calls])
         tags = [tagged(trigger, contents, calls[0]["end"]["token"])]
     else:
-        # Only an answer that begins with a brace is a call.
-        text = {"type": "regex", "pattern": r"\s*([^\s{][\s\S]*)?"}
-        return one_of([_calls(grammar, calls, repeats), text])
+        assert grammar.text is not None
+        return one_of([_calls(grammar, calls, count), grammar.text])
     return {
         "type": "token_triggered_tags",
         "trigger_tokens": [trigger],
         "tags": tags,
         "exclude_tokens": sorted(opening - {trigger}),
-        "stop_after_first": not repeats,
+        "stop_after_first": count == 1,
     }

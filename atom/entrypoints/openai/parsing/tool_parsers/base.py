@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from abc import ABC, abstractmethod
-from typing import ClassVar
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 from atom.entrypoints.openai.chat.deltas import DeltaWriter
-from atom.entrypoints.openai.parsing.text_stream import Markers, Steps, TextStream
+from atom.entrypoints.openai.parsing.text_stream import Emit, Markers, Steps, TextStream
 from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar
+
+# The tools of a request: the JSON schema of each one's parameters by its name.
+Tools = Mapping[str, Mapping[str, Any]]
+
+_IN_STRING = re.compile(r'["\\]')
 
 
 class ToolFormat(ABC):
@@ -17,19 +24,24 @@ class ToolFormat(ABC):
         markers: every marker of the format; none is ever part of an answer's text.
         grammar: how the format writes calls.
         opening: those after which `read` takes over, also from within reasoning.
+        call_end: markers that end a call; within a string of its arguments they do so only
+            where a marker or nothing follows, and no other marker does.
+        short_ids: the template takes ids of nine letters and digits alone.
         own: `markers`, to look for.
         all: `markers` and those of the reasoning format.
-        tool_names: the tools that the request declared; empty when it did not say.
+        tools: those that the request declared; empty when it did not say.
     """
 
     markers: ClassVar[tuple[str, ...]]
     opening: ClassVar[frozenset[str]]
     grammar: ClassVar[CallGrammar]
+    call_end: ClassVar[frozenset[str]] = frozenset()
+    short_ids: ClassVar[bool] = False
 
-    def __init__(self, foreign: tuple[str, ...], tool_names: frozenset[str]) -> None:
+    def __init__(self, foreign: tuple[str, ...], tools: Tools) -> None:
         self.own = Markers(self.markers)
         self.all = Markers((*self.markers, *foreign))
-        self.tool_names = tool_names
+        self.tools = tools
 
     @abstractmethod
     def read(self, opening: str, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
@@ -44,11 +56,23 @@ class ToolFormat(ABC):
         del text, out
         yield from ()
 
+    def read_arguments(self, text: TextStream, emit: Emit) -> Steps[str | None]:
+        """Read JSON up to the marker that ends the call, and return it."""
+        strings = _Strings(emit)
+        while True:
+            marker = yield from text.until(self.own, strings.feed)
+            if marker is None or not strings.is_inside:
+                return marker
+            if marker in self.call_end and (yield from text.precedes(self.own)):
+                return marker
+            emit(marker)
+
 
 class SectionFormat(ToolFormat):
-    """Formats whose calls stand in marked sections, with nothing but white space between them.
+    """Formats whose calls stand in marked sections.
 
-    A section may lack its markers, and a call the marker of its end.
+    A section may lack its markers, and a call the marker of its end. Text in a section that
+    belongs to no call is left out when the section holds calls, and content otherwise.
     """
 
     section_end: ClassVar[tuple[str, ...]]
@@ -56,15 +80,46 @@ class SectionFormat(ToolFormat):
 
     def read(self, opening: str, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
         marker: str | None = opening
+        stray: list[str] = []
+        num_calls = out.num_calls
         while marker is not None and marker in self.markers and marker not in self.section_end:
             if marker == self.call_begin:
                 marker = yield from self.read_call(text, out)
+                if opening == self.call_begin and marker in self.call_end:
+                    break  # without a section, what follows may be content
             else:
-                out.marker()
-                marker = yield from text.until(self.all, out.content)
+                marker = yield from text.until(self.all, stray.append)
+        if out.num_calls == num_calls:
+            out.content("".join(stray))
         out.marker()
         return marker
 
     @abstractmethod
     def read_call(self, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
         """Read one call after its first marker; returns the marker that ended it."""
+
+
+class _Strings:
+    """Passes JSON on and knows whether it is within a string."""
+
+    def __init__(self, emit: Emit) -> None:
+        self.is_inside = False
+        self._emit = emit
+        self._is_escaped = False
+
+    def feed(self, text: str) -> None:
+        self._emit(text)
+        start = 0
+        while start < len(text):
+            if self._is_escaped:
+                self._is_escaped = False
+                start += 1
+                continue
+            match = _IN_STRING.search(text, start)
+            if match is None:
+                return
+            start = match.end()
+            if match.group() == '"':
+                self.is_inside = not self.is_inside
+            else:
+                self._is_escaped = self.is_inside

@@ -37,6 +37,7 @@ class DeepseekV3(SectionFormat):
     opening = frozenset({_MARKERS[0], CALL_BEGIN})
     section_end = _MARKERS[1:2]
     call_begin = CALL_BEGIN
+    call_end = frozenset({CALL_END, SECTION[1]})
 
     def read_call(self, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
         marker = yield from text.until(self.all, ignore)  # the call's type, `function`
@@ -66,10 +67,10 @@ class DeepseekV3(SectionFormat):
             yield from text.skip_space()
             fenced = yield from text.accept(FENCE)
         if not fenced:
-            return (yield from text.until(self.own, out.arguments))
+            return (yield from self.read_arguments(text, out.arguments))
         yield from text.accept("json")
         inside = _Fenced(out.arguments)
-        marker = yield from text.until(self.own, inside.feed)
+        marker = yield from self.read_arguments(text, inside.feed)
         inside.finish()
         return marker
 

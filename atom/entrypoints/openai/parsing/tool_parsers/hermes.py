@@ -11,7 +11,7 @@ from atom.entrypoints.openai.chat.deltas import DeltaWriter
 from atom.entrypoints.openai.parsing.text_stream import Steps, TextStream
 from atom.entrypoints.openai.parsing.tool_parsers.base import ToolFormat
 from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar, tagged
-from atom.entrypoints.openai.parsing.tool_parsers.json_call import JsonCall
+from atom.entrypoints.openai.parsing.tool_parsers.json_call import JsonCall, read_call_list
 from atom.structured_output.tags import Format, literal, sequence
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
@@ -37,6 +37,8 @@ class Hermes(ToolFormat):
 
     def _read_tag(self, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
         """Read what a tag holds; returns the marker that ended it."""
+        if (yield from text.skip_space(out.content)) == "[":  # SmolLM2 writes a list
+            yield from read_call_list(text, out)
         while (yield from text.skip_space(out.content)) == "{":
             call = JsonCall(text, out, keys=None, accepts=bool, is_eager=True)
             yield from call.read()

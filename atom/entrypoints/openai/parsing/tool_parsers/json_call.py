@@ -201,5 +201,24 @@ class JsonCall:
             self._raw.append(text)
 
 
+def read_call_list(text: TextStream, out: DeltaWriter) -> Steps[None]:
+    """Read a JSON list of calls, which comes next, up to its end or to where it is none."""
+    if not (yield from text.accept("[")):
+        return
+    while (yield from text.skip_space()) == "{":
+        call = JsonCall(text, out, keys=None, accepts=bool, is_eager=True)
+        yield from call.read()
+        if call.is_open and text.at_end:
+            out.cut_call()
+        elif call.is_open:
+            out.end_call()
+        elif not call.has_begun and not text.at_end:
+            out.content(call.raw)
+        yield from text.skip_space()
+        yield from text.accept(",")
+    yield from text.accept("]")
+    out.marker()
+
+
 def _one(text: str, start: int) -> int:
     return start + 1 if start < len(text) else -1

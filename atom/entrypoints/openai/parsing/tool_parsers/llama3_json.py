@@ -1,5 +1,7 @@
 """Llama 3.1 to 3.3: bare JSON objects, `{"name": ..., "parameters": {...}}`.
 
+Any model can write them: where its own format is not known, calls that are forced are such.
+
 Source: the checkpoints' chat template and prompt format guide. An answer's content begins
 with a call or holds none; calls follow one another with `;` or white space between.
 `<|python_tag|>` may precede them.
@@ -18,6 +20,7 @@ from atom.structured_output.tags import Format, literal, sequence
 
 PYTHON_TAG = "<|python_tag|>"
 _KEYS = ARGUMENT_KEYS | {"type", "name"}
+_BRACELESS: Format = {"type": "regex", "pattern": r"\s*([^\s{][\s\S]*)?"}
 _NOTHING = Markers(())
 
 
@@ -27,7 +30,7 @@ def _call(name: str, arguments: Format) -> Format:
 
 
 class Llama3Json(ToolFormat):
-    grammar = CallGrammar(_call, separator="; ", section=None)
+    grammar = CallGrammar(_call, separator="; ", section=None, text=_BRACELESS)
     markers = (PYTHON_TAG,)
     opening = frozenset({PYTHON_TAG})
 
@@ -58,4 +61,4 @@ class Llama3Json(ToolFormat):
                 out.marker()
 
     def _is_tool(self, name: str) -> bool:
-        return name in self.tool_names or not self.tool_names
+        return name in self.tools or not self.tools
