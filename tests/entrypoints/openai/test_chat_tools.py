@@ -201,9 +201,12 @@ def test_choices_become_grammars(
             {"tool_choice": {"type": "function", "function": {"name": "nosuch"}}},
             "tool_choice",
         ),
-        (ServerOptions(), {}, "tools"),
-        (ServerOptions(tool_call_parser="hermes"), {}, "tool_choice"),
-        (ServerOptions(tool_call_parser="hermes"), {"tool_choice": "auto"}, "tool_choice"),
+        (ServerOptions(tool_call_parser="none"), {}, "tool_choice"),
+        (
+            ServerOptions(enable_auto_tool_choice=False, tool_call_parser="hermes"),
+            {},
+            "tool_choice",
+        ),
         (OPTIONS, {"tool_choice": "required", "ignore_eos": True}, "ignore_eos"),
     ],
 )
@@ -240,35 +243,48 @@ def test_flags_are_checked() -> None:
     for options, message in (
         ({"tool_call_parser": "nosuch"}, "--tool-call-parser must be one of .*kimi_k2"),
         ({"reasoning_parser": "nosuch"}, "--reasoning-parser must be one of .*qwen3"),
-        ({"enable_auto_tool_choice": True}, "needs --tool-call-parser"),
+        ({"reasoning_parser": "auto-"}, "must be one of auto, none, "),
     ):
         with pytest.raises(OptionError, match=message):
             ServerOptions(**options)
 
 
-def test_the_page_about_formats_shows_one_that_works() -> None:
-    from parser_texts import cuttings
+@pytest.mark.parametrize(
+    "choice", ["required", {"type": "function", "function": {"name": "write-file"}}]
+)
+def test_forced_calls_need_no_format(
+    byte_level_tokenizer: PreTrainedTokenizerFast, choice: Any
+) -> None:
+    options = ServerOptions(tool_call_parser="none", reasoning_parser="none")
+    generation, choices = _prepare(byte_level_tokenizer, options, tool_choice=choice)
+    grammar = generation.params.params.structured_output
+    assert grammar is not None
+    assert "write-file" in grammar.value
+    assert ("get_weather" in grammar.value) is (choice == "required")
+    text = '{"name": "write-file", "parameters": {"a": 1}}'
+    answer = _answer(generation, choices, text, "stop")
+    assert answer["finish_reason"] == "tool_calls"
+    (call,) = answer["message"]["tool_calls"]
+    assert call["function"] == {"name": "write-file", "arguments": '{"a": 1}'}
 
-    from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
-    from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
+
+def test_under_required_a_repeated_call_ends_the_turn(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    text = SECTION.replace("<|tool_calls_section_end|>", "") + SECTION
+    for choice, count in (("required", 1), ("auto", 2)):
+        generation, choices = _prepare(byte_level_tokenizer, tool_choice=choice)
+        message = _answer(generation, choices, text, "stop")["message"]
+        assert len(message["tool_calls"]) == count
+
+
+def test_the_page_about_formats_shows_one_that_works() -> None:
+    from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
+    from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS, deepseek_v31
 
     page = (Path(__file__).parents[3] / "docs" / "parsers.md").read_text(encoding="utf-8")
     code = page.partition("```python\n")[2].partition("```")[0]
-    namespace: dict[str, Any] = {}
-    exec("from __future__ import annotations\n" + code, namespace)
-    text = (
-        "a<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>f<｜tool▁sep｜>{}<｜tool▁call▁end｜>"
-        "<｜tool▁call▁begin｜>g<｜tool▁sep｜>[1]<｜tool▁call▁end｜><｜tool▁calls▁end｜>b"
-    )
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(TOOL_PARSERS, "deepseek_v31", namespace["DeepseekV31"])
-        whole = ChatOutputParser("deepseek_v31", None, None, False).parse_complete(text, "stop")
-        assert whole.content == "ab"
-        said = [(call.function.name, call.function.arguments) for call in whole.tool_calls]
-        assert said == [("f", "{}"), ("g", "[1]")]
-        for chunks in cuttings(text):
-            parser = ChatOutputParser("deepseek_v31", None, None, False)
-            deltas = [delta for chunk in chunks for delta in parser.feed(chunk)]
-            assert type(whole).of([*deltas, *parser.finish("stop")]) == whole
-    for name in TOOL_PARSERS:
+    source = Path(deepseek_v31.__file__).read_text(encoding="utf-8")
+    assert source.endswith(code.partition("\nCALL_BEGIN")[2])
+    for name in (*TOOL_PARSERS, *REASONING_PARSERS):
         assert f"`{name}`" in page

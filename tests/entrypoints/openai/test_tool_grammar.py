@@ -17,6 +17,7 @@ from atom.entrypoints.openai.parsing.tool_grammar import (
     tool_call_grammar,
 )
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
+from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import MAX_CALLS
 from atom.structured_output.state import is_allowed
 from atom.structured_output.vocabulary import read_vocabulary
 from atom.structured_output.xgrammar_backend import XGrammarBackend
@@ -48,12 +49,43 @@ def call(parser: str, name: str, arguments: str, number: int = 0) -> str:
         f"{arguments}\n```<｜tool▁call▁end｜>",
         "hermes": f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>',
         "llama3_json": f'{{"name": "{name}", "parameters": {arguments}}}',
+        "deepseek_v31": f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
+        "glm45": f"<tool_call>{name}\n{_tagged(arguments, GLM)}\n</tool_call>",
+        "gpt_oss": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
+        f"{arguments}",
+        "mistral": f'{{"name": "{name}", "arguments": {arguments}}}',
+        "mistral_named": f"[TOOL_CALLS]{name}[ARGS]{arguments}",
+        "pythonic": f"{name}({_tagged(arguments, '{}={}', ', ')})",
+        "qwen3_coder": f"<tool_call>\n<function={name}>\n{_tagged(arguments, QWEN)}\n"
+        "</function>\n</tool_call>",
     }[parser]
 
 
+GLM = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>"
+QWEN = "<parameter={}>\n{}\n</parameter>"
+
+
+def _tagged(arguments: str, form: str, separator: str = "\n") -> str:
+    """Each argument in the form; strings as they are, or else in JSON."""
+    try:
+        pairs = json.loads(arguments)
+    except ValueError:  # of tests with a call that is cut
+        return arguments
+    plain = {
+        key: value if isinstance(value, str) else json.dumps(value) for key, value in pairs.items()
+    }
+    if form == "{}={}":
+        plain = {key: json.dumps(value, ensure_ascii=False) for key, value in pairs.items()}
+    return separator.join(form.format(key, value) for key, value in plain.items())
+
+
 def answer(parser: str, *calls: str) -> str:
-    begin, end = TOOL_PARSERS[parser].grammar.section or ("", "")
-    return begin + TOOL_PARSERS[parser].grammar.separator.join(calls) + end
+    grammar = TOOL_PARSERS[parser].grammar
+    begin, end = grammar.section or AROUND.get(parser, ("", ""))
+    return begin + grammar.separator.join(calls) + end
+
+
+AROUND = {"mistral": ("[TOOL_CALLS][", "]"), "pythonic": ("[", "]")}
 
 
 class Bench:
@@ -104,10 +136,14 @@ def test_calls_as_models_write_them(bench: Bench, parser: str, choice: str) -> N
     first, second = call(parser, "get-weather", GOOD), call(parser, "send.mail_2", GOOD, 12)
     assert bench.takes(wanted, answer(parser, second))
     assert bench.takes(wanted, answer(parser, first)) == (choice != "named")
-    assert bench.takes(wanted, answer(parser, first, second)) == (choice != "named")
-    assert bench.takes(wanted, "Let me see. {") == (choice == "auto")
+    is_single = choice == "named" or TOOL_PARSERS[parser].grammar.max_calls == 1
+    assert bench.takes(wanted, answer(parser, first, second)) != is_single
+    head = "<|channel|>final<|message|>" if parser == "gpt_oss" else ""
+    assert bench.takes(wanted, head + "Let me see. {") == (choice == "auto")
     assert not bench.takes(wanted, answer(parser, call(parser, "other", GOOD)))
-    for wrong in ('{"city": 1}', '{"town": "x"}', "{}", '{"city": "x"', "text"):
+    number = answer(parser, call(parser, "send.mail_2", '{"city": 1}'))
+    assert bench.takes(wanted, number) == (parser in ("glm45", "qwen3_coder"))  # text is a string
+    for wrong in ('{"town": "x"}', "{}", '{"city": "x"', "text"):
         assert not bench.takes(wanted, answer(parser, call(parser, "send.mail_2", wrong)))
     single = tool_call_grammar(parser, TOOLS, chosen, parallel_tool_calls=False)
     assert bench.takes(single, answer(parser, second))
@@ -117,11 +153,14 @@ def test_calls_as_models_write_them(bench: Bench, parser: str, choice: str) -> N
 @pytest.mark.parametrize("parser", TOOL_PARSERS)
 def test_what_the_grammar_takes_the_parser_reads(bench: Bench, parser: str) -> None:
     wanted = tool_call_grammar(parser, TOOLS, "required")
-    text = answer(parser, call(parser, "get-weather", GOOD), call(parser, "send.mail_2", GOOD, 1))
+    names = ["get-weather", "send.mail_2"][: TOOL_PARSERS[parser].grammar.max_calls]
+    text = answer(parser, *(call(parser, name, GOOD, i) for i, name in enumerate(names)))
     assert bench.takes(wanted, text)
     message = ChatOutputParser(parser, None, TOOLS, False).parse_complete(text, "stop")
-    assert [c.function.name for c in message.tool_calls] == ["get-weather", "send.mail_2"]
-    assert [json.loads(c.function.arguments) for c in message.tool_calls] == [json.loads(GOOD)] * 2
+    assert [c.function.name for c in message.tool_calls] == names
+    assert [json.loads(c.function.arguments) for c in message.tool_calls] == [
+        json.loads(GOOD)
+    ] * len(names)
     assert not message.content
 
 
@@ -131,7 +170,10 @@ def test_strings_hold_no_markers(bench: Bench, parser: str) -> None:
     wanted = tool_call_grammar(parser, TOOLS, "required")
     begin = answer(parser, call(parser, "get-weather", '{"city": "@')).split("@")[0]
     assert bench.takes(wanted, begin + "<|tool <call>", ends=False)
+    (forbidden,) = TOOL_PARSERS[parser].grammar.forbidden
     for marker in TOOL_PARSERS[parser].markers:
+        if not marker.startswith(forbidden):
+            continue
         assert not bench.takes(wanted, begin + marker, ends=False)
         assert not bench.takes(wanted, begin + marker[:-1] + "x", ends=False)
 
@@ -197,3 +239,39 @@ def test_what_cannot_be_enforced() -> None:
     wrong["function"]["parameters"]["not"] = {}
     with pytest.raises(ValueError, match=r"tools\[1\].function.parameters: .*'not'"):
         tool_call_grammar("kimi_k2", [TOOLS[0], wrong], "auto")
+
+
+@pytest.mark.parametrize("parser", TOOL_PARSERS)
+def test_forced_calls_are_bounded(bench: Bench, parser: str) -> None:
+    wanted = tool_call_grammar(parser, TOOLS, "required")
+    most = TOOL_PARSERS[parser].grammar.max_calls
+    assert most <= MAX_CALLS
+    calls = [call(parser, "get-weather", GOOD, i) for i in range(most + 1)]
+    assert bench.takes(wanted, answer(parser, *calls[:most]))
+    assert not bench.takes(wanted, answer(parser, *calls))
+
+
+@pytest.mark.parametrize("parser", [name for name in TOOL_PARSERS if name not in AROUND])
+def test_white_space_in_arguments_is_bounded(bench: Bench, parser: str) -> None:
+    if not TOOL_PARSERS[parser].grammar.takes_json:
+        return
+    for choice in ("required", "auto"):
+        wanted = tool_call_grammar(parser, TOOLS, choice)
+        for space, is_taken in (("", True), (" ", True), ("\n ", True), ("   ", False)):
+            text = f'{{{space}"city":{space}"a   b"{space}}}'
+            written = answer(parser, call(parser, "get-weather", text))
+            assert bench.takes(wanted, written) is is_taken
+
+
+def test_properties_in_python(bench: Bench) -> None:
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "string"}}}
+    for required, texts, wrong in (
+        ([], ["f()", "f(a=1)", 'f(b="x")', 'f(a=1, b="x")'], ["f(1)", 'f(b="x", a=1)']),
+        (["b"], ['f(b="x")', 'f(b="x", a=1)'], ["f()", "f(a=1)"]),
+    ):
+        function = {"name": "f", "parameters": {**schema, "required": required}, "strict": True}
+        wanted = tool_call_grammar("pythonic", [{"function": function}], "named")
+        assert all(bench.takes(wanted, f"[{text}]") for text in texts)
+        assert not any(bench.takes(wanted, f"[{text}]") for text in wrong)
+    wanted = tool_call_grammar("pythonic", [{"function": {"name": "f"}}], "named")
+    assert bench.takes(wanted, '[f(**{"any": [1]})]')

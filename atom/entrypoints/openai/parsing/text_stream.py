@@ -135,7 +135,10 @@ class TextStream:
             yield
 
     def precedes(self, markers: Markers) -> Steps[bool]:
-        """Whether white space and then a marker or the end of the text follow; passes nothing."""
+        """Whether white space and then a marker, or the text's end, follow; passes nothing.
+
+        The begin of a marker counts where the text ends with it.
+        """
         while True:
             start = _not_space(self._text, self._start)
             start = len(self._text) if start < 0 else start
@@ -143,7 +146,7 @@ class TextStream:
             if found is not None:
                 return found
             if self._ended:
-                return start == len(self._text)
+                return True
             yield
 
     def _move_to(self, end: int, emit: Emit) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
+from functools import lru_cache
 from typing import Any, ClassVar
 
 from atom.entrypoints.openai.chat.deltas import DeltaWriter
@@ -39,8 +40,8 @@ class ToolFormat(ABC):
     short_ids: ClassVar[bool] = False
 
     def __init__(self, foreign: tuple[str, ...], tools: Tools) -> None:
-        self.own = Markers(self.markers)
-        self.all = Markers((*self.markers, *foreign))
+        self.own = _markers(self.markers)
+        self.all = _markers((*self.markers, *foreign))
         self.tools = tools
 
     @abstractmethod
@@ -68,6 +69,11 @@ class ToolFormat(ABC):
             emit(marker)
 
 
+@lru_cache
+def _markers(strings: tuple[str, ...]) -> Markers:
+    return Markers(strings)
+
+
 class SectionFormat(ToolFormat):
     """Formats whose calls stand in marked sections.
 
@@ -89,8 +95,8 @@ class SectionFormat(ToolFormat):
                     break  # without a section, what follows may be content
             else:
                 marker = yield from text.until(self.all, stray.append)
-        if out.num_calls == num_calls:
-            out.content("".join(stray))
+        if out.num_calls == num_calls and (said := "".join(stray)).strip():
+            out.content(said)
         out.marker()
         return marker
 

@@ -11,7 +11,7 @@ from atom.entrypoints.openai.parsing.tool_parsers.base import ToolFormat
 from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar, tagged
 from atom.entrypoints.openai.parsing.tool_parsers.parameter_tags import Lines, TaggedValue
 from atom.entrypoints.openai.parsing.tool_parsers.typed_arguments import TypedArguments
-from atom.structured_output.tags import Format, literal, sequence
+from atom.structured_output.tags import Format, literal, sequence, token
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 FUNCTION, FUNCTION_END = "<function=", "</function>"
@@ -29,8 +29,9 @@ _VALUE = TaggedValue(
 
 def _call(name: str, arguments: Format) -> Format:
     parameters = {**arguments, "style": "qwen_xml"}
-    head, end = literal(f"\n{FUNCTION}{name}>\n"), literal(f"\n{FUNCTION_END}\n")
-    return tagged(OPEN, sequence(head, parameters, end), CLOSE)
+    line = literal("\n")
+    head = sequence(line, token(FUNCTION), literal(f"{name}>\n"))
+    return tagged(OPEN, sequence(head, parameters, line, token(FUNCTION_END), line), CLOSE)
 
 
 class Qwen3Coder(ToolFormat):
