@@ -26,8 +26,16 @@ TOOLS: Any = [
 
 
 @pytest.fixture(scope="module")
-def server(tiny_llama_dir: Path) -> Iterator[ServerProcess]:
-    flags = ["--tool-call-parser", "hermes", "--enable-auto-tool-choice"]
+def server(
+    tiny_llama_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[ServerProcess]:
+    template = tmp_path_factory.mktemp("template") / "short.jinja"
+    template.write_text(
+        "{% for t in tools or [] %}{{ t.function.name }}{% endfor %}"
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    flags = ["--tool-call-parser", "hermes", "--chat-template", str(template)]
     flags += ["--method", "ngram", "--num-speculative-tokens", "3"]
     process = ServerProcess(tiny_llama_dir, "--served-model-name", "tiny", *flags)
     try:

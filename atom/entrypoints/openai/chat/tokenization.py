@@ -12,7 +12,7 @@ from atom.entrypoints.openai.http.errors import ApiError, bad_request
 from atom.entrypoints.openai.http.json_budget import JsonBudget
 from atom.entrypoints.openai.http.options import OptionError
 from atom.entrypoints.openai.parsing.tool_parsers import GENERIC
-from atom.entrypoints.openai.parsing.tool_prompt import knows_tools, tell_calls, tell_tools
+from atom.entrypoints.openai.parsing.tool_prompt import tell_calls, tell_tools
 from atom.quoting import excerpt, quote
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
@@ -38,6 +38,14 @@ RESERVED_TEMPLATE_KWARGS = frozenset(
         "truncation",
     }
 )
+
+# What templates are asked to write, to find out whether they do.
+_PROBE = "probe_of_calls"
+_PROBE_ARGUMENTS = '{"probe":  1}'
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}},
+}
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,10 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._template = chat_template or default_template(tokenizer)
-        self._takes_arguments_as_text = self._probe_arguments()
+        # Then history reads as the model wrote it; other templates spell out an object.
+        self._takes_arguments_as_text = self._probe(_PROBE_ARGUMENTS) is True
+        self._lacks_calls = self._probe("probe") is False
+        self._lacks_tools = self._probe(_PROBE, tools=[_PROBE_TOOL]) is False
         self._max_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
         if chat_template is not None:
             self._check_syntax()
@@ -120,9 +131,9 @@ class PromptEncoder:
         messages = [self._message(i, message, budget) for i, message in enumerate(chat.messages)]
         self._check_length(sum(len(message["content"]) for message in messages), "messages")
         tools = tool_dicts(chat) if with_tools else None
-        if "tool_calls" not in self._template:
+        if self._lacks_calls:
             messages = tell_calls(messages, self._tool_format)
-        if tools and not knows_tools(self._template):
+        if tools and self._lacks_tools:
             messages = tell_tools(messages, tools, self._tool_format)
         text = self._render(messages, chat, tools)
         return self.encode(text, add_special_tokens=add_special_tokens, param="messages")
@@ -202,29 +213,27 @@ class PromptEncoder:
             message = f"{where}.tool_calls: arguments are not JSON: {excerpt(str(error))}"
             raise bad_request(message, where) from error
 
-    def _probe_arguments(self) -> bool:
-        """Whether the template writes a call's arguments as they are.
-
-        Then history reads as the model wrote it; other templates spell out an object.
-        """
-        text = '{"probe":  1}'
-        call = {"name": "probe", "arguments": text}
+    def _probe(self, text: str, **variables: Any) -> bool | None:
+        """Whether the template writes `text`, a part of a call or tool; None when it refuses."""
+        call = {"name": _PROBE, "arguments": _PROBE_ARGUMENTS}
         messages = [
-            {"role": "user", "content": "probe"},
+            {"role": "user", "content": "hi"},
             {
                 "role": "assistant",
                 "content": "",
                 "tool_calls": [{"id": "functions.probe:0", "type": "function", "function": call}],
             },
         ]
+        if variables:
+            messages = messages[:1]
         if self._template is None:
-            return False
+            return None
         try:
             rendered: str = self._tokenizer.apply_chat_template(
-                messages, chat_template=self._template, tokenize=False
+                messages, chat_template=self._template, tokenize=False, **variables
             )
         except Exception:  # it refuses texts, or this chat
-            return False
+            return None
         return text in rendered
 
     def _check_length(self, size: int, param: str) -> None:

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from atom.entrypoints.openai.http.options import ServerOptions
-from atom.entrypoints.openai.parsing.tool_prompt import knows_tools
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +80,7 @@ def find_tool_parser(template: str | None, model_type: str) -> Found:
         return found
     if model_type in TOOL_ARCHITECTURES:
         return Found(TOOL_ARCHITECTURES[model_type], f"the model is of type {model_type}")
-    if CHATML in template and not knows_tools(template):
+    if CHATML in template and "tools" not in template:
         return Found("hermes", "the chat template is ChatML and leaves the format of calls open")
     return Found(None, "neither the chat template nor the model's type names a known format")
 

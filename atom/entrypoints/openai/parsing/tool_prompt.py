@@ -17,11 +17,6 @@ Message = dict[str, Any]
 _EXAMPLE = '{"argument": "value"}'
 
 
-def knows_tools(template: str) -> bool:
-    """Whether a template writes the tools of a chat."""
-    return "tools" in template
-
-
 def tell_tools(
     messages: Sequence[Message], tools: Sequence[dict[str, Any]], parser: str
 ) -> list[Message]:
