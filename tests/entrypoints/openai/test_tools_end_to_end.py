@@ -28,6 +28,7 @@ TOOLS: list[Any] = [
     {"type": "function", "function": {"name": name, "parameters": {"type": "object"}}}
     for name in NAMES
 ]
+SCRIPTED = [s for s in SPELLINGS if s.name in ("kimi_k2", "hermes", "llama3_json", "deepseek_v3")]
 LONG = json.dumps(
     {"path": "北京/天气 😀.txt", "content": "".join(chr(0x4E00 + 7 * i) for i in range(2700))},
     ensure_ascii=False,
@@ -47,7 +48,7 @@ class Scripts:
         markers = [m for format in TOOL_PARSERS.values() for m in format.markers]
         self.writer = ScriptWriter(markers)
         self.by_format: dict[str, list[tuple[str, str, bool]]] = {}
-        for spelling in SPELLINGS:
+        for spelling in SCRIPTED:
             long = spelling.spell(_parts(spelling, Call(NAMES[1], LONG)))
             short = "想一想…</think>" + spelling.spell(_parts(spelling, Call(NAMES[0], SHORT)))
             self.by_format[spelling.name] = [
