@@ -28,6 +28,7 @@ from atom.entrypoints.openai.chat.protocol import (
 from atom.entrypoints.openai.chat.tokenization import PromptEncoder
 from atom.entrypoints.openai.http.auth import ApiKeyMiddleware
 from atom.entrypoints.openai.http.body import MAX_HELD_BYTES, BodyRoom, parse_body, read_body
+from atom.entrypoints.openai.http.edge import EXPOSED_HEADERS, REQUEST_ID_HEADER, EdgeMiddleware
 from atom.entrypoints.openai.http.errors import (
     INVALID_REQUEST,
     SERVER_ERROR,
@@ -39,6 +40,7 @@ from atom.entrypoints.openai.http.errors import (
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.openapi import add_document_route
 from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.entrypoints.openai.http.workers import Workers
 from atom.entrypoints.openai.messages import api as messages_api
 from atom.entrypoints.openai.messages.events import MessageTranslation
@@ -78,8 +80,8 @@ class Api:
     created: int
 
     async def completions(self, request: Request) -> Response:
-        def prepare(data: bytes) -> tuple[Generation, CompletionFormat]:
-            body = parse_body(data, CompletionRequest)
+        def prepare(data: bytes, unknown: UnknownFields) -> tuple[Generation, CompletionFormat]:
+            body = parse_body(data, CompletionRequest, unknown)
             generation = prepare_completion(body, self._model(body.model), self.encoder)
             return generation, CompletionFormat(body, self.encoder, self.vocabulary)
 
@@ -87,18 +89,20 @@ class Api:
         return await respond(request, self.engine, generation, choices, self.workers)
 
     async def chat_completions(self, request: Request) -> Response:
-        def prepare(data: bytes) -> tuple[Generation, ChatFormat]:
-            body = parse_body(data, ChatCompletionRequest)
+        def prepare(data: bytes, unknown: UnknownFields) -> tuple[Generation, ChatFormat]:
+            body = parse_body(data, ChatCompletionRequest, unknown)
             return self._chat(body, self._model(body.model))
 
         generation, choices = await self._prepared(request, prepare)
         return await respond(request, self.engine, generation, choices, self.workers)
 
     async def responses(self, request: Request) -> Response:
-        def prepare(data: bytes) -> tuple[Generation, ChatFormat, Translation]:
-            body = parse_body(data, ResponsesRequest)
+        def prepare(
+            data: bytes, unknown: UnknownFields
+        ) -> tuple[Generation, ChatFormat, Translation]:
+            body = parse_body(data, ResponsesRequest, unknown)
             fields = responses.response_fields(body, self._model(body.model))
-            chat = responses.as_chat(body)
+            chat = responses.as_chat(body, unknown)
             if chat.logprobs and (chat.tools or self.options.reasoning_parser is not None):
                 raise bad_request(
                     "logprobs of text among reasoning and calls are not told apart here; "
@@ -112,20 +116,22 @@ class Api:
         return await self._translated(request, prepare, responses.FIELD_NAMES)
 
     async def messages(self, request: Request) -> Response:
-        def prepare(data: bytes) -> tuple[Generation, ChatFormat, Translation]:
-            body = parse_body(data, MessagesRequest)
+        def prepare(
+            data: bytes, unknown: UnknownFields
+        ) -> tuple[Generation, ChatFormat, Translation]:
+            body = parse_body(data, MessagesRequest, unknown)
             translation = MessageTranslation(f"msg_{uuid.uuid4().hex}", self._model(body.model))
-            chat = messages_api.as_chat(body)
+            chat = messages_api.as_chat(body, unknown)
             prepared = self._chat(chat, self.model_names[0], messages_api.FIELD_NAMES)
             return *prepared, translation
 
         return await self._translated(request, prepare, messages_api.FIELD_NAMES)
 
     async def count_tokens(self, request: Request) -> Response:
-        def count(data: bytes) -> int:
-            body = parse_body(data, CountTokensRequest)
+        def count(data: bytes, unknown: UnknownFields) -> int:
+            body = parse_body(data, CountTokensRequest, unknown)
             self._model(body.model)
-            chat = messages_api.as_chat(body)
+            chat = messages_api.as_chat(body, unknown)
             prompt = self.encoder.encode_chat(
                 chat, add_special_tokens=False, with_tools=chat.tool_choice != "none"
             )
@@ -133,11 +139,15 @@ class Api:
 
         return json_response({"input_tokens": await self._prepared(request, count)})
 
-    async def _prepared(self, request: Request, prepare: Callable[[bytes], Result]) -> Result:
+    async def _prepared(
+        self, request: Request, prepare: Callable[[bytes, UnknownFields], Result]
+    ) -> Result:
         """What `prepare` makes of the body; of a large one it does so in a thread."""
+        unknown = UnknownFields(self.options.unknown_fields == "refuse")
+        request.state.unknown_fields = unknown
         with self.room.share() as take:
             data = await read_body(request, self.options.max_body_bytes, take)
-            work = self.workers.run(len(data), functools.partial(prepare, data))
+            work = self.workers.run(len(data), functools.partial(prepare, data, unknown))
             return await unless_disconnected(request, work)
 
     def _chat(
@@ -156,7 +166,7 @@ class Api:
     async def _translated(
         self,
         request: Request,
-        prepare: Callable[[bytes], tuple[Generation, ChatFormat, Translation]],
+        prepare: Callable[[bytes, UnknownFields], tuple[Generation, ChatFormat, Translation]],
         field_names: Mapping[str, str],
     ) -> Response:
         """A chat, spelled by another API."""
@@ -182,8 +192,8 @@ class Api:
         return json_response(self._model_card(self._model(model_id)))
 
     async def tokenize(self, request: Request) -> Response:
-        def answer(data: bytes) -> Response:
-            body = parse_body(data, TokenizeRequest)
+        def answer(data: bytes, unknown: UnknownFields) -> Response:
+            body = parse_body(data, TokenizeRequest, unknown)
             self._model(body.model)
             token_ids = self._tokenized(body)
             spelled = None
@@ -210,8 +220,8 @@ class Api:
         return self.encoder.encode(body.prompt, add_special_tokens=adds, param="prompt").token_ids
 
     async def detokenize(self, request: Request) -> Response:
-        def answer(data: bytes) -> Response:
-            body = parse_body(data, DetokenizeRequest)
+        def answer(data: bytes, unknown: UnknownFields) -> Response:
+            body = parse_body(data, DetokenizeRequest, unknown)
             self._model(body.model)
             size = self.engine.limits.vocab_size
             bad = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
@@ -279,6 +289,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
         created=int(time.time()),
     )
     app = FastAPI(title="ATOM", version=__version__, openapi_url=None)
+    app.add_api_route("/", api.version, include_in_schema=False)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"])
     app.add_api_route("/v1/responses", api.responses, methods=["POST"])
@@ -289,13 +300,12 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
     app.add_api_route("/health", api.health)
-    app.add_api_route("/health", api.health, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/metrics", api.prometheus)
     app.add_api_route("/version", api.version)
     add_document_route(app)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_exception)
+    app.add_exception_handler(Exception, _on_unforeseen)
     for error in (
         ApiError,
         RequestRefusedError,
@@ -311,9 +321,11 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_allow_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
         )
+    app.add_middleware(EdgeMiddleware)
     return app
 
 
@@ -336,3 +348,10 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_exception(request: Request, error: Exception) -> Response:
     return as_api_error(error).response(request.url.path)
+
+
+async def _on_unforeseen(request: Request, error: Exception) -> Response:
+    """Beyond all middleware, so it says itself which request it answers."""
+    response = await _on_exception(request, error)
+    response.headers[REQUEST_ID_HEADER] = request.state.request_id
+    return response

@@ -155,7 +155,7 @@ def _refusal(answer: httpx.Response, status: int, kind: str) -> str:
         ({"system": [{"type": "image"}]}, "system[0]: only blocks of type text"),
         ({"stop_sequences": [""]}, "stop"),
         ({"temperature": -1}, "temperature"),
-        ({"n": 2}, "n is not a field"),
+        ({"n": 2}, "n is not supported"),
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": 5}}}}, "schema"),
         ({"container": "c"}, "container is not supported"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),

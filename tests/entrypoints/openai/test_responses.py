@@ -182,7 +182,7 @@ def test_harmless_fields_are_accepted(client: openai.OpenAI) -> None:
         ({"max_output_tokens": 0}, "max_output_tokens", None),
         ({"max_output_tokens": 600}, "max_output_tokens", None),
         ({"temperature": -1}, "temperature", None),
-        ({"max_tokens": 5}, "max_tokens", "unknown_field"),
+        ({"max_tokens": 5}, "max_tokens", "unsupported_field"),
     ],
 )
 def test_refused(

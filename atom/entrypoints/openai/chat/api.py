@@ -144,6 +144,6 @@ def _reasoning_end(
     continued = ""
     if body.continue_final_message:
         last = body.messages[-1].content or ""
-        continued = last if isinstance(last, str) else "".join(part.text or "" for part in last)
+        continued = last if isinstance(last, str) else "".join(part.text for part in last)
     reasoning = REASONING_PARSERS[options.reasoning_parser]
     return reasoning.close if reasoning.is_open_after(prompt.text, continued) else None

@@ -1,8 +1,8 @@
 """The bodies of requests: every field by name and type, and what becomes of it.
 
 A field is either used, harmless (accepted, changes nothing, listed in docs/server.md), or not
-supported: then it is refused unless its value asks for nothing. Unknown fields are refused.
-Ranges are the business of `SamplingParams`.
+supported: then it is refused unless its value asks for nothing. Unknown fields are kept for
+`http/unknown_fields.py` to judge. Ranges are the business of `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
+
+from atom.entrypoints.openai.http.provider_tools import PROVIDER_TAG, ProviderTool, tool_kind
+from atom.entrypoints.openai.http.unknown_fields import UNSUPPORTED_FIELD
 
 # More than any client needs: OpenAI takes 4 stop strings and 300 biases. Each stop string costs
 # time at every token, biases and stop ids cost time and memory of the engine.
@@ -20,9 +31,6 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
-
-# The type of the validation error whose context names the refused `field`.
-UNSUPPORTED_FIELD = "unsupported_field"
 
 # The type of the validation error of an item or part of a kind that is not supported.
 UNSUPPORTED_CONTENT = "unsupported_content"
@@ -39,13 +47,13 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class ApiModel(BaseModel):
-    """Strict: no unknown fields, no "5" for 5.
+    """Strict: no "5" for 5.
 
     Attributes:
         UNSUPPORTED: unsupported fields, with the values that ask for nothing.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @classmethod
@@ -169,13 +177,39 @@ class CompletionRequest(GenerationRequest):
     suffix: Any = None
 
 
-class ContentPart(BaseModel):
-    """A part of a message; only text is supported, others are refused by their type."""
+class TextPart(ApiModel):
+    type: Literal["text"]
+    text: str
 
-    model_config = ConfigDict(extra="allow", strict=True)
 
-    type: str
-    text: str | None = None
+class RefusalPart(ApiModel):
+    """What an assistant said instead of an answer; it is text like any other."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+ContentParts = Annotated[
+    list[
+        Annotated[
+            Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+            Discriminator(
+                kind_of("<text>"),
+                custom_error_type=UNSUPPORTED_CONTENT,
+                custom_error_message="only parts of type text and refusal are supported here",
+            ),
+        ]
+    ],
+    Field(fail_fast=True),
+]
+Content = Annotated[
+    Annotated[str, Tag("<string>")] | Annotated[ContentParts, Tag("<list>")],
+    Discriminator(list_or_string),
+]
 
 
 class FunctionDefinition(ApiModel):
@@ -202,7 +236,15 @@ class NamedToolChoice(ApiModel):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
-Tools = Annotated[list[Tool], Field(fail_fast=True)]
+Tools = Annotated[
+    list[
+        Annotated[
+            Annotated[Tool, Tag("<function>")] | Annotated[ProviderTool, Tag(PROVIDER_TAG)],
+            Discriminator(tool_kind("function")),
+        ]
+    ],
+    Field(fail_fast=True),
+]
 
 
 class ChatMessage(ApiModel):
@@ -211,19 +253,18 @@ class ChatMessage(ApiModel):
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "function_call": (),
         "audio": (),
-        "refusal": ("",),
         "annotations": ([],),
     }
 
     role: Role
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: Content | None = None
     reasoning_content: str | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
-    refusal: Any = None
+    refusal: str | None = None
     annotations: Any = None
 
 

@@ -8,10 +8,11 @@ from typing import Any
 import jinja2
 
 from atom.entrypoints.openai.chat.protocol import ChatMessage, ChatPrompt
-from atom.entrypoints.openai.http.errors import ApiError, bad_request
+from atom.entrypoints.openai.http.errors import bad_request
 from atom.entrypoints.openai.http.json_budget import JsonBudget
 from atom.entrypoints.openai.http.options import OptionError
-from atom.quoting import excerpt, quote
+from atom.entrypoints.openai.http.provider_tools import own_tools
+from atom.quoting import excerpt
 
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
@@ -231,7 +232,7 @@ class PromptEncoder:
 
 def tool_dicts(chat: ChatPrompt) -> list[dict[str, Any]] | None:
     """The chat's tools as templates and parsers take them; None without tools."""
-    return [tool.model_dump(exclude_none=True) for tool in chat.tools or ()] or None
+    return [tool.model_dump(exclude_none=True) for tool in own_tools(chat.tools)] or None
 
 
 def _default_template(tokenizer: Any) -> str | None:
@@ -241,26 +242,13 @@ def _default_template(tokenizer: Any) -> str | None:
 
 def _text(message: ChatMessage, where: str) -> str:
     """The message's text; parts follow one another with nothing between."""
-    if isinstance(message.content, str):
-        return message.content
-    if message.content is None:
-        if message.role == "assistant" and (message.tool_calls or message.reasoning_content):
-            return ""
-        raise bad_request(f"{where}.content is missing", f"{where}.content", "missing_field")
-    texts = []
-    for number, part in enumerate(message.content):
-        if part.type != "text":
-            raise _unsupported_part(f"{where}.content[{number}]", part.type)
-        if part.text is None:
-            raise bad_request(f"{where}.content[{number}].text is missing", f"{where}.content")
-        texts.append(part.text)
-    return "".join(texts)
-
-
-def _unsupported_part(where: str, kind: str) -> ApiError:
-    return bad_request(
-        f"{where} is of type {quote(kind)}, which this server does not support; only 'text' parts "
-        "are",
-        where,
-        "unsupported_content",
-    )
+    text = message.content
+    if isinstance(text, list):
+        text = "".join(part.text for part in text)
+    if message.refusal:  # a refusal stands where the answer would
+        return (text or "") + message.refusal
+    if text is not None:
+        return text
+    if message.role == "assistant" and (message.tool_calls or message.reasoning_content):
+        return ""
+    raise bad_request(f"{where}.content is missing", f"{where}.content", "missing_field")

@@ -7,6 +7,7 @@ from typing import Any
 
 from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest, SamplingFields
 from atom.entrypoints.openai.http.errors import bad_request
+from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.entrypoints.openai.messages.protocol import (
     Block,
     CountTokensRequest,
@@ -35,8 +36,11 @@ TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 THINKING_VARIABLES = ("thinking", "enable_thinking")
 
 
-def as_chat(body: CountTokensRequest) -> ChatCompletionRequest:
+def as_chat(body: CountTokensRequest, unknown: UnknownFields) -> ChatCompletionRequest:
     """The chat that the request stands for.
+
+    Args:
+        unknown: takes the unknown fields of objects that chat checks.
 
     Raises:
         ApiError: 400 for what no chat can do.
@@ -59,7 +63,7 @@ def as_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         optional["continue_final_message"] = True
     fields = {name: value for name, value in optional.items() if value is not None}
     fields["messages"] = _messages(body)
-    return translate_request(ChatCompletionRequest, fields, FIELD_NAMES)
+    return translate_request(ChatCompletionRequest, fields, FIELD_NAMES, unknown)
 
 
 def _template_kwargs(body: CountTokensRequest) -> dict[str, Any] | None:

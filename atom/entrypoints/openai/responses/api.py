@@ -9,6 +9,7 @@ from typing import Any
 
 from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest, SamplingFields
 from atom.entrypoints.openai.http.errors import bad_request
+from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.entrypoints.openai.responses.protocol import (
     AllowedTools,
     FunctionCall,
@@ -37,8 +38,11 @@ FIELD_NAMES = {
 }
 
 
-def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
+def as_chat(body: ResponsesRequest, unknown: UnknownFields) -> ChatCompletionRequest:
     """The chat that the request stands for.
+
+    Args:
+        unknown: takes the unknown fields of objects that chat checks.
 
     Raises:
         ApiError: 400 for what no chat can do.
@@ -56,7 +60,7 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
     }
     fields |= {name: value for name, value in optional.items() if value is not None}
     fields["messages"] = _messages(body)
-    return translate_request(ChatCompletionRequest, fields, FIELD_NAMES)
+    return translate_request(ChatCompletionRequest, fields, FIELD_NAMES, unknown)
 
 
 def response_fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
