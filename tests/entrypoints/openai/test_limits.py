@@ -22,6 +22,7 @@ from atom.entrypoints.openai.http import json_budget
 from atom.entrypoints.openai.http.errors import ApiError
 from atom.entrypoints.openai.http.json_budget import JsonBudget
 from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.http.unknown_fields import IGNORED_FIELDS_HEADER
 from atom.entrypoints.openai.http.workers import MAX_INLINE
 
 TEMPLATE = (
