@@ -247,7 +247,7 @@ class Api:
         return json_response({"version": __version__})
 
     def _model(self, name: str | None) -> str:
-        if name is None:
+        if not name:
             return self.model_names[0]
         if name not in self.model_names:
             raise ApiError(

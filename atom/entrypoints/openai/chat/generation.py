@@ -36,6 +36,14 @@ STARTED_AT_ONCE = 32
 
 
 @dataclass(frozen=True)
+class UsageChunks:
+    """Which chunks of a stream hold the usage: a last one of its own, and every one so far."""
+
+    last: bool = False
+    every: bool = False
+
+
+@dataclass(frozen=True)
 class Generation:
     """What one HTTP request asks of the engine.
 
@@ -55,7 +63,7 @@ class Generation:
     priority: int = 0
     cache_salt: str = ""
     stream: bool = False
-    include_usage: bool = False
+    usage: UsageChunks = UsageChunks()
     discards_output: bool = False
     echoes: bool = False
     field_names: dict[str, str] = field(default_factory=dict)
@@ -146,17 +154,19 @@ async def stream_events(
         "created": generation.created,
         "model": generation.model,
     }
-    if generation.include_usage:
+    if generation.usage.last:
         head["usage"] = None
     usage = Usage()
     chunks = ChunkChoices(generation, choices)
     async with aclosing(stream_outputs(engine, generation)) as outputs:
         async for number, request in outputs:
             usage.add(number, request)
+            if generation.usage.every:
+                head = {**head, "usage": usage.as_dict()}
             spell = functools.partial(_spell, head, chunks, number, request)
             if events := await workers.run(generation.spelling_size(request), spell):
                 yield events
-    if generation.include_usage:
+    if generation.usage.last:
         yield encode_event({**head, "choices": [], "usage": usage.as_dict()})
     yield DONE
 

@@ -12,6 +12,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     BaseModel,
+    BeforeValidator,
     ConfigDict,
     Discriminator,
     Field,
@@ -98,8 +99,21 @@ def list_or_string(value: Any) -> str:
     return "<list>" if isinstance(value, list) else "<string>"
 
 
+def _whole_number(value: Any) -> Any:
+    """16.0 is 16, and -1 is no limit: so some clients write them."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return None if value == -1 and not isinstance(value, bool) else value
+
+
+TokenLimit = Annotated[int | None, BeforeValidator(_whole_number)]
+
+
 class StreamOptions(ApiModel):
+    """`continuous_usage_stats` puts the usage so far into every chunk."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # harmless
 
 
@@ -148,7 +162,7 @@ class GenerationRequest(SamplingFields):
     n: int | None = None
     stop: StopString | StopStrings | None = None
     include_stop_str_in_output: bool | None = None
-    max_tokens: int | None = None
+    max_tokens: TokenLimit = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -248,7 +262,11 @@ Tools = Annotated[
 
 
 class ChatMessage(ApiModel):
-    """One message. The unsupported fields are what clients echo back from a response."""
+    """One message. The unsupported fields are what clients echo back from a response.
+
+    `reasoning` is another name of `reasoning_content`. `partial` says of the last message, an
+    assistant's, that the answer goes on where it ends.
+    """
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "function_call": (),
@@ -259,6 +277,8 @@ class ChatMessage(ApiModel):
     role: Role
     content: Content | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    partial: bool | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
@@ -266,6 +286,16 @@ class ChatMessage(ApiModel):
     audio: Any = None
     refusal: str | None = None
     annotations: Any = None
+
+    @property
+    def thought(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+
+class Thinking(ApiModel):
+    """Kimi's switch."""
+
+    type: Literal["enabled", "disabled"]
 
 
 class ChatPrompt(ApiModel):
@@ -276,8 +306,15 @@ class ChatPrompt(ApiModel):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    thinking: Thinking | None = None
     tools: Tools | None = None
     chat_template: Any = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on where the last message ends."""
+        is_partial = bool(self.messages) and self.messages[-1].partial
+        return bool(self.continue_final_message or is_partial)
 
 
 class ChatCompletionRequest(GenerationRequest, ChatPrompt):
@@ -294,7 +331,7 @@ class ChatCompletionRequest(GenerationRequest, ChatPrompt):
         "verbosity": (),
     }
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: TokenLimit = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: ToolChoice | None = None

@@ -14,6 +14,9 @@ from atom.entrypoints.openai.http.options import OptionError
 from atom.entrypoints.openai.http.provider_tools import own_tools
 from atom.quoting import excerpt
 
+# What the templates in use call the switch; the others ignore it.
+THINKING_VARIABLES = ("thinking", "enable_thinking")
+
 CONTEXT_EXCEEDED = "context_length_exceeded"
 
 # Arguments of `apply_chat_template` that are not variables of the template.
@@ -104,6 +107,7 @@ class PromptEncoder:
                 "messages",
                 CONTEXT_EXCEEDED,
             )
+        _check_partial(chat.messages)
         budget = JsonBudget()
         messages = [self._message(i, message, budget) for i, message in enumerate(chat.messages)]
         self._check_length(sum(len(message["content"]) for message in messages), "messages")
@@ -120,9 +124,9 @@ class PromptEncoder:
         chat: ChatPrompt,
         tools: list[dict[str, Any]] | None,
     ) -> str:
-        continues = bool(chat.continue_final_message)
+        continues = chat.continues
         opens = not continues if chat.add_generation_prompt is None else chat.add_generation_prompt
-        variables = dict(chat.chat_template_kwargs or {})
+        variables = {**_thinking(chat), **(chat.chat_template_kwargs or {})}
         if chat.reasoning_effort is not None:
             if "reasoning_effort" in variables:
                 raise bad_request(
@@ -159,8 +163,8 @@ class PromptEncoder:
         if role == "developer" and "developer" not in (self._template or ""):
             role = "system"
         rendered: dict[str, Any] = {"role": role, "content": _text(message, where)}
-        if message.reasoning_content is not None:
-            rendered["reasoning_content"] = message.reasoning_content
+        if message.thought is not None:
+            rendered["reasoning_content"] = message.thought
         if message.name is not None:
             rendered["name"] = message.name
         if message.tool_call_id is not None:
@@ -240,6 +244,20 @@ def _default_template(tokenizer: Any) -> str | None:
     return template.get("default") if isinstance(template, dict) else template
 
 
+def _thinking(chat: ChatPrompt) -> dict[str, bool]:
+    if chat.thinking is None:
+        return {}
+    return dict.fromkeys(THINKING_VARIABLES, chat.thinking.type == "enabled")
+
+
+def _check_partial(messages: list[ChatMessage]) -> None:
+    for index, message in enumerate(messages):
+        is_last = index == len(messages) - 1
+        if message.partial and not (is_last and message.role == "assistant"):
+            name = f"messages[{index}].partial"
+            raise bad_request(f"{name}: only the last message, an assistant's, can be", name)
+
+
 def _text(message: ChatMessage, where: str) -> str:
     """The message's text; parts follow one another with nothing between."""
     text = message.content
@@ -249,6 +267,6 @@ def _text(message: ChatMessage, where: str) -> str:
         return (text or "") + message.refusal
     if text is not None:
         return text
-    if message.role == "assistant" and (message.tool_calls or message.reasoning_content):
+    if message.role == "assistant" and (message.tool_calls or message.thought):
         return ""
     raise bad_request(f"{where}.content is missing", f"{where}.content", "missing_field")

@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest, SamplingFields
+from atom.entrypoints.openai.chat.tokenization import THINKING_VARIABLES
 from atom.entrypoints.openai.http.errors import bad_request
 from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.entrypoints.openai.messages.protocol import (
@@ -31,9 +32,6 @@ FIELD_NAMES = {
 }
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
-
-# What the templates in use call the switch; the others ignore it.
-THINKING_VARIABLES = ("thinking", "enable_thinking")
 
 
 def as_chat(body: CountTokensRequest, unknown: UnknownFields) -> ChatCompletionRequest:
