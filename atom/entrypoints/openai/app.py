@@ -45,6 +45,8 @@ from atom.entrypoints.openai.http.workers import Workers
 from atom.entrypoints.openai.messages import api as messages_api
 from atom.entrypoints.openai.messages.events import MessageTranslation
 from atom.entrypoints.openai.messages.protocol import CountTokensRequest, MessagesRequest
+from atom.entrypoints.openai.native.api import prepare_generate, respond_generate
+from atom.entrypoints.openai.native.protocol import GenerateRequest
 from atom.entrypoints.openai.responses import api as responses
 from atom.entrypoints.openai.responses.events import ResponseTranslation
 from atom.entrypoints.openai.responses.protocol import ResponsesRequest
@@ -95,6 +97,16 @@ class Api:
 
         generation, choices = await self._prepared(request, prepare)
         return await respond(request, self.engine, generation, choices, self.workers)
+
+    async def generate(self, request: Request) -> Response:
+        def prepare(data: bytes, unknown: UnknownFields) -> tuple[Generation, bool]:
+            body = parse_body(data, GenerateRequest, unknown)
+            generation = prepare_generate(body, self.model_names[0], self.encoder)
+            is_one = isinstance(body.text, str) or generation.prompts[0].token_ids is body.input_ids
+            return generation, generation.n > 1 or not is_one
+
+        generation, is_batch = await self._prepared(request, prepare)
+        return await respond_generate(request, self.engine, generation, is_batch, self.workers)
 
     async def responses(self, request: Request) -> Response:
         def prepare(
@@ -234,6 +246,9 @@ class Api:
 
         return await self._prepared(request, answer)
 
+    async def tokenizer_info(self) -> Response:
+        return json_response(self.encoder.describe())
+
     async def health(self) -> Response:
         if (trouble := self.engine.trouble) is not None:
             raise ApiError(503, trouble, kind=SERVER_ERROR, code="unhealthy")
@@ -297,6 +312,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     app.add_api_route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"])
     app.add_api_route("/v1/models", api.models)
     app.add_api_route("/v1/models/{model_id:path}", api.model)
+    app.add_api_route("/generate", api.generate, methods=["POST"])
+    app.add_api_route("/tokenizer_info", api.tokenizer_info)
     app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
     app.add_api_route("/health", api.health)

@@ -114,6 +114,17 @@ class PromptEncoder:
         text = self._render(messages, chat, tool_dicts(chat) if with_tools else None)
         return self.encode(text, add_special_tokens=add_special_tokens, param="messages")
 
+    def describe(self) -> dict[str, Any]:
+        """What clients need who render chats themselves and have their text tokenised here."""
+        tokenizer = self._tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": self._max_model_len,
+            **{name: getattr(tokenizer, name, None) for name in names},
+            "chat_template": self._template,
+        }
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text

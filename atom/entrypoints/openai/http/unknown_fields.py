@@ -96,7 +96,8 @@ class UnknownFields:
             logger.warning("ignored in a request: %s", quote(kind))
 
     def _judge(self, path: str, value: Any) -> None:
-        field = _without_indices(path)
+        # Some APIs have the fields of others in an object of their own.
+        field = _without_indices(path).removeprefix("sampling_params.")
         if field not in REFUSED:
             if not (asks_for_nothing(value) or _is_among(value, HARMLESS.get(field, ()))):
                 self.ignore(path)
