@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from atom.entrypoints.openai.chat.tokenization import Prompt
-from atom.entrypoints.openai.http.errors import MAX_MESSAGE, bad_request, json_response
+from atom.entrypoints.openai.http.errors import json_response, refused
 from atom.entrypoints.openai.http.sse import (
     DONE,
     EventStream,
@@ -25,7 +25,6 @@ from atom.entrypoints.openai.http.workers import Workers
 from atom.messages import RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, EngineShuttingDownError
 from atom.outputs import CompletionOutput, RequestOutput
-from atom.quoting import excerpt
 from atom.text.prepared_params import PreparedParams
 
 Result = TypeVar("Result")
@@ -277,7 +276,7 @@ async def _generate(
                 yield output
     except RequestRefusedError as error:
         name = generation.field_names.get(error.param or "", error.param)
-        raise bad_request(excerpt(str(error), MAX_MESSAGE), name) from error
+        raise refused(error, name) from error
 
 
 async def stream_outputs(

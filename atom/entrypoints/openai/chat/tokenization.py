@@ -8,16 +8,15 @@ from typing import Any
 import jinja2
 
 from atom.entrypoints.openai.chat.protocol import ChatMessage, ChatPrompt
-from atom.entrypoints.openai.http.errors import bad_request
+from atom.entrypoints.openai.http.errors import ApiError, ContextExceededError, bad_request
 from atom.entrypoints.openai.http.json_budget import JsonBudget
 from atom.entrypoints.openai.http.options import OptionError
 from atom.entrypoints.openai.http.provider_tools import own_tools
+from atom.messages import ContextLengthError
 from atom.quoting import excerpt
 
 # What the templates in use call the switch; the others ignore it.
 THINKING_VARIABLES = ("thinking", "enable_thinking")
-
-CONTEXT_EXCEEDED = "context_length_exceeded"
 
 # Arguments of `apply_chat_template` that are not variables of the template.
 RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -64,7 +63,7 @@ class PromptEncoder:
         self._max_model_len = max_model_len
         self._template = chat_template or _default_template(tokenizer)
         self._takes_arguments_as_text = self._probe_arguments()
-        self._max_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         if chat_template is not None:
             self._check_syntax()
 
@@ -101,12 +100,7 @@ class PromptEncoder:
                 "messages",
             )
         if len(chat.messages) > self._max_model_len:
-            raise bad_request(
-                f"{len(chat.messages)} messages cannot fit a context of {self._max_model_len} "
-                f"tokens",
-                "messages",
-                CONTEXT_EXCEEDED,
-            )
+            raise self._too_long(len(chat.messages), "messages")
         _check_partial(chat.messages)
         budget = JsonBudget()
         messages = [self._message(i, message, budget) for i, message in enumerate(chat.messages)]
@@ -226,13 +220,12 @@ class PromptEncoder:
         return text in rendered
 
     def _check_length(self, size: int, param: str) -> None:
-        if size > self._max_characters:
-            raise bad_request(
-                f"the prompt has {size} characters, more than the {self._max_characters} that "
-                f"the context of {self._max_model_len} tokens can hold",
-                param,
-                CONTEXT_EXCEEDED,
-            )
+        if size > self._max_model_len * self._longest_token:
+            raise self._too_long(-(-size // self._longest_token), param)
+
+    def _too_long(self, least_tokens: int, param: str) -> ApiError:
+        error = ContextLengthError(least_tokens, self._max_model_len, is_at_least=True)
+        return ContextExceededError(error, param)
 
     def _check_syntax(self) -> None:
         try:

@@ -10,7 +10,12 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
+from atom.messages import (
+    ContextLengthError,
+    EngineDeadError,
+    RequestFailedError,
+    RequestRefusedError,
+)
 from atom.model_engine.async_engine import (
     EngineShuttingDownError,
     EngineStuckError,
@@ -29,7 +34,7 @@ MAX_MESSAGE = 500
 INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
-
+CONTEXT_EXCEEDED = "context_length_exceeded"
 
 # Anthropic's `type` of each status; 400 and 500 stand for the others.
 ANTHROPIC_KINDS = {
@@ -91,6 +96,31 @@ class ApiError(Exception):
         return json_response(body, self.status, self.headers)
 
 
+class ContextExceededError(ApiError):
+    """A `ContextLengthError` in the words that clients of each API look for."""
+
+    def __init__(self, error: ContextLengthError, param: str | None) -> None:
+        super().__init__(400, str(error), param=param, code=CONTEXT_EXCEEDED)
+        self._error = error
+
+    def anthropic_body(self) -> dict[str, Any]:
+        body = super().anthropic_body()
+        body["error"]["message"] = self._anthropic_message()
+        return body
+
+    def _anthropic_message(self) -> str:
+        prompt, limit = self._error.num_prompt_tokens, self._error.max_model_len
+        max_tokens = self._error.max_tokens
+        if max_tokens is None:
+            # A prompt as long as the context is too long by the one token that must follow.
+            return f"prompt is too long: {prompt} tokens > {min(limit, prompt - 1)} maximum"
+        return (
+            f"prompt is too long: {prompt + max_tokens} tokens > {limit} maximum with the answer; "
+            f"input length and `max_tokens` exceed context limit: {prompt} + {max_tokens} > "
+            f"{limit}, decrease input length or `max_tokens` and try again"
+        )
+
+
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
     return ApiError(400, message, param=param, code=code)
 
@@ -105,12 +135,19 @@ def invalid_parameters(error: ValueError, field_names: Mapping[str, str]) -> Api
     return bad_request(excerpt(str(error), MAX_MESSAGE), field_names.get(name, name) or None)
 
 
+def refused(error: RequestRefusedError, param: str | None) -> ApiError:
+    """The answer to what the engine does not take; `param` is the request's name of the field."""
+    if isinstance(error, ContextLengthError):
+        return ContextExceededError(error, param)
+    return bad_request(excerpt(str(error), MAX_MESSAGE), param)
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """The answer to an exception of the engine; the unforeseen is logged and a 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestRefusedError):
-        return bad_request(excerpt(str(error), MAX_MESSAGE), error.param)
+        return refused(error, error.param)
     if isinstance(error, RequestFailedError):
         message = excerpt(str(error), MAX_MESSAGE)
         return ApiError(500, message, kind=SERVER_ERROR, code="request_failed")
