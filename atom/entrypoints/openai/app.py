@@ -43,7 +43,9 @@ from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.entrypoints.openai.http.workers import Workers
 from atom.entrypoints.openai.messages import api as messages_api
+from atom.entrypoints.openai.messages.context_edits import manage_context, prompt_size
 from atom.entrypoints.openai.messages.events import MessageTranslation
+from atom.entrypoints.openai.messages.models import VERSION_HEADER, model_info, model_page
 from atom.entrypoints.openai.messages.protocol import CountTokensRequest, MessagesRequest
 from atom.entrypoints.openai.native.api import prepare_generate, respond_generate
 from atom.entrypoints.openai.native.protocol import GenerateRequest
@@ -132,24 +134,37 @@ class Api:
             data: bytes, unknown: UnknownFields
         ) -> tuple[Generation, ChatFormat, Translation]:
             body = parse_body(data, MessagesRequest, unknown)
-            translation = MessageTranslation(f"msg_{uuid.uuid4().hex}", self._model(body.model))
-            chat = messages_api.as_chat(body, unknown)
+            model = self._model(body.model)
+            managed = manage_context(body, functools.partial(self._prompt_size, unknown))
+            message_id = f"msg_{uuid.uuid4().hex}"
+            translation = MessageTranslation(message_id, model, managed.applied)
+            chat = messages_api.as_chat(managed.body, unknown)
             prepared = self._chat(chat, self.model_names[0], messages_api.FIELD_NAMES)
             return *prepared, translation
 
         return await self._translated(request, prepare, messages_api.FIELD_NAMES)
 
     async def count_tokens(self, request: Request) -> Response:
-        def count(data: bytes, unknown: UnknownFields) -> int:
+        def count(data: bytes, unknown: UnknownFields) -> Response:
             body = parse_body(data, CountTokensRequest, unknown)
             self._model(body.model)
-            chat = messages_api.as_chat(body, unknown)
-            prompt = self.encoder.encode_chat(
-                chat, add_special_tokens=False, with_tools=chat.tool_choice != "none"
-            )
-            return len(prompt.token_ids)
+            size = functools.partial(self._prompt_size, unknown)
+            managed = manage_context(body, size)
+            counted: dict[str, Any] = {"input_tokens": size(managed.body)}
+            if managed.applied is not None:
+                original = prompt_size(body, size) if managed.applied else counted["input_tokens"]
+                counted["context_management"] = {"original_input_tokens": original}
+            return json_response(counted)
 
-        return json_response({"input_tokens": await self._prepared(request, count)})
+        return await self._prepared(request, count)
+
+    def _prompt_size(self, unknown: UnknownFields, body: CountTokensRequest) -> int:
+        """Tokens of a message's prompt."""
+        chat = messages_api.as_chat(body, unknown)
+        prompt = self.encoder.encode_chat(
+            chat, add_special_tokens=False, with_tools=chat.tool_choice != "none"
+        )
+        return len(prompt.token_ids)
 
     async def _prepared(
         self, request: Request, prepare: Callable[[bytes, UnknownFields], Result]
@@ -196,11 +211,16 @@ class Api:
         )
         return len((await self.workers.run(len(text), encode)).token_ids)
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
+        if VERSION_HEADER in request.headers:
+            infos = [self._model_info(name) for name in self.model_names]
+            return json_response(model_page(infos, request.query_params))
         cards = [self._model_card(name) for name in self.model_names]
         return json_response({"object": "list", "data": cards})
 
-    async def model(self, model_id: str) -> Response:
+    async def model(self, request: Request, model_id: str) -> Response:
+        if VERSION_HEADER in request.headers:
+            return json_response(self._model_info(self._model(model_id)))
         return json_response(self._model_card(self._model(model_id)))
 
     async def tokenize(self, request: Request) -> Response:
@@ -273,6 +293,9 @@ class Api:
                 code="model_not_found",
             )
         return name
+
+    def _model_info(self, name: str) -> dict[str, Any]:
+        return model_info(name, self.created, self.engine.limits.max_model_len)
 
     def _model_card(self, name: str) -> dict[str, Any]:
         return {

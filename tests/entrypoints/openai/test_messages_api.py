@@ -160,7 +160,6 @@ def _refusal(answer: httpx.Response, status: int, kind: str) -> str:
         ({"container": "c"}, "container is not supported"),
         ({"mcp_servers": [{}]}, "mcp_servers is not supported"),
         ({"thinking": {"type": "enabled"}}, "budget_tokens is missing"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
         ({"tool_choice": {"type": "any"}}, "needs tools"),
     ],
 )

@@ -56,6 +56,7 @@ class ApiError(Exception):
         kind: OpenAI's `type`.
         param: the offending field of the request, where there is one.
         code: a stable word that programs can compare.
+        details: what Anthropic's shape says besides.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -75,6 +77,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = headers
+        self.details = details
 
     def body(self) -> dict[str, Any]:
         error = {
@@ -87,7 +90,10 @@ class ApiError(Exception):
 
     def anthropic_body(self) -> dict[str, Any]:
         kind = ANTHROPIC_KINDS.get(self.status, ANTHROPIC_KINDS[400 if self.status < 500 else 500])
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.details is not None:
+            error["details"] = self.details
+        return {"type": "error", "error": error}
 
     def response(self, path: str) -> Response:
         """The answer in the shape of the API that `path` belongs to."""
@@ -102,6 +108,11 @@ class ContextExceededError(ApiError):
     def __init__(self, error: ContextLengthError, param: str | None) -> None:
         super().__init__(400, str(error), param=param, code=CONTEXT_EXCEEDED)
         self._error = error
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt, or a lower bound where it is too long to be tokenised."""
+        return self._error.num_prompt_tokens
 
     def anthropic_body(self) -> dict[str, Any]:
         body = super().anthropic_body()

@@ -7,7 +7,8 @@ from typing import Any
 
 from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest, SamplingFields
 from atom.entrypoints.openai.chat.tokenization import THINKING_VARIABLES
-from atom.entrypoints.openai.http.errors import bad_request
+from atom.entrypoints.openai.http.errors import ApiError, bad_request
+from atom.entrypoints.openai.http.provider_tools import own_tools
 from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.entrypoints.openai.messages.protocol import (
     Block,
@@ -43,6 +44,8 @@ def as_chat(body: CountTokensRequest, unknown: UnknownFields) -> ChatCompletionR
     Raises:
         ApiError: 400 for what no chat can do.
     """
+    if body.thread is not None:
+        raise _no_threads()
     if not body.messages:
         raise bad_request("messages must hold at least one message", "messages")
     optional: dict[str, Any] = {
@@ -62,6 +65,16 @@ def as_chat(body: CountTokensRequest, unknown: UnknownFields) -> ChatCompletionR
     fields = {name: value for name, value in optional.items() if value is not None}
     fields["messages"] = _messages(body)
     return translate_request(ChatCompletionRequest, fields, FIELD_NAMES, unknown)
+
+
+def _no_threads() -> ApiError:
+    return ApiError(
+        400,
+        "thread is not supported: this server keeps no messages; send all of them without it",
+        param="thread",
+        code="unsupported_field",
+        details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+    )
 
 
 def _template_kwargs(body: CountTokensRequest) -> dict[str, Any] | None:
@@ -86,11 +99,12 @@ def _output(body: CountTokensRequest) -> dict[str, Any]:
 
 def _tools(body: CountTokensRequest) -> dict[str, Any]:
     choice = body.tool_choice
-    if not body.tools:
+    tools = own_tools(body.tools)
+    if not tools:
         if choice is None or choice.type in ("auto", "none"):
             return {}
         raise bad_request(f"tool_choice {choice.type!r} needs tools", "tool_choice")
-    spelled: dict[str, Any] = {"tools": [_tool(tool) for tool in body.tools]}
+    spelled: dict[str, Any] = {"tools": [_tool(tool) for tool in tools]}
     if choice is not None:
         spelled["tool_choice"] = _tool_choice(choice)
         if choice.disable_parallel_tool_use:
