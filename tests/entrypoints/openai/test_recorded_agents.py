@@ -1,6 +1,6 @@
 """Requests of agents and SDKs as their own packages sent them, replayed against the server.
 
-`recordings/` holds one request a file: the client with its version, and what it sent. Prose was
+`recordings/agents/` holds one request a file: the client with its version, and what it sent. Prose was
 replaced by its length, and what names a machine or a session by zeros.
 """
 
@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.http.unknown_fields import IGNORED_FIELDS_HEADER
 
-RECORDINGS = Path(__file__).parent / "recordings"
+RECORDINGS = Path(__file__).parent / "recordings" / "agents"
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.reasoning_content }} {{ m.content }} "
     "{% for c in m.tool_calls or [] %}{{ c.function | tojson }}{% endfor %}\n{% endfor %}"
