@@ -1,7 +1,7 @@
 """Requests of agents and SDKs as their own packages sent them, replayed against the server.
 
-`recordings/agents/` holds one request a file: the client with its version, and what it sent. Prose was
-replaced by its length, and what names a machine or a session by zeros.
+`recordings/agents/` holds one request a file: the client with its version, and what it sent.
+Prose was replaced by its length, and what names a machine or a session by zeros.
 """
 
 from __future__ import annotations
