@@ -178,7 +178,7 @@ def demo() -> Iterator[ServerProcess]:
 
 def test_claude_code_and_the_demo(agents: Path, demo: ServerProcess, tmp_path: Path) -> None:
     brief = ["--tools", "", "--system-prompt", BRIEF]
-    limit: Any = {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": "64"}
+    limit: Any = {"CLAUDE_CODE_MAX_OUTPUT_TOKENS": "4096"}  # a cut answer is an error to it
     assert _claude(agents, tmp_path, demo.url, "tiny", "Say hello.", *brief, **limit).strip()
 
 
