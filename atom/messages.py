@@ -169,6 +169,44 @@ class RequestRefusedError(ValueError):
         self.param = param
 
 
+class ContextLengthError(RequestRefusedError):
+    """The prompt, or the prompt and what may be generated, exceeds the context.
+
+    Its first words are those by which clients tell this error from others.
+
+    Args:
+        num_prompt_tokens: of the prompt; with `is_at_least`, a lower bound.
+        max_tokens: that may be generated; None where the prompt leaves no room for any.
+    """
+
+    def __init__(
+        self,
+        num_prompt_tokens: int,
+        max_model_len: int,
+        max_tokens: int | None = None,
+        *,
+        is_at_least: bool = False,
+    ) -> None:
+        self.num_prompt_tokens = num_prompt_tokens
+        self.max_model_len = max_model_len
+        self.max_tokens = max_tokens
+        limit = f"This model's maximum context length is {max_model_len} tokens"
+        if max_tokens is None:
+            has = "has at least" if is_at_least else "has"
+            super().__init__(
+                f"{limit}, and the prompt {has} {num_prompt_tokens}, which leaves no room to "
+                "generate; shorten it",
+                "prompt",
+            )
+        else:
+            super().__init__(
+                f"{limit}, and this request needs up to {num_prompt_tokens + max_tokens}: "
+                f"{num_prompt_tokens} of the prompt and {max_tokens} to generate; shorten the "
+                "prompt or ask for fewer",
+                "max_tokens",
+            )
+
+
 class RequestFailedError(RuntimeError):
     """Computing this request raised an error, also when it ran alone."""
 
@@ -183,17 +221,14 @@ def check_request(
     """Refuse a request that could never finish, or part of which would be ignored.
 
     Raises:
-        RequestRefusedError: with the numbers that do not fit.
+        RequestRefusedError: with the numbers that do not fit; a `ContextLengthError` where it
+            is the context that they do not fit in.
     """
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise RequestRefusedError("the prompt holds no tokens", "prompt")
     if num_prompt >= limits.max_model_len:
-        raise RequestRefusedError(
-            f"the prompt has {num_prompt} tokens, which leaves no room to generate in a context "
-            f"of {limits.max_model_len}",
-            "prompt",
-        )
+        raise ContextLengthError(num_prompt, limits.max_model_len)
     lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
     if lowest < 0 or highest >= limits.vocab_size:
         wrong = lowest if lowest < 0 else highest
@@ -202,11 +237,7 @@ def check_request(
             "prompt",
         )
     if params.max_tokens is not None and num_prompt + params.max_tokens > limits.max_model_len:
-        raise RequestRefusedError(
-            f"{num_prompt} prompt tokens and max_tokens={params.max_tokens} exceed the context of "
-            f"{limits.max_model_len}",
-            "max_tokens",
-        )
+        raise ContextLengthError(num_prompt, limits.max_model_len, params.max_tokens)
     budget = params.max_tokens or (limits.max_model_len - num_prompt)
     # The last generated token is never written to the KV cache.
     if num_prompt + budget - 1 > limits.num_kv_tokens:

@@ -28,6 +28,7 @@ from atom.entrypoints.openai.chat.protocol import (
 from atom.entrypoints.openai.chat.tokenization import PromptEncoder, default_template
 from atom.entrypoints.openai.http.auth import ApiKeyMiddleware
 from atom.entrypoints.openai.http.body import MAX_HELD_BYTES, BodyRoom, parse_body, read_body
+from atom.entrypoints.openai.http.edge import EXPOSED_HEADERS, REQUEST_ID_HEADER, EdgeMiddleware
 from atom.entrypoints.openai.http.errors import (
     INVALID_REQUEST,
     SERVER_ERROR,
@@ -39,10 +40,15 @@ from atom.entrypoints.openai.http.errors import (
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.openapi import add_document_route
 from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.entrypoints.openai.http.workers import Workers
 from atom.entrypoints.openai.messages import api as messages_api
+from atom.entrypoints.openai.messages.context_edits import manage_context, prompt_size
 from atom.entrypoints.openai.messages.events import MessageTranslation
+from atom.entrypoints.openai.messages.models import VERSION_HEADER, model_info, model_page
 from atom.entrypoints.openai.messages.protocol import CountTokensRequest, MessagesRequest
+from atom.entrypoints.openai.native.api import prepare_generate, respond_generate
+from atom.entrypoints.openai.native.protocol import GenerateRequest
 from atom.entrypoints.openai.parsing.detection import with_found_parsers
 from atom.entrypoints.openai.parsing.tool_parsers import GENERIC
 from atom.entrypoints.openai.responses import api as responses
@@ -80,8 +86,8 @@ class Api:
     created: int
 
     async def completions(self, request: Request) -> Response:
-        def prepare(data: bytes) -> tuple[Generation, CompletionFormat]:
-            body = parse_body(data, CompletionRequest)
+        def prepare(data: bytes, unknown: UnknownFields) -> tuple[Generation, CompletionFormat]:
+            body = parse_body(data, CompletionRequest, unknown)
             generation = prepare_completion(body, self._model(body.model), self.encoder)
             return generation, CompletionFormat(body, self.encoder, self.vocabulary)
 
@@ -89,18 +95,30 @@ class Api:
         return await respond(request, self.engine, generation, choices, self.workers)
 
     async def chat_completions(self, request: Request) -> Response:
-        def prepare(data: bytes) -> tuple[Generation, ChatFormat]:
-            body = parse_body(data, ChatCompletionRequest)
+        def prepare(data: bytes, unknown: UnknownFields) -> tuple[Generation, ChatFormat]:
+            body = parse_body(data, ChatCompletionRequest, unknown)
             return self._chat(body, self._model(body.model))
 
         generation, choices = await self._prepared(request, prepare)
         return await respond(request, self.engine, generation, choices, self.workers)
 
+    async def generate(self, request: Request) -> Response:
+        def prepare(data: bytes, unknown: UnknownFields) -> tuple[Generation, bool]:
+            body = parse_body(data, GenerateRequest, unknown)
+            generation = prepare_generate(body, self.model_names[0], self.encoder)
+            is_one = isinstance(body.text, str) or generation.prompts[0].token_ids is body.input_ids
+            return generation, generation.n > 1 or not is_one
+
+        generation, is_batch = await self._prepared(request, prepare)
+        return await respond_generate(request, self.engine, generation, is_batch, self.workers)
+
     async def responses(self, request: Request) -> Response:
-        def prepare(data: bytes) -> tuple[Generation, ChatFormat, Translation]:
-            body = parse_body(data, ResponsesRequest)
+        def prepare(
+            data: bytes, unknown: UnknownFields
+        ) -> tuple[Generation, ChatFormat, Translation]:
+            body = parse_body(data, ResponsesRequest, unknown)
             fields = responses.response_fields(body, self._model(body.model))
-            chat = responses.as_chat(body)
+            chat = responses.as_chat(body, unknown)
             if chat.logprobs and (chat.tools or self.options.reasoning_format is not None):
                 raise bad_request(
                     "logprobs of text among reasoning and calls are not told apart here; "
@@ -114,32 +132,51 @@ class Api:
         return await self._translated(request, prepare, responses.FIELD_NAMES)
 
     async def messages(self, request: Request) -> Response:
-        def prepare(data: bytes) -> tuple[Generation, ChatFormat, Translation]:
-            body = parse_body(data, MessagesRequest)
-            translation = MessageTranslation(f"msg_{uuid.uuid4().hex}", self._model(body.model))
-            chat = messages_api.as_chat(body)
+        def prepare(
+            data: bytes, unknown: UnknownFields
+        ) -> tuple[Generation, ChatFormat, Translation]:
+            body = parse_body(data, MessagesRequest, unknown)
+            model = self._model(body.model)
+            managed = manage_context(body, functools.partial(self._prompt_size, unknown))
+            message_id = f"msg_{uuid.uuid4().hex}"
+            translation = MessageTranslation(message_id, model, managed.applied)
+            chat = messages_api.as_chat(managed.body, unknown)
             prepared = self._chat(chat, self.model_names[0], messages_api.FIELD_NAMES)
             return *prepared, translation
 
         return await self._translated(request, prepare, messages_api.FIELD_NAMES)
 
     async def count_tokens(self, request: Request) -> Response:
-        def count(data: bytes) -> int:
-            body = parse_body(data, CountTokensRequest)
+        def count(data: bytes, unknown: UnknownFields) -> Response:
+            body = parse_body(data, CountTokensRequest, unknown)
             self._model(body.model)
-            chat = messages_api.as_chat(body)
-            prompt = self.encoder.encode_chat(
-                chat, add_special_tokens=False, with_tools=chat.tool_choice != "none"
-            )
-            return len(prompt.token_ids)
+            size = functools.partial(self._prompt_size, unknown)
+            managed = manage_context(body, size)
+            counted: dict[str, Any] = {"input_tokens": size(managed.body)}
+            if managed.applied is not None:
+                original = prompt_size(body, size) if managed.applied else counted["input_tokens"]
+                counted["context_management"] = {"original_input_tokens": original}
+            return json_response(counted)
 
-        return json_response({"input_tokens": await self._prepared(request, count)})
+        return await self._prepared(request, count)
 
-    async def _prepared(self, request: Request, prepare: Callable[[bytes], Result]) -> Result:
+    def _prompt_size(self, unknown: UnknownFields, body: CountTokensRequest) -> int:
+        """Tokens of a message's prompt."""
+        chat = messages_api.as_chat(body, unknown)
+        prompt = self.encoder.encode_chat(
+            chat, add_special_tokens=False, with_tools=chat.tool_choice != "none"
+        )
+        return len(prompt.token_ids)
+
+    async def _prepared(
+        self, request: Request, prepare: Callable[[bytes, UnknownFields], Result]
+    ) -> Result:
         """What `prepare` makes of the body; of a large one it does so in a thread."""
+        unknown = UnknownFields(self.options.unknown_fields == "refuse")
+        request.state.unknown_fields = unknown
         with self.room.share() as take:
             data = await read_body(request, self.options.max_body_bytes, take)
-            work = self.workers.run(len(data), functools.partial(prepare, data))
+            work = self.workers.run(len(data), functools.partial(prepare, data, unknown))
             return await unless_disconnected(request, work)
 
     def _chat(
@@ -158,7 +195,7 @@ class Api:
     async def _translated(
         self,
         request: Request,
-        prepare: Callable[[bytes], tuple[Generation, ChatFormat, Translation]],
+        prepare: Callable[[bytes, UnknownFields], tuple[Generation, ChatFormat, Translation]],
         field_names: Mapping[str, str],
     ) -> Response:
         """A chat, spelled by another API."""
@@ -176,16 +213,21 @@ class Api:
         )
         return len((await self.workers.run(len(text), encode)).token_ids)
 
-    async def models(self) -> Response:
+    async def models(self, request: Request) -> Response:
+        if VERSION_HEADER in request.headers:
+            infos = [self._model_info(name) for name in self.model_names]
+            return json_response(model_page(infos, request.query_params))
         cards = [self._model_card(name) for name in self.model_names]
         return json_response({"object": "list", "data": cards})
 
-    async def model(self, model_id: str) -> Response:
+    async def model(self, request: Request, model_id: str) -> Response:
+        if VERSION_HEADER in request.headers:
+            return json_response(self._model_info(self._model(model_id)))
         return json_response(self._model_card(self._model(model_id)))
 
     async def tokenize(self, request: Request) -> Response:
-        def answer(data: bytes) -> Response:
-            body = parse_body(data, TokenizeRequest)
+        def answer(data: bytes, unknown: UnknownFields) -> Response:
+            body = parse_body(data, TokenizeRequest, unknown)
             self._model(body.model)
             token_ids = self._tokenized(body)
             spelled = None
@@ -212,8 +254,8 @@ class Api:
         return self.encoder.encode(body.prompt, add_special_tokens=adds, param="prompt").token_ids
 
     async def detokenize(self, request: Request) -> Response:
-        def answer(data: bytes) -> Response:
-            body = parse_body(data, DetokenizeRequest)
+        def answer(data: bytes, unknown: UnknownFields) -> Response:
+            body = parse_body(data, DetokenizeRequest, unknown)
             self._model(body.model)
             size = self.engine.limits.vocab_size
             bad = next((token_id for token_id in body.tokens if not 0 <= token_id < size), None)
@@ -225,6 +267,9 @@ class Api:
             return json_response({"prompt": text})
 
         return await self._prepared(request, answer)
+
+    async def tokenizer_info(self) -> Response:
+        return json_response(self.encoder.describe())
 
     async def health(self) -> Response:
         if (trouble := self.engine.trouble) is not None:
@@ -239,7 +284,7 @@ class Api:
         return json_response({"version": __version__})
 
     def _model(self, name: str | None) -> str:
-        if name is None:
+        if not name:
             return self.model_names[0]
         if name not in self.model_names:
             raise ApiError(
@@ -250,6 +295,9 @@ class Api:
                 code="model_not_found",
             )
         return name
+
+    def _model_info(self, name: str) -> dict[str, Any]:
+        return model_info(name, self.created, self.engine.limits.max_model_len)
 
     def _model_card(self, name: str) -> dict[str, Any]:
         return {
@@ -288,6 +336,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
         created=int(time.time()),
     )
     app = FastAPI(title="ATOM", version=__version__, openapi_url=None)
+    app.add_api_route("/", api.version, include_in_schema=False)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"])
     app.add_api_route("/v1/responses", api.responses, methods=["POST"])
@@ -295,16 +344,17 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     app.add_api_route("/v1/messages/count_tokens", api.count_tokens, methods=["POST"])
     app.add_api_route("/v1/models", api.models)
     app.add_api_route("/v1/models/{model_id:path}", api.model)
+    app.add_api_route("/generate", api.generate, methods=["POST"])
+    app.add_api_route("/tokenizer_info", api.tokenizer_info)
     app.add_api_route("/tokenize", api.tokenize, methods=["POST"])
     app.add_api_route("/detokenize", api.detokenize, methods=["POST"])
     app.add_api_route("/health", api.health)
-    app.add_api_route("/health", api.health, methods=["HEAD"], include_in_schema=False)
     app.add_api_route("/metrics", api.prometheus)
     app.add_api_route("/version", api.version)
     add_document_route(app)
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.add_exception_handler(Exception, _on_exception)
+    app.add_exception_handler(Exception, _on_unforeseen)
     for error in (
         ApiError,
         RequestRefusedError,
@@ -320,9 +370,11 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
         app.add_middleware(
             CORSMiddleware,
             allow_origins=options.cors_allow_origins,
-            allow_methods=["GET", "POST"],
+            allow_methods=["GET", "HEAD", "POST"],
             allow_headers=["*"],
+            expose_headers=EXPOSED_HEADERS,
         )
+    app.add_middleware(EdgeMiddleware)
     return app
 
 
@@ -345,3 +397,10 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
 
 async def _on_exception(request: Request, error: Exception) -> Response:
     return as_api_error(error).response(request.url.path)
+
+
+async def _on_unforeseen(request: Request, error: Exception) -> Response:
+    """Beyond all middleware, so it says itself which request it answers."""
+    response = await _on_exception(request, error)
+    response.headers[REQUEST_ID_HEADER] = request.state.request_id
+    return response

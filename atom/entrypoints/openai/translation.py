@@ -29,6 +29,7 @@ from atom.entrypoints.openai.chat.protocol import ChatPrompt
 from atom.entrypoints.openai.http.body import describe
 from atom.entrypoints.openai.http.errors import ApiError, json_response
 from atom.entrypoints.openai.http.sse import EventStream, encode_named_event
+from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.model_engine.async_engine import AsyncEngine
 from atom.outputs import RequestOutput
 
@@ -168,20 +169,28 @@ class Translation(ABC):
 
 
 def translate_request(
-    model: type[Chat], fields: Mapping[str, Any], field_names: Mapping[str, str]
+    model: type[Chat],
+    fields: Mapping[str, Any],
+    field_names: Mapping[str, str],
+    unknown: UnknownFields,
 ) -> Chat:
     """The chat request that a translated request stands for.
 
     Args:
         field_names: the original request's names of chat's fields.
+        unknown: takes the unknown fields of objects that are checked here.
 
     Raises:
         ApiError: 400 in the original request's names.
     """
     try:
-        return model.model_validate(fields)
+        chat = model.model_validate(fields)
+        unknown.take(chat)
     except ValidationError as error:
         raise renamed(describe(error), field_names) from None
+    except ApiError as error:
+        raise renamed(error, field_names) from None
+    return chat
 
 
 def renamed(error: ApiError, field_names: Mapping[str, str]) -> ApiError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import httpx
@@ -33,6 +34,7 @@ class ScriptedClient:
 
     Attributes:
         text: what every sequence answers.
+        reply: instead of `text`, the answer to a prompt.
         tokens_per_step: as many come at once, as with speculation.
         prompt: token ids of the last request.
     """
@@ -43,6 +45,7 @@ class ScriptedClient:
 
     def __init__(self, tokenizer: Any) -> None:
         self.text = ""
+        self.reply: Callable[[str], str] | None = None
         self.tokens_per_step = 1
         self.prompt: list[int] = []
         self._tokenizer = tokenizer
@@ -70,7 +73,10 @@ class ScriptedClient:
 
     def _answer(self, request: EngineRequest) -> None:
         self.prompt = request.prompt_token_ids
-        ids = self._tokenizer.encode(self.text, add_special_tokens=False)
+        text = self.text
+        if self.reply is not None:
+            text = self.reply(self._tokenizer.decode(self.prompt, skip_special_tokens=False))
+        ids = self._tokenizer.encode(text, add_special_tokens=False)
         ids.append(self._tokenizer.eos_token_id)
         limit = request.params.max_tokens or len(ids)
         reason = FinishReason.LENGTH if limit < len(ids) else FinishReason.STOP
@@ -88,8 +94,9 @@ class ScriptedClient:
 class ScriptedServer:
     """Serves on a free loopback port from a thread of its own, until `stop`."""
 
-    def __init__(self, tokenizer: Any, options: ServerOptions) -> None:
+    def __init__(self, tokenizer: Any, options: ServerOptions, max_model_len: int = 8000) -> None:
         self._tokenizer = tokenizer
+        self._max_model_len = max_model_len
         self._options = options
         self._sock = bind("127.0.0.1", 0)
         host, port = self._sock.getsockname()
@@ -122,8 +129,8 @@ class ScriptedServer:
     async def _serve(self) -> None:
         self.model = ScriptedClient(self._tokenizer)
         limits = EngineLimits(
-            max_model_len=8000,
-            num_blocks=1000,
+            max_model_len=self._max_model_len,
+            num_blocks=self._max_model_len // 8,
             block_size=16,
             vocab_size=len(self._tokenizer),
             max_logprobs=20,

@@ -19,11 +19,17 @@ START_SECONDS = 120.0
 
 
 class ServerProcess:
-    """`python -m atom.entrypoints.openai_server` on a free loopback port."""
+    """`python -m atom.entrypoints.openai_server` on a free loopback port.
 
-    def __init__(self, model: Path, *flags: str, env: dict[str, str] | None = None) -> None:
-        command = [sys.executable, "-m", "atom.entrypoints.openai_server", "--model", str(model)]
-        fixed = ["--port", "0", "--num-threads", "1", "--kv-cache-memory", "4MiB"]
+    Args:
+        model: the embedded one when None.
+    """
+
+    def __init__(self, model: Path | None, *flags: str, env: dict[str, str] | None = None) -> None:
+        command = [sys.executable, "-m", "atom.entrypoints.openai_server"]
+        fixed = ["--port", "0", "--num-threads", "1"]
+        if model is not None:
+            fixed += ["--model", str(model), "--kv-cache-memory", "4MiB"]
         self._process = subprocess.Popen(
             [*command, *fixed, *flags],
             stderr=subprocess.PIPE,

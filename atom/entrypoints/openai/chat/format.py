@@ -7,7 +7,7 @@ from typing import Any
 
 import msgspec
 
-from atom.entrypoints.openai.chat.deltas import ParsedMessage
+from atom.entrypoints.openai.chat.deltas import ChatDelta, ParsedMessage
 from atom.entrypoints.openai.chat.generation import Choice
 from atom.entrypoints.openai.chat.logprobs import chat_logprobs, prompt_logprobs
 from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest
@@ -15,6 +15,9 @@ from atom.entrypoints.openai.chat.tokenization import Prompt
 from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
 from atom.outputs import CompletionOutput, RequestOutput
 from atom.text.detokenizer import Vocabulary
+
+# Clients read one or the other.
+REASONING_NAMES = ("reasoning_content", "reasoning")
 
 
 class ChatFormat:
@@ -52,7 +55,7 @@ class ChatFormat:
         deltas = parser.feed(output.text)
         if output.finish_reason is not None:
             deltas += parser.finish(output.finish_reason)
-        choices = [_chunk(index, msgspec.to_builtins(delta)) for delta in deltas]
+        choices = [_chunk(index, _spell_delta(delta)) for delta in deltas]
         if output.finish_reason is not None:
             ending = {"finish_reason": parser.finish_reason, "stop_reason": output.stop_reason}
             choices.append({**_chunk(index, {}), **ending})
@@ -99,13 +102,20 @@ def _spelled(logprobs: list[dict[str, Any]]) -> dict[str, Any] | None:
     return {"content": logprobs, "refusal": None} if logprobs else None
 
 
+def _spell_delta(delta: ChatDelta) -> dict[str, Any]:
+    if delta.reasoning_content is not None:
+        return dict.fromkeys(REASONING_NAMES, delta.reasoning_content)
+    spelled: dict[str, Any] = msgspec.to_builtins(delta)
+    return spelled
+
+
 def _spell_message(message: ParsedMessage) -> dict[str, Any]:
     """OpenAI's message: `content` is null only beside tool calls."""
     calls = msgspec.to_builtins(message.tool_calls)
     content = message.content if message.content is not None or calls else ""
     spelled = {"role": "assistant", "content": content, "refusal": None}
     if message.reasoning_content is not None:
-        spelled["reasoning_content"] = message.reasoning_content
+        spelled |= dict.fromkeys(REASONING_NAMES, message.reasoning_content)
     if calls:
         spelled["tool_calls"] = calls
     return spelled

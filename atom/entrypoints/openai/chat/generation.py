@@ -13,7 +13,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from atom.entrypoints.openai.chat.tokenization import Prompt
-from atom.entrypoints.openai.http.errors import MAX_MESSAGE, bad_request, json_response
+from atom.entrypoints.openai.http.errors import json_response, refused
 from atom.entrypoints.openai.http.sse import (
     DONE,
     EventStream,
@@ -25,7 +25,6 @@ from atom.entrypoints.openai.http.workers import Workers
 from atom.messages import RequestRefusedError
 from atom.model_engine.async_engine import AsyncEngine, EngineShuttingDownError
 from atom.outputs import CompletionOutput, RequestOutput
-from atom.quoting import excerpt
 from atom.text.prepared_params import PreparedParams
 
 Result = TypeVar("Result")
@@ -33,6 +32,14 @@ Choice = dict[str, Any]
 
 # Prompts of one request that the engine is given in one turn of the event loop.
 STARTED_AT_ONCE = 32
+
+
+@dataclass(frozen=True)
+class UsageChunks:
+    """Which chunks of a stream hold the usage: a last one of its own, and every one so far."""
+
+    last: bool = False
+    every: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,7 +62,7 @@ class Generation:
     priority: int = 0
     cache_salt: str = ""
     stream: bool = False
-    include_usage: bool = False
+    usage: UsageChunks = UsageChunks()
     discards_output: bool = False
     echoes: bool = False
     field_names: dict[str, str] = field(default_factory=dict)
@@ -146,17 +153,19 @@ async def stream_events(
         "created": generation.created,
         "model": generation.model,
     }
-    if generation.include_usage:
+    if generation.usage.last:
         head["usage"] = None
     usage = Usage()
     chunks = ChunkChoices(generation, choices)
     async with aclosing(stream_outputs(engine, generation)) as outputs:
         async for number, request in outputs:
             usage.add(number, request)
+            if generation.usage.every:
+                head = {**head, "usage": usage.as_dict()}
             spell = functools.partial(_spell, head, chunks, number, request)
             if events := await workers.run(generation.spelling_size(request), spell):
                 yield events
-    if generation.include_usage:
+    if generation.usage.last:
         yield encode_event({**head, "choices": [], "usage": usage.as_dict()})
     yield DONE
 
@@ -267,7 +276,7 @@ async def _generate(
                 yield output
     except RequestRefusedError as error:
         name = generation.field_names.get(error.param or "", error.param)
-        raise bad_request(excerpt(str(error), MAX_MESSAGE), name) from error
+        raise refused(error, name) from error
 
 
 async def stream_outputs(

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from atom.entrypoints.openai.chat.constraint import constraint_of
+from atom.entrypoints.openai.chat.generation import UsageChunks
 from atom.entrypoints.openai.chat.protocol import GenerationRequest
 from atom.entrypoints.openai.http.errors import bad_request, invalid_parameters
 from atom.sampling_params import SamplingParams
@@ -53,6 +54,8 @@ def sampling_params(
     """
     constraint = constraint_of(body)
     values = body.model_dump(include=set(SHARED_FIELDS - overrides.keys()), exclude_none=True)
+    if body.stop == "":  # asks for nothing
+        del values["stop"]
     values.update({name: value for name, value in overrides.items() if value is not None})
     if constraint is not None:
         values["structured_output"] = constraint.value
@@ -63,12 +66,14 @@ def sampling_params(
 
 
 def check_stream_fields(body: GenerationRequest) -> None:
-    """Refuse what has a meaning only with, or only without, `stream`."""
-    if not body.stream and body.stream_options is not None:
-        raise bad_request("stream_options needs stream=true", "stream_options")
+    """Refuse what has a meaning only without `stream`."""
     if body.stream and body.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs cannot be streamed", "prompt_logprobs")
 
 
-def includes_usage(body: GenerationRequest) -> bool:
-    return body.stream_options is not None and bool(body.stream_options.include_usage)
+def usage_chunks(body: GenerationRequest) -> UsageChunks:
+    """Which chunks of a stream hold the usage; without `stream` every answer does."""
+    asked = body.stream_options
+    if asked is None:
+        return UsageChunks()
+    return UsageChunks(bool(asked.include_usage), bool(asked.continuous_usage_stats))

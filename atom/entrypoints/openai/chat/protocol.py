@@ -1,8 +1,8 @@
 """The bodies of requests: every field by name and type, and what becomes of it.
 
 A field is either used, harmless (accepted, changes nothing, listed in docs/server.md), or not
-supported: then it is refused unless its value asks for nothing. Unknown fields are refused.
-Ranges are the business of `SamplingParams`.
+supported: then it is refused unless its value asks for nothing. Unknown fields are kept for
+`http/unknown_fields.py` to judge. Ranges are the business of `SamplingParams`.
 """
 
 from __future__ import annotations
@@ -10,9 +10,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, GetJsonSchemaHandler, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Discriminator,
+    Field,
+    GetJsonSchemaHandler,
+    Tag,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
+
+from atom.entrypoints.openai.http.provider_tools import PROVIDER_TAG, ProviderTool, tool_kind
+from atom.entrypoints.openai.http.unknown_fields import UNSUPPORTED_FIELD
 
 # More than any client needs: OpenAI takes 4 stop strings and 300 biases. Each stop string costs
 # time at every token, biases and stop ids cost time and memory of the engine.
@@ -20,9 +32,6 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
-
-# The type of the validation error whose context names the refused `field`.
-UNSUPPORTED_FIELD = "unsupported_field"
 
 # The type of the validation error of an item or part of a kind that is not supported.
 UNSUPPORTED_CONTENT = "unsupported_content"
@@ -39,13 +48,13 @@ TokenIds = Annotated[list[int], Field(fail_fast=True)]
 
 
 class ApiModel(BaseModel):
-    """Strict: no unknown fields, no "5" for 5.
+    """Strict: no "5" for 5.
 
     Attributes:
         UNSUPPORTED: unsupported fields, with the values that ask for nothing.
     """
 
-    model_config = ConfigDict(extra="forbid", strict=True, protected_namespaces=())
+    model_config = ConfigDict(extra="allow", strict=True, protected_namespaces=())
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
     @classmethod
@@ -90,8 +99,21 @@ def list_or_string(value: Any) -> str:
     return "<list>" if isinstance(value, list) else "<string>"
 
 
+def _whole_number(value: Any) -> Any:
+    """16.0 is 16, and -1 is no limit: so some clients write them."""
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    return None if value == -1 and not isinstance(value, bool) else value
+
+
+TokenLimit = Annotated[int | None, BeforeValidator(_whole_number)]
+
+
 class StreamOptions(ApiModel):
+    """`continuous_usage_stats` puts the usage so far into every chunk."""
+
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
     include_obfuscation: bool | None = None  # harmless
 
 
@@ -140,7 +162,7 @@ class GenerationRequest(SamplingFields):
     n: int | None = None
     stop: StopString | StopStrings | None = None
     include_stop_str_in_output: bool | None = None
-    max_tokens: int | None = None
+    max_tokens: TokenLimit = None
     response_format: ResponseFormat | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
@@ -169,13 +191,39 @@ class CompletionRequest(GenerationRequest):
     suffix: Any = None
 
 
-class ContentPart(BaseModel):
-    """A part of a message; only text is supported, others are refused by their type."""
+class TextPart(ApiModel):
+    type: Literal["text"]
+    text: str
 
-    model_config = ConfigDict(extra="allow", strict=True)
 
-    type: str
-    text: str | None = None
+class RefusalPart(ApiModel):
+    """What an assistant said instead of an answer; it is text like any other."""
+
+    type: Literal["refusal"]
+    refusal: str
+
+    @property
+    def text(self) -> str:
+        return self.refusal
+
+
+ContentParts = Annotated[
+    list[
+        Annotated[
+            Annotated[TextPart, Tag("<text>")] | Annotated[RefusalPart, Tag("<refusal>")],
+            Discriminator(
+                kind_of("<text>"),
+                custom_error_type=UNSUPPORTED_CONTENT,
+                custom_error_message="only parts of type text and refusal are supported here",
+            ),
+        ]
+    ],
+    Field(fail_fast=True),
+]
+Content = Annotated[
+    Annotated[str, Tag("<string>")] | Annotated[ContentParts, Tag("<list>")],
+    Discriminator(list_or_string),
+]
 
 
 class FunctionDefinition(ApiModel):
@@ -202,29 +250,52 @@ class NamedToolChoice(ApiModel):
 
 
 ToolChoice = Literal["none", "auto", "required"] | NamedToolChoice
-Tools = Annotated[list[Tool], Field(fail_fast=True)]
+Tools = Annotated[
+    list[
+        Annotated[
+            Annotated[Tool, Tag("<function>")] | Annotated[ProviderTool, Tag(PROVIDER_TAG)],
+            Discriminator(tool_kind("function")),
+        ]
+    ],
+    Field(fail_fast=True),
+]
 
 
 class ChatMessage(ApiModel):
-    """One message. The unsupported fields are what clients echo back from a response."""
+    """One message. The unsupported fields are what clients echo back from a response.
+
+    `reasoning` is another name of `reasoning_content`. `partial` says of the last message, an
+    assistant's, that the answer goes on where it ends.
+    """
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "function_call": (),
         "audio": (),
-        "refusal": ("",),
         "annotations": ([],),
     }
 
     role: Role
-    content: str | Annotated[list[ContentPart], Field(fail_fast=True)] | None = None
+    content: Content | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+    partial: bool | None = None
     name: str | None = None
     tool_calls: list[dict[str, Any]] | None = None
     tool_call_id: str | None = None
     function_call: Any = None
     audio: Any = None
-    refusal: Any = None
+    refusal: str | None = None
     annotations: Any = None
+
+    @property
+    def thought(self) -> str | None:
+        return self.reasoning if self.reasoning_content is None else self.reasoning_content
+
+
+class Thinking(ApiModel):
+    """Kimi's switch."""
+
+    type: Literal["enabled", "disabled"]
 
 
 class ChatPrompt(ApiModel):
@@ -235,8 +306,15 @@ class ChatPrompt(ApiModel):
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     reasoning_effort: ReasoningEffort | None = None
+    thinking: Thinking | None = None
     tools: Tools | None = None
     chat_template: Any = None
+
+    @property
+    def continues(self) -> bool:
+        """Whether the answer goes on where the last message ends."""
+        is_partial = bool(self.messages) and self.messages[-1].partial
+        return bool(self.continue_final_message or is_partial)
 
 
 class ChatCompletionRequest(GenerationRequest, ChatPrompt):
@@ -253,7 +331,7 @@ class ChatCompletionRequest(GenerationRequest, ChatPrompt):
         "verbosity": (),
     }
 
-    max_completion_tokens: int | None = None
+    max_completion_tokens: TokenLimit = None
     logprobs: bool | None = None
     top_logprobs: int | None = None
     tool_choice: ToolChoice | None = None

@@ -8,14 +8,17 @@ from typing import Any
 import jinja2
 
 from atom.entrypoints.openai.chat.protocol import ChatMessage, ChatPrompt
-from atom.entrypoints.openai.http.errors import ApiError, bad_request
+from atom.entrypoints.openai.http.errors import ApiError, ContextExceededError, bad_request
 from atom.entrypoints.openai.http.json_budget import JsonBudget
 from atom.entrypoints.openai.http.options import OptionError
+from atom.entrypoints.openai.http.provider_tools import own_tools
 from atom.entrypoints.openai.parsing.tool_parsers import GENERIC
 from atom.entrypoints.openai.parsing.tool_prompt import tell_calls, tell_tools
-from atom.quoting import excerpt, quote
+from atom.messages import ContextLengthError
+from atom.quoting import excerpt
 
-CONTEXT_EXCEEDED = "context_length_exceeded"
+# What the templates in use call the switch; the others ignore it.
+THINKING_VARIABLES = ("thinking", "enable_thinking")
 
 # Arguments of `apply_chat_template` that are not variables of the template.
 RESERVED_TEMPLATE_KWARGS = frozenset(
@@ -84,7 +87,7 @@ class PromptEncoder:
         self._takes_arguments_as_text = self._probe(_PROBE_ARGUMENTS) is True
         self._lacks_calls = self._probe("probe") is False
         self._lacks_tools = self._probe(_PROBE, tools=[_PROBE_TOOL]) is False
-        self._max_characters = max_model_len * max(map(len, tokenizer.get_vocab()))
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
         if chat_template is not None:
             self._check_syntax()
 
@@ -121,12 +124,8 @@ class PromptEncoder:
                 "messages",
             )
         if len(chat.messages) > self._max_model_len:
-            raise bad_request(
-                f"{len(chat.messages)} messages cannot fit a context of {self._max_model_len} "
-                f"tokens",
-                "messages",
-                CONTEXT_EXCEEDED,
-            )
+            raise self._too_long(len(chat.messages), "messages")
+        _check_partial(chat.messages)
         budget = JsonBudget()
         messages = [self._message(i, message, budget) for i, message in enumerate(chat.messages)]
         self._check_length(sum(len(message["content"]) for message in messages), "messages")
@@ -138,6 +137,17 @@ class PromptEncoder:
         text = self._render(messages, chat, tools)
         return self.encode(text, add_special_tokens=add_special_tokens, param="messages")
 
+    def describe(self) -> dict[str, Any]:
+        """What clients need who render chats themselves and have their text tokenised here."""
+        tokenizer = self._tokenizer
+        names = ("bos_token", "eos_token", "pad_token", "unk_token")
+        return {
+            "tokenizer_class": type(tokenizer).__name__,
+            "model_max_length": self._max_model_len,
+            **{name: getattr(tokenizer, name, None) for name in names},
+            "chat_template": self._template,
+        }
+
     def decode(self, token_ids: list[int], *, skip_special_tokens: bool) -> str:
         text: str = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return text
@@ -148,9 +158,9 @@ class PromptEncoder:
         chat: ChatPrompt,
         tools: list[dict[str, Any]] | None,
     ) -> str:
-        continues = bool(chat.continue_final_message)
+        continues = chat.continues
         opens = not continues if chat.add_generation_prompt is None else chat.add_generation_prompt
-        variables = dict(chat.chat_template_kwargs or {})
+        variables = {**_thinking(chat), **(chat.chat_template_kwargs or {})}
         if chat.reasoning_effort is not None:
             if "reasoning_effort" in variables:
                 raise bad_request(
@@ -187,8 +197,8 @@ class PromptEncoder:
         if role == "developer" and "developer" not in (self._template or ""):
             role = "system"
         rendered: dict[str, Any] = {"role": role, "content": _text(message, where)}
-        if message.reasoning_content is not None:
-            rendered["reasoning_content"] = message.reasoning_content
+        if message.thought is not None:
+            rendered["reasoning_content"] = message.thought
         if message.name is not None:
             rendered["name"] = message.name
         if message.tool_call_id is not None:
@@ -237,13 +247,12 @@ class PromptEncoder:
         return text in rendered
 
     def _check_length(self, size: int, param: str) -> None:
-        if size > self._max_characters:
-            raise bad_request(
-                f"the prompt has {size} characters, more than the {self._max_characters} that "
-                f"the context of {self._max_model_len} tokens can hold",
-                param,
-                CONTEXT_EXCEEDED,
-            )
+        if size > self._max_model_len * self._longest_token:
+            raise self._too_long(-(-size // self._longest_token), param)
+
+    def _too_long(self, least_tokens: int, param: str) -> ApiError:
+        error = ContextLengthError(least_tokens, self._max_model_len, is_at_least=True)
+        return ContextExceededError(error, param)
 
     def _check_syntax(self) -> None:
         try:
@@ -258,7 +267,7 @@ class PromptEncoder:
 
 def tool_dicts(chat: ChatPrompt) -> list[dict[str, Any]] | None:
     """The chat's tools as templates and parsers take them; None without tools."""
-    return [tool.model_dump(exclude_none=True) for tool in chat.tools or ()] or None
+    return [tool.model_dump(exclude_none=True) for tool in own_tools(chat.tools)] or None
 
 
 def default_template(tokenizer: Any) -> str | None:
@@ -266,28 +275,29 @@ def default_template(tokenizer: Any) -> str | None:
     return template.get("default") if isinstance(template, dict) else template
 
 
+def _thinking(chat: ChatPrompt) -> dict[str, bool]:
+    if chat.thinking is None:
+        return {}
+    return dict.fromkeys(THINKING_VARIABLES, chat.thinking.type == "enabled")
+
+
+def _check_partial(messages: list[ChatMessage]) -> None:
+    for index, message in enumerate(messages):
+        is_last = index == len(messages) - 1
+        if message.partial and not (is_last and message.role == "assistant"):
+            name = f"messages[{index}].partial"
+            raise bad_request(f"{name}: only the last message, an assistant's, can be", name)
+
+
 def _text(message: ChatMessage, where: str) -> str:
     """The message's text; parts follow one another with nothing between."""
-    if isinstance(message.content, str):
-        return message.content
-    if message.content is None:
-        if message.role == "assistant" and (message.tool_calls or message.reasoning_content):
-            return ""
-        raise bad_request(f"{where}.content is missing", f"{where}.content", "missing_field")
-    texts = []
-    for number, part in enumerate(message.content):
-        if part.type != "text":
-            raise _unsupported_part(f"{where}.content[{number}]", part.type)
-        if part.text is None:
-            raise bad_request(f"{where}.content[{number}].text is missing", f"{where}.content")
-        texts.append(part.text)
-    return "".join(texts)
-
-
-def _unsupported_part(where: str, kind: str) -> ApiError:
-    return bad_request(
-        f"{where} is of type {quote(kind)}, which this server does not support; only 'text' parts "
-        "are",
-        where,
-        "unsupported_content",
-    )
+    text = message.content
+    if isinstance(text, list):
+        text = "".join(part.text for part in text)
+    if message.refusal:  # a refusal stands where the answer would
+        return (text or "") + message.refusal
+    if text is not None:
+        return text
+    if message.role == "assistant" and (message.tool_calls or message.thought):
+        return ""
+    raise bad_request(f"{where}.content is missing", f"{where}.content", "missing_field")

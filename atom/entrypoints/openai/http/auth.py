@@ -1,4 +1,4 @@
-"""API keys: a bearer token, or `x-api-key`, guards every route but `/health`."""
+"""API keys: a bearer token, or `x-api-key`, guards every route but `/` and `/health`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atom.entrypoints.openai.http.errors import ApiError
 
-OPEN_PATHS = frozenset({"/health"})
+OPEN_PATHS = frozenset({"/", "/health"})
 
 
 class ApiKeyMiddleware:

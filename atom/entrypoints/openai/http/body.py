@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 from starlette.requests import Request
 
-from atom.entrypoints.openai.chat.protocol import UNSUPPORTED_CONTENT, UNSUPPORTED_FIELD
+from atom.entrypoints.openai.chat.protocol import UNSUPPORTED_CONTENT
 from atom.entrypoints.openai.http.errors import (
     RETRY_AFTER_SECONDS,
     SERVER_ERROR,
@@ -21,6 +21,7 @@ from atom.entrypoints.openai.http.errors import (
     bad_request,
 )
 from atom.entrypoints.openai.http.json_budget import JsonBudget
+from atom.entrypoints.openai.http.unknown_fields import UNSUPPORTED_FIELD, UnknownFields
 from atom.quoting import excerpt
 
 Body = TypeVar("Body", bound=BaseModel)
@@ -98,17 +99,19 @@ async def read_body(request: Request, max_bytes: int, take: Callable[[int], None
     return data
 
 
-def parse_body(data: bytes, model: type[Body]) -> Body:
-    """Validate a body.
+def parse_body(data: bytes, model: type[Body], unknown: UnknownFields) -> Body:
+    """Validate a body; its unknown fields are left to `unknown`.
 
     Raises:
         ApiError: 400 for what is not valid JSON, not the expected shape, or too much.
     """
     JsonBudget().spend(data)
     try:
-        return model.model_validate_json(data)
+        body = model.model_validate_json(data)
     except ValidationError as error:
         raise describe(error) from None
+    unknown.take(body)
+    return body
 
 
 async def _read_bytes(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
@@ -151,7 +154,7 @@ async def _discard(stream: Any) -> None:
 def describe(error: ValidationError) -> ApiError:
     """Say what is wrong with the first offending field."""
     if error.error_count() > MAX_PROBLEMS:
-        return bad_request(f"the body has {error.error_count()} unknown or wrong fields")
+        return bad_request(f"the body has {error.error_count()} wrong fields")
     problems = error.errors(include_url=False, include_input=False)
     first = problems[0]
     if first["type"] == "json_invalid":
@@ -168,14 +171,10 @@ def describe(error: ValidationError) -> ApiError:
         return bad_request(
             f"the body must be a JSON object: {excerpt(first['msg'])}", code="invalid_type"
         )
-    same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
-    unknown = next((problem for problem in same if problem["type"] == "extra_forbidden"), None)
-    if unknown is not None:
-        name = _path(unknown["loc"])
-        return bad_request(f"{name} is not a field that this server knows", name, "unknown_field")
     if first["type"] == "missing":
         name = _path(first["loc"])
         return bad_request(f"{name} is missing", name, "missing_field")
+    same = [problem for problem in problems if problem["loc"][:1] == first["loc"][:1]]
     said = dict.fromkeys(f"{_path(p['loc'])}: {excerpt(p['msg'])}" for p in same)
     text = "; or ".join([*said][:MAX_REPORTED_PROBLEMS])
     return bad_request(text, _path(first["loc"][:1]), "invalid_type")

@@ -10,7 +10,12 @@ from typing import Any
 import msgspec
 from starlette.responses import Response
 
-from atom.messages import EngineDeadError, RequestFailedError, RequestRefusedError
+from atom.messages import (
+    ContextLengthError,
+    EngineDeadError,
+    RequestFailedError,
+    RequestRefusedError,
+)
 from atom.model_engine.async_engine import (
     EngineShuttingDownError,
     EngineStuckError,
@@ -29,7 +34,7 @@ MAX_MESSAGE = 500
 INVALID_REQUEST = "invalid_request_error"
 RATE_LIMIT = "rate_limit_error"
 SERVER_ERROR = "server_error"
-
+CONTEXT_EXCEEDED = "context_length_exceeded"
 
 # Anthropic's `type` of each status; 400 and 500 stand for the others.
 ANTHROPIC_KINDS = {
@@ -51,6 +56,7 @@ class ApiError(Exception):
         kind: OpenAI's `type`.
         param: the offending field of the request, where there is one.
         code: a stable word that programs can compare.
+        details: what Anthropic's shape says besides.
     """
 
     def __init__(
@@ -62,6 +68,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         headers: Mapping[str, str] | None = None,
+        details: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -70,6 +77,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.headers = headers
+        self.details = details
 
     def body(self) -> dict[str, Any]:
         error = {
@@ -82,13 +90,46 @@ class ApiError(Exception):
 
     def anthropic_body(self) -> dict[str, Any]:
         kind = ANTHROPIC_KINDS.get(self.status, ANTHROPIC_KINDS[400 if self.status < 500 else 500])
-        return {"type": "error", "error": {"type": kind, "message": self.message}}
+        error: dict[str, Any] = {"type": kind, "message": self.message}
+        if self.details is not None:
+            error["details"] = self.details
+        return {"type": "error", "error": error}
 
     def response(self, path: str) -> Response:
         """The answer in the shape of the API that `path` belongs to."""
         is_anthropic = path.startswith(ANTHROPIC_PATHS)
         body = self.anthropic_body() if is_anthropic else self.body()
         return json_response(body, self.status, self.headers)
+
+
+class ContextExceededError(ApiError):
+    """A `ContextLengthError` in the words that clients of each API look for."""
+
+    def __init__(self, error: ContextLengthError, param: str | None) -> None:
+        super().__init__(400, str(error), param=param, code=CONTEXT_EXCEEDED)
+        self._error = error
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        """Of the prompt, or a lower bound where it is too long to be tokenised."""
+        return self._error.num_prompt_tokens
+
+    def anthropic_body(self) -> dict[str, Any]:
+        body = super().anthropic_body()
+        body["error"]["message"] = self._anthropic_message()
+        return body
+
+    def _anthropic_message(self) -> str:
+        prompt, limit = self._error.num_prompt_tokens, self._error.max_model_len
+        max_tokens = self._error.max_tokens
+        if max_tokens is None:
+            # A prompt as long as the context is too long by the one token that must follow.
+            return f"prompt is too long: {prompt} tokens > {min(limit, prompt - 1)} maximum"
+        return (
+            f"prompt is too long: {prompt + max_tokens} tokens > {limit} maximum with the answer; "
+            f"input length and `max_tokens` exceed context limit: {prompt} + {max_tokens} > "
+            f"{limit}, decrease input length or `max_tokens` and try again"
+        )
 
 
 def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
@@ -105,12 +146,19 @@ def invalid_parameters(error: ValueError, field_names: Mapping[str, str]) -> Api
     return bad_request(excerpt(str(error), MAX_MESSAGE), field_names.get(name, name) or None)
 
 
+def refused(error: RequestRefusedError, param: str | None) -> ApiError:
+    """The answer to what the engine does not take; `param` is the request's name of the field."""
+    if isinstance(error, ContextLengthError):
+        return ContextExceededError(error, param)
+    return bad_request(excerpt(str(error), MAX_MESSAGE), param)
+
+
 def as_api_error(error: BaseException) -> ApiError:
     """The answer to an exception of the engine; the unforeseen is logged and a 500."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, RequestRefusedError):
-        return bad_request(excerpt(str(error), MAX_MESSAGE), error.param)
+        return refused(error, error.param)
     if isinstance(error, RequestFailedError):
         message = excerpt(str(error), MAX_MESSAGE)
         return ApiError(500, message, kind=SERVER_ERROR, code="request_failed")

@@ -18,6 +18,7 @@ from atom.entrypoints.openai.chat.protocol import (
     TokenizeRequest,
 )
 from atom.entrypoints.openai.messages.protocol import CountTokensRequest, MessagesRequest
+from atom.entrypoints.openai.native.protocol import GenerateRequest
 from atom.entrypoints.openai.responses.protocol import ResponsesRequest
 
 BODIES: dict[str, type[BaseModel]] = {
@@ -26,6 +27,7 @@ BODIES: dict[str, type[BaseModel]] = {
     "/v1/responses": ResponsesRequest,
     "/v1/messages": MessagesRequest,
     "/v1/messages/count_tokens": CountTokensRequest,
+    "/generate": GenerateRequest,
     "/tokenize": TokenizeRequest,
     "/detokenize": DetokenizeRequest,
 }

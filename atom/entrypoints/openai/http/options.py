@@ -12,6 +12,7 @@ from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 from atom.options import add_flags, build, given_flags, option
 
+UNKNOWN_FIELDS = ("warn", "refuse")
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -56,6 +57,11 @@ class ServerOptions:
     )
     max_body_bytes: int = option(10 * 2**20, "largest request body")
     drain_seconds: float = option(30.0, "time that requests have to end after SIGTERM")
+    unknown_fields: str = option(
+        "warn",
+        "ignore fields that no API here knows, and say so, or refuse",
+        choices=UNKNOWN_FIELDS,
+    )
     log_level: str = option("info", "what the log holds", choices=LOG_LEVELS)
     chat_template: str | None = option(
         None, "file with a Jinja chat template", parse=_read_template
@@ -89,6 +95,7 @@ class ServerOptions:
             raise OptionError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}")
         if not 0 <= self.drain_seconds < float("inf"):
             raise OptionError(f"--drain-seconds must be at least 0, got {self.drain_seconds}")
+        _check_name("--unknown-fields", self.unknown_fields, UNKNOWN_FIELDS)
         _check_name("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS)
         _check_name("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
 

@@ -6,7 +6,10 @@ import json
 from typing import Any
 
 from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest, SamplingFields
-from atom.entrypoints.openai.http.errors import bad_request
+from atom.entrypoints.openai.chat.tokenization import THINKING_VARIABLES
+from atom.entrypoints.openai.http.errors import ApiError, bad_request
+from atom.entrypoints.openai.http.provider_tools import own_tools
+from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.entrypoints.openai.messages.protocol import (
     Block,
     CountTokensRequest,
@@ -31,16 +34,18 @@ FIELD_NAMES = {
 
 TOOL_CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 
-# What the templates in use call the switch; the others ignore it.
-THINKING_VARIABLES = ("thinking", "enable_thinking")
 
-
-def as_chat(body: CountTokensRequest) -> ChatCompletionRequest:
+def as_chat(body: CountTokensRequest, unknown: UnknownFields) -> ChatCompletionRequest:
     """The chat that the request stands for.
+
+    Args:
+        unknown: takes the unknown fields of objects that chat checks.
 
     Raises:
         ApiError: 400 for what no chat can do.
     """
+    if body.thread is not None:
+        raise _no_threads()
     if not body.messages:
         raise bad_request("messages must hold at least one message", "messages")
     optional: dict[str, Any] = {
@@ -59,7 +64,17 @@ def as_chat(body: CountTokensRequest) -> ChatCompletionRequest:
         optional["continue_final_message"] = True
     fields = {name: value for name, value in optional.items() if value is not None}
     fields["messages"] = _messages(body)
-    return translate_request(ChatCompletionRequest, fields, FIELD_NAMES)
+    return translate_request(ChatCompletionRequest, fields, FIELD_NAMES, unknown)
+
+
+def _no_threads() -> ApiError:
+    return ApiError(
+        400,
+        "thread is not supported: this server keeps no messages; send all of them without it",
+        param="thread",
+        code="unsupported_field",
+        details={"error_code": "thread_unsupported_request", "unsupported": ["thread"]},
+    )
 
 
 def _template_kwargs(body: CountTokensRequest) -> dict[str, Any] | None:
@@ -84,11 +99,12 @@ def _output(body: CountTokensRequest) -> dict[str, Any]:
 
 def _tools(body: CountTokensRequest) -> dict[str, Any]:
     choice = body.tool_choice
-    if not body.tools:
+    tools = own_tools(body.tools)
+    if not tools:
         if choice is None or choice.type in ("auto", "none"):
             return {}
         raise bad_request(f"tool_choice {choice.type!r} needs tools", "tool_choice")
-    spelled: dict[str, Any] = {"tools": [_tool(tool) for tool in body.tools]}
+    spelled: dict[str, Any] = {"tools": [_tool(tool) for tool in tools]}
     if choice is not None:
         spelled["tool_choice"] = _tool_choice(choice)
         if choice.disable_parallel_tool_use:

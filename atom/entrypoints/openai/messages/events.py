@@ -14,10 +14,19 @@ STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageTranslation(Translation):
-    """A message and its events (Anthropic's Messages API)."""
+    """A message and its events (Anthropic's Messages API).
 
-    def __init__(self, message_id: str, model: str) -> None:
+    Args:
+        applied_edits: of `context_management`, if the request has it.
+    """
+
+    def __init__(
+        self, message_id: str, model: str, applied_edits: list[dict[str, Any]] | None = None
+    ) -> None:
         super().__init__()
+        self._edits: dict[str, Any] = {}
+        if applied_edits is not None:
+            self._edits = {"context_management": {"applied_edits": applied_edits}}
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._usage: dict[str, Any] = {}
 
@@ -29,7 +38,8 @@ class MessageTranslation(Translation):
 
     def whole(self) -> dict[str, Any]:
         content = [_content(block) for block in self.blocks]
-        return {**self._head, "content": content, **self._ending(), "usage": self._usage}
+        ending = {**self._ending(), "usage": self._usage, **self._edits}
+        return {**self._head, "content": content, **ending}
 
     def fail(self, error: ApiError) -> list[Event]:
         return [error.anthropic_body()]
@@ -38,6 +48,7 @@ class MessageTranslation(Translation):
         del num_reasoning_tokens  # not told apart in this API
         self._usage = _message_usage(usage)
         delta = {"type": "message_delta", "delta": self._ending(), "usage": self._usage}
+        delta |= self._edits
         return [delta, {"type": "message_stop"}]
 
     def _block_opened(self, block: Block) -> list[Event]:

@@ -14,6 +14,8 @@ from atom.entrypoints.openai.chat.protocol import (
     kind_of,
     list_or_string,
 )
+from atom.entrypoints.openai.http.provider_tools import PROVIDER_TAG, ProviderTool, tool_kind
+from atom.entrypoints.openai.messages.context_management import ContextManagement
 
 
 class MessageBlock(ApiModel):
@@ -126,6 +128,17 @@ class Tool(ApiModel):
     input_examples: Any = None
 
 
+Tools = Annotated[
+    list[
+        Annotated[
+            Annotated[Tool, Tag("<custom>")] | Annotated[ProviderTool, Tag(PROVIDER_TAG)],
+            Discriminator(tool_kind("custom")),
+        ]
+    ],
+    Field(fail_fast=True),
+]
+
+
 class ToolChoice(ApiModel):
     type: Literal["auto", "any", "none", "tool"]
     name: str | None = None
@@ -160,7 +173,6 @@ class CountTokensRequest(ApiModel):
 
     UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
         "container": (),
-        "context_management": (),
         "diagnostics": (),
         "inference_geo": (),
         "mcp_servers": ([],),
@@ -171,18 +183,21 @@ class CountTokensRequest(ApiModel):
     model: str | None = None
     messages: Annotated[list[InputMessage], Field(fail_fast=True)]
     system: Text | None = None
-    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
+    context_management: ContextManagement | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    # Refused as its clients understand, who go on without it.
+    thread: Any = None
 
     # Harmless.
     cache_control: Any = None
     user_profile_id: Any = None
 
     container: Any = None
-    context_management: Any = None
     diagnostics: Any = None
     inference_geo: Any = None
     mcp_servers: Any = None

@@ -9,6 +9,8 @@ from typing import Any
 
 from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest, SamplingFields
 from atom.entrypoints.openai.http.errors import bad_request
+from atom.entrypoints.openai.http.provider_tools import own_tools
+from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.entrypoints.openai.responses.protocol import (
     AllowedTools,
     FunctionCall,
@@ -37,8 +39,11 @@ FIELD_NAMES = {
 }
 
 
-def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
+def as_chat(body: ResponsesRequest, unknown: UnknownFields) -> ChatCompletionRequest:
     """The chat that the request stands for.
+
+    Args:
+        unknown: takes the unknown fields of objects that chat checks.
 
     Raises:
         ApiError: 400 for what no chat can do.
@@ -56,7 +61,7 @@ def as_chat(body: ResponsesRequest) -> ChatCompletionRequest:
     }
     fields |= {name: value for name, value in optional.items() if value is not None}
     fields["messages"] = _messages(body)
-    return translate_request(ChatCompletionRequest, fields, FIELD_NAMES)
+    return translate_request(ChatCompletionRequest, fields, FIELD_NAMES, unknown)
 
 
 def response_fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
@@ -85,7 +90,7 @@ def response_fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "temperature": 1.0 if body.temperature is None else body.temperature,
         "text": {"format": text_format or {"type": "text"}, "verbosity": "medium"},
         "tool_choice": _echoed_choice(body.tool_choice),
-        "tools": [_echoed(tool) for tool in body.tools or ()],
+        "tools": [_echoed(tool) for tool in own_tools(body.tools)],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": 1.0 if body.top_p is None else body.top_p,
         "truncation": "disabled",
@@ -122,7 +127,7 @@ def _logprobs(body: ResponsesRequest) -> dict[str, Any]:
 
 
 def _tools(body: ResponsesRequest) -> dict[str, Any]:
-    tools = body.tools or []
+    tools = own_tools(body.tools)
     choice: str | dict[str, Any] | None
     if isinstance(body.tool_choice, AllowedTools):
         tools = _allowed(tools, body.tool_choice.tools)

@@ -17,6 +17,7 @@ from atom.entrypoints.openai.chat.protocol import (
     kind_of,
     list_or_string,
 )
+from atom.entrypoints.openai.http.provider_tools import PROVIDER_TAG, ProviderTool, tool_kind
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -146,6 +147,17 @@ class FunctionTool(ApiModel):
     output_schema: Any = None
 
 
+Tools = Annotated[
+    list[
+        Annotated[
+            Annotated[FunctionTool, Tag("<function>")] | Annotated[ProviderTool, Tag(PROVIDER_TAG)],
+            Discriminator(tool_kind("function")),
+        ]
+    ],
+    Field(fail_fast=True),
+]
+
+
 class ToolReference(ApiModel):
     type: Literal["function"]
     name: str
@@ -198,6 +210,20 @@ class TextConfig(ApiModel):
     verbosity: Any = None
 
 
+# Only logprobs add anything: there are no encrypted contents and no images, and the calls that
+# the others are of are those of tools that run elsewhere.
+Included = Literal[
+    "message.output_text.logprobs",
+    "reasoning.encrypted_content",
+    "code_interpreter_call.outputs",
+    "computer_call_output.output.image_url",
+    "file_search_call.results",
+    "message.input_image.image_url",
+    "web_search_call.action.sources",
+    "web_search_call.results",
+]
+
+
 class StreamConfig(ApiModel):
     include_obfuscation: bool | None = None  # harmless
 
@@ -228,19 +254,13 @@ class ResponsesRequest(SamplingFields):
     max_output_tokens: int | None = None
     stream: bool | None = None
     stream_options: StreamConfig | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] | None = None
+    tools: Tools | None = None
     tool_choice: ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning: ReasoningConfig | None = None
     text: TextConfig | None = None
     top_logprobs: int | None = None
-    include: (
-        Annotated[
-            list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]],
-            Field(fail_fast=True),
-        ]
-        | None
-    ) = None
+    include: Annotated[list[Included], Field(fail_fast=True)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     # Harmless; `metadata` and the like come back in the response. There are no built-in tools
@@ -252,6 +272,7 @@ class ResponsesRequest(SamplingFields):
     prompt_cache_retention: str | None = None
     service_tier: str | None = None
     max_tool_calls: int | None = None
+    client_metadata: Any = None
 
     access_programs: Any = None
     background: Any = None
