@@ -22,6 +22,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 LOAD_STRATEGIES = ("lazy", "prefetch")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
+AUX_LAYER_CONVENTIONS = ("boundary", "output")
 MAX_SPECULATIVE_TOKENS = 15
 DEFAULT_NGRAM_MAX = 4
 
@@ -158,6 +159,13 @@ class SpeculativeOptions(Options):
         "measure what drafts cost and bring, and draft less where that is faster",
         name="speculative_adaptive",
     )
+    aux_layer_convention: str | None = option(
+        None,
+        "what the draft's layer ids name: what enters a layer, or its output; told by the field "
+        "that holds them when omitted",
+        name="draft_aux_layer_convention",
+        choices=AUX_LAYER_CONVENTIONS,
+    )
     draft_tensor_parallel_size: int = option(1, "number of GPUs that share the draft")
 
     def __post_init__(self) -> None:
@@ -181,6 +189,11 @@ class SpeculativeOptions(Options):
             raise ConfigError(f"method {self.method} needs a draft model")
         if not method.takes_draft_model and self.model is not None:
             raise ConfigError(f"method {self.method} takes no draft model, got {self.model!r}")
+        if not method.takes_draft_model and self.aux_layer_convention is not None:
+            raise ConfigError(
+                f"method {self.method} takes no draft model, so draft_aux_layer_convention would "
+                f"have no effect"
+            )
         if self.lookup and not method.takes_lookup:
             others = methods_that(lambda m: m.takes_lookup)
             raise ConfigError(
