@@ -18,6 +18,13 @@ from atom.options import ConfigError as ConfigError
 from atom.speculative_methods import SPECULATIVE_METHODS, methods_that
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_SPELLINGS = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+}
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 LOAD_STRATEGIES = ("lazy", "prefetch")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
@@ -48,6 +55,21 @@ def parse_bytes(text: str | int) -> int:
     return int(float(number) * (1024 if binary else 1000) ** power)
 
 
+def parse_count(text: str | int) -> int:
+    """`"4096"`, `"8k"` (8000), `"8K"` (8192), `"1m"` or a number as an integer.
+
+    Raises:
+        ConfigError: when the text is none of these.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmM]?)\s*", text)
+    if match is None or ("." in match[1] and not match[2]):
+        raise ConfigError(f"expected a number such as 4096, 8k (8000) or 8K (8192), got {text!r}")
+    unit = {"": 1, "k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}[match[2]]
+    return int(float(match[1]) * unit)
+
+
 def parse_sizes(value: str | Sequence[str | int]) -> tuple[int, ...]:
     """`"1,2,4"`, `["1", "2,4"]` or `[1, 2, 4]` as integers, in the order given.
 
@@ -71,13 +93,18 @@ class ModelOptions(Options):
     tokenizer: str | None = option(None, "tokenizer folder or hub id, when not the model's own")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     trust_remote_code: bool = option(False, "run code that the checkpoint carries")
-    dtype: str = option("auto", "type of weights and activations", choices=DTYPES)
+    dtype: str = option(
+        "auto", "type of weights and activations", choices=DTYPES, spellings=DTYPE_SPELLINGS
+    )
     load_format: str = option("auto", "how the weights are stored", choices=LOAD_FORMATS)
     safetensors_load_strategy: str = option(
         "lazy", "map weights lazily, or read files ahead", choices=LOAD_STRATEGIES
     )
     max_model_len: int | None = option(
-        None, "context length; the model's own when omitted", at_least=2
+        None,
+        "context length, such as 4096, 8k (8000) or 8K (8192); the model's own when omitted",
+        parse=parse_count,
+        at_least=2,
     )
 
 
@@ -96,6 +123,7 @@ class CacheOptions(Options):
         "how keys and values are stored: as the model computes, in bfloat16, or in 8 bits, which "
         "take half of bfloat16's memory",
         choices=KV_CACHE_DTYPES,
+        spellings={"bfloat16": "bf16", "fp8_e4m3": "fp8"},
     )
     gpu_memory_utilization: float | None = option(
         None,
@@ -266,7 +294,7 @@ class GraphOptions(Options):
 class ParallelOptions(Options):
     """Who shares the work; only one rank runs today."""
 
-    tensor_parallel_size: int = option(1, "number of GPUs that share the model")
+    tensor_parallel_size: int = option(1, "number of GPUs that share the model", short="-tp")
     num_threads: int | None = option(None, "CPU threads; all processors when omitted", at_least=1)
 
     def __post_init__(self) -> None:

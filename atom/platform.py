@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import torch
 
+from atom.config import ConfigError
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -51,13 +53,16 @@ def select_platform(device: str) -> Platform:
     """The platform for `--device`.
 
     Raises:
-        RuntimeError: when there is no such device.
+        ConfigError: when there is no such device.
     """
     if device == "cpu":
         return cpu_platform()
     platform = current_platform()
     if device == "cuda" and not platform.is_gpu:
-        raise RuntimeError("--device cuda: this torch build sees no CUDA or ROCm device")
+        raise ConfigError(
+            f"device is cuda, and torch {torch.__version__} sees no CUDA or ROCm device; use cpu, "
+            f"or install a torch for the GPU (PYTHON=... of the scripts takes one that is there)"
+        )
     return platform
 
 

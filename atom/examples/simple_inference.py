@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from atom.command_line import CommandLine
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import (
     EngineOptions,
     add_engine_flags,
+    add_model,
     add_no_speculation,
     add_show_ops,
     choose_draft,
@@ -74,11 +76,12 @@ def _speed(answers: Sequence[Answer]) -> float:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="python -m atom.examples.simple_inference",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_model(parser)
     parser.add_argument("--prompt", action="append", help="a user message; may be repeated")
     parser.add_argument("--prompts-file", type=Path, help="text file with one user message a line")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer")

@@ -39,6 +39,7 @@ from atom.entrypoints.openai.http.errors import (
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.openapi import add_document_route
 from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.http.root_path import RootPathMiddleware
 from atom.entrypoints.openai.http.workers import Workers
 from atom.entrypoints.openai.messages import api as messages_api
 from atom.entrypoints.openai.messages.events import MessageTranslation
@@ -278,7 +279,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
         model_names=options.served_model_names or (engine.model_name,),
         created=int(time.time()),
     )
-    app = FastAPI(title="ATOM", version=__version__, openapi_url=None)
+    servers = [{"url": options.root_path}] if options.root_path else None
+    app = FastAPI(title="ATOM", version=__version__, openapi_url=None, servers=servers)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"])
     app.add_api_route("/v1/responses", api.responses, methods=["POST"])
@@ -314,6 +316,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
             allow_methods=["GET", "POST"],
             allow_headers=["*"],
         )
+    if options.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=options.root_path)
     return app
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,7 @@ from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 from atom.options import add_flags, build, given_flags, option
 
+_HOST, _PORT = "127.0.0.1", 8000
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -30,8 +32,12 @@ def _read_template(path: str) -> str:
 class ServerOptions:
     """Everything about the server but its engine; `chat_template` is Jinja text."""
 
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port, 0 for any free one")
+    host: str = option(_HOST, "address to listen on")
+    port: int = option(_PORT, "port, 0 for any free one")
+    uds: str | None = option(
+        None, "Unix domain socket to listen on, instead of an address and a port"
+    )
+    root_path: str = option("", "path under which a proxy shows the server, such as /llm")
     api_keys: tuple[str, ...] = option(
         (),
         "key(s) that clients must send; else $ATOM_API_KEY; else the server is open",
@@ -73,6 +79,10 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise OptionError(f"--port must be in [0, 65535], got {self.port}")
+        if self.uds is not None and (self.host, self.port) != (_HOST, _PORT):
+            raise OptionError("--uds is instead of --host and --port; give one or the other")
+        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+            raise OptionError(f"--root-path must be a path such as /llm, got {self.root_path!r}")
         if any(not key.strip() for key in self.api_keys):
             raise OptionError("--api-key must not be empty")
         if any(not name for name in self.served_model_names):
