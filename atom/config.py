@@ -295,7 +295,11 @@ class ParallelOptions(Options):
     """Who shares the work; only one rank runs today."""
 
     tensor_parallel_size: int = option(1, "number of GPUs that share the model", short="-tp")
-    num_threads: int | None = option(None, "CPU threads; all processors when omitted", at_least=1)
+    num_threads: int | None = option(
+        None,
+        "CPU threads; when omitted, as many as other programs leave processors free, at every time",
+        at_least=1,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()

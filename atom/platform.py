@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from dataclasses import dataclass
 
@@ -113,10 +114,39 @@ def _cgroup_headroom_bytes(default: int) -> int:
 
 
 def default_num_threads() -> int:
-    """CPUs that this process may use."""
+    """Processors that this process may use."""
+    return int(max(min(len(_own_cpus()), _cgroup_num_cpus()), 1))
+
+
+def busy_cpu_seconds() -> float:
+    """What all programs have used of the processors that this process may use, since the boot.
+
+    Time that a hypervisor gave to other machines counts: nobody here could use it.
+    """
+    import psutil
+
+    every = psutil.cpu_times(percpu=True)
+    own = [every[cpu] for cpu in _own_cpus() if cpu < len(every)]
+    unused = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is a user's, too
+    return sum(
+        seconds for times in own for name, seconds in times._asdict().items() if name not in unused
+    )
+
+
+def _own_cpus() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _cgroup_num_cpus() -> float:
+    """Processors that a container's quota amounts to, rounded up."""
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as limit:
+            quota, period = limit.read().split()
+        return math.inf if quota == "max" else math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):
+        return math.inf
 
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "not enough memory")
