@@ -32,6 +32,7 @@ DEVICES = ("auto", "cpu", "cuda")
 AUX_LAYER_CONVENTIONS = ("boundary", "output")
 MAX_SPECULATIVE_TOKENS = 15
 DEFAULT_NGRAM_MAX = 4
+DEFAULT_CACHE_LIMIT = "50GiB"
 
 # Shares of memory when the user names none: of the whole device on a GPU, of the memory
 # that is free on a CPU, where other programs live too.
@@ -350,6 +351,19 @@ def cache_dir() -> Path:
         return Path(configured).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "atom"
+
+
+def cache_limit() -> int:
+    """`$ATOM_CACHE_LIMIT`, such as 20GiB: bytes that converted checkpoints may take.
+
+    Raises:
+        ConfigError: when it is no size.
+    """
+    given = os.environ.get("ATOM_CACHE_LIMIT")
+    try:
+        return parse_bytes(given or DEFAULT_CACHE_LIMIT)
+    except ConfigError as error:
+        raise ConfigError(f"$ATOM_CACHE_LIMIT: {error}") from error
 
 
 def api_key_from_environment() -> str | None:

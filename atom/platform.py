@@ -128,9 +128,8 @@ def busy_cpu_seconds() -> float:
     every = psutil.cpu_times(percpu=True)
     own = [every[cpu] for cpu in _own_cpus() if cpu < len(every)]
     unused = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is a user's, too
-    return sum(
-        seconds for times in own for name, seconds in times._asdict().items() if name not in unused
-    )
+    used = (v for times in own for name, v in times._asdict().items() if name not in unused)
+    return float(sum(used))
 
 
 def _own_cpus() -> list[int]:

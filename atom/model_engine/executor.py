@@ -266,11 +266,12 @@ class UniprocExecutor:
             bind_kv_caches(self._proposer.draft_model, builders)
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
-        if self._threads is not None:
-            self._threads.adapt()
         started = time.perf_counter()
         output = self._runner.step(batch)
-        self._drafter.observe(batch, output, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._drafter.observe(batch, output, seconds)
+        if self._threads is not None:
+            self._threads.step_ended(seconds)
         return output
 
     def shutdown(self) -> None:

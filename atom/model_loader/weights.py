@@ -98,11 +98,12 @@ def _copy_all(placements: list[Placement], source: ModelSource, read_ahead: bool
     by_file = [(file, list(of)) for file, of in groupby(placements, key=lambda p: p.tensor.file)]
     total = sum(placement.tensor.num_bytes for placement in placements)
     lock = threading.Lock()
+    what = f"Loading {source.name}"
     with (
         one_torch_thread(),
         ReadAhead([file for file, _ in by_file], enabled=read_ahead) as ahead,
         ThreadPoolExecutor(min(_MAX_THREADS, default_num_threads())) as pool,
-        tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {source.name}") as bar,
+        tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None) as bar,
     ):
 
         def advance(num_bytes: int) -> None:

@@ -22,7 +22,7 @@ def run(choice: ThreadChoice, others: float, windows: int, cpus: int) -> int:
     for _ in range(windows):
         wanted = choice.num_threads + others
         share = min(1.0, cpus / wanted)  # processors are shared fairly
-        choice.observe(1.0, min(wanted, cpus), choice.num_threads * share)
+        choice.observe(1.0, 1.0, min(wanted, cpus), choice.num_threads * share)
     return choice.num_threads
 
 
@@ -33,7 +33,10 @@ def run(choice: ThreadChoice, others: float, windows: int, cpus: int) -> int:
         (2, 0.2, 2),
         (2, 1.0, 1),
         (2, 2.0, 1),
-        (2, 50.0, 1),
+        (2, 3.0, 2),  # no processor is free: two threads get two shares
+        (2, 50.0, 2),
+        (4, 8.0, 4),
+        (16, 12.0, 5),
         (4, 2.0, 2),
         (8, 1.0, 7),
         (64, 3.0, 61),
@@ -66,8 +69,8 @@ def test_half_a_processor_does_not_change_the_number_again_and_again() -> None:
 
 def test_own_work_is_not_anybody_elses() -> None:
     choice = ThreadChoice(2)
-    choice.observe(1.0, busy=2.0, own=2.0)
-    choice.observe(1.0, busy=0.5, own=0.6)  # clocks differ by rounding
+    choice.observe(1.0, 1.0, busy=2.0, own=2.0)
+    choice.observe(1.0, 1.0, busy=0.5, own=0.6)  # clocks differ by rounding
     assert choice.num_threads == 2
 
 
@@ -80,7 +83,7 @@ def test_processor_times_are_measured() -> None:
 
 def test_torch_gets_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    clock = iter([(0.0, 0.0, 0.0), (1.0, 2.0, 1.2), (2.0, 3.0, 2.2), (3.0, 4.0, 3.2)])
+    clock = iter([(0.0, 0.0, 0.0), (1.0, 2.0, 1.3), (2.0, 3.0, 2.3), (3.0, 4.0, 3.3)])
     monkeypatch.setattr(cpu_threads, "default_num_threads", lambda: 2)
     monkeypatch.setattr(AdaptedThreads, "_now", staticmethod(lambda: next(clock)))
     monkeypatch.setattr(cpu_threads.time, "perf_counter", lambda: 100.0)
@@ -89,7 +92,7 @@ def test_torch_gets_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
         assert torch.get_num_threads() == 2
         seen = []
         for _ in range(3):
-            threads.adapt()
+            threads.step_ended(1.0)
             seen.append(torch.get_num_threads())
         assert seen == [1, 1, 2]
     finally:
@@ -125,9 +128,15 @@ def test_busy_programs_are_seen() -> None:
         started, busy, own = AdaptedThreads._now()
         time.sleep(1.0)
         now = AdaptedThreads._now()
-        choice.observe(now[0] - started, now[1] - busy, now[2] - own)
+        choice.observe(now[0] - started, 0.0, now[1] - busy, now[2] - own)
         assert choice.num_threads == 1
     finally:
         for spinner in spinners:
             spinner.kill()
             spinner.wait()
+
+
+def test_an_idle_engine_is_not_a_starved_one() -> None:
+    choice = ThreadChoice(2)
+    choice.observe(1.0, 0.01, busy=1.02, own=0.02)
+    assert choice.num_threads == 1

@@ -350,12 +350,11 @@ def convert_bare(path: Path) -> Path:
     return converted_folder(read_gguf(path), torch.float32, with_tokenizer=False)
 
 
-def test_converted_once_and_again_when_the_file_changes(
+def test_converted_once_and_again_when_the_content_changes(
     write_tiny: WriteTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_tiny()
     first = convert(path)
-    made = first.stat().st_mtime_ns
 
     def fail(*_: object) -> None:
         raise AssertionError("converted twice")
@@ -363,8 +362,14 @@ def test_converted_once_and_again_when_the_file_changes(
     with monkeypatch.context() as patch:
         patch.setattr(gguf_convert, "_convert", fail)
         assert convert(path) == first
-    assert first.stat().st_mtime_ns == made
-    os.utime(path, ns=(0, 1))
+        os.utime(path, ns=(0, 1))
+        assert convert(path) == first
+        path = path.rename(path.with_name("another.gguf"))
+        assert convert(path) == first
+    # The same name and size, as a file that is fetched again may have.
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
     assert convert(path) != first
 
 
@@ -388,12 +393,13 @@ def test_file_modes_follow_the_umask(write_tiny: WriteTiny) -> None:
 
 
 _CONVERT_WHEN_TOLD = """
-import sys, threading, time
+import logging, sys, threading, time
 from pathlib import Path
 import torch
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
 
+logging.basicConfig(level=logging.INFO)
 path, flags, number = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 file = read_gguf(path)
 (flags / f"ready-{number}").touch()
