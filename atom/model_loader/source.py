@@ -57,8 +57,8 @@ def resolve_model(options: ModelOptions) -> ModelSource:
     """Find the model: a local folder, a hub repository or the embedded model. Converts GGUF files.
 
     Raises:
-        ConfigError: when there is no such model or it is of a kind that is not supported.
-        WeightError: when a weight file is damaged.
+        ConfigError: when there is no such model or it is not supported.
+        WeightError: when a GGUF or safetensors file is damaged.
     """
     name = options.model or EMBEDDED_MODEL_NAME
     location = embedded_model() if options.model is None else _locate(options.model, options)

@@ -40,9 +40,9 @@ def load_draft(
 
     Args:
         draft: folder or hub id.
-        target: loaded; the draft shares what it does not bring itself.
-        context: the target's; the draft runs in the same type, converted by value.
-        options: how the target's weights are read; the draft's are read likewise.
+        target: loaded; the draft shares the modules that its checkpoint lacks.
+        context: the target's; the draft uses the same dtype.
+        options: the target's; the load format and strategy apply to the draft as well.
         aux_layer_convention: what the draft's layer ids name, where the user says it.
 
     Raises:
