@@ -24,7 +24,7 @@ def test_an_interval_in_one_line() -> None:
     )
     assert describe(before, now, 10.0) == (
         "2 running, 1 waiting; 5 prompt and 20 generated tokens/s; KV cache 50.0%; "
-        "prefix hits 25.0%; 3.00 tokens per forward, 66.7% of drafts accepted"
+        "prefix hits 25.0%; 3.00 tokens per forward, 66.7% accepted"
     )
 
 
