@@ -18,12 +18,21 @@ from atom.options import ConfigError as ConfigError
 from atom.speculative_methods import SPECULATIVE_METHODS, methods_that
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_SPELLINGS = {
+    "half": "float16",
+    "fp16": "float16",
+    "bf16": "bfloat16",
+    "float": "float32",
+    "fp32": "float32",
+}
 LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 LOAD_STRATEGIES = ("lazy", "prefetch")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
+AUX_LAYER_CONVENTIONS = ("boundary", "output")
 MAX_SPECULATIVE_TOKENS = 15
 DEFAULT_NGRAM_MAX = 4
+DEFAULT_CACHE_LIMIT = "50GiB"
 
 # Shares of memory when the user names none: of the whole device on a GPU, of the memory
 # that is free on a CPU, where other programs live too.
@@ -45,6 +54,21 @@ def parse_bytes(text: str | int) -> int:
     number, unit, binary = match.groups()
     power = " kmgt".index(unit) if unit else 0
     return int(float(number) * (1024 if binary else 1000) ** power)
+
+
+def parse_count(text: str | int) -> int:
+    """`"4096"`, `"8k"` (8000), `"8K"` (8192), `"1m"` or a number as an integer.
+
+    Raises:
+        ConfigError: when the text is none of these.
+    """
+    if isinstance(text, int):
+        return text
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kKmM]?)\s*", text)
+    if match is None or ("." in match[1] and not match[2]):
+        raise ConfigError(f"expected a number such as 4096, 8k (8000) or 8K (8192), got {text!r}")
+    unit = {"": 1, "k": 1000, "m": 1000**2, "K": 1024, "M": 1024**2}[match[2]]
+    return int(float(match[1]) * unit)
 
 
 def parse_sizes(value: str | Sequence[str | int]) -> tuple[int, ...]:
@@ -70,13 +94,18 @@ class ModelOptions(Options):
     tokenizer: str | None = option(None, "tokenizer folder or hub id, when not the model's own")
     revision: str | None = option(None, "branch, tag or commit on the hub")
     trust_remote_code: bool = option(False, "run code that the checkpoint carries")
-    dtype: str = option("auto", "type of weights and activations", choices=DTYPES)
+    dtype: str = option(
+        "auto", "type of weights and activations", choices=DTYPES, spellings=DTYPE_SPELLINGS
+    )
     load_format: str = option("auto", "how the weights are stored", choices=LOAD_FORMATS)
     safetensors_load_strategy: str = option(
         "lazy", "map weights lazily, or read files ahead", choices=LOAD_STRATEGIES
     )
     max_model_len: int | None = option(
-        None, "context length; the model's own when omitted", at_least=2
+        None,
+        "context length, such as 4096, 8k (8000) or 8K (8192); the model's own when omitted",
+        parse=parse_count,
+        at_least=2,
     )
 
 
@@ -95,6 +124,7 @@ class CacheOptions(Options):
         "how keys and values are stored: as the model computes, in bfloat16, or in 8 bits, which "
         "take half of bfloat16's memory",
         choices=KV_CACHE_DTYPES,
+        spellings={"bfloat16": "bf16", "fp8_e4m3": "fp8"},
     )
     gpu_memory_utilization: float | None = option(
         None,
@@ -158,6 +188,13 @@ class SpeculativeOptions(Options):
         "measure what drafts cost and bring, and draft less where that is faster",
         name="speculative_adaptive",
     )
+    aux_layer_convention: str | None = option(
+        None,
+        "what the draft's layer ids name: what enters a layer, or its output; told by the field "
+        "that holds them when omitted",
+        name="draft_aux_layer_convention",
+        choices=AUX_LAYER_CONVENTIONS,
+    )
     draft_tensor_parallel_size: int = option(1, "number of GPUs that share the draft")
 
     def __post_init__(self) -> None:
@@ -181,6 +218,11 @@ class SpeculativeOptions(Options):
             raise ConfigError(f"method {self.method} needs a draft model")
         if not method.takes_draft_model and self.model is not None:
             raise ConfigError(f"method {self.method} takes no draft model, got {self.model!r}")
+        if not method.takes_draft_model and self.aux_layer_convention is not None:
+            raise ConfigError(
+                f"method {self.method} takes no draft model, so draft_aux_layer_convention would "
+                f"have no effect"
+            )
         if self.lookup and not method.takes_lookup:
             others = methods_that(lambda m: m.takes_lookup)
             raise ConfigError(
@@ -253,8 +295,12 @@ class GraphOptions(Options):
 class ParallelOptions(Options):
     """Who shares the work; only one rank runs today."""
 
-    tensor_parallel_size: int = option(1, "number of GPUs that share the model")
-    num_threads: int | None = option(None, "CPU threads; all processors when omitted", at_least=1)
+    tensor_parallel_size: int = option(1, "number of GPUs that share the model", short="-tp")
+    num_threads: int | None = option(
+        None,
+        "CPU threads; when omitted, as many as other programs leave processors free, at every time",
+        at_least=1,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -305,6 +351,19 @@ def cache_dir() -> Path:
         return Path(configured).expanduser()
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
     return Path(base).expanduser() / "atom"
+
+
+def cache_limit() -> int:
+    """`$ATOM_CACHE_LIMIT`, such as 20GiB: bytes that converted checkpoints may take.
+
+    Raises:
+        ConfigError: when it is no size.
+    """
+    given = os.environ.get("ATOM_CACHE_LIMIT")
+    try:
+        return parse_bytes(given or DEFAULT_CACHE_LIMIT)
+    except ConfigError as error:
+        raise ConfigError(f"$ATOM_CACHE_LIMIT: {error}") from error
 
 
 def api_key_from_environment() -> str | None:

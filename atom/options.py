@@ -36,7 +36,9 @@ class Declaration:
         help: one phrase, units included.
         name: of the flag and of the keyword argument, where it is not the field's.
         alias: another name of the flag.
+        short: another spelling of the flag, dashes included.
         choices: the only values there are.
+        spellings: what users write for some of the choices -> the choice.
         at_least: the least integer there may be.
         parse: from what a user writes to the field's value.
     """
@@ -44,7 +46,9 @@ class Declaration:
     help: str
     name: str | None = None
     alias: str | None = None
+    short: str | None = None
     choices: Collection[str] | None = None
+    spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     at_least: int | None = None
     parse: Callable[[Any], Any] | None = None
 
@@ -55,7 +59,9 @@ def option(
     *,
     name: str | None = None,
     alias: str | None = None,
+    short: str | None = None,
     choices: Collection[str] | None = None,
+    spellings: Mapping[str, str] | None = None,
     at_least: int | None = None,
     parse: Callable[[Any], Any] | None = None,
 ) -> Any:
@@ -64,7 +70,7 @@ def option(
     Args:
         default: `REQUIRED` when there is none.
     """
-    declared = Declaration(help, name, alias, choices, at_least, parse)
+    declared = Declaration(help, name, alias, short, choices, spellings or {}, at_least, parse)
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
 
@@ -133,15 +139,21 @@ class Option:
 
     def parse(self, value: Any) -> Any:
         """The field's value."""
+        if isinstance(value, str):
+            value = self.declared.spellings.get(value, value)
         if value is None or self.declared.parse is None:
             return value
-        return self.declared.parse(value)
+        try:
+            return self.declared.parse(value)
+        except ConfigError as error:
+            raise ConfigError(f"{self.name}: {error}") from error
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         """Add the flag, in kebab and in snake spelling."""
         names = [name for name in (self.name, self.declared.alias) if name is not None]
         flags = [_kebab(name) for name in names]
         flags += [f"--{name}" for name in names if "_" in name]
+        flags += [] if self.declared.short is None else [self.declared.short]
         declared = self.declared
         extra: dict[str, Any] = {"default": self.default}
         if self.kind is bool:
@@ -150,6 +162,7 @@ class Option:
             extra |= {"default": None, "nargs": "+", "action": "extend"}
         elif declared.choices is not None:
             extra["choices"] = tuple(declared.choices)
+            extra["type"] = self.parse
         elif declared.parse is None and not self.is_document:
             extra["type"] = self.kind
         suffix = "" if extra["default"] is None else " (default: %(default)s)"

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from dataclasses import dataclass
 
 import torch
+
+from atom.config import ConfigError
 
 
 @dataclass(frozen=True)
@@ -51,13 +54,16 @@ def select_platform(device: str) -> Platform:
     """The platform for `--device`.
 
     Raises:
-        RuntimeError: when there is no such device.
+        ConfigError: when there is no such device.
     """
     if device == "cpu":
         return cpu_platform()
     platform = current_platform()
     if device == "cuda" and not platform.is_gpu:
-        raise RuntimeError("--device cuda: this torch build sees no CUDA or ROCm device")
+        raise ConfigError(
+            f"device is cuda, and torch {torch.__version__} sees no CUDA or ROCm device; use cpu, "
+            f"or install a torch for the GPU (PYTHON=... of the scripts takes one that is there)"
+        )
     return platform
 
 
@@ -108,10 +114,38 @@ def _cgroup_headroom_bytes(default: int) -> int:
 
 
 def default_num_threads() -> int:
-    """CPUs that this process may use."""
+    """Processors that this process may use."""
+    return int(max(min(len(_own_cpus()), _cgroup_num_cpus()), 1))
+
+
+def busy_cpu_seconds() -> float:
+    """What all programs have used of the processors that this process may use, since the boot.
+
+    Time that a hypervisor gave to other machines counts: nobody here could use it.
+    """
+    import psutil
+
+    every = psutil.cpu_times(percpu=True)
+    own = [every[cpu] for cpu in _own_cpus() if cpu < len(every)]
+    unused = ("idle", "iowait", "guest", "guest_nice")  # a guest's time is a user's, too
+    used = (v for times in own for name, v in times._asdict().items() if name not in unused)
+    return float(sum(used))
+
+
+def _own_cpus() -> list[int]:
     if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def _cgroup_num_cpus() -> float:
+    """Processors that a container's quota amounts to, rounded up."""
+    try:
+        with open("/sys/fs/cgroup/cpu.max") as limit:
+            quota, period = limit.read().split()
+        return math.inf if quota == "max" else math.ceil(int(quota) / int(period))
+    except (OSError, ValueError):
+        return math.inf
 
 
 _OUT_OF_MEMORY = ("DefaultCPUAllocator", "not enough memory")

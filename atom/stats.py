@@ -51,6 +51,14 @@ class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
         """Acceptance length: tokens per verification, bonus token included."""
         return 1 + self.num_accepted_tokens / self.num_drafts if self.num_drafts else 1.0
 
+    def summary(self) -> str:
+        """Some forty characters, for lines that say other things, too."""
+        if not self.num_drafts:
+            return "no drafts verified"
+        return (
+            f"{self.tokens_per_forward:.2f} tokens per forward, {self.acceptance_rate:.1%} accepted"
+        )
+
     def describe(self) -> str:
         """One line for the log, with a part for each source if there are several."""
         if not self.num_drafts:

@@ -200,7 +200,8 @@ class LLM:
             for request_id, (prompt, params, priority) in zip(places, requests, strict=True):
                 self._add(request_id, prompt, params, priority=priority)
             num_left = len(requests)
-            with tqdm(total=num_left, desc="Prompts", disable=not use_tqdm) as progress:
+            hidden = None if use_tqdm else True  # None shows it on terminals alone
+            with tqdm(total=num_left, desc="Prompts", disable=hidden) as progress:
                 while num_left:
                     for request_id in places.keys() & self._step():
                         mail, place = self._mail[request_id], places[request_id]

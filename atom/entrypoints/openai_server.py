@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import logging
 import os
 import sys
 from collections.abc import Coroutine, Sequence
+from pathlib import Path
 from typing import Any
 
+from atom.command_line import CommandLine
 from atom.config import ConfigError, EngineConfig
 from atom.entrypoints.openai.http.options import OptionError, ServerOptions
 from atom.model_engine.arg_utils import (
     add_engine_flags,
+    add_model,
     add_no_speculation,
     add_show_ops,
     choose_draft,
@@ -48,12 +50,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     return serve_forever(config, options)
 
 
-def create_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def create_parser() -> CommandLine:
+    parser = CommandLine(
         prog="python -m atom.entrypoints.openai_server",
         description="Serve a model with the OpenAI API.",
-        allow_abbrev=False,
     )
+    add_model(parser)
     ServerOptions.add_cli_args(parser)
     add_engine_flags(parser)
     add_no_speculation(parser)
@@ -76,14 +78,15 @@ def show_ops(config: EngineConfig) -> int:
 
 def serve_forever(config: EngineConfig, options: ServerOptions) -> int:
     # After the options were found right: these imports bring torch.
-    from atom.entrypoints.openai.serve import bind, serve
+    from atom.entrypoints.openai.serve import bind, bind_uds, serve
     from atom.messages import EngineDeadError
     from atom.model_loader.errors import WeightError
 
+    where = options.uds or f"{options.host}:{options.port}"
     try:
-        sock = bind(options.host, options.port)
+        sock = bind_uds(options.uds) if options.uds else bind(options.host, options.port)
     except OSError as error:
-        print(f"cannot listen on {options.host}:{options.port}: {error}", file=sys.stderr)
+        print(f"error: cannot listen on {where}: {error}", file=sys.stderr)
         return 1
     with sock:
         try:
@@ -91,6 +94,9 @@ def serve_forever(config: EngineConfig, options: ServerOptions) -> int:
         except (ConfigError, OptionError, WeightError, EngineDeadError, OSError) as error:
             print(f"error: {error}", file=sys.stderr)
             return 1
+        finally:
+            if options.uds:
+                Path(options.uds).unlink(missing_ok=True)
 
 
 def _run(main: Coroutine[Any, Any, int]) -> int:

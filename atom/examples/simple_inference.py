@@ -19,10 +19,12 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
+from atom.command_line import CommandLine
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import (
     EngineOptions,
     add_engine_flags,
+    add_model,
     add_no_speculation,
     add_show_ops,
     choose_draft,
@@ -74,11 +76,12 @@ def _speed(answers: Sequence[Answer]) -> float:
 
 
 def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
+    parser = CommandLine(
         prog="python -m atom.examples.simple_inference",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    add_model(parser)
     parser.add_argument("--prompt", action="append", help="a user message; may be repeated")
     parser.add_argument("--prompts-file", type=Path, help="text file with one user message a line")
     parser.add_argument("--max-tokens", type=int, default=128, help="tokens per answer")
@@ -159,7 +162,7 @@ def run(
         print(format_comparison(answers, plain))
     drafts = [a.drafts for a in answers if a.drafts is not None]
     if drafts:
-        print(f"speculation: {total(drafts).describe()}")
+        print(f"speculation: {total(drafts).summary()}")
 
 
 def _answer_all(
@@ -168,9 +171,9 @@ def _answer_all(
     from atom.entrypoints.llm import LLM
 
     llm = LLM(**given)
-    # The first steps of a process find memory and load kernels.
-    warm_up = msgspec.structs.replace(params, max_tokens=2)
-    _answer(llm, prompts[0], warm_up, shown=False)
+    # The first steps of a process find memory and load kernels. No measured prompt is cached by it.
+    warm_up = msgspec.structs.replace(params, max_tokens=min(params.max_tokens or 16, 16))
+    _answer(llm, "Count from one to ten.", warm_up, shown=False)
     answers = []
     for prompt in prompts:
         if shown:
@@ -216,22 +219,24 @@ def format_table(answers: Sequence[Answer]) -> str:
 
 
 def format_comparison(speculating: Sequence[Answer], plain: Sequence[Answer]) -> str:
-    """One line per prompt and one for all: decode speed with and without speculation."""
+    """One line for all prompts and one for each: decode speed with and without speculation."""
     header = f"{'prompt':>6} {'tokens in':>9} {'out':>5} {'TTFT ms':>8} {'tokens/s':>8} "
     header += f"{'without':>8} {'speed-up':>8} {'accepted':>8} {'tokens/forward':>14}  same text"
-    lines = [header]
+    tokens_in = sum(a.num_prompt_tokens for a in speculating)
+    tokens_out = sum(len(a.token_ids) for a in speculating)
+    same = sum(a.token_ids == b.token_ids for a, b in zip(speculating, plain, strict=True))
+    lines = [
+        header,
+        f"{'all':>6} {tokens_in:>9} {tokens_out:>5} {'':>8} {_compared(speculating, plain)}  "
+        f"{same} of {len(plain)}",
+    ]
     for i, (a, b) in enumerate(zip(speculating, plain, strict=True), 1):
         lines.append(
             f"{i:>6} {a.num_prompt_tokens:>9} {len(a.token_ids):>5} {a.ttft * 1e3:>8.0f} "
             f"{_compared([a], [b])}  {_same(a, b)}"
         )
-    tokens_in = sum(a.num_prompt_tokens for a in speculating)
-    tokens_out = sum(len(a.token_ids) for a in speculating)
-    same = sum(a.token_ids == b.token_ids for a, b in zip(speculating, plain, strict=True))
-    lines.append(
-        f"{'all':>6} {tokens_in:>9} {tokens_out:>5} {'':>8} {_compared(speculating, plain)}  "
-        f"{same} of {len(plain)}"
-    )
+    if (slower := _why_slower(speculating, plain)) is not None:
+        lines.append(slower)
     if same < len(plain):
         lines.append(
             "Rounding depends on how many tokens a step computes, so where two tokens are almost "
@@ -246,6 +251,20 @@ def _compared(speculating: Sequence[Answer], plain: Sequence[Answer]) -> str:
     return (
         f"{fast:>8.1f} {slow:>8.1f} {fast / slow if slow else 0:>7.2f}x "
         f"{drafts.acceptance_rate:>8.1%} {drafts.tokens_per_forward:>14.2f}"
+    )
+
+
+def _why_slower(speculating: Sequence[Answer], plain: Sequence[Answer]) -> str | None:
+    """Where speculation did not pay: what a step with drafts yields, and what it costs."""
+    fast, slow = _speed(speculating), _speed(plain)
+    drafts = [a.drafts for a in speculating if a.drafts is not None]
+    if not 0 < fast < slow or not drafts:
+        return None
+    tokens = total(drafts).tokens_per_forward
+    return (
+        f"Speculation is slower than none on this machine now: a step with drafts gives "
+        f"{tokens:.2f} tokens and takes {tokens * slow / fast:.2f} times as long as one without. "
+        f"--no-speculation turns it off."
     )
 
 

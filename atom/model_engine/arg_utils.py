@@ -9,6 +9,7 @@ import argparse
 from collections.abc import Mapping
 from typing import Any
 
+from atom.command_line import CommandLine
 from atom.config import ConfigError, EngineConfig
 from atom.model_loader.drafts.shipped import SHIPPED_OPTIONS, shipped_draft_for
 from atom.options import add_flags, build, given_flags, options_of
@@ -19,6 +20,11 @@ EngineOptions = Mapping[str, Any]
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each engine option, as --kebab-case and --snake_case."""
     add_flags(parser.add_argument_group("engine"), EngineConfig)
+
+
+def add_model(parser: CommandLine) -> None:
+    """Let the model be named without a flag."""
+    parser.add_positional("model", "the same as --model")
 
 
 def add_no_speculation(parser: argparse.ArgumentParser) -> None:

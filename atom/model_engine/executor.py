@@ -31,6 +31,7 @@ from atom.kv_cache.memory import estimate_graph_bytes, kv_cache_budget
 from atom.kv_cache.paged import PagedCache
 from atom.messages import EngineLimits
 from atom.model_engine.context_len import resolve_max_model_len
+from atom.model_engine.cpu_threads import AdaptedThreads
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
@@ -42,7 +43,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
-from atom.platform import Platform, default_num_threads, select_platform
+from atom.platform import Platform, select_platform
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler, SamplingOps
 from atom.spec_decode.base import Lookahead, Proposer
@@ -97,8 +98,12 @@ class UniprocExecutor:
     ) -> None:
         started = time.perf_counter()
         platform = select_platform(config.device)
+        self._threads: AdaptedThreads | None = None
         if not platform.is_gpu:
-            torch.set_num_threads(config.parallel.num_threads or default_num_threads())
+            if config.parallel.num_threads is None:
+                self._threads = AdaptedThreads()
+            else:
+                torch.set_num_threads(config.parallel.num_threads)
         source = resolve_model(config.model)
         dtype = resolve_dtype(config.model.dtype, source)
         text_config = source.hf_config.get_text_config()
@@ -263,7 +268,10 @@ class UniprocExecutor:
     def step(self, batch: ScheduledBatch) -> StepOutput:
         started = time.perf_counter()
         output = self._runner.step(batch)
-        self._drafter.observe(batch, output, time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        self._drafter.observe(batch, output, seconds)
+        if self._threads is not None:
+            self._threads.step_ended(seconds)
         return output
 
     def shutdown(self) -> None:

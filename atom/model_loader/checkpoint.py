@@ -55,8 +55,13 @@ class CheckpointTensor:
 
 
 def has_weights(folder: Path) -> bool:
-    """Whether a folder has safetensors files or an index of them."""
-    return is_there(folder / _INDEX) or any(folder.glob("*.safetensors"))
+    """Whether a folder holds safetensors files, or an index that promises some."""
+    return is_there(folder / _INDEX) or bool(_weight_files(folder))
+
+
+def list_adapters(folder: Path) -> list[Path]:
+    """Files beside a model's weights that change them and are no weights themselves."""
+    return sorted(folder.glob("adapter_model*.safetensors"))
 
 
 def list_tensors(folder: Path) -> list[CheckpointTensor]:
@@ -110,12 +115,17 @@ def _files(folder: Path, weight_map: dict[str, str]) -> list[Path]:
 
 
 def _files_without_index(folder: Path) -> list[Path]:
-    files = sorted(folder.glob("*.safetensors"))
-    # Some repositories also contain the same weights as consolidated files.
+    files = _weight_files(folder)
+    # Some publishers add the same weights under their own names in consolidated files.
     own = [file for file in files if not file.name.startswith("consolidated")]
     if not files:
         raise WeightError(f"{folder} holds no *.safetensors files")
     return own or files
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    adapters = list_adapters(folder)
+    return [file for file in sorted(folder.glob("*.safetensors")) if file not in adapters]
 
 
 def _tensors_of(file: Path) -> list[CheckpointTensor]:

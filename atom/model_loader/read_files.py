@@ -20,6 +20,8 @@ _OPENED = (
     "vocab.txt",
     "merges.txt",
 )
+# One of these is in every published tokenizer; tokenizer_config.json alone names only its class.
+_TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
 _TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
 # Small JSON files that Python parses; too deep nesting would raise without naming the file.
 _PARSED = (
@@ -54,6 +56,11 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         ConfigError: when there is none or it cannot be loaded.
     """
     check_folder(folder)
+    if not any(is_there(folder / name) for name in _TOKENIZERS):
+        raise ConfigError(
+            f"{folder} holds no tokenizer (none of {', '.join(_TOKENIZERS)}); copy the model's "
+            f"there, or name one with --tokenizer FOLDER_OR_HUB_ID"
+        )
     try:
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each tokenizer class raises its own kinds

@@ -19,6 +19,7 @@ from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.gguf.tensors import automatic_dtype
 from atom.model_loader.hub import download, looks_like_path
 from atom.model_loader.read_files import check_folder, read_tokenizer
+from atom.model_loader.tied import untie_different_head
 from atom.models.config_check import check_config
 from atom.models.config_file import check_regular, is_there, read_json_object
 from atom.models.hf_configs import register_model_types
@@ -71,6 +72,8 @@ def resolve_model(options: ModelOptions) -> ModelSource:
         folder, default_dtype = _from_gguf(gguf, options)
         raw = _read_config(folder)
     config = _load_config(folder, raw, options)
+    if options.load_format != "dummy":
+        untie_different_head(config.get_text_config(), folder)
     eos_token_ids = _eos_token_ids(folder, raw, options)
     _check_tokens(eos_token_ids, config.get_text_config(), folder)
     return ModelSource(folder, name, config, eos_token_ids, default_dtype)

@@ -7,6 +7,7 @@ and copies are never all in memory at once.
 
 from __future__ import annotations
 
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -19,7 +20,7 @@ from torch import nn
 from tqdm import tqdm
 
 from atom.config import ModelOptions
-from atom.model_loader.checkpoint import list_tensors
+from atom.model_loader.checkpoint import list_adapters, list_tensors
 from atom.model_loader.dummy import fill_with_dummy_weights
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.finite import check_finite, may_be_infinite
@@ -34,6 +35,8 @@ from atom.model_ops.weight_mapping import WeightMapping
 from atom.platform import default_num_threads
 
 __all__ = ["WeightError", "build_model", "load_weights"]
+
+logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 32 << 20
 _MAX_THREADS = 8
@@ -83,6 +86,9 @@ def load_weights(
     if options.load_format == "dummy":
         fill_with_dummy_weights(model)
         return
+    if adapters := list_adapters(source.path):
+        names = ", ".join(path.name for path in adapters)
+        logger.warning("%s: adapters are not applied: %s", source.path, names)
     placements = place_tensors(list_tensors(source.path), mapping, targets, source.path)
     _copy_all(placements, source, read_ahead=options.safetensors_load_strategy == "prefetch")
     _check_matrices(placements, source)
@@ -92,11 +98,12 @@ def _copy_all(placements: list[Placement], source: ModelSource, read_ahead: bool
     by_file = [(file, list(of)) for file, of in groupby(placements, key=lambda p: p.tensor.file)]
     total = sum(placement.tensor.num_bytes for placement in placements)
     lock = threading.Lock()
+    what = f"Loading {source.name}"
     with (
         one_torch_thread(),
         ReadAhead([file for file, _ in by_file], enabled=read_ahead) as ahead,
         ThreadPoolExecutor(min(_MAX_THREADS, default_num_threads())) as pool,
-        tqdm(total=total, unit="B", unit_scale=True, desc=f"Loading {source.name}") as bar,
+        tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None) as bar,
     ):
 
         def advance(num_bytes: int) -> None:

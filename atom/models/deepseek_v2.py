@@ -24,7 +24,13 @@ from atom.model_ops.moe import FusedMoE, TopKRouter
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.llama import LlamaDecoderLayer, LlamaForCausalLM, LlamaMLP
+from atom.models.llama import (
+    SILU,
+    LlamaDecoderLayer,
+    LlamaForCausalLM,
+    LlamaMLP,
+    has_mlp_bias,
+)
 
 # For the norms between the low-rank projections, independent of rms_norm_eps.
 _LATENT_NORM_EPS = 1e-6
@@ -137,7 +143,7 @@ class DeepseekV2MoE(nn.Module):
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
         super().__init__()
-        _expect(config, "hidden_act", "silu")
+        _expect(config, "hidden_act", *SILU)
         self.group = context.group
         self.gate = TopKRouter(
             config.hidden_size, self.routing(config), self.has_correction_bias, context
@@ -149,7 +155,12 @@ class DeepseekV2MoE(nn.Module):
         if config.n_shared_experts:
             size = config.moe_intermediate_size * config.n_shared_experts
             self.shared_experts = LlamaMLP(
-                config, size, context, f"{prefix}.shared_experts", reduce=False
+                config,
+                size,
+                context,
+                f"{prefix}.shared_experts",
+                reduce=False,
+                bias=has_mlp_bias(config),
             )
 
     @staticmethod
@@ -241,8 +252,11 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     def weight_mapping(self) -> WeightMapping:
         mapping = super().weight_mapping
         packed = {"gate_up_proj": mapping.packed["gate_up_proj"]}
-        mtp = _mtp_layers(self.config, self.prefix)
-        return WeightMapping(mapping.renames, packed, (*mapping.ignored, *mtp))
+        ignored = (*mapping.ignored, *_mtp_layers(self.config, self.prefix))
+        if not self.config.n_shared_experts:
+            # transformers builds and saves an MLP of size 0 for them.
+            ignored += (rf"{re.escape(self.prefix)}.*\.mlp\.shared_experts\..*",)
+        return WeightMapping(mapping.renames, packed, ignored)
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):

@@ -14,6 +14,8 @@ from atom.models.deepseek_v2 import DeepseekV3ForCausalLM
 logger = logging.getLogger(__name__)
 
 _TEXT = "language_model."
+# transformers' word for layers, when it saves the model.
+_BLOCKS = ("language_model.model.blocks.", "model.layers.")
 _VISION = (r"vision_tower\..*", r"(model\.)?mm_projector\..*")
 
 
@@ -31,6 +33,6 @@ class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
         head = (rf"{_TEXT}lm_head\.weight",) if self.tied else ()
         return replace(
             mapping,
-            renames=((_TEXT, ""), *mapping.renames),
+            renames=(_BLOCKS, (_TEXT, ""), *mapping.renames),
             ignored=(*mapping.ignored, *head, *_VISION),
         )

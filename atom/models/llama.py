@@ -24,6 +24,8 @@ from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
 
+SILU = ("silu", "swish")  # two names of one function
+
 
 class LlamaMLP(nn.Module):
     """`down(silu(gate(x)) * up(x))`, with gate and up as one product.
@@ -38,11 +40,11 @@ class LlamaMLP(nn.Module):
         context: LayerContext,
         prefix: str,
         reduce: bool = True,
+        bias: bool = False,
     ) -> None:
         super().__init__()
-        if config.hidden_act != "silu":
+        if config.hidden_act not in SILU:
             raise ConfigError(f"hidden_act={config.hidden_act!r} is not supported; only silu is")
-        bias = self.has_bias(config)
         sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
         self.gate_up_proj = MergedColumnParallelLinear(
             config.hidden_size, sizes, bias, context, f"{prefix}.gate_up_proj"
@@ -51,10 +53,6 @@ class LlamaMLP(nn.Module):
             intermediate_size, config.hidden_size, bias, context, f"{prefix}.down_proj", reduce
         )
         self.act = SiluAndMul(self.down_proj.in_features, context)
-
-    @staticmethod
-    def has_bias(config: PretrainedConfig) -> bool:
-        return bool(getattr(config, "mlp_bias", False))  # only Llama's config has the field
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(self.act(self.gate_up_proj(x)))
@@ -151,7 +149,9 @@ class LlamaDecoderLayer(nn.Module):
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
     ) -> nn.Module:
         """The layer's second half, [T, hidden] -> [T, hidden]."""
-        return LlamaMLP(config, config.intermediate_size, context, prefix)
+        return LlamaMLP(
+            config, config.intermediate_size, context, prefix, bias=has_mlp_bias(config)
+        )
 
     def forward(
         self,
@@ -266,6 +266,11 @@ class LlamaForCausalLM(CausalLM):
 
     def default_aux_layer_ids(self) -> tuple[int, ...]:
         return spread_aux_layer_ids(len(self.model.layers))
+
+
+def has_mlp_bias(config: PretrainedConfig) -> bool:
+    """Whether MLPs have biases: only some families read the field that any config may state."""
+    return config.model_type in ("llama", "deepseek_v2") and bool(config.mlp_bias)
 
 
 def head_size(config: PretrainedConfig) -> int:

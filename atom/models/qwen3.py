@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from transformers import PretrainedConfig
 
+from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
@@ -23,7 +24,14 @@ class Qwen3Attention(LlamaAttention):
     @staticmethod
     def sliding_window(config: PretrainedConfig, layer_id: int) -> int | None:
         windowed = config.layer_types[layer_id] == "sliding_attention"
-        return int(config.sliding_window) if windowed else None
+        if not windowed or not config.use_sliding_window:
+            return None
+        if config.sliding_window is None:
+            raise ConfigError(
+                f"layer_types says that layer {layer_id} attends to a window, and there is no "
+                f"sliding_window"
+            )
+        return int(config.sliding_window)
 
     def prepare(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return self.q_norm(q), self.k_norm(k)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import dataclass
 
 from transformers import PretrainedConfig
 
@@ -10,15 +11,30 @@ from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 
-# Architecture -> module and class.
+
+@dataclass(frozen=True)
+class _Model:
+    """Attributes:
+    module: in this package.
+    name: of the class.
+    model_types: those of configurations that mean this arithmetic.
+    """
+
+    module: str
+    name: str
+    model_types: tuple[str, ...]
+
+
+_KIMI_K25 = _Model("kimi_k25", "KimiK25ForConditionalGeneration", ("kimi_k25",))
 _MODELS = {
-    "LlamaForCausalLM": ("llama", "LlamaForCausalLM"),
-    "Qwen3ForCausalLM": ("qwen3", "Qwen3ForCausalLM"),
-    "DeepseekV2ForCausalLM": ("deepseek_v2", "DeepseekV2ForCausalLM"),
-    "DeepseekV3ForCausalLM": ("deepseek_v2", "DeepseekV3ForCausalLM"),
-    "KimiK25ForConditionalGeneration": ("kimi_k25", "KimiK25ForConditionalGeneration"),
-    # transformers' name of the same architecture.
-    "Kimi_K25ForConditionalGeneration": ("kimi_k25", "KimiK25ForConditionalGeneration"),
+    "LlamaForCausalLM": _Model("llama", "LlamaForCausalLM", ("llama",)),
+    "Qwen3ForCausalLM": _Model("qwen3", "Qwen3ForCausalLM", ("qwen3",)),
+    "DeepseekV2ForCausalLM": _Model("deepseek_v2", "DeepseekV2ForCausalLM", ("deepseek_v2",)),
+    "DeepseekV3ForCausalLM": _Model(
+        "deepseek_v2", "DeepseekV3ForCausalLM", ("deepseek_v3", "kimi_k2")
+    ),
+    "KimiK25ForConditionalGeneration": _KIMI_K25,
+    "Kimi_K25ForConditionalGeneration": _KIMI_K25,  # transformers' spelling of the same
 }
 
 
@@ -26,7 +42,8 @@ def create_model(config: PretrainedConfig, context: LayerContext) -> CausalLM:
     """Build the model for `config.architectures`, weights uninitialised.
 
     Raises:
-        ConfigError: with the architecture and the supported ones.
+        ConfigError: naming the architecture and the supported ones, or a model type that
+            contradicts it.
     """
     names = config.architectures or []
     known = [name for name in names if name in _MODELS]
@@ -35,7 +52,14 @@ def create_model(config: PretrainedConfig, context: LayerContext) -> CausalLM:
             f"architecture {', '.join(names) or '(none given)'} is not supported; supported are "
             f"{', '.join(_MODELS)}"
         )
-    module, name = _MODELS[known[0]]
-    model_class = getattr(importlib.import_module(f"atom.models.{module}"), name)
-    model: CausalLM = model_class(config, context)
-    return model
+    model = _MODELS[known[0]]
+    if config.model_type not in model.model_types:
+        raise ConfigError(
+            f"model_type {config.model_type!r} contradicts architecture {known[0]}, which goes "
+            f"with {' or '.join(model.model_types)}: another type may compute something else "
+            f"(windows, multipliers) from the same weights. Correct config.json, if the model "
+            f"is what its architecture says"
+        )
+    model_class = getattr(importlib.import_module(f"atom.models.{model.module}"), model.name)
+    created: CausalLM = model_class(config, context)
+    return created

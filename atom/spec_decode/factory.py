@@ -92,7 +92,9 @@ def create_eagle3(
 ) -> Proposer:
     """A proposer with a draft model that reads the target's hidden states."""
     assert options.model is not None
-    draft = load_draft(options.model, target, source, context, config.model)
+    draft = load_draft(
+        options.model, target, source, context, config.model, options.aux_layer_convention
+    )
     storage = storage_dtype(config.cache, context)
     builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
     return EagleProposer(

@@ -105,7 +105,9 @@ class Synthesizer:
         deadline = math.inf
         if options.max_seconds is not None:
             deadline = time.monotonic() + options.max_seconds
-        with tqdm(total=options.max_tokens, unit="tok", desc="kept", mininterval=2) as bar:
+        with tqdm(
+            total=options.max_tokens, unit="tok", desc="kept", mininterval=2, disable=None
+        ) as bar:
             while time.monotonic() < deadline:
                 kept = self._kept_tokens()
                 bar.update(kept - bar.n)

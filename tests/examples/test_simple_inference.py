@@ -67,35 +67,21 @@ def test_comparison() -> None:
     fast = [answer([1, 2, 3, 4, 5], 1.0, [1, 0, 1]), answer([1, 2, 3], 1.0, None)]
     slow = [answer([1, 2, 3, 4, 5], 2.0, None), answer([1, 2, 4], 0.5, None)]
     lines = format_comparison(fast, slow).splitlines()
-    assert lines[1].split() == [
-        "1",
-        "10",
-        "5",
-        "100",
-        "4.0",
-        "2.0",
-        "2.00x",
-        "50.0%",
-        "2.00",
-        "yes",
-    ]
-    assert lines[2].split()[:7] == ["2", "10", "3", "100", "2.0", "4.0", "0.50x"]
-    assert lines[2].endswith("up to token 2")
-    assert lines[3].split() == [
-        "all",
-        "20",
-        "8",
-        "3.0",
-        "2.4",
-        "1.25x",
-        "50.0%",
-        "2.00",
-        "1",
-        "of",
-        "2",
-    ]
+    total, first, second = (line.split() for line in lines[1:4])
+    assert total == ["all", "20", "8", "3.0", "2.4", "1.25x", "50.0%", "2.00", "1", "of", "2"]
+    assert first == ["1", "10", "5", "100", "4.0", "2.0", "2.00x", "50.0%", "2.00", "yes"]
+    assert second[:7] == ["2", "10", "3", "100", "2.0", "4.0", "0.50x"]
+    assert lines[3].endswith("up to token 2")
     assert "--dtype float32" in lines[4]
     assert len(format_comparison(fast[:1], slow[:1]).splitlines()) == 3
+
+
+def test_slower_speculation_says_why() -> None:
+    fast = [answer([1, 2, 3, 4, 5], 4.0, [1, 0, 1])]
+    slow = [answer([1, 2, 3, 4, 5], 1.0, None)]
+    said = format_comparison(fast, slow).splitlines()[-1]
+    assert "slower than none on this machine now" in said
+    assert "gives 2.00 tokens and takes 8.00 times as long" in said
 
 
 def test_sums_of_statistics() -> None:

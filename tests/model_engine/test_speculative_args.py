@@ -47,6 +47,17 @@ def test_flags_and_json_say_the_same() -> None:
     assert from_command_line("--speculative-config", text) == expected
 
 
+def test_what_layer_ids_name() -> None:
+    text = (
+        '{"method": "eagle3", "model": "D", "num_speculative_tokens": 3, '
+        '"aux_layer_convention": "output"}'
+    )
+    assert options(speculative_config=text).aux_layer_convention == "output"
+    assert options(**EAGLE, draft_aux_layer_convention="boundary").aux_layer_convention
+    with pytest.raises(ConfigError, match="must be one of boundary, output; got 'input'"):
+        options(**EAGLE, draft_aux_layer_convention="input")
+
+
 def test_both_are_off_by_default() -> None:
     found = options(**EAGLE)
     assert (found.lookup, found.adaptive) == (False, False)
@@ -68,6 +79,14 @@ def test_the_shortest_suffix_depends_on_what_is_beside_the_lookup() -> None:
         ({"speculative_lookup": True}, "--speculative-lookup has no effect without"),
         ({"speculative_adaptive": True}, "--speculative-adaptive has no effect without"),
         ({"draft_model": "D"}, "--draft-model has no effect without"),
+        (
+            {
+                "method": "ngram",
+                "num_speculative_tokens": 3,
+                "draft_aux_layer_convention": "output",
+            },
+            "draft_aux_layer_convention would have no effect",
+        ),
         (
             {"method": "ngram", "num_speculative_tokens": 3, "speculative_lookup": True},
             "method ngram is a lookup already",

@@ -61,12 +61,26 @@ def test_convention_and_ids_are_logged(
 ) -> None:
     tensors = draft_tensors(MHA)
     cases = {
-        "[2, 4, 5] read as boundary ids": ([2, 4, 5], "2, 4, 5"),
-        "[1, 3, 6] read as output ids": ([1, 3, 6], "2, 4, 7"),
-        "none given, the target's default": (None, "2, 4, 5"),
+        "[2, 4, 5] of eagle_aux_hidden_state_layer_ids read as boundary ids": (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [2, 4, 5]}},
+            "2, 4, 5",
+        ),
+        "[1, 3, 6] of eagle_aux_hidden_state_layer_ids read as output ids": (
+            {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1, 3, 6]}},
+            "2, 4, 7",
+        ),
+        "[2, 4, 5] of target_layer_ids read as output ids": (
+            {"dflash_config": {"target_layer_ids": [2, 4, 5], "mask_token_id": 9}},
+            "3, 5, 6",
+        ),
+        "[1, 3, 6] of aux_hidden_state_layer_ids read as boundary ids": (
+            {"aux_hidden_state_layer_ids": [1, 3, 6]},
+            "1, 3, 6",
+        ),
+        "none given, the target's default": ({}, "2, 4, 5"),
     }
-    for i, (words, (ids, resolved)) in enumerate(cases.items()):
-        raw = {**MHA, "eagle_config": {"eagle_aux_hidden_state_layer_ids": ids}}
+    for i, (words, (fields, resolved)) in enumerate(cases.items()):
+        raw = {**MHA, "eagle_config": {}, **fields}
         caplog.clear()
         with caplog.at_level(logging.INFO, "atom"):
             draft = load(write_draft(tmp_path / str(i), raw, tensors), *llama_target)
@@ -74,6 +88,17 @@ def test_convention_and_ids_are_logged(
         assert words in caplog.text
         assert f"what enters layers {resolved} of {NUM_LAYERS}" in caplog.text
         assert f"own head over {DRAFT_VOCAB} of {VOCAB} tokens" in caplog.text
+
+
+def test_the_user_says_what_ids_name(tmp_path: Path, llama_target: Target) -> None:
+    folder = str(write_draft(tmp_path / "ids", MHA, draft_tensors(MHA)))
+    context = LayerContext.create(torch.float32, 128, cpu_platform())
+    draft = load_draft(folder, *llama_target, context, ModelOptions(), "output")
+    assert draft.aux_layer_ids == (3, 5, 6)
+    without = {**MHA, "eagle_config": {}}
+    folder = str(write_draft(tmp_path / "none", without, draft_tensors(MHA)))
+    with pytest.raises(ConfigError, match="draft_aux_layer_convention has no effect"):
+        load_draft(folder, *llama_target, context, ModelOptions(), "output")
 
 
 def test_unknown_keys_and_short_drafts_are_warned_about(
@@ -113,9 +138,9 @@ REFUSED: dict[str, Refusal] = {
         ["[2, 4, 9]", "0..8", "8 layers"],
     ),
     "output ids out of range": (
-        {"eagle_aux_hidden_state_layer_ids": [1, 4, 8]},
+        {"target_layer_ids": [2, 4, 8], "eagle_config": {}},
         _keep,
-        ["[1, 4, 8]", "output", "0..7"],
+        ["[2, 4, 8]", "output", "-1..7"],
     ),
     "aux ids twice": ({"eagle_aux_hidden_state_layer_ids": [2, 2, 4]}, _keep, ["[2, 2, 4]"]),
     "fan-in": (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import stat
 import subprocess
 import sys
@@ -17,8 +18,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from gguf import GGMLQuantizationType
-from gguf.quants import quantize
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+from gguf.quants import dequantize, quantize
 from gguf_files import tiny_model
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
@@ -31,7 +32,9 @@ from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.source import ModelSource, resolve_model
 
 WriteTiny = Callable[..., Path]
-_KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1"]
+_KINDS = ["F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1"]
+# Of the types that the `gguf` package reads and cannot write: where a block has its scales.
+_SCALES = {"Q2_K": (80, 82), "Q3_K": (108,), "Q4_K": (0, 2), "Q5_K": (0, 2), "Q6_K": (208,)}
 
 
 def convert(path: Path, dtype: torch.dtype = torch.float32) -> Path:
@@ -40,17 +43,23 @@ def convert(path: Path, dtype: torch.dtype = torch.float32) -> Path:
 
 def reference_values(raw: np.ndarray, kind: str) -> np.ndarray:
     """The values of quantised rows, block by block, by the formulas of ggml's `ggml-quants.c`."""
-    sizes = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20}
+    sizes = {"Q8_0": 34, "Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24}
     out = []
     for block in raw.reshape(-1, sizes[kind]):
         scale = block[:2].copy().view(np.float16)[0].astype(np.float32)
         if kind == "Q8_0":
             out += [scale * q for q in block[2:].view(np.int8).astype(np.float32)]
             continue
-        start = 2 if kind == "Q4_0" else 4
+        start = 2 if kind.endswith("_0") else 4
+        highest = np.zeros(32, np.uint8)
+        if kind.startswith("Q5"):
+            highest = np.unpackbits(block[start : start + 4], bitorder="little") << 4
+            start += 4
         nibbles = [int(b) & 15 for b in block[start:]] + [int(b) >> 4 for b in block[start:]]
-        if kind == "Q4_0":
-            out += [scale * np.float32(q - 8) for q in nibbles]
+        nibbles = [q | int(bit) for q, bit in zip(nibbles, highest, strict=True)]
+        if kind.endswith("_0"):
+            middle = 8 if kind == "Q4_0" else 16
+            out += [scale * np.float32(q - middle) for q in nibbles]
         else:
             least = block[2:4].copy().view(np.float16)[0].astype(np.float32)
             out += [scale * np.float32(q) + least for q in nibbles]
@@ -77,6 +86,44 @@ def test_values_of_every_type(write_tiny: WriteTiny, architecture: str, kind: st
     assert set(weights) == set(expected)
     for name, tensor in expected.items():
         assert torch.equal(weights[name], expected_values(tensor, kind)), name
+
+
+@pytest.mark.parametrize("kind", _SCALES)
+def test_types_of_large_blocks(
+    write_tiny: WriteTiny, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: dict[bytes, np.ndarray] = {}
+    random = np.random.default_rng(0)
+
+    def random_blocks(values: np.ndarray, stored: GGMLQuantizationType) -> np.ndarray:
+        if stored == GGMLQuantizationType.F32:
+            return values
+        elements, num_bytes = GGML_QUANT_SIZES[stored]
+        blocks = random.integers(0, 256, (values.size // elements, num_bytes), np.uint8)
+        for start in _SCALES[kind]:
+            scale = random.uniform(0.001, 0.1, len(blocks)).astype(np.float16)
+            blocks[:, start : start + 2] = scale.view(np.uint8).reshape(-1, 2)
+        raw = blocks.reshape(len(values), -1)
+        written[values.tobytes()] = dequantize(raw, stored)
+        return raw
+
+    monkeypatch.setattr("gguf_files.quantize", random_blocks)
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "head_dim": 64}
+    model = tiny_model("qwen3", **sizes)
+    path = write_tiny(model, GGMLQuantizationType[kind], changes=_without_tokenizer())
+    folder = converted_folder(read_gguf(path), torch.float32, with_tokenizer=False)
+    weights = load_file(folder / "model.safetensors")
+    for name, tensor in model.state_dict().items():
+        expected = written.get(tensor.numpy().tobytes(), tensor.numpy())
+        assert np.array_equal(weights[name].numpy(), expected), name
+    assert len(written) == sum(tensor.dim() > 1 for tensor in model.state_dict().values())
+
+
+def test_the_readme_lists_the_types_that_load() -> None:
+    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+    match = re.search(r"GGUF \((.+?)\)", readme)
+    assert match is not None
+    assert match[1].split(", ") == [*_KINDS, *_SCALES]
 
 
 def _without_tokenizer() -> dict[str, Any]:
@@ -303,12 +350,11 @@ def convert_bare(path: Path) -> Path:
     return converted_folder(read_gguf(path), torch.float32, with_tokenizer=False)
 
 
-def test_converted_once_and_again_when_the_file_changes(
+def test_converted_once_and_again_when_the_content_changes(
     write_tiny: WriteTiny, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = write_tiny()
     first = convert(path)
-    made = first.stat().st_mtime_ns
 
     def fail(*_: object) -> None:
         raise AssertionError("converted twice")
@@ -316,8 +362,14 @@ def test_converted_once_and_again_when_the_file_changes(
     with monkeypatch.context() as patch:
         patch.setattr(gguf_convert, "_convert", fail)
         assert convert(path) == first
-    assert first.stat().st_mtime_ns == made
-    os.utime(path, ns=(0, 1))
+        os.utime(path, ns=(0, 1))
+        assert convert(path) == first
+        path = path.rename(path.with_name("another.gguf"))
+        assert convert(path) == first
+    # The same name and size, as a file that is fetched again may have.
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
     assert convert(path) != first
 
 
@@ -341,12 +393,13 @@ def test_file_modes_follow_the_umask(write_tiny: WriteTiny) -> None:
 
 
 _CONVERT_WHEN_TOLD = """
-import sys, threading, time
+import logging, sys, threading, time
 from pathlib import Path
 import torch
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
 
+logging.basicConfig(level=logging.INFO)
 path, flags, number = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 file = read_gguf(path)
 (flags / f"ready-{number}").touch()

@@ -78,7 +78,7 @@ def test_a_tokenizer_that_cannot_be_converted(write_tiny: WriteTiny, tiny_llama_
     options = ModelOptions(model=str(path), tokenizer=str(tiny_llama_dir))
     source = resolve_model(options)
     assert load_tokenizer(source, options)("the")["input_ids"]
-    with pytest.raises(ConfigError, match="no tokenizer could be loaded"):
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
         load_tokenizer(source, ModelOptions())
 
 
@@ -256,6 +256,14 @@ def hub_cache(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> 
     return hub
 
 
+def test_a_missing_tokenizer_says_what_is_missing(folder: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).unlink(missing_ok=True)
+    options = ModelOptions(str(folder))
+    with pytest.raises(ConfigError, match=r"holds no tokenizer \(none of tokenizer\.json, .*--tok"):
+        load_tokenizer(resolve_model(options), options)
+
+
 def test_hub_ids_from_the_local_cache(hub_cache: Path) -> None:
     source = resolve("someone/tiny")
     assert source.name == "someone/tiny"
@@ -286,5 +294,5 @@ def test_tokenizers_elsewhere(
     with pytest.raises(ConfigError, match=r"there is no tokenizer folder \./nowhere"):
         load_tokenizer(source, ModelOptions(tokenizer="./nowhere"))
     (tmp_path / "empty").mkdir()
-    with pytest.raises(ConfigError, match="no tokenizer could be loaded from"):
+    with pytest.raises(ConfigError, match="holds no tokenizer"):
         load_tokenizer(source, ModelOptions(tokenizer=str(tmp_path / "empty")))

@@ -11,6 +11,7 @@ from spec_decode.draft_bench import DRAFT_VOCAB, HIDDEN, MHA, MLA, VOCAB, YARN
 from transformers import PretrainedConfig
 
 from atom.config import ConfigError
+from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
 from atom.models.eagle3.config import Eagle3Config
 
 MINIMAL = {
@@ -28,7 +29,7 @@ def without(raw: dict[str, Any], *names: str) -> dict[str, Any]:
 
 def test_defaults() -> None:
     config = Eagle3Config.from_dict(MINIMAL)
-    assert config.aux_layer_ids is None
+    assert config.aux_layers is None
     assert config.num_aux_hidden_states == 3
     assert config.draft_vocab_size == config.vocab_size == 100
     assert config.target_hidden_size == config.hidden_size == 64
@@ -48,7 +49,7 @@ def test_defaults() -> None:
 
 
 FIELDS: dict[str, tuple[Any, str, Any]] = {
-    "eagle_aux_hidden_state_layer_ids": ([1, 5], "aux_layer_ids", (1, 5)),
+    **{name: ([1, 5], "aux_layers", AuxLayers(name, (1, 5))) for name in AUX_FIELDS},
     "draft_vocab_size": (32, "draft_vocab_size", 32),
     "target_hidden_size": (48, "target_hidden_size", 48),
     "norm_before_residual": (True, "norm_before_residual", True),
@@ -59,13 +60,14 @@ FIELDS: dict[str, tuple[Any, str, Any]] = {
 
 
 @pytest.mark.parametrize("name", FIELDS)
-def test_fields_stand_at_the_top_or_in_eagle_config(name: str) -> None:
+def test_fields_stand_at_the_top_or_in_a_nested_object(name: str) -> None:
     value, attribute, expected = FIELDS[name]
     default = getattr(Eagle3Config.from_dict(MINIMAL), attribute)
     assert default != expected
     for raw in (
         {name: value},
         {"eagle_config": {name: value}},
+        {"dflash_config": {name: value}},
         {name: None, "eagle_config": {name: value}},
     ):
         assert getattr(Eagle3Config.from_dict({**MINIMAL, **raw}), attribute) == expected
@@ -128,6 +130,7 @@ def test_sliding_window_only_when_positive(raw: dict[str, Any], window: int | No
         ({"final_logit_softcapping": 30.0}, ["final_logit_softcapping=30.0"]),
         ({"rope_style": "gptj"}, ["rope_style='gptj'"]),
         ({"eagle_config": {"parallel_draft": 4}}, ["parallel_draft=4"]),
+        ({"dflash_config": {"use_swa": True}}, ["use_swa=True"]),
         ({"eagle_config": {"norm_before_fc": True}}, ["norm_before_fc=True"]),
     ],
 )
@@ -148,6 +151,8 @@ def test_unknown_keys_that_change_the_maths_are_refused(
         {"torch_dtype": "bfloat16", "transformers_version": "4.57", "use_cache": True},
         {"n_routed_experts": 384, "norm_topk_prob": True, "routed_scaling_factor": 2.827},
         {"num_hidden_layers": 40},
+        {"hidden_act": "swish"},
+        {"dflash_config": {"mask_token_id": 5, "block_size": 7}},
     ],
 )
 def test_keys_that_change_nothing_are_accepted(raw: dict[str, Any]) -> None:
@@ -183,6 +188,10 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
     "aux ids of a wrong type": (
         {"eagle_aux_hidden_state_layer_ids": [2, "5"]},
         ["eagle_aux_hidden_state_layer_ids", "[2, '5']"],
+    ),
+    "aux ids twice": (
+        {"target_layer_ids": [1, 4], "eagle_aux_hidden_state_layer_ids": [2, 5]},
+        ["eagle_aux_hidden_state_layer_ids=[2, 5] and target_layer_ids=[1, 4]"],
     ),
     "no aux ids": ({"eagle_aux_hidden_state_layer_ids": []}, ["[]"]),
     "last hidden state": ({"use_aux_hidden_state": False}, ["use_aux_hidden_state=false"]),
@@ -272,4 +281,5 @@ def test_files(tmp_path: Path) -> None:
         Eagle3Config.from_folder(tmp_path)
     path.write_text(json.dumps(MHA), encoding="utf-8")
     config = Eagle3Config.from_folder(tmp_path)
-    assert (config.aux_layer_ids, config.draft_vocab_size) == ((2, 4, 5), DRAFT_VOCAB)
+    assert config.aux_layers is not None
+    assert (config.aux_layers.ids, config.draft_vocab_size) == ((2, 4, 5), DRAFT_VOCAB)

@@ -40,6 +40,7 @@ from atom.entrypoints.openai.http.errors import (
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.openapi import add_document_route
 from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.http.root_path import RootPathMiddleware
 from atom.entrypoints.openai.http.unknown_fields import UnknownFields
 from atom.entrypoints.openai.http.workers import Workers
 from atom.entrypoints.openai.messages import api as messages_api
@@ -335,7 +336,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
         model_names=options.served_model_names or (engine.model_name,),
         created=int(time.time()),
     )
-    app = FastAPI(title="ATOM", version=__version__, openapi_url=None)
+    servers = [{"url": options.root_path}] if options.root_path else None
+    app = FastAPI(title="ATOM", version=__version__, openapi_url=None, servers=servers)
     app.add_api_route("/", api.version, include_in_schema=False)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"])
@@ -375,6 +377,8 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
             expose_headers=EXPOSED_HEADERS,
         )
     app.add_middleware(EdgeMiddleware)
+    if options.root_path:
+        app.add_middleware(RootPathMiddleware, root_path=options.root_path)
     return app
 
 

@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import os
 import signal
 import socket
+import stat
 from collections.abc import Iterator
 
 import uvicorn
@@ -53,6 +55,33 @@ def bind(host: str, port: int) -> socket.socket:
         sock.close()
         raise
     return sock
+
+
+def bind_uds(path: str) -> socket.socket:
+    """A Unix domain socket that does not listen yet; one that a dead server left is replaced.
+
+    Raises:
+        OSError: when the path cannot be bound, or a server listens on it.
+    """
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        with contextlib.suppress(FileNotFoundError):
+            if stat.S_ISSOCK(os.stat(path).st_mode) and not _listens(path):
+                os.unlink(path)
+        sock.bind(path)
+    except OSError:
+        sock.close()
+        raise
+    return sock
+
+
+def _listens(path: str) -> bool:
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as sock:
+        try:
+            sock.connect(path)
+        except ConnectionRefusedError:
+            return False
+        return True
 
 
 async def serve(engine_config: EngineConfig, options: ServerOptions, sock: socket.socket) -> int:
@@ -137,6 +166,8 @@ async def _drain(
 
 
 def _url(sock: socket.socket) -> str:
+    if sock.family == socket.AF_UNIX:
+        return f"unix:{sock.getsockname()}"
     host, port = sock.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 

@@ -19,7 +19,6 @@ from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.unquantized import UnquantizedConfig
 from atom.models.base import CausalLM
-from atom.models.eagle3.aux_layers import resolve_aux_layer_ids
 from atom.models.eagle3.base import Eagle3Draft
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
@@ -35,6 +34,7 @@ def load_draft(
     target_source: ModelSource,
     context: LayerContext,
     options: ModelOptions,
+    aux_layer_convention: str | None = None,
 ) -> Eagle3Draft:
     """Build and load an Eagle3 draft; most checks run before weights are read.
 
@@ -43,6 +43,7 @@ def load_draft(
         target: loaded; the draft shares the modules that its checkpoint lacks.
         context: the target's; the draft uses the same dtype.
         options: the target's; the load format and strategy apply to the draft as well.
+        aux_layer_convention: what the draft's layer ids name, where the user says it.
 
     Raises:
         ConfigError: when there is no such draft or it does not fit the target.
@@ -54,7 +55,9 @@ def load_draft(
     target_config = target_source.hf_config.get_text_config()
     config.check_against_target(target_config)
     check_same_tokenizer(folder, target_source.path)
-    aux_layer_ids = _resolve_aux_layers(config, target, target_config, draft)
+    aux_layer_ids = _resolve_aux_layers(
+        config, target, target_config.num_hidden_layers, draft, aux_layer_convention
+    )
     parts = _parts(folder, config, target_config, options)
     parts.check(config, target_config)
     # The target's quantisation does not apply to the draft.
@@ -93,17 +96,19 @@ def _locate(draft: str, options: ModelOptions) -> Path:
 
 
 def _resolve_aux_layers(
-    config: Eagle3Config, target: CausalLM, target_config: PretrainedConfig, draft: str
+    config: Eagle3Config, target: CausalLM, num_layers: int, draft: str, stated: str | None
 ) -> tuple[int, ...]:
     """The boundary ids of the hidden states that the draft reads."""
-    num_layers = target_config.num_hidden_layers
+    aux = config.aux_layers
     try:
-        if config.aux_layer_ids is None:
+        if aux is None and stated is not None:
+            raise ValueError("draft_aux_layer_convention has no effect: its config has no ids")
+        if aux is None:
             resolved = target.default_aux_layer_ids()
             given = "none given, the target's default"
         else:
-            resolved, convention = resolve_aux_layer_ids(config.aux_layer_ids, num_layers)
-            given = f"{list(config.aux_layer_ids)} read as {convention.value} ids"
+            resolved, applied = aux.resolve(num_layers, stated)
+            given = f"{list(aux.ids)} of {aux.field} read as {applied} ids"
     except ValueError as error:
         raise ConfigError(f"draft {draft}: {error}") from error
     logger.info(

@@ -8,7 +8,6 @@ work.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import shutil
@@ -20,7 +19,8 @@ import torch
 from filelock import FileLock
 from tqdm import tqdm
 
-from atom.config import ConfigError, cache_dir
+from atom.config import ConfigError, cache_dir, cache_limit
+from atom.model_loader.gguf.cache import content_key, make_room, use
 from atom.model_loader.gguf.config import (
     check_architecture,
     config_dict,
@@ -37,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 # Part of each folder's name; increase it when the conversion changes.
 _CONVERTER_VERSION = 1
-_HASHED_BYTES = 1 << 20
 _MAX_SHARD_BYTES = 4 * 1000**3
 _SPARE_BYTES = 64 * 1000**2
 
@@ -57,12 +56,14 @@ def converted_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool) -
     check_architecture(file)
     suffix = "" if with_tokenizer else "-bare"
     dtype_name = str(dtype).removeprefix("torch.")
-    name = f"{file.path.stem}-{_file_key(file.path)}-{dtype_name}{suffix}"
-    folder = cache_dir() / "gguf" / name
-    if folder.is_dir():
-        return folder
+    cache = cache_dir() / "gguf"
     try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
+        cache.mkdir(parents=True, exist_ok=True)
+        key = content_key(file.path, cache)
+        folder = cache / f"{key}-v{_CONVERTER_VERSION}-{dtype_name}{suffix}"
+        use(folder)
+        if folder.is_dir():
+            return folder
         with _lock(folder) as locked:
             if locked:
                 _remove_left_behind(folder)
@@ -70,22 +71,10 @@ def converted_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool) -
                 _convert(file, dtype, with_tokenizer, folder)
     except OSError as error:
         raise ConfigError(
-            f"cannot write the converted {file.path.name} to {folder.parent}: {error}; "
+            f"cannot write the converted {file.path.name} to {cache}: {error}; "
             f"set ATOM_CACHE to a folder with enough room"
         ) from error
     return folder
-
-
-def _file_key(path: Path) -> str:
-    """A key of the file's content, from its size, modification time, first and last bytes."""
-    status = path.stat()
-    key = hashlib.sha256()
-    key.update(f"{_CONVERTER_VERSION} {status.st_size} {status.st_mtime_ns} ".encode())
-    with path.open("rb") as handle:
-        key.update(handle.read(_HASHED_BYTES))
-        handle.seek(max(status.st_size - _HASHED_BYTES, 0))
-        key.update(handle.read(_HASHED_BYTES))
-    return key.hexdigest()[:12]
 
 
 @contextlib.contextmanager
@@ -137,6 +126,7 @@ def _write_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, fold
     config = config_dict(file, dtype)
     tensors = plan_tensors(file, head_dim(file))
     needed = sum(t.source.num_elements for t in tensors) * dtype.itemsize + _SPARE_BYTES
+    make_room(folder.parent, needed, cache_limit())
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise OSError(f"{needed / 1e9:.1f} GB are needed, {free / 1e9:.1f} GB are free")
@@ -160,7 +150,13 @@ def _write_weights(
     with (
         one_torch_thread(),
         file.path.open("rb") as handle,
-        tqdm(total=total, unit="B", unit_scale=True, desc=f"Converting {file.path.name}") as bar,
+        tqdm(
+            total=total,
+            unit="B",
+            unit_scale=True,
+            desc=f"Converting {file.path.name}",
+            disable=None,
+        ) as bar,
     ):
 
         def read(spec: TensorSpec) -> Iterator[torch.Tensor]:

@@ -2,41 +2,69 @@
 
 from __future__ import annotations
 
-import enum
-from collections.abc import Sequence
+from dataclasses import dataclass
+
+from atom.config import AUX_LAYER_CONVENTIONS
+
+# What a layer id i names: the hidden state that enters decoder layer i, or the output of layer i,
+# which enters layer i + 1.
+BOUNDARY, OUTPUT = AUX_LAYER_CONVENTIONS
+
+# Field of a draft's config -> what its ids name; None where both conventions are published.
+AUX_FIELDS: dict[str, str | None] = {
+    "eagle_aux_hidden_state_layer_ids": None,
+    "aux_hidden_state_layer_ids": BOUNDARY,
+    "target_layer_ids": OUTPUT,
+}
 
 
-class AuxConvention(str, enum.Enum):
-    """What a layer id names.
+@dataclass(frozen=True)
+class AuxLayers:
+    """Layer ids as a draft's config gives them, in `field`."""
 
-    BOUNDARY: id i is the hidden state that enters decoder layer i.
-    OUTPUT: id i is the output of layer i, which enters layer i + 1.
-    """
+    field: str
+    ids: tuple[int, ...]
 
-    BOUNDARY = "boundary"
-    OUTPUT = "output"
+    def convention(self, num_layers: int) -> str:
+        """What the ids name in a target of `num_layers` layers, by the name of their field.
 
+        `eagle_aux_hidden_state_layer_ids` holds what enters layers, except where an exporter
+        that counts outputs wrote it: its ids start with 1, and no others do.
+        """
+        if (stated := AUX_FIELDS[self.field]) is not None:
+            return stated
+        counts_outputs = self.ids[:1] == (1,) and num_layers not in self.ids
+        return OUTPUT if counts_outputs else BOUNDARY
 
-def resolve_aux_layer_ids(
-    layer_ids: Sequence[int], num_layers: int
-) -> tuple[tuple[int, ...], AuxConvention]:
-    """Convert a draft's layer ids to boundary ids of a target with `num_layers` layers.
+    def resolve(
+        self, num_layers: int, convention: str | None = None
+    ) -> tuple[tuple[int, ...], str]:
+        """The ids as boundary ids, and the convention by which they were read.
 
-    Both conventions are in use and checkpoints do not state theirs, but all published drafts whose
-    first id is 1 use output ids, and no others do.
+        Args:
+            num_layers: of the target.
+            convention: what the user says that they name; None leaves it to the field.
 
-    Raises:
-        ValueError: when there are no ids, or one is duplicate or out of range.
-    """
-    first = next(iter(layer_ids), None)
-    convention = AuxConvention.OUTPUT if first == 1 else AuxConvention.BOUNDARY
-    shift = 1 if convention is AuxConvention.OUTPUT else 0
-    resolved = tuple(i + shift for i in layer_ids)
-    if not resolved or len(set(resolved)) != len(resolved):
-        raise ValueError(f"aux layer ids must be distinct and at least one; got {list(layer_ids)}")
-    if any(not 0 <= i <= num_layers for i in resolved):
-        raise ValueError(
-            f"aux layer ids {list(layer_ids)} ({convention.value} ids) must lie in "
-            f"0..{num_layers - shift} for a target of {num_layers} layers"
-        )
-    return resolved, convention
+        Raises:
+            ValueError: when there are no ids, one occurs twice or is out of range, or one names
+                the last layer's output in a field whose drafts may mean the normed one.
+        """
+        applied = convention or self.convention(num_layers)
+        shift = 1 if applied == OUTPUT else 0
+        resolved = tuple(i + shift for i in self.ids)
+        if not resolved or len(set(resolved)) != len(resolved):
+            raise ValueError(
+                f"aux layer ids must be distinct and at least one; got {list(self.ids)}"
+            )
+        if any(not 0 <= i <= num_layers for i in resolved):
+            raise ValueError(
+                f"aux layer ids {list(self.ids)} of {self.field} ({applied} ids) must lie in "
+                f"{-shift}..{num_layers - shift} for a target of {num_layers} layers"
+            )
+        if convention is None and shift and num_layers in resolved:
+            raise ValueError(
+                f"aux layer ids {list(self.ids)} of {self.field} name the output of the last of "
+                f"{num_layers} layers, and some drafts were trained on what the final norm makes "
+                f"of it; draft_aux_layer_convention=output takes it as it is before the norm"
+            )
+        return resolved, applied

@@ -48,7 +48,9 @@ class Eagle3Layer(nn.Module):
         self.hidden_norm = RMSNorm(size, eps, context)
         self.self_attn = attention
         self.post_attention_layernorm = RMSNorm(size, eps, context)
-        self.mlp = LlamaMLP(network, network.intermediate_size, context, "midlayer.mlp")
+        self.mlp = LlamaMLP(
+            network, network.intermediate_size, context, "midlayer.mlp", bias=network.mlp_bias
+        )
         self.rotary = rotary
 
     def forward(

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 from atom.config import ConfigError
 from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
 from atom.models.config_check import check_config
+from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
 from atom.models.eagle3.fields import Fields, read_draft_config
 
 MHA_ARCHITECTURE = "LlamaForCausalLMEagle3"
@@ -47,10 +48,10 @@ class Eagle3Config:
             Llama and DeepSeek-V3 configurations (not their classes, which refuse some sizes);
             `sliding_window` is None for full attention.
         draft_vocab_size: rows of the draft's output head.
-        target_hidden_size: size of the target's hidden states.
-        aux_layer_ids: target layers whose hidden states `fc` reads, in the checkpoint's own
-            convention; None for the target's default.
-        num_aux_hidden_states: number of these layers.
+        target_hidden_size: elements of one of the target's hidden states.
+        aux_layers: target layers that feed `fc`, as the checkpoint names them; None leaves them
+            to the target.
+        num_aux_hidden_states: target layers that feed `fc`.
         norm_before_residual: the residual is the hidden state after `hidden_norm`, not before.
         fc_norm: each target hidden state has its own norm before `fc` (Eagle 3.1).
         norm_output: the next draft step reads the normalised output (Eagle 3.1).
@@ -62,7 +63,7 @@ class Eagle3Config:
     network: PretrainedConfig
     draft_vocab_size: int
     target_hidden_size: int
-    aux_layer_ids: tuple[int, ...] | None
+    aux_layers: AuxLayers | None
     num_aux_hidden_states: int
     norm_before_residual: bool
     fc_norm: bool
@@ -120,14 +121,14 @@ class Eagle3Config:
         is_mla = architecture == MLA_ARCHITECTURE
         network = _mla_network(fields) if is_mla else _mha_network(fields)
         check_config(network.to_dict(), fields.where)
-        aux_layer_ids = fields.integers("eagle_aux_hidden_state_layer_ids")
+        aux_layers = _aux_layers(fields)
         return cls(
             architecture=architecture,
             network=network,
             draft_vocab_size=draft_vocab_size,
             target_hidden_size=fields.integer("target_hidden_size", fields.integer("hidden_size")),
-            aux_layer_ids=aux_layer_ids,
-            num_aux_hidden_states=_num_aux(fields, aux_layer_ids),
+            aux_layers=aux_layers,
+            num_aux_hidden_states=_num_aux(fields, aux_layers),
             norm_before_residual=fields.flag("norm_before_residual"),
             fc_norm=fields.flag("fc_norm"),
             norm_output=fields.flag("norm_output"),
@@ -187,7 +188,7 @@ def _refuse_unsupported(fields: Fields) -> None:
             "between the target's layers"
         )
     activation = fields.get("hidden_act")
-    if activation not in (None, "silu"):
+    if activation not in (None, "silu", "swish"):
         raise fields.error(f"hidden_act={activation!r} is not supported; only silu is")
     quantization = fields.get("quantization_config")
     if quantization:
@@ -198,15 +199,26 @@ def _refuse_unsupported(fields: Fields) -> None:
         )
 
 
-def _num_aux(fields: Fields, aux_layer_ids: tuple[int, ...] | None) -> int:
-    named = _DEFAULT_NUM_AUX if aux_layer_ids is None else len(aux_layer_ids)
+def _aux_layers(fields: Fields) -> AuxLayers | None:
+    given = [
+        AuxLayers(name, ids) for name in AUX_FIELDS if (ids := fields.integers(name)) is not None
+    ]
+    if len(given) > 1:
+        names = " and ".join(f"{aux.field}={list(aux.ids)}" for aux in given)
+        raise fields.error(f"{names} say the same thing in two ways; leave one of them")
+    return given[0] if given else None
+
+
+def _num_aux(fields: Fields, aux_layers: AuxLayers | None) -> int:
+    named = _DEFAULT_NUM_AUX if aux_layers is None else len(aux_layers.ids)
     count = fields.integer("num_aux_hidden_states", named)
     if count != named:
-        ids = "the default ids" if aux_layer_ids is None else f"the ids {list(aux_layer_ids)}"
-        raise fields.error(
-            f"num_aux_hidden_states={count} contradicts {ids} of "
-            f"eagle_aux_hidden_state_layer_ids, which are {named}"
+        ids = (
+            "the default ids"
+            if aux_layers is None
+            else f"the ids {list(aux_layers.ids)} of {aux_layers.field}"
         )
+        raise fields.error(f"num_aux_hidden_states={count} contradicts {ids}, which are {named}")
     return count
 
 
@@ -247,6 +259,7 @@ def _mla_network(fields: Fields) -> PretrainedConfig:
         head_dim=fields.integer("qk_rope_head_dim"),  # the rotary dimensions
         v_head_dim=fields.integer("v_head_dim"),
         rope_interleave=fields.flag("rope_interleave", True),
+        mlp_bias=False,
         **_common_network(fields),
     )
 

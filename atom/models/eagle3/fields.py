@@ -11,9 +11,12 @@ from atom.config import ConfigError
 from atom.models.config_check import check_config
 from atom.models.config_file import is_there, read_json_object
 
-# Read by `Eagle3Config`, at either level.
+_NESTED = ("eagle_config", "dflash_config")
+
+# Read by `Eagle3Config`, wherever they stand.
 _READ = """
-architectures eagle_config eagle_aux_hidden_state_layer_ids use_aux_hidden_state
+architectures eagle_config dflash_config use_aux_hidden_state
+eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids target_layer_ids
 num_aux_hidden_states draft_vocab_size target_hidden_size norm_before_residual fc_norm
 norm_output kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
 hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps
@@ -35,7 +38,7 @@ num_nextn_predict_layers first_k_dense_replace moe_intermediate_size moe_layer_f
 n_routed_experts n_shared_experts num_experts num_experts_per_tok norm_topk_prob
 routed_scaling_factor scoring_func topk_group topk_method aux_loss_alpha seq_aux ep_size
 router_aux_loss_coef qk_head_dim target_model_type target_layer_count
-eagle_decoder_type
+eagle_decoder_type num_target_layers mask_token_id block_size num_anchors
 """
 
 _KNOWN = frozenset((_READ + _HARMLESS).split())
@@ -56,21 +59,23 @@ _CHANGES_THE_MATHS = re.compile(
 
 
 class Fields:
-    """A draft's keys, at the top level or else in `eagle_config`; null counts as absent."""
+    """A draft's keys: the top level first, then nested objects; null counts as absent."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        nested = raw.get("eagle_config") or {}
-        if not isinstance(nested, dict):
-            raise ConfigError(f"{where}: eagle_config should be an object, got {nested!r}")
+        self._nested: list[Mapping[str, Any]] = []
+        for name in _NESTED:
+            nested = raw.get(name) or {}
+            if not isinstance(nested, dict):
+                raise ConfigError(f"{where}: {name} should be an object, got {nested!r}")
+            self._nested.append(nested)
         check_config(raw, where)
         self.where = where
         self._top = raw
-        self._nested = nested
 
     def get(self, name: str) -> Any:
-        """The JSON value; None when absent."""
-        value = self._top.get(name)
-        return self._nested.get(name) if value is None else value
+        """The value as JSON gives it; None when absent."""
+        values = (level.get(name) for level in (self._top, *self._nested))
+        return next((value for value in values if value is not None), None)
 
     def integer(self, name: str, default: int | None = None) -> int:
         """A positive integer.
@@ -118,10 +123,10 @@ class Fields:
         """The unknown keys that may be ignored.
 
         Raises:
-            ConfigError: for unknown keys that may change the computation: all of those in
-                `eagle_config`, and at the top level those whose names suggest it.
+            ConfigError: naming the unknown keys that change the arithmetic: all of those in
+                nested objects, and those at the top level whose names speak of it.
         """
-        nested = _meaningful(self._nested)
+        nested = [name for level in self._nested for name in _meaningful(level)]
         top = _meaningful(self._top)
         refused = nested + [name for name in top if _CHANGES_THE_MATHS.search(name)]
         if refused:

@@ -23,10 +23,31 @@ def test_an_interval_in_one_line() -> None:
         ),
     )
     assert describe(before, now, 10.0) == (
-        "2 running, 1 waiting; 5.0 prompt and 20.0 generated tokens/s; KV cache 50.0%; "
-        "prefix hits 25.0%; speculation: 3.00 tokens per forward, acceptance 66.7%, per position "
-        "75.0% / 75.0% / 50.0%, distribution over 0..k [1, 0, 1, 2]"
+        "2 running, 1 waiting; 5 prompt and 20 generated tokens/s; KV cache 50.0%; "
+        "prefix hits 25.0%; 3.00 tokens per forward, 66.7% accepted"
     )
+
+
+def test_the_line_stays_short() -> None:
+    drafts = SpecDecodeStats(
+        num_drafts=10**6,
+        num_draft_tokens=15 * 10**6,
+        accepted_counts=[0] * 15 + [10**6],
+        by_source={"eagle3": SpecDecodeStats(), "lookup": SpecDecodeStats()},
+    )
+    now = EngineStats(
+        num_running=9999,
+        num_waiting=99999,
+        num_blocks=10,
+        num_used_blocks=10,
+        num_prompt_tokens=12345670,
+        num_generation_tokens=999990,
+        prefix_cache_queries=40,
+        prefix_cache_hits=40,
+        spec_decode=drafts,
+    )
+    before = EngineStats(num_blocks=10)
+    assert len(describe(before, now, 10.0)) <= 160
 
 
 def test_only_verified_drafts_count() -> None:

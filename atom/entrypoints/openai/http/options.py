@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,6 +14,9 @@ from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 from atom.options import add_flags, build, given_flags, option
 
 UNKNOWN_FIELDS = ("warn", "refuse")
+_HOST, _PORT = "127.0.0.1", 8000
+TOOL_FORMATS = ("auto", "none", *TOOL_PARSERS)
+REASONING_FORMATS = ("auto", "none", *REASONING_PARSERS)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
@@ -31,8 +35,12 @@ def _read_template(path: str) -> str:
 class ServerOptions:
     """Everything about the server but its engine; `chat_template` is Jinja text."""
 
-    host: str = option("127.0.0.1", "address to listen on")
-    port: int = option(8000, "port, 0 for any free one")
+    host: str = option(_HOST, "address to listen on")
+    port: int = option(_PORT, "port, 0 for any free one")
+    uds: str | None = option(
+        None, "Unix domain socket to listen on, instead of an address and a port"
+    )
+    root_path: str = option("", "path under which a proxy shows the server, such as /llm")
     api_keys: tuple[str, ...] = option(
         (),
         "key(s) that clients must send; else $ATOM_API_KEY; else the server is open",
@@ -69,12 +77,12 @@ class ServerOptions:
     tool_call_parser: str = option(
         "auto",
         "how the model writes tool calls; auto is what its chat template shows",
-        choices=("auto", "none", *TOOL_PARSERS),
+        choices=TOOL_FORMATS,
     )
     reasoning_parser: str = option(
         "auto",
         "how the model marks reasoning; auto is what its chat template shows",
-        choices=("auto", "none", *REASONING_PARSERS),
+        choices=REASONING_FORMATS,
     )
     enable_auto_tool_choice: bool = option(
         True, "let the model decide whether it calls the tools of a request"
@@ -83,6 +91,10 @@ class ServerOptions:
     def __post_init__(self) -> None:
         if not 0 <= self.port <= 65535:
             raise OptionError(f"--port must be in [0, 65535], got {self.port}")
+        if self.uds is not None and (self.host, self.port) != (_HOST, _PORT):
+            raise OptionError("--uds is instead of --host and --port; give one or the other")
+        if self.root_path and not re.fullmatch(r"(/[^/?#\s]+)+", self.root_path):
+            raise OptionError(f"--root-path must be a path such as /llm, got {self.root_path!r}")
         if any(not key.strip() for key in self.api_keys):
             raise OptionError("--api-key must not be empty")
         if any(not name for name in self.served_model_names):
@@ -96,8 +108,8 @@ class ServerOptions:
         if not 0 <= self.drain_seconds < float("inf"):
             raise OptionError(f"--drain-seconds must be at least 0, got {self.drain_seconds}")
         _check_name("--unknown-fields", self.unknown_fields, UNKNOWN_FIELDS)
-        _check_name("--tool-call-parser", self.tool_call_parser, TOOL_PARSERS)
-        _check_name("--reasoning-parser", self.reasoning_parser, REASONING_PARSERS)
+        _check_name("--tool-call-parser", self.tool_call_parser, TOOL_FORMATS)
+        _check_name("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS)
 
     @property
     def tool_format(self) -> str | None:
@@ -125,5 +137,5 @@ class ServerOptions:
 
 
 def _check_name(flag: str, name: str, known: Collection[str]) -> None:
-    if name not in ("auto", "none", *known):
-        raise OptionError(f"{flag} must be one of auto, none, {', '.join(known)}, got {name!r}")
+    if name not in known:
+        raise OptionError(f"{flag} must be one of {', '.join(known)}, got {name!r}")

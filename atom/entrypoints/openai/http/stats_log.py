@@ -26,19 +26,19 @@ async def log_stats(engine: AsyncEngine, seconds: float = INTERVAL_SECONDS) -> N
 
 
 def describe(before: EngineStats, now: EngineStats, seconds: float) -> str:
-    """One line about the interval between two states of the engine."""
+    """At most 160 characters about the interval between two states of the engine."""
     prompt = (now.num_prompt_tokens - before.num_prompt_tokens) / seconds
     generation = (now.num_generation_tokens - before.num_generation_tokens) / seconds
     queries = now.prefix_cache_queries - before.prefix_cache_queries
     hits = now.prefix_cache_hits - before.prefix_cache_hits
     parts = [
         f"{now.num_running} running, {now.num_waiting} waiting",
-        f"{prompt:.1f} prompt and {generation:.1f} generated tokens/s",
+        f"{prompt:.0f} prompt and {generation:.0f} generated tokens/s",
         f"KV cache {now.kv_cache_usage:.1%}",
     ]
     if queries:
         parts.append(f"prefix hits {hits / queries:.1%}")
     if now.spec_decode is not None:
         drafts = now.spec_decode.since(before.spec_decode or SpecDecodeStats())
-        parts.append(f"speculation: {drafts.describe()}")
+        parts.append(drafts.summary())
     return "; ".join(parts)

@@ -1,0 +1,131 @@
+"""A command line whose errors come first, and whose flags may stand in a YAML file, too."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import difflib
+import json
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+_POSITIONAL = "positional_"
+
+
+class CommandLine(argparse.ArgumentParser):
+    """Flags, `--config FILE` with more of them, and one positional that stands for a flag.
+
+    What the command line says goes before what the file says.
+    """
+
+    def __init__(self, **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, **kwargs)
+        self.add_argument(
+            "--config",
+            metavar="FILE",
+            help="YAML file with flags and their values, such as `max-model-len: 4096`; flags on "
+            "the command line go before it",
+        )
+
+    def add_positional(self, name: str, help: str) -> None:
+        """Let flag `--name` be given without its name."""
+        dest = _POSITIONAL + name
+        self.add_argument(dest, nargs="?", metavar=name.upper(), help=help)
+
+    def error(self, message: str) -> NoReturn:
+        """Say what is wrong, and in one line where to read more; ends the process with code 2."""
+        self.exit(2, f"error: {message}\n{self.prog} --help lists the options\n")
+
+    def parse_args(  # type: ignore[override]  # without a namespace to fill
+        self, args: Sequence[str] | None = None
+    ) -> argparse.Namespace:
+        """The values of all flags.
+
+        Unknown flags, in `args` or in the file, end the process with the likeliest one meant.
+        """
+        given = self._given(args)
+        if (path := given.get("config")) is not None:
+            given = self._given(self._read_flags(path)) | given
+        values = {
+            action.dest: action.default
+            for action in self._actions
+            if action.default is not argparse.SUPPRESS and not action.dest.startswith(_POSITIONAL)
+        }
+        return argparse.Namespace(**(values | given))
+
+    def _given(self, args: Sequence[str] | None) -> dict[str, Any]:
+        """What was said, without defaults."""
+        with _without_defaults(self._actions):
+            namespace, unknown = self.parse_known_args(args)
+        if unknown:
+            flag = unknown[0].partition("=")[0]
+            known = [name for name in self._option_string_actions if name.startswith("--")]
+            what = "option" if flag.startswith("-") else "argument"
+            self.error(f"unknown {what} {flag}{did_you_mean(flag, known)}")
+        given = vars(namespace)
+        for dest in [dest for dest in given if dest.startswith(_POSITIONAL)]:
+            name, value = dest.removeprefix(_POSITIONAL), given.pop(dest)
+            if name in given:
+                self.error(f"{name.upper()} is given twice: {value} and --{name} {given[name]}")
+            given[name] = value
+        return given
+
+    def _read_flags(self, path: str) -> list[str]:
+        """The file's content as flags."""
+        import yaml
+
+        try:
+            content = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+            self.error(f"--config: cannot read {path}: {error}")
+        if not isinstance(content, Mapping):
+            self.error(f"--config: {path} should hold flags and their values, one a line")
+        known = {
+            name.removeprefix("--"): action
+            for name, action in self._option_string_actions.items()
+            if name.startswith("--") and action.dest not in ("help", "config")
+        }
+        flags = []
+        for name, value in content.items():
+            key = str(name).replace("_", "-")
+            if key not in known:
+                self.error(f"--config: {path}: unknown option {name}{did_you_mean(key, known)}")
+            flags += self._flags(known[key], key, value, path)
+        return flags
+
+    def _flags(self, action: argparse.Action, key: str, value: Any, path: str) -> list[str]:
+        """One entry of the file."""
+        if value is None:
+            return []
+        if action.nargs == 0:  # a switch
+            if not isinstance(value, bool):
+                self.error(f"--config: {path}: {key} should be true or false, got {value!r}")
+            if value:
+                return [f"--{key}"]
+            off = f"--no-{key}"
+            return [off] if off in action.option_strings else []
+        if isinstance(value, list) and action.nargs is not None:
+            return [f"--{key}={each}" for each in value]
+        if isinstance(value, (bool, list)):
+            self.error(f"--config: {path}: {key} takes one value, got {value!r}")
+        return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
+
+
+@contextlib.contextmanager
+def _without_defaults(actions: Collection[argparse.Action]) -> Iterator[None]:
+    """Parse with flags that leave no value where they are not given."""
+    defaults = [action.default for action in actions]
+    for action in actions:
+        action.default = argparse.SUPPRESS
+    try:
+        yield
+    finally:
+        for action, default in zip(actions, defaults, strict=True):
+            action.default = default
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """What an error about an unknown name ends with."""
+    close = difflib.get_close_matches(name, known, n=1)
+    return f"; did you mean {close[0]}?" if close else ""

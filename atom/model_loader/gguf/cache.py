@@ -1,0 +1,93 @@
+"""The folders that GGUF files were converted to: by content, and not more than they may take.
+
+Every process that uses a folder shares a lock on the file `.NAME.use` beside it until it ends, and
+whoever removes a folder needs that lock alone. Where a file system has no locks, nothing is
+removed.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import logging
+import os
+import shutil
+import uuid
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+_HASHED_BYTES = 1 << 20
+# Locks on the folders that this process uses; the kernel lets go of them when it ends.
+_in_use: dict[Path, int] = {}
+
+
+def content_key(path: Path, cache: Path) -> str:
+    """A name for the file's content, whatever the file is called and wherever it lies.
+
+    All of it is read, once for each file: `cache` remembers the key of a place, size and time.
+    """
+    status = path.stat()
+    identity = f"{path.resolve()} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
+    known = cache / f".{hashlib.sha256(identity.encode()).hexdigest()[:32]}.key"
+    if known.is_file():
+        return known.read_text()
+    content = hashlib.sha256()
+    with path.open("rb") as handle:
+        while piece := handle.read(_HASHED_BYTES):
+            content.update(piece)
+    key = content.hexdigest()[:16]
+    temporary = known.with_suffix(f".{uuid.uuid4().hex}")
+    temporary.write_text(key)
+    temporary.rename(known)
+    return key
+
+
+def use(folder: Path) -> None:
+    """Keep the folder, which may not be there yet, until this process ends; it is the newest."""
+    if folder not in _in_use:
+        descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_SH)
+        except OSError as error:
+            logger.warning("no lock in %s: %s", folder.parent, error)
+        _in_use[folder] = descriptor
+    if folder.is_dir():
+        os.utime(folder)
+
+
+def make_room(cache: Path, needed: int, limit: int) -> None:
+    """Remove the folders that were used longest ago, until `needed` bytes more are within `limit`.
+
+    Those that live processes use stay, so more than `limit` may be left.
+    """
+    folders = [path for path in cache.iterdir() if path.is_dir() and path.name[0] != "."]
+    sizes = {folder: _num_bytes(folder) for folder in folders}
+    total = sum(sizes.values()) + needed
+    for folder in sorted(folders, key=lambda path: path.stat().st_mtime_ns):
+        if total <= limit:
+            return
+        if _remove_unused(folder):
+            logger.info("removed %s, which was used longest ago", folder)
+            total -= sizes[folder]
+
+
+def _remove_unused(folder: Path) -> bool:
+    descriptor = os.open(_lock_file(folder), os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder)
+        # The lock's file stays: who waits for it must not hold one that nobody else finds.
+        return True
+    except OSError:
+        return False
+    finally:
+        os.close(descriptor)
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def _lock_file(folder: Path) -> Path:
+    return folder.parent / f".{folder.name}.use"

@@ -1,0 +1,124 @@
+"""What converted files may take: the oldest go, and never one that is in use."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from gguf_files import tiny_model
+
+from atom.config import ConfigError, cache_limit
+from atom.model_loader.gguf import cache as gguf_cache
+from atom.model_loader.gguf.cache import make_room, use
+from atom.model_loader.gguf.convert import converted_folder
+from atom.model_loader.gguf.file import read_gguf
+
+WriteTiny = Callable[..., Path]
+
+_USE = """
+import sys
+from pathlib import Path
+from atom.model_loader.gguf.cache import use
+use(Path(sys.argv[1]))
+print("in use", flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.fixture
+def folders(cache: Path) -> list[Path]:
+    """Three folders of 1000 bytes, the first used longest ago."""
+    cache.mkdir(parents=True)
+    made = [cache / name for name in ("c", "a", "b")]
+    for age, folder in enumerate(made):
+        folder.mkdir()
+        (folder / "model.safetensors").write_bytes(bytes(1000))
+        os.utime(folder, (age, age))
+    return made
+
+
+def left(cache: Path) -> list[str]:
+    return sorted(path.name for path in cache.iterdir() if path.is_dir())
+
+
+@pytest.mark.usefixtures("folders")
+def test_the_oldest_go(cache: Path) -> None:
+    make_room(cache, 1000, 4000)
+    assert left(cache) == ["a", "b", "c"]
+    make_room(cache, 1000, 3999)
+    assert left(cache) == ["a", "b"]
+    make_room(cache, 0, 1000)
+    assert left(cache) == ["b"]
+    make_room(cache, 10**9, 1000)
+    assert left(cache) == []
+
+
+def test_using_one_makes_it_the_newest(
+    folders: list[Path], cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gguf_cache, "_in_use", {})
+    use(folders[0])
+    assert folders[0].stat().st_mtime > folders[2].stat().st_mtime
+    for descriptor in gguf_cache._in_use.values():
+        os.close(descriptor)  # as if the process had ended
+    make_room(cache, 0, 2000)
+    assert left(cache) == ["b", "c"]
+
+
+def test_what_a_live_process_uses_stays(folders: list[Path], cache: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(
+        [sys.executable, "-c", _USE, str(folders[0])],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as user:
+        assert user.stdout is not None
+        assert user.stdout.readline() == "in use\n"
+        make_room(cache, 0, 0)
+        assert left(cache) == ["c"]
+        user.kill()
+        user.wait()
+        make_room(cache, 0, 0)
+        assert left(cache) == []
+
+
+@pytest.mark.usefixtures("folders")
+def test_nothing_goes_where_there_are_no_locks(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_locks(*_: object) -> None:
+        raise OSError("this file system has no locks")
+
+    monkeypatch.setattr(gguf_cache.fcntl, "flock", no_locks)
+    make_room(cache, 0, 0)
+    assert left(cache) == ["a", "b", "c"]
+
+
+@pytest.mark.usefixtures("folders")
+def test_converting_makes_room(
+    cache: Path, write_tiny: WriteTiny, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("ATOM_CACHE_LIMIT", "1MB")
+    folder = converted_folder(read_gguf(write_tiny()), torch.float32, with_tokenizer=False)
+    assert left(cache) == [folder.name]
+    # The next one does not fit either, and the first is in use.
+    path = write_tiny(tiny_model(vocab_size=96), changes={"tokenizer.ggml.tokens": None})
+    second = converted_folder(read_gguf(path), torch.float32, with_tokenizer=False)
+    assert left(cache) == sorted([folder.name, second.name])
+
+
+def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ATOM_CACHE_LIMIT", raising=False)
+    assert cache_limit() == 50 * 2**30
+    monkeypatch.setenv("ATOM_CACHE_LIMIT", "20GB")
+    assert cache_limit() == 20 * 10**9
+    monkeypatch.setenv("ATOM_CACHE_LIMIT", "much")
+    with pytest.raises(ConfigError, match=r"\$ATOM_CACHE_LIMIT: expected a size"):
+        cache_limit()
