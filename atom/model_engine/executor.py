@@ -140,7 +140,9 @@ class UniprocExecutor:
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
             vocab_size=text_config.vocab_size,
-            max_logprobs=config.max_logprobs,
+            max_logprobs=(
+                text_config.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+            ),
             kv_cache_dtype=_name(storage),
         )
         logger.info("ops:\n%s", self.ops.describe())
@@ -177,7 +179,7 @@ class UniprocExecutor:
         rows = SamplingRows(
             scheduler.max_num_seqs, vocab_size, source.eos_token_ids, device, self.grammars
         )
-        ops = SamplingOps.resolve(context.ops, context.dtype, vocab_size)
+        ops = SamplingOps.resolve(context.ops, vocab_size)
         sampler = Sampler(self._model.compute_logits, rows, vocab_size, device, ops)
         forward = self._graphs or EagerRunner(self._model.forward)
         inputs = InputBuilder(

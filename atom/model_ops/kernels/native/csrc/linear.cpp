@@ -1,19 +1,13 @@
-// out = x . weight^T + bias, by streaming the weights once per block of activation rows.
+// out = x . weight^T + bias, by streaming the weights once per block of activation rows. Linear
+// layers round the sums to the weights' type; logits leave as the float32 that they are.
 #include <algorithm>
 
 #include "dot.h"
+#include "linear_args.h"
 #include "parallel.h"
 
 namespace atom {
 namespace {
-
-struct LinearArgs {
-  const void* x;       // [rows, in_features], rows `x_stride` elements apart
-  const void* weight;  // [out_features, in_features]
-  const void* bias;    // [out_features] or null
-  void* out;           // [rows, out_features]
-  int64_t rows, in_features, out_features, x_stride, threads;
-};
 
 // Bytes between reading and prefetching a weight row: far enough to hide memory, near
 // enough to stay in the first-level cache.
@@ -38,11 +32,11 @@ constexpr int64_t kTwoWeightRowsUpTo = std::numeric_limits<int64_t>::max();  // 
 // Output features that are computed in float32 before they are rounded together.
 constexpr int64_t kPanel = 32;
 
-template <class T>
+template <class T, class Out>
 struct Block {
   const Packed<T>* x;  // [rows, in_features]
   int64_t rows;
-  T* out;
+  Out* out;
   const LinearArgs& args;
 };
 
@@ -54,8 +48,8 @@ struct Fetch {
 };
 
 // panel[g * kPanel + r] = weight row (n + r) . x[g], for R features and G activation rows.
-template <class T, int R, int G>
-ATOM_INLINE void tile(const Block<T>& block, int64_t n, const Packed<T>* x, Fetch& fetch,
+template <class T, class Out, int R, int G>
+ATOM_INLINE void tile(const Block<T, Out>& block, int64_t n, const Packed<T>* x, Fetch& fetch,
                       float* panel) {
   const int64_t size = block.args.in_features;
   const T* w[R];
@@ -70,41 +64,41 @@ ATOM_INLINE void tile(const Block<T>& block, int64_t n, const Packed<T>* x, Fetc
 
 // Few activation rows stay in the first-level cache while the panel's weights pass by from the
 // second-level cache.
-template <class T, int G>
-void compute_rows(const Block<T>& block, int64_t begin, int64_t end, int64_t first,
+template <class T, class Out, int G>
+void compute_rows(const Block<T, Out>& block, int64_t begin, int64_t end, int64_t first,
                   Fetch& fetch, float* panel) {
   const Packed<T>* x = block.x + first * block.args.in_features;
   float* out = panel + first * kPanel - begin;
   int64_t n = begin;
   if (block.rows > kTwoWeightRowsUpTo) {
-    for (; n + 4 <= end; n += 4) tile<T, 4, G>(block, n, x, fetch, out + n);
+    for (; n + 4 <= end; n += 4) tile<T, Out, 4, G>(block, n, x, fetch, out + n);
   }
   if (block.rows > kOneWeightRowUpTo) {
-    for (; n + 2 <= end; n += 2) tile<T, 2, G>(block, n, x, fetch, out + n);
+    for (; n + 2 <= end; n += 2) tile<T, Out, 2, G>(block, n, x, fetch, out + n);
   }
-  for (; n < end; ++n) tile<T, 1, G>(block, n, x, fetch, out + n);
+  for (; n < end; ++n) tile<T, Out, 1, G>(block, n, x, fetch, out + n);
 }
 
-template <class T>
-void compute_panel(const Block<T>& block, int64_t begin, int64_t end, float* panel) {
+template <class T, class Out>
+void compute_panel(const Block<T, Out>& block, int64_t begin, int64_t end, float* panel) {
   const int64_t groups = (block.rows + kTileRows - 1) / kTileRows;
   const int64_t row_bytes = block.args.in_features * int64_t(sizeof(T));
   const char* weight = static_cast<const char*>(block.args.weight);
   // One group of rows passes too fast for that: it fetches just ahead of itself.
   Fetch fetch{weight + end * row_bytes, groups == 1 ? 0 : (row_bytes + groups - 1) / groups};
   for_row_groups(block.rows, [&](auto group, int64_t first) {
-    compute_rows<T, decltype(group)::value>(block, begin, end, first, fetch, panel);
+    compute_rows<T, Out, decltype(group)::value>(block, begin, end, first, fetch, panel);
   });
 }
 
-template <class T>
-void store_panel(const Block<T>& block, int64_t begin, int64_t end, const float* panel) {
+template <class T, class Out>
+void store_panel(const Block<T, Out>& block, int64_t begin, int64_t end, const float* panel) {
   for (int64_t j = 0; j < end - begin; j += kLanes) {
     const int64_t count = end - begin - j;
     const T* bias = static_cast<const T*>(block.args.bias);
     const vfloat add = bias == nullptr ? vfloat{} : load_some(bias + begin + j, count);
     for (int64_t m = 0; m < block.rows; ++m) {
-      T* out = block.out + m * block.args.out_features + begin + j;
+      Out* out = block.out + m * block.args.out_features + begin + j;
       store_some(out, load(panel + m * kPanel + j) + add, count);
     }
   }
@@ -118,7 +112,7 @@ void pack_rows(const LinearArgs& a, int64_t first, int64_t rows, Packed<T>* out)
   }
 }
 
-template <class T>
+template <class T, class Out = T>
 void linear(const LinearArgs& a) {
   const int64_t fitting = kBlockBytes / (a.in_features * int64_t(sizeof(Packed<T>)));
   const int64_t most = std::clamp(fitting, 4 * int64_t{kTileRows}, kMaxBlockRows);
@@ -140,7 +134,7 @@ void linear(const LinearArgs& a) {
         pack_rows<T>(a, first, rows, packed);
         packed_block = block;
       }
-      const Block<T> work{packed, rows, static_cast<T*>(a.out) + first * a.out_features, a};
+      const Block<T, Out> work{packed, rows, static_cast<Out*>(a.out) + first * a.out_features, a};
       const int64_t end = std::min(begin + kPanel, a.out_features);
       alignas(64) float panel[kMaxBlockRows * kPanel];
       compute_panel(work, begin, end, panel);
@@ -149,20 +143,30 @@ void linear(const LinearArgs& a) {
   });
 }
 
+template <class T>
+int64_t logits(const LinearArgs& args) {
+  if (std::is_same_v<T, bfloat16> && prefers_tiles(args)) {
+    logits_by_tiles(args);
+  } else {
+    linear<T, float>(args);
+  }
+  return 0;
+}
+
 }  // namespace
 }  // namespace atom
 
-ATOM_EXPORT int64_t atom_linear_float32(const atom::LinearArgs* args) {
-  atom::linear<float>(*args);
-  return 0;
-}
-ATOM_EXPORT int64_t atom_linear_bfloat16(const atom::LinearArgs* args) {
-  atom::linear<atom::bfloat16>(*args);
-  return 0;
-}
+#define ATOM_LINEAR(name, type)                                            \
+  ATOM_EXPORT int64_t atom_linear_##name(const atom::LinearArgs* args) { \
+    atom::linear<type>(*args);                                             \
+    return 0;                                                              \
+  }                                                                        \
+  ATOM_EXPORT int64_t atom_logits_##name(const atom::LinearArgs* args) { \
+    return atom::logits<type>(*args);                                      \
+  }
+
+ATOM_LINEAR(float32, float)
+ATOM_LINEAR(bfloat16, atom::bfloat16)
 #if defined(__F16C__) || defined(__aarch64__)
-ATOM_EXPORT int64_t atom_linear_float16(const atom::LinearArgs* args) {
-  atom::linear<atom::float16>(*args);
-  return 0;
-}
+ATOM_LINEAR(float16, atom::float16)
 #endif
