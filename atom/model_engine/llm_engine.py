@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from atom.config import EngineConfig
 from atom.messages import RequestFailedError, RequestRefusedError, check_request
 from atom.model_engine.engine_core import EngineCore
+from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.output_processor import OutputProcessor, request_id_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -30,11 +35,19 @@ class EngineStep:
 
 
 class LLMEngine:
-    """An `EngineCore` with a tokenizer and an `OutputProcessor`."""
+    """An `EngineCore` with a tokenizer and an `OutputProcessor`.
+
+    Attributes:
+        sampling_defaults: the model's, for requests that do not give their own.
+    """
+
+    sampling_defaults: dict[str, Any]
 
     def __init__(self, config: EngineConfig) -> None:
         source = resolve_model(config.model)
         self.model_name = source.name
+        self.sampling_defaults = source.sampling_defaults
+        logger.info("%s", describe_defaults(source.sampling_defaults))
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(source, config.model)
         self.core = EngineCore(config)
         self._processor = OutputProcessor(self.tokenizer, config.seed)

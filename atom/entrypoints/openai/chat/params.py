@@ -31,6 +31,8 @@ SHARED_FIELDS = frozenset(
         "min_tokens",
         "prompt_logprobs",
         "skip_special_tokens",
+        "allowed_token_ids",
+        "bad_words",
     }
 )
 
@@ -38,6 +40,7 @@ SHARED_FIELDS = frozenset(
 def sampling_params(
     body: GenerationRequest,
     field_names: Mapping[str, str],
+    defaults: Mapping[str, Any],
     *,
     max_tokens: int | None,
     **overrides: Any,
@@ -46,6 +49,7 @@ def sampling_params(
 
     Args:
         field_names: the request's names of fields that `SamplingParams` calls otherwise.
+        defaults: the model's, for what the request leaves out.
         max_tokens: None means up to the end of the context.
         overrides: instead of the request's fields; None leaves the default.
 
@@ -53,7 +57,8 @@ def sampling_params(
         ApiError: 400 that names the impossible field.
     """
     constraint = constraint_of(body)
-    values = body.model_dump(include=set(SHARED_FIELDS - overrides.keys()), exclude_none=True)
+    values = dict(defaults)
+    values |= body.model_dump(include=set(SHARED_FIELDS - overrides.keys()), exclude_none=True)
     if body.stop == "":  # asks for nothing
         del values["stop"]
     values.update({name: value for name, value in overrides.items() if value is not None})
