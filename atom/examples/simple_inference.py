@@ -167,7 +167,7 @@ def _answer_all(
 ) -> list[Answer]:
     from atom.entrypoints.llm import LLM
 
-    llm = LLM(**given)
+    llm = LLM(**given, no_speculation=not speculation_of(given))
     # The first steps of a process find memory and load kernels.
     warm_up = msgspec.structs.replace(params, max_tokens=2)
     _answer(llm, prompts[0], warm_up, shown=False)

@@ -54,6 +54,7 @@ from atom.structured_output.trial_client import TrialProcess
 from atom.structured_output.tried_compiler import TriedCompiler
 from atom.structured_output.vocabulary import read_vocabulary
 from atom.structured_output.xgrammar_backend import XGrammarBackend
+from atom.structured_output.xgrammar_import import INSTALL_HINT, missing_packages
 
 logger = logging.getLogger(__name__)
 
@@ -114,6 +115,12 @@ class UniprocExecutor:
         self._graphs = _create_graph_runner(
             config, self._model, self._proposer.lookahead, platform, context_len
         )
+        if missing := missing_packages():
+            logger.warning(
+                "requests for structured output will be refused: %s not installed; run: %s",
+                " and ".join(missing),
+                INSTALL_HINT,
+            )
         create_backend = partial(_create_grammar_backend, config.model, source)
         self.grammars = GrammarCache(TriedCompiler(create_backend, TrialProcess()))
         self._drafter = create_drafter(
