@@ -204,6 +204,11 @@ class AsyncEngine:
         """
         self._check_open()
         prepared = PreparedParams.of(params)
+        if prepared.params.logits_processors:
+            raise RequestRefusedError(
+                "logits_processors are functions of another process; only LLM takes them",
+                "logits_processors",
+            )
         check_request(prompt_token_ids, prepared.params, self.limits)
         _check_text(request_id, "request_id")
         _check_text(cache_salt, "cache_salt")

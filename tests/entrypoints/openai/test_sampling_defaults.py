@@ -14,6 +14,7 @@ from server_process import ServerProcess
 
 from atom.entrypoints.openai.chat.params import sampling_params
 from atom.entrypoints.openai.chat.protocol import CompletionRequest
+from atom.entrypoints.openai.http.errors import ApiError
 from atom.entrypoints.openai.responses.api import response_fields
 from atom.entrypoints.openai.responses.protocol import ResponsesRequest
 
@@ -30,6 +31,16 @@ def test_what_a_request_says_wins() -> None:
     said = params(temperature=0.7, repetition_penalty=None)
     assert (said.temperature, said.top_p, said.repetition_penalty) == (0.7, 0.5, 1.5)
     assert (said.top_k, said.min_p) == (0, 0.0)
+
+
+def test_wishes_about_tokens_are_fields_of_requests() -> None:
+    said = params(allowed_token_ids=[3, 4], bad_words=["no"])
+    assert (said.allowed_token_ids, said.bad_words) == ([3, 4], ["no"])
+    with pytest.raises(ApiError, match="allowed_token_ids must hold at least one") as error:
+        params(allowed_token_ids=[])
+    assert error.value.param == "allowed_token_ids"
+    with pytest.raises(ApiError, match="logprobs must be at least 0"):
+        sampling_params(CompletionRequest(prompt="a"), {}, {}, max_tokens=4, logprobs=-1)
 
 
 def test_responses_say_what_applied() -> None:

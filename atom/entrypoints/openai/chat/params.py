@@ -9,6 +9,7 @@ from atom.entrypoints.openai.chat.constraint import constraint_of
 from atom.entrypoints.openai.chat.generation import UsageChunks
 from atom.entrypoints.openai.chat.protocol import GenerationRequest
 from atom.entrypoints.openai.http.errors import bad_request, invalid_parameters
+from atom.quoting import quote
 from atom.sampling_params import SamplingParams
 
 # Named alike, and meaning the same, in requests and in `SamplingParams`.
@@ -64,6 +65,10 @@ def sampling_params(
     values.update({name: value for name, value in overrides.items() if value is not None})
     if constraint is not None:
         values["structured_output"] = constraint.value
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := values.get(name)) is not None and wanted < 0:
+            named = field_names.get(name, name)
+            raise bad_request(f"{named} must be at least 0, got {quote(wanted)}", named)
     try:
         return SamplingParams(max_tokens=max_tokens, **values)
     except ValueError as error:
