@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from atom.entrypoints.llm import LLM
     from atom.outputs import CompletionOutput, RequestOutput
     from atom.sampling_params import SamplingParams
+    from atom.structured_output.outputs_params import StructuredOutputsParams
     from atom.structured_output.params import StructuredOutput
 
 __all__ = [
@@ -18,6 +19,7 @@ __all__ = [
     "RequestOutput",
     "SamplingParams",
     "StructuredOutput",
+    "StructuredOutputsParams",
     "__version__",
 ]
 
@@ -25,6 +27,7 @@ _HOMES = {
     "LLM": "atom.entrypoints.llm",
     "SamplingParams": "atom.sampling_params",
     "StructuredOutput": "atom.structured_output.params",
+    "StructuredOutputsParams": "atom.structured_output.outputs_params",
     "RequestOutput": "atom.outputs",
     "CompletionOutput": "atom.outputs",
 }

@@ -7,11 +7,13 @@ found out at run time; what is (the number of KV blocks, say) lives in objects o
 
 from __future__ import annotations
 
+import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from atom.options import REQUIRED, Options, check_at_least, option
 from atom.options import ConfigError as ConfigError
@@ -33,6 +35,7 @@ AUX_LAYER_CONVENTIONS = ("boundary", "output")
 MAX_SPECULATIVE_TOKENS = 15
 DEFAULT_NGRAM_MAX = 4
 DEFAULT_CACHE_LIMIT = "50GiB"
+DEFAULT_MAX_LOGPROBS = 20
 
 # Shares of memory when the user names none: of the whole device on a GPU, of the memory
 # that is free on a CPU, where other programs live too.
@@ -84,6 +87,21 @@ def parse_sizes(value: str | Sequence[str | int]) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def parse_object(value: str | Mapping[str, Any]) -> dict[str, Any]:
+    """A JSON object, as text or as what it stands for.
+
+    Raises:
+        ConfigError: when it is neither.
+    """
+    try:
+        content = json.loads(value) if isinstance(value, str) else value
+    except json.JSONDecodeError as error:
+        raise ConfigError(f"expected a JSON object, got {value!r}: {error}") from error
+    if not isinstance(content, Mapping):
+        raise ConfigError(f"expected a JSON object, got {value!r}")
+    return dict(content)
+
+
 @dataclass(frozen=True)
 class ModelOptions(Options):
     """Which model, and how its weights are read."""
@@ -106,6 +124,16 @@ class ModelOptions(Options):
         "context length, such as 4096, 8k (8000) or 8K (8192); the model's own when omitted",
         parse=parse_count,
         at_least=2,
+    )
+    generation_config: str = option(
+        "auto",
+        "where sampling parameters come from that requests leave out: auto (the model's "
+        "generation_config.json), none, or a folder with such a file",
+    )
+    override_generation_config: dict[str, Any] | None = option(  # noqa: RUF009
+        None,
+        "sampling parameters beside or instead of those, such as '{\"temperature\": 0.6}'",
+        parse=parse_object,
     )
 
 
@@ -327,7 +355,10 @@ class EngineConfig(Options):
     device: str = option("auto", "where to run", choices=DEVICES)
     seed: int | None = option(None, "makes unseeded requests reproducible")
     max_logprobs: int = option(
-        20, "most alternatives a request may ask for with logprobs", at_least=0
+        DEFAULT_MAX_LOGPROBS,
+        "most alternatives a request may ask for with logprobs; -1 is the whole vocabulary, and "
+        "no memory is kept free for it",
+        at_least=-1,
     )
 
     def __post_init__(self) -> None:

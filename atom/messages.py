@@ -251,14 +251,22 @@ def check_request(
         ("logprobs", params.logprobs),
         ("prompt_logprobs", params.prompt_logprobs),
     ):
-        if wanted is not None and wanted > limits.max_logprobs:
+        if wanted is None:
+            continue
+        if wanted > limits.max_logprobs or (
+            wanted == -1 and limits.max_logprobs < limits.vocab_size
+        ):
             raise RequestRefusedError(
                 f"{name}={wanted} exceeds the engine's max_logprobs={limits.max_logprobs}", name
             )
-    token_ids = [*(params.stop_token_ids or ()), *(params.logit_bias or ())]
+    token_ids = [
+        *(params.stop_token_ids or ()),
+        *(params.logit_bias or ()),
+        *(params.allowed_token_ids or ()),
+    ]
     bad = next((t for t in token_ids if t >= limits.vocab_size), None)
     if bad is not None:
         raise RequestRefusedError(
-            f"token id {quote(bad)} of stop_token_ids or logit_bias is outside the vocabulary of "
-            f"{limits.vocab_size}"
+            f"token id {quote(bad)} of stop_token_ids, logit_bias or allowed_token_ids is outside "
+            f"the vocabulary of {limits.vocab_size}"
         )

@@ -1,70 +1,95 @@
-"""What a request may ask of the sampler, validated once, at construction."""
+"""What a request may ask of the sampler."""
 
 from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import msgspec
 
 from atom.quoting import quote
+from atom.structured_output.outputs_params import StructuredOutputsParams
 from atom.structured_output.params import StructuredOutput
 
+# (generated token ids, logits) -> logits, or (prompt token ids, generated token ids, logits) ->
+# logits; the logits are [vocab] float32 on the CPU.
+LogitsProcessor = Callable[..., Any]
 
-class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+# As `logprobs`: of the whole vocabulary.
+ALL_LOGPROBS = -1
+
+
+class SamplingParams(msgspec.Struct, omit_defaults=True):
     """How the tokens of one request are chosen and when generation ends.
 
-    Field names and defaults are those of the OpenAI and vLLM APIs. An instance is
-    immutable and valid: every impossible value raises `ValueError` when it is built,
-    whether in Python or decoded from a message.
+    Field names, defaults and the order of the first sixteen are those of vLLM's API. Every
+    impossible value raises `ValueError` when an instance is built, and when one that was changed
+    since is used: a request has a copy of its own.
 
     Attributes:
         n: number of independent completions.
+        presence_penalty, frequency_penalty: OpenAI's, over the generated tokens, in [-2, 2].
+        repetition_penalty: over prompt and generated tokens, in [1e-6, 1e6]; 1 is off. Beyond,
+            float32 logits could overflow.
         temperature: the logits are divided by it; below 1e-5 the most likely token is taken, as
             with 0: differences between logits would drown in rounding errors.
         top_p: smallest set of tokens whose probability reaches it, in (0, 1]; below 1e-7 that is
             the most likely token in every vocabulary there is.
         top_k: number of most likely tokens kept; 0 or -1 keeps all.
         min_p: tokens less likely than `min_p` times the most likely are dropped, in [0, 1].
-        presence_penalty, frequency_penalty: OpenAI's, over the generated tokens, in [-2, 2].
-        repetition_penalty: over prompt and generated tokens, in [1e-6, 1e6]; 1 is off. Beyond,
-            float32 logits could overflow.
-        logit_bias: token id -> value added to its logit, in [-100, 100].
         seed: makes the output a function of the request alone; None draws one per request.
         stop: strings that end generation, removed from the text unless
             `include_stop_str_in_output`.
         stop_token_ids: token ids that end generation, besides the model's own end tokens.
         ignore_eos: go on after the model's end tokens.
-        min_tokens: end tokens cannot be sampled, nor stop strings match, before that many tokens.
         max_tokens: most tokens to generate; None means up to the end of the context.
-        logprobs: None, or how many alternatives to report beside the sampled token.
+        min_tokens: end tokens cannot be sampled, nor stop strings match, before that many tokens.
+        logprobs: None, or how many alternatives to report beside the sampled token; -1 for all.
         prompt_logprobs: the same for every prompt token but the first.
         skip_special_tokens: leave special tokens out of the text.
         kept_special_tokens: texts of special tokens that stay in the text nevertheless.
+        logit_bias: token id -> value added to its logit, in [-100, 100].
+        allowed_token_ids: no other token can be sampled, end tokens included.
+        bad_words: texts that are not generated: the last token of each cannot follow the others.
+        bad_word_ids: the same as lists of token ids; what `bad_words` become is added to them.
+        logits_processors: change the logits of each token on the host, before everything else;
+            only offline, and each has to depend on its arguments alone.
         structured_output: a grammar that the text obeys; it decides where end tokens may come,
             also before `min_tokens` when it allows nothing else, and excludes `ignore_eos`.
+        structured_outputs: another way to write `structured_output`, which it becomes.
     """
 
     n: int = 1
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: int = 0
     min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
-    logit_bias: dict[int, float] | None = None
     seed: int | None = None
     stop: list[str] | str | None = None
     stop_token_ids: list[int] | None = None
-    include_stop_str_in_output: bool = False
     ignore_eos: bool = False
-    min_tokens: int = 0
     max_tokens: int | None = 16
+    min_tokens: int = 0
     logprobs: int | None = None
     prompt_logprobs: int | None = None
+    include_stop_str_in_output: bool = False
     skip_special_tokens: bool = True
     kept_special_tokens: list[str] | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] | None = None
+    bad_word_ids: list[list[int]] | None = None
+    logits_processors: list[Any] | None = None
     structured_output: StructuredOutput | None = None
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
+        if self.structured_outputs is not None:
+            self.structured_output = self.structured_outputs.constraint()
+            self.structured_outputs = None
         for name, low, high in _RANGES:
             value = getattr(self, name)
             if value is None:
@@ -84,9 +109,11 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
             raise ValueError("ignore_eos cannot be combined with structured_output")
         if not all(isinstance(s, str) and s for s in self.stop_strings):
             raise ValueError(f"stop must hold non-empty strings, got {quote(self.stop)}")
-        for token_id in self.stop_token_ids or ():
-            if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
-                raise ValueError(f"stop_token_ids must hold token ids, got {quote(token_id)}")
+        _check_tokens("stop_token_ids", self.stop_token_ids or ())
+        self._check_wishes()
+
+    def _check_wishes(self) -> None:
+        """Check what changes the logits of single tokens."""
         for token_id, bias in (self.logit_bias or {}).items():
             if not isinstance(token_id, int) or token_id < 0:
                 raise ValueError(f"logit_bias keys must be token ids, got {quote(token_id)}")
@@ -94,6 +121,18 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
                 raise ValueError(
                     f"logit_bias[{quote(token_id)}] must be in [-100, 100], got {quote(bias)}"
                 )
+        if self.allowed_token_ids is not None:
+            if not self.allowed_token_ids:
+                raise ValueError("allowed_token_ids must hold at least one token id")
+            _check_tokens("allowed_token_ids", self.allowed_token_ids)
+        if not all(isinstance(word, str) and word for word in self.bad_words or ()):
+            raise ValueError(f"bad_words must hold non-empty strings, got {quote(self.bad_words)}")
+        for word in self.bad_word_ids or ():
+            if not word:
+                raise ValueError("bad_word_ids must hold lists of at least one token id")
+            _check_tokens("bad_word_ids", word)
+        if not all(callable(processor) for processor in self.logits_processors or ()):
+            raise ValueError("logits_processors must hold functions")
 
     @property
     def stop_strings(self) -> list[str]:
@@ -106,6 +145,12 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     def is_greedy(self) -> bool:
         """Whether the most likely token is taken, the lowest id among equals."""
         return self.temperature < _GREEDY_TEMPERATURE or self.top_p < _GREEDY_TOP_P
+
+
+def _check_tokens(name: str, token_ids: Iterable[Any]) -> None:
+    for token_id in token_ids:
+        if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
+            raise ValueError(f"{name} must hold token ids, got {quote(token_id)}")
 
 
 # Lower ones have no use in float32.
@@ -124,7 +169,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("seed", -(2**63), 2**63 - 1),
     ("min_tokens", 0, 2**31 - 1),
     ("max_tokens", 1, 2**31 - 1),
-    ("logprobs", 0, 2**31 - 1),
-    ("prompt_logprobs", 0, 2**31 - 1),
+    ("logprobs", ALL_LOGPROBS, 2**31 - 1),
+    ("prompt_logprobs", ALL_LOGPROBS, 2**31 - 1),
 )
 _INTEGERS = {"n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"}

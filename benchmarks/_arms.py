@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import httpx
 from _prometheus import drafts_between, scrape_spec_decode
 
-from atom.model_engine.arg_utils import EngineOptions
+from atom.model_engine.arg_utils import EngineOptions, speculation_of
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats, total
 
@@ -77,7 +77,7 @@ class OfflineArm:
         from atom import LLM
 
         self.name = name
-        self._llm = LLM(**options)
+        self._llm = LLM(**options, no_speculation=not speculation_of(options))
 
     def answer(self, prompts: Sequence[Conversation], sampling: Sequence[Sampling]) -> Batch:
         token_ids = [self._llm.render_chat(prompt) for prompt in prompts]

@@ -201,6 +201,7 @@ def make_engines(args: argparse.Namespace) -> tuple[LLM, dict[str, Engine]]:
     threads = args.num_threads or default_num_threads()
     llm = LLM(
         model=args.model,
+        no_speculation=True,
         dtype=args.dtype,
         num_threads=threads,
         enable_prefix_caching=False,

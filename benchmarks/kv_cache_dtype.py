@@ -250,7 +250,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     acceptance: dict[str, Acceptance] = {}
     for name in (BASELINE, CANDIDATE):
         started = time.monotonic()
-        llm = LLM(**{**options, "kv_cache_dtype": name})
+        llm = LLM(**{**options, "kv_cache_dtype": name}, no_speculation=not speculation_of(options))
         losses[name], acceptance[name] = measure(llm, task)
         llm.shutdown()
         print(f"{name}: measured in {time.monotonic() - started:.0f} s", file=sys.stderr)

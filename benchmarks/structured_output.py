@@ -24,6 +24,7 @@ from atom.model_engine.arg_utils import (
     add_engine_flags,
     engine_config,
     engine_options,
+    speculation_of,
 )
 from atom.sampling_params import SamplingParams
 from atom.structured_output.params import StructuredOutput
@@ -85,7 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from atom import LLM
 
     options = engine_options(args)
-    llm = LLM(**options)
+    llm = LLM(**options, no_speculation=not speculation_of(options))
     conversations = itertools.cycle(DEFAULT_CONVERSATIONS)
     prompts = [llm.render_chat(c) for c in itertools.islice(conversations, args.batch_size)]
     arms = sides(args.max_tokens)

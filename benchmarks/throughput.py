@@ -24,6 +24,7 @@ from atom.model_engine.arg_utils import (
     add_engine_flags,
     engine_config,
     engine_options,
+    speculation_of,
 )
 from atom.sampling_params import SamplingParams
 
@@ -87,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     from atom import LLM
 
     options = engine_options(args)
-    llm = LLM(**options)
+    llm = LLM(**options, no_speculation=not speculation_of(options))
     params = SamplingParams(
         max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=not args.stop_at_eos
     )

@@ -35,7 +35,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 def create_llm(**overrides: Any) -> LLM:
     defaults = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
-    return LLM(**{**defaults, **overrides})
+    return LLM(**{**defaults, **overrides}, no_speculation="method" not in overrides)
 
 
 @pytest.fixture(scope="module")

@@ -3,27 +3,33 @@
 from __future__ import annotations
 
 import itertools
-import signal
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from types import FrameType
+from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
+from atom.entrypoints.engine_metrics import EngineMetric, engine_metrics
+from atom.entrypoints.offline.chat import Message, template_messages
+from atom.entrypoints.offline.interrupts import interrupts_held
+from atom.entrypoints.offline.prompts import (
+    Prompt,
+    content_of,
+    one_each,
+    prompt_list,
+    refuse_adapter,
+)
 from atom.messages import RequestFailedError, RequestRefusedError
-from atom.model_engine.arg_utils import engine_config
-from atom.model_engine.engine_core import EngineCore
+from atom.model_engine.arg_utils import choose_draft, engine_config
 from atom.model_engine.llm_engine import LLMEngine
 from atom.model_engine.mailbox import merge
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 
-# Text; token ids; or a dict with either "prompt" or "prompt_token_ids".
-Prompt = str | Sequence[int] | Mapping[str, Any]
-Message = Mapping[str, Any]
+Params = SamplingParams | Sequence[SamplingParams] | None
+# Whether there is a progress bar, or what makes it instead of tqdm.
+Progress = bool | Callable[..., Any]
 
 
 class GenerationError(RuntimeError):
@@ -74,71 +80,113 @@ class LLM:
     Every call and every iterator gets the outputs of its own requests, whichever of them makes
     the engine step; requests of a suspended iterator go on while others are read. One thread uses
     it at a time. Ctrl-C takes effect between two steps, a second one at once; either way the
-    engine stays usable.
+    engine stays usable. As a context manager it shuts the engine down at the end.
 
     Args:
         model: folder, `.gguf` file or hub id; the embedded model when None.
-        engine_options: further ones by name, as `atom.config` declares them.
+        no_speculation: leave the draft out that comes with the package, where there is one for
+            the model and nothing else is said about speculation.
+        engine_options: further ones by name, as `atom.config` declares them. Here `max_logprobs`
+            is -1 by default: a request may ask for the whole vocabulary's.
 
     Raises:
         TypeError: for unknown engine arguments.
         ConfigError: when the model or an option cannot be honoured.
     """
 
-    def __init__(self, model: str | None = None, **engine_options: Any) -> None:
-        self.engine = LLMEngine(engine_config(model=model, **engine_options))
+    def __init__(
+        self, model: str | None = None, *, no_speculation: bool = False, **engine_options: Any
+    ) -> None:
+        given = {"max_logprobs": -1, "model": model, **engine_options}
+        self.engine = LLMEngine(engine_config(**choose_draft(given, no_speculation)))
         self._request_ids = itertools.count()
         # Of all requests that were begun and neither finished nor left.
         self._mail: dict[str, _Mail] = {}
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.shutdown()
 
     @property
     def tokenizer(self) -> Any:
         return self.engine.tokenizer
 
+    def get_tokenizer(self) -> Any:
+        """The model's tokenizer, transformers' kind."""
+        return self.engine.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What calls without sampling parameters use: the model's generation config."""
+        return SamplingParams(**self.engine.sampling_defaults)
+
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        prompts: Prompt | Sequence[Prompt] | None = None,
+        sampling_params: Params = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
         priority: Sequence[int] | None = None,
-        use_tqdm: bool = True,
+        *,
+        prompt_token_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
     ) -> list[RequestOutput]:
         """Complete prompts, all in one batch; the results are in the prompts' order.
 
         Args:
             prompts: one or many; each text, token ids, or a dict as vLLM takes it.
-            sampling_params: for all prompts, or one for each; the default is `SamplingParams()`.
+            sampling_params: for all prompts, or one for each; `get_default_sampling_params()`
+                when None.
+            use_tqdm: whether to show progress, or what makes the bar instead of tqdm.
             priority: one per prompt; lower runs earlier.
+            prompt_token_ids: instead of `prompts`.
 
         Raises:
             RequestRefusedError: when a prompt could never run as given; nothing is generated.
             GenerationError: when prompts met errors of their own on the way; it has the others'
                 results.
             EngineDeadError: when nothing can run any more.
+            EngineAsleepError: between `sleep` and `wake_up`.
         """
-        batch = _prompt_list(prompts)
-        params = _one_each("sampling_params", sampling_params or SamplingParams(), len(batch))
-        priorities = _one_each("priority", priority or 0, len(batch))
+        refuse_adapter(lora_request)
+        batch = prompt_list(prompts, prompt_token_ids)
+        given = sampling_params or self.get_default_sampling_params()
+        params = one_each("sampling_params", given, len(batch))
+        priorities = one_each("priority", priority or 0, len(batch))
         return self._run(list(zip(batch, params, priorities, strict=True)), use_tqdm)
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        sampling_params: SamplingParams | Sequence[SamplingParams] | None = None,
-        *,
+        sampling_params: Params = None,
+        use_tqdm: Progress = True,
+        lora_request: None = None,
         chat_template: str | None = None,
+        *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
-        use_tqdm: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or many in one batch.
 
+        Args:
+            messages: as OpenAI's API has them; contents are text or parts of text.
+            sampling_params: as for `generate`, but when None there is no limit of tokens.
+            tools: OpenAI's descriptions of functions, which the template tells the model.
+
         Raises:
-            ValueError: when the model has no chat template and none is given.
+            ValueError: when the model has no chat template and none is given, or for contents
+                that are no text.
             RequestRefusedError: when a prompt could never run as given; nothing is generated.
-            GenerationError, EngineDeadError: as `generate`.
+            GenerationError, EngineDeadError, EngineAsleepError: as `generate`.
         """
+        refuse_adapter(lora_request)
         single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if single else messages
         prompts = [
@@ -147,16 +195,22 @@ class LLM:
                 chat_template=chat_template,
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
+                tools=tools,
                 **(chat_template_kwargs or {}),
             )
             for conversation in conversations
         ]
-        return self.generate(prompts, sampling_params, use_tqdm=use_tqdm)
+        if sampling_params is None:
+            sampling_params = self.get_default_sampling_params()
+            sampling_params.max_tokens = None
+        return self.generate(prompts, sampling_params, use_tqdm)
 
     def render_chat(self, conversation: Sequence[Message], **template_args: Any) -> list[int]:
         """The token ids of a conversation, rendered by the model's chat template."""
         template_args.setdefault("add_generation_prompt", True)
-        text = self.tokenizer.apply_chat_template(conversation, tokenize=False, **template_args)
+        text = self.tokenizer.apply_chat_template(
+            template_messages(conversation), tokenize=False, **template_args
+        )
         # The template has written the special tokens already.
         token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
         return token_ids
@@ -167,15 +221,18 @@ class LLM:
         """Complete one prompt, yielding what is new since the last time.
 
         Leaving the iterator early aborts the request. Several iterators may be read in turns.
+        Without `sampling_params` those of `get_default_sampling_params` apply.
 
         Raises:
             RequestRefusedError: when the prompt can never run as given.
             RequestFailedError: when computing it raised an error, twice.
             EngineDeadError: when nothing can run any more.
+            EngineAsleepError: between `sleep` and `wake_up`.
         """
+        params = sampling_params or self.get_default_sampling_params()
         request_id = str(next(self._request_ids))
         try:
-            self._add(request_id, prompt, sampling_params or SamplingParams(), stream=True)
+            self._add(request_id, prompt, params, stream=True)
             finished = False
             while not finished:
                 output = self._mail[request_id].take()
@@ -187,11 +244,34 @@ class LLM:
         finally:
             self._forget([request_id])
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of earlier prompts; false, with nothing done, while requests are live."""
+        return self.engine.reset_prefix_cache()
+
+    def get_metrics(self) -> list[EngineMetric]:
+        """The engine's counts since it started or woke up, by the names of the server's."""
+        return engine_metrics(self.engine.core.stats)
+
+    def sleep(self, level: int = 1) -> None:
+        """Release the weights and the KV cache until `wake_up`; both levels do the same.
+
+        Raises:
+            ValueError: for another level than 1 and 2.
+            RuntimeError: when requests are unfinished.
+        """
+        if level not in (1, 2):
+            raise ValueError(f"level must be 1 or 2, got {level!r}")
+        self.engine.sleep()
+
+    def wake_up(self) -> None:
+        """Load the weights again, with an empty KV cache; nothing when awake."""
+        self.engine.wake_up()
+
     def shutdown(self) -> None:
         self.engine.shutdown()
 
     def _run(
-        self, requests: list[tuple[Prompt, SamplingParams, int]], use_tqdm: bool
+        self, requests: list[tuple[Prompt, SamplingParams, int]], use_tqdm: Progress
     ) -> list[RequestOutput]:
         places = {str(next(self._request_ids)): place for place in range(len(requests))}
         results: list[RequestOutput | None] = [None] * len(requests)
@@ -200,8 +280,9 @@ class LLM:
             for request_id, (prompt, params, priority) in zip(places, requests, strict=True):
                 self._add(request_id, prompt, params, priority=priority)
             num_left = len(requests)
+            create_bar = use_tqdm if callable(use_tqdm) else tqdm
             hidden = None if use_tqdm else True  # None shows it on terminals alone
-            with tqdm(total=num_left, desc="Prompts", disable=hidden) as progress:
+            with create_bar(total=num_left, desc="Prompts", disable=hidden) as progress:
                 while num_left:
                     for request_id in places.keys() & self._step():
                         mail, place = self._mail[request_id], places[request_id]
@@ -226,15 +307,15 @@ class LLM:
         stream: bool = False,
         priority: int = 0,
     ) -> None:
-        with _interrupts_held(self.engine.core):
+        with interrupts_held(self.engine):
             self._mail[request_id] = _Mail()
             self.engine.add_request(
-                request_id, _content(prompt), params, stream=stream, priority=priority
+                request_id, content_of(prompt), params, stream=stream, priority=priority
             )
 
     def _step(self) -> list[str]:
         """Run one batch and deliver what it brought; the ids of those who got something."""
-        with _interrupts_held(self.engine.core):
+        with interrupts_held(self.engine):
             step = self.engine.step()
             for output in step.outputs:
                 if output.request_id in self._mail:
@@ -246,70 +327,7 @@ class LLM:
 
     def _forget(self, request_ids: Iterable[str]) -> None:
         """Let go of requests, and abort those that have not ended."""
-        with _interrupts_held(self.engine.core):
+        with interrupts_held(self.engine):
             for request_id in request_ids:
                 self._mail.pop(request_id, None)
                 self.engine.abort(request_id)
-
-
-@contextmanager
-def _interrupts_held(core: EngineCore) -> Iterator[None]:
-    """Hold Ctrl-C back until the block is left; a second one does not wait for the model.
-
-    Other threads than the main one get none, and a handler that is not Python's is left alone.
-    """
-    handler = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not callable(handler):
-        yield
-        return
-    held: list[tuple[int, FrameType | None]] = []
-
-    def hold(number: int, frame: FrameType | None) -> None:
-        held.append((number, frame))
-        if len(held) > 1 and core.is_computing:
-            held.clear()
-            handler(number, frame)
-
-    signal.signal(signal.SIGINT, hold)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, handler)
-        if held:
-            handler(*held[0])
-
-
-def _prompt_list(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    if isinstance(prompts, (str, Mapping)):
-        return [prompts]
-    if prompts and all(isinstance(p, int) for p in prompts):
-        return [prompts]  # type: ignore[list-item]
-    return list(prompts)  # type: ignore[arg-type]
-
-
-def _content(prompt: Prompt) -> str | list[int]:
-    """The text or the token ids of a prompt.
-
-    Raises:
-        TypeError: when it is neither.
-    """
-    value: Any = prompt
-    if isinstance(prompt, Mapping):
-        if len(prompt) != 1 or not {"prompt", "prompt_token_ids"} & set(prompt):
-            raise TypeError(
-                f"a prompt dict holds either 'prompt' or 'prompt_token_ids', got {sorted(prompt)}"
-            )
-        value = next(iter(prompt.values()))
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, Sequence) or not all(type(t) is int for t in value):
-        raise TypeError(f"a prompt is text or token ids, got {value!r}")
-    return list(value)
-
-
-def _one_each(name: str, value: Any, count: int) -> list[Any]:
-    if not isinstance(value, Sequence):
-        return [value] * count
-    if len(value) != count:
-        raise ValueError(f"{len(value)} {name} were given for {count} prompts")
-    return list(value)

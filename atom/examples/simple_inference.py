@@ -170,7 +170,7 @@ def _answer_all(
 ) -> list[Answer]:
     from atom.entrypoints.llm import LLM
 
-    llm = LLM(**given)
+    llm = LLM(**given, no_speculation=not speculation_of(given))
     # The first steps of a process find memory and load kernels. No measured prompt is cached by it.
     warm_up = msgspec.structs.replace(params, max_tokens=min(params.max_tokens or 16, 16))
     _answer(llm, "Count from one to ten.", warm_up, shown=False)

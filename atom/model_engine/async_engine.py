@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
@@ -22,6 +23,7 @@ from atom.messages import (
 from atom.model_engine import wire
 from atom.model_engine.engine_client import EngineClient
 from atom.model_engine.mailbox import Mailbox
+from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.outputs import RequestOutput
@@ -70,6 +72,7 @@ class AsyncEngine:
     Attributes:
         limits: what a request must fit in.
         model_type: of the model's config.
+        sampling_defaults: the model's, for requests that do not give their own.
         stats: the last reported engine state, at most about a second old.
         vocabulary: text and bytes of single tokens.
     """
@@ -84,11 +87,13 @@ class AsyncEngine:
         tokenizer: PreTrainedTokenizerBase,
         max_waiting_requests: int | None,
         observer: EngineObserver | None,
+        sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
         self.limits: EngineLimits = ready.limits
         self.model_name = model_name
         self.model_type = model_type
+        self.sampling_defaults: Mapping[str, Any] = sampling_defaults or {}
         self.tokenizer = tokenizer
         self.stats = ready.stats
         self._client = client
@@ -137,7 +142,9 @@ class AsyncEngine:
             raise
         logger.info("the engine was ready after %.1f s", ready.startup_seconds)
         model = (source.name, source.hf_config.model_type, tokenizer)
-        return cls(client, ready, config, *model, max_waiting_requests, observer)
+        logger.info("%s", describe_defaults(source.sampling_defaults))
+        defaults = source.sampling_defaults
+        return cls(client, ready, config, *model, max_waiting_requests, observer, defaults)
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -197,6 +204,11 @@ class AsyncEngine:
         """
         self._check_open()
         prepared = PreparedParams.of(params)
+        if prepared.params.logits_processors:
+            raise RequestRefusedError(
+                "logits_processors are functions of another process; only LLM takes them",
+                "logits_processors",
+            )
         check_request(prompt_token_ids, prepared.params, self.limits)
         _check_text(request_id, "request_id")
         _check_text(cache_salt, "cache_salt")

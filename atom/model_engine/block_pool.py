@@ -136,6 +136,14 @@ class BlockPool:
                 if self._hashes[block_id] is None:
                     self._free.move_to_end(block_id, last=False)
 
+    def reset(self) -> bool:
+        """Make every block blank; false, with nothing done, when somebody holds one."""
+        if self.num_used:
+            return False
+        self._cached.clear()
+        self._hashes = [None] * self.num_blocks
+        return True
+
     def check_integrity(self) -> None:
         """Check the pool's internal state for consistency.
 

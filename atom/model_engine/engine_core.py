@@ -131,6 +131,10 @@ class EngineCore:
             self._grammar_queue.forget(sequence.id for sequence in refused)
             return StepReport(outputs=outputs, stats=self.stats, refused=refused)
 
+    def reset_prefix_cache(self) -> bool:
+        """Forget all KV; false, with nothing done, while a sequence is live."""
+        return not self.has_work and self.block_pool.reset()
+
     def shutdown(self) -> None:
         self.executor.shutdown()
 

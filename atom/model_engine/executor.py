@@ -55,6 +55,7 @@ from atom.structured_output.trial_client import TrialProcess
 from atom.structured_output.tried_compiler import TriedCompiler
 from atom.structured_output.vocabulary import read_vocabulary
 from atom.structured_output.xgrammar_backend import XGrammarBackend
+from atom.structured_output.xgrammar_import import INSTALL_HINT, missing_packages
 
 logger = logging.getLogger(__name__)
 
@@ -119,6 +120,12 @@ class UniprocExecutor:
         self._graphs = _create_graph_runner(
             config, self._model, self._proposer.lookahead, platform, context_len
         )
+        if missing := missing_packages():
+            logger.warning(
+                "requests for structured output will be refused: %s not installed; run: %s",
+                " and ".join(missing),
+                INSTALL_HINT,
+            )
         create_backend = partial(_create_grammar_backend, config.model, source)
         self.grammars = GrammarCache(TriedCompiler(create_backend, TrialProcess()))
         self._drafter = create_drafter(
@@ -145,7 +152,9 @@ class UniprocExecutor:
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
             vocab_size=text_config.vocab_size,
-            max_logprobs=config.max_logprobs,
+            max_logprobs=(
+                text_config.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+            ),
             kv_cache_dtype=_name(storage),
         )
         logger.info("ops:\n%s", self.ops.describe())
@@ -182,7 +191,7 @@ class UniprocExecutor:
         rows = SamplingRows(
             scheduler.max_num_seqs, vocab_size, source.eos_token_ids, device, self.grammars
         )
-        ops = SamplingOps.resolve(context.ops, context.dtype, vocab_size)
+        ops = SamplingOps.resolve(context.ops, vocab_size)
         sampler = Sampler(self._model.compute_logits, rows, vocab_size, device, ops)
         forward = self._graphs or EagerRunner(self._model.forward)
         inputs = InputBuilder(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
-from atom.config import EngineConfig
+from atom.config import DEFAULT_MAX_LOGPROBS, EngineConfig
 from atom.sampling_params import SamplingParams
 
 
@@ -46,7 +46,8 @@ def largest_steps(
         _fill_tokens(budget, num_seqs, context_len, num_drafts),
         _verify(budget, num_seqs, context_len, num_drafts),
     )
-    params = _dearest_params(config.max_logprobs, context_len, vocab_size)
+    most_logprobs = config.max_logprobs if config.max_logprobs >= 0 else DEFAULT_MAX_LOGPROBS
+    params = _dearest_params(most_logprobs, context_len, vocab_size)
     batches: list[ScheduledBatch] = []
     freed: list[int] = []
     for step in shares:

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
+import gc
+import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
 from atom.config import EngineConfig
 from atom.messages import RequestFailedError, RequestRefusedError, check_request
 from atom.model_engine.engine_core import EngineCore
+from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.outputs import RequestOutput
+from atom.platform import release_free_memory
 from atom.sampling_params import SamplingParams
 from atom.text.output_processor import OutputProcessor, request_id_of
+from atom.text.prepared_params import PreparedParams
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass
@@ -29,15 +37,72 @@ class EngineStep:
     errors: dict[str, RequestRefusedError | RequestFailedError] = field(default_factory=dict)
 
 
+class EngineAsleepError(RuntimeError):
+    """The weights are released, and nothing can be computed until `wake_up`."""
+
+
 class LLMEngine:
-    """An `EngineCore` with a tokenizer and an `OutputProcessor`."""
+    """An `EngineCore` with a tokenizer and an `OutputProcessor`.
+
+    Attributes:
+        sampling_defaults: the model's, for requests that do not give their own.
+    """
+
+    sampling_defaults: dict[str, Any]
 
     def __init__(self, config: EngineConfig) -> None:
+        self._config = config
         source = resolve_model(config.model)
         self.model_name = source.name
+        self.sampling_defaults = source.sampling_defaults
+        logger.info("%s", describe_defaults(source.sampling_defaults))
         self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(source, config.model)
-        self.core = EngineCore(config)
+        self._core: EngineCore | None = EngineCore(config)
         self._processor = OutputProcessor(self.tokenizer, config.seed)
+
+    @property
+    def core(self) -> EngineCore:
+        """Raises EngineAsleepError: between `sleep` and `wake_up` there is none."""
+        if self._core is None:
+            raise EngineAsleepError("the engine sleeps: its weights are released; call wake_up()")
+        return self._core
+
+    @property
+    def is_asleep(self) -> bool:
+        return self._core is None
+
+    @property
+    def is_computing(self) -> bool:
+        """Whether the model runs at this moment."""
+        return self._core is not None and self._core.is_computing
+
+    def sleep(self) -> None:
+        """Release the weights and the KV cache, with all that was cached; asleep already is fine.
+
+        Raises:
+            RuntimeError: when requests are unfinished.
+        """
+        if self._core is None:
+            return
+        if self._core.has_work:
+            raise RuntimeError("requests are unfinished; read or leave them before sleep()")
+        self._core.shutdown()
+        self._core = None
+        gc.collect()
+        release_free_memory()
+
+    def wake_up(self) -> None:
+        """Load the weights again and allocate an empty KV cache; counts begin at zero.
+
+        Raises:
+            ConfigError, WeightError: when the model has gone; the engine sleeps on.
+        """
+        if self._core is None:
+            self._core = EngineCore(self._config)
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget the KV of all that nobody computes on; false when some request does."""
+        return self.core.reset_prefix_cache()
 
     def add_request(
         self,
@@ -53,23 +118,25 @@ class LLMEngine:
         Raises:
             RequestRefusedError: when it could never run as given.
             EngineDeadError: when the engine is dead.
+            EngineAsleepError: between `sleep` and `wake_up`.
         """
+        core, prepared = self.core, PreparedParams(params)
         text: str | None = None
         token_ids = prompt
         if isinstance(prompt, str):
             text, token_ids = prompt, self.tokenizer.encode(prompt)
         assert isinstance(token_ids, list)
-        check_request(token_ids, params, self.core.limits)
-        if params.structured_output is not None:
-            self.core.compile_grammar(params.structured_output)
+        check_request(token_ids, prepared.params, core.limits)
+        if prepared.params.structured_output is not None:
+            core.compile_grammar(prepared.params.structured_output)
         for request in self._processor.add_request(
-            request_id, text, token_ids, params, stream=stream, priority=priority
+            request_id, text, token_ids, prepared, stream=stream, priority=priority
         ):
-            self.core.add_request(request)
+            core.add_request(request)
 
     @property
     def has_unfinished(self) -> bool:
-        return self.core.has_work
+        return self._core is not None and self._core.has_work
 
     def step(self) -> EngineStep:
         """Run one batch.
@@ -89,7 +156,9 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> None:
         """Abort a request; unknown ids are ignored."""
-        self.core.abort(self._processor.abort(request_id))
+        if ids := self._processor.abort(request_id):
+            self.core.abort(ids)
 
     def shutdown(self) -> None:
-        self.core.shutdown()
+        if self._core is not None:
+            self._core.shutdown()

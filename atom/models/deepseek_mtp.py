@@ -121,7 +121,7 @@ class MTPLayer(DeepseekV3DecoderLayer):
         return joined
 
     def compute_logits(self, post_norm: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R, vocab]."""
+        """[R, hidden] -> [R, vocab] float32."""
         logits: torch.Tensor = self._head[0](post_norm)
         return logits
 

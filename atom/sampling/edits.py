@@ -12,8 +12,9 @@ import numpy as np
 import torch
 
 from atom.graphs.staging import StagingBuffer
-from atom.sampling.rows import EDITS, Needs, SamplingRows, SequenceState, TokenValues
+from atom.sampling.rows import EDITS, Needs, SamplingRows, SequenceState
 from atom.sampling.token_counts import TokenCounts
+from atom.sampling.wishes import ProcessedRow, TokenValues
 from atom.structured_output.base import TokenMask
 
 MaskOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None]
@@ -70,25 +71,29 @@ class LogitEdits:
 
     Attributes:
         rows: [P] int64, indices into R.
-        grammar: bit mask [G, ceil(V / 32)] int32 and indices [G] int64 into P; None without
-            grammars.
+        processed: rows that logits processors change.
+        masks: bit mask [G, ceil(V / 32)] int32 and indices [G] int64 into P, of grammars and
+            allowed tokens; None without.
         tokens: indices [n] int64 into P, and values to add at [m] tokens.
         penalties: None without.
     """
 
     rows: torch.Tensor
-    grammar: tuple[torch.Tensor, torch.Tensor] | None
+    processed: list[ProcessedRow]
+    masks: tuple[torch.Tensor, torch.Tensor] | None
     tokens: list[tuple[torch.Tensor, TokenValues]]
     penalties: Penalties | None
 
     def apply(self, logits: torch.Tensor, mask_tokens: MaskOp, counts: TokenCounts) -> torch.Tensor:
         """The edited rows as [P, V] float32, from logits [R, V], which are not modified.
 
-        Applied in order: grammar, banned tokens and biases, penalties.
+        Applied in order: logits processors, masks, banned tokens and biases, penalties.
         """
         scores = logits[self.rows].to(torch.float32)
-        if self.grammar is not None:
-            mask_tokens(scores, *self.grammar)
+        for each in self.processed:
+            scores[each.row] = each.apply(scores[each.row])
+        if self.masks is not None:
+            mask_tokens(scores, *self.masks)
         for rows, own in self.tokens:
             scores.index_put_((rows[:, None], own.token_ids), own.values, accumulate=True)
         if self.penalties is not None:
@@ -106,7 +111,8 @@ class _Listed:
     slots: list[int] = field(default_factory=list)
     draft_rows: list[int] = field(default_factory=list)
     draft_tokens: list[int] = field(default_factory=list)
-    grammar_rows: list[int] = field(default_factory=list)
+    masked_rows: list[int] = field(default_factory=list)
+    processed: list[ProcessedRow] = field(default_factory=list)
     tokens: dict[TokenValues, list[int]] = field(default_factory=dict)
 
 
@@ -135,19 +141,24 @@ class EditsBuilder:
             return None
         rows = staging.put(np.array(listed.rows))
         tokens = [(staging.put(np.array(r)), own) for own, r in listed.tokens.items()]
-        grammar = self._upload_masks(masks, listed, staging)
+        mask = self._upload_masks(masks, listed, staging)
         penalties = self._put_penalties(listed, staging)
-        return lambda: LogitEdits(rows, grammar, tokens, penalties() if penalties else None)
+        return lambda: LogitEdits(
+            rows, listed.processed, mask, tokens, penalties() if penalties else None
+        )
 
     def _list(self, s: SampledRows, listed: _Listed, masks: list[TokenMask]) -> None:
         state, count, first = s.state, len(s.drafts) + 1, len(listed.rows)
         own = list(range(first, first + count))
         mask = None
-        if state.grammar is not None:
+        if state.grammar is not None or state.allowed is not None:
             mask = np.full((count, self._mask_width), -1, dtype=np.int32)
-            state.grammar.fill(mask, 0, s.drafts)
+            if state.grammar is not None:
+                state.grammar.fill(mask, 0, s.drafts)
+            if state.allowed is not None:
+                mask &= state.allowed
             masks.append(mask)
-            listed.grammar_rows += own
+            listed.masked_rows += own
         early = self._early(s, mask)
         if not early and state.needs & EDITS == Needs.MIN_TOKENS:
             return
@@ -157,6 +168,11 @@ class EditsBuilder:
             listed.tokens.setdefault(state.bans, []).extend(first + j for j in early)
         if state.bias is not None:
             listed.tokens.setdefault(state.bias, []).extend(own)
+        for words in state.bad_words:
+            if banned := words.rows(state.output_token_ids, s.drafts):
+                listed.tokens.setdefault(words.bans, []).extend(first + j for j in banned)
+        if state.params.logits_processors:
+            listed.processed += _processed(s, first)
         if state.penalty_slot is not None:
             start = len(listed.penalised)
             listed.penalised += own
@@ -169,7 +185,7 @@ class EditsBuilder:
     def _early(self, s: SampledRows, mask: TokenMask | None) -> list[int]:
         """The rows before `min_tokens` outputs, where end tokens are banned.
 
-        Excludes rows where the grammar allows nothing but end tokens.
+        Excludes rows where the mask allows nothing but end tokens.
         """
         missing = s.state.params.min_tokens - len(s.state.output_token_ids)
         if missing <= 0 or s.state.bans is None:
@@ -191,7 +207,7 @@ class EditsBuilder:
         words = torch.from_numpy(np.concatenate(masks))
         if self._device.type == "cuda":
             words = words.pin_memory()
-        rows = staging.put(np.array(listed.grammar_rows))
+        rows = staging.put(np.array(listed.masked_rows))
         return words.to(self._device, non_blocking=True), rows
 
     def _put_penalties(
@@ -210,6 +226,21 @@ class EditsBuilder:
                 staging.put(np.array(listed.draft_tokens)),
             )
         return lambda: Penalties(rows, slots, *self._rows.penalties(owners), drafts)
+
+
+def _processed(s: SampledRows, first: int) -> list[ProcessedRow]:
+    """A sequence's rows for its logits processors; row j follows the first j drafts."""
+    state, drafts = s.state, list(s.drafts)
+    processors = state.params.logits_processors or []
+    return [
+        ProcessedRow(
+            first + j,
+            processors,
+            list(state.prompt_token_ids),
+            [*state.output_token_ids, *drafts[:j]],
+        )
+        for j in range(len(drafts) + 1)
+    ]
 
 
 def _allows_others(allowed: TokenMask, token_ids: Sequence[int]) -> bool:

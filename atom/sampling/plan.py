@@ -14,6 +14,10 @@ from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling.edits import LogitEdits, SampledRows
 from atom.sampling.rows import SequenceState
 from atom.sampling.verify import NO_DRAFT
+from atom.sampling_params import ALL_LOGPROBS
+
+# Tokens of a vocabulary.
+_MORE_THAN_ANY = 2**31
 
 
 @dataclass(frozen=True)
@@ -154,7 +158,7 @@ def put_logprob_rows(
     mine = np.flatnonzero(wanted[layout.owners])
     if not len(mine):
         return None
-    counts = [states[s].params.logprobs or 0 for s in layout.owners[mine].tolist()]
+    counts = [_num_alternatives(states[s].params.logprobs) for s in layout.owners[mine].tolist()]
     return staging.put(mine), counts
 
 
@@ -178,4 +182,9 @@ def put_prompt(
     if wanted is None or state.output_token_ids or not targets:
         return None
     first = int(ends[index]) - len(sequence.token_ids)
-    return PromptRows(index, first, staging.put(np.array(targets)), len(targets), wanted)
+    alternatives = _num_alternatives(wanted)
+    return PromptRows(index, first, staging.put(np.array(targets)), len(targets), alternatives)
+
+
+def _num_alternatives(wanted: int | None) -> int:
+    return _MORE_THAN_ANY if wanted == ALL_LOGPROBS else wanted or 0

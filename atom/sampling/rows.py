@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -14,7 +14,9 @@ from atom.batch import NewSequence
 from atom.graphs.staging import StagingBuffer
 from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling.token_counts import TokenCounts
+from atom.sampling.wishes import BadWords, TokenValues, allowed_mask, read_bad_words
 from atom.sampling_params import SamplingParams
+from atom.structured_output.base import TokenMask
 from atom.structured_output.cache import GrammarCache
 from atom.structured_output.state import GrammarState
 
@@ -33,22 +35,20 @@ class Needs(enum.IntFlag):
     MIN_TOKENS = 128
     BIAS = 256
     PENALTIES = 512
+    ALLOWED = 1024
+    BAD_WORDS = 2048
+    PROCESSORS = 4096
 
 
-EDITS = Needs.GRAMMAR | Needs.MIN_TOKENS | Needs.BIAS | Needs.PENALTIES
-
-
-@dataclass(frozen=True, eq=False)
-class TokenValues:
-    """Tokens and the values to add to their logits, on the device.
-
-    Attributes:
-        token_ids: [n] int64.
-        values: [n] float32.
-    """
-
-    token_ids: torch.Tensor
-    values: torch.Tensor
+EDITS = (
+    Needs.GRAMMAR
+    | Needs.MIN_TOKENS
+    | Needs.BIAS
+    | Needs.PENALTIES
+    | Needs.ALLOWED
+    | Needs.BAD_WORDS
+    | Needs.PROCESSORS
+)
 
 
 @dataclass
@@ -61,6 +61,8 @@ class SequenceState:
         grammar: its state after the outputs; None without a grammar.
         bias: the logit bias, if any.
         bans: the ban of `end_ids`, if any.
+        allowed: bit mask [ceil(V / 32)] int32 of `allowed_token_ids`, if any.
+        bad_words: tokens that are banned after certain others.
         penalty_slot: its slot in `TokenCounts`; None without penalties.
     """
 
@@ -73,6 +75,8 @@ class SequenceState:
     grammar: GrammarState | None = None
     bias: TokenValues | None = None
     bans: TokenValues | None = None
+    allowed: TokenMask | None = None
+    bad_words: list[BadWords] = field(default_factory=list)
     penalty_slot: int | None = None
 
     def extend(self, token_ids: list[int]) -> int:
@@ -218,6 +222,10 @@ class SamplingRows:
                 self._bans[state.end_ids] = state.bans
         if p.logit_bias:
             state.bias = self._token_values(p.logit_bias)
+        if p.allowed_token_ids is not None:
+            state.allowed = allowed_mask(p.allowed_token_ids, self._vocab_size)
+        if p.bad_word_ids:
+            state.bad_words = read_bad_words(p.bad_word_ids, self._vocab_size, self._token_values)
         if state.needs & Needs.PENALTIES:
             state.penalty_slot = self.counts.claim(new.prompt_token_ids, outputs)
         return state
@@ -247,4 +255,10 @@ def _needs_of(p: SamplingParams) -> Needs:
         needs |= Needs.BIAS
     if p.presence_penalty or p.frequency_penalty or p.repetition_penalty != 1:
         needs |= Needs.PENALTIES
+    if p.allowed_token_ids is not None:
+        needs |= Needs.ALLOWED
+    if p.bad_word_ids:
+        needs |= Needs.BAD_WORDS
+    if p.logits_processors:
+        needs |= Needs.PROCESSORS
     return needs

@@ -62,10 +62,10 @@ class SamplingOps:
     )
 
     @classmethod
-    def resolve(cls, ops: OpTable, dtype: torch.dtype, vocab_size: int) -> SamplingOps:
-        """The implementations for logits [R, vocab_size] of `dtype`."""
+    def resolve(cls, ops: OpTable, vocab_size: int) -> SamplingOps:
+        """The implementations for logits [R, vocab_size] float32."""
         return cls(
-            ops.resolve("choose_tokens", dtype, vocab_size=vocab_size),
+            ops.resolve("choose_tokens", torch.float32, vocab_size=vocab_size),
             ops.resolve("mask_tokens", torch.float32, vocab_size=vocab_size),
         )
 

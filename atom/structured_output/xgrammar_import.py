@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from types import ModuleType
 from typing import Any
@@ -9,6 +10,11 @@ from typing import Any
 from atom.structured_output.base import GrammarError
 
 INSTALL_HINT = "pip install --no-deps 'xgrammar>=0.2.8,<0.3' && pip install apache-tvm-ffi pydantic"
+
+
+def missing_packages() -> list[str]:
+    """Those that structured output needs and that are not installed; imports none of them."""
+    return [name for name in ("xgrammar", "tvm_ffi") if importlib.util.find_spec(name) is None]
 
 
 def import_xgrammar() -> Any:

@@ -64,6 +64,7 @@ class OutputProcessor:
         observer: EngineObserver | None = None,
     ) -> None:
         self.vocabulary = create_vocabulary(tokenizer)
+        self._encode = partial(tokenizer.encode, add_special_tokens=False)
         self._seeds = random.Random(seed)
         self._observer = observer or NullObserver()
         self._requests: dict[str, _RequestState] = {}
@@ -109,6 +110,7 @@ class OutputProcessor:
             raise ValueError(f"a request with the id {request_id!r} is still unfinished")
         arrival_time = time.monotonic()
         prepared = PreparedParams.of(params)
+        prepared.spell_bad_words(self._encode)
         given = prepared.params
         state = _RequestState(
             request_id, prompt, prompt_token_ids, stream, RequestMetrics(arrival_time)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 
 from atom.sampling_params import SamplingParams
@@ -12,23 +14,40 @@ class PreparedParams:
     """Sampling parameters in the forms that all sequences share.
 
     Attributes:
-        params: as given.
+        params: a validated copy of what was given.
         stops: the stop strings.
     """
 
     def __init__(self, params: SamplingParams) -> None:
-        self.params = params
+        self.params = params = msgspec.structs.replace(params)
         self.stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
         # The engine does not handle text, and computes the prompt's logprobs only once.
-        first = msgspec.structs.replace(params, stop=None, kept_special_tokens=None)
-        self._first = self._others = first
-        if params.prompt_logprobs is not None:
-            self._others = msgspec.structs.replace(first, prompt_logprobs=None)
+        self._share(msgspec.structs.replace(params, stop=None, kept_special_tokens=None))
 
     @classmethod
     def of(cls, params: SamplingParams | PreparedParams) -> PreparedParams:
         """Prepare parameters, unless they are prepared already."""
         return params if isinstance(params, PreparedParams) else cls(params)
+
+    def spell_bad_words(self, encode: Callable[[str], list[int]]) -> None:
+        """Tokenize `bad_words` for the engine; only the first call does anything.
+
+        Args:
+            encode: tokenizes a text without adding special tokens.
+        """
+        words = self._first.bad_words
+        if not words:
+            return
+        # A word inside of a text begins with white space, which most tokenizers join to it.
+        spelled = [encode(text) for word in words for text in (word, f" {word.lstrip()}")]
+        known = [*(self._first.bad_word_ids or ()), *(ids for ids in spelled if ids)]
+        distinct = [list(ids) for ids in dict.fromkeys(map(tuple, known))]
+        self._share(msgspec.structs.replace(self._first, bad_words=None, bad_word_ids=distinct))
+
+    def _share(self, first: SamplingParams) -> None:
+        self._first = self._others = first
+        if first.prompt_logprobs is not None:
+            self._others = msgspec.structs.replace(first, prompt_logprobs=None)
 
     def for_engine(self, index: int) -> SamplingParams:
         """The engine's parameters for completion `index`; equal ones are the same object."""

@@ -243,6 +243,9 @@ async def test_refused_requests(engine: AsyncEngine) -> None:
         ([5], SamplingParams(max_tokens=limit), "exceed"),
         ([engine.limits.vocab_size], GREEDY, "vocabulary"),
         ([5], SamplingParams(logprobs=1000), "max_logprobs"),
+        ([5], SamplingParams(logprobs=-1), "max_logprobs"),
+        ([5], SamplingParams(allowed_token_ids=[engine.limits.vocab_size]), "vocabulary"),
+        ([5], SamplingParams(logits_processors=[lambda _, logits: logits]), "only LLM takes them"),
     ):
         with pytest.raises(RequestRefusedError, match=message):
             await anext(engine.generate("refused", prompt, params))

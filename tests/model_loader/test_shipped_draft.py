@@ -18,6 +18,6 @@ def test_the_embedded_model_speculates_unless_told_not_to() -> None:
     options = engine_config(**choose_draft({}, False)).speculative
     assert options is not None
     assert options.model == str(shipped_draft_for(None))
-    assert (options.num_speculative_tokens, options.lookup) == (3, True)
+    assert (options.num_speculative_tokens, options.lookup, options.adaptive) == (3, True, True)
     assert engine_config(**choose_draft({}, True)).speculative is None
     assert engine_config(**choose_draft({"model": "another/model"}, False)).speculative is None

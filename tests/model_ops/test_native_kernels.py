@@ -89,6 +89,32 @@ def test_a_row_has_the_same_bits_in_every_batch(dtype: torch.dtype, size: int) -
         assert torch.equal(op(x[-rows:], weight, None), everything[-rows:])
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("outs", "size"), [(1, 32), (31, 96), (515, 576)])
+def test_logits_are_float32_sums(dtype: torch.dtype, outs: int, size: int) -> None:
+    """Within 1e-5 of the float64 product, also in torch and on matrix tiles (64 rows or more)."""
+    weight = random(outs, size, dtype=dtype)
+    for rows in (0, 1, 5, 63, 64, 81, 130):
+        x = random(rows, size, dtype=dtype, seed=2)
+        exact = x.double() @ weight.double().T
+        for op in (linear.logits, torch_linear.logits):
+            got = op(x, weight)
+            assert got.dtype is torch.float32
+            torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5 * size**0.5)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_of_logits_have_the_same_bits_in_every_batch(dtype: torch.dtype) -> None:
+    weight, wide = random(331, 576, dtype=dtype), random(63, 600, dtype=dtype, seed=1)
+    x = wide[:, 8:584]  # rows that lie apart
+    everything = linear.logits(x, weight)
+    torch.set_num_threads(2)
+    for rows in (1, 2, 7, 23, 62):
+        assert torch.equal(linear.logits(x[-rows:].contiguous(), weight), everything[-rows:])
+    tall = wide.repeat(3, 1)[:, 8:584]
+    assert torch.equal(linear.logits(tall, weight)[:63], linear.logits(tall, weight)[63:126])
+
+
 def test_linear_reads_rows_that_lie_apart() -> None:
     weight, wide = random(48, 64), random(5, 200)
     op = linear.linear

@@ -16,9 +16,9 @@ from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.noise import exponential_noise, row_keys, token_hashes
 from atom.sampling.edits import LogitEdits, Penalties
 from atom.sampling.logprobs import compute_logprobs
-from atom.sampling.rows import TokenValues
 from atom.sampling.sampler import choose
 from atom.sampling.token_counts import TokenCounts
+from atom.sampling.wishes import TokenValues
 
 INF = math.inf
 
@@ -54,7 +54,7 @@ def edits_of(m: dict[str, Any], counts: TokenCounts) -> LogitEdits | None:
             ids = torch.nonzero(m["logit_bias"][row]).flatten()
             values = TokenValues(ids, m["logit_bias"][row][ids])
             tokens.append((every[place : place + 1], values))
-    return LogitEdits(rows, grammar, tokens, penalties_of(m, rows, counts))
+    return LogitEdits(rows, [], grammar, tokens, penalties_of(m, rows, counts))
 
 
 def penalties_of(m: dict[str, Any], rows: torch.Tensor, counts: TokenCounts) -> Penalties | None:

@@ -26,7 +26,8 @@ SCHEMA: dict[str, Any] = {
 
 
 def generate(count: int, **speculation: Any) -> list[RequestOutput]:
-    llm = LLM(dtype="float32", max_model_len=512, max_num_seqs=16, **speculation)
+    options = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16, **speculation}
+    llm = LLM(**options, no_speculation=not speculation)
     prompts = [
         llm.render_chat([{"role": "user", "content": f"Invent film number {i}, as JSON."}])
         for i in range(count)

@@ -89,7 +89,9 @@ class Api:
     async def completions(self, request: Request) -> Response:
         def prepare(data: bytes, unknown: UnknownFields) -> tuple[Generation, CompletionFormat]:
             body = parse_body(data, CompletionRequest, unknown)
-            generation = prepare_completion(body, self._model(body.model), self.encoder)
+            generation = prepare_completion(
+                body, self._model(body.model), self.encoder, self.engine.sampling_defaults
+            )
             return generation, CompletionFormat(body, self.encoder, self.vocabulary)
 
         generation, choices = await self._prepared(request, prepare)
@@ -106,7 +108,9 @@ class Api:
     async def generate(self, request: Request) -> Response:
         def prepare(data: bytes, unknown: UnknownFields) -> tuple[Generation, bool]:
             body = parse_body(data, GenerateRequest, unknown)
-            generation = prepare_generate(body, self.model_names[0], self.encoder)
+            generation = prepare_generate(
+                body, self.model_names[0], self.encoder, self.engine.sampling_defaults
+            )
             is_one = isinstance(body.text, str) or generation.prompts[0].token_ids is body.input_ids
             return generation, generation.n > 1 or not is_one
 
@@ -118,7 +122,9 @@ class Api:
             data: bytes, unknown: UnknownFields
         ) -> tuple[Generation, ChatFormat, Translation]:
             body = parse_body(data, ResponsesRequest, unknown)
-            fields = responses.response_fields(body, self._model(body.model))
+            fields = responses.response_fields(
+                body, self._model(body.model), self.engine.sampling_defaults
+            )
             chat = responses.as_chat(body, unknown)
             if chat.logprobs and (chat.tools or self.options.reasoning_format is not None):
                 raise bad_request(
@@ -189,7 +195,14 @@ class Api:
             field_names: another API's names of chat's fields.
         """
         try:
-            return prepare_chat(body, model, self.encoder, self.vocabulary, self.options)
+            return prepare_chat(
+                body,
+                model,
+                self.encoder,
+                self.vocabulary,
+                self.options,
+                self.engine.sampling_defaults,
+            )
         except ApiError as error:
             raise renamed(error, field_names or {}) from None
 

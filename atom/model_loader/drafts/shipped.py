@@ -13,6 +13,7 @@ SHIPPED_OPTIONS: dict[str, Any] = {
     "method": "eagle3",
     "num_speculative_tokens": 3,
     "speculative_lookup": True,
+    "speculative_adaptive": True,
 }
 
 

@@ -203,7 +203,7 @@ class Eagle3Draft(nn.Module, ABC):
         return post_norm if self.config.norm_output else pre_norm
 
     def compute_logits(self, post_norm: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R, draft_vocab_size]."""
+        """[R, hidden] -> [R, draft_vocab_size] float32."""
         head = self.lm_head if self._parts.lm_head else self._shared_head[0]
         logits: torch.Tensor = head(post_norm)
         return logits

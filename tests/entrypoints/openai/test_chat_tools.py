@@ -50,7 +50,7 @@ def _prepare(
 ) -> tuple[Generation, ChatFormat]:
     body = ChatCompletionRequest.model_validate({"messages": USER, "tools": TOOLS, **fields})
     encoder = PromptEncoder(tokenizer, 4000, template)
-    return prepare_chat(body, "m", encoder, create_vocabulary(tokenizer), options)
+    return prepare_chat(body, "m", encoder, create_vocabulary(tokenizer), options, {})
 
 
 def _prompt(tokenizer: PreTrainedTokenizerFast, **fields: Any) -> str:

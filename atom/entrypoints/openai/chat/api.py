@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import time
 import uuid
+from collections.abc import Mapping
+from typing import Any
 
 import msgspec
 
@@ -32,8 +34,12 @@ def prepare_chat(
     encoder: PromptEncoder,
     vocabulary: Vocabulary,
     options: ServerOptions,
+    defaults: Mapping[str, Any],
 ) -> tuple[Generation, ChatFormat]:
     """Render, tokenise and validate; returns what to ask of the engine and how to answer.
+
+    Args:
+        defaults: the model's sampling parameters.
 
     Raises:
         ApiError: 400 for what cannot be generated as asked.
@@ -43,7 +49,7 @@ def prepare_chat(
     if body.max_completion_tokens is not None:
         field_names["max_tokens"] = "max_completion_tokens"
     use = resolve_tool_use(body, options)
-    params = _params(body, field_names, use, options)
+    params = _params(body, field_names, use, options, defaults)
     prompt = encoder.encode_chat(
         body, add_special_tokens=bool(body.add_special_tokens), with_tools=use.mode != "none"
     )
@@ -82,6 +88,7 @@ def _params(
     field_names: dict[str, str],
     use: ToolUse,
     options: ServerOptions,
+    defaults: Mapping[str, Any],
 ) -> SamplingParams:
     if body.top_logprobs is not None and not body.logprobs:
         raise bad_request("top_logprobs needs logprobs=true", "top_logprobs")
@@ -89,6 +96,7 @@ def _params(
     return sampling_params(
         body,
         field_names,
+        defaults,
         max_tokens=min(limits, default=None),
         logprobs=(body.top_logprobs or 0) if body.logprobs else None,
         kept_special_tokens=_markers(use.parser, options.reasoning_format) or None,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atom.entrypoints.openai.chat.constraint import constraint_names
@@ -24,14 +24,19 @@ from atom.text.prepared_params import PreparedParams
 MAX_CHOICES = 1024
 
 
-def prepare_completion(body: CompletionRequest, model: str, encoder: PromptEncoder) -> Generation:
+def prepare_completion(
+    body: CompletionRequest, model: str, encoder: PromptEncoder, defaults: Mapping[str, Any]
+) -> Generation:
     """Tokenise and validate.
+
+    Args:
+        defaults: the model's sampling parameters.
 
     Raises:
         ApiError: 400 for what cannot be generated as asked.
     """
     check_stream_fields(body)
-    params, discards_output = _params(body)
+    params, discards_output = _params(body, defaults)
     given = parse_prompts(body.prompt)
     if len(given) * params.n > MAX_CHOICES:
         raise bad_request(
@@ -90,7 +95,7 @@ def _is_token_ids(items: list[Any]) -> bool:
     return all(type(item) is int for item in items)
 
 
-def _params(body: CompletionRequest) -> tuple[SamplingParams, bool]:
+def _params(body: CompletionRequest, defaults: Mapping[str, Any]) -> tuple[SamplingParams, bool]:
     """The parameters, and whether only the prompt is wanted (`max_tokens=0`)."""
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise _unsupported_best_of(body)
@@ -100,6 +105,7 @@ def _params(body: CompletionRequest) -> tuple[SamplingParams, bool]:
     params = sampling_params(
         body,
         {},
+        defaults,
         max_tokens=1 if discards_output else body.max_tokens,
         logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),

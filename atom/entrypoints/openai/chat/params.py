@@ -9,6 +9,7 @@ from atom.entrypoints.openai.chat.constraint import constraint_of
 from atom.entrypoints.openai.chat.generation import UsageChunks
 from atom.entrypoints.openai.chat.protocol import GenerationRequest
 from atom.entrypoints.openai.http.errors import bad_request, invalid_parameters
+from atom.quoting import quote
 from atom.sampling_params import SamplingParams
 
 # Named alike, and meaning the same, in requests and in `SamplingParams`.
@@ -31,6 +32,8 @@ SHARED_FIELDS = frozenset(
         "min_tokens",
         "prompt_logprobs",
         "skip_special_tokens",
+        "allowed_token_ids",
+        "bad_words",
     }
 )
 
@@ -38,6 +41,7 @@ SHARED_FIELDS = frozenset(
 def sampling_params(
     body: GenerationRequest,
     field_names: Mapping[str, str],
+    defaults: Mapping[str, Any],
     *,
     max_tokens: int | None,
     **overrides: Any,
@@ -46,6 +50,7 @@ def sampling_params(
 
     Args:
         field_names: the request's names of fields that `SamplingParams` calls otherwise.
+        defaults: the model's, for what the request leaves out.
         max_tokens: None means up to the end of the context.
         overrides: instead of the request's fields; None leaves the default.
 
@@ -53,12 +58,18 @@ def sampling_params(
         ApiError: 400 that names the impossible field.
     """
     constraint = constraint_of(body)
-    values = body.model_dump(include=set(SHARED_FIELDS - overrides.keys()), exclude_none=True)
-    if body.stop == "":  # asks for nothing
-        del values["stop"]
+    values = dict(defaults)
+    values |= body.model_dump(include=set(SHARED_FIELDS - overrides.keys()), exclude_none=True)
+    for name in ("stop", "allowed_token_ids"):
+        if values.get(name) in ("", []):  # asks for nothing
+            del values[name]
     values.update({name: value for name, value in overrides.items() if value is not None})
     if constraint is not None:
         values["structured_output"] = constraint.value
+    for name in ("logprobs", "prompt_logprobs"):
+        if (wanted := values.get(name)) is not None and wanted < 0:
+            named = field_names.get(name, name)
+            raise bad_request(f"{named} must be at least 0, got {quote(wanted)}", named)
     try:
         return SamplingParams(max_tokens=max_tokens, **values)
     except ValueError as error:

@@ -128,6 +128,8 @@ class SamplingFields(ApiModel):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: LogitBias | None = None
+    allowed_token_ids: TokenIds | None = None
+    bad_words: StopStrings | None = None
     seed: int | None = None
     stop_token_ids: StopTokenIds | None = None
     ignore_eos: bool | None = None

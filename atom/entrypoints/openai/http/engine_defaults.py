@@ -50,8 +50,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "top_logprobs": (0,),
     # How tokens are chosen.
     "adaptive_target": (-1.0,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
     "bad_words_ids": ([],),
     "best_of": (1,),
     "custom_logit_processor": ("",),

@@ -9,6 +9,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from atom.entrypoints.engine_metrics import engine_metrics
 from atom.messages import EngineStats
 from atom.outputs import RequestMetrics
 from atom.stats import SpecDecodeStats
@@ -104,32 +105,10 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         stats = self.stats
-        gauges = (
-            ("num_requests_running", "Sequences in the running batch.", stats.num_running),
-            ("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting),
-            ("kv_cache_usage_ratio", "Share of KV blocks in use.", stats.kv_cache_usage),
-            ("kv_cache_blocks", "KV blocks there are.", stats.num_blocks),
-            ("kv_cache_used_blocks", "KV blocks that live sequences hold.", stats.num_used_blocks),
-        )
-        for name, text, value in gauges:
-            yield GaugeMetricFamily(f"atom:{name}", text, value=value)
+        for metric in engine_metrics(stats):
+            family = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+            yield family(metric.name, metric.description, value=metric.value)
         yield _kv_cache_info(stats)
-        counters = (
-            ("generation_tokens", "Tokens generated.", stats.num_generation_tokens),
-            ("preemptions", "Sequences preempted.", stats.num_preemptions),
-            (
-                "prefix_cache_queries",
-                "Prompt tokens looked up in the prefix cache.",
-                stats.prefix_cache_queries,
-            ),
-            (
-                "prefix_cache_hits",
-                "Prompt tokens found in the prefix cache.",
-                stats.prefix_cache_hits,
-            ),
-        )
-        for name, text, value in counters:
-            yield CounterMetricFamily(f"atom:{name}", text, value=value)
         if stats.spec_decode is not None:
             yield from _spec_decode_metrics(stats.spec_decode)
 
@@ -146,14 +125,7 @@ def _kv_cache_info(stats: EngineStats) -> Metric:
 
 
 def _spec_decode_metrics(stats: SpecDecodeStats) -> Iterator[Metric]:
-    """Counted only where drafts were verified."""
-    counters = (
-        ("num_drafts", "Sequences' steps in which drafts were verified.", stats.num_drafts),
-        ("num_draft_tokens", "Drafts verified.", stats.num_draft_tokens),
-        ("num_accepted_tokens", "Drafts accepted.", stats.num_accepted_tokens),
-    )
-    for name, text, value in counters:
-        yield CounterMetricFamily(f"atom:spec_decode_{name}", text, value=value)
+    """Counted only where drafts were verified: what has labels."""
     per_position = CounterMetricFamily(
         "atom:spec_decode_num_accepted_tokens_per_pos",
         "Drafts accepted, by their position in the step from 0.",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import aclosing
 from dataclasses import replace
 from typing import Any
@@ -46,8 +46,13 @@ FIELD_NAMES = {
 }
 
 
-def prepare_generate(body: GenerateRequest, model: str, encoder: PromptEncoder) -> Generation:
+def prepare_generate(
+    body: GenerateRequest, model: str, encoder: PromptEncoder, defaults: Mapping[str, Any]
+) -> Generation:
     """Tokenise and validate.
+
+    Args:
+        defaults: the model's sampling parameters.
 
     Raises:
         ApiError: 400 for what cannot be generated as asked.
@@ -64,7 +69,7 @@ def prepare_generate(body: GenerateRequest, model: str, encoder: PromptEncoder) 
     }
     try:
         completion = CompletionRequest.model_validate(fields)
-        generation = prepare_completion(completion, model, encoder)
+        generation = prepare_completion(completion, model, encoder, defaults)
     except ValidationError as error:
         raise renamed(describe(error), names) from None
     except ApiError as error:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from atom.entrypoints.openai.chat.protocol import ChatCompletionRequest, SamplingFields
@@ -64,7 +64,9 @@ def as_chat(body: ResponsesRequest, unknown: UnknownFields) -> ChatCompletionReq
     return translate_request(ChatCompletionRequest, fields, FIELD_NAMES, unknown)
 
 
-def response_fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
+def response_fields(
+    body: ResponsesRequest, model: str, defaults: Mapping[str, Any]
+) -> dict[str, Any]:
     """What a response says besides its status, output and usage: the request and defaults."""
     effort = None if body.reasoning is None else body.reasoning.effort
     text_format = body.text.format if body.text is not None else None
@@ -87,15 +89,19 @@ def response_fields(body: ResponsesRequest, model: str) -> dict[str, Any]:
         "safety_identifier": body.safety_identifier,
         "service_tier": "default",
         "store": False,
-        "temperature": 1.0 if body.temperature is None else body.temperature,
+        "temperature": _said(body.temperature, defaults.get("temperature", 1.0)),
         "text": {"format": text_format or {"type": "text"}, "verbosity": "medium"},
         "tool_choice": _echoed_choice(body.tool_choice),
         "tools": [_echoed(tool) for tool in own_tools(body.tools)],
         "top_logprobs": body.top_logprobs or 0,
-        "top_p": 1.0 if body.top_p is None else body.top_p,
+        "top_p": _said(body.top_p, defaults.get("top_p", 1.0)),
         "truncation": "disabled",
         "user": body.user,
     }
+
+
+def _said(value: float | None, default: float) -> float:
+    return default if value is None else value
 
 
 def _echoed(tool: FunctionTool) -> dict[str, Any]:

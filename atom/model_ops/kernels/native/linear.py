@@ -29,22 +29,43 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     Raises:
         ValueError: when shapes or data types differ.
     """
+    if x.shape[0] >= _AMX_FROM_ROWS and x.dtype is torch.bfloat16 and constant("has_amx"):
+        return F.linear(x, weight, bias)
+    return _multiply("linear", x, weight, bias, x.dtype)
+
+
+def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [R, K], weight [V, K] -> x @ weight.T, [R, V] float32: the sums as they are.
+
+    A row's result has the same bits for every R.
+
+    Raises:
+        ValueError: when shapes or data types differ.
+    """
+    return _multiply("logits", x, weight, None, torch.float32)
+
+
+def _multiply(
+    op: str,
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
     rows, size = x.shape
     outs, weight_size = weight.shape
     dtype = x.dtype
-    if rows >= _AMX_FROM_ROWS and dtype is torch.bfloat16 and constant("has_amx"):
-        return F.linear(x, weight, bias)
     if size != weight_size or dtype is not weight.dtype or not weight.is_contiguous():
-        raise mismatch("linear", x=x, weight=weight)
+        raise mismatch(op, x=x, weight=weight)
     bias_at = 0
     if bias is not None:
         if bias.numel() != outs or bias.dtype is not dtype:
-            raise mismatch("linear", weight=weight, bias=bias)
+            raise mismatch(op, weight=weight, bias=bias)
         bias_at = bias.data_ptr()
     stride = size
     if not x.is_contiguous():
         x, stride = rows_apart(x)
-    out = x.new_empty(rows, outs)
+    out = x.new_empty(rows, outs, dtype=out_dtype)
     pointers = x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr()
-    kernels("linear")[dtype](_pack(*pointers, rows, size, outs, stride, torch.get_num_threads()))
+    kernels(op)[dtype](_pack(*pointers, rows, size, outs, stride, torch.get_num_threads()))
     return out

@@ -12,6 +12,8 @@ from atom.platform import current_platform
 # faster.
 _UPCAST_FROM_ROWS = 6
 _UPCAST_CHUNK = 4096
+# Rows of an output head at a time, so that their float32 copy stays in a second-level cache.
+_HEAD_CHUNK_BYTES = 2**20
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -32,4 +34,19 @@ def linear_upcast(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
         rows = weight[start : start + _UPCAST_CHUNK].float()
         part = None if bias is None else bias[start : start + _UPCAST_CHUNK].float()
         out[:, start : start + rows.shape[0]] = F.linear(wide, rows, part)
+    return out
+
+
+def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """x [R, in], weight [V, in] -> `x @ weight.T`, [R, V] float32, not rounded in between."""
+    if weight.dtype is torch.float32:
+        return F.linear(x, weight)
+    if current_platform().is_gpu:
+        return torch.mm(x, weight.T, out_dtype=torch.float32)
+    wide = x.float()
+    out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)
+    chunk = max(1, _HEAD_CHUNK_BYTES // (4 * weight.shape[1]))
+    for start in range(0, weight.shape[0], chunk):
+        rows = weight[start : start + chunk].float()
+        out[:, start : start + chunk] = F.linear(wide, rows)
     return out

@@ -1,0 +1,50 @@
+"""The engine's own counts by the names that `/metrics` and `LLM.get_metrics` give them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from atom.messages import EngineStats
+
+
+@dataclass(frozen=True)
+class EngineMetric:
+    """One number; a counter never falls while the engine lives."""
+
+    name: str
+    kind: Literal["gauge", "counter"]
+    description: str
+    value: float
+
+
+def engine_metrics(stats: EngineStats) -> list[EngineMetric]:
+    """What `stats` holds; drafts only where some are verified."""
+    gauges = (
+        ("num_requests_running", "Sequences in the running batch.", stats.num_running),
+        ("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting),
+        ("kv_cache_usage_ratio", "Share of KV blocks in use.", stats.kv_cache_usage),
+        ("kv_cache_blocks", "KV blocks there are.", stats.num_blocks),
+        ("kv_cache_used_blocks", "KV blocks that live sequences hold.", stats.num_used_blocks),
+    )
+    counters = [
+        ("generation_tokens", "Tokens generated.", stats.num_generation_tokens),
+        ("preemptions", "Sequences preempted.", stats.num_preemptions),
+        (
+            "prefix_cache_queries",
+            "Prompt tokens looked up in the prefix cache.",
+            stats.prefix_cache_queries,
+        ),
+        ("prefix_cache_hits", "Prompt tokens found in the prefix cache.", stats.prefix_cache_hits),
+    ]
+    if (spec := stats.spec_decode) is not None:
+        steps = "Sequences' steps in which drafts were verified."
+        counters += [
+            ("spec_decode_num_drafts", steps, spec.num_drafts),
+            ("spec_decode_num_draft_tokens", "Drafts verified.", spec.num_draft_tokens),
+            ("spec_decode_num_accepted_tokens", "Drafts accepted.", spec.num_accepted_tokens),
+        ]
+    return [
+        *(EngineMetric(f"atom:{name}", "gauge", text, value) for name, text, value in gauges),
+        *(EngineMetric(f"atom:{name}", "counter", text, value) for name, text, value in counters),
+    ]

@@ -1,0 +1,63 @@
+"""The constraint on a text as one of several arguments, as users of vLLM write it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+
+from atom.structured_output.params import StructuredOutput
+
+
+class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
+    """Exactly one of these; `StructuredOutput` says what each means.
+
+    Attributes:
+        json: a JSON schema, as an object or as text.
+        grammar: in GBNF notation, beginning at `root`.
+        json_object: true for any JSON object.
+        structural_tag: an xgrammar structural tag's format, as an object or as text.
+
+    Raises:
+        ValueError: for none or several of them.
+    """
+
+    json: dict[str, Any] | str | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+
+    def __post_init__(self) -> None:
+        given = [name for name in self.__struct_fields__ if getattr(self, name)]
+        if len(given) != 1:
+            raise ValueError(
+                f"structured_outputs takes exactly one of {', '.join(self.__struct_fields__)}, "
+                f"got {', '.join(given) or 'none'}"
+            )
+
+    def constraint(self) -> StructuredOutput:
+        """Raises:
+        ValueError: for a constraint that cannot be enforced.
+        """
+        if self.json is not None:
+            return StructuredOutput.json_schema(self.json)
+        if self.regex is not None:
+            return StructuredOutput.regex(self.regex)
+        if self.choice is not None:
+            return StructuredOutput.choice(self.choice)
+        if self.grammar is not None:
+            return StructuredOutput.ebnf(self.grammar)
+        if self.structural_tag is not None:
+            return StructuredOutput.structural_tag(_object(self.structural_tag))
+        return StructuredOutput.json_object()
+
+
+def _object(value: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    content = json.loads(value) if isinstance(value, str) else value
+    if not isinstance(content, Mapping):
+        raise ValueError(f"structural_tag must be an object, got {value!r}")
+    return content
