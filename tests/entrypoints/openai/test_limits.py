@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from scripted_server import ScriptedServer
 from transformers import PreTrainedTokenizerFast
 
-from atom.entrypoints.openai import app
+from atom.entrypoints.openai import api
 from atom.entrypoints.openai.chat.generation import whole_response
 from atom.entrypoints.openai.chat.tokenization import PromptEncoder
 from atom.entrypoints.openai.http import json_budget
@@ -78,7 +78,7 @@ def test_large_bodies_are_worked_on_in_a_thread(
 
         monkeypatch.setattr(owner, name, watched)
 
-    watch(app, "parse_body")
+    watch(api, "parse_body")
     watch(PromptEncoder, "encode")
     watch(PromptEncoder, "decode")
     server.says("yes")
@@ -141,6 +141,7 @@ def test_long_answers_are_spelled_in_a_thread(
         ({"stop": ["x" * 1025]}, "stop"),
         ({"stop": ["x"] * 65}, "stop"),
         ({"stop_token_ids": [1] * 1025}, "stop_token_ids"),
+        ({"cache_salt": "a" * 1025}, "cache_salt"),
         ({"logit_bias": {str(i): 1 for i in range(1025)}}, "logit_bias"),
         ({"prompt": ["x"] * 1025}, "prompt"),
         ({"prompt": ["x"] * 9, "n": 128}, "prompt"),

@@ -95,6 +95,16 @@ async def test_an_endless_upload_is_not_read_to_its_end(monkeypatch: pytest.Monk
     assert sent < 60_000
 
 
+async def test_what_is_far_too_large_is_refused_unread() -> None:
+    async def upload() -> AsyncIterator[bytes]:
+        await asyncio.sleep(60)
+        yield b""
+
+    refused = await _post(upload(), **{"content-length": str(10**18)})
+    assert refused.status_code == 413
+    assert refused.headers["connection"] == "close"
+
+
 async def test_a_stalled_upload_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(body_module, "DISCARD_SECONDS", 0.05)
 

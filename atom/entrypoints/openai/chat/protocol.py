@@ -32,6 +32,7 @@ MAX_STOP_STRINGS = 64
 MAX_STOP_CHARACTERS = 1024
 MAX_STOP_TOKEN_IDS = 1024
 MAX_LOGIT_BIASES = 1024
+MAX_SALT_CHARACTERS = 1024
 
 # The type of the validation error of an item or part of a kind that is not supported.
 UNSUPPORTED_CONTENT = "unsupported_content"
@@ -136,7 +137,7 @@ class SamplingFields(ApiModel):
     min_tokens: int | None = None
     skip_special_tokens: bool | None = None
     priority: Int32 | None = None
-    cache_salt: str | None = None
+    cache_salt: Annotated[str, Field(max_length=MAX_SALT_CHARACTERS)] | None = None
     guided_json: str | dict[str, Any] | None = None
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None

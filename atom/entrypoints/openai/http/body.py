@@ -117,8 +117,9 @@ def parse_body(data: bytes, model: type[Body], unknown: UnknownFields) -> Body:
 async def _read_bytes(request: Request, max_bytes: int, take: Callable[[int], None]) -> bytes:
     stream = request.stream()
     declared = request.headers.get("content-length", "")
-    # More digits than any size has are not read as a number.
-    too_large = declared.isdecimal() and (len(declared) > 20 or int(declared) > max_bytes)
+    # Of more digits than any size has, the first are enough.
+    size = 0 if not declared.isdecimal() else int(declared[:21])
+    too_large = size > max_bytes
     data = bytearray()
     while not too_large:
         chunk = await anext(stream, None)
@@ -128,12 +129,14 @@ async def _read_bytes(request: Request, max_bytes: int, take: Callable[[int], No
         data += chunk
         too_large = len(data) > max_bytes
     data.clear()
-    if "expect" not in request.headers:
+    # Clients that write to the end before they read get to see the answer.
+    if "expect" not in request.headers and size <= max_bytes + MAX_DISCARDED_BYTES:
         await _discard(stream)
     raise ApiError(
         413,
         f"the request body is larger than the {max_bytes} bytes that this server takes",
         code="request_too_large",
+        headers={"Connection": "close"},
     )
 
 

@@ -33,7 +33,7 @@ MAX_CONNECTIONS = 4096
 OTHER_FILES = 128
 
 REFUSALS = {
-    400: "this is not HTTP/1.1",
+    400: "this is not a valid HTTP/1.1 request",
     408: "the request did not arrive in time",
     429: f"more than {MAX_PIPELINED} requests wait on this connection",
     431: f"the request line and headers are larger than {MAX_HEADER_BYTES} bytes",
