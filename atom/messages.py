@@ -215,6 +215,14 @@ class EngineDeadError(RuntimeError):
     """The engine stopped; nothing more can be generated."""
 
 
+def check_text(text: str, param: str) -> None:
+    """Raises RequestRefusedError for half a surrogate pair, which no tokenizer takes."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestRefusedError(f"{param} is not valid Unicode: {error}", param) from error
+
+
 def check_request(
     prompt_token_ids: list[int], params: SamplingParams, limits: EngineLimits
 ) -> None:

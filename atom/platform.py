@@ -177,9 +177,3 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     return isinstance(error, RuntimeError) and any(t in str(error) for t in _OUT_OF_MEMORY)
-
-
-def release_free_memory() -> None:
-    """Give the device memory that nothing uses back to other processes."""
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()

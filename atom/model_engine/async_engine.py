@@ -19,6 +19,7 @@ from atom.messages import (
     RequestRefusedError,
     SequenceOutput,
     check_request,
+    check_text,
 )
 from atom.model_engine import wire
 from atom.model_engine.engine_client import EngineClient
@@ -210,8 +211,8 @@ class AsyncEngine:
                 "logits_processors",
             )
         check_request(prompt_token_ids, prepared.params, self.limits)
-        _check_text(request_id, "request_id")
-        _check_text(cache_salt, "cache_salt")
+        check_text(request_id, "request_id")
+        check_text(cache_salt, "cache_salt")
         self._check_queue(prepared.params.n)
         requests = self._processor.add_request(
             request_id,
@@ -378,10 +379,3 @@ class AsyncEngine:
     def _fail_all(self, error: EngineDeadError) -> None:
         for mailbox in self._mailboxes.values():
             mailbox.fail(error)
-
-
-def _check_text(text: str, param: str) -> None:
-    try:
-        text.encode("utf-8")
-    except UnicodeEncodeError as error:
-        raise RequestRefusedError(f"{param} is not valid Unicode: {error}", param) from error

@@ -10,13 +10,14 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from atom.config import EngineConfig
-from atom.messages import RequestFailedError, RequestRefusedError, check_request
+from atom.messages import RequestFailedError, RequestRefusedError, check_request, check_text
 from atom.model_engine.engine_core import EngineCore
 from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.outputs import RequestOutput
-from atom.platform import release_free_memory
+from atom.platform import release_cached_memory
+from atom.quoting import quote
 from atom.sampling_params import SamplingParams
 from atom.text.output_processor import OutputProcessor, request_id_of
 from atom.text.prepared_params import PreparedParams
@@ -89,7 +90,7 @@ class LLMEngine:
         self._core.shutdown()
         self._core = None
         gc.collect()
-        release_free_memory()
+        release_cached_memory()
 
     def wake_up(self) -> None:
         """Load the weights again and allocate an empty KV cache; counts begin at zero.
@@ -119,11 +120,17 @@ class LLMEngine:
             RequestRefusedError: when it could never run as given.
             EngineDeadError: when the engine is dead.
             EngineAsleepError: between `sleep` and `wake_up`.
+            TypeError, ValueError: for parameters or a priority that are none.
         """
+        if not isinstance(params, SamplingParams):
+            raise TypeError(f"sampling_params must be SamplingParams, got {type(params).__name__}")
+        if type(priority) is not int or not -(2**31) <= priority < 2**31:
+            raise ValueError(f"priority must be an integer of 32 bits, got {quote(priority)}")
         core, prepared = self.core, PreparedParams(params)
         text: str | None = None
         token_ids = prompt
         if isinstance(prompt, str):
+            check_text(prompt, "prompt")
             text, token_ids = prompt, self.tokenizer.encode(prompt)
         assert isinstance(token_ids, list)
         check_request(token_ids, prepared.params, core.limits)

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from spec_decode.engines import PROMPTS, create_engine, params
 
-from atom import LLM, RequestOutput, StructuredOutput
+from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
 from atom.entrypoints.llm import GenerationError
 from atom.messages import RequestRefusedError
 
@@ -99,3 +99,20 @@ def test_a_refused_stream_ends_with_its_own_error(llm: LLM) -> None:
         rest += list(bad)
     assert "ab".startswith(joined([first, *rest])[0])
     assert whole(llm, PROMPTS[1]) == expected
+
+
+@pytest.mark.parametrize(
+    ("prompt", "given", "error", "message"),
+    [
+        ("\ud800", {}, RequestRefusedError, "not valid Unicode"),
+        ("a", {"sampling_params": {"temperature": 0}}, TypeError, "must be SamplingParams, got"),
+        ("a", {"priority": ["x"]}, ValueError, "priority must be an integer"),
+        ("a", {"priority": [2**70]}, ValueError, "priority must be an integer"),
+    ],
+)
+def test_what_is_no_request_is_refused(
+    llm: LLM, prompt: str, given: dict[str, Any], error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
+        llm.generate(prompt, use_tqdm=False, **given)
+    assert llm.generate("a", SamplingParams(max_tokens=1), use_tqdm=False)[0].finished
