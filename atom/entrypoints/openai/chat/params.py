@@ -12,29 +12,9 @@ from atom.entrypoints.openai.http.errors import bad_request, invalid_parameters
 from atom.quoting import quote
 from atom.sampling_params import SamplingParams
 
-# Named alike, and meaning the same, in requests and in `SamplingParams`.
+# Named alike, and meaning the same, in requests and in `SamplingParams`; a limit is resolved first.
 SHARED_FIELDS = frozenset(
-    {
-        "n",
-        "temperature",
-        "top_p",
-        "top_k",
-        "min_p",
-        "presence_penalty",
-        "frequency_penalty",
-        "repetition_penalty",
-        "logit_bias",
-        "seed",
-        "stop",
-        "stop_token_ids",
-        "include_stop_str_in_output",
-        "ignore_eos",
-        "min_tokens",
-        "prompt_logprobs",
-        "skip_special_tokens",
-        "allowed_token_ids",
-        "bad_words",
-    }
+    {*SamplingParams.__struct_fields__} & GenerationRequest.model_fields.keys() - {"max_tokens"}
 )
 
 
