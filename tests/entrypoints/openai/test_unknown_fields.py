@@ -107,7 +107,6 @@ def test_streams_name_what_was_ignored(scripted: ScriptedServer, path: str) -> N
         ("detokenize", False),
         ("separate_reasoning", False),
         ("documents", [{"text": "x"}]),
-        ("bad_words", ["x"]),
         ("enable_thinking", False),
         ("echo", True),
         ("max_new_tokens", 5),
