@@ -237,6 +237,6 @@ def test_defects_have_request_ids(
     def fail(*_: object) -> None:
         raise RuntimeError("a defect")
 
-    monkeypatch.setattr("atom.entrypoints.openai.app.prepare_chat", fail)
+    monkeypatch.setattr("atom.entrypoints.openai.api.prepare_chat", fail)
     answer = scripted.post(CHAT, json={"messages": USER}, headers={"X-Request-Id": "mine"})
     assert (answer.status_code, answer.headers["x-request-id"]) == (500, "mine")
