@@ -125,6 +125,7 @@ class OutputProcessor:
                 self.vocabulary,
                 prepared.stops,
                 prompt_token_ids,
+                prepared.create_end() if prepared.create_end is not None else None,
             )
             state.sequences.append(sequence)
             self._sequences[sequence.id] = (state, sequence)

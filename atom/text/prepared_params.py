@@ -9,6 +9,8 @@ import msgspec
 from atom.sampling_params import SamplingParams
 from atom.text.stop_strings import StopStrings
 
+CreateEnd = Callable[[], Callable[[str], bool]]
+
 
 class PreparedParams:
     """Sampling parameters in the forms that all sequences share.
@@ -16,9 +18,12 @@ class PreparedParams:
     Attributes:
         params: a validated copy of what was given.
         stops: the stop strings.
+        create_end: makes, for each sequence, what is given its text piece by piece, and ends the
+            sequence as a stop string would by returning true.
     """
 
-    def __init__(self, params: SamplingParams) -> None:
+    def __init__(self, params: SamplingParams, create_end: CreateEnd | None = None) -> None:
+        self.create_end = create_end
         self.params = params = msgspec.structs.replace(params)
         self.stops = StopStrings(params.stop_strings, include=params.include_stop_str_in_output)
         # The engine does not handle text, and computes the prompt's logprobs only once.

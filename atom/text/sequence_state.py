@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from atom.messages import FinishReason, SequenceOutput, TokenLogprobs
 from atom.outputs import CompletionOutput, Logprob, PositionLogprobs
@@ -34,6 +34,7 @@ class SequenceState:
         vocabulary: Vocabulary,
         stops: StopStrings,
         prompt_token_ids: Sequence[int],
+        is_end: Callable[[str], bool] | None = None,
     ) -> None:
         self.id = sequence_id
         self.index = index
@@ -49,6 +50,9 @@ class SequenceState:
             context_ids=prompt_token_ids,
         )
         self._matcher = StopMatcher(stops) if stops else None
+        self._is_end = is_end
+        # By a stop string or `is_end`.
+        self._is_stopped = False
         self._cumulative_logprob = 0.0
         self._stop_reason: int | str | None = None
         self._end_is_taken = False
@@ -60,7 +64,7 @@ class SequenceState:
         """Add the output of one step; returns how many of its tokens are kept.
 
         A stop string ends the sequence with the token that completes it, even if the engine
-        continued or ended the sequence for another reason.
+        continued or ended the sequence for another reason. `is_end` does the same.
         """
         token_ids = output.token_ids
         visible = token_ids
@@ -70,17 +74,16 @@ class SequenceState:
         ):
             visible = token_ids[:-1]  # the end token has no text
         num_kept = self._read(visible)
-        matched = self._matched()
-        if matched is None:
+        if self._is_stopped:
+            self.finish_reason, self._stop_reason = FinishReason.STOP, self._matched()
+        else:
             num_kept = len(token_ids)
             self.finish_reason, self._stop_reason = output.finish_reason, output.stop_reason
-        else:
-            self.finish_reason, self._stop_reason = FinishReason.STOP, matched
         self._token_ids += token_ids[:num_kept]
         self.num_tokens += num_kept
         if self._params.logprobs is not None:
             self._add_logprobs((output.logprobs or [])[:num_kept], num_kept)
-        if output.finish_reason is not None and matched is None:
+        if output.finish_reason is not None and not self._is_stopped:
             self._read_rest()
         return num_kept
 
@@ -108,15 +111,19 @@ class SequenceState:
         return None if self._matcher is None else self._matcher.matched
 
     def _read(self, token_ids: list[int]) -> int:
-        """Add the tokens' text up to a stop string; returns the number of tokens read."""
-        if self._matcher is None:
+        """Add the tokens' text up to where it stops; returns the number of tokens read."""
+        if self._matcher is None and self._is_end is None:
             self._text.append(self._detokenizer.feed(token_ids))
             return len(token_ids)
         for count, token_id in enumerate(token_ids, start=1):
-            may_match = self.num_tokens + count >= self._params.min_tokens
             piece = self._detokenizer.feed([token_id])
-            self._text.append(self._matcher.feed(piece, may_match=may_match))
-            if self._matcher.matched is not None:
+            if self._matcher is not None:
+                may_match = self.num_tokens + count >= self._params.min_tokens
+                piece = self._matcher.feed(piece, may_match=may_match)
+            self._text.append(piece)
+            ended = self._is_end is not None and self._is_end(piece)
+            if ended or self._matched() is not None:
+                self._is_stopped = True
                 return count
         return len(token_ids)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from atom.messages import EngineRequest, FinishReason, SequenceOutput, TokenLogp
 from atom.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.output_processor import OutputProcessor, child_seed
+from atom.text.prepared_params import PreparedParams
 
 STOP, LENGTH, ABORT = FinishReason.STOP, FinishReason.LENGTH, FinishReason.ABORT
 
@@ -384,3 +386,26 @@ def test_result_does_not_depend_on_the_steps(
     assert run("stream", sizes, True) == whole
     assert run("late", sizes, False) == whole
     assert harness.processor.num_unfinished == 0
+
+
+def test_a_text_can_be_ended_from_outside(harness: Harness) -> None:
+    """As by a stop string: tokens behind the one that ends it are dropped."""
+
+    def create_end() -> Callable[[str], bool]:
+        seen = ""
+
+        def is_end(text: str) -> bool:
+            nonlocal seen
+            seen += text
+            return seen.count("b") == 2
+
+        return is_end
+
+    params = PreparedParams(SamplingParams(n=2), create_end)
+    first, second = harness.processor.add_request("r", "prompt", [5], params, stream=True)
+    assert only(harness.step(first.id, "ab")).finish_reason is None
+    last = only(harness.step(first.id, "cbd"))
+    assert (last.text, last.token_ids) == ("cb", harness.ids("cb"))
+    assert (last.finish_reason, last.stop_reason) == ("stop", None)
+    assert harness.aborts == [first.id]
+    assert only(harness.step(second.id, "bab", LENGTH)).finish_reason == "stop"

@@ -157,6 +157,20 @@ def test_what_was_cut_says_length(byte_level_tokenizer: PreTrainedTokenizerFast)
     assert call["function"]["arguments"] == '{"city":  "北'
 
 
+def test_a_repeated_call_ends_the_generation_where_calls_are_forced(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    generation, _ = _prepare(byte_level_tokenizer)
+    assert generation.params.create_end is None
+    options = ServerOptions(tool_call_parser="hermes", reasoning_parser="none")
+    generation, _ = _prepare(byte_level_tokenizer, options, tool_choice="required")
+    assert generation.params.create_end is not None
+    is_end = generation.params.create_end()
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "x"}}\n</tool_call>\n'
+    assert not any(map(is_end, call))
+    assert any(map(is_end, call + call[:20]))
+
+
 def test_markers_stay_in_the_text_that_is_parsed(
     byte_level_tokenizer: PreTrainedTokenizerFast,
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import msgspec
@@ -56,29 +56,40 @@ def prepare_chat(
     reasoning_end = _reasoning_end(body, prompt, options)
     if use.parser is not None:
         field_names.setdefault("structured_output", "tools")
+    answer_id = f"chatcmpl-{uuid.uuid4().hex}"
+
+    def create_parser(index: int) -> ChatOutputParser:
+        return ChatOutputParser(
+            use.parser,
+            options.reasoning_format,
+            use.tools,
+            reasoning_end is not None,
+            id_salt=f"{answer_id}/{index}",
+            ends_at_repeat=use.mode == "required",
+        )
+
+    def create_end() -> Callable[[str], bool]:
+        parser = create_parser(0)
+
+        def is_end(text: str) -> bool:
+            parser.feed(text)
+            return parser.is_closed
+
+        return is_end
+
+    constrained = _constrained(params, use, reasoning_end, options)
     generation = Generation(
-        id=f"chatcmpl-{uuid.uuid4().hex}",
+        id=answer_id,
         model=model,
         created=int(time.time()),
         prompts=[prompt],
-        params=PreparedParams(_constrained(params, use, reasoning_end, options)),
+        params=PreparedParams(constrained, create_end if use.mode == "required" else None),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
         usage=usage_chunks(body),
         field_names=field_names,
     )
-
-    def create_parser(index: int) -> ChatOutputParser:
-        salt = f"{generation.id}/{index}"
-        return ChatOutputParser(
-            use.parser,
-            options.reasoning_format,
-            use.tools,
-            reasoning_end is not None,
-            id_salt=salt,
-            ends_at_repeat=use.mode == "required",
-        )
 
     return generation, ChatFormat(body, vocabulary, create_parser)
 

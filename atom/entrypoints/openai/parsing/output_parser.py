@@ -82,6 +82,11 @@ class ChatOutputParser:
         self._opening: frozenset[str] = frozenset() if self._tools is None else self._tools.opening
         self._steps = self._read(starts_in_reasoning)
 
+    @property
+    def is_closed(self) -> bool:
+        """Whether a repeated call has ended the answer."""
+        return self._repeats is not None and self._repeats.is_closed
+
     def feed(self, text: str) -> list[ChatDelta]:
         """Take the next piece of the text; returns what is certain now."""
         if self.finish_reason is not None:
@@ -97,11 +102,9 @@ class ChatOutputParser:
         next(self._steps, None)
         self._out.finish()
         deltas = self._passed(self._out.take())
-        is_closed = False
         if self._repeats is not None:
             deltas += self._repeats.finish()
-            is_closed = self._repeats.is_closed
-        made_calls = self._out.num_calls > 0 and (reason == "stop" or is_closed)
+        made_calls = self._out.num_calls > 0 and (reason == "stop" or self.is_closed)
         self.finish_reason = "tool_calls" if made_calls else reason
         return deltas
 
