@@ -240,7 +240,7 @@ async def test_refused_requests(engine: AsyncEngine) -> None:
     for prompt, params, message in (
         ([], GREEDY, "no tokens"),
         ([5] * limit, GREEDY, str(limit)),
-        ([5], SamplingParams(max_tokens=limit), "exceed"),
+        ([5], SamplingParams(max_tokens=limit), "maximum context length"),
         ([engine.limits.vocab_size], GREEDY, "vocabulary"),
         ([5], SamplingParams(logprobs=1000), "max_logprobs"),
         ([5], SamplingParams(logprobs=-1), "max_logprobs"),

@@ -396,9 +396,15 @@ _CONVERT_WHEN_TOLD = """
 import logging, sys, threading, time
 from pathlib import Path
 import torch
+from atom.model_loader.gguf import convert
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
 
+def told(*args, write=convert._convert):
+    print("Converting", file=sys.stderr)
+    return write(*args)
+
+convert._convert = told
 logging.basicConfig(level=logging.INFO)
 path, flags, number = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
 file = read_gguf(path)

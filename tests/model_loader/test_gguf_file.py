@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import struct
 from collections.abc import Callable
 from pathlib import Path
@@ -164,8 +165,8 @@ def test_damaged_headers_never_raise_anything_else(
         content[position] = data.draw(st.integers(0, 255))
     path = tmp_path_factory.mktemp("damaged") / "damaged.gguf"
     path.write_bytes(content)
-    with pytest.raises((WeightError, ConfigError)):
-        read_gguf(path)
+    with contextlib.suppress(WeightError, ConfigError):
+        assert not read_gguf(path).tensors  # a file may hold nothing but metadata
 
 
 def header(num_tensors: int, num_values: int, rest: bytes = b"") -> bytes:

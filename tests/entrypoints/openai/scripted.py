@@ -191,7 +191,7 @@ def _write_draft(vocab_size: int, folder: Path) -> None:
         "max_position_embeddings": 4096,
         "norm_before_residual": True,
         "eagle_config": {
-            "eagle_aux_hidden_state_layer_ids": [1, 2, 3],
+            "eagle_aux_hidden_state_layer_ids": [0, 1, 2],
             "use_aux_hidden_state": True,
         },
     }
@@ -202,7 +202,7 @@ def _write_draft(vocab_size: int, folder: Path) -> None:
     kept = identity.clone()
     kept[HALF + 1 :] = 0
     tensors = {
-        "fc": torch.cat((identity, zero, zero), dim=1),
+        "fc": torch.cat((zero, identity, zero), dim=1),
         "norm": torch.ones(SIZE),
         "midlayer.input_layernorm": torch.ones(SIZE),
         "midlayer.hidden_norm": torch.ones(SIZE),

@@ -30,7 +30,7 @@ def guarded(
 ) -> Iterator[ServerProcess]:
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(
-        "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}"
+        "{% for m in messages %}{% if m.content == 'z' %}{{ raise_exception('no z here') }}"
         "{% endif %}[{{ m.role }}]{{ m.content }}{% endfor %}{{ mood }}"
     )
     flags = ["--api-key", "first", "second", "--cors-allow-origin", ORIGIN]
@@ -125,10 +125,10 @@ def test_the_given_chat_template(guarded: ServerProcess) -> None:
     tokens = guarded.post("/tokenize", json=body, headers=KEY).json()["tokens"]
     text = guarded.post("/detokenize", json={"tokens": tokens}, headers=KEY).json()["prompt"]
     assert text == "[system]x[user]y!"
-    body = {"messages": [{"role": "tool", "content": "z"}]}
+    body = {"messages": [{"role": "user", "content": "z"}]}
     response = guarded.post("/v1/chat/completions", json=body, headers=KEY)
     assert response.status_code == 400
-    assert "no tools here" in response.json()["error"]["message"]
+    assert "no z here" in response.json()["error"]["message"]
 
 
 def test_a_full_queue_is_429(guarded: ServerProcess) -> None:

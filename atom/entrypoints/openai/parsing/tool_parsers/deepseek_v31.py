@@ -30,11 +30,12 @@ class DeepseekV31(SectionFormat):
     call_end = frozenset({CALL_END, SECTION[1]})
 
     def read_call(self, text: TextStream, out: DeltaWriter) -> Steps[str | None]:
-        name: list[str] = []
-        marker = yield from text.until(self.all, name.append)
-        if marker != SEPARATOR:
+        pieces: list[str] = []
+        marker = yield from text.until(self.all, pieces.append)
+        name = "".join(pieces).strip()
+        if marker != SEPARATOR or not name:
             return marker  # None: cut before the name was whole
-        out.begin_call("".join(name).strip())
+        out.begin_call(name)
         marker = yield from self.read_arguments(text, out.arguments)
         if marker is None:
             out.cut_call()

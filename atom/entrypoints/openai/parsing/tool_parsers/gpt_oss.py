@@ -96,7 +96,7 @@ class GptOss(ToolFormat):
         else:
             is_thought = self.reasons and _ANALYSIS.search(head)
             emit = out.reasoning if is_thought else out.content
-            marker = yield from text.until(self.own, emit)
+            marker = yield from text.until(self.all, emit)
             out.marker()
         # Where a head follows without an end before it, it is read as one.
-        return marker if marker in self.opening else None
+        return None if marker in self.call_end else marker
