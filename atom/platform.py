@@ -1,4 +1,4 @@
-"""Hardware detection. No other file asks which hardware there is."""
+"""Hardware detection: which platform there is, its architecture, memory and processors."""
 
 from __future__ import annotations
 

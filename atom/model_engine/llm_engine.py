@@ -69,10 +69,6 @@ class LLMEngine:
         return self._core
 
     @property
-    def is_asleep(self) -> bool:
-        return self._core is None
-
-    @property
     def is_computing(self) -> bool:
         """Whether the model runs at this moment."""
         return self._core is not None and self._core.is_computing

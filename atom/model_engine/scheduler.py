@@ -30,6 +30,7 @@ from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.planned_batch import PlannedBatch
 from atom.model_engine.prefix_cache import PrefixCache
 from atom.model_engine.sequence import DraftCounts, Sequence, SequenceQueue, SequenceStatus
+from atom.model_engine.suspects import Suspects
 from atom.spec_decode.base import NO_LOOKAHEAD, Lookahead
 from atom.stats import SpecDecodeCounter
 
@@ -85,8 +86,7 @@ class Scheduler:
             kv_cache_dtype=limits.kv_cache_dtype,
         )
         self._refused: list[RefusedSequence] = []
-        # Groups of suspects, each by id; only the first group may be running.
-        self._suspects: list[dict[str, Sequence]] = []
+        self._suspects = Suspects()
 
     @property
     def has_unfinished(self) -> bool:
@@ -204,15 +204,11 @@ class Scheduler:
             self._preempt(seq)
         if cause is None:
             return
-        if len(rows) == 1 and self._is_suspect(rows[0]):
+        if len(rows) == 1 and rows[0] in self._suspects:
             self._refused.append(RefusedSequence(rows[0].request.id, cause, is_fault=True))
             self._finish(rows[0])
             return
-        for seq in rows:
-            self._remove_suspect(seq.request.id)
-        size = 1 if one_by_one else max((len(rows) + 1) // 2, 1)
-        parts = (rows[start : start + size] for start in range(0, len(rows), size))
-        self._suspects[:0] = [{seq.request.id: seq for seq in part} for part in parts]
+        self._suspects.add(rows, one_by_one=one_by_one)
 
     def take_refused(self) -> list[RefusedSequence]:
         """The sequences refused by `update` or `give_back` since the last call."""
@@ -306,7 +302,7 @@ class Scheduler:
         most = self._options.max_num_seqs
         while plan.budget > 0 and len(self._running) < most and self._waiting:
             seq = self._waiting[0]
-            if self._is_suspect(seq):
+            if seq in self._suspects:
                 return
             count = self._start(seq, plan.budget)
             if count == 0:
@@ -321,7 +317,7 @@ class Scheduler:
         Sequences that passed this check keep their blocks; if they leave no room, they run on until
         there is some. A suspect gets blocks for all its known tokens when it starts.
         """
-        for seq in self._suspects[0].values() if self._suspects else ():
+        for seq in self._suspects.first_group():
             if plan.budget == 0:
                 break
             if seq.status is SequenceStatus.RUNNING:
@@ -333,14 +329,6 @@ class Scheduler:
                 break
             plan.start(seq, count)
         return bool(plan.sequences)
-
-    def _is_suspect(self, seq: Sequence) -> bool:
-        return any(seq.request.id in group for group in self._suspects)
-
-    def _remove_suspect(self, id: str) -> None:
-        for group in self._suspects:
-            group.pop(id, None)
-        self._suspects = [group for group in self._suspects if group]
 
     def _start(self, seq: Sequence, budget: int) -> int:
         """Move a waiting sequence to the running ones.
@@ -399,7 +387,7 @@ class Scheduler:
             self._prefixes.publish(seq)
             return None
         if self._suspects:
-            self._remove_suspect(scheduled.id)
+            self._suspects.discard(scheduled.id)
         if result.failure is not None and not token_ids:
             self._refuse(seq, result.failure)
             return None
@@ -444,8 +432,7 @@ class Scheduler:
         seq.status = SequenceStatus.FINISHED
         seq.block_ids = []
         del self._live[seq.request.id]
-        if self._suspects:
-            self._remove_suspect(seq.request.id)
+        self._suspects.discard(seq.request.id)
 
     def _release(self, seq: Sequence) -> None:
         """Stop running a sequence: free its blocks and its row."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
@@ -68,22 +68,16 @@ def prepare_chat(
             ends_at_repeat=use.mode == "required",
         )
 
-    def create_end() -> Callable[[str], bool]:
-        parser = create_parser(0)
-
-        def is_end(text: str) -> bool:
-            parser.feed(text)
-            return parser.is_closed
-
-        return is_end
-
     constrained = _constrained(params, use, reasoning_end, options)
     generation = Generation(
         id=answer_id,
         model=model,
         created=int(time.time()),
         prompts=[prompt],
-        params=PreparedParams(constrained, create_end if use.mode == "required" else None),
+        params=PreparedParams(
+            constrained,
+            (lambda: create_parser(0).closes_after) if use.mode == "required" else None,
+        ),
         priority=body.priority or 0,
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),

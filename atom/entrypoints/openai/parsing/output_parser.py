@@ -87,6 +87,11 @@ class ChatOutputParser:
         """Whether a repeated call has ended the answer."""
         return self._repeats is not None and self._repeats.is_closed
 
+    def closes_after(self, text: str) -> bool:
+        """Take the next piece of the text; whether a repeated call has ended the answer."""
+        self.feed(text)
+        return self.is_closed
+
     def feed(self, text: str) -> list[ChatDelta]:
         """Take the next piece of the text; returns what is certain now."""
         if self.finish_reason is not None:
