@@ -10,28 +10,31 @@ import torch
 if TYPE_CHECKING:
     from atom.model_ops.registry import OpChoice, OpQuery
 
-_HEADER = ("op", "runs", "where", "better ones passed over")
+_HEADER = ("op", "runs", "where", "its cost, and better ones passed over")
 # Up to this many sizes are listed; more are only counted.
 _MOST_VALUES = 4
 
 _Reasons = tuple[tuple[str, str], ...]
+_Decision = tuple[str, _Reasons, str]
 
 
 def format_choices(choices: Iterable[OpChoice]) -> str:
     """One row per distinct decision.
 
-    If an op has several, the column `where` distinguishes them by dtypes and sizes. Each better
-    implementation has a line with its reason.
+    If an op has several, the column `where` distinguishes them by dtypes and sizes. What a choice
+    costs has a line, and so has each better implementation with its reason.
     """
-    decisions: dict[str, dict[tuple[str, _Reasons], list[OpQuery]]] = {}
+    decisions: dict[str, dict[_Decision, list[OpQuery]]] = {}
     for choice in choices:
         of_op = decisions.setdefault(choice.op, {})
-        of_op.setdefault((choice.name, choice.passed_over), []).append(choice.query)
+        decision = choice.name, choice.passed_over, choice.note
+        of_op.setdefault(decision, []).append(choice.query)
     lines: list[Sequence[str]] = [_HEADER]
     for op, of_op in decisions.items():
         apart = _telling_apart(list(of_op.values()))
-        for (name, passed_over), queries in of_op.items():
-            reasons = [f"not {better}: {' '.join(why.split())}" for better, why in passed_over]
+        for (name, passed_over, note), queries in of_op.items():
+            reasons = [note] if note else []
+            reasons += [f"not {better}: {' '.join(why.split())}" for better, why in passed_over]
             lines.append((op, name, _where(queries, apart), *(reasons[:1] or [""])))
             lines += [("", "", "", reason) for reason in reasons[1:]]
     columns = list(zip(*lines, strict=True))[:-1]
@@ -61,7 +64,12 @@ def _values(queries: Sequence[OpQuery]) -> Mapping[str, Mapping[str, None]]:
     """Each property's distinct values, in order."""
     values: dict[str, dict[str, None]] = {}
     for query in queries:
-        properties = {"dtype": _short(query.dtype), "cache": _short(query.storage), **query.shape}
+        properties = {
+            "dtype": _short(query.dtype),
+            "cache": _short(query.storage),
+            "weights": f"[{query.weights}]",
+            **query.shape,
+        }
         for name, value in properties.items():
             values.setdefault(name, {})[str(value)] = None
     return values

@@ -20,7 +20,13 @@ _FOLDERS: Mapping[str, Callable[[OpQuery], str | None]] = {
 }
 
 
-def _kernel(function: str, refuses: str | None = None, layout: str = PLAIN) -> Implementation:
+def _kernel(
+    function: str,
+    refuses: str | None = None,
+    layout: str = PLAIN,
+    prepare: str | None = None,
+    note: Callable[[OpQuery], str] = lambda _: "",
+) -> Implementation:
     """One implementation. Nothing that it names is imported before it is needed.
 
     Args:
@@ -28,6 +34,8 @@ def _kernel(function: str, refuses: str | None = None, layout: str = PLAIN) -> I
         refuses: path of a function that returns why `function` cannot run, or None if it can. None
             if the folder's check suffices.
         layout: of the KV cache.
+        prepare: path of the function that converts weights once after loading.
+        note: what the choice costs.
     """
     folder = function.partition(".")[0]
 
@@ -37,7 +45,12 @@ def _kernel(function: str, refuses: str | None = None, layout: str = PLAIN) -> I
             reason = _find(refuses)(query)
         return reason
 
-    return Implementation(folder, supports, lambda: _find(function), layout)
+    load_prepare = None if prepare is None else lambda: _find(prepare)
+    return Implementation(folder, supports, lambda: _find(function), layout, load_prepare, note)
+
+
+def _dequantised(query: OpQuery) -> str:
+    return f"dequantised when loaded: {query.dtype.itemsize} bytes a weight"
 
 
 def _find(path: str) -> Any:
@@ -50,6 +63,17 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("aiter.linear:linear", "aiter.linear:refuses"),
         _kernel("native.linear:linear", "native.linear:refuses"),
         _kernel("torch.linear:linear"),
+    ),
+    "quant_linear": (
+        _kernel(
+            "native.quant:quant_linear",
+            "native.linear:refuses",
+            prepare="torch.quant:prepare_linear",
+            note=_dequantised,
+        ),
+        _kernel(
+            "torch.quant:quant_linear", prepare="torch.quant:prepare_linear", note=_dequantised
+        ),
     ),
     # aiter's product rounds to the type of the weights first for shapes that it has not tuned.
     "logits": (
@@ -127,6 +151,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("aiter.moe:moe_experts", "aiter.moe:refuses_experts"),
         _kernel("triton.moe_experts:moe_experts", "triton.moe_align:refuses"),
         _kernel("torch.moe:moe_experts"),
+    ),
+    "quant_experts": (
+        _kernel(
+            "torch.quant:quant_experts", prepare="torch.quant:prepare_experts", note=_dequantised
+        ),
     ),
     "choose_tokens": (
         _kernel("triton.choose_tokens:choose_tokens", "triton.choose_tokens:refuses"),

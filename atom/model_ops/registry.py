@@ -15,6 +15,7 @@ import torch
 
 from atom.config import op_override
 from atom.model_ops.op_report import format_choices
+from atom.model_ops.quant.weights import WeightFormat
 from atom.platform import Platform
 
 # KV cache layouts: plain, as described in `metadata`, unless all ops of a cache agree on another.
@@ -31,12 +32,14 @@ class OpQuery:
         dtype: of weights and activations.
         shape: relevant sizes by name (`head_dim`, `in_features`, ...).
         storage: dtype of the KV cache, for ops that use one.
+        weights: format of quantised weights, for ops that read them.
     """
 
     platform: Platform
     dtype: torch.dtype
     shape: Mapping[str, int]
     storage: torch.dtype | None = None
+    weights: WeightFormat | None = None
 
 
 @dataclass(frozen=True)
@@ -48,12 +51,17 @@ class Implementation:
         supports: returns None if it can run, else the reason why not.
         load: imports and returns the function; called only if selected.
         layout: KV cache layout that it needs.
+        load_prepare: imports and returns the function that converts weights, once after loading, to
+            the layout that the op reads; None if it reads them as they are.
+        note: what the choice costs, for the table of ops; "" if nothing.
     """
 
     name: str
     supports: Callable[[OpQuery], str | None]
     load: Callable[[], Any]
     layout: str = PLAIN
+    load_prepare: Callable[[], Any] | None = None
+    note: Callable[[OpQuery], str] = lambda _: ""
 
 
 @dataclass(frozen=True)
@@ -66,6 +74,8 @@ class OpChoice:
     function: Any
     passed_over: tuple[tuple[str, str], ...]
     layout: str = PLAIN
+    prepare: Callable[..., Any] | None = None
+    note: str = ""
 
 
 def preference(platform: Platform) -> tuple[str, ...]:
@@ -101,11 +111,23 @@ class OpTable:
         Raises:
             OpUnavailableError: when there is none, or an override cannot be honoured.
         """
-        key = (op, dtype, storage, *sorted(shape.items()))
+        return self._plain_choice(op, OpQuery(self.platform, dtype, shape, storage)).function
+
+    def resolve_weights(
+        self, op: str, dtype: torch.dtype, weights: WeightFormat | None, /, **shape: int
+    ) -> OpChoice:
+        """The choice for an op on weights, whose `prepare` converts them once after loading.
+
+        Raises:
+            OpUnavailableError: when there is none, or an override cannot be honoured.
+        """
+        return self._plain_choice(op, OpQuery(self.platform, dtype, shape, weights=weights))
+
+    def _plain_choice(self, op: str, query: OpQuery) -> OpChoice:
+        key = (op, query.dtype, query.storage, query.weights, *sorted(query.shape.items()))
         if key not in self._choices:
-            query = OpQuery(self.platform, dtype, shape, storage)
             self._choices[key] = self._choose(op, query, PLAIN)
-        return self._choices[key].function
+        return self._choices[key]
 
     def resolve_together(
         self,
@@ -157,12 +179,15 @@ class OpTable:
                     candidate.load(),
                     tuple(passed_over),
                     candidate.layout,
+                    candidate.load_prepare() if candidate.load_prepare is not None else None,
+                    candidate.note(query),
                 )
             passed_over.append((candidate.name, reason))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
         raise OpUnavailableError(
             f"no implementation of {op} runs on {query.platform.kind} ({query.platform.arch}) with "
-            f"{query.dtype} and {dict(query.shape)}: {reasons}"
+            f"{query.dtype}{'' if query.weights is None else f', {query.weights}'} and "
+            f"{dict(query.shape)}: {reasons}"
         )
 
     def _candidates(self, op: str) -> list[Implementation]:

@@ -9,12 +9,13 @@ import torch
 from model_ops.batches import Part, attention_metadata
 
 from atom.model_ops.kernels.torch.attention import kv_cache_write, paged_attention
+from atom.model_ops.kernels.torch.elementwise import silu_and_mul
 from atom.model_ops.kernels.torch.mla import (
     absorb_limit,
     mla_attention,
     mla_cache_write,
 )
-from atom.model_ops.kernels.torch.moe import moe_experts, moe_experts_on_device
+from atom.model_ops.kernels.torch.moe import moe_experts, sum_experts_on_device
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 
 CPU = torch.device("cpu")
@@ -101,5 +102,5 @@ def test_experts_on_the_device(num_experts: int, tokens: int) -> None:
     ids = torch.stack([torch.randperm(num_experts, generator=generator)[:2] for _ in range(tokens)])
     weights = torch.rand(tokens, 2, generator=generator)
     expected = moe_experts(x, w13, w2, weights, ids)
-    out = moe_experts_on_device(x, w13, w2, weights, ids)
+    out = sum_experts_on_device(x, w13, w2, weights, ids, silu_and_mul)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

@@ -34,7 +34,7 @@ def test_every_better_one_that_was_passed_over_has_a_reason() -> None:
     table = OpTable(MI300X, {"op": entries})
     assert table.resolve("op", torch.bfloat16, head_dim=64) == "torch"
     assert table.describe().splitlines() == [
-        "op  runs   better ones passed over",
+        "op  runs   its cost, and better ones passed over",
         "op  torch  not aiter: no such entry point",
         "           not gluon: wrong shape",
     ]
@@ -48,7 +48,7 @@ def test_the_table_tells_decisions_of_an_op_apart() -> None:
     for size, width in ((2, 1), (8, 1), (3, 1), (9, 1)):
         table.resolve("op", torch.bfloat16, size=size, width=width)
     assert table.describe().splitlines() == [
-        "op  runs    where     better ones passed over",
+        "op  runs    where     its cost, and better ones passed over",
         "op  torch   size=2,3  not triton: too small",
         "op  triton  size=8,9",
     ]

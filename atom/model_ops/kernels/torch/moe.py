@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import accumulate
 
 import torch
@@ -9,6 +10,8 @@ import torch
 from atom.model_ops.kernels.torch.elementwise import silu_and_mul
 from atom.model_ops.kernels.torch.linear import linear
 from atom.model_ops.routing import Routing
+
+_Activate = Callable[[torch.Tensor], torch.Tensor]
 
 
 def moe_route(
@@ -54,10 +57,22 @@ def moe_experts(
     w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter]. Each expert's
     weights are read once, and only if a token chose it.
     """
+    return sum_experts(x, w13, w2, weights, ids, silu_and_mul)
+
+
+def sum_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    activate: _Activate,
+) -> torch.Tensor:
+    """`moe_experts` with another function [..., 2 * inter] -> [..., inter] between the products."""
     if x.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
-        return moe_experts_on_device(x, w13, w2, weights, ids)
+        return sum_experts_on_device(x, w13, w2, weights, ids, activate)
     if x.shape[0] == 1:
-        parts = [_expert(x, w13[e], w2[e]) for e in ids[0].tolist()]
+        parts = [_expert(x, w13[e], w2[e], activate) for e in ids[0].tolist()]
         return _weighted_sum(torch.stack(parts, dim=1), weights).to(x.dtype)
     num_tokens, top_k = ids.shape
     pairs = ids.flatten()
@@ -69,19 +84,20 @@ def moe_experts(
     for expert, (count, end) in enumerate(zip(counts, ends, strict=True)):
         if count:
             rows = slice(end - count, end)
-            results[rows] = _expert(sorted_x[rows], w13[expert], w2[expert])
+            results[rows] = _expert(sorted_x[rows], w13[expert], w2[expert], activate)
     # Back to token order, so that a token's sum does not depend on its batch.
     in_order = torch.empty_like(results)
     in_order[order] = results
     return _weighted_sum(in_order.view(num_tokens, top_k, -1), weights).to(x.dtype)
 
 
-def moe_experts_on_device(
+def sum_experts_on_device(
     x: torch.Tensor,
     w13: torch.Tensor,
     w2: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    activate: _Activate,
 ) -> torch.Tensor:
     """The same sum without a host sync, for graphs.
 
@@ -92,20 +108,24 @@ def moe_experts_on_device(
     # A copy reads, writes and reads again what computing all experts reads once.
     if 3 * ids.numel() <= w13.shape[0]:
         visits = x.repeat_interleave(top_k, dim=0)[:, None]
-        results = _all_experts(visits, w13[ids.flatten()], w2[ids.flatten()])
+        results = _all_experts(visits, w13[ids.flatten()], w2[ids.flatten()], activate)
         return _weighted_sum(results.view(num_tokens, top_k, -1), weights).to(x.dtype)
-    everyone = _all_experts(x.expand(w13.shape[0], *x.shape), w13, w2).transpose(0, 1)
+    everyone = _all_experts(x.expand(w13.shape[0], *x.shape), w13, w2, activate).transpose(0, 1)
     chosen = everyone.gather(1, ids[:, :, None].expand(-1, -1, everyone.shape[-1]))
     return _weighted_sum(chosen, weights).to(x.dtype)
 
 
-def _all_experts(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
+def _all_experts(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, activate: _Activate
+) -> torch.Tensor:
     """x [experts, rows, hidden] -> the same shape, each expert on its own rows."""
-    return torch.bmm(silu_and_mul(torch.bmm(x, w13.transpose(1, 2))), w2.transpose(1, 2))
+    return torch.bmm(activate(torch.bmm(x, w13.transpose(1, 2))), w2.transpose(1, 2))
 
 
-def _expert(x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
-    return linear(silu_and_mul(linear(x, w13, None)), w2, None)
+def _expert(
+    x: torch.Tensor, w13: torch.Tensor, w2: torch.Tensor, activate: _Activate
+) -> torch.Tensor:
+    return linear(activate(linear(x, w13, None)), w2, None)
 
 
 def _weighted_sum(results: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:

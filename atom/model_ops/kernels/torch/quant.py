@@ -1,0 +1,80 @@
+"""Products with quantised weights, which are dequantised once, when they are loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from atom.model_ops.kernels.torch.elementwise import silu_and_mul
+from atom.model_ops.kernels.torch.linear import linear
+from atom.model_ops.kernels.torch.moe import sum_experts
+from atom.model_ops.kernels.torch.quantise import requantise
+from atom.model_ops.quant.weights import Activations, QuantWeights, dequantise
+
+# Weights of experts are dequantised in parts of this size.
+_PART_WEIGHTS = 1 << 24
+
+
+@dataclass
+class DenseWeights:
+    """Dequantised weights.
+
+    Attributes:
+        weight: [out, in], or [experts, out, in].
+        activations: how inputs are rounded before the product.
+    """
+
+    weight: torch.Tensor
+    activations: Activations | None
+    input_scale: torch.Tensor | None
+
+    def round_inputs(self, x: torch.Tensor) -> torch.Tensor:
+        """x [..., in] -> the numbers that the product gets, as dtype of the weights."""
+        if self.activations is None:
+            return x
+        return requantise(x, self.activations, self.input_scale).to(x.dtype)
+
+
+def prepare_linear(weights: QuantWeights, dtype: torch.dtype) -> DenseWeights:
+    """Dequantise the weights to `dtype`."""
+    dense = dequantise(weights, dtype).contiguous()
+    return DenseWeights(dense, weights.format.activations, weights.input_scale)
+
+
+def prepare_experts(
+    w13: QuantWeights, w2: QuantWeights, dtype: torch.dtype
+) -> tuple[DenseWeights, DenseWeights]:
+    """Dequantise the weights of all experts to `dtype`, expert by expert."""
+    return _dense_experts(w13, dtype), _dense_experts(w2, dtype)
+
+
+def _dense_experts(weights: QuantWeights, dtype: torch.dtype) -> DenseWeights:
+    num_experts = weights.codes.shape[0]
+    out, columns = weights.shape
+    dense = torch.empty(num_experts, out, columns, dtype=dtype, device=weights.codes.device)
+    step = max(1, _PART_WEIGHTS // (out * columns))
+    for start in range(0, num_experts, step):
+        part = weights.experts(start, start + step)
+        dense[start : start + step] = dequantise(part, dtype)
+    return DenseWeights(dense, weights.format.activations, weights.input_scale)
+
+
+def quant_linear(x: torch.Tensor, weights: DenseWeights, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [..., in] -> [..., out]."""
+    return linear(weights.round_inputs(x), weights.weight, bias)
+
+
+def quant_experts(
+    x: torch.Tensor,
+    w13: DenseWeights,
+    w2: DenseWeights,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden]."""
+
+    def between(gate_up: torch.Tensor) -> torch.Tensor:
+        return w2.round_inputs(silu_and_mul(gate_up))
+
+    return sum_experts(w13.round_inputs(x), w13.weight, w2.weight, weights, ids, between)
