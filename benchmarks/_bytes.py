@@ -117,11 +117,11 @@ def model_bytes(model: CausalLM) -> ModelBytes:
     experts = [m for m in model.modules() if isinstance(m, FusedMoE)]
     own_head = any(True for _ in model.output_head.parameters())
     left_out = sum(_bytes(e.weight) for e in embeddings) if own_head else 0
-    left_out += sum(_bytes(layer.w13) + _bytes(layer.w2) for layer in experts)
+    left_out += sum(_bytes(layer.w13_weight) + _bytes(layer.w2_weight) for layer in experts)
     return ModelBytes(
         always=total - left_out,
         embedding_row=_bytes(model.token_embedding.weight[0]),
-        expert=tuple(_bytes(layer.w13[0]) + _bytes(layer.w2[0]) for layer in experts),
+        expert=tuple(_bytes(layer.w13_weight[0]) + _bytes(layer.w2_weight[0]) for layer in experts),
         cached_token=_cached_token_bytes(model),
     )
 

@@ -320,14 +320,15 @@ class Experts:
         ops = FoundOps(self._platform, self.op, implementation)
         context = LayerContext(self._dtype, self._platform.device, ops, 1)
         self._layer = None  # its memory first
-        layer = FusedMoE(s.experts, s.hidden, s.intermediate, context)
+        layer = FusedMoE(s.experts, s.hidden, s.intermediate, context, "experts")
         generator = torch.Generator(context.device).manual_seed(2)
-        for weight, width in ((layer.w13, s.hidden), (layer.w2, s.intermediate)):
+        for weight, width in ((layer.w13_weight, s.hidden), (layer.w2_weight, s.intermediate)):
             weight.normal_(std=width**-0.5, generator=generator)
-        self._layer, self._run = layer, ops.functions[self.op]
+        layer.process_after_loading()
+        self._layer = layer
 
     def calls(self, case: Case) -> Calls:
-        s, layer, run = self._sizes, self._layer, self._run
+        s, layer = self._sizes, self._layer
         assert layer is not None, "use() comes first"
         generator = torch.Generator(self._platform.device).manual_seed(case.batch)
         device = self._platform.device
@@ -345,7 +346,7 @@ class Experts:
         ]  # fmt: skip
 
         def call(drawn: torch.Tensor) -> Callable[[], torch.Tensor]:
-            return lambda: run(x, layer.w13, layer.w2, weights, drawn)
+            return lambda: layer(x, weights, drawn)
 
         return Calls([call(drawn) for drawn in ids], sum(sizes) / len(sizes))
 

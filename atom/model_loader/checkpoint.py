@@ -26,6 +26,9 @@ _DTYPES = {
     "I16": torch.int16,
     "I8": torch.int8,
     "U8": torch.uint8,
+    "U32": torch.uint32,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
     "BOOL": torch.bool,
 }
 _MOST_DIMENSIONS = 8

@@ -6,9 +6,13 @@ import math
 
 import torch
 
+_NAN_BITS = 0x7F  # of float8_e4m3fn, which has no infinity
+
 
 def may_be_infinite(values: torch.Tensor) -> bool:
     """False if the sum is finite, and hence all values; one pass without extra memory."""
+    if values.dtype is torch.float8_e4m3fn:
+        return bool(_is_nan(values).any())
     return values.is_floating_point() and not math.isfinite(values.sum().item())
 
 
@@ -20,5 +24,11 @@ def check_finite(values: torch.Tensor) -> None:
     """
     if not may_be_infinite(values):
         return
-    if count := int(values.numel() - values.isfinite().sum()):
+    is_fp8 = values.dtype is torch.float8_e4m3fn
+    bad = _is_nan(values) if is_fp8 else ~values.isfinite()
+    if count := int(bad.sum()):
         raise ValueError(f"{count} of {values.numel()} values are NaN or infinite")
+
+
+def _is_nan(values: torch.Tensor) -> torch.Tensor:
+    return (values.view(torch.uint8) & _NAN_BITS) == _NAN_BITS

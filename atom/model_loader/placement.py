@@ -19,6 +19,7 @@ from atom.model_ops.weights import copy_weight
 
 # Types that need no scale to be interpreted.
 _VALUE_TYPES = {"F64", "F32", "F16", "BF16"}
+_NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
 
 
 @dataclass(frozen=True)
@@ -105,7 +106,7 @@ def place_tensors(
         if filled[target_name] and (shard is None or filled[target_name] & {shard, None}):
             problems.append(f"{tensor.name} is given twice")
         filled[target_name].add(shard)
-        if tensor.dtype not in _VALUE_TYPES and target.parameter.is_floating_point():
+        if tensor.dtype not in _VALUE_TYPES and target.parameter.dtype in _NUMBERS:
             problems.append(f"{tensor.name} is stored as {tensor.dtype}, which has no plain values")
         placements.append(Placement(tensor, target, shard))
     if unexpected:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -19,8 +18,10 @@ from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.gguf.tensors import automatic_dtype
 from atom.model_loader.hub import download, looks_like_path
+from atom.model_loader.quantization import config_levels, read_quantization
 from atom.model_loader.read_files import check_folder, read_tokenizer
 from atom.model_loader.tied import untie_different_head
+from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
 from atom.models.config_check import check_config
 from atom.models.config_file import check_regular, is_there, read_json_object
 from atom.models.hf_configs import register_model_types
@@ -48,6 +49,7 @@ class ModelSource:
     eos_token_ids: tokens that end a generation.
     default_dtype: what `--dtype auto` means for this checkpoint.
     sampling_defaults: `SamplingParams` fields for requests that do not give them.
+    quantization: how the weights are stored.
     """
 
     path: Path
@@ -56,6 +58,7 @@ class ModelSource:
     eos_token_ids: frozenset[int]
     default_dtype: torch.dtype
     sampling_defaults: dict[str, Any] = field(default_factory=dict)
+    quantization: QuantConfig = field(default_factory=UnquantizedConfig)
 
 
 def resolve_model(options: ModelOptions) -> ModelSource:
@@ -76,13 +79,14 @@ def resolve_model(options: ModelOptions) -> ModelSource:
     else:
         folder, default_dtype = _from_gguf(gguf, options)
         raw = _read_config(folder)
+    quantization = read_quantization(folder, raw, with_weights=options.load_format != "dummy")
     config = _load_config(folder, raw, options)
     if options.load_format != "dummy":
         untie_different_head(config.get_text_config(), folder)
     eos_token_ids = _eos_token_ids(folder, raw, options)
     _check_tokens(eos_token_ids, config.get_text_config(), folder)
     defaults = sampling_defaults(_EMBEDDED_CONFIG if options.model is None else folder, options)
-    return ModelSource(folder, name, config, eos_token_ids, default_dtype, defaults)
+    return ModelSource(folder, name, config, eos_token_ids, default_dtype, defaults, quantization)
 
 
 def embedded_model() -> Path:
@@ -164,24 +168,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
     return raw
 
 
-def _levels(raw: dict[str, Any]) -> Iterable[dict[str, Any]]:
-    """The configuration, and its `text_config` if it has one."""
-    yield raw
-    inner = raw.get("text_config")
-    if isinstance(inner, dict):
-        yield inner
-
-
 def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions) -> None:
-    for level in _levels(raw):
-        quantization = level.get("quantization_config")
-        if quantization is not None and not _quantises_only_the_cache(quantization):
-            named = isinstance(quantization, dict) and quantization.get("quant_method")
-            method = named or "by an unnamed method"
-            raise ConfigError(
-                f"{folder} is quantised ({method}); quantised safetensors checkpoints are not "
-                f"supported yet. Use the unquantised checkpoint or a GGUF file"
-            )
     register_model_types()
     model_type = raw.get("model_type")
     if "auto_map" in raw and model_type not in CONFIG_MAPPING and not options.trust_remote_code:
@@ -189,24 +176,6 @@ def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions
             f"{folder} is of type {model_type!r}, which transformers does not know, and brings "
             f"its own code; --trust-remote-code runs that code, if you trust it"
         )
-
-
-def _quantises_only_the_cache(quantization: object) -> bool:
-    """Whether weights are unquantised and only the KV cache has per-tensor FP8 scales
-    (compressed-tensors).
-
-    The scales are loaded; `--kv-cache-dtype` decides whether they are used.
-    """
-    if not isinstance(quantization, dict):
-        return False
-    scheme = quantization.get("kv_cache_scheme")
-    return (
-        quantization.get("quant_method") == "compressed-tensors"
-        and not quantization.get("config_groups")
-        and isinstance(scheme, dict)
-        and (scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy"))
-        == (8, "float", "tensor")
-    )
 
 
 def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> PretrainedConfig:
@@ -224,7 +193,7 @@ def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> Pr
 
 def _default_dtype(folder: Path, raw: dict[str, Any]) -> torch.dtype:
     """The configuration's dtype, else the one in which most weights are stored."""
-    for level in _levels(raw):
+    for level in config_levels(raw):
         stated = level.get("dtype") or level.get("torch_dtype")
         if stated is not None:
             break
@@ -238,7 +207,7 @@ def _default_dtype(folder: Path, raw: dict[str, Any]) -> torch.dtype:
 def _eos_token_ids(folder: Path, raw: dict[str, Any], options: ModelOptions) -> frozenset[int]:
     path = folder / "generation_config.json"
     generation = read_json_object(path) if is_there(path) else {}
-    for level in (generation, *_levels(raw)):
+    for level in (generation, *config_levels(raw)):
         stated = level.get("eos_token_id")
         if stated is not None:
             ids = stated if isinstance(stated, list) else [stated]

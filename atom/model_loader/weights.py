@@ -11,6 +11,7 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
 
@@ -30,8 +31,7 @@ from atom.model_loader.sketch import M, check_fit
 from atom.model_loader.source import ModelSource
 from atom.model_loader.threads import one_torch_thread
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import process_after_loading
-from atom.model_ops.weight_mapping import WeightMapping
+from atom.model_ops.weight_mapping import ConvertsWeights, WeightMapping
 from atom.platform import default_num_threads
 
 __all__ = ["WeightError", "build_model", "load_weights"]
@@ -56,12 +56,27 @@ def build_model(
     Raises:
         ConfigError, WeightError: as `check_fit` and `load_weights`.
     """
+    context = replace(context, quant=source.quantization)
     is_dummy = options.load_format == "dummy"
     check_fit(create, None if is_dummy else list_tensors(source.path), source, context)
     model = create(context)
     load_weights(model, model.weight_mapping, source, options)
-    process_after_loading(model)
+    process_after_loading(model, source)
     return model
+
+
+def process_after_loading(model: nn.Module, source: ModelSource) -> None:
+    """Convert every layer's weights to the layout that its op reads, layer by layer.
+
+    Raises:
+        WeightError: for quantised weights whose values are of no use.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, ConvertsWeights):
+            try:
+                module.process_after_loading()
+            except ValueError as error:
+                raise_if_any([f"{name}: {error}"], source.path)
 
 
 def load_weights(

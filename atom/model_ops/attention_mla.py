@@ -5,36 +5,32 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import torch
-from torch import nn
 
 from atom.model_ops.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.kv_scale import KVScale
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import DequantisedMatrix, share_of
 from atom.model_ops.metadata import (
     MAX_DECODE_QUERIES,
     AttentionMetadata,
     CacheTensor,
     LatentCacheTensor,
 )
-from atom.model_ops.weights import copy_weight
+from atom.model_ops.quant.storage import Cut, Part
 
 
-class LatentUpProjection(nn.Module):
+class LatentUpProjection(DequantisedMatrix):
     """Weights [heads * (nope + v), rank] that expand a latent into each head's key part and value.
 
-    Not a linear layer: attention reads it per head, so it is never quantised.
+    Not a linear layer: attention reads it per head.
     """
 
-    def __init__(self, num_heads: int, rank: int, head_rows: int, context: LayerContext) -> None:
-        super().__init__()
-        self.group = context.group
+    def __init__(
+        self, num_heads: int, rank: int, head_rows: int, context: LayerContext, prefix: str
+    ) -> None:
         self.num_heads = context.group.divide(num_heads, "num_attention_heads")
-        self.weight = context.empty(self.num_heads * head_rows, rank)
-
-    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        if name != "weight" or shard is not None:
-            raise ValueError(f"a latent up projection has a weight only, not {name} {shard or ''}")
-        copy_weight(self.weight, self.group.shard(tensor, 0))
+        rows = share_of(context.group, num_heads * head_rows, "num_attention_heads")
+        super().__init__({None: Part(rows, Cut.whole(rank))}, False, context, prefix)
 
     def by_head(self) -> torch.Tensor:
         """[heads, nope + v, rank], a view."""

@@ -8,8 +8,7 @@ import torch
 
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.model_ops.ops import OPS
-from atom.model_ops.quant.base import QuantConfig
-from atom.model_ops.quant.unquantized import UnquantizedConfig
+from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
 from atom.model_ops.registry import OpTable
 from atom.platform import Platform, current_platform
 
@@ -20,7 +19,7 @@ class LayerContext:
     dtype, device: of weights and activations.
     ops: selects the implementation of each op.
     group: ranks that share the weights.
-    quant: how linear weights are stored.
+    quant: how weights are stored.
     max_model_len: longest context; the size of rotary tables.
     """
 

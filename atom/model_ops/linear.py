@@ -6,42 +6,142 @@ matrices along the output; `load_weight` copies each to its rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from itertools import accumulate
+from typing import Any
+
 import torch
 from torch import nn
 
+from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.quant.base import LayerKind
+from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
+from atom.model_ops.quant.weights import dequantise
+from atom.model_ops.weights import copy_weight
 
 
-class LinearBase(nn.Module):
-    """Base of all linear layers: this rank's sizes, a quant method, parameters."""
+class StackedMatrix(nn.Module):
+    """Weights of one product: the checkpoint's matrices in `parts`, one above the other.
+
+    Attributes:
+        weight: [out_features, in_features], if it is not quantised.
+        bias: [out_features], or None.
+    """
 
     weight: nn.Parameter
     bias: nn.Parameter | None
 
     def __init__(
-        self, in_features: int, out_features: int, bias: bool, context: LayerContext, prefix: str
+        self,
+        parts: Mapping[str | None, Part],
+        bias: bool,
+        context: LayerContext,
+        prefix: str,
+        kind: LayerKind = "linear",
     ) -> None:
         super().__init__()
-        self.in_features = in_features
-        self.out_features = out_features
-        self.has_bias = bias
         self.group = context.group
-        self.quant_method = context.quant.method_for(prefix)
-        self.quant_method.create_weights(self, context)
+        self.parts = parts
+        parent = prefix.rpartition(".")[0]
+        names = [f"{parent}.{part}".lstrip(".") for part in parts if part is not None]
+        method = context.quant.method_for(prefix, names, kind)
+        self.storage = MatrixStorage(self, tuple(parts.values()), method, context)
+        self.in_features = self.storage.columns
+        self.out_features = sum(self.storage.rows)
+        self.has_bias = bias
+        self.bias = context.empty(self.out_features) if bias else None
+        self._dtype = context.dtype
+
+    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
+        """Load tensor `name` of the checkpoint's matrix `shard`; None if there is only one."""
+        if shard not in self.parts:
+            matrices = ", ".join(str(part) for part in self.parts if part is not None)
+            raise ValueError(
+                f"{name} consists of {matrices}, not {shard}"
+                if matrices
+                else f"{name} has no shard {shard}"
+            )
+        part = self.parts[shard]
+        if name == "bias" and self.bias is not None:
+            self._load_bias(self.bias, tensor, part)
+        elif name in self.storage.stored:
+            self.storage.load(name, tensor, part)
+        else:
+            raise ValueError(f"it consists of {', '.join(self.storage.stored)}, not {name}")
+
+    def _load_bias(self, bias: torch.Tensor, tensor: torch.Tensor, part: Part) -> None:
+        rows = part.rows
+        if tensor.shape != (rows.total,):
+            raise ValueError(
+                f"the checkpoint holds shape {list(tensor.shape)}, the model wants [{rows.total}]"
+            )
+        mine = bias[part.offset : part.offset + rows.size]
+        copy_weight(mine, tensor[rows.start : rows.start + rows.size])
 
     def process_after_loading(self) -> None:
-        self.quant_method.process_after_loading(self)
+        """Convert quantised weights to the form that the layer uses."""
+        raise NotImplementedError
+
+
+class LinearBase(StackedMatrix):
+    """A product with its input."""
+
+    def __init__(
+        self,
+        parts: Mapping[str | None, Part],
+        bias: bool,
+        context: LayerContext,
+        prefix: str,
+    ) -> None:
+        super().__init__(parts, bias, context, prefix)
+        self._choice = context.ops.resolve_weights(
+            "linear" if self.storage.format is None else "quant_linear",
+            context.dtype,
+            self.storage.format,
+            in_features=self.in_features,
+            out_features=self.out_features,
+        )
+        self._product = self._choice.function
+        self._prepared: Any = None
+
+    def process_after_loading(self) -> None:
+        if self.storage.format is None:
+            return
+        self._prepared = self.storage.take()
+        if self._choice.prepare is not None:
+            self._prepared = self._choice.prepare(self._prepared, self._dtype)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.quant_method.apply(self, x)
+        """[..., in_features] -> [..., out_features]."""
+        weights = self._prepared
+        if weights is None:
+            weights = self.weight
+        out: torch.Tensor = self._product(x, weights, self.bias)
+        return out
+
+
+class DequantisedMatrix(StackedMatrix):
+    """Weights that are read otherwise than by a product with a layer's input.
+
+    Quantised ones are dequantised once, after loading.
+    """
+
+    def process_after_loading(self) -> None:
+        if self.storage.format is None:
+            return
+        weight = dequantise(self.storage.take(), self._dtype)
+        self.weight = nn.Parameter(weight, requires_grad=False)
 
 
 class ReplicatedLinear(LinearBase):
     """The whole matrix on every rank."""
 
-    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        _no_shard(name, shard)
-        self.quant_method.load(self, name, tensor, 0)
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool, context: LayerContext, prefix: str
+    ) -> None:
+        part = Part(Cut.whole(out_features), Cut.whole(in_features))
+        super().__init__({None: part}, bias, context, prefix)
 
 
 class ColumnParallelLinear(LinearBase):
@@ -50,12 +150,8 @@ class ColumnParallelLinear(LinearBase):
     def __init__(
         self, in_features: int, out_features: int, bias: bool, context: LayerContext, prefix: str
     ) -> None:
-        share = context.group.divide(out_features, "out_features")
-        super().__init__(in_features, share, bias, context, prefix)
-
-    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        _no_shard(name, shard)
-        self.quant_method.load(self, name, self.group.shard(tensor, 0), 0)
+        rows = share_of(context.group, out_features, "out_features")
+        super().__init__({None: Part(rows, Cut.whole(in_features))}, bias, context, prefix)
 
 
 class MergedColumnParallelLinear(LinearBase):
@@ -69,14 +165,8 @@ class MergedColumnParallelLinear(LinearBase):
         context: LayerContext,
         prefix: str,
     ) -> None:
-        self.shard_sizes = {k: context.group.divide(v, k) for k, v in shards.items()}
-        super().__init__(in_features, sum(self.shard_sizes.values()), bias, context, prefix)
-
-    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        offset = _shard_offset(self.shard_sizes, name, shard)
-        part = self.group.shard(tensor, 0)
-        _check_rows(part, self.shard_sizes[str(shard)])
-        self.quant_method.load(self, name, part, offset)
+        rows = {name: share_of(context.group, size, name) for name, size in shards.items()}
+        super().__init__(stack(rows, in_features), bias, context, prefix)
 
 
 class QKVParallelLinear(LinearBase):
@@ -95,27 +185,21 @@ class QKVParallelLinear(LinearBase):
         context: LayerContext,
         prefix: str,
     ) -> None:
-        size = context.group.size
+        rank, size = context.group.rank, context.group.size
         self.head_dim = head_dim
         self.num_heads = context.group.divide(num_heads, "num_attention_heads")
-        self.kv_replicas = max(1, size // num_kv_heads)
-        if num_kv_heads * self.kv_replicas % size:
+        replicas = max(1, size // num_kv_heads)
+        if num_kv_heads * replicas % size:
             raise ValueError(f"num_key_value_heads={num_kv_heads} does not split over {size} ranks")
-        self.num_kv_heads = num_kv_heads * self.kv_replicas // size
-        self.shard_sizes = {
-            "q_proj": self.num_heads * head_dim,
-            "k_proj": self.num_kv_heads * head_dim,
-            "v_proj": self.num_kv_heads * head_dim,
+        self.num_kv_heads = num_kv_heads * replicas // size
+        q, kv = self.num_heads * head_dim, self.num_kv_heads * head_dim
+        kv_rows = Cut(rank // replicas * kv, kv, num_kv_heads * head_dim)
+        rows = {
+            "q_proj": Cut(rank * q, q, num_heads * head_dim),
+            "k_proj": kv_rows,
+            "v_proj": kv_rows,
         }
-        super().__init__(in_features, sum(self.shard_sizes.values()), bias, context, prefix)
-
-    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        offset = _shard_offset(self.shard_sizes, name, shard)
-        rows = self.shard_sizes[str(shard)]
-        replicas = 1 if shard == "q_proj" else self.kv_replicas
-        _check_rows(tensor, rows * self.group.size // replicas)
-        part = tensor.narrow(0, self.group.rank // replicas * rows, rows)
-        self.quant_method.load(self, name, part, offset)
+        super().__init__(stack(rows, in_features), bias, context, prefix)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, out_features] -> q [T, heads, d], k and v [T, kv_heads, d], views."""
@@ -140,42 +224,35 @@ class RowParallelLinear(LinearBase):
         reduce: bool = True,
     ) -> None:
         self.reduce = reduce
-        share = context.group.divide(in_features, "in_features")
+        columns = share_of(context.group, in_features, "in_features")
+        part = Part(Cut.whole(out_features), columns)
         # Only the first rank adds the bias, before the sum.
-        super().__init__(share, out_features, bias and context.group.rank == 0, context, prefix)
+        super().__init__({None: part}, bias and context.group.rank == 0, context, prefix)
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        _no_shard(name, shard)
-        if name == "bias":
-            if self.has_bias:
-                self.quant_method.load(self, name, tensor, 0)
-            return
-        self.quant_method.load(self, name, self.group.shard(tensor, 1), 0)
+        if name != "bias" or self.has_bias:
+            super().load_weight(name, tensor, shard)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x)
         return self.group.all_reduce(out) if self.reduce else out
 
 
-def process_after_loading(model: nn.Module) -> None:
-    """Convert every linear layer's weights to the layout that its op needs."""
-    for module in model.modules():
-        if isinstance(module, LinearBase):
-            module.process_after_loading()
+def share_of(group: ParallelGroup, total: int, what: str) -> Cut:
+    """This rank's share of a dimension.
+
+    Raises:
+        ValueError: when it does not split evenly.
+    """
+    size = group.divide(total, what)
+    return Cut(group.rank * size, size, total)
 
 
-def _no_shard(name: str, shard: str | None) -> None:
-    if shard is not None:
-        raise ValueError(f"{name} has no shard {shard}")
-
-
-def _shard_offset(sizes: dict[str, int], name: str, shard: str | None) -> int:
-    if shard not in sizes:
-        raise ValueError(f"{name} consists of {', '.join(sizes)}, not {shard}")
-    names = list(sizes)
-    return sum(sizes[n] for n in names[: names.index(shard)])
-
-
-def _check_rows(tensor: torch.Tensor, rows: int) -> None:
-    if tensor.shape[0] != rows:
-        raise ValueError(f"the checkpoint holds {tensor.shape[0]} rows, the model wants {rows}")
+def stack(rows: Mapping[str, Cut], in_features: int) -> dict[str | None, Part]:
+    """Parts one above the other, with the same inputs."""
+    offsets = accumulate((cut.size for cut in rows.values()), initial=0)
+    named = zip(rows.items(), offsets, strict=False)
+    return {
+        name: Part(cut, Cut.whole(in_features), offset, index)
+        for index, ((name, cut), offset) in enumerate(named)
+    }

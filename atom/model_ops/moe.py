@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import nn
 
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import share_of, stack
+from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
 from atom.model_ops.routing import Routing
-from atom.model_ops.weights import copy_weight
 
-# The checkpoint's module or tensor -> our parameter.
-_PARAMETERS = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
+# The checkpoint's module or tensor -> our matrix.
+_MATRICES = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
 _STACKED = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 
@@ -57,65 +59,96 @@ class FusedMoE(nn.Module):
     """The gated MLPs of all experts; the intermediate dimension is split over the ranks.
 
     Attributes:
-        w13: [experts, 2 * inter, hidden], gate above up projection.
-        w2: [experts, hidden, inter], down projection.
+        w13_weight: [experts, 2 * inter, hidden], gate above up projection, if not quantised.
+        w2_weight: [experts, hidden, inter], down projection, if not quantised.
     """
 
+    w13_weight: nn.Parameter
+    w2_weight: nn.Parameter
+
     def __init__(
-        self, num_experts: int, hidden_size: int, intermediate_size: int, context: LayerContext
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        context: LayerContext,
+        prefix: str,
     ) -> None:
         super().__init__()
-        self.group = context.group
         self.num_experts = num_experts
-        self.rows = context.group.divide(intermediate_size, "moe_intermediate_size")
-        self.w13 = context.empty(num_experts, 2 * self.rows, hidden_size)
-        self.w2 = context.empty(num_experts, hidden_size, self.rows)
-        self._experts = context.ops.resolve(
-            "moe_experts",
+        self._dtype = context.dtype
+        share = share_of(context.group, intermediate_size, "moe_intermediate_size")
+        self._parts = {
+            **stack({"gate_proj": share, "up_proj": share}, hidden_size),
+            "down_proj": Part(Cut.whole(hidden_size), share),
+        }
+        names = [f"{prefix}.{i}.{part}" for i in range(num_experts) for part in self._parts]
+        method = context.quant.method_for(prefix, names, "experts")
+        self._storages = {
+            prefix: MatrixStorage(self, parts, method, context, f"{prefix}_", num_experts)
+            for prefix, parts in (
+                ("w13", [self._parts["gate_proj"], self._parts["up_proj"]]),
+                ("w2", [self._parts["down_proj"]]),
+            )
+        }
+        form = self._storages["w13"].format
+        self._choice = context.ops.resolve_weights(
+            "moe_experts" if form is None else "quant_experts",
             context.dtype,
+            form,
             num_experts=num_experts,
             hidden_size=hidden_size,
-            intermediate_size=self.rows,
+            intermediate_size=share.size,
         )
+        self._experts = self._choice.function
+        self._prepared: tuple[Any, Any] | None = None
 
     def place_weight(self, name: str) -> tuple[str, str | None] | None:
-        """`3.gate_proj.weight` is one expert's matrix, `gate_up_proj` those of all experts."""
+        """`3.gate_proj.weight` is one expert's tensor, `gate_up_proj` that of all experts."""
         if name in _STACKED:
-            return _STACKED[name], None
-        match = re.fullmatch(r"((\d+)\.(\w+))\.weight", name)
-        if match is None or match[3] not in _PARAMETERS or int(match[2]) >= self.num_experts:
+            matrix, stored, shard = _STACKED[name], "weight", None
+        elif match := re.fullmatch(r"((\d+)\.(\w+))\.(\w+)", name):
+            if match[3] not in _MATRICES or int(match[2]) >= self.num_experts:
+                return None
+            matrix, stored, shard = _MATRICES[match[3]], match[4], match[1]
+        else:
             return None
-        return _PARAMETERS[match[3]], match[1]
+        return (f"{matrix}_{stored}", shard) if stored in self._storages[matrix].stored else None
 
     def weight_shards(self, name: str) -> tuple[str, ...]:
         """`0.gate_proj`, `0.up_proj`, `1.gate_proj`, ..."""
-        parts = [part for part, parameter in _PARAMETERS.items() if parameter == name]
+        matrix = name.partition("_")[0]
+        parts = [part for part, of in _MATRICES.items() if of == matrix]
         return tuple(f"{i}.{part}" for i in range(self.num_experts) for part in parts)
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        """Load one expert's matrix, or, without a shard, those of all experts, [experts, ...]."""
+        """Load one expert's tensor, or, without a shard, those of all experts, [experts, ...]."""
+        matrix, _, stored = name.partition("_")
+        storage = self._storages[matrix]
         if shard is not None:
             expert, _, part = shard.partition(".")
-            copy_weight(self._part(part)[int(expert)], self._local(tensor, part))
-        elif name == "w2":
-            copy_weight(self.w2, self._local(tensor, "down_proj"))
+            storage.load(stored, tensor, self._parts[part], int(expert))
+        elif matrix == "w2":
+            storage.load(stored, tensor, self._parts["down_proj"])
         else:
             # Gate and up are split over the ranks separately.
             gate, up = tensor.chunk(2, dim=1)
-            copy_weight(self._part("gate_proj"), self._local(gate, "gate_proj"))
-            copy_weight(self._part("up_proj"), self._local(up, "up_proj"))
+            storage.load(stored, gate, self._parts["gate_proj"])
+            storage.load(stored, up, self._parts["up_proj"])
 
-    def _part(self, part: str) -> torch.Tensor:
-        """All experts' `part`, a view."""
-        if part == "down_proj":
-            return self.w2
-        return self.w13[:, : self.rows] if part == "gate_proj" else self.w13[:, self.rows :]
-
-    def _local(self, tensor: torch.Tensor, part: str) -> torch.Tensor:
-        """This rank's share of one expert's or all experts' `part`."""
-        return self.group.shard(tensor, tensor.dim() - (1 if part == "down_proj" else 2))
+    def process_after_loading(self) -> None:
+        """Convert quantised weights, and all to the layout that the op reads."""
+        w13, w2 = self._storages.values()
+        if w13.format is not None:
+            self._prepared = w13.take(), w2.take()
+            if self._choice.prepare is not None:
+                self._prepared = self._choice.prepare(*self._prepared, self._dtype)
+        elif self._choice.prepare is not None:
+            self._prepared = self._choice.prepare(self.w13_weight.data, self.w2_weight.data)
+            self.w13_weight.data, self.w2_weight.data = self._prepared
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x [T, hidden], weights and expert ids [T, k] -> this rank's partial sum [T, hidden]."""
-        out: torch.Tensor = self._experts(x, self.w13, self.w2, weights, ids)
+        w13, w2 = self._prepared or (self.w13_weight, self.w2_weight)
+        out: torch.Tensor = self._experts(x, w13, w2, weights, ids)
         return out

@@ -36,6 +36,19 @@ class WeightLoading(Protocol):
 
 
 @runtime_checkable
+class ConvertsWeights(Protocol):
+    """A module that converts its weights once after loading."""
+
+    def process_after_loading(self) -> None:
+        """Convert the weights to the layout that the module's op reads.
+
+        Raises:
+            ValueError: when their values are of no use.
+        """
+        ...
+
+
+@runtime_checkable
 class WeightNaming(WeightLoading, Protocol):
     """A module that also maps tensor names, such as the experts of a mixture."""
 

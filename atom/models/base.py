@@ -7,7 +7,7 @@ from abc import ABC, abstractmethod
 import torch
 from torch import nn
 
-from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
+from atom.model_ops.embedding import OutputHead, VocabParallelEmbedding
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.metadata import ModelInput, ModelOutput
 from atom.model_ops.weight_mapping import WeightMapping
@@ -28,7 +28,7 @@ class CausalLM(nn.Module, ABC):
 
     @property
     @abstractmethod
-    def output_head(self) -> ParallelLMHead:
+    def output_head(self) -> OutputHead:
         """The output head, which a draft may share."""
 
     @property

@@ -26,7 +26,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.metadata import AttentionMetadata
-from atom.model_ops.quant.unquantized import UnquantizedConfig
+from atom.model_ops.quant.base import UnquantizedConfig
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.deepseek_v2 import (
@@ -81,7 +81,7 @@ class MTPLayer(DeepseekV3DecoderLayer):
             embedding = VocabParallelEmbedding(config.vocab_size, size, context)
             self.embed_tokens = embedding
         if parts.head:
-            head = ParallelLMHead(config.vocab_size, size, context)
+            head = ParallelLMHead(config.vocab_size, size, context, f"{prefix}.shared_head.head")
             self.shared_head.head = head
         # In tuples, so that the target's modules are not registered as submodules.
         self._embedding, self._head = (embedding,), (head,)

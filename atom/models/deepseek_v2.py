@@ -56,7 +56,11 @@ class DeepseekV2Attention(nn.Module):
         )
         self.kv_a_layernorm = RMSNorm(self.rank, _LATENT_NORM_EPS, context)
         self.kv_b_proj = LatentUpProjection(
-            config.num_attention_heads, self.rank, self.nope_dim + config.v_head_dim, context
+            config.num_attention_heads,
+            self.rank,
+            self.nope_dim + config.v_head_dim,
+            context,
+            f"{prefix}.kv_b_proj",
         )
         self.o_proj = RowParallelLinear(
             config.num_attention_heads * config.v_head_dim,
@@ -149,7 +153,11 @@ class DeepseekV2MoE(nn.Module):
             config.hidden_size, self.routing(config), self.has_correction_bias, context
         )
         self.experts = FusedMoE(
-            config.n_routed_experts, config.hidden_size, config.moe_intermediate_size, context
+            config.n_routed_experts,
+            config.hidden_size,
+            config.moe_intermediate_size,
+            context,
+            f"{prefix}.experts",
         )
         self.shared_experts = None
         if config.n_shared_experts:

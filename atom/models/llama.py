@@ -11,7 +11,12 @@ from transformers import PretrainedConfig
 from atom.config import ConfigError
 from atom.model_ops.activation import SiluAndMul
 from atom.model_ops.attention_mha import Attention
-from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
+from atom.model_ops.embedding import (
+    OutputHead,
+    ParallelLMHead,
+    TiedLMHead,
+    VocabParallelEmbedding,
+)
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.linear import (
@@ -221,8 +226,13 @@ class LlamaForCausalLM(CausalLM):
         self.tied = bool(config.tie_word_embeddings)
         rotary = self.create_rotary(config, context)
         self.model = LlamaModel(config, context, self.layer_class, rotary, f"{prefix}model")
-        tied_to = self.model.embed_tokens if self.tied else None
-        self.lm_head = ParallelLMHead(config.vocab_size, config.hidden_size, context, tied_to)
+        self.lm_head: OutputHead
+        if self.tied:
+            self.lm_head = TiedLMHead(self.model.embed_tokens, context)
+        else:
+            self.lm_head = ParallelLMHead(
+                config.vocab_size, config.hidden_size, context, f"{prefix}lm_head"
+            )
 
     def create_rotary(self, config: PretrainedConfig, context: LayerContext) -> RotaryEmbedding:
         """The rotary embedding, shared by all layers."""
@@ -245,7 +255,7 @@ class LlamaForCausalLM(CausalLM):
         return self.model.embed_tokens
 
     @property
-    def output_head(self) -> ParallelLMHead:
+    def output_head(self) -> OutputHead:
         return self.lm_head
 
     @property

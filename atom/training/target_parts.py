@@ -11,7 +11,7 @@ from atom.config import EngineConfig
 from atom.model_engine.executor import resolve_dtype
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
-from atom.model_ops.embedding import ParallelLMHead
+from atom.model_ops.embedding import OutputHead
 from atom.model_ops.layer_context import LayerContext
 from atom.models.llama import LlamaMLP
 from atom.models.registry import create_model
@@ -45,7 +45,8 @@ def load_target_parts(config: EngineConfig, source: ModelSource) -> TargetParts:
     target = build_model(create, source, context, config.model)
     embedding = target.token_embedding.weight.data
     head = _head_weight(target.output_head, embedding)
-    dense = [module for module in target.modules() if isinstance(module, LlamaMLP)]
+    mlps = [module for module in target.modules() if isinstance(module, LlamaMLP)]
+    dense = [mlp for mlp in mlps if mlp.gate_up_proj.storage.format is None]
     gate = up = None
     if dense:
         gate, up = (t.clone() for t in dense[-1].gate_up_proj.weight.data.float().chunk(2))
@@ -53,6 +54,6 @@ def load_target_parts(config: EngineConfig, source: ModelSource) -> TargetParts:
     return TargetParts(embedding, head, norm, gate, up, target.default_aux_layer_ids())
 
 
-def _head_weight(head: ParallelLMHead, embedding: torch.Tensor) -> torch.Tensor:
+def _head_weight(head: OutputHead, embedding: torch.Tensor) -> torch.Tensor:
     own = dict(head.named_parameters()).get("weight")
     return embedding if own is None else own.data

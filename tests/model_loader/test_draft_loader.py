@@ -240,8 +240,8 @@ def test_tensors_that_do_not_fit_are_named(
     [
         ({"head_dim": 0}, r"config\.json: head_dim should be a positive integer, got 0"),
         ({"head_dim": 10**9}, r"config\.json: head_dim=1000000000 is more than the 16384"),
-        ({"head_dim": 16384}, r"q_proj\.weight \[32, 64\]: .* wants 65536"),
-        ({"intermediate_size": 1 << 20}, r"up_proj\.weight \[48, 32\]: .* wants 1048576"),
+        ({"head_dim": 16384}, r"q_proj\.weight \[32, 64\]: .* wants \[65536, 64\]"),
+        ({"intermediate_size": 1 << 20}, r"up_proj\.weight \[48, 32\]: .* wants \[1048576, 32\]"),
     ],
 )
 def test_sizes_that_lie(

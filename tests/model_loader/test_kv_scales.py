@@ -137,6 +137,6 @@ def test_a_checkpoint_may_quantise_the_cache_alone(llama: Path) -> None:
         {},
     ):
         checkpoints.edit_config(llama, quantization_config={**quantization, **change})
-        with pytest.raises(ConfigError, match="is quantised"):
+        with pytest.raises(ConfigError, match=r"quantization_config|quant_method"):
             resolve_model(ModelOptions(model=str(llama)))
     assert json.loads((llama / "config.json").read_text())["quantization_config"] == quantization

@@ -139,11 +139,11 @@ def test_a_cache_of_another_kind_is_refused() -> None:
 
 def test_the_up_projection_takes_a_checkpoint_matrix_whole() -> None:
     context = LayerContext.create(torch.float32, 8, cpu_platform())
-    layer = LatentUpProjection(HEADS, RANK, NOPE + V, context)
+    layer = LatentUpProjection(HEADS, RANK, NOPE + V, context, "kv_b_proj")
     weight = torch.randn(HEADS * (NOPE + V), RANK)
     layer.load_weight("weight", weight, None)
     assert torch.equal(layer.by_head()[1], weight[NOPE + V : 2 * (NOPE + V)])
     with pytest.raises(ValueError, match="shape"):
         layer.load_weight("weight", weight[1:], None)
-    with pytest.raises(ValueError, match="weight only, not bias"):
+    with pytest.raises(ValueError, match="weight, not bias"):
         layer.load_weight("bias", weight, None)

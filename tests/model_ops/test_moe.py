@@ -112,14 +112,14 @@ def experts_by_definition(
     out = torch.zeros_like(x)
     for t in range(len(x)):
         for weight, e in zip(weights[t], ids[t].tolist(), strict=True):
-            gate, up = (moe.w13[e] @ x[t]).chunk(2)
-            out[t] += weight * (moe.w2[e] @ (F.silu(gate) * up))
+            gate, up = (moe.w13_weight[e] @ x[t]).chunk(2)
+            out[t] += weight * (moe.w2_weight[e] @ (F.silu(gate) * up))
     return out
 
 
 @torch.no_grad()
 def filled_moe() -> FusedMoE:
-    moe = FusedMoE(EXPERTS, HIDDEN, INTER, context())
+    moe = FusedMoE(EXPERTS, HIDDEN, INTER, context(), "experts")
     generator = torch.Generator().manual_seed(0)
     for parameter in moe.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
@@ -146,7 +146,7 @@ def test_experts_in_bfloat16_keep_their_type() -> None:
     moe = filled_moe()
     x, weights, ids = random_visits(5, 0)
     run = moe_experts
-    args = (x.bfloat16(), moe.w13.bfloat16(), moe.w2.bfloat16(), weights, ids)
+    args = (x.bfloat16(), moe.w13_weight.bfloat16(), moe.w2_weight.bfloat16(), weights, ids)
     out = run(*args)
     assert out.dtype == torch.bfloat16
     expected = experts_by_definition(x, moe, weights, ids)
@@ -157,52 +157,55 @@ def test_experts_in_bfloat16_keep_their_type() -> None:
 class TestLoading:
     def test_one_tensor_per_matrix(self) -> None:
         source = filled_moe()
-        moe = FusedMoE(EXPERTS, HIDDEN, INTER, context())
+        moe = FusedMoE(EXPERTS, HIDDEN, INTER, context(), "experts")
         for e in range(EXPERTS):
             matrices = {
-                "gate_proj": source.w13[e, :INTER],
-                "up_proj": source.w13[e, INTER:],
-                "down_proj": source.w2[e],
+                "gate_proj": source.w13_weight[e, :INTER],
+                "up_proj": source.w13_weight[e, INTER:],
+                "down_proj": source.w2_weight[e],
             }
             for part, matrix in matrices.items():
                 placed = moe.place_weight(f"{e}.{part}.weight")
                 assert placed is not None
                 moe.load_weight(placed[0], matrix, placed[1])
-        assert torch.equal(moe.w13, source.w13)
-        assert torch.equal(moe.w2, source.w2)
+        assert torch.equal(moe.w13_weight, source.w13_weight)
+        assert torch.equal(moe.w2_weight, source.w2_weight)
 
     def test_all_experts_in_one_tensor(self) -> None:
         source = filled_moe()
-        moe = FusedMoE(EXPERTS, HIDDEN, INTER, context())
-        for name, tensor in {"gate_up_proj": source.w13, "down_proj": source.w2}.items():
+        moe = FusedMoE(EXPERTS, HIDDEN, INTER, context(), "experts")
+        for name, tensor in {
+            "gate_up_proj": source.w13_weight,
+            "down_proj": source.w2_weight,
+        }.items():
             placed = moe.place_weight(name)
             assert placed is not None
             moe.load_weight(placed[0], tensor, placed[1])
-        assert torch.equal(moe.w13, source.w13)
-        assert torch.equal(moe.w2, source.w2)
+        assert torch.equal(moe.w13_weight, source.w13_weight)
+        assert torch.equal(moe.w2_weight, source.w2_weight)
 
     def test_every_matrix_is_asked_for(self) -> None:
-        moe = FusedMoE(3, HIDDEN, INTER, context())
-        assert moe.weight_shards("w13") == tuple(
+        moe = FusedMoE(3, HIDDEN, INTER, context(), "experts")
+        assert moe.weight_shards("w13_weight") == tuple(
             f"{i}.{part}" for i in range(3) for part in ("gate_proj", "up_proj")
         )
-        assert moe.weight_shards("w2") == ("0.down_proj", "1.down_proj", "2.down_proj")
+        assert moe.weight_shards("w2_weight") == ("0.down_proj", "1.down_proj", "2.down_proj")
 
     @pytest.mark.parametrize(
         "name",
         ["6.gate_proj.weight", "0.gate_proj.bias", "0.w1.weight", "gate_proj", "-1.up_proj.weight"],
     )
     def test_unknown_names_have_no_place(self, name: str) -> None:
-        assert FusedMoE(EXPERTS, HIDDEN, INTER, context()).place_weight(name) is None
+        assert FusedMoE(EXPERTS, HIDDEN, INTER, context(), "experts").place_weight(name) is None
 
     def test_a_wrong_shape_is_refused(self) -> None:
-        moe = FusedMoE(EXPERTS, HIDDEN, INTER, context())
+        moe = FusedMoE(EXPERTS, HIDDEN, INTER, context(), "experts")
         with pytest.raises(ValueError, match=r"\[7, 9\].*\[7, 10\]"):
-            moe.load_weight("w13", torch.zeros(INTER, 9), "0.up_proj")
+            moe.load_weight("w13_weight", torch.zeros(INTER, 9), "0.up_proj")
 
     def test_ranks_share_the_intermediate_dimension(self) -> None:
         """Their outputs sum to the whole, whichever spelling the checkpoint has."""
-        whole = FusedMoE(EXPERTS, HIDDEN, 8, context())
+        whole = FusedMoE(EXPERTS, HIDDEN, 8, context(), "experts")
         for parameter in whole.parameters():
             parameter.data.normal_(generator=torch.Generator().manual_seed(3))
         x, weights, ids = random_visits(4, 1)
@@ -210,7 +213,7 @@ class TestLoading:
             total = torch.zeros_like(x)
             for rank in range(2):
                 # A rank's layers alone; nothing is communicated.
-                share = FusedMoE(EXPERTS, HIDDEN, 8, context(ParallelGroup(rank, 2)))
+                share = FusedMoE(EXPERTS, HIDDEN, 8, context(ParallelGroup(rank, 2)), "experts")
                 _copy(whole, share, stacked)
                 total += share(x, weights, ids)
             torch.testing.assert_close(total, whole(x, weights, ids), atol=1e-4, rtol=1e-4)
@@ -218,11 +221,11 @@ class TestLoading:
 
 def _copy(source: FusedMoE, target: FusedMoE, stacked: bool) -> None:
     if stacked:
-        target.load_weight("w13", source.w13.data, None)
-        target.load_weight("w2", source.w2.data, None)
+        target.load_weight("w13_weight", source.w13_weight.data, None)
+        target.load_weight("w2_weight", source.w2_weight.data, None)
         return
     for e in range(EXPERTS):
-        gate, up = source.w13.data[e].chunk(2)
-        target.load_weight("w13", gate, f"{e}.gate_proj")
-        target.load_weight("w13", up, f"{e}.up_proj")
-        target.load_weight("w2", source.w2.data[e], f"{e}.down_proj")
+        gate, up = source.w13_weight.data[e].chunk(2)
+        target.load_weight("w13_weight", gate, f"{e}.gate_proj")
+        target.load_weight("w13_weight", up, f"{e}.up_proj")
+        target.load_weight("w2_weight", source.w2_weight.data[e], f"{e}.down_proj")

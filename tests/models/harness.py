@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,9 +18,8 @@ from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_loader.source import resolve_model
-from atom.model_loader.weights import load_weights
+from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import process_after_loading
 from atom.model_ops.metadata import ModelOutput
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
@@ -41,12 +41,8 @@ def load_model(
     """The model of a checkpoint folder, loaded as the engine loads it; on the CPU by default."""
     options = ModelOptions(model=str(folder))
     source = resolve_model(options)
-    model = create_model(
-        source.hf_config, LayerContext.create(dtype, max_model_len, platform or cpu_platform())
-    )
-    load_weights(model, model.weight_mapping, source, options)
-    process_after_loading(model)
-    return model
+    context = LayerContext.create(dtype, max_model_len, platform or cpu_platform())
+    return build_model(partial(create_model, source.hf_config), source, context, options)
 
 
 class NoGrammars:

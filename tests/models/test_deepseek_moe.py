@@ -47,8 +47,8 @@ def copy_share(whole: DeepseekV3MoE, part: DeepseekV3MoE) -> None:
     assert whole.shared_experts is not None
     assert part.shared_experts is not None
     part.gate.load_state_dict(whole.gate.state_dict())
-    part.experts.load_weight("w13", whole.experts.w13, None)
-    part.experts.load_weight("w2", whole.experts.w2, None)
+    part.experts.load_weight("w13_weight", whole.experts.w13_weight, None)
+    part.experts.load_weight("w2_weight", whole.experts.w2_weight, None)
     gate, up = whole.shared_experts.gate_up_proj.weight.chunk(2)
     part.shared_experts.gate_up_proj.load_weight("weight", gate, "gate_proj")
     part.shared_experts.gate_up_proj.load_weight("weight", up, "up_proj")

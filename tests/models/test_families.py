@@ -118,8 +118,8 @@ class TestTensors:
         )
         with pytest.raises(WeightError) as caught:
             load_model(tmp_path, 32)
-        assert f"{self.EXPERTS}.w13 (lacks 3.up_proj)" in str(caught.value)
-        assert f"{self.EXPERTS}.w2 (lacks 5.down_proj)" in str(caught.value)
+        assert f"{self.EXPERTS}.w13_weight (lacks 3.up_proj)" in str(caught.value)
+        assert f"{self.EXPERTS}.w2_weight (lacks 5.down_proj)" in str(caught.value)
 
     def test_an_expert_too_many_is_unexpected(self, tmp_path: Path) -> None:
         checkpoints.deepseek_v3(tmp_path)
@@ -163,7 +163,7 @@ class TestTensors:
         assert torch.equal(found, checkpoint.reference.get_buffer(name))
         experts = model.get_submodule(self.EXPERTS)
         assert isinstance(experts, FusedMoE)
-        assert experts.w13.dtype == torch.bfloat16
+        assert experts.w13_weight.dtype == torch.bfloat16
 
 
 @pytest.mark.parametrize(

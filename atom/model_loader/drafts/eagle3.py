@@ -17,7 +17,6 @@ from atom.model_loader.hub import download, looks_like_path
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.quant.unquantized import UnquantizedConfig
 from atom.models.base import CausalLM
 from atom.models.eagle3.base import Eagle3Draft
 from atom.models.eagle3.config import Eagle3Config
@@ -60,8 +59,6 @@ def load_draft(
     )
     parts = _parts(folder, config, target_config, options)
     parts.check(config, target_config)
-    # The target's quantisation does not apply to the draft.
-    context = dataclasses.replace(context, quant=UnquantizedConfig())
     draft_class = Eagle3DeepseekV2ForCausalLM if config.is_mla else LlamaForCausalLMEagle3
     create = partial(draft_class, config, parts, aux_layer_ids)
     source = ModelSource(folder, draft, config.network, frozenset(), context.dtype)

@@ -1,39 +1,141 @@
-"""Protocols for the storage and multiplication of linear weights."""
+"""Which format each layer's weights have, and how a checkpoint stores them.
+
+A format is a `QuantMethod`: a description of the checkpoint's tensors, from which `MatrixStorage`
+creates, cuts and loads parameters, and a function that converts them to `QuantWeights`.
+"""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-if TYPE_CHECKING:
-    from atom.model_ops.layer_context import LayerContext
-    from atom.model_ops.linear import LinearBase
+from atom.model_ops.quant.weights import QuantWeights, WeightFormat
+
+LayerKind = Literal["linear", "experts", "head"]
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One dimension of a stored tensor.
+
+    Attributes:
+        of: it runs along the matrix' outputs, its inputs, or neither (`all`): not cut for a rank.
+        per: outputs or inputs per index; for `all` the number of indices.
+    """
+
+    of: Literal["out", "in", "all"]
+    per: int = 1
+
+
+OUT = Axis("out")
+IN = Axis("in")
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """One of the tensors that a checkpoint stores for each matrix.
+
+    Attributes:
+        axes: of one matrix. Without an `out` axis there is one such tensor per stacked matrix.
+        dtype: of the parameter.
+        holds: `numbers` are converted between floating-point types by value; `codes` must have the
+            dtype's size and are taken bit by bit; `exponents` are e8m0 bytes; `shape` is
+            [out, in] of the matrix, which is checked.
+        is_optional: a checkpoint may lack it; the parameter is `fill` then.
+    """
+
+    axes: tuple[Axis, ...]
+    dtype: torch.dtype
+    holds: Literal["numbers", "codes", "exponents", "shape"] = "codes"
+    is_optional: bool = False
+    fill: float = 0.0
 
 
 class QuantMethod(Protocol):
-    """The storage format of one linear layer's weights."""
+    """The format of one layer's weights.
 
-    def create_weights(self, layer: LinearBase, context: LayerContext) -> None:
-        """Register the parameters that the checkpoint fills, [out_features, in_features]."""
+    Attributes:
+        format: of the converted weights.
+        stored: the checkpoint's tensors by name, such as `weight_packed`; for a layer `a.b` it is
+            stored as `a.b.weight_packed`.
+    """
+
+    @property
+    def format(self) -> WeightFormat: ...
+
+    @property
+    def stored(self) -> Mapping[str, StoredTensor]: ...
+
+    def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        """The stored tensors that one tensor of the checkpoint gives; mostly itself.
+
+        Raises:
+            ValueError: when it cannot be of this format.
+        """
         ...
 
-    def load(self, layer: LinearBase, name: str, tensor: torch.Tensor, offset: int) -> None:
-        """Copy a shard, already cut to this rank, to output row `offset` of parameter `name`."""
-        ...
+    def convert(
+        self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int
+    ) -> QuantWeights:
+        """Convert this rank's stored tensors, once after loading.
 
-    def process_after_loading(self, layer: LinearBase) -> None:
-        """Convert the weights to the layout that `apply` needs, once."""
-        ...
+        Args:
+            tensors: by name, with the axes of `stored`; experts are a leading dimension. Those
+                without an `out` axis have a dimension [stacked matrices] before their axes.
+            rows, columns: outputs of each stacked matrix, and inputs.
 
-    def apply(self, layer: LinearBase, x: torch.Tensor) -> torch.Tensor:
-        """`x` [..., in_features] -> [..., out_features]."""
+        Raises:
+            ValueError: when their values are of no use.
+        """
         ...
 
 
 class QuantConfig(Protocol):
     """A checkpoint's quantisation: selects the method of each layer."""
 
-    def method_for(self, prefix: str) -> QuantMethod:
-        """The method of the layer at `prefix` in the checkpoint."""
+    def method_for(
+        self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
+    ) -> QuantMethod | None:
+        """The method of a layer; None if it is not quantised.
+
+        Args:
+            prefix: the layer's name in the checkpoint.
+            parts: names of the checkpoint's modules that are stacked in it; () for itself.
+
+        Raises:
+            ConfigError: when the parts have different formats.
+        """
         ...
+
+
+class UnquantizedConfig:
+    """No layer is quantised."""
+
+    def method_for(
+        self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
+    ) -> QuantMethod | None:
+        return None
+
+
+class Header(NamedTuple):
+    """What a weight file's header says of a tensor; `dtype` is None for those unknown to torch."""
+
+    dtype: torch.dtype | None
+    shape: tuple[int, ...]
+
+
+def per_row(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
+    """One number per stacked matrix, [..., matrices] -> one per output, [..., out]."""
+    counts = torch.tensor(rows, device=values.device)
+    return values.repeat_interleave(counts, dim=-1)
+
+
+def largest(input_scales: torch.Tensor | None) -> torch.Tensor | None:
+    """One static scale for all stacked matrices and experts, which read the same inputs.
+
+    Calibration gives them the same; where it did not, the largest clips no input.
+    """
+    return None if input_scales is None else input_scales.amax()

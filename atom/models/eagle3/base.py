@@ -9,7 +9,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
+from atom.model_ops.embedding import OutputHead, ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
@@ -115,11 +115,11 @@ class Eagle3Draft(nn.Module, ABC):
         self.norm = RMSNorm(size, eps, context)
         # In tuples, so that the target's modules are not registered as submodules.
         self._shared_embedding: tuple[VocabParallelEmbedding, ...] = ()
-        self._shared_head: tuple[ParallelLMHead, ...] = ()
+        self._shared_head: tuple[OutputHead, ...] = ()
         if parts.embed_tokens:
             self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, context)
         if parts.lm_head:
-            self.lm_head = ParallelLMHead(config.draft_vocab_size, size, context)
+            self.lm_head = ParallelLMHead(config.draft_vocab_size, size, context, "lm_head")
         self.d2t = None
         if parts.d2t:
             offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=context.device)

@@ -1,0 +1,34 @@
+"""The quantised formats that checkpoints name in `quantization_config`, one module each."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from typing import Any
+
+from atom.config import ConfigError
+from atom.model_ops.quant.base import Header, QuantConfig
+
+# `quant_method` -> the module whose `parse(config, headers)` reads the rest.
+_MODULES = {
+    "fp8": "fp8",
+}
+
+
+def parse_quantization(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConfig:
+    """The quantisation that a checkpoint's `quantization_config` describes.
+
+    Args:
+        headers: of all tensors of the checkpoint, by name.
+
+    Raises:
+        ConfigError: when it is not supported, naming the key.
+    """
+    method = config.get("quant_method")
+    if not isinstance(method, str) or method not in _MODULES:
+        raise ConfigError(
+            f"quant_method={method!r} is not supported; supported: {', '.join(_MODULES)}"
+        )
+    module = import_module(f"atom.model_ops.quant.{_MODULES[method]}")
+    parsed: QuantConfig = module.parse(config, headers)
+    return parsed

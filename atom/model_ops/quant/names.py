@@ -1,0 +1,59 @@
+"""Finds what a checkpoint's configuration says of a module, by its name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TypeVar
+
+from atom.config import ConfigError
+from atom.model_ops.quant.base import Header
+
+T = TypeVar("T")
+
+
+def same_for_all(prefix: str, parts: Sequence[str], find: Callable[[str], T]) -> T:
+    """What `find` returns for every part of a layer.
+
+    Args:
+        prefix: the layer's name; its own entry is used if there are no parts.
+
+    Raises:
+        ConfigError: when it differs, since they are computed as one product.
+    """
+    names = parts or (prefix,)
+    found = find(names[0])
+    for name in names[1:]:
+        if (other := find(name)) != found:
+            raise ConfigError(
+                f"{names[0]} is stored as {found or 'unquantised'} and {name} as "
+                f"{other or 'unquantised'}; they are parts of {prefix} and must be stored alike"
+            )
+    return found
+
+
+def find_header(
+    headers: Mapping[str, Header], prefix: str, parts: Sequence[str], tensor: str
+) -> Header | None:
+    """The header of `tensor` of a layer, or of its first part that has one."""
+    for name in parts or (prefix,):
+        if header := headers.get(f"{name}.{tensor}"):
+            return header
+    return None
+
+
+def read_flag(config: Mapping[str, object], key: str, supported: Sequence[T], default: T) -> T:
+    """The value of a key.
+
+    Raises:
+        ConfigError: when it is not among the supported ones.
+    """
+    value = config.get(key)
+    if value is None:
+        return default
+    for known in supported:
+        if value == known:
+            return known
+    raise ConfigError(
+        f"quantization_config: {key}={value!r} is not supported; supported: "
+        f"{', '.join(repr(known) for known in supported)}"
+    )

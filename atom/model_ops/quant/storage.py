@@ -1,0 +1,247 @@
+"""The tensors of a layer's weights: created, cut for this rank, loaded and converted."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.quant.base import IN, OUT, Axis, QuantMethod, StoredTensor
+from atom.model_ops.quant.weights import QuantWeights, WeightFormat
+from atom.model_ops.weights import copy_codes, copy_weight
+
+_NAN_EXPONENT = 255
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A range of a dimension: `size` of `total` from `start`."""
+
+    start: int
+    size: int
+    total: int
+
+    @classmethod
+    def whole(cls, size: int) -> Cut:
+        return cls(0, size, size)
+
+
+@dataclass(frozen=True)
+class Part:
+    """This rank's part of one of the checkpoint's matrices; a layer stacks several.
+
+    Attributes:
+        rows, columns: of the checkpoint's matrix.
+        offset: its first output in the layer.
+        index: its number in the layer.
+    """
+
+    rows: Cut
+    columns: Cut
+    offset: int = 0
+    index: int = 0
+
+
+class MatrixStorage:
+    """Parameters of `layer` for stacked matrices, or for those of all experts.
+
+    A tensor `weight_packed` is parameter `<prefix>weight_packed`. Weights that are not quantised
+    are one tensor `weight`.
+
+    Args:
+        parts: of one expert; all have the same columns.
+        method: None for unquantised weights.
+
+    Raises:
+        ValueError: when a part cuts through packed codes, or through a group of inputs.
+    """
+
+    def __init__(
+        self,
+        layer: nn.Module,
+        parts: Sequence[Part],
+        method: QuantMethod | None,
+        context: LayerContext,
+        prefix: str = "",
+        num_experts: int | None = None,
+    ) -> None:
+        self._layer = layer
+        self._parts = tuple(parts)
+        self._prefix = prefix
+        self._experts = () if num_experts is None else (num_experts,)
+        self._method = method
+        plain = {"weight": StoredTensor((OUT, IN), context.dtype, "numbers")}
+        self.stored = dict(plain if method is None else method.stored)
+        self._cuts_blocks = False
+        for name, stored in self.stored.items():
+            self.stored[name] = self._fit(name, stored)
+        for name, stored in self.stored.items():
+            self._create(name, stored, context.device)
+
+    @property
+    def rows(self) -> tuple[int, ...]:
+        return tuple(part.rows.size for part in self._parts)
+
+    @property
+    def columns(self) -> int:
+        return self._parts[0].columns.size
+
+    @property
+    def format(self) -> WeightFormat | None:
+        """Of the converted weights; None if they are not quantised."""
+        if self._method is None:
+            return None
+        form = self._method.format
+        return replace(form, rows=1) if self._cuts_blocks else form
+
+    def load(self, name: str, tensor: torch.Tensor, part: Part, expert: int | None = None) -> None:
+        """Load one tensor of one of the checkpoint's matrices.
+
+        Args:
+            name: without the parameter's prefix.
+            expert: None if there are no experts, or `tensor` has those of all in front.
+
+        Raises:
+            ValueError: when it does not fit.
+        """
+        if self._method is None:
+            self._load(name, tensor, part, expert)
+            return
+        for stored_name, stored in self._method.read(name, tensor).items():
+            self._load(stored_name, stored, part, expert)
+
+    def take(self) -> QuantWeights:
+        """The converted weights; the parameters are deleted.
+
+        Raises:
+            ValueError: when the stored values are of no use.
+        """
+        form = self.format
+        assert self._method is not None
+        assert form is not None
+        tensors = {name: self._parameter(name) for name in self.stored}
+        weights = self._method.convert(tensors, self.rows, self.columns)
+        for name in self.stored:
+            delattr(self._layer, self._prefix + name)
+        return replace(weights, format=form)
+
+    def _parameter(self, name: str) -> torch.Tensor:
+        values: torch.Tensor = getattr(self._layer, self._prefix + name)
+        return values.detach()
+
+    def _fit(self, name: str, stored: StoredTensor) -> StoredTensor:
+        """The tensor with scales per output, where blocks of outputs would be cut in two."""
+        axes = list(stored.axes)
+        for i, axis in enumerate(axes):
+            if axis.of == "all" or axis.per == 1:
+                continue
+            if all(_is_aligned(part, axis) for part in self._parts):
+                continue
+            if axis.of == "in" or stored.holds == "codes":
+                what = "outputs" if axis.of == "out" else "inputs"
+                cuts = [_cut(part, axis) for part in self._parts]
+                listed = ", ".join(f"{c.start}..{c.start + c.size} of {c.total}" for c in cuts)
+                raise ValueError(
+                    f"{name} is stored in groups of {axis.per} {what}, which this rank's "
+                    f"{listed} would cut"
+                )
+            axes[i] = OUT
+            self._cuts_blocks = True
+        return replace(stored, axes=tuple(axes))
+
+    def _create(self, name: str, stored: StoredTensor, device: torch.device) -> None:
+        shape = [self._size(axis) for axis in stored.axes]
+        per_part = () if any(axis.of == "out" for axis in stored.axes) else (len(self._parts),)
+        values = torch.empty(*self._experts, *per_part, *shape, dtype=stored.dtype, device=device)
+        if stored.is_optional or stored.holds == "shape":
+            if not values.is_meta:
+                values.fill_(stored.fill)
+            # A buffer, since a checkpoint need not fill it.
+            self._layer.register_buffer(self._prefix + name, values)
+        else:
+            parameter = nn.Parameter(values, requires_grad=False)
+            self._layer.register_parameter(self._prefix + name, parameter)
+
+    def _size(self, axis: Axis) -> int:
+        if axis.of == "all":
+            return axis.per
+        return math.ceil((sum(self.rows) if axis.of == "out" else self.columns) / axis.per)
+
+    def _load(self, name: str, tensor: torch.Tensor, part: Part, expert: int | None) -> None:
+        stored = self.stored[name]
+        original = (stored if self._method is None else self._method.stored[name]).axes
+        tensor = self._shaped(tensor, original, part, expert)
+        if stored.holds == "shape":
+            _check_shape(tensor, part)
+            return
+        target = self._parameter(name)
+        if expert is not None:
+            target = target[expert]
+        if all(axis.of != "out" for axis in original):
+            target = target.select(-1 - len(original), part.index)
+        for i, (axis, was) in enumerate(zip(stored.axes, original, strict=True)):
+            dim = i - len(original)
+            if axis.of == "all":
+                continue
+            if axis != was:
+                total = part.rows.total
+                tensor = tensor.repeat_interleave(was.per, dim=dim).narrow(dim, 0, total)
+            cut = _cut(part, axis)
+            size = math.ceil(cut.size / axis.per)
+            tensor = tensor.narrow(dim, cut.start // axis.per, size)
+            if axis.of == "out":
+                target = target.narrow(dim, part.offset // axis.per, size)
+        _copy(target, tensor, stored)
+
+    def _shaped(
+        self, tensor: torch.Tensor, axes: Sequence[Axis], part: Part, expert: int | None
+    ) -> torch.Tensor:
+        """The tensor without dimensions of size 1 that only some writers add or leave out."""
+        wanted = tuple(
+            axis.per if axis.of == "all" else math.ceil(_cut(part, axis).total / axis.per)
+            for axis in axes
+        )
+        if expert is None:
+            wanted = (*self._experts, *wanted)
+        if tuple(tensor.shape) == wanted:
+            return tensor
+        if [n for n in tensor.shape if n != 1] != [n for n in wanted if n != 1]:
+            raise ValueError(
+                f"the checkpoint holds shape {list(tensor.shape)}, the model wants {list(wanted)}"
+            )
+        return tensor.reshape(wanted)
+
+
+def _cut(part: Part, axis: Axis) -> Cut:
+    return part.rows if axis.of == "out" else part.columns
+
+
+def _is_aligned(part: Part, axis: Axis) -> bool:
+    """Whether a part consists of whole blocks; the last of its matrix may be smaller."""
+    cut = _cut(part, axis)
+    ends = cut.start + cut.size
+    starts_well = cut.start % axis.per == 0
+    if axis.of == "out":
+        starts_well = starts_well and part.offset % axis.per == 0
+    return starts_well and (ends % axis.per == 0 or ends == cut.total)
+
+
+def _copy(target: torch.Tensor, tensor: torch.Tensor, stored: StoredTensor) -> None:
+    if stored.holds == "numbers":
+        copy_weight(target, tensor)
+        return
+    copy_codes(target, tensor)
+    if stored.holds != "exponents" or target.is_meta:
+        return
+    if count := int((target == _NAN_EXPONENT).sum()):
+        raise ValueError(f"{count} of {target.numel()} scales are NaN")
+
+
+def _check_shape(tensor: torch.Tensor, part: Part) -> None:
+    wanted = [part.rows.total, part.columns.total]
+    if not tensor.is_meta and tensor.tolist() != wanted:
+        raise ValueError(f"the checkpoint says shape {tensor.tolist()}, the model wants {wanted}")

@@ -1,0 +1,110 @@
+"""Quantised checkpoints made from random codes, so that the weights are known without a quantiser.
+
+A test's packer draws the codes and scales of one matrix, stores them by the rules of its format,
+and computes the matrix from them in float64. `quantised` writes a checkpoint with the stored
+tensors, and one with the matrices as plain numbers, which must be the same model.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from models import checkpoints
+from models.harness import ModelBench
+from safetensors.torch import load_file, save_file
+
+from atom.distributed.parallel_state import ParallelGroup
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import ColumnParallelLinear, RowParallelLinear
+from atom.model_ops.quant.base import QuantConfig
+from atom.platform import cpu_platform
+
+TOKENS = checkpoints.prompt(12)
+
+
+@dataclass(frozen=True)
+class Packed:
+    """Attributes:
+    tensors: by their names in the module, such as `weight_packed`.
+    weight: float64 [out, in], what they stand for.
+    """
+
+    tensors: Mapping[str, torch.Tensor]
+    weight: torch.Tensor
+
+
+# (module's name, out, in) -> None for a module that is not quantised.
+Pack = Callable[[str, int, int], Packed | None]
+
+
+def quantised(folder: Path, config: Mapping[str, Any], pack: Pack) -> tuple[Path, Path]:
+    """Replace the matrices of a checkpoint -> its quantised form, and the same model in numbers.
+
+    Embeddings are never quantised; `pack` decides for everything else with two dimensions.
+    """
+    stored, dense = folder.with_name("quantised"), folder.with_name("dense")
+    plain = load_file(folder / "model.safetensors")
+    numbers, tensors = dict(plain), dict(plain)
+    for name, tensor in plain.items():
+        module, _, parameter = name.rpartition(".")
+        if tensor.dim() != 2 or parameter != "weight" or "embed" in name:
+            continue
+        packed = pack(module, *tensor.shape)
+        if packed is None:
+            continue
+        assert packed.weight.shape == tensor.shape
+        numbers[name] = packed.weight.float()
+        del tensors[name]
+        for part, values in packed.tensors.items():
+            tensors[f"{module}.{part}"] = values.contiguous().clone()
+    for target, content in ((stored, tensors), (dense, numbers)):
+        shutil.copytree(folder, target)
+        save_file(content, target / "model.safetensors", metadata={"format": "pt"})
+    checkpoints.edit_config(stored, quantization_config=dict(config))
+    return stored, dense
+
+
+def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """[T, vocab] of `TOKENS`, chunked: a long step and single ones."""
+    return ModelBench(folder, dtype=dtype).run(TOKENS, [5, 1])
+
+
+def assert_same_model(stored: Path, dense: Path) -> None:
+    """Weight-only formats in float32: equal to rounding, and far from a model without weights."""
+    expected = logits(dense)
+    assert expected.std() > 0.01
+    torch.testing.assert_close(logits(stored), expected, rtol=1e-4, atol=1e-4)
+
+
+def layer_context(
+    config: QuantConfig, group: ParallelGroup, dtype: torch.dtype = torch.float32
+) -> LayerContext:
+    context = LayerContext.create(dtype, 8, cpu_platform())
+    return replace(context, quant=config, group=group)
+
+
+def split_products(
+    config: QuantConfig, tensors: Mapping[str, torch.Tensor], x: torch.Tensor, out: int, size: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A matrix' product with x [T, in], by `size` ranks that split its outputs, or its inputs.
+
+    Rank by rank, without communication: outputs are put side by side, partial sums added.
+    """
+    columns, rows = [], []
+    step = x.shape[1] // size
+    for rank in range(size):
+        context = layer_context(config, ParallelGroup(rank, size))
+        column = ColumnParallelLinear(x.shape[1], out, False, context, "a.o_proj")
+        row = RowParallelLinear(x.shape[1], out, False, context, "a.o_proj", reduce=False)
+        for layer in (column, row):
+            for name, tensor in tensors.items():
+                layer.load_weight(name, tensor, None)
+            layer.process_after_loading()
+        columns.append(column(x))
+        rows.append(row(x[:, rank * step : (rank + 1) * step]))
+    return torch.cat(columns, dim=1), torch.stack(rows).sum(dim=0)
