@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -81,6 +83,25 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker in item.iter_markers():
             if marker.name in reasons:
                 item.add_marker(pytest.mark.skip(reason=reasons[marker.name]))
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    """What the compile lane compiled; a process that distributes tests loads no conftest below."""
+    if importlib.util.find_spec("triton") is None:
+        terminalreporter.write_line(
+            "kernels: LEFT OUT, triton is not installed (there is none for this platform?)"
+        )
+    reports = [one for many in terminalreporter.stats.values() for one in many]
+    tests = [one for one in reports if isinstance(one, pytest.TestReport)]
+    compiled = [value for one in tests for name, value in one.user_properties if name == "compiled"]
+    if compiled:
+        sys.path.append(str(Path(__file__).parent / "model_ops" / "kernels"))
+        import aot_report
+
+        line = aot_report.report(compiled, config.getoption("--update-aot-baseline"))
+        terminalreporter.write_line(f"kernels: {line}")
 
 
 def _has_gpu() -> bool:

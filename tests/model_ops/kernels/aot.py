@@ -6,11 +6,14 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+import tempfile
+import threading
+import time
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from aot_case import MARK, Case
 
@@ -21,7 +24,6 @@ SHARED_LIMIT = {"gfx942": 65536, "gfx950": 163840, "sm90": 232448}
 BASELINE_COUNTS = {"registers": 8, "shared_bytes": 0, "scratch_bytes": 0}
 UPDATE = "pytest tests/model_ops/kernels/test_aot.py --update-aot-baseline"
 _TIMEOUT = 900
-_PROCESSES = 2
 
 
 @dataclass(frozen=True)
@@ -44,57 +46,81 @@ def build_folder() -> Path:
     return folder
 
 
-def compile_all(wanted: Iterable[tuple[str, str]], module: str = "aot_cases") -> Outcomes:
-    """Outcomes of the (arch, case name) pairs, from a few processes side by side."""
-    by_arch: dict[str, list[str]] = {}
-    for arch, name in wanted:
-        by_arch.setdefault(arch, []).append(name)
-    tasks = [(arch, part) for arch, names in by_arch.items() for part in _halves(names)]
-    outcomes: Outcomes = {}
-    with ThreadPoolExecutor(_PROCESSES) as pool:
-        for done in pool.map(lambda task: _compile(*task, module), tasks):
-            outcomes.update(done)
-    return outcomes
+class Compiler:
+    """Compiles cases for one arch in a process of its own; one that dies is started again."""
 
+    def __init__(self, arch: str, module: str) -> None:
+        self._command = [sys.executable, str(HERE / "aot_worker.py"), arch, module]
+        self._process: subprocess.Popen[str] | None = None
 
-def _halves(names: list[str]) -> list[list[str]]:
-    return [names] if len(names) < 8 else [names[::2], names[1::2]]
+    def compile(self, name: str) -> Outcome:
+        """An error if the process dies of the case."""
+        if self._process is None:
+            self._start()
+        process, deadline = self._process, time.monotonic() + _TIMEOUT
+        assert process is not None
+        assert process.stdin is not None
+        assert process.stdout is not None
+        killer = threading.Timer(_TIMEOUT, process.kill)
+        killer.start()
+        try:
+            with suppress(BrokenPipeError):
+                process.stdin.write(f"{name}\n")
+                process.stdin.flush()
+            for line in process.stdout:
+                if line.startswith(MARK):
+                    return Outcome(**json.loads(line.removeprefix(MARK)))
+        finally:
+            killer.cancel()
+        status = f"exit status {process.wait()}"
+        if time.monotonic() >= deadline:
+            status = f"killed after {_TIMEOUT} s"
+        self._errors.seek(0)
+        errors = self._errors.read()[-3000:]
+        self.close()
+        return Outcome(error=f"the compiler died ({status}): {errors}")
 
+    def close(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._errors.close()
+            self._process = None
 
-def _compile(arch: str, names: Sequence[str], module: str) -> Outcomes:
-    outcomes: Outcomes = {}
-    while left := [name for name in names if (arch, name) not in outcomes]:
-        outcomes.update(_run_worker(arch, left, module))
-    return outcomes
-
-
-def _run_worker(arch: str, names: Sequence[str], module: str) -> Outcomes:
-    """Outcomes of at least one case; the case that the process dies of gets an error."""
-    command = [sys.executable, str(HERE / "aot_worker.py"), arch, module, *names]
-    try:
-        done = subprocess.run(
-            command, env=_environment(), capture_output=True, text=True, timeout=_TIMEOUT
+    def _start(self) -> None:
+        self._errors = tempfile.TemporaryFile("w+")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            self._command,
+            env=_environment(),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
         )
-        output, errors, status = done.stdout, done.stderr, f"exit status {done.returncode}"
-    except subprocess.TimeoutExpired as expired:
-        output, errors = _text(expired.stdout), _text(expired.stderr)
-        status = f"killed after {_TIMEOUT} s"
-    begun, outcomes = None, {}
-    for line in output.splitlines():
-        if line.startswith(MARK):
-            event: dict[str, Any] = json.loads(line.removeprefix(MARK))
-            begun = event.pop("case")
-            if event:
-                outcomes[arch, begun] = Outcome(**event)
-    if begun is None:
-        raise RuntimeError(f"the compiling process for {arch} did not start: {errors[-3000:]}")
-    if (arch, begun) not in outcomes:
-        outcomes[arch, begun] = Outcome(error=f"the compiler died ({status}): {errors[-3000:]}")
-    return outcomes
 
 
-def _text(output: bytes | str | None) -> str:
-    return output.decode() if isinstance(output, bytes) else output or ""
+class Lane:
+    """A compiler for each arch; each case is compiled once, when it is asked about."""
+
+    def __init__(self, module: str = "aot_cases") -> None:
+        self._compilers = {arch: Compiler(arch, module) for arch in ARCHES}
+        self._outcomes: Outcomes = {}
+
+    def __enter__(self) -> Lane:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for compiler in self._compilers.values():
+            compiler.close()
+
+    def outcome(self, arch: str, name: str, with_arches: Sequence[str] = ()) -> Outcome:
+        """Of a case on `arch`; those on other arches are made side by side with it."""
+        missing = [at for at in {arch, *with_arches} if (at, name) not in self._outcomes]
+        if (arch, name) not in self._outcomes:
+            with ThreadPoolExecutor(len(missing)) as pool:
+                made = pool.map(lambda at: self._compilers[at].compile(name), missing)
+                self._outcomes.update(zip([(at, name) for at in missing], made, strict=True))
+        return self._outcomes[arch, name]
 
 
 def _environment() -> dict[str, str]:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from pathlib import Path
+from typing import Any
 
-import pytest
 import triton
-from aot import BASELINE_COUNTS, HERE, UPDATE, Outcomes, build_folder
+from aot import BASELINE_COUNTS, HERE, UPDATE, Outcome, Outcomes, build_folder, faults
+from aot_cases import CASES
 
-SUMMARY = pytest.StashKey[str]()  # for the end of the run
 BASELINE = HERE / "aot_baseline.json"
 _COLUMNS = (
     "registers",
@@ -24,6 +24,23 @@ _COLUMNS = (
 )
 
 Baseline = dict[str, dict[str, dict[str, dict[str, int]]]]  # case, arch, kernel, count
+
+
+def report(compiled: Iterable[Any], is_update: bool) -> str:
+    """Write what tests compiled, in whichever processes, to the table; a line about it.
+
+    Args:
+        compiled: arch, case and the fields of the outcome, as the tests' reports have them.
+        is_update: also to the baseline, what has no faults.
+    """
+    outcomes = {(arch, name): Outcome(**fields) for arch, name, fields in compiled}
+    if is_update:
+        cases = {case.name: case for case in CASES}
+        good = {
+            at: outcomes[at] for at in outcomes if not faults(cases[at[1]], at[0], outcomes[at])
+        }
+        update_baseline(good, cases)
+    return summary(outcomes, write_table(outcomes))
 
 
 def read_baseline() -> tuple[str, Baseline]:

@@ -1,10 +1,9 @@
 """Compiles cases for one arch; run as a program, since an error inside LLVM ends the process.
 
-    python aot_worker.py ARCH MODULE CASE...
+    python aot_worker.py ARCH MODULE < names of cases, one a line
 
 Ops run on CPU tensors under a driver that claims to be ARCH; a launch compiles what it would
-launch. A line of JSON, marked with `MARK`, goes to standard output before each case and with its
-outcome.
+launch. The outcome of each case goes to standard output, a line of JSON marked with `MARK`.
 """
 
 from __future__ import annotations
@@ -169,22 +168,18 @@ def _measure_nvidia(compiled: Any, _arch: str) -> dict[str, int]:
     }
 
 
-def main(arch: str, module: str, *names: str) -> None:
+def main(arch: str, module: str) -> None:
     torch.set_num_threads(1)
     # Before any kernel module is imported: those may ask for the platform then.
     atom.platform.current_platform = lambda: PLATFORMS[arch]
     triton.runtime.driver.set_active(_Driver(_TARGETS[arch]))
     cases = {case.name: case for case in importlib.import_module(module).CASES}
-
-    def emit(event: dict[str, Any]) -> None:
-        print(MARK + json.dumps(event), flush=True)
-
-    for name in names:
-        emit({"case": name})
+    for line in sys.stdin:
         try:
-            emit({"case": name, **compile_case(cases[name], arch)})
+            outcome = compile_case(cases[line.rstrip("\n")], arch)
         except Exception:
-            emit({"case": name, "error": traceback.format_exc(limit=-12)})
+            outcome = {"error": traceback.format_exc(limit=-12)}
+        print(MARK + json.dumps(outcome), flush=True)
 
 
 if __name__ == "__main__":

@@ -28,17 +28,3 @@ elif _INTERPRETED:
 def device() -> torch.device:
     """Where the kernels under test run."""
     return torch.device("cpu" if _INTERPRETED else "cuda")
-
-
-def pytest_terminal_summary(
-    terminalreporter: pytest.TerminalReporter, config: pytest.Config
-) -> None:
-    if not _HAS_TRITON:
-        terminalreporter.write_line(
-            "kernels: LEFT OUT, triton is not installed (there is none for this platform?)"
-        )
-        return
-    from aot_report import SUMMARY
-
-    if SUMMARY in config.stash:
-        terminalreporter.write_line(f"kernels: {config.stash[SUMMARY]}")

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+
 import aot
 import aot_report
 import pytest
 from aot_case import Case
 from aot_cases import CASES
 
-# The first test waits for all compilations.
+# More than a compiler may take for a case.
 pytestmark = pytest.mark.timeout(1200)
 
 
-@pytest.fixture(scope="session")
-def outcomes(request: pytest.FixtureRequest, pytestconfig: pytest.Config) -> aot.Outcomes:
-    """Everything that the chosen tests ask about, compiled in a few processes."""
-    wanted = [
-        (item.callspec.params["arch"], item.callspec.params["case"].name)
-        for item in request.session.items
-        if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__
-    ]
-    found = aot.compile_all(wanted)
-    table = aot_report.write_table(found)
-    if pytestconfig.getoption("--update-aot-baseline"):
-        cases = {case.name: case for case in CASES}
-        good = {at: found[at] for at in found if not aot.faults(cases[at[1]], at[0], found[at])}
-        aot_report.update_baseline(good, cases)
-    pytestconfig.stash[aot_report.SUMMARY] = aot_report.summary(found, table)
+@pytest.fixture(scope="module")
+def lane() -> Iterator[aot.Lane]:
+    with aot.Lane() as lane:
+        yield lane
+
+
+@pytest.fixture(scope="module")
+def with_arches(request: pytest.FixtureRequest) -> dict[str, list[str]]:
+    """Arches that chosen tests ask about, by case; none where other workers may ask as well."""
+    found: dict[str, list[str]] = {}
+    if "PYTEST_XDIST_WORKER" not in os.environ:
+        for item in request.session.items:
+            if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__:
+                params = item.callspec.params
+                found.setdefault(params["case"].name, []).append(params["arch"])
     return found
 
 
 @pytest.mark.parametrize("arch", aot.ARCHES)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_compiles(case: Case, arch: str, outcomes: aot.Outcomes) -> None:
-    outcome = outcomes[arch, case.name]
+def test_compiles(
+    case: Case,
+    arch: str,
+    lane: aot.Lane,
+    with_arches: dict[str, list[str]],
+    record_property: Callable[[str, object], None],
+) -> None:
+    outcome = lane.outcome(arch, case.name, with_arches.get(case.name, ()))
+    record_property("compiled", (arch, case.name, asdict(outcome)))
     assert not aot.faults(case, arch, outcome)
     made_with, baseline = aot_report.read_baseline()
     if aot_report.comparable(made_with):  # the summary says when it is another

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 import aot
 import aot_toy_cases
 import pytest
@@ -22,42 +24,42 @@ CASES = {case.name: case for case in aot_toy_cases.CASES}
 
 
 @pytest.fixture(scope="module")
-def outcomes() -> aot.Outcomes:
-    wanted = [("gfx942", name) for name in CASES]
-    return aot.compile_all([*wanted, ("sm90", "add")], "aot_toy_cases")
+def lane() -> Iterator[aot.Lane]:
+    with aot.Lane("aot_toy_cases") as lane:
+        yield lane
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_a_fault_is_named(name: str, outcomes: aot.Outcomes) -> None:
-    [fault] = aot.faults(CASES[name], "gfx942", outcomes["gfx942", name])
+def test_a_fault_is_named(name: str, lane: aot.Lane) -> None:
+    [fault] = aot.faults(CASES[name], "gfx942", lane.outcome("gfx942", name))
     assert FAULTS[name] in fault
 
 
 @pytest.mark.parametrize("name", ["add", "product"])
-def test_what_is_right_passes(name: str, outcomes: aot.Outcomes) -> None:
-    outcome = outcomes["gfx942", name]
+def test_what_is_right_passes(name: str, lane: aot.Lane) -> None:
+    outcome = lane.outcome("gfx942", name)
     assert aot.faults(CASES[name], "gfx942", outcome) == []
     assert [counts["matrix_instructions"] > 0 for counts in outcome.kernels.values()] == [
         name == "product"
     ]
 
 
-def test_an_expected_refusal_is_none_of_another_arch(outcomes: aot.Outcomes) -> None:
-    outcome = outcomes["sm90", "add"]
+def test_an_expected_refusal_is_none_of_another_arch(lane: aot.Lane) -> None:
+    outcome = lane.outcome("sm90", "add")
     assert outcome.refused is not None
     assert aot.faults(CASES["add"], "sm90", outcome) == []
     assert aot.faults(CASES["not refused"], "sm90", outcome) == ["refused: toys are not for NVIDIA"]
 
 
-def test_shared_memory_has_a_limit(outcomes: aot.Outcomes) -> None:
-    counts = outcomes["gfx942", "add"].kernels["_add_kernel"] | {"shared_bytes": 100_000}
+def test_shared_memory_has_a_limit(lane: aot.Lane) -> None:
+    counts = lane.outcome("gfx942", "add").kernels["_add_kernel"] | {"shared_bytes": 100_000}
     outcome = aot.Outcome({"_add_kernel": counts})
     assert "gfx942 has 65536" in aot.faults(CASES["add"], "gfx942", outcome)[0]
     assert aot.faults(CASES["add"], "gfx950", outcome) == []
 
 
-def test_more_than_the_baseline_is_a_regression(outcomes: aot.Outcomes) -> None:
-    outcome = outcomes["gfx942", "add"]
+def test_more_than_the_baseline_is_a_regression(lane: aot.Lane) -> None:
+    outcome = lane.outcome("gfx942", "add")
     counts = outcome.kernels["_add_kernel"]
 
     def found(**baseline: int) -> list[str]:
@@ -69,3 +71,13 @@ def test_more_than_the_baseline_is_a_regression(outcomes: aot.Outcomes) -> None:
     assert "registers" in found(registers=counts["registers"] - 9)[0]
     assert "shared_bytes" in found(shared_bytes=-1)[0]
     assert aot.UPDATE in aot.regressions(CASES["add"], "gfx942", outcome, {})[0]
+
+
+def test_a_case_is_compiled_once(lane: aot.Lane) -> None:
+    first = lane.outcome("gfx942", "add", ["sm90"])
+    assert lane.outcome("gfx942", "add") is first
+
+
+def test_a_compiler_that_died_is_started_again(lane: aot.Lane) -> None:
+    assert lane.outcome("gfx942", "dies").error is not None
+    assert lane.outcome("gfx942", "product").error is None
