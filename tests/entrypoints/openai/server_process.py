@@ -15,7 +15,7 @@ import httpx
 import openai
 import psutil
 
-START_SECONDS = 120.0
+START_SECONDS = 240.0
 
 
 class ServerProcess:
