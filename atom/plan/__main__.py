@@ -1,0 +1,7 @@
+"""`python -m atom.plan`."""
+
+import sys
+
+from atom.plan.cli import main
+
+sys.exit(main())

@@ -1,0 +1,100 @@
+"""The command line of the planning tool."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from atom.command_line import CommandLine
+from atom.config import ConfigError, ModelOptions, parse_count
+from atom.model_loader.source import ModelSource, resolve_model
+from atom.plan.gpus import NAMES, find_gpu
+from atom.plan.layouts import Costs, Load, plan_layouts
+from atom.plan.report import explain, format_plans
+from atom.plan.sizes import RankSizes, rank_sizes
+
+_CACHE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
+
+
+def create_parser() -> CommandLine:
+    parser = CommandLine(
+        prog="python -m atom.plan",
+        description="How a model lies on GPUs, and a bound of its speed, from its config.json.",
+    )
+    parser.add_positional("model", "the same as --model")
+    add = parser.add_argument
+    add("--model", help="config.json, a folder that holds it, or a hub id")
+    add("--gpu", default="mi355x", help=f"one of {', '.join(NAMES)}")
+    add("--gpus", type=int, nargs="+", default=[1, 2, 4, 8], help="how many, each planned")
+    add("--context", default="8k", help="tokens of each sequence, such as 32k")
+    add("--concurrency", type=int, default=1, help="sequences at once, over all GPUs")
+    add("--kv-cache-dtype", choices=tuple(_CACHE_DTYPES), default="bf16")
+    add("--tokens-per-forward", type=float, default=1.0, help="with speculation, such as 2.4")
+    add("--num-speculative-tokens", type=int, default=0, help="drafts of a decode step")
+    add("--efficiency", type=float, default=0.7, help="share of the bandwidth that is reached")
+    add("--collective-us", type=float, default=10.0, help="microseconds of an all-reduce")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = create_parser()
+    args = parser.parse_args(argv)
+    try:
+        if args.model is None:
+            raise ConfigError("name a model: config.json, its folder or a hub id")
+        gpu = find_gpu(args.gpu)
+        load = Load(
+            context=_positive("context", parse_count(args.context)),
+            concurrency=_positive("concurrency", args.concurrency),
+            tokens_per_forward=args.tokens_per_forward,
+            queries=1 + args.num_speculative_tokens,
+        )
+        if not 1 <= load.tokens_per_forward <= load.queries:
+            raise ConfigError(
+                f"--tokens-per-forward {load.tokens_per_forward:g} must lie between 1 and the "
+                f"number of drafts and one more, {load.queries}"
+            )
+        if not 0 < args.efficiency <= 1:
+            raise ConfigError(f"--efficiency {args.efficiency:g} must lie between 0 and 1")
+        source = _source(args.model)
+        sizes_on = functools.cache(
+            lambda ranks: _sizes(source, _CACHE_DTYPES[args.kv_cache_dtype], ranks)
+        )
+        costs = Costs(args.efficiency, args.collective_us * 1e-6)
+        plans = [
+            plan
+            for count in args.gpus
+            for plan in plan_layouts(sizes_on, _positive("gpus", count), gpu, load, costs)
+        ]
+    except ConfigError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(format_plans(plans, gpu))
+    if fitting := [plan for plan in plans if plan.fits]:
+        fastest = min(fitting, key=lambda plan: plan.step / plan.load.tokens_per_forward)
+        print(explain(fastest, sizes_on(1), gpu, load, costs))
+    else:
+        print("no layout fits; take more GPUs, a shorter --context or a smaller --concurrency")
+    return 0
+
+
+def _source(model: str) -> ModelSource:
+    path = Path(model).expanduser()
+    folder = str(path.parent) if path.is_file() and path.name == "config.json" else model
+    return resolve_model(ModelOptions(model=folder, load_format="dummy"))
+
+
+def _sizes(source: ModelSource, cache_dtype: torch.dtype, num_ranks: int) -> RankSizes:
+    return rank_sizes(
+        source.hf_config, source.quantization, source.default_dtype, cache_dtype, num_ranks
+    )
+
+
+def _positive(name: str, value: int) -> int:
+    if value < 1:
+        raise ConfigError(f"--{name} must be at least 1, got {value}")
+    return value

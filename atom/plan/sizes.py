@@ -1,0 +1,98 @@
+"""The bytes of a model on one rank, counted on the model itself.
+
+The model is built on the meta device, as rank 0 of a group: the same classes that serve it say how
+its weights are stored and cut, and what its attention layers cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from atom.distributed.parallel_state import ParallelGroup
+from atom.kv_cache.builders import attention_layers
+from atom.kv_cache.paged import PagedCache
+from atom.model_ops.embedding import VocabParallelEmbedding
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.moe import FusedMoE
+from atom.model_ops.quant.base import QuantConfig
+from atom.models.registry import create_model
+from atom.platform import cpu_platform
+
+_BLOCK = 16
+
+
+@dataclass(frozen=True)
+class RankSizes:
+    """One rank's share of a model; bytes.
+
+    Attributes:
+        embedding: of the input embedding, of which a step reads single rows.
+        expert: of one expert in all layers with experts together.
+        num_experts, top_k: experts of a layer, and those that a token visits; 0 without experts.
+        rest: all other weights, which every step reads.
+        cached_token: KV cache of one token.
+        num_layers: of decoder layers.
+        hidden_size, vocab_size: of the whole model.
+    """
+
+    embedding: int
+    expert: int
+    num_experts: int
+    top_k: int
+    rest: int
+    cached_token: int
+    num_layers: int
+    hidden_size: int
+    vocab_size: int
+
+    @property
+    def weights(self) -> int:
+        return self.embedding + self.num_experts * self.expert + self.rest
+
+
+def rank_sizes(
+    config: PretrainedConfig,
+    quantization: QuantConfig,
+    dtype: torch.dtype,
+    cache_dtype: torch.dtype,
+    num_ranks: int,
+) -> RankSizes:
+    """The sizes on one of `num_ranks` ranks that split every layer.
+
+    Raises:
+        ConfigError: when the model is not supported.
+        ValueError: when it does not split so.
+    """
+    context = replace(
+        LayerContext.create(dtype, 1, cpu_platform()),
+        device=torch.device("meta"),
+        group=ParallelGroup(0, num_ranks),
+        quant=quantization,
+    )
+    model = create_model(config, context)
+    text = config.get_text_config()
+    experts = [module for module in model.modules() if isinstance(module, FusedMoE)]
+    embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
+    of_experts, of_embeddings = _bytes_of(*experts), _bytes_of(*embeddings)
+    num_experts = experts[0].num_experts if experts else 0
+    is_tied = not any(True for _ in model.output_head.parameters())
+    cache = PagedCache(attention_layers(model), _BLOCK, cache_dtype, context.device)
+    return RankSizes(
+        embedding=0 if is_tied else of_embeddings,
+        expert=of_experts // num_experts if experts else 0,
+        num_experts=num_experts,
+        top_k=int(text.num_experts_per_tok) if experts else 0,
+        rest=_bytes_of(model) - of_experts - (0 if is_tied else of_embeddings),
+        cached_token=cache.compute_block_bytes() // _BLOCK,
+        num_layers=int(text.num_hidden_layers),
+        hidden_size=int(text.hidden_size),
+        vocab_size=int(text.vocab_size),
+    )
+
+
+def _bytes_of(*modules: nn.Module) -> int:
+    return sum(parameter.nbytes for module in modules for parameter in module.parameters())
