@@ -24,7 +24,8 @@ class KimiK25ForConditionalGeneration(DeepseekV3ForCausalLM):
 
     def __init__(self, config: PretrainedConfig, context: LayerContext) -> None:
         super().__init__(config.get_text_config(), context, _TEXT)
-        logger.info("%s runs as a text model: its vision weights are skipped", config.model_type)
+        if context.device.type != "meta":  # not when it is only sketched
+            logger.info("%s runs as a text model: vision weights are skipped", config.model_type)
 
     @property
     def weight_mapping(self) -> WeightMapping:
