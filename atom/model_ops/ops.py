@@ -148,7 +148,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("torch.moe:moe_route"),
     ),
     "moe_experts": (
-        _kernel("aiter.moe:moe_experts", "aiter.moe:refuses_experts"),
+        _kernel(
+            "aiter.moe:moe_experts",
+            "aiter.moe:refuses_experts",
+            prepare="aiter.moe:prepare_experts",
+        ),
         _kernel("triton.moe_experts:moe_experts", "triton.moe_align:refuses"),
         _kernel("torch.moe:moe_experts"),
     ),

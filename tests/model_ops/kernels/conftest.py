@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
+from aiter_cases import Aiter, aiters
 
 _HAS_TRITON = importlib.util.find_spec("triton") is not None
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by tests/conftest.py
@@ -28,3 +30,9 @@ elif _INTERPRETED:
 def device() -> torch.device:
     """Where the kernels under test run."""
     return torch.device("cpu" if _INTERPRETED else "cuda")
+
+
+@pytest.fixture(params=["fake", pytest.param("real", marks=pytest.mark.gpu)])
+def aiter(request: pytest.FixtureRequest) -> Iterator[Aiter]:
+    """aiter's implementations alone."""
+    yield from aiters(request.param)

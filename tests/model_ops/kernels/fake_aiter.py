@@ -6,6 +6,7 @@ limits from the checks below, which know nothing of the adapters. Any deviation 
 
 from __future__ import annotations
 
+import functools
 import importlib
 import inspect
 import json
@@ -53,14 +54,21 @@ class Call:
 class FakeAiter:
     """Attributes:
     calls: what was called, in order.
+    arch: the architecture that it picks kernels for.
+    split_table: `get_meta_param`, whose cache drops the table of another call after 128 further
+        ones.
     """
 
-    def __init__(self, *extra_dtypes: torch.dtype, missing: Sequence[str] = ()) -> None:
+    def __init__(
+        self, *extra_dtypes: torch.dtype, missing: Sequence[str] = (), arch: str = "gfx942"
+    ) -> None:
         """Args:
         extra_dtypes: types of activations that it takes beside bfloat16 and float16.
         missing: entry points that this aiter does not have.
         """
         self.calls: list[Call] = []
+        self.arch = arch
+        self.split_table = functools.lru_cache(fake_aiter_kernels.split_table)
         self._extra_dtypes = frozenset(extra_dtypes)
         self._modules: dict[str, dict[str, Any]] = {"aiter": {}}
         for name, entry in SIGNATURES.items():
@@ -97,7 +105,8 @@ class FakeAiter:
         compute = fake_aiter_kernels.KERNELS.get(name)
         if compute is None:
             raise DeviationError(f"{name} must not be called")
-        check = Check(name, bound.arguments, {torch.bfloat16, torch.float16} | self._extra_dtypes)
+        activations = {torch.bfloat16, torch.float16} | self._extra_dtypes
+        check = Check(name, bound.arguments, activations, self)
         out = compute(check)
         check.finish()
         return out
@@ -127,12 +136,18 @@ class Check:
     """The arguments of one call, and what was found out about them.
 
     Attributes:
+        library: whose function is called.
         sizes: of the dimensions named so far.
     """
 
     def __init__(
-        self, name: str, arguments: Mapping[str, Any], activations: set[torch.dtype]
+        self,
+        name: str,
+        arguments: Mapping[str, Any],
+        activations: set[torch.dtype],
+        library: FakeAiter,
     ) -> None:
+        self.library = library
         self._name = name
         self._arguments = arguments
         self._activations = activations

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import fake_aiter_moe
 import torch
 import torch.nn.functional as F
 
@@ -65,8 +66,10 @@ def _stored(check: Check, x: torch.Tensor, pool: torch.Tensor, scale: Any) -> to
         check.that(pool.dtype == x.dtype, "a cache in the type of what is written")
         return x
     check.that(check.value("kv_cache_dtype") == "fp8" and pool.dtype in FP8, "a cache in 8 bits")
-    limit = torch.finfo(pool.dtype).max
-    return (x.float() / scale).clamp(-limit, limit).to(pool.dtype).view(torch.uint8)
+    scaled = x.float() / scale
+    # The hardware's conversion does not saturate.
+    beyond = scaled.abs() > torch.finfo(pool.dtype).max
+    return scaled.masked_fill(beyond, torch.nan).to(pool.dtype).view(torch.uint8)
 
 
 def _bits(pool: torch.Tensor) -> torch.Tensor:
@@ -186,8 +189,10 @@ def pa_decode_gluon(check: Check) -> None:
     check.that(sizes["DX"] * x == 128 and sizes["SX"] * x == sizes["S"], "whole vectors")
     check.that(sizes["S"] in (16, 64, 1024), "a block size that it is compiled for")
     check.that(1 <= length <= 4 and sizes["T"] == sizes["N"] * length, "equally many queries")
+    partitions = check.value("max_context_partition_num")
+    check.that(partitions >= 1, "a program")
+    check.that(length == 1 or partitions == 1, "one query: it skips keys of more")
     check.that(length * (sizes["H"] // sizes["KH"]) <= 64, "at most 64 rows a KV head")
-    check.that(check.value("max_context_partition_num") >= 1, "a program")
     check.that(check.value("context_partition_size") == 256, "256 tokens a step")
     check.that(check.value("compute_type") == q.dtype and check.value("ps") is True, "as queries")
     is_8_bits = keys.dtype in FP8
@@ -218,6 +223,20 @@ def flash_attn_varlen_func(check: Check) -> torch.Tensor:
     return torch.cat([attend(q[a:b], k[c:d], v[c:d], scale, window) for a, b, c, d in parts])
 
 
+def split_table(splits: int | None, sequences: int, *_: int) -> tuple[int, torch.Tensor]:
+    """As aiter makes it for each total number of tokens, if a call brings none."""
+    splits = splits or 16
+    return splits, torch.arange(0, (sequences + 1) * splits, splits, dtype=torch.int32)
+
+
+def get_gfx(check: Check) -> str:
+    return check.library.arch
+
+
+def get_cu_num(check: Check) -> int:
+    return {"gfx942": 304, "gfx950": 256}[check.library.arch]
+
+
 def mla_decode_fwd(check: Check) -> tuple[None, None]:
     q, out = check.activation("q", "T H 576"), check.activation("o", "T H 512")
     pool = check.tensor("kv_buffer", "S 1 1 576", q.dtype)
@@ -226,7 +245,16 @@ def mla_decode_fwd(check: Check) -> tuple[None, None]:
     pages = check.integers("kv_last_page_lens", "N")
     length = check.value("max_seqlen_q")
     count = check.sizes["N"]
-    check.that(check.sizes["H"] in (16, 32, 64, 128), "heads that it is compiled for")
+    heads = check.sizes["H"]
+    check.that(heads in (16, 32, 64, 128), "heads that it is compiled for")
+    has_kernel = (heads, length, check.library.arch) != (64, 1, "gfx942")
+    check.that(has_kernel, "no kernel for 64 heads and one query on gfx942")
+    splits, table = check.value("num_kv_splits"), check.value("num_kv_splits_indptr")
+    if splits is None or table is None:
+        splits, table = check.library.split_table(splits, count, len(slots), heads)
+    else:
+        check.integers("num_kv_splits_indptr", "N1")
+    check.that(splits >= 1 and table.tolist() == [i * splits for i in range(count + 1)], "splits")
     check.that(starts.tolist() == [i * length for i in range(count + 1)], "equally many queries")
     check.that(length <= 4 and check.sizes["T"] == count * length, "at most four queries")
     check.that(check.value("page_size") == 1 and bool((pages == 1).all()), "a token a page")
@@ -239,72 +267,8 @@ def mla_decode_fwd(check: Check) -> tuple[None, None]:
     return None, None
 
 
-def _outputs(check: Check, ids: str) -> tuple[torch.Tensor, torch.Tensor, int]:
-    weights = check.tensor("topk_weights", "T K", torch.float32)
-    return weights, check.integers(ids, "T K"), check.sizes["K"]
-
-
-def _best_groups(check: Check, choice: torch.Tensor, best: int) -> torch.Tensor:
-    """`choice` with everything outside of each row's best groups at 0."""
-    groups = check.value("num_expert_group")
-    check.that(groups in (1, 2, 4, 8), "numbers of groups that it is compiled for")
-    grouped = choice.view(len(choice), groups, -1)
-    scores = grouped.topk(min(best, grouped.shape[2]), dim=-1).values.sum(-1)
-    chosen = scores.topk(check.value("topk_group"), dim=-1).indices
-    mask = torch.zeros_like(scores).scatter_(1, chosen, 1.0)
-    return (grouped * mask[..., None]).flatten(1)
-
-
-def _choose(check: Check, ids_name: str, scores: torch.Tensor, choice: torch.Tensor) -> None:
-    weights, ids, k = _outputs(check, ids_name)
-    chosen = choice.topk(k, dim=-1).indices
-    kept = scores.gather(1, chosen)
-    if check.value("need_renorm"):
-        kept = kept / kept.sum(-1, keepdim=True)
-    weights.copy_(kept)
-    ids.copy_(chosen)
-
-
-def biased_grouped_topk(check: Check) -> None:
-    logits = check.tensor("gating_output", "T E", torch.float32)
-    bias = check.tensor("correction_bias", "E", torch.float32)
-    scores = logits.sigmoid()
-    _choose(check, "topk_ids", scores, _best_groups(check, scores + bias, 2))
-    check.value("topk_weights").mul_(check.value("routed_scaling_factor"))
-
-
-def grouped_topk(check: Check) -> None:
-    logits = check.tensor("gating_output", "T E", torch.float32)
-    scores = logits.softmax(-1) if check.value("is_softmax") else logits.sigmoid()
-    _choose(check, "topk_ids", scores, _best_groups(check, scores, 1))
-    check.value("topk_weights").mul_(check.value("routed_scaling_factor"))
-
-
-def topk_softmax(check: Check) -> None:
-    scores = check.tensor("gating_output", "T E", torch.float32).softmax(-1)
-    check.integers("token_expert_indices", "T K")
-    _choose(check, "topk_indices", scores, scores)
-
-
-def fused_moe(check: Check) -> torch.Tensor:
-    x = check.activation("hidden_states", "T H")
-    w1, w2 = check.activation("w1", "E W H"), check.activation("w2", "E H I")
-    weights = check.tensor("topk_weight", "T K", torch.float32)
-    ids = check.integers("topk_ids", "T K")
-    sizes = check.sizes
-    check.that(sizes["W"] == 2 * sizes["I"], "gate above up")
-    check.that(sizes["H"] % 64 == 0 and sizes["I"] % 64 == 0, "whole steps")
-    out = torch.zeros_like(x, dtype=torch.float32)
-    for expert in ids.unique().tolist():
-        tokens, place = (ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[tokens].float(), w1[expert].float()).chunk(2, dim=-1)
-        result = F.linear(F.silu(gate) * up, w2[expert].float())
-        out.index_add_(0, tokens, result * weights[tokens, place, None])
-    return out.to(x.dtype)
-
-
 # No `pa_*` of aiter's assembly kernels: those are in the signatures so that a call is noticed.
-KERNELS: dict[str, Callable[[Any], Any]] = {
+KERNELS: dict[str, Callable[[Any], Any]] = fake_aiter_moe.KERNELS | {
     kernel.__name__: kernel
     for kernel in (
         gemm_a16w16,
@@ -318,10 +282,8 @@ KERNELS: dict[str, Callable[[Any], Any]] = {
         unified_attention,
         pa_decode_gluon,
         flash_attn_varlen_func,
+        get_gfx,
+        get_cu_num,
         mla_decode_fwd,
-        biased_grouped_topk,
-        grouped_topk,
-        topk_softmax,
-        fused_moe,
     )
 }

@@ -14,6 +14,7 @@ from fake_aiter import AITER, ENTRY_POINTS
 from graphs.test_capture_without_host import nothing_from_the_host
 
 from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels.aiter.moe import prepare_experts
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
 from atom.model_ops.registry import OpTable
 from atom.model_ops.routing import Routing
@@ -21,11 +22,18 @@ from atom.platform import Platform
 
 BF16 = torch.bfloat16
 SEQUENCES = 3
-LIBRARY = probe.Library(lambda _: dict.fromkeys(ENTRY_POINTS, _like_the_first))
 
 
 def _like_the_first(*args: Any, **_: Any) -> torch.Tensor:
     return torch.empty_like(args[0])
+
+
+FUNCTIONS = {
+    **dict.fromkeys(ENTRY_POINTS, _like_the_first),
+    "get_gfx": lambda: "gfx950",
+    "get_cu_num": lambda: 256,
+}
+LIBRARY = probe.Library(lambda _: FUNCTIONS)
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -102,7 +110,7 @@ def mlp(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
         True,
     )
     x = ops.resolve("silu_and_mul", BF16, size=64)(torch.cat((q[:, 0], x), dim=-1))
-    return experts(x, empty(8, 128, 64), empty(8, 64, 64), weights, ids)
+    return experts(x, *prepare_experts(empty(8, 128, 64), empty(8, 64, 64)), weights, ids)
 
 
 @pytest.mark.parametrize("queries", [1, 4, 8])

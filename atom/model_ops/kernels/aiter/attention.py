@@ -23,18 +23,19 @@ from atom.model_ops.kernels.aiter.layout import (
     refuses_packing,
 )
 from atom.model_ops.kernels.aiter.probe import function
-from atom.model_ops.kernels.aiter.sequences import context_tokens
+from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries
 from atom.model_ops.kernels.aiter.support import refuses_storage, requires
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
 _PLAIN, _PACKED = PlainLayout(), PackedLayout()
 
-# Maximum queries per sequence of the Gluon kernel.
+# Up to so many queries a sequence, each may be a sequence of its own for the Gluon kernel.
 _GLUON_QUERIES = 4
-# Context tokens per iteration of the Gluon kernel, and most programs per sequence.
+# Context tokens per iteration of the Gluon kernel, and programs per sequence: always as many, since
+# its last step is compiled for each number.
 _PARTITION = 256
-_MAX_PARTITIONS = 16
+_PARTITIONS = 16
 # Programs to fill the device: two per compute unit of the largest (304).
 _PROGRAMS = 608
 _MAX_HEAD_DIM = 256
@@ -71,11 +72,12 @@ def paged_attention_packed(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over a packed pool -> [T, heads, d].
 
-    Batches of equal query lengths up to four use the Gluon kernel.
+    Batches of one query a sequence use the Gluon kernel. So do those of few queries, one by one,
+    unless there are enough sequences for a kernel that does not split contexts.
     """
     length = metadata.max_seqlen_q
-    equal = all(n == length for n in metadata.query_lens_cpu)
-    if equal and length <= _GLUON_QUERIES:
+    programs = len(metadata.query_lens_cpu) * kv_cache.key.shape[2]
+    if length == 1 or (length <= _GLUON_QUERIES and programs < _PROGRAMS):
         return _gluon(q, kv_cache, metadata, scale, sliding_window)
     return _in_place(_PACKED, q, kv_cache, metadata, scale, sliding_window)
 
@@ -130,22 +132,22 @@ def _gluon(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, d] over a packed pool -> [T, heads, d].
 
-    Assumes that any number of partitions works with persistent programs (`ps`), and that FP8 keys
-    and values work with 16-bit queries.
+    One query at a time: with several, persistent programs (`ps`) skip keys where a split falls
+    within a partition. Assumes that FP8 keys and values work with 16-bit queries.
     """
     assert sliding_window is None, "refuses_packing keeps windows away"
     q = q.contiguous()
     out = torch.empty_like(q)
-    kv_heads = kv_cache.key.shape[2]
+    rows = equal_queries(metadata, 1)
     function(GLUON_DECODE)(
         out,
         q,
         *_PACKED.pools(kv_cache),
-        metadata.context_lens,
-        metadata.block_tables,
+        rows.context_lens,
+        rows.block_tables,
         scale,
-        metadata.max_seqlen_q,
-        _partitions(len(metadata.query_lens_cpu) * kv_heads, metadata.max_context_len),
+        rows.length,
+        _PARTITIONS,
         context_partition_size=_PARTITION,
         compute_type=q.dtype,
         key_scale=kv_cache.key_scale,
@@ -205,9 +207,3 @@ def known_context_lens(metadata: AttentionMetadata) -> tuple[int, ...]:
             "graphs and drafts' single steps, where it does not, are for decoding"
         )
     return metadata.context_lens_cpu
-
-
-def _partitions(rows: int, longest: int) -> int:
-    """Programs per sequence: enough to fill the device, but none without work."""
-    share = -(-_PROGRAMS // rows)
-    return max(1, min(share, _MAX_PARTITIONS, -(-longest // _PARTITION)))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from atom.model_ops.kernels.aiter.layout import WRITE_PACKED, PackedLayout
 from atom.model_ops.kernels.aiter.probe import EntryPoint, function
@@ -25,6 +26,13 @@ _WRITE_LATENT = EntryPoint(
     "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale",
 )
 
+# Keeps a bound that is rounded to bfloat16 within the range; what it cuts off rounds to the largest
+# number all the same.
+_INWARDS = 1 - 2**-8
+
+# Smallest and largest number that a cache can hold, by its scale and the number's type.
+_bounds = WeakTensorKeyDictionary()
+
 refuses_plain = requires(_WRITE_PLAIN, also=refuses_storage)
 refuses_latent = requires(_WRITE_LATENT, also=refuses_storage)
 
@@ -34,17 +42,16 @@ def kv_cache_write(
 ) -> None:
     """Write k, v [T, kv_heads, d] to their slots of a plain pool.
 
-    Assumes that the kernel divides by the scales, saturates and rounds to nearest even, and does
-    not read the scales of a cache in the model's dtype.
+    Assumes that the kernel divides by the scales and rounds to nearest even, and does not read the
+    scales of a cache in the model's dtype.
     """
     key_scale, value_scale = kv_cache.key_scale, kv_cache.value_scale
+    rows = _bounded_rows(k, v, kv_cache)
     if key_scale is None or value_scale is None:
         key_scale = value_scale = _one(k.device)
     storage = storage_name(kv_cache.key_scale)
     pools = kv_cache.key, kv_cache.value
-    function(_WRITE_PLAIN)(
-        dense_rows(k), dense_rows(v), *pools, slot_mapping, storage, key_scale, value_scale
-    )
+    function(_WRITE_PLAIN)(*rows, *pools, slot_mapping, storage, key_scale, value_scale)
 
 
 def kv_cache_write_packed(
@@ -54,9 +61,8 @@ def kv_cache_write_packed(
     scales = kv_cache.key_scale, kv_cache.value_scale
     storage = storage_name(kv_cache.key_scale)
     pools = PackedLayout().pools(kv_cache)
-    function(WRITE_PACKED)(
-        dense_rows(k), dense_rows(v), *pools, slot_mapping, storage, *scales, True
-    )
+    rows = _bounded_rows(k, v, kv_cache)
+    function(WRITE_PACKED)(*rows, *pools, slot_mapping, storage, *scales, True)
 
 
 def mla_cache_write(
@@ -67,10 +73,33 @@ def mla_cache_write(
 ) -> None:
     """Write latent [T, rank] and k_rope [T, rope] to their slots."""
     scale = _one(latent.device) if kv_cache.scale is None else kv_cache.scale
-    rows = dense_rows(latent), dense_rows(k_rope)
+    storage = kv_cache.latent.dtype
+    rows = [_bounded(x, kv_cache.scale, storage) for x in (latent, k_rope)]
     function(_WRITE_LATENT)(
         *rows, kv_cache.latent, slot_mapping, storage_name(kv_cache.scale), scale
     )
+
+
+def _bounded_rows(
+    k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    key = _bounded(k, kv_cache.key_scale, kv_cache.key.dtype)
+    return key, _bounded(v, kv_cache.value_scale, kv_cache.value.dtype)
+
+
+def _bounded(x: torch.Tensor, scale: torch.Tensor | None, storage: torch.dtype) -> torch.Tensor:
+    """x [T, ...] with contiguous rows, and for FP8 within its range: the kernels do not saturate,
+    and what lies beyond becomes NaN.
+    """
+    if scale is None:
+        return dense_rows(x)
+    if scale not in _bounds:
+        _bounds[scale] = {}
+    bounds = _bounds[scale]
+    if x.dtype not in bounds:
+        bound = (scale * (torch.finfo(storage).max * _INWARDS)).to(x.dtype)
+        bounds[x.dtype] = -bound, bound
+    return dense_rows(x.clamp(*bounds[x.dtype]))
 
 
 @functools.cache

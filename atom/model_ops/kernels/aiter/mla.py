@@ -16,7 +16,13 @@ from atom.model_ops.kernels.aiter.attention import known_context_lens
 from atom.model_ops.kernels.aiter.layout import FLASH_ATTENTION
 from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries, list_tokens
-from atom.model_ops.kernels.aiter.support import refuses_storage, requires
+from atom.model_ops.kernels.aiter.splits import SPLITS
+from atom.model_ops.kernels.aiter.support import (
+    ARCH,
+    COMPUTE_UNITS,
+    refuses_storage,
+    requires,
+)
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
@@ -24,11 +30,13 @@ from atom.model_ops.registry import OpQuery
 _DECODE = EntryPoint(
     "aiter.mla:mla_decode_fwd",
     "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q",
-    "page_size nhead_kv sm_scale",
+    "page_size nhead_kv sm_scale num_kv_splits num_kv_splits_indptr",
 )
 # Head counts that the decode kernels are compiled for (bfloat16, without persistent work lists).
 # Fewer heads are padded, which costs little: the latents are read once for all heads.
 _HEADS = (16, 32, 64, 128)
+# gfx942 lacks the kernel for these and one query.
+_NOT_ON_GFX942 = 64
 _RANK, _ROPE = 512, 64
 # Maximum queries per sequence of one kernel call.
 _QUERIES = 4
@@ -71,13 +79,17 @@ def _refuses_values(query: OpQuery) -> str | None:
     return refuses_storage(query)
 
 
-refuses_decode = requires(_DECODE, also=_refuses_latents, dtypes=(torch.bfloat16,))
+refuses_decode = requires(
+    _DECODE, ARCH, COMPUTE_UNITS, also=_refuses_latents, dtypes=(torch.bfloat16,)
+)
 refuses_prefill = requires(FLASH_ATTENTION, also=_refuses_values)
 
 
-def padded_heads(num_heads: int) -> int:
-    """The smallest supported number of heads that is at least `num_heads`."""
-    return next(heads for heads in _HEADS if heads >= num_heads)
+def padded_heads(num_heads: int, queries: int) -> int:
+    """The smallest number of heads, at least `num_heads`, with a kernel for so many queries."""
+    missing = _NOT_ON_GFX942 if function(ARCH)() == "gfx942" and queries == 1 else None
+    there = (heads for heads in _HEADS if heads != missing)
+    return next(heads for heads in there if heads >= num_heads)
 
 
 def mla_decode(
@@ -92,11 +104,18 @@ def mla_decode(
     The kernel needs equal query lengths; otherwise each query is passed as a sequence of its own. A
     page is one token, so `kv_indices` are slots. Assumes that several queries of a sequence are
     masked causally, and that `kv_indices` is not read beyond the last of `kv_indptr`.
+
+    The split table is passed, since aiter would take it from a cache of 128 device tensors: graphs
+    that were captured with one would read freed memory once it is evicted.
     """
     pages = metadata.derive(
         ("latent pages", kv_cache.block_size), lambda: _pages(metadata, kv_cache.block_size)
     )
-    carried = _absorb(q, up_proj, kv_cache.latent.shape[2])
+    padded = padded_heads(up_proj.shape[0], pages.queries)
+    carried = _absorb(q, up_proj, kv_cache.latent.shape[2], padded)
+    splits, split_table = SPLITS.table(
+        len(pages.last_lens), metadata.max_context_len, function(COMPUTE_UNITS)(), q.device
+    )
     out = q.new_empty(q.shape[0], carried.shape[1], up_proj.shape[2])
     function(_DECODE)(
         carried,
@@ -110,6 +129,8 @@ def mla_decode(
         page_size=1,
         nhead_kv=1,
         sm_scale=scale,
+        num_kv_splits=splits,
+        num_kv_splits_indptr=split_table,
     )
     return _leave_latent_space(out, up_proj, q.shape[2] - _rope_dim(kv_cache, up_proj))
 
@@ -165,11 +186,11 @@ def _rope_dim(kv_cache: LatentCacheTensor, up_proj: torch.Tensor) -> int:
     return kv_cache.latent.shape[2] - up_proj.shape[2]
 
 
-def _absorb(q: torch.Tensor, up_proj: torch.Tensor, latent_dim: int) -> torch.Tensor:
-    """q [T, heads, nope + rope] -> [T, padded heads, rank + rope]."""
+def _absorb(q: torch.Tensor, up_proj: torch.Tensor, latent_dim: int, padded: int) -> torch.Tensor:
+    """q [T, heads, nope + rope] -> [T, padded, rank + rope]."""
     heads, _, rank = up_proj.shape
     nope = q.shape[2] - (latent_dim - rank)
-    carried = q.new_zeros(q.shape[0], padded_heads(heads), latent_dim)
+    carried = q.new_zeros(q.shape[0], padded, latent_dim)
     by_head = torch.bmm(q[..., :nope].transpose(0, 1), up_proj[:, :nope])
     carried[:, :heads, :rank] = by_head.transpose(0, 1)
     carried[:, :heads, rank:] = q[..., nope:]

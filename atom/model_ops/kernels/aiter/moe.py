@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 
 from atom.model_ops.kernels.aiter.probe import EntryPoint, function
+from atom.model_ops.kernels.aiter.shuffle import (
+    SHUFFLE,
+    check_shuffled,
+    refuses_shuffle,
+    shuffle,
+)
 from atom.model_ops.kernels.aiter.support import requires
 from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
@@ -73,13 +79,19 @@ def moe_route(
 
 
 def _refuses_sizes(query: OpQuery) -> str | None:
-    for name in ("hidden_size", "intermediate_size"):
-        if query.shape[name] % _STEP:
-            return f"{name}={query.shape[name]} is no multiple of {_STEP}"
-    return None
+    hidden, inter = query.shape["hidden_size"], query.shape["intermediate_size"]
+    for name, size in (("hidden_size", hidden), ("intermediate_size", inter)):
+        if size % _STEP:
+            return f"{name}={size} is no multiple of {_STEP}"
+    return refuses_shuffle(2 * inter, hidden) or refuses_shuffle(hidden, inter)
 
 
-refuses_experts = requires(_FUSED, also=_refuses_sizes)
+refuses_experts = requires(_FUSED, SHUFFLE, also=_refuses_sizes)
+
+
+def prepare_experts(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Shuffle w13 [experts, 2 * inter, hidden] and w2 [experts, hidden, inter] in place."""
+    return shuffle(w13), shuffle(w2)
 
 
 def moe_experts(
@@ -91,8 +103,12 @@ def moe_experts(
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
-    Assumes that weights not marked as shuffled are row-major, gate above up, and that SiLU is the
-    default activation.
+    w13 and w2 as `prepare_experts` returns them. Assumes that SiLU is the default activation, and
+    that the first half of a shuffled w13's rows is the gate.
+
+    Raises:
+        RuntimeError: for weights that were not shuffled.
     """
+    check_shuffled(w13, w2)
     out: torch.Tensor = function(_FUSED)(x.contiguous(), w13, w2, weights, ids.to(torch.int32))
     return out

@@ -9,6 +9,10 @@ import torch
 from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.registry import OpQuery, always
 
+# For which architecture aiter picks kernels, and the device's compute units.
+ARCH = probe.EntryPoint("aiter.jit.utils.chip_info:get_gfx", "")
+COMPUTE_UNITS = probe.EntryPoint("aiter.jit.utils.chip_info:get_cu_num", "")
+
 HALF = (torch.bfloat16, torch.float16)
 
 

@@ -1,0 +1,179 @@
+"""aiter's latent attention against float64 references: over the fake, and over aiter."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from aiter_cases import (
+    BF16,
+    MI300X,
+    Aiter,
+    all_slots,
+    as_kept,
+    attention,
+    batch,
+    check,
+    random,
+    unknown_lengths,
+)
+from fake_aiter import AITER, FakeAiter
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels.aiter.splits import SplitTables, num_splits
+from atom.model_ops.metadata import LatentCacheTensor
+from atom.model_ops.registry import OpTable, OpUnavailableError
+from atom.platform import Platform
+
+MLA_OPS = ("mla_cache_write", "mla_decode", "mla_prefill")
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads", "queries", "padded"),
+    [
+        ("gfx942", 8, 1, 16),
+        ("gfx942", 16, 1, 16),
+        ("gfx942", 24, 1, 32),
+        ("gfx942", 33, 1, 128),
+        ("gfx942", 64, 1, 128),
+        ("gfx942", 64, 2, 64),
+        ("gfx942", 128, 1, 128),
+        ("gfx950", 64, 1, 64),
+    ],
+)
+def test_heads_are_padded_to_a_kernel(arch: str, heads: int, queries: int, padded: int) -> None:
+    """gfx942 has none for 64 heads and one query."""
+    fake = FakeAiter(arch=arch)
+    with probe.replaced(fake.library):
+        aiter = Aiter(OpTable(Platform("rocm", arch, True), AITER), torch.device("cpu"), fake)
+        check_mla(aiter, heads, [queries] * 2, [40, 7])
+    [*_, call, _] = fake.calls
+    assert call.arguments["q"].shape[1] == padded
+
+
+def test_the_fake_frees_its_split_tables_as_aiter_does() -> None:
+    fake = FakeAiter()
+    before = StorageWeakRef(fake.split_table(None, 2, 40, 16)[1].untyped_storage())
+    for tokens in range(41, 41 + 127):
+        fake.split_table(None, 2, tokens, 16)
+    assert not before.expired()
+    fake.split_table(None, 2, 41 + 127, 16)
+    assert before.expired()
+
+
+def test_split_tables_outlive_graphs() -> None:
+    """What a captured decode got is there, and the same, after eager ones of any other length."""
+    fake = FakeAiter()
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 16, "num_heads": 16}
+    with probe.replaced(fake.library):
+        ops = OpTable(MI300X, AITER)
+        decode = ops.resolve("mla_decode", BF16, BF16, **sizes, block_size=16, num_blocks=40)
+        aiter = Aiter(ops, torch.device("cpu"), fake)
+        cache = LatentCacheTensor(random(aiter, 40, 16, 576))
+        up_proj, q = random(aiter, 16, 20, 512), random(aiter, 2, 16, 68)
+
+        def table(context_len: int) -> tuple[StorageWeakRef, int, list[int]]:
+            """Of one decode: its memory, where it is, and what is in it."""
+            fake.calls.clear()
+            decode(q, cache, up_proj, batch(aiter, [1, 1], [context_len, 7], 16, 20), 0.1)
+            passed = fake.calls.pop().arguments["num_kv_splits_indptr"]
+            return StorageWeakRef(passed.untyped_storage()), passed.data_ptr(), passed.tolist()
+
+        captured, place, numbers = table(300)
+        for context_len in range(100, 230):
+            table(context_len)
+        assert not captured.expired()
+        assert table(300)[1:] == (place, numbers)
+        assert fake.split_table.cache_info().currsize == 0
+
+
+@pytest.mark.parametrize(
+    ("sequences", "max_context_len", "splits"),
+    [(1, 8192, 16), (64, 8192, 14), (256, 8192, 13), (304, 8192, 1), (1, 1000, 3), (1, 10, 1)],
+)
+def test_splits_fill_the_device(sequences: int, max_context_len: int, splits: int) -> None:
+    tables = SplitTables()
+    device = torch.device("cpu")
+    found, table = tables.table(sequences, max_context_len, 304, device)
+    assert found == splits == num_splits(sequences, max_context_len, 304)
+    assert table.tolist() == [i * splits for i in range(sequences + 1)]
+    again = tables.table(sequences, max_context_len, 304, device)[1]
+    assert again.data_ptr() == table.data_ptr()
+
+
+def test_a_table_for_more_sequences_leaves_the_smaller_one_alone() -> None:
+    tables = SplitTables()
+    device = torch.device("cpu")
+    small = tables.table(3, 100, 304, device)[1]
+    where = StorageWeakRef(small.untyped_storage())
+    del small
+    assert tables.table(5000, 100, 304, device)[1].tolist() == list(range(5001))
+    assert not where.expired()
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3, 3], [5, 5, 5], [1, 5, 2], [30, 7, 70]])
+def test_mla(aiter: Aiter, query_lens: list[int]) -> None:
+    check_mla(aiter, 8, query_lens, [40, 7, 90])
+    decoded = ["mla_decode_fwd", "get_gfx", "get_cu_num"] if max(query_lens) <= 16 else []
+    aiter.called("concat_and_cache_mla", "flash_attn_varlen_func", *decoded)
+
+
+def check_mla(aiter: Aiter, heads: int, query_lens: list[int], context_lens: list[int]) -> None:
+    nope, v_dim = 32, 16
+    width = -(-max(context_lens) // 16)
+    metadata = batch(aiter, query_lens, context_lens, 16, width)
+    pool = random(aiter, len(query_lens) * width + 1, 16, 576, seed=1)
+    cache = LatentCacheTensor(pool)
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": v_dim, "num_heads": heads}
+    sizes |= {"block_size": 16, "num_blocks": len(pool)}
+    write, decode, prefill = aiter.ops.resolve_together(MLA_OPS, BF16, BF16, **sizes)
+    count = len(metadata.slot_mapping)
+    latent, k_rope = random(aiter, count, 512, seed=2), random(aiter, count, 96, seed=3)[:, :64]
+    write(latent, k_rope, cache, metadata.slot_mapping)
+    written = pool.flatten(0, 1)[metadata.slot_mapping]
+    assert torch.equal(written, torch.cat((latent, k_rope), dim=-1))
+    up_proj = random(aiter, heads, nope + v_dim, 512, seed=4) * 512**-0.5
+    q = random(aiter, count, heads, nope + 64, seed=5)
+    rows = []
+    for slots in all_slots(metadata, 16):
+        tokens = pool.flatten(0, 1)[slots].double()
+        both = torch.einsum("cr,hnr->chn", tokens[:, :512], up_proj.double())
+        shared = tokens[:, None, 512:].expand(-1, heads, -1)
+        rows.append((torch.cat((both[..., :nope], shared), dim=-1), both[..., nope:]))
+    wanted = attention(q, rows, metadata, 0.1)
+    if max(query_lens) <= 16:
+        for each in (metadata, unknown_lengths(metadata)):
+            check(decode(q, cache, up_proj, each, 0.1), wanted, 2**-5)
+    check(prefill(q, cache, up_proj, metadata, 0.1), wanted, 2**-5)
+
+
+def test_latents_in_8_bits(aiter: Aiter) -> None:
+    """Written and prefilled; decode needs queries in 8 bits too, and says so."""
+    storage = aiter.ops.platform.fp8_dtype
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 16, "num_heads": 8}
+    sizes |= {"block_size": 16, "num_blocks": 4}
+    with pytest.raises(OpUnavailableError, match="8-bit queries"):
+        aiter.ops.resolve("mla_decode", BF16, storage, **sizes)
+    metadata = batch(aiter, [20], [20], 16, 2)
+    pool = torch.zeros(4, 16, 576, device=aiter.device).to(storage)
+    cache = LatentCacheTensor(pool, torch.tensor([0.05], device=aiter.device))
+    latent, k_rope = random(aiter, 20, 512), random(aiter, 20, 64, seed=1)
+    write = aiter.ops.resolve("mla_cache_write", BF16, storage, **sizes)
+    write(latent, k_rope, cache, metadata.slot_mapping)
+    kept = as_kept(torch.cat((latent, k_rope), dim=-1), storage, cache.scale)
+    up_proj, q = random(aiter, 8, 48, 512) * 512**-0.5, random(aiter, 20, 8, 96)
+    both = torch.einsum("cr,hnr->chn", kept[:, :512], up_proj.double())
+    keys = torch.cat((both[..., :32], kept[:, None, 512:].expand(-1, 8, -1)), dim=-1)
+    prefill = aiter.ops.resolve("mla_prefill", BF16, storage, **sizes)
+    wanted = attention(q, [(keys, both[..., 32:])], metadata, 0.1)
+    check(prefill(q, cache, up_proj, metadata, 0.1), wanted, 2**-5)
+
+
+def test_prefill_of_unknown_lengths_is_an_error(aiter: Aiter) -> None:
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 16, "num_heads": 8}
+    sizes |= {"block_size": 16, "num_blocks": 4}
+    prefill = aiter.ops.resolve("mla_prefill", BF16, BF16, **sizes)
+    metadata = unknown_lengths(batch(aiter, [20], [20], 16, 2))
+    cache = LatentCacheTensor(random(aiter, 4, 16, 576))
+    with pytest.raises(ValueError, match="the host must know the context lengths"):
+        prefill(random(aiter, 20, 8, 96), cache, random(aiter, 8, 48, 512), metadata, 0.1)
