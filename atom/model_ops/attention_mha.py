@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
 from atom.model_ops.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.kv_scale import KVScale
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import (
-    MAX_DECODE_QUERIES,
-    AttentionMetadata,
-    CacheTensor,
-    KVCacheTensor,
-)
+from atom.model_ops.metadata import AttentionMetadata, CacheTensor, KVCacheTensor
+from atom.model_ops.mixed_batch import attend_by_length
 
 
 class Attention(CachedAttention):
@@ -82,9 +79,12 @@ class Attention(CachedAttention):
     ) -> torch.Tensor:
         """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads * d]."""
         self.write(k, v, metadata)
-        attend = self._decode if metadata.max_seqlen_q <= MAX_DECODE_QUERIES else self._prefill
-        out: torch.Tensor = attend(q, self.kv_cache, metadata, self.scale, self.sliding_window)
+        out = attend_by_length(self._decode, self._prefill, self._attend, q, metadata)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
+
+    def _attend(self, op: Any, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+        out: torch.Tensor = op(q, self.kv_cache, metadata, self.scale, self.sliding_window)
+        return out
 
     def write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
         """Write the KV cache without attending."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
@@ -10,12 +11,8 @@ from atom.model_ops.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.kv_scale import KVScale
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import DequantisedMatrix, share_of
-from atom.model_ops.metadata import (
-    MAX_DECODE_QUERIES,
-    AttentionMetadata,
-    CacheTensor,
-    LatentCacheTensor,
-)
+from atom.model_ops.metadata import AttentionMetadata, CacheTensor, LatentCacheTensor
+from atom.model_ops.mixed_batch import attend_by_length
 from atom.model_ops.quant.storage import Cut, Part
 
 
@@ -106,8 +103,12 @@ class MLAAttention(CachedAttention):
         up_proj [heads, nope + v, rank] expands a latent into keys and values.
         """
         self.write(latent, k_rope, metadata)
-        attend = self._decode if metadata.max_seqlen_q <= MAX_DECODE_QUERIES else self._prefill
-        out: torch.Tensor = attend(q, self.kv_cache, up_proj, metadata, self.scale)
+
+        def attend(op: Any, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
+            out: torch.Tensor = op(q, self.kv_cache, up_proj, metadata, self.scale)
+            return out
+
+        out = attend_by_length(self._decode, self._prefill, attend, q, metadata)
         return out.reshape(q.shape[0], self.num_heads * self.v_head_dim)
 
     def write(

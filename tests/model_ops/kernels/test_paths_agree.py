@@ -24,6 +24,7 @@ from atom.config import triton_is_interpreted
 from atom.model_loader import sketch
 from atom.model_ops import layer_context
 from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.metadata import MAX_DECODE_QUERIES
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import Implementation, OpTable
 from atom.platform import Platform, cpu_platform
@@ -154,6 +155,8 @@ def generate(
         num_speculative_tokens=3,
         block_size=16,
         max_num_seqs=4,
+        # So few that the third prompt is prefilled beside the first one's decode.
+        max_num_batched_tokens=24,
         kv_cache_memory="32MB",
         device="cpu",
     )
@@ -199,6 +202,9 @@ def test_aiter(
         out = generate(made, target, draft, PROMPTS, 12)
     assert out == expected(target, draft, len(PROMPTS), 12)
     assert fake.names >= COMMON | CALLED[target] | CALLED[draft]
+    prefills = [call for call in fake.calls if call.name == "flash_attn_varlen_func"]
+    lens = [call.arguments["cu_seqlens_q"].diff() for call in prefills]
+    assert min(int(each.min()) for each in lens) > MAX_DECODE_QUERIES
 
 
 @pytest.mark.parametrize(("target", "draft"), [("llama", "mha"), ("kimi", "mla")])
