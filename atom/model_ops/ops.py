@@ -66,6 +66,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "quant_linear": (
         _kernel(
+            "aiter.quant_linear:quant_linear",
+            "aiter.quant_linear:refuses",
+            prepare="aiter.quant_linear:prepare_linear",
+        ),
+        _kernel(
             "native.quant:quant_linear",
             "native.linear:refuses",
             prepare="torch.quant:prepare_linear",
@@ -157,6 +162,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("torch.moe:moe_experts"),
     ),
     "quant_experts": (
+        _kernel(
+            "aiter.quant_experts:quant_experts",
+            "aiter.quant_experts:refuses",
+            prepare="aiter.quant_experts:prepare_experts",
+        ),
         _kernel(
             "torch.quant:quant_experts", prepare="torch.quant:prepare_experts", note=_dequantised
         ),

@@ -19,6 +19,7 @@ from typing import Any
 
 import fake_aiter_kernels
 import torch
+from fake_aiter_quant import QuantType
 
 from atom.model_ops.kernels import aiter
 from atom.model_ops.kernels.aiter.probe import EntryPoint, Library
@@ -35,6 +36,8 @@ ENTRY_POINTS: Mapping[str, EntryPoint] = {
     for value in vars(importlib.import_module(module.name)).values()
     if isinstance(value, EntryPoint)
 }
+# What is no function.
+ENUMERATIONS = {"QuantType": QuantType}
 # Defaults that are objects of aiter's: the fake has their names in their place.
 _PLAIN_DEFAULTS = {"torch.bfloat16": torch.bfloat16}
 
@@ -74,7 +77,7 @@ class FakeAiter:
         for name, entry in SIGNATURES.items():
             module = self._modules.setdefault(entry["module"], {})
             if name not in missing:
-                module[name] = self._function(name)
+                module[name] = ENUMERATIONS.get(name) or self._function(name)
 
     @property
     def library(self) -> Library:
@@ -137,6 +140,7 @@ class Check:
 
     Attributes:
         library: whose function is called.
+        activations: types that it computes in.
         sizes: of the dimensions named so far.
     """
 
@@ -150,7 +154,7 @@ class Check:
         self.library = library
         self._name = name
         self._arguments = arguments
-        self._activations = activations
+        self.activations = activations
         self._looked_at: set[str] = set()
         self.sizes: dict[str, int] = {}
 
@@ -164,7 +168,7 @@ class Check:
 
     def activation(self, name: str, shape: str, dense: str = "all") -> torch.Tensor:
         """A tensor in one of the types that the library computes in."""
-        return self.tensor(name, shape, *self._activations, dense=dense)
+        return self.tensor(name, shape, *self.activations, dense=dense)
 
     def tensor(self, name: str, shape: str, *dtypes: torch.dtype, dense: str = "all") -> Any:
         """A tensor whose dimensions are names or numbers; a name means one size in all tensors.

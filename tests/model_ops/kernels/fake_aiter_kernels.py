@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import fake_aiter_moe
+import fake_aiter_quant
 import torch
 import torch.nn.functional as F
 
@@ -268,7 +269,10 @@ def mla_decode_fwd(check: Check) -> tuple[None, None]:
 
 
 # No `pa_*` of aiter's assembly kernels: those are in the signatures so that a call is noticed.
-KERNELS: dict[str, Callable[[Any], Any]] = fake_aiter_moe.KERNELS | {
+KERNELS: dict[str, Callable[[Any], Any]] = {
+    **fake_aiter_moe.KERNELS,
+    **fake_aiter_quant.KERNELS,
+} | {
     kernel.__name__: kernel
     for kernel in (
         gemm_a16w16,

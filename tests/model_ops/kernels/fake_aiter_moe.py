@@ -7,7 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from fake_aiter_layouts import shuffled_weight, unshuffled_weight
+from fake_aiter_layouts import shuffled_weight, unshuffled_scale, unshuffled_weight
+from fake_aiter_quant import (
+    E8M0,
+    FP4,
+    QuantType,
+    fp8_of,
+    numbers_of_fp4,
+    quantise,
+    quantise_fp4,
+)
 
 if TYPE_CHECKING:
     from fake_aiter import Check
@@ -69,22 +78,63 @@ def shuffle_weight(check: Check) -> torch.Tensor:
     return out
 
 
+def _experts(check: Check, name: str, kind: str) -> torch.Tensor:
+    """float32 [E, N, K]: what a kernel makes of `w1` or `w2`.
+
+    16-bit and FP8 kernels read weights as shuffled, marked or not; those of MXFP4 if marked.
+    """
+    shape = "E W H" if name == "w1" else "E H I"
+    if kind == "No":
+        return unshuffled_weight(check.activation(name, shape)).float()
+    scale_name = f"{name}_scale"
+    if kind == "per_1x32":
+        check.that(check.library.arch == "gfx950", "MXFP4 is gfx950's")
+        halved = "E W H/2" if name == "w1" else "E H I/2"
+        codes = check.tensor(name, halved, FP4)
+        count, rows, size = *codes.shape[:2], 2 * codes.shape[2]
+        check.that(size % 256 == 0 and count * rows % 256 == 0, "whole tiles of scales")
+        scale = check.tensor(scale_name, f"{count * rows} {size // 32}", E8M0).view(torch.uint8)
+        stored = codes.view(torch.uint8)
+        stored = unshuffled_weight(stored) if getattr(codes, "is_shuffled", False) else stored
+        return numbers_of_fp4(stored, unshuffled_scale(scale).view(count, rows, -1))
+    codes = unshuffled_weight(check.tensor(name, shape, fp8_of(check.library.arch)))
+    count, rows, size = codes.shape
+    if kind == "per_Token":
+        return codes.float() * check.tensor(scale_name, f"{count} {rows} 1", torch.float32)
+    check.that(kind == "per_128x128" and rows % 128 == size % 128 == 0, "whole blocks")
+    blocks = check.tensor(scale_name, f"{count} {rows // 128} {size // 128}", torch.float32)
+    return codes.float() * blocks.repeat_interleave(128, dim=1).repeat_interleave(128, dim=2)
+
+
+def _rounded(x: torch.Tensor, kind: str, arch: str) -> torch.Tensor:
+    """Inputs as a kernel quantises them."""
+    if kind == "No":
+        return x.float()
+    if kind == "per_1x32":
+        return numbers_of_fp4(*quantise_fp4(x))
+    group = 0 if kind == "per_Token" else 128
+    codes, scale = quantise(x, fp8_of(arch), group)
+    return codes.float() * scale.repeat_interleave(group or x.shape[-1], dim=-1)
+
+
 def fused_moe(check: Check) -> torch.Tensor:
-    """Reads the weights as shuffled, marked or not: the mark only chooses between kernels."""
     x = check.activation("hidden_states", "T H")
-    w1, w2 = check.activation("w1", "E W H"), check.activation("w2", "E H I")
     weights = check.tensor("topk_weight", "T K", torch.float32)
     ids = check.integers("topk_ids", "T K")
-    sizes = check.sizes
-    check.that(sizes["W"] == 2 * sizes["I"], "gate above up")
-    check.that(sizes["H"] % 64 == 0 and sizes["I"] % 64 == 0, "whole steps")
-    w1, w2 = unshuffled_weight(w1).float(), unshuffled_weight(w2).float()
+    chosen = check.value("quant_type")
+    kind, arch = chosen.name if isinstance(chosen, QuantType) else "No", check.library.arch
+    w1, w2 = _experts(check, "w1", kind), _experts(check, "w2", kind)
+    hidden, inter = w1.shape[2], w2.shape[2]
+    check.that(w1.shape[1] == 2 * inter and w2.shape[1] == hidden, "gate above up")
+    step = {"No": 64, "per_1x32": 256}.get(kind, 128)
+    check.that(hidden % step == 0 and inter % step == 0, "whole steps")
+    inputs = _rounded(x, kind, arch)
     out = torch.zeros_like(x, dtype=torch.float32)
     for expert in ids.unique().tolist():
         tokens, place = (ids == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(x[tokens].float(), w1[expert]).chunk(2, dim=-1)
-        result = F.linear(F.silu(gate) * up, w2[expert])
-        out.index_add_(0, tokens, result * weights[tokens, place, None])
+        gate, up = F.linear(inputs[tokens], w1[expert]).chunk(2, dim=-1)
+        between = _rounded(F.silu(gate) * up, kind, arch)
+        out.index_add_(0, tokens, F.linear(between, w2[expert]) * weights[tokens, place, None])
     return out.to(x.dtype)
 
 

@@ -9,6 +9,7 @@ import torch
 from fake_aiter import FakeAiter
 
 from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels.aiter.quant import FP8_CHANNEL
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import PLAIN, Implementation, OpQuery
@@ -19,7 +20,8 @@ MI300X = Platform("rocm", "gfx942", True)
 # Sizes that every implementation takes.
 SIZES = {
     "size": 64,
-    "in_features": 64,
+    "in_features": 256,
+    "out_features": 256,
     "num_heads": 4,
     "num_kv_heads": 4,
     "head_dim": 128,
@@ -34,10 +36,14 @@ SIZES = {
     "softmax": 0,
     "pair_scores": 0,
     "has_bias": 0,
-    "hidden_size": 64,
-    "intermediate_size": 64,
+    "hidden_size": 256,
+    "intermediate_size": 256,
     "vocab_size": 64,
 }
+
+
+# A format that every implementation of an op on quantised weights takes.
+FORMATS = dict.fromkeys(("quant_linear", "quant_experts"), FP8_CHANNEL)
 
 
 @pytest.mark.parametrize(
@@ -52,7 +58,7 @@ def test_every_line_of_the_table_answers_and_resolves(op: str, entry: Implementa
     platform = platforms.get(entry.name, current_platform())
     dtype = torch.float32 if op == "moe_route" else torch.bfloat16
     with probe.replaced(FakeAiter().library):
-        reason = entry.supports(OpQuery(platform, dtype, SIZES, torch.bfloat16))
+        reason = entry.supports(OpQuery(platform, dtype, SIZES, torch.bfloat16, FORMATS.get(op)))
     [reference] = [other for other in OPS[op] if other.name == "torch"]
     parameters = inspect.signature(entry.load()).parameters
     assert list(parameters) == list(inspect.signature(reference.load()).parameters)

@@ -5,12 +5,11 @@ from __future__ import annotations
 import functools
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from atom.model_ops.kernels.aiter.layout import WRITE_PACKED, PackedLayout
 from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.support import (
-    dense_rows,
+    bounded,
     refuses_storage,
     requires,
     storage_name,
@@ -25,13 +24,6 @@ _WRITE_LATENT = EntryPoint(
     "aiter.ops.cache:concat_and_cache_mla",
     "kv_c k_pe kv_cache slot_mapping kv_cache_dtype scale",
 )
-
-# Keeps a bound that is rounded to bfloat16 within the range; what it cuts off rounds to the largest
-# number all the same.
-_INWARDS = 1 - 2**-8
-
-# Smallest and largest number that a cache can hold, by its scale and the number's type.
-_bounds = WeakTensorKeyDictionary()
 
 refuses_plain = requires(_WRITE_PLAIN, also=refuses_storage)
 refuses_latent = requires(_WRITE_LATENT, also=refuses_storage)
@@ -74,7 +66,7 @@ def mla_cache_write(
     """Write latent [T, rank] and k_rope [T, rope] to their slots."""
     scale = _one(latent.device) if kv_cache.scale is None else kv_cache.scale
     storage = kv_cache.latent.dtype
-    rows = [_bounded(x, kv_cache.scale, storage) for x in (latent, k_rope)]
+    rows = [bounded(x, kv_cache.scale, storage) for x in (latent, k_rope)]
     function(_WRITE_LATENT)(
         *rows, kv_cache.latent, slot_mapping, storage_name(kv_cache.scale), scale
     )
@@ -83,23 +75,8 @@ def mla_cache_write(
 def _bounded_rows(
     k: torch.Tensor, v: torch.Tensor, kv_cache: KVCacheTensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    key = _bounded(k, kv_cache.key_scale, kv_cache.key.dtype)
-    return key, _bounded(v, kv_cache.value_scale, kv_cache.value.dtype)
-
-
-def _bounded(x: torch.Tensor, scale: torch.Tensor | None, storage: torch.dtype) -> torch.Tensor:
-    """x [T, ...] with contiguous rows, and for FP8 within its range: the kernels do not saturate,
-    and what lies beyond becomes NaN.
-    """
-    if scale is None:
-        return dense_rows(x)
-    if scale not in _bounds:
-        _bounds[scale] = {}
-    bounds = _bounds[scale]
-    if x.dtype not in bounds:
-        bound = (scale * (torch.finfo(storage).max * _INWARDS)).to(x.dtype)
-        bounds[x.dtype] = -bound, bound
-    return dense_rows(x.clamp(*bounds[x.dtype]))
+    key = bounded(k, kv_cache.key_scale, kv_cache.key.dtype)
+    return key, bounded(v, kv_cache.value_scale, kv_cache.value.dtype)
 
 
 @functools.cache

@@ -29,7 +29,11 @@ _SOFTMAX = EntryPoint(
     "aiter.ops.moe_op:topk_softmax",
     "topk_weights topk_indices token_expert_indices gating_output need_renorm",
 )
-_FUSED = EntryPoint("aiter.fused_moe:fused_moe", "hidden_states w1 w2 topk_weight topk_ids")
+FUSED = EntryPoint(
+    "aiter.fused_moe:fused_moe",
+    "hidden_states w1 w2 topk_weight topk_ids",
+    "quant_type w1_scale w2_scale",
+)
 
 # Group counts that the routing kernels are compiled for.
 _GROUPS = (1, 2, 4, 8)
@@ -86,7 +90,7 @@ def _refuses_sizes(query: OpQuery) -> str | None:
     return refuses_shuffle(2 * inter, hidden) or refuses_shuffle(hidden, inter)
 
 
-refuses_experts = requires(_FUSED, SHUFFLE, also=_refuses_sizes)
+refuses_experts = requires(FUSED, SHUFFLE, also=_refuses_sizes)
 
 
 def prepare_experts(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -110,5 +114,5 @@ def moe_experts(
         RuntimeError: for weights that were not shuffled.
     """
     check_shuffled(w13, w2)
-    out: torch.Tensor = function(_FUSED)(x.contiguous(), w13, w2, weights, ids.to(torch.int32))
+    out: torch.Tensor = function(FUSED)(x.contiguous(), w13, w2, weights, ids.to(torch.int32))
     return out

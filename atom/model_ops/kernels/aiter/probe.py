@@ -152,8 +152,11 @@ def _installed() -> _Findings:
 def _changed(entry: EntryPoint, function: Function) -> str | None:
     """How the signature differs from what the adapters use; None if it does not.
 
-    A wrapper that accepts anything cannot be checked; then errors appear in the call.
+    A wrapper that accepts anything cannot be checked; then errors appear in the call. A class is an
+    enumeration of aiter's.
     """
+    if inspect.isclass(function):
+        return None
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):

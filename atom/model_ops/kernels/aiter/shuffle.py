@@ -25,8 +25,11 @@ def refuses_shuffle(rows: int, columns: int) -> str | None:
     return None
 
 
-def shuffle(weight: torch.Tensor) -> torch.Tensor:
-    """Convert weight [out, in] or [experts, out, in] in place, and mark it.
+def shuffle(weight: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Convert weight [out, in] or [experts, out, in] in place -> the same memory, marked.
+
+    Args:
+        dtype: what the result is viewed as, of as many bytes.
 
     Raises:
         ValueError: for sizes that `refuses_shuffle` refuses.
@@ -37,8 +40,9 @@ def shuffle(weight: torch.Tensor) -> torch.Tensor:
     # Matrix by matrix, so that no second copy of all experts is needed.
     for matrix in stored if stored.dim() == 3 else (stored,):
         matrix.copy_(function(SHUFFLE)(matrix, _TILE))
-    weight.is_shuffled = True  # type: ignore[attr-defined]
-    return weight
+    out = weight if dtype is None else weight.view(dtype)
+    out.is_shuffled = True  # type: ignore[attr-defined]
+    return out
 
 
 def check_shuffled(*weights: torch.Tensor) -> None:

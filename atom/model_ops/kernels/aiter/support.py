@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.registry import OpQuery, always
@@ -12,6 +13,13 @@ from atom.model_ops.registry import OpQuery, always
 # For which architecture aiter picks kernels, and the device's compute units.
 ARCH = probe.EntryPoint("aiter.jit.utils.chip_info:get_gfx", "")
 COMPUTE_UNITS = probe.EntryPoint("aiter.jit.utils.chip_info:get_cu_num", "")
+
+# Keeps a bound that is rounded to bfloat16 within the range; what it cuts off rounds to the largest
+# number all the same.
+_INWARDS = 1 - 2**-8
+
+# Smallest and largest number that a scale of FP8 can stand for, by scale and the number's type.
+_bounds = WeakTensorKeyDictionary()
 
 HALF = (torch.bfloat16, torch.float16)
 
@@ -49,6 +57,21 @@ def refuses_storage(query: OpQuery) -> str | None:
 def storage_name(scale: torch.Tensor | None) -> str:
     """aiter's name for the storage dtype of a cache with this scale."""
     return "auto" if scale is None else "fp8"
+
+
+def bounded(x: torch.Tensor, scale: torch.Tensor | None, storage: torch.dtype) -> torch.Tensor:
+    """x [T, ...] with contiguous rows, and with a scale [1] within the range of the FP8 `storage`:
+    aiter's kernels do not saturate, and what lies beyond becomes NaN.
+    """
+    if scale is None:
+        return dense_rows(x)
+    if scale not in _bounds:
+        _bounds[scale] = {}
+    bounds = _bounds[scale]
+    if x.dtype not in bounds:
+        bound = (scale * (torch.finfo(storage).max * _INWARDS)).to(x.dtype)
+        bounds[x.dtype] = -bound, bound
+    return dense_rows(x.clamp(*bounds[x.dtype]))
 
 
 def dense_rows(x: torch.Tensor) -> torch.Tensor:

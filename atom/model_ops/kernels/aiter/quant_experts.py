@@ -1,0 +1,120 @@
+"""Experts with quantised weights and inputs: aiter's fused mixture of experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from atom.model_ops.kernels.aiter.moe import FUSED
+from atom.model_ops.kernels.aiter.probe import EntryPoint, function
+from atom.model_ops.kernels.aiter.quant import (
+    E8M0_SHUFFLE,
+    FP8_BLOCKS,
+    FP8_CHANNEL,
+    MXFP4,
+    e8m0_scales,
+    fp8_weights,
+    refuses_arch,
+    refuses_format,
+    refuses_multiples,
+)
+from atom.model_ops.kernels.aiter.shuffle import SHUFFLE, shuffle
+from atom.model_ops.kernels.aiter.support import ARCH, requires
+from atom.model_ops.quant.weights import QuantWeights
+from atom.model_ops.registry import OpQuery
+
+_QUANT_TYPE = EntryPoint("aiter.ops.enum:QuantType", "")
+
+# aiter's name for each format, and the multiple of elements that its kernels read: 128 bytes, but
+# those of 256 for the scales of MXFP4.
+_FORMATS = {
+    **dict.fromkeys(FP8_BLOCKS, ("per_128x128", 128)),
+    FP8_CHANNEL: ("per_Token", 128),
+    MXFP4: ("per_1x32", 256),
+}
+
+
+@dataclass(frozen=True)
+class AiterExperts:
+    """The matrices of all experts, as aiter reads them.
+
+    Attributes:
+        quant_type: aiter's name of the format.
+        codes: [experts, out, in], shuffled; MXFP4 has two to an element.
+        scale: float32 [experts, ...], or e8m0 [experts * out, groups], shuffled.
+    """
+
+    quant_type: str
+    codes: torch.Tensor
+    scale: torch.Tensor
+
+
+def prepare_experts(
+    w13: QuantWeights, w2: QuantWeights, dtype: torch.dtype
+) -> tuple[AiterExperts, AiterExperts]:
+    """The codes are converted in place.
+
+    Args:
+        w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter].
+        dtype: of the inputs, which the kernels quantise themselves.
+    """
+    del dtype
+    return _prepare(w13), _prepare(w2)
+
+
+def _prepare(weights: QuantWeights) -> AiterExperts:
+    quant_type, _ = _FORMATS[weights.format]
+    if weights.format == MXFP4:
+        assert weights.scale is not None
+        codes = shuffle(weights.codes, torch.float4_e2m1fn_x2)
+        return AiterExperts(quant_type, codes, e8m0_scales(weights.scale))
+    codes, scale = fp8_weights(weights)
+    return AiterExperts(quant_type, shuffle(codes), scale)
+
+
+def quant_experts(
+    x: torch.Tensor,
+    w13: AiterExperts,
+    w2: AiterExperts,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
+
+    Inputs of both products are quantised as the format says. Assumes that SiLU is the default
+    activation, and that the first half of w13's rows is the gate.
+    """
+    out: torch.Tensor = function(FUSED)(
+        x.contiguous(),
+        w13.codes,
+        w2.codes,
+        weights,
+        ids.to(torch.int32),
+        quant_type=getattr(function(_QUANT_TYPE), w13.quant_type),
+        w1_scale=w13.scale,
+        w2_scale=w2.scale,
+    )
+    return out
+
+
+def _refuses(query: OpQuery) -> str | None:
+    if reason := refuses_format(query.weights, tuple(_FORMATS)):
+        return reason
+    assert query.weights is not None
+    _, step = _FORMATS[query.weights]
+    sizes = {name: (query.shape[name], step) for name in ("hidden_size", "intermediate_size")}
+    if query.weights == MXFP4 and (reason := refuses_arch(query.platform.arch)):
+        return reason
+    return refuses_multiples(**sizes)
+
+
+refuses = requires(
+    FUSED,
+    SHUFFLE,
+    E8M0_SHUFFLE,
+    _QUANT_TYPE,
+    ARCH,
+    also=_refuses,
+    dtypes=(torch.bfloat16,),
+)
