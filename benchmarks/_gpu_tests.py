@@ -18,8 +18,9 @@ _KERNELS = ROOT / "tests" / "model_ops" / "kernels"
 
 
 def marked_files() -> list[Path]:
-    """Files with tests marked `gpu`: graphs, and speculation through them."""
-    return _files(ROOT / "tests", r"mark\.gpu\b")
+    """Files with tests marked `gpu`: graphs, speculation through them, and aiter."""
+    # The fixture `aiter` has the mark for its tests.
+    return _files(ROOT / "tests", r"mark\.gpu\b|\baiter: Aiter\b")
 
 
 def kernel_files() -> list[Path]:
