@@ -11,11 +11,21 @@ from typing import Any
 import pytest
 import torch
 from fake_aiter import AITER, ENTRY_POINTS
+from fake_aiter_quant import QuantType
 from graphs.test_capture_without_host import nothing_from_the_host
 
 from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.kernels.aiter.moe import prepare_experts
+from atom.model_ops.kernels.aiter.quant import (
+    FP8_BLOCKS,
+    FP8_CHANNEL,
+    FP8_POWER_BLOCKS,
+    FP8_STATIC,
+    INT8_CHANNEL,
+    MXFP4,
+)
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
+from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 from atom.model_ops.registry import OpTable
 from atom.model_ops.routing import Routing
 from atom.platform import Platform
@@ -28,8 +38,14 @@ def _like_the_first(*args: Any, **_: Any) -> torch.Tensor:
     return torch.empty_like(args[0])
 
 
+def _twice_the_first(*args: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty_like(args[0]), torch.empty_like(args[0])
+
+
 FUNCTIONS = {
     **dict.fromkeys(ENTRY_POINTS, _like_the_first),
+    **{name: _twice_the_first for name in ENTRY_POINTS if name.endswith("_quant_hip")},
+    "QuantType": QuantType,
     "get_gfx": lambda: "gfx950",
     "get_cu_num": lambda: 256,
 }
@@ -113,6 +129,40 @@ def mlp(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
     return experts(x, *prepare_experts(empty(8, 128, 64), empty(8, 64, 64)), weights, ids)
 
 
+def quantised_weights(form: WeightFormat, *shape: int) -> QuantWeights:
+    """[..., out, in], square."""
+    leading, size = shape[:-1], shape[-1]
+    dtypes = {"fp4": torch.uint8, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+    columns = size // 2 if form.codes == "fp4" else size
+    weights = QuantWeights(form, empty(*leading, columns, dtype=dtypes[form.codes]))
+    if form.columns:
+        scale = torch.uint8 if form.scale_type == "e8m0" else torch.float32
+        blocks = shape[-2] // form.rows, size // form.columns
+        weights.scale = empty(*shape[:-2], *blocks, dtype=scale)
+    else:
+        weights.row_scale = empty(*leading, dtype=torch.float32)
+    weights.input_scale = empty(dtype=torch.float32)
+    return weights
+
+
+def products(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
+    x = empty(len(metadata.slot_mapping), 256)
+    for form in (*FP8_BLOCKS, *FP8_POWER_BLOCKS, FP8_CHANNEL, FP8_STATIC, INT8_CHANNEL, MXFP4):
+        sizes = {"in_features": 256, "out_features": 256}
+        choice = ops.resolve_weights("quant_linear", BF16, form, **sizes)
+        assert choice.prepare is not None
+        prepared = choice.prepare(quantised_weights(form, 256, 256), BF16)
+        x = choice.function(x, prepared, empty(256)).to(BF16)
+    weights = empty(len(x), 2, dtype=torch.float32)
+    for form in (*FP8_BLOCKS, FP8_CHANNEL, MXFP4):
+        sizes = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 256}
+        choice = ops.resolve_weights("quant_experts", BF16, form, **sizes)
+        assert choice.prepare is not None
+        both = (quantised_weights(form, 8, rows, 256) for rows in (512, 256))
+        x = choice.function(x, *choice.prepare(*both, BF16), weights, integers(len(x), 2))
+    return x
+
+
 @pytest.mark.parametrize("queries", [1, 4, 8])
 @pytest.mark.parametrize(
     ("run", "shape"),
@@ -121,8 +171,9 @@ def mlp(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
         (lambda ops, metadata: attention(ops, metadata, 4, 4), (4, 128)),
         (latent_attention, (8, 32)),
         (mlp, (64,)),
+        (products, (256,)),
     ],
-    ids=["grouped", "packed", "latent", "mlp"],
+    ids=["grouped", "packed", "latent", "mlp", "quantised"],
 )
 def test_nothing_is_asked(
     run: Callable[[OpTable, AttentionMetadata], torch.Tensor], shape: tuple[int, ...], queries: int
