@@ -35,7 +35,9 @@ class TestParts:
     def test_which_files_have_something_to_show(self, benchmark_module: Module) -> None:
         tests = benchmark_module("_gpu_tests")
         marked = [path.name for path in tests.marked_files()]
-        adapters = {f"test_aiter{what}.py" for what in ("", "_mla", "_moe", "_quant")}
+        adapters = {
+            f"test_aiter{what}.py" for what in ("", "_mla", "_moe", "_quant", "_quant_experts")
+        }
         assert {"test_graphs_on_gpu.py", *adapters} <= set(marked)
         kernels = [path.name for path in tests.kernel_files()]
         assert {"test_triton_attention.py", "test_triton_mla.py"} <= set(kernels)
