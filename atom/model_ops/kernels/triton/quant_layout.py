@@ -1,0 +1,144 @@
+"""Quantised weights in the layout that the tiles of `quant_tiles` are read from.
+
+Codes of four bits: uint8 [out, inputs / 2]. Each span of `SPAN` inputs takes SPAN / 2 bytes; byte j
+of it has input j in the low four bits and input j + SPAN / 2 in the high four. So one load gives two
+tiles of adjacent inputs, without a shuffle. Scales and zero points are transposed, [groups, out]:
+a tile's rows are adjacent. Inputs are padded with zero bytes to whole spans.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from atom.model_ops.quant.weights import QuantWeights, WeightFormat
+from atom.platform import Platform
+
+PART = 64  # inputs per product of tiles
+SPAN = 2 * PART  # inputs whose four-bit codes share bytes
+_NIBBLES = ("int4", "fp4")
+_MOST_BYTES = 1 << 31
+
+
+@dataclass
+class TileWeights:
+    """A matrix, or those of all experts with a leading dimension, ready for the kernels.
+
+    Attributes:
+        format: of the checkpoint; its activations say how inputs are quantised.
+        inputs: columns of the matrix without padding.
+        codes: [out, padded inputs] of eight bits; uint8 [out, padded inputs / 2] of four bits.
+        scale: [groups, ceil(out / rows)]; dtypes as in `QuantWeights`.
+        zeros: [groups, out].
+        row_scale: float32 [out]; multiplies the sums, not the weights.
+        input_scale: float32 [].
+        column_order: int64 [inputs]; the product is of `x[..., column_order]`.
+    """
+
+    format: WeightFormat
+    inputs: int
+    codes: torch.Tensor
+    scale: torch.Tensor | None
+    zeros: torch.Tensor | None
+    row_scale: torch.Tensor | None
+    input_scale: torch.Tensor | None
+    column_order: torch.Tensor | None
+
+    @property
+    def rows(self) -> int:
+        return self.codes.shape[-2]
+
+    def constants(self) -> dict[str, object]:
+        """The constexpr arguments of `quant_tiles` that the format decides."""
+        form = self.format
+        return {
+            "CODES": form.codes,
+            "ROWS": form.rows,
+            # One group of all inputs takes any number of them.
+            "COLUMNS": -(-form.columns // SPAN) * SPAN
+            if form.columns >= self.inputs
+            else form.columns,
+            "SCALE_TYPE": form.scale_type,
+            "HAS_ZEROS": form.has_zeros,
+            "HAS_ROW_SCALE": self.row_scale is not None,
+        }
+
+
+def block_k(form: WeightFormat) -> int:
+    """Inputs per iteration of the kernels."""
+    return SPAN if form.codes in _NIBBLES else PART
+
+
+def refuses_tiles(
+    form: WeightFormat, rows: int | None, inputs: int | None, platform: Platform
+) -> str | None:
+    """Why no tile of these weights can be read, or None."""
+    whole = inputs is not None and form.columns >= inputs
+    aligned = form.columns % PART == 0 or (form.columns >= 16 and PART % form.columns == 0)
+    if form.columns and not whole and not aligned:
+        return f"groups of {form.columns} inputs; kernels take 16, 32 and multiples of {PART}"
+    if form.has_zeros and form.rows != 1:
+        return f"zero points with blocks of {form.rows} rows; kernels take one row"
+    has_fp8 = form.codes == "fp8" or form.scale_type == "e4m3"
+    if platform.kind == "cuda" and int(platform.arch.removeprefix("sm")) < 89 and has_fp8:
+        return f"{platform.arch} does not convert float8_e4m3fn"
+    if rows is not None and inputs is not None:
+        stored = rows * (-(-inputs // SPAN) * SPAN) // (2 if form.codes in _NIBBLES else 1)
+        if stored >= _MOST_BYTES:
+            return f"{stored} bytes of codes; kernels reach less than {_MOST_BYTES}"
+    return None
+
+
+def prepare_tiles(weights: QuantWeights, platform: Platform) -> TileWeights:
+    """The layout above; FP8 codes become the platform's type."""
+    if weights.format.codes == "fp8" and platform.fp8_dtype is torch.float8_e4m3fnuz:
+        weights = to_fnuz(weights)
+    _, inputs = weights.shape
+    codes = _pad(weights.codes, -inputs % block_k(weights.format), weights.format)
+    if weights.format.codes in _NIBBLES:
+        codes = split_halves(codes)
+    return TileWeights(
+        weights.format,
+        inputs,
+        codes.contiguous(),
+        _transposed(weights.scale),
+        _transposed(weights.zeros),
+        weights.row_scale,
+        weights.input_scale,
+        weights.column_order,
+    )
+
+
+def split_halves(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., n / 2] with neighbours in a byte -> inputs j and j + SPAN / 2 of each span."""
+    spans = packed.unflatten(-1, (-1, SPAN // 2))
+    first, second = spans[..., : SPAN // 4], spans[..., SPAN // 4 :]
+    even = (first & 15) | (second << 4)
+    odd = (first >> 4) | (second & 0xF0)
+    return torch.stack((even, odd), dim=-1).flatten(-3)
+
+
+def to_fnuz(weights: QuantWeights) -> QuantWeights:
+    """The same numbers in float8_e4m3fnuz, of which the same bits mean half: rows are doubled."""
+    bits = weights.codes.view(torch.uint8)
+    bits = bits.masked_fill(bits == 0x80, 0)  # there it is NaN, not -0
+    rows = weights.row_scale
+    if rows is None:
+        rows = torch.ones(weights.codes.shape[:-1], device=bits.device)
+    return replace(weights, codes=bits.view(torch.float8_e4m3fnuz), row_scale=2 * rows)
+
+
+def _pad(codes: torch.Tensor, inputs: int, form: WeightFormat) -> torch.Tensor:
+    if not inputs:
+        return codes
+    extra = inputs // 2 if form.codes in _NIBBLES else inputs
+    padded = torch.nn.functional.pad(codes.view(torch.uint8), (0, extra))
+    return padded.view(codes.dtype)
+
+
+def _transposed(blocks: torch.Tensor | None) -> torch.Tensor | None:
+    if blocks is None:
+        return None
+    bits = blocks.view(torch.uint8) if blocks.element_size() == 1 else blocks
+    return bits.transpose(-1, -2).contiguous().view(blocks.dtype)

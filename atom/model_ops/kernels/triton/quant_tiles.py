@@ -1,0 +1,155 @@
+"""Products with tiles of quantised weights, dequantised as they are read; see `quant_layout`."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from atom.model_ops.kernels.triton.quant_layout import PART
+
+_PART = tl.constexpr(PART)
+
+
+@triton.jit
+def quant_product(
+    acc,
+    x_ptrs,
+    codes_ptr,
+    scale_ptr,
+    zeros_ptr,
+    places,
+    start,
+    stop,
+    inputs,
+    rows,
+    stride_input,
+    stride_row,
+    CODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+):
+    """acc + x @ weights.T over the blocks `start` to `stop` of BLOCK_K inputs, in order.
+
+    Row scales are left to the caller: they multiply the sums.
+
+    Args:
+        acc: float32 [BLOCK_M, BLOCK_N]; [BLOCK_N, BLOCK_M] if WEIGHTS_FIRST.
+        x_ptrs: [BLOCK_M], the first input of each row of x.
+        codes_ptr, scale_ptr, zeros_ptr: of one matrix; None where there are none.
+        places: int32 [BLOCK_N], valid rows of the matrix.
+        start, stop: numbers of blocks; BLOCK_K is `quant_layout.block_k` of the format.
+        inputs, rows: of the matrix, without padding.
+        stride_input: between inputs of x.
+        stride_row: bytes between rows of codes.
+        CODES, ROWS, COLUMNS, SCALE_TYPE, HAS_ZEROS: from `TileWeights.constants`.
+        WEIGHTS_FIRST: multiply weights by x, not x by weights.
+        WHOLE_K: whether `inputs` is a multiple of BLOCK_K.
+    """
+    PARTS: tl.constexpr = 2 if CODES == "int4" or CODES == "fp4" else 1
+    BLOCK_K: tl.constexpr = PARTS * _PART
+    lanes = tl.arange(0, _PART)
+    code_ptrs = codes_ptr + places[:, None] * stride_row + lanes[None, :]
+    for block in range(start, stop):
+        codes = tl.load(code_ptrs + block * _PART)
+        for part in tl.static_range(PARTS):
+            first = block * BLOCK_K + part * _PART
+            input_ptrs = x_ptrs[:, None] + (first + lanes)[None, :] * stride_input
+            if WHOLE_K:
+                x = tl.load(input_ptrs)
+            else:
+                x = tl.load(input_ptrs, mask=(first + lanes < inputs)[None, :], other=0.0)
+            weight = dequantised(
+                codes,
+                part,
+                first,
+                scale_ptr,
+                zeros_ptr,
+                places,
+                inputs,
+                rows,
+                CODES,
+                ROWS,
+                COLUMNS,
+                SCALE_TYPE,
+                HAS_ZEROS,
+            ).to(x.dtype)
+            if WEIGHTS_FIRST:
+                acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
+            else:
+                acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def dequantised(
+    codes,
+    part: tl.constexpr,
+    first,
+    scale_ptr,
+    zeros_ptr,
+    places,
+    inputs,
+    rows,
+    CODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+):
+    """The weights of PART inputs from `first` on, float32 [BLOCK_N, PART], without row scales.
+
+    codes: [BLOCK_N, PART] bytes; `part` says which four bits of them.
+    """
+    values = code_values(codes, part, CODES, HAS_ZEROS)
+    if COLUMNS == 0:
+        return values
+    elif COLUMNS >= _PART:
+        # Padding may lie beyond the last group.
+        group = tl.minimum(first // COLUMNS, (inputs - 1) // COLUMNS)
+        if HAS_ZEROS:
+            zeros = tl.load(zeros_ptr + group * rows + places).to(tl.float32)
+            values -= zeros[:, None]
+        scale = tl.load(scale_ptr + group * tl.cdiv(rows, ROWS) + places // ROWS)
+        return values * scale_numbers(scale, SCALE_TYPE)[:, None]
+    else:
+        GROUPS: tl.constexpr = _PART // COLUMNS
+        groups = first // COLUMNS + tl.arange(0, GROUPS)
+        groups = tl.minimum(groups, (inputs - 1) // COLUMNS)
+        values = tl.reshape(values, [values.shape[0], GROUPS, COLUMNS])
+        if HAS_ZEROS:
+            zeros = tl.load(zeros_ptr + groups[None, :] * rows + places[:, None]).to(tl.float32)
+            values -= zeros[:, :, None]
+        columns = groups[None, :] * tl.cdiv(rows, ROWS)
+        scale = tl.load(scale_ptr + columns + (places // ROWS)[:, None])
+        values *= scale_numbers(scale, SCALE_TYPE)[:, :, None]
+        return tl.reshape(values, [values.shape[0], _PART])
+
+
+@triton.jit
+def code_values(codes, part: tl.constexpr, CODES: tl.constexpr, HAS_ZEROS: tl.constexpr):
+    """What codes stand for, float32."""
+    if CODES == "int4":
+        values = ((codes >> (4 * part)) & 15).to(tl.float32)
+        return values if HAS_ZEROS else values - 8.0
+    elif CODES == "fp4":
+        nibbles = (codes >> (4 * part)).to(tl.int16)
+        # The exponent and mantissa of e2m1, at those of a float16 whose bias is larger by 14.
+        bits = ((nibbles & 7) << 9) | ((nibbles & 8) << 12)
+        return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+    else:
+        return codes.to(tl.float32)
+
+
+@triton.jit
+def scale_numbers(scale, SCALE_TYPE: tl.constexpr):
+    """What stored scales stand for, float32."""
+    if SCALE_TYPE == "e8m0":
+        bits = scale.to(tl.int32) << 23
+        # 2^-127 is denormal.
+        return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
+    else:
+        return scale.to(tl.float32)
