@@ -77,6 +77,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             note=_dequantised,
         ),
         _kernel(
+            "triton.quant_linear:quant_linear",
+            "triton.quant_linear:refuses",
+            prepare="triton.quant_linear:prepare",
+        ),
+        _kernel(
             "torch.quant:quant_linear", prepare="torch.quant:prepare_linear", note=_dequantised
         ),
     ),

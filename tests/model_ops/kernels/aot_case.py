@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from atom.model_ops.metadata import AttentionMetadata
+from atom.model_ops.quant.weights import WeightFormat
 from atom.model_ops.registry import Implementation, OpQuery
 from atom.platform import Platform
 
@@ -31,7 +32,7 @@ class Case:
         name: unique; `<op>/<what is special>`.
         op, implementation: the entry of the op table.
         arguments: from the query that the entry was asked, the arguments of the op.
-        dtype, storage, shape: the query; `storage="fp8"` is the arch's own 8 bit type.
+        dtype, storage, shape, weights: the query; `storage="fp8"` is the arch's own 8 bit type.
         matrix: names of the kernels that must use matrix instructions.
         refused: by arch, a part of the reason with which the entry must refuse the query.
     """
@@ -45,18 +46,20 @@ class Case:
     storage: torch.dtype | str | None = None
     matrix: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
+    weights: WeightFormat | None = None
 
-    def entry(self) -> Implementation:
+    def entry(self, query: OpQuery) -> Implementation:
+        """The first entry that takes the query, or the first if none does."""
         from atom.model_ops.ops import OPS
 
-        for entry in OPS[self.op]:
-            if entry.name == self.implementation:
-                return entry
-        raise LookupError(f"{self.name}: the op table has no {self.implementation} {self.op}")
+        entries = [entry for entry in OPS[self.op] if entry.name == self.implementation]
+        if not entries:
+            raise LookupError(f"{self.name}: the op table has no {self.implementation} {self.op}")
+        return next((entry for entry in entries if entry.supports(query) is None), entries[0])
 
     def query(self, platform: Platform) -> OpQuery:
         storage = platform.fp8_dtype if isinstance(self.storage, str) else self.storage
-        return OpQuery(platform, self.dtype, self.shape, storage)
+        return OpQuery(platform, self.dtype, self.shape, storage, self.weights)
 
 
 def decode_metadata(

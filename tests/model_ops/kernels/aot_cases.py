@@ -11,6 +11,7 @@ import aot_cases_elementwise
 import aot_cases_gluon
 import aot_cases_mla
 import aot_cases_moe
+import aot_cases_quant
 from aot_case import Case
 
 CASES: tuple[Case, ...] = (
@@ -19,4 +20,5 @@ CASES: tuple[Case, ...] = (
     *aot_cases_gluon.CASES,
     *aot_cases_mla.CASES,
     *aot_cases_moe.CASES,
+    *aot_cases_quant.CASES,
 )

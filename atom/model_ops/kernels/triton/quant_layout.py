@@ -1,7 +1,7 @@
 """Quantised weights in the layout that the tiles of `quant_tiles` are read from.
 
 Codes of four bits: uint8 [out, inputs / 2]. Each span of `SPAN` inputs takes SPAN / 2 bytes; byte j
-of it has input j in the low four bits and input j + SPAN / 2 in the high four. So one load gives two
+of it has input j in the low four bits and input j + SPAN / 2 in the high four: one load gives two
 tiles of adjacent inputs, without a shuffle. Scales and zero points are transposed, [groups, out]:
 a tile's rows are adjacent. Inputs are padded with zero bytes to whole spans.
 """

@@ -12,9 +12,15 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.moe_experts import Tiles
-from atom.model_ops.kernels.triton.quant_layout import TileWeights, block_k, prepare_tiles
+from atom.model_ops.kernels.triton.quant_layout import (
+    TileWeights,
+    block_k,
+    prepare_tiles,
+    refuses_tiles,
+)
 from atom.model_ops.kernels.triton.quant_tiles import quant_product
 from atom.model_ops.quant.weights import QuantWeights
+from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
 
 # Programs that keep a GPU busy: about two for each unit of an H100 and of an MI300X.
@@ -28,14 +34,15 @@ _GROUP_M = 8
 
 def choose_splits(kind: str, rows: int, blocks: int) -> int:
     """Parts that the inputs are summed in, from the shape of the weights alone."""
-    tiles = triton.cdiv(rows, choose_tiles(kind, 1, rows, False).block_n)
+    tiles = -(-rows // choose_tiles(kind, 1, False).block_n)
     wanted = min(_BUSY.get(kind, 1) // tiles, blocks // _LEAST_BLOCKS, _MOST_SPLITS)
     if wanted <= 1:
         return 1
-    return triton.cdiv(blocks, triton.cdiv(blocks, wanted))  # none is empty
+    per_split = -(-blocks // wanted)
+    return -(-blocks // per_split)  # none is empty
 
 
-def choose_tiles(kind: str, tokens: int, rows: int, wide: bool) -> Tiles:
+def choose_tiles(kind: str, tokens: int, wide: bool) -> Tiles:
     """Tiles for a platform `kind`; `wide` means float32.
 
     AMD's two matrix instructions and NVIDIA's two sum in different orders: all tiles of a platform
@@ -54,8 +61,16 @@ def choose_tiles(kind: str, tokens: int, rows: int, wide: bool) -> Tiles:
     return Tiles(block_m, 64 if wide else 128, 4 if wide else 8, 2, options=options)
 
 
-def prepare(weights: QuantWeights, dtype: torch.dtype) -> TileWeights:
-    """The layout of `quant_layout`; `dtype` is the inputs'."""
+def refuses(query: OpQuery) -> str | None:
+    """Why the weights cannot be multiplied; None if they can."""
+    if query.weights is None:
+        return "needs a format of weights"
+    rows, inputs = query.shape.get("out_features"), query.shape.get("in_features")
+    return refuses_tiles(query.weights, rows, inputs, query.platform)
+
+
+def prepare(weights: QuantWeights, _: torch.dtype) -> TileWeights:
+    """The layout of `quant_layout`."""
     return prepare_tiles(weights, current_platform())
 
 
@@ -75,7 +90,7 @@ def product(
     out = x.new_empty(tokens, rows)
     if not tokens:
         return out.view(*x.shape[:-1], rows)
-    tiles = choose_tiles(kind, tokens, rows, x.dtype == torch.float32)
+    tiles = choose_tiles(kind, tokens, x.dtype == torch.float32)
     size_k = block_k(weights.format)
     splits = choose_splits(kind, rows, triton.cdiv(weights.inputs, size_k))
     programs = triton.cdiv(tokens, tiles.block_m) * triton.cdiv(rows, tiles.block_n)
@@ -198,7 +213,7 @@ def _quant_linear(
     offsets = token.to(tl.int64)[:, None] * rows + row[None, :]
     mask = (token < tokens)[:, None] & (row < rows)[None, :]
     if APART:
-        offsets += first.to(tl.int64) * tokens * rows
+        offsets += tl.program_id(1).to(tl.int64) * tokens * rows
     else:
         total = finish(total, row_scale_ptr, bias_ptr, places, HAS_ROW_SCALE)
     tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)

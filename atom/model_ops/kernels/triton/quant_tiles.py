@@ -105,28 +105,26 @@ def dequantised(
     codes: [BLOCK_N, PART] bytes; `part` says which four bits of them.
     """
     values = code_values(codes, part, CODES, HAS_ZEROS)
-    if COLUMNS == 0:
-        return values
-    elif COLUMNS >= _PART:
+    if COLUMNS >= _PART:
         # Padding may lie beyond the last group.
         group = tl.minimum(first // COLUMNS, (inputs - 1) // COLUMNS)
         if HAS_ZEROS:
             zeros = tl.load(zeros_ptr + group * rows + places).to(tl.float32)
             values -= zeros[:, None]
         scale = tl.load(scale_ptr + group * tl.cdiv(rows, ROWS) + places // ROWS)
-        return values * scale_numbers(scale, SCALE_TYPE)[:, None]
-    else:
+        values *= scale_numbers(scale, SCALE_TYPE)[:, None]
+    elif COLUMNS > 0:
         GROUPS: tl.constexpr = _PART // COLUMNS
         groups = first // COLUMNS + tl.arange(0, GROUPS)
-        groups = tl.minimum(groups, (inputs - 1) // COLUMNS)
+        groups = tl.minimum(groups, (inputs - 1) // COLUMNS)[None, :]
         values = tl.reshape(values, [values.shape[0], GROUPS, COLUMNS])
         if HAS_ZEROS:
-            zeros = tl.load(zeros_ptr + groups[None, :] * rows + places[:, None]).to(tl.float32)
+            zeros = tl.load(zeros_ptr + groups * rows + places[:, None]).to(tl.float32)
             values -= zeros[:, :, None]
-        columns = groups[None, :] * tl.cdiv(rows, ROWS)
-        scale = tl.load(scale_ptr + columns + (places // ROWS)[:, None])
+        scale = tl.load(scale_ptr + groups * tl.cdiv(rows, ROWS) + (places // ROWS)[:, None])
         values *= scale_numbers(scale, SCALE_TYPE)[:, :, None]
-        return tl.reshape(values, [values.shape[0], _PART])
+        values = tl.reshape(values, [values.shape[0], _PART])
+    return values
 
 
 @triton.jit
@@ -134,14 +132,16 @@ def code_values(codes, part: tl.constexpr, CODES: tl.constexpr, HAS_ZEROS: tl.co
     """What codes stand for, float32."""
     if CODES == "int4":
         values = ((codes >> (4 * part)) & 15).to(tl.float32)
-        return values if HAS_ZEROS else values - 8.0
+        if not HAS_ZEROS:
+            values -= 8.0
     elif CODES == "fp4":
         nibbles = (codes >> (4 * part)).to(tl.int16)
         # The exponent and mantissa of e2m1, at those of a float16 whose bias is larger by 14.
         bits = ((nibbles & 7) << 9) | ((nibbles & 8) << 12)
-        return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+        values = bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
     else:
-        return codes.to(tl.float32)
+        values = codes.to(tl.float32)
+    return values
 
 
 @triton.jit
@@ -150,6 +150,7 @@ def scale_numbers(scale, SCALE_TYPE: tl.constexpr):
     if SCALE_TYPE == "e8m0":
         bits = scale.to(tl.int32) << 23
         # 2^-127 is denormal.
-        return tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
+        numbers = tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
     else:
-        return scale.to(tl.float32)
+        numbers = scale.to(tl.float32)
+    return numbers
