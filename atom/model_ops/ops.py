@@ -80,6 +80,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "triton.quant_linear:quant_linear",
             "triton.quant_linear:refuses",
             prepare="triton.quant_linear:prepare",
+            note=lambda query: _find("triton.quant_linear:note")(query),
         ),
         _kernel(
             "torch.quant:quant_linear", prepare="torch.quant:prepare_linear", note=_dequantised

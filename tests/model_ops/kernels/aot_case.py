@@ -48,14 +48,13 @@ class Case:
     refused: Mapping[str, str] = field(default_factory=dict)
     weights: WeightFormat | None = None
 
-    def entry(self, query: OpQuery) -> Implementation:
-        """The first entry that takes the query, or the first if none does."""
+    def entry(self) -> Implementation:
         from atom.model_ops.ops import OPS
 
-        entries = [entry for entry in OPS[self.op] if entry.name == self.implementation]
-        if not entries:
-            raise LookupError(f"{self.name}: the op table has no {self.implementation} {self.op}")
-        return next((entry for entry in entries if entry.supports(query) is None), entries[0])
+        for entry in OPS[self.op]:
+            if entry.name == self.implementation:
+                return entry
+        raise LookupError(f"{self.name}: the op table has no {self.implementation} {self.op}")
 
     def query(self, platform: Platform) -> OpQuery:
         storage = platform.fp8_dtype if isinstance(self.storage, str) else self.storage

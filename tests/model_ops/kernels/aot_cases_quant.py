@@ -5,15 +5,17 @@ from __future__ import annotations
 import torch
 from aot_case import Case
 
-from atom.model_ops.quant.weights import QuantWeights, WeightFormat
+from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery
 
 INT4_GROUP = WeightFormat("int4", 1, 32)
 INT4_ZEROS = WeightFormat("int4", 1, 128, has_zeros=True)
-FP8_BLOCK = WeightFormat("fp8", 128, 128)
-MXFP4 = WeightFormat("fp4", 1, 32, "e8m0")
 NVFP4 = WeightFormat("fp4", 1, 16, "e4m3", has_row_scale=True)
-INT8 = WeightFormat("int8", has_row_scale=True)
+MXFP4 = WeightFormat("fp4", 1, 32, "e8m0", activations=Activations("fp4", 32, "e8m0"))
+FP8_BLOCK = WeightFormat("fp8", 128, 128, activations=Activations("fp8", 128))
+FP8 = WeightFormat("fp8", has_row_scale=True, activations=Activations("fp8"))
+INT8 = WeightFormat("int8", has_row_scale=True, activations=Activations("int8"))
+W4A8 = WeightFormat("int4", has_row_scale=True, activations=Activations("fp8"))
 
 
 def empty_weights(form: WeightFormat, rows: int, inputs: int) -> QuantWeights:
@@ -49,7 +51,7 @@ def _linear(
     dtype: torch.dtype = torch.bfloat16,
 ) -> Case:
     def arguments(query: OpQuery) -> tuple[object, ...]:
-        prepare = case.entry(query).load_prepare()
+        prepare = case.entry().load_prepare()
         weights = prepare(empty_weights(form, rows, inputs), query.dtype)
         return torch.empty(tokens, inputs, dtype=query.dtype), weights, None
 
@@ -72,6 +74,8 @@ CASES: tuple[Case, ...] = (
     _linear(MXFP4, 16, 512, 7168),
     _linear(MXFP4, 2048, 512, 7168),
     _linear(NVFP4, 64, 4096, 4096),
-    _linear(FP8_BLOCK, 16, 512, 7168),
-    _linear(INT8, 2048, 4096, 4096),
+    *(_linear(FP8_BLOCK, tokens, 512, 7168) for tokens in (1, 64, 2048)),
+    *(_linear(FP8, tokens, 4096, 4096) for tokens in (16, 2048)),
+    *(_linear(INT8, tokens, 4096, 4096) for tokens in (16, 2048)),
+    *(_linear(W4A8, tokens, 7168, 2048) for tokens in (1, 2048)),
 )

@@ -101,7 +101,7 @@ def _check_grid(kernel: Any, grid: Any) -> None:
 
 def compile_case(case: Case, arch: str) -> dict[str, Any]:
     query = case.query(PLATFORMS[arch])
-    entry = case.entry(query)
+    entry = case.entry()
     reason = entry.supports(query)
     if reason is not None:
         return {"refused": reason}

@@ -9,6 +9,7 @@ a tile's rows are adjacent. Inputs are padded with zero bytes to whole spans.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -20,6 +21,8 @@ SPAN = 2 * PART  # inputs whose four-bit codes share bytes
 _NIBBLES = ("int4", "fp4")
 _MOST_BYTES = 1 << 31
 
+Way = Literal["numbers", "codes", "mx"]
+
 
 @dataclass
 class TileWeights:
@@ -27,16 +30,20 @@ class TileWeights:
 
     Attributes:
         format: of the checkpoint; its activations say how inputs are quantised.
+        way: how they are multiplied; see `choose_way`.
         inputs: columns of the matrix without padding.
-        codes: [out, padded inputs] of eight bits; uint8 [out, padded inputs / 2] of four bits.
+        codes: [out, padded inputs] of eight bits; uint8 [out, padded inputs / 2] of four bits, in
+            the layout above, or for `mx` as they were.
         scale: [groups, ceil(out / rows)]; dtypes as in `QuantWeights`.
         zeros: [groups, out].
         row_scale: float32 [out]; multiplies the sums, not the weights.
         input_scale: float32 [].
         column_order: int64 [inputs]; the product is of `x[..., column_order]`.
+        fp8: type of inputs that are quantised to `fp8`.
     """
 
     format: WeightFormat
+    way: Way
     inputs: int
     codes: torch.Tensor
     scale: torch.Tensor | None
@@ -44,30 +51,61 @@ class TileWeights:
     row_scale: torch.Tensor | None
     input_scale: torch.Tensor | None
     column_order: torch.Tensor | None
+    fp8: torch.dtype
 
     @property
     def rows(self) -> int:
         return self.codes.shape[-2]
 
+    @property
+    def block_k(self) -> int:
+        """Inputs per iteration of the kernels."""
+        return PART if self.way == "numbers" and self.format.codes not in _NIBBLES else SPAN
+
     def constants(self) -> dict[str, object]:
         """The constexpr arguments of `quant_tiles` that the format decides."""
         form = self.format
+        columns = form.columns
+        if columns >= self.inputs:  # one group, whatever its size
+            columns = -(-columns // SPAN) * SPAN
         return {
             "CODES": form.codes,
             "ROWS": form.rows,
-            # One group of all inputs takes any number of them.
-            "COLUMNS": -(-form.columns // SPAN) * SPAN
-            if form.columns >= self.inputs
-            else form.columns,
+            "COLUMNS": columns,
             "SCALE_TYPE": form.scale_type,
             "HAS_ZEROS": form.has_zeros,
-            "HAS_ROW_SCALE": self.row_scale is not None,
         }
 
 
-def block_k(form: WeightFormat) -> int:
-    """Inputs per iteration of the kernels."""
-    return SPAN if form.codes in _NIBBLES else PART
+def choose_way(form: WeightFormat, platform: Platform) -> tuple[Way, str]:
+    """How weights and inputs are multiplied, and why inputs are quantised in vain, or "".
+
+    numbers: weights are dequantised to the inputs' type; quantised inputs are rounded in it.
+    codes: codes are multiplied, integers or FP8, and products of `SPAN` inputs scaled.
+    mx: MXFP4 codes are multiplied with their scales.
+    """
+    how = form.activations
+    if how is None:
+        return "numbers", ""
+    mxfp4 = ("fp4", 32, "e8m0")
+    if (
+        (form.codes, form.columns, form.scale_type)
+        == (how.codes, how.group, how.scale_type)
+        == mxfp4
+    ):
+        if platform.arch == "gfx950":
+            return "mx", ""
+        return "numbers", f"{platform.arch} has no product of fp4"
+    if how.codes == "fp4" or form.codes == "fp4":
+        return "numbers", f"no product of {form} in codes"
+    if form.codes not in ("int4", how.codes) or form.has_zeros:
+        return "numbers", f"no product of {form.codes} and {how.codes} codes" + (
+            " with zero points" if form.has_zeros else ""
+        )
+    for name, group in (("weights", form.columns), ("inputs", how.group)):
+        if group % SPAN:
+            return "numbers", f"{name} have scales of {group} inputs, products of codes {SPAN}"
+    return "codes", ""
 
 
 def refuses_tiles(
@@ -91,15 +129,24 @@ def refuses_tiles(
 
 
 def prepare_tiles(weights: QuantWeights, platform: Platform) -> TileWeights:
-    """The layout above; FP8 codes become the platform's type."""
-    if weights.format.codes == "fp8" and platform.fp8_dtype is torch.float8_e4m3fnuz:
+    """The layout above; FP8 becomes the platform's type.
+
+    Raises:
+        ValueError: when inputs are reordered whose groups are quantised.
+    """
+    form, how = weights.format, weights.format.activations
+    if weights.column_order is not None and how is not None and how.group:
+        raise ValueError(f"{form}: inputs that are quantised in groups cannot be reordered")
+    if platform.fp8_dtype is torch.float8_e4m3fnuz:
         weights = to_fnuz(weights)
+    way, _ = choose_way(form, platform)
     _, inputs = weights.shape
-    codes = _pad(weights.codes, -inputs % block_k(weights.format), weights.format)
-    if weights.format.codes in _NIBBLES:
+    codes = _pad(weights.codes, -inputs % SPAN, form)
+    if form.codes in _NIBBLES and way != "mx":
         codes = split_halves(codes)
     return TileWeights(
-        weights.format,
+        form,
+        way,
         inputs,
         codes.contiguous(),
         _transposed(weights.scale),
@@ -107,12 +154,13 @@ def prepare_tiles(weights: QuantWeights, platform: Platform) -> TileWeights:
         weights.row_scale,
         weights.input_scale,
         weights.column_order,
+        platform.fp8_dtype,
     )
 
 
 def split_halves(packed: torch.Tensor) -> torch.Tensor:
     """uint8 [..., n / 2] with neighbours in a byte -> inputs j and j + SPAN / 2 of each span."""
-    spans = packed.unflatten(-1, (-1, SPAN // 2))
+    spans = packed.reshape(*packed.shape[:-1], -1, SPAN // 2)
     first, second = spans[..., : SPAN // 4], spans[..., SPAN // 4 :]
     even = (first & 15) | (second << 4)
     odd = (first >> 4) | (second & 0xF0)
@@ -120,13 +168,17 @@ def split_halves(packed: torch.Tensor) -> torch.Tensor:
 
 
 def to_fnuz(weights: QuantWeights) -> QuantWeights:
-    """The same numbers in float8_e4m3fnuz, of which the same bits mean half: rows are doubled."""
-    bits = weights.codes.view(torch.uint8)
-    bits = bits.masked_fill(bits == 0x80, 0)  # there it is NaN, not -0
-    rows = weights.row_scale
-    if rows is None:
-        rows = torch.ones(weights.codes.shape[:-1], device=bits.device)
-    return replace(weights, codes=bits.view(torch.float8_e4m3fnuz), row_scale=2 * rows)
+    """FP8 weights and static scales in float8_e4m3fnuz, of which the same bits mean half."""
+    how, codes, rows = weights.format.activations, weights.codes, weights.row_scale
+    input_scale = weights.input_scale
+    if how is not None and how.codes == "fp8" and input_scale is not None:
+        input_scale = 2 * input_scale
+    if weights.format.codes == "fp8":
+        bits = codes.view(torch.uint8)
+        bits = bits.masked_fill(bits == 0x80, 0)  # there it is NaN, not -0
+        codes = bits.view(torch.float8_e4m3fnuz)
+        rows = 2 * (torch.ones(codes.shape[:-1], device=codes.device) if rows is None else rows)
+    return replace(weights, codes=codes, row_scale=rows, input_scale=input_scale)
 
 
 def _pad(codes: torch.Tensor, inputs: int, form: WeightFormat) -> torch.Tensor:

@@ -1,8 +1,8 @@
-"""Products with quantised weights, which the kernel dequantises tile by tile.
+"""Products with quantised weights: dequantised tile by tile, or of codes with codes.
 
 Results are batch-invariant: inputs are split by the shape of the weights alone, a split is one
-float32 accumulator over blocks of inputs in order, and splits are added in order. Programs that
-take all splits of their outputs and programs that leave that to a second kernel give the same bits.
+accumulator over blocks of inputs in order, and splits are added in order. Programs that take all
+splits of their outputs and programs that leave that to a second kernel give the same bits.
 """
 
 from __future__ import annotations
@@ -11,62 +11,48 @@ import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.triton.moe_experts import Tiles
 from atom.model_ops.kernels.triton.quant_layout import (
+    SPAN,
     TileWeights,
-    block_k,
+    choose_way,
     prepare_tiles,
     refuses_tiles,
 )
-from atom.model_ops.kernels.triton.quant_tiles import quant_product
+from atom.model_ops.kernels.triton.quant_splits import (
+    BUSY,
+    choose_splits,
+    choose_tiles,
+    finish,
+    sum_splits,
+    tile_of,
+)
+from atom.model_ops.kernels.triton.quant_tiles import code_product, mx_product, quant_product
+from atom.model_ops.kernels.triton.quantise import quantise, refuses_activations, requantise
 from atom.model_ops.quant.weights import QuantWeights
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
 
-# Programs that keep a GPU busy: about two for each unit of an H100 and of an MI300X.
-_BUSY = {"cuda": 264, "rocm": 608}
-_MOST_SPLITS = 8
-# A split has at least so many blocks of inputs.
-_LEAST_BLOCKS = 4
-_SUM_BLOCK = 512
 _GROUP_M = 8
-
-
-def choose_splits(kind: str, rows: int, blocks: int) -> int:
-    """Parts that the inputs are summed in, from the shape of the weights alone."""
-    tiles = -(-rows // choose_tiles(kind, 1, False).block_n)
-    wanted = min(_BUSY.get(kind, 1) // tiles, blocks // _LEAST_BLOCKS, _MOST_SPLITS)
-    if wanted <= 1:
-        return 1
-    per_split = -(-blocks // wanted)
-    return -(-blocks // per_split)  # none is empty
-
-
-def choose_tiles(kind: str, tokens: int, wide: bool) -> Tiles:
-    """Tiles for a platform `kind`; `wide` means float32.
-
-    AMD's two matrix instructions and NVIDIA's two sum in different orders: all tiles of a platform
-    use the same, as those of `moe_experts`.
-    """
-    block_m = min(max(triton.next_power_of_2(tokens), 16), 64 if wide else 128)
-    few = tokens <= 64
-    if kind == "cuda":
-        if few or wide:
-            return Tiles(block_m, 64, 4, 4 if few else 2, weights_first=True)
-        return Tiles(block_m, 128, 8, 3, weights_first=True)
-    options = {"matrix_instr_nonkdim": 16}
-    if few:
-        block_n = 32 if tokens <= 16 else 64
-        return Tiles(block_m, block_n, 2 if block_n == 32 else 4, 3, options=options)
-    return Tiles(block_m, 64 if wide else 128, 4 if wide else 8, 2, options=options)
 
 
 def refuses(query: OpQuery) -> str | None:
     """Why the weights cannot be multiplied; None if they can."""
-    if query.weights is None:
+    form = query.weights
+    if form is None:
         return "needs a format of weights"
-    rows, inputs = query.shape.get("out_features"), query.shape.get("in_features")
-    return refuses_tiles(query.weights, rows, inputs, query.platform)
+    inputs = query.shape.get("in_features")
+    reason = refuses_tiles(form, query.shape.get("out_features"), inputs, query.platform)
+    if reason is None and form.activations is not None:
+        reason = refuses_activations(form.activations, inputs)
+    return reason
+
+
+def note(query: OpQuery) -> str:
+    """Why quantised inputs gain nothing, or ""."""
+    assert query.weights is not None
+    _, reason = choose_way(query.weights, query.platform)
+    dtype = str(query.dtype).removeprefix("torch.")
+    return reason and f"inputs are rounded, but multiplied as {dtype}: {reason}"
 
 
 def prepare(weights: QuantWeights, _: torch.dtype) -> TileWeights:
@@ -75,7 +61,7 @@ def prepare(weights: QuantWeights, _: torch.dtype) -> TileWeights:
 
 
 def quant_linear(x: torch.Tensor, weights: TileWeights, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [..., in] -> [..., out], accumulated in float32."""
+    """x [..., in] -> [..., out], accumulated in float32, integers in int32."""
     return product(current_platform().kind, x, weights, bias)
 
 
@@ -83,21 +69,25 @@ def product(
     kind: str, x: torch.Tensor, weights: TileWeights, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """`quant_linear` with the tiles of a platform `kind`."""
-    if weights.column_order is not None:
-        x = x.index_select(-1, weights.column_order)
-    flat = x.reshape(-1, weights.inputs)
-    tokens, rows = flat.shape[0], weights.rows
-    out = x.new_empty(tokens, rows)
+    tokens, rows = x.numel() // weights.inputs, weights.rows
+    out = x.new_empty(*x.shape[:-1], rows)
     if not tokens:
-        return out.view(*x.shape[:-1], rows)
-    tiles = choose_tiles(kind, tokens, x.dtype == torch.float32)
-    size_k = block_k(weights.format)
-    splits = choose_splits(kind, rows, triton.cdiv(weights.inputs, size_k))
+        return out
+    codes, x_scale = _inputs(x.reshape(tokens, weights.inputs), weights)
+    how = weights.format.activations
+    x_group = how.group if how is not None and x_scale is not None else 0
+    tiles = choose_tiles(kind, tokens, codes.dtype == torch.float32)
+    splits = choose_splits(kind, rows, weights.inputs, weights.block_k)
     programs = triton.cdiv(tokens, tiles.block_m) * triton.cdiv(rows, tiles.block_n)
-    apart = splits > 1 and programs < _BUSY.get(kind, 1)
-    sums = x.new_empty(splits, tokens, rows, dtype=torch.float32) if apart else out
+    apart = splits > 1 and programs < BUSY.get(kind, 1)
+    exact = codes.dtype == torch.int8 and not x_group and weights.scale is None
+    sums = out
+    if apart:
+        sums_dtype = torch.int32 if exact else torch.float32
+        sums = x.new_empty(splits, tokens, rows, dtype=sums_dtype)
     _quant_linear[(programs, splits if apart else 1)](
-        flat,
+        codes,
+        x_scale,
         weights.codes,
         weights.scale,
         weights.zeros,
@@ -107,40 +97,51 @@ def product(
         tokens,
         weights.inputs,
         rows,
-        *flat.stride(),
+        *codes.stride(),
+        x_scale.stride(0) if x_scale is not None else 0,
         weights.codes.stride(0),
         **weights.constants(),
+        WAY=weights.way,
+        X_GROUP=x_group,
+        IS_EXACT=exact,
         SPLITS=splits,
         APART=apart,
         WEIGHTS_FIRST=tiles.weights_first,
-        WHOLE_K=weights.inputs % size_k == 0,
+        WHOLE_K=weights.inputs % weights.block_k == 0,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_K=size_k,
+        BLOCK_K=weights.block_k,
         GROUP_M=_GROUP_M,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **tiles.options,
     )
     if apart:
-        _sum_splits[(tokens, triton.cdiv(rows, _SUM_BLOCK))](
-            sums,
-            weights.row_scale,
-            bias,
-            out,
-            tokens,
-            rows,
-            HAS_ROW_SCALE=weights.row_scale is not None,
-            SPLITS=splits,
-            BLOCK=_SUM_BLOCK,
-            num_warps=4,
-        )
-    return out.view(*x.shape[:-1], rows)
+        flat = out.view(tokens, rows)
+        sum_splits(sums, None if x_group else x_scale, weights.row_scale, bias, flat)
+    return out
+
+
+def _inputs(x: torch.Tensor, weights: TileWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What the kernel reads: x [T, in] as numbers or codes, and scales of codes."""
+    how, scale = weights.format.activations, None
+    if weights.column_order is not None:
+        x = x.index_select(1, weights.column_order)
+    if how is not None:
+        given = weights.input_scale, weights.fp8
+        if weights.way != "numbers":
+            x, scale = quantise(x, how, *given, multiple=SPAN)
+        elif how.group:
+            x = requantise(x, how, *given)
+        else:
+            x, scale = quantise(x, how, *given, dtype=x.dtype)
+    return x, scale
 
 
 @triton.jit
 def _quant_linear(
     x_ptr,
+    x_scale_ptr,
     codes_ptr,
     scale_ptr,
     zeros_ptr,
@@ -152,13 +153,16 @@ def _quant_linear(
     rows,
     stride_token,
     stride_input,
+    stride_x_scale,
     stride_row,
     CODES: tl.constexpr,
     ROWS: tl.constexpr,
     COLUMNS: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
-    HAS_ROW_SCALE: tl.constexpr,
+    WAY: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    IS_EXACT: tl.constexpr,
     SPLITS: tl.constexpr,
     APART: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
@@ -173,100 +177,88 @@ def _quant_linear(
     Elements beyond the last token or row are computed from a valid address and not stored.
     """
     tile_m, tile_n = tile_of(tl.program_id(0), tokens, rows, BLOCK_M, BLOCK_N, GROUP_M)
-    token = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
-    row = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
-    places = tl.minimum(row, rows - 1)
-    x_ptrs = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64) * stride_token
+    lanes_m = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    lanes_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    token = tl.minimum(lanes_m, tokens - 1).to(tl.int64)
+    places = tl.minimum(lanes_n, rows - 1)
+    x_ptrs = x_ptr + token * stride_token
     blocks = tl.cdiv(inputs, BLOCK_K)
     per_split = tl.cdiv(blocks, SPLITS)
     first = tl.program_id(1) if APART else 0
     last = first + 1 if APART else SPLITS
     if WEIGHTS_FIRST:
-        total = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+        total = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if IS_EXACT else tl.float32)
     else:
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+        total = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_EXACT else tl.float32)
     for split in range(first, last):
-        total += quant_product(
-            tl.zeros_like(total),
-            x_ptrs,
-            codes_ptr,
-            scale_ptr,
-            zeros_ptr,
-            places,
-            split * per_split,
-            tl.minimum((split + 1) * per_split, blocks),
-            inputs,
-            rows,
-            stride_input,
-            stride_row,
-            CODES,
-            ROWS,
-            COLUMNS,
-            SCALE_TYPE,
-            HAS_ZEROS,
-            WEIGHTS_FIRST,
-            WHOLE_K,
-        )
+        start = split * per_split
+        stop = tl.minimum(start + per_split, blocks)
+        if WAY == "numbers":
+            total += quant_product(
+                tl.zeros_like(total),
+                x_ptrs,
+                codes_ptr,
+                scale_ptr,
+                zeros_ptr,
+                places,
+                start,
+                stop,
+                inputs,
+                rows,
+                stride_input,
+                stride_row,
+                CODES,
+                ROWS,
+                COLUMNS,
+                SCALE_TYPE,
+                HAS_ZEROS,
+                WEIGHTS_FIRST,
+                WHOLE_K,
+            )
+        elif WAY == "codes":
+            total += code_product(
+                tl.zeros_like(total),
+                x_ptrs,
+                x_scale_ptr + token * stride_x_scale,
+                codes_ptr,
+                scale_ptr,
+                places,
+                start,
+                stop,
+                rows,
+                stride_row,
+                CODES,
+                ROWS,
+                COLUMNS,
+                SCALE_TYPE,
+                X_GROUP,
+                WEIGHTS_FIRST,
+            )
+        else:
+            total += mx_product(
+                tl.zeros_like(total),
+                x_ptrs,
+                x_scale_ptr + token * stride_x_scale,
+                codes_ptr,
+                scale_ptr,
+                places,
+                start,
+                stop,
+                inputs,
+                rows,
+                stride_row,
+            )
     if WEIGHTS_FIRST:
         total = tl.trans(total)
 
-    offsets = token.to(tl.int64)[:, None] * rows + row[None, :]
-    mask = (token < tokens)[:, None] & (row < rows)[None, :]
+    offsets = lanes_m.to(tl.int64)[:, None] * rows + lanes_n[None, :]
+    mask = (lanes_m < tokens)[:, None] & (lanes_n < rows)[None, :]
     if APART:
-        offsets += tl.program_id(1).to(tl.int64) * tokens * rows
+        sums_ptr = out_ptr + tl.program_id(1).to(tl.int64) * tokens * rows
+        tl.store(sums_ptr + offsets, total, mask=mask)
     else:
-        total = finish(total, row_scale_ptr, bias_ptr, places, HAS_ROW_SCALE)
-    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-@triton.jit
-def tile_of(
-    program,
-    tokens,
-    rows,
-    BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-    GROUP_M: tl.constexpr,
-):
-    """The tile of outputs of a program: neighbours share up to GROUP_M tiles of tokens."""
-    tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(rows, BLOCK_N)
-    first = program // (GROUP_M * tiles_n) * GROUP_M
-    height = tl.minimum(tiles_m - first, GROUP_M)
-    within = program % (GROUP_M * tiles_n)
-    return first + within % height, within // height
-
-
-@triton.jit
-def finish(total, row_scale_ptr, bias_ptr, places, HAS_ROW_SCALE: tl.constexpr):
-    """Sums [..., rows] to outputs."""
-    if HAS_ROW_SCALE:
-        total *= tl.load(row_scale_ptr + places)[None, :]
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + places).to(tl.float32)[None, :]
-    return total
-
-
-@triton.jit
-def _sum_splits(
-    sums_ptr,
-    row_scale_ptr,
-    bias_ptr,
-    out_ptr,
-    tokens,
-    rows,
-    HAS_ROW_SCALE: tl.constexpr,
-    SPLITS: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """A block of outputs of one token, from sums [splits, tokens, rows]."""
-    token = tl.program_id(0).to(tl.int64)
-    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < rows
-    total = tl.zeros([1, BLOCK], tl.float32)
-    for split in tl.static_range(SPLITS):
-        part_ptr = sums_ptr + (split * tokens + token) * rows
-        total += tl.load(part_ptr + row, mask=inside, other=0.0)[None, :]
-    places = tl.minimum(row, rows - 1)
-    total = finish(total, row_scale_ptr, bias_ptr, places, HAS_ROW_SCALE)
-    out_ptrs = out_ptr + token * rows + row
-    tl.store(out_ptrs[None, :], total.to(out_ptr.dtype.element_ty), mask=inside[None, :])
+        if X_GROUP > 0:
+            result = finish(total, None, row_scale_ptr, bias_ptr, token, places)
+        else:
+            result = finish(total, x_scale_ptr, row_scale_ptr, bias_ptr, token, places)
+        tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=mask)

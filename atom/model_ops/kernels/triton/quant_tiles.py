@@ -5,9 +5,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.triton.quant_layout import PART
+from atom.model_ops.kernels.triton.quant_layout import PART, SPAN
 
 _PART = tl.constexpr(PART)
+_SPAN = tl.constexpr(SPAN)
 
 
 @triton.jit
@@ -41,7 +42,7 @@ def quant_product(
         x_ptrs: [BLOCK_M], the first input of each row of x.
         codes_ptr, scale_ptr, zeros_ptr: of one matrix; None where there are none.
         places: int32 [BLOCK_N], valid rows of the matrix.
-        start, stop: numbers of blocks; BLOCK_K is `quant_layout.block_k` of the format.
+        start, stop: numbers of blocks; BLOCK_K is `TileWeights.block_k`.
         inputs, rows: of the matrix, without padding.
         stride_input: between inputs of x.
         stride_row: bytes between rows of codes.
@@ -81,6 +82,120 @@ def quant_product(
                 acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
             else:
                 acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
+    return acc
+
+
+@triton.jit
+def code_product(
+    acc,
+    x_ptrs,
+    x_scale_ptrs,
+    codes_ptr,
+    scale_ptr,
+    places,
+    start,
+    stop,
+    rows,
+    stride_row,
+    CODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+):
+    """`quant_product` of int8 or FP8 codes, whose scales are constant over SPAN inputs.
+
+    Scales of tokens and of rows are left to the caller.
+
+    Args:
+        acc: float32, or int32 for integers without other scales (COLUMNS and X_GROUP 0).
+        x_ptrs: [BLOCK_M], the first code of each row of x, of whole spans.
+        x_scale_ptrs: [BLOCK_M], the first scale of each row; read if X_GROUP > 0.
+        start, stop: numbers of spans.
+        X_GROUP: inputs per scale of x, a multiple of SPAN, or 0.
+    """
+    PARTS: tl.constexpr = 2 if CODES == "int4" else 1
+    WIDTH: tl.constexpr = _SPAN // PARTS
+    IS_SCALED: tl.constexpr = COLUMNS > 0 or X_GROUP > 0
+    IS_INTEGER: tl.constexpr = x_ptrs.dtype.element_ty == tl.int8
+    lanes = tl.arange(0, WIDTH)
+    code_ptrs = codes_ptr + places[:, None] * stride_row + lanes[None, :]
+    for block in range(start, stop):
+        codes = tl.load(code_ptrs + block * WIDTH)
+        if IS_SCALED:
+            products = tl.zeros(acc.shape, tl.int32 if IS_INTEGER else tl.float32)
+        else:
+            products = acc
+        for part in tl.static_range(PARTS):
+            x = tl.load(x_ptrs[:, None] + (lanes + block * _SPAN + part * WIDTH)[None, :])
+            if CODES != "int4":
+                weight = codes
+            elif IS_INTEGER:
+                weight = ((codes >> (4 * part)) & 15).to(tl.int8) - 8
+            else:
+                weight = code_values(codes, part, CODES, False).to(x.dtype)
+            # Hopper's FP8 accumulators are narrow: they are added to float32 after each product.
+            if WEIGHTS_FIRST:
+                products = tl.dot(
+                    weight,
+                    tl.trans(x),
+                    products,
+                    max_num_imprecise_acc=WIDTH,
+                    out_dtype=products.dtype,
+                )
+            else:
+                products = tl.dot(
+                    x,
+                    tl.trans(weight),
+                    products,
+                    max_num_imprecise_acc=WIDTH,
+                    out_dtype=products.dtype,
+                )
+        if IS_SCALED:
+            products = products.to(tl.float32)
+            if X_GROUP > 0:
+                x_scale = tl.load(x_scale_ptrs + block * _SPAN // X_GROUP)
+                products *= x_scale[None, :] if WEIGHTS_FIRST else x_scale[:, None]
+            if COLUMNS > 0:
+                group_ptr = scale_ptr + (block * _SPAN // COLUMNS) * tl.cdiv(rows, ROWS)
+                scale = scale_numbers(tl.load(group_ptr + places // ROWS), SCALE_TYPE)
+                products *= scale[:, None] if WEIGHTS_FIRST else scale[None, :]
+            acc += products
+        else:
+            acc = products
+    return acc
+
+
+@triton.jit
+def mx_product(
+    acc,
+    x_ptrs,
+    x_scale_ptrs,
+    codes_ptr,
+    scale_ptr,
+    places,
+    start,
+    stop,
+    inputs,
+    rows,
+    stride_row,
+):
+    """`quant_product` of MXFP4 codes, both with neighbours in a byte.
+
+    x_ptrs, x_scale_ptrs: [BLOCK_M], of packed codes and e8m0 scales of whole spans.
+    """
+    GROUPS: tl.constexpr = _SPAN // 32
+    lanes, groups = tl.arange(0, _SPAN // 2), tl.arange(0, GROUPS)
+    code_ptrs = codes_ptr + places[:, None] * stride_row + lanes[None, :]
+    for block in range(start, stop):
+        x = tl.load(x_ptrs[:, None] + (lanes + block * (_SPAN // 2))[None, :])
+        x_scale = tl.load(x_scale_ptrs[:, None] + (groups + block * GROUPS)[None, :])
+        codes = tl.load(code_ptrs + block * (_SPAN // 2))
+        # Padding may lie beyond the last group.
+        known = tl.minimum(groups + block * GROUPS, (inputs - 1) // 32)[None, :]
+        scale = tl.load(scale_ptr + known * rows + places[:, None])
+        acc = tl.dot_scaled(x, x_scale, "e2m1", tl.trans(codes), scale, "e2m1", acc)
     return acc
 
 
@@ -135,13 +250,19 @@ def code_values(codes, part: tl.constexpr, CODES: tl.constexpr, HAS_ZEROS: tl.co
         if not HAS_ZEROS:
             values -= 8.0
     elif CODES == "fp4":
-        nibbles = (codes >> (4 * part)).to(tl.int16)
-        # The exponent and mantissa of e2m1, at those of a float16 whose bias is larger by 14.
-        bits = ((nibbles & 7) << 9) | ((nibbles & 8) << 12)
-        values = bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
+        values = e2m1_numbers(codes >> (4 * part))
     else:
         values = codes.to(tl.float32)
     return values
+
+
+@triton.jit
+def e2m1_numbers(codes):
+    """What the low four bits of integers stand for, float32."""
+    codes = codes.to(tl.int16)
+    # Exponent and mantissa go to those of a float16, whose bias is larger by 14.
+    bits = ((codes & 7) << 9) | ((codes & 8) << 12)
+    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
 
 
 @triton.jit

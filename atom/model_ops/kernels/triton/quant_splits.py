@@ -1,0 +1,127 @@
+"""How a product is divided into tiles and into splits of its inputs, and how splits are added."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom.model_ops.kernels.triton.moe_experts import Tiles
+
+# Programs that keep a GPU busy: two for each unit of an H100 and of an MI300X.
+BUSY = {"cuda": 264, "rocm": 608}
+_MOST_SPLITS = 8
+# A split has at least so many inputs.
+_LEAST_INPUTS = 512
+_SUM_BLOCK = 512
+
+
+def choose_splits(kind: str, rows: int, inputs: int, block_k: int) -> int:
+    """Parts that the inputs are summed in, from the shape of the weights alone."""
+    tiles = -(-rows // choose_tiles(kind, 1, False).block_n)
+    wanted = min(BUSY.get(kind, 1) // tiles, inputs // _LEAST_INPUTS, _MOST_SPLITS)
+    if wanted <= 1:
+        return 1
+    blocks = -(-inputs // block_k)
+    per_split = -(-blocks // wanted)
+    return -(-blocks // per_split)  # none is empty
+
+
+def choose_tiles(kind: str, tokens: int, wide: bool) -> Tiles:
+    """Tiles for a platform `kind`; `wide` means float32.
+
+    AMD's two matrix instructions and NVIDIA's two sum in different orders: all tiles of a platform
+    use the same, as those of `moe_experts`.
+    """
+    block_m = 16
+    while block_m < tokens and block_m < (64 if wide else 128):
+        block_m *= 2
+    few = tokens <= 64
+    if kind == "cuda":
+        if few or wide:
+            return Tiles(block_m, 64, 4, 4 if few else 2, weights_first=True)
+        return Tiles(block_m, 128, 8, 3, weights_first=True)
+    options = {"matrix_instr_nonkdim": 16}
+    if few:
+        block_n = 32 if tokens <= 16 else 64
+        return Tiles(block_m, block_n, 2 if block_n == 32 else 4, 3, options=options)
+    return Tiles(block_m, 64 if wide else 128, 4 if wide else 8, 2, options=options)
+
+
+def sum_splits(
+    sums: torch.Tensor,
+    x_scale: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    out: torch.Tensor,
+) -> None:
+    """sums [splits, T, n] -> out [T, n], added in order; see `finish`."""
+    splits, tokens, rows = sums.shape
+    _sum_splits[(tokens, triton.cdiv(rows, _SUM_BLOCK))](
+        sums,
+        x_scale,
+        row_scale,
+        bias,
+        out,
+        tokens,
+        rows,
+        SPLITS=splits,
+        BLOCK=_SUM_BLOCK,
+        num_warps=4,
+    )
+
+
+@triton.jit
+def _sum_splits(
+    sums_ptr,
+    x_scale_ptr,
+    row_scale_ptr,
+    bias_ptr,
+    out_ptr,
+    tokens,
+    rows,
+    SPLITS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """A block of outputs of one token."""
+    token = tl.program_id(0) + tl.arange(0, 1)
+    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = (row < rows)[None, :]
+    total = tl.zeros([1, BLOCK], sums_ptr.dtype.element_ty)
+    for split in tl.static_range(SPLITS):
+        part_ptrs = sums_ptr + (split * tokens + token.to(tl.int64))[:, None] * rows + row[None, :]
+        total += tl.load(part_ptrs, mask=inside, other=0)
+    places = tl.minimum(row, rows - 1)
+    result = finish(total, x_scale_ptr, row_scale_ptr, bias_ptr, token, places)
+    out_ptrs = out_ptr + token.to(tl.int64)[:, None] * rows + row[None, :]
+    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish(total, x_scale_ptr, row_scale_ptr, bias_ptr, tokens, places):
+    """Sums [tokens, rows] to outputs, float32; `tokens` and `places` are valid indices."""
+    result = total.to(tl.float32)
+    if x_scale_ptr is not None:
+        result *= tl.load(x_scale_ptr + tokens)[:, None]
+    if row_scale_ptr is not None:
+        result *= tl.load(row_scale_ptr + places)[None, :]
+    if bias_ptr is not None:
+        result += tl.load(bias_ptr + places).to(tl.float32)[None, :]
+    return result
+
+
+@triton.jit
+def tile_of(
+    program,
+    tokens,
+    rows,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    GROUP_M: tl.constexpr,
+):
+    """The tile of outputs of a program: neighbours share up to GROUP_M tiles of tokens."""
+    tiles_m, tiles_n = tl.cdiv(tokens, BLOCK_M), tl.cdiv(rows, BLOCK_N)
+    first = program // (GROUP_M * tiles_n) * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    within = program % (GROUP_M * tiles_n)
+    return first + within % height, within // height

@@ -1,0 +1,210 @@
+"""Quantisation of activations, bit for bit that of `torch.quantise`.
+
+Where FP8 is e4m3fnuz (gfx942) its largest number is 240, so that scales are amax / 240; otherwise
+448.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from atom.model_ops.kernels.triton.quant_tiles import e2m1_numbers, scale_numbers
+from atom.model_ops.quant.weights import Activations
+
+_LIMITS = {"int8": 127.0, "fp4": 6.0}
+_TILE = 1024  # inputs per program, if groups allow
+_LONGEST_ROW = 1 << 16
+_SMALLEST_SCALE = tl.constexpr(1e-12)
+# Added to and taken from a float32, this rounds it to an integer, ties to even.
+_TO_INTEGER = tl.constexpr(12582912.0)
+
+
+def refuses_activations(how: Activations, inputs: int | None) -> str | None:
+    """Why inputs cannot be quantised so; None if they can."""
+    if how.group and how.group & (how.group - 1):
+        return f"activations in groups of {how.group}; kernels take powers of two"
+    if not how.group and not how.is_static and inputs is not None and inputs > _LONGEST_ROW:
+        return f"activations of {inputs} inputs; kernels take {_LONGEST_ROW} per scale"
+    return None
+
+
+def quantise(
+    x: torch.Tensor,
+    how: Activations,
+    input_scale: torch.Tensor | None,
+    fp8: torch.dtype = torch.float8_e4m3fn,
+    dtype: torch.dtype | None = None,
+    multiple: int = 1,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [T, n] -> codes [T, m] and float32 scales [T, ceil(m / group)], or [T, 1].
+
+    m is n, or the next multiple of `multiple`: padded with zeros.
+
+    Args:
+        fp8: e4m3fn or e4m3fnuz.
+        dtype: of the codes; by default int8 or `fp8`, and for `fp4` uint8 [T, n / 2], element 2j in
+            the low four bits of byte j, with e8m0 scales as uint8 if that is their type.
+    """
+    tokens, size = x.shape
+    packed = how.codes == "fp4" and dtype is None
+    if dtype is None:
+        dtype = {"int8": torch.int8, "fp8": fp8, "fp4": torch.uint8}[how.codes]
+    size = triton.cdiv(size, multiple) * multiple
+    groups = triton.cdiv(size, how.group) if how.group else 1
+    is_byte = packed and how.scale_type == "e8m0"
+    scale = x.new_empty(tokens, groups, dtype=torch.uint8 if is_byte else torch.float32)
+    codes = x.new_empty(tokens, size // 2 if packed else size, dtype=dtype)
+    _launch(x, how, input_scale, fp8, codes, scale)
+    return codes, scale
+
+
+def requantise(
+    x: torch.Tensor,
+    how: Activations,
+    input_scale: torch.Tensor | None,
+    fp8: torch.dtype = torch.float8_e4m3fn,
+) -> torch.Tensor:
+    """x [T, n] -> the numbers that its codes and scales stand for, rounded to x's dtype."""
+    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    _launch(x, how, input_scale, fp8, out, None)
+    return out
+
+
+def _launch(
+    x: torch.Tensor,
+    how: Activations,
+    input_scale: torch.Tensor | None,
+    fp8: torch.dtype,
+    out: torch.Tensor,
+    scale: torch.Tensor | None,
+) -> None:
+    tokens, size = x.shape
+    if not tokens:
+        return
+    is_packed = out.dtype == torch.uint8
+    padded = out.shape[1] * (2 if is_packed else 1)
+    if how.group:
+        width = how.group
+    else:
+        width = _TILE if how.is_static else max(triton.next_power_of_2(padded), 16)
+    # A token's only scale needs all of its inputs.
+    count = max(_TILE // width, 1) if how.group else 1
+    _quantise[(tokens, triton.cdiv(padded, count * width))](
+        x,
+        input_scale,
+        out,
+        scale,
+        size,
+        padded,
+        *x.stride(),
+        out.stride(0),
+        CODES=how.codes,
+        SCALE_TYPE=how.scale_type,
+        IS_STATIC=how.is_static,
+        IS_GROUPED=how.group > 0,
+        IS_PACKED=is_packed,
+        IS_FNUZ=fp8 is torch.float8_e4m3fnuz,
+        LIMIT=_LIMITS.get(how.codes) or torch.finfo(fp8).max,
+        GROUPS=count,
+        GROUP=width,
+        num_warps=max(1, min(16, count * width // 1024)),
+    )
+
+
+@triton.jit
+def _quantise(
+    x_ptr,
+    input_scale_ptr,
+    out_ptr,
+    scale_ptr,
+    size,
+    padded,
+    stride_token,
+    stride_input,
+    stride_out,
+    CODES: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    IS_STATIC: tl.constexpr,
+    IS_GROUPED: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    IS_FNUZ: tl.constexpr,
+    LIMIT: tl.constexpr,
+    GROUPS: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """GROUPS groups of one token; numbers instead of codes if there is no place for scales."""
+    token = tl.program_id(0).to(tl.int64)
+    group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
+    columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x_ptrs = x_ptr + token * stride_token + columns * stride_input
+    x = tl.load(x_ptrs, mask=columns < size, other=0.0).to(tl.float32)
+    if IS_STATIC:
+        scale = tl.load(input_scale_ptr) + tl.zeros([GROUPS], tl.float32)
+    elif SCALE_TYPE == "e8m0":
+        byte = e8m0_bytes(tl.max(tl.abs(x), axis=1), CODES, LIMIT)
+        scale = scale_numbers(byte, SCALE_TYPE)
+    elif SCALE_TYPE == "e4m3":
+        one = tl.load(input_scale_ptr) + tl.zeros([GROUPS], tl.float32)
+        local = tl.minimum(tl.div_rn(tl.max(tl.abs(x), axis=1), LIMIT * one), 448.0)
+        scale = tl.maximum(local.to(tl.float8e4nv).to(tl.float32) * one, _SMALLEST_SCALE)
+    else:
+        amax = tl.max(tl.abs(x), axis=1)
+        scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LIMIT, tl.float32)), _SMALLEST_SCALE)
+    values = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    values = tl.minimum(tl.maximum(values, -LIMIT), LIMIT)
+
+    if scale_ptr is not None:
+        places = tl.cdiv(padded, GROUP) * token + group if IS_GROUPED else token + group * 0
+        number = byte if scale_ptr.dtype.element_ty == tl.uint8 else scale
+        tl.store(scale_ptr + places, number, mask=group * GROUP < padded)
+    out_ptrs = out_ptr + token * stride_out
+    if IS_PACKED:
+        low, high = tl.split(tl.reshape(e2m1_codes(values), [GROUPS, GROUP // 2, 2]))
+        halves = group[:, None] * (GROUP // 2) + tl.arange(0, GROUP // 2)[None, :]
+        tl.store(out_ptrs + halves, (low | (high << 4)).to(tl.uint8), mask=halves < padded // 2)
+    else:
+        numbers = rounded(values, CODES, IS_FNUZ)
+        if scale_ptr is None:
+            numbers *= scale[:, None]
+        tl.store(out_ptrs + columns, numbers.to(out_ptr.dtype.element_ty), mask=columns < padded)
+
+
+@triton.jit
+def e8m0_bytes(amax, CODES: tl.constexpr, LIMIT: tl.constexpr):
+    """The largest magnitudes of groups -> exponents, biased by 127."""
+    if CODES == "fp4":
+        # Its exponent less that of the largest code, 4.
+        exponent = (amax.to(tl.int32, bitcast=True) >> 23) - 2
+    else:
+        quotient = tl.div_rn(amax, tl.full(amax.shape, LIMIT, tl.float32))
+        bits = quotient.to(tl.int32, bitcast=True)
+        exponent = (bits + 0x7FFFFF) >> 23
+        exponent = tl.where(bits <= 0x400000, 0, exponent)  # up to 2^-127
+    return tl.minimum(tl.maximum(exponent, 0), 254).to(tl.uint8)
+
+
+@triton.jit
+def rounded(values, CODES: tl.constexpr, IS_FNUZ: tl.constexpr):
+    """Numbers within the range of the codes -> those of the nearest codes, ties to even."""
+    if CODES == "int8":
+        numbers = (values + _TO_INTEGER) - _TO_INTEGER
+    elif CODES == "fp8":
+        if IS_FNUZ:
+            numbers = values.to(tl.float8e4b8).to(tl.float32)
+        else:
+            numbers = values.to(tl.float8e4nv).to(tl.float32)
+    else:
+        numbers = e2m1_numbers(e2m1_codes(values))
+    return numbers
+
+
+@triton.jit
+def e2m1_codes(values):
+    """Numbers from -6 to 6 -> the nearest codes, ties to the even one; int32."""
+    size = tl.abs(values)
+    code = (size > 0.25).to(tl.int32) + (size >= 0.75).to(tl.int32)
+    code += (size > 1.25).to(tl.int32) + (size >= 1.75).to(tl.int32)
+    code += (size > 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32) + (size > 5.0).to(tl.int32)
+    return code | ((values.to(tl.int32, bitcast=True) >> 28) & 8)
