@@ -42,6 +42,7 @@ def install() -> None:
         return
     interpreter._convert_float = _convert
     builder.create_dot = _dot
+    builder.create_dot_scaled = _dot_scaled
     builder.create_fma = _fma
     builder.cast_impl = _cast(builder.cast_impl)
     for name in ("unary_op", "binary_op", "ternary_op"):
@@ -89,6 +90,25 @@ def _narrow(values: Any, scalar: Any) -> Any:
 def _dot(_builder: Any, a: Any, b: Any, acc: Any, *_: Any) -> Any:
     product = np.matmul(_float(a), _float(b), dtype=acc.data.dtype)
     return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)
+
+
+def _dot_scaled(
+    _builder: Any, a: Any, a_scale: Any, _: Any, b: Any, b_scale: Any, *rest: Any
+) -> Any:
+    """Of e2m1 codes, two neighbours of K in a byte; scales e8m0 [M, K / 32] and [N, K / 32]."""
+    *_, acc = rest
+    if a.data.dtype != np.uint8 or b.data.dtype != np.uint8:
+        raise NotImplementedError("products with scales are interpreted for e2m1 alone")
+    left = _e2m1(a.data) * np.exp2(a_scale.data.astype(np.float64) - 127).repeat(32, axis=1)
+    right = _e2m1(b.data.T) * np.exp2(b_scale.data.astype(np.float64) - 127).repeat(32, axis=1)
+    product = (left @ right.T + acc.data).astype(acc.data.dtype)
+    return interpreter.TensorHandle(product, acc.dtype.scalar)
+
+
+def _e2m1(packed: Any) -> Any:
+    codes = np.stack((packed & 15, packed >> 4), axis=-1).reshape(packed.shape[0], -1)
+    values = np.array([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+    return np.where(codes & 8, -1.0, 1.0) * values[codes & 7]
 
 
 def _fma(_builder: Any, x: Any, y: Any, z: Any) -> Any:

@@ -39,7 +39,7 @@ def refuses(query: OpQuery) -> str | None:
     """Why the weights cannot be multiplied; None if they can."""
     form = query.weights
     if form is None:
-        return "needs a format of weights"
+        return None
     inputs = query.shape.get("in_features")
     reason = refuses_tiles(form, query.shape.get("out_features"), inputs, query.platform)
     if reason is None and form.activations is not None:
@@ -49,7 +49,8 @@ def refuses(query: OpQuery) -> str | None:
 
 def note(query: OpQuery) -> str:
     """Why quantised inputs gain nothing, or ""."""
-    assert query.weights is not None
+    if query.weights is None:
+        return ""
     _, reason = choose_way(query.weights, query.platform)
     dtype = str(query.dtype).removeprefix("torch.")
     return reason and f"inputs are rounded, but multiplied as {dtype}: {reason}"

@@ -12,7 +12,7 @@ from atom.model_ops.kernels.triton.moe_experts import Tiles
 BUSY = {"cuda": 264, "rocm": 608}
 _MOST_SPLITS = 8
 # A split has at least so many inputs.
-_LEAST_INPUTS = 512
+_LEAST_INPUTS = 1024
 _SUM_BLOCK = 512
 
 
@@ -39,7 +39,7 @@ def choose_tiles(kind: str, tokens: int, wide: bool) -> Tiles:
     few = tokens <= 64
     if kind == "cuda":
         if few or wide:
-            return Tiles(block_m, 64, 4, 4 if few else 2, weights_first=True)
+            return Tiles(block_m, 64, 4, 5 if block_m == 16 else 3, weights_first=True)
         return Tiles(block_m, 128, 8, 3, weights_first=True)
     options = {"matrix_instr_nonkdim": 16}
     if few:

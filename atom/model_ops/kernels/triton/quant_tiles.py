@@ -9,6 +9,7 @@ from atom.model_ops.kernels.triton.quant_layout import PART, SPAN
 
 _PART = tl.constexpr(PART)
 _SPAN = tl.constexpr(SPAN)
+_E2M1 = tl.constexpr("e2m1")
 
 
 @triton.jit
@@ -119,14 +120,12 @@ def code_product(
     WIDTH: tl.constexpr = _SPAN // PARTS
     IS_SCALED: tl.constexpr = COLUMNS > 0 or X_GROUP > 0
     IS_INTEGER: tl.constexpr = x_ptrs.dtype.element_ty == tl.int8
+    SUM_TYPE: tl.constexpr = tl.int32 if IS_INTEGER else tl.float32
     lanes = tl.arange(0, WIDTH)
     code_ptrs = codes_ptr + places[:, None] * stride_row + lanes[None, :]
     for block in range(start, stop):
         codes = tl.load(code_ptrs + block * WIDTH)
-        if IS_SCALED:
-            products = tl.zeros(acc.shape, tl.int32 if IS_INTEGER else tl.float32)
-        else:
-            products = acc
+        products = tl.zeros(acc.shape, SUM_TYPE) if IS_SCALED else acc
         for part in tl.static_range(PARTS):
             x = tl.load(x_ptrs[:, None] + (lanes + block * _SPAN + part * WIDTH)[None, :])
             if CODES != "int4":
@@ -142,7 +141,7 @@ def code_product(
                     tl.trans(x),
                     products,
                     max_num_imprecise_acc=WIDTH,
-                    out_dtype=products.dtype,
+                    out_dtype=SUM_TYPE,
                 )
             else:
                 products = tl.dot(
@@ -150,7 +149,7 @@ def code_product(
                     tl.trans(weight),
                     products,
                     max_num_imprecise_acc=WIDTH,
-                    out_dtype=products.dtype,
+                    out_dtype=SUM_TYPE,
                 )
         if IS_SCALED:
             products = products.to(tl.float32)
@@ -195,7 +194,7 @@ def mx_product(
         # Padding may lie beyond the last group.
         known = tl.minimum(groups + block * GROUPS, (inputs - 1) // 32)[None, :]
         scale = tl.load(scale_ptr + known * rows + places[:, None])
-        acc = tl.dot_scaled(x, x_scale, "e2m1", tl.trans(codes), scale, "e2m1", acc)
+        acc = tl.dot_scaled(x, x_scale, _E2M1, tl.trans(codes), scale, _E2M1, acc)
     return acc
 
 

@@ -85,11 +85,9 @@ def _launch(
         return
     is_packed = out.dtype == torch.uint8
     padded = out.shape[1] * (2 if is_packed else 1)
-    if how.group:
-        width = how.group
-    else:
-        width = _TILE if how.is_static else max(triton.next_power_of_2(padded), 16)
     # A token's only scale needs all of its inputs.
+    row = _TILE if how.is_static else max(triton.next_power_of_2(padded), 16)
+    width = how.group or row
     count = max(_TILE // width, 1) if how.group else 1
     _quantise[(tokens, triton.cdiv(padded, count * width))](
         x,
