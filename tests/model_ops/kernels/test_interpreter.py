@@ -7,6 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.quant.weights import QuantWeights, WeightFormat, dequantise
+
 FP8 = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz, "e5m2": torch.float8_e5m2}
 
 
@@ -37,6 +39,21 @@ def _sum_kernel(source, out, N: tl.constexpr):
     tl.store(out, tl.sum(tl.load(source + tl.arange(0, N)), 0))
 
 
+@triton.jit
+def _dot_scaled_kernel(a, a_scale, b, b_scale, out, FORMAT: tl.constexpr):
+    rows, bytes_, groups = tl.arange(0, 16), tl.arange(0, 64), tl.arange(0, 4)
+    left, right = (
+        tl.load(a + rows[:, None] * 64 + bytes_[None, :]),
+        tl.load(b + rows[:, None] * 64 + bytes_[None, :]),
+    )
+    left_scale, right_scale = (
+        tl.load(a_scale + rows[:, None] * 4 + groups[None, :]),
+        tl.load(b_scale + rows[:, None] * 4 + groups[None, :]),
+    )
+    product = tl.dot_scaled(left, left_scale, FORMAT, tl.trans(right), right_scale, FORMAT)
+    tl.store(out + rows[:, None] * 16 + rows[None, :], product)
+
+
 def cast(values: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     out = torch.empty(values.shape, dtype=dtype, device=device)
     _cast_kernel[(1,)](values.to(device), out, values.numel())
@@ -53,6 +70,20 @@ def test_dot_multiplies_values(dtype: torch.dtype, device: torch.device) -> None
     out = torch.empty(16, 64, device=device)
     _dot_kernel[(1,)](a.to(device), b.to(device), out, 16, 32, 64)
     torch.testing.assert_close(out.cpu().double(), a.double() @ b.double().T, atol=1e-4, rtol=1e-4)
+
+
+def test_dot_of_mxfp4_codes_and_scales(device: torch.device) -> None:
+    if device.type != "cpu":
+        pytest.skip("how the interpreter does it")
+    a, b = (torch.randint(0, 256, (16, 64), dtype=torch.uint8) for _ in range(2))
+    scales = [torch.randint(120, 130, (16, 4), dtype=torch.uint8) for _ in range(2)]
+    out = torch.empty(16, 16)
+    _dot_scaled_kernel[(1,)](a, scales[0], b, scales[1], out, tl.constexpr("e2m1"))
+    left, right = (
+        dequantise(QuantWeights(WeightFormat("fp4", 1, 32, "e8m0"), codes, scale))
+        for codes, scale in zip((a, b), scales, strict=True)
+    )
+    torch.testing.assert_close(out, left @ right.T)
 
 
 @pytest.mark.parametrize("name", ["e4m3fn", "e4m3fnuz"])

@@ -368,6 +368,7 @@ def test_what_is_refused() -> None:
     assert refuses(query(WeightFormat("int4", 1, 48), inputs=48)) is None
     assert "128 rows" in str(refuses(query(WeightFormat("int8", 128, 128, has_zeros=True))))
     assert "sm80" in str(refuses(query(WEIGHT_ONLY[7], "sm80")))
+    assert "sm80" in str(refuses(query(AS_NUMBERS[3], "sm80")))
     assert refuses(query(WEIGHT_ONLY[0], "sm80")) is None
     large = query(WEIGHT_ONLY[6], out=1 << 20, inputs=1 << 11)
     assert "2147483648 bytes" in str(refuses(large))

@@ -87,12 +87,13 @@ def choose_way(form: WeightFormat, platform: Platform) -> tuple[Way, str]:
     how = form.activations
     if how is None:
         return "numbers", ""
-    mxfp4 = ("fp4", 32, "e8m0")
-    if (
-        (form.codes, form.columns, form.scale_type)
-        == (how.codes, how.group, how.scale_type)
-        == mxfp4
-    ):
+    weights_are_mx = (form.codes, form.rows, form.columns, form.scale_type) == (
+        "fp4",
+        1,
+        32,
+        "e8m0",
+    )
+    if weights_are_mx and (how.codes, how.group, how.scale_type) == ("fp4", 32, "e8m0"):
         if platform.arch == "gfx950":
             return "mx", ""
         return "numbers", f"{platform.arch} has no product of fp4"
@@ -118,8 +119,11 @@ def refuses_tiles(
         return f"groups of {form.columns} inputs; kernels take 16, 32 and multiples of {PART}"
     if form.has_zeros and form.rows != 1:
         return f"zero points with blocks of {form.rows} rows; kernels take one row"
-    has_fp8 = form.codes == "fp8" or form.scale_type == "e4m3"
-    if platform.kind == "cuda" and int(platform.arch.removeprefix("sm")) < 89 and has_fp8:
+    how = form.activations
+    fp8_codes = form.codes == "fp8" or (how is not None and how.codes == "fp8")
+    fp8_scales = "e4m3" in (form.scale_type, how.scale_type if how is not None else "")
+    old = platform.kind == "cuda" and int(platform.arch.removeprefix("sm")) < 89
+    if old and (fp8_codes or fp8_scales):
         return f"{platform.arch} does not convert float8_e4m3fn"
     if rows is not None and inputs is not None:
         stored = rows * (-(-inputs // SPAN) * SPAN) // (2 if form.codes in _NIBBLES else 1)

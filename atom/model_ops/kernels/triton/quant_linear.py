@@ -77,11 +77,12 @@ def product(
     codes, x_scale = _inputs(x.reshape(tokens, weights.inputs), weights)
     how = weights.format.activations
     x_group = how.group if how is not None and x_scale is not None else 0
-    tiles = choose_tiles(kind, tokens, codes.dtype == torch.float32)
+    scaled = weights.way == "codes" and (x_group > 0 or weights.scale is not None)
+    tiles = choose_tiles(kind, tokens, codes.dtype == torch.float32, scaled)
     splits = choose_splits(kind, rows, weights.inputs, weights.block_k)
     programs = triton.cdiv(tokens, tiles.block_m) * triton.cdiv(rows, tiles.block_n)
     apart = splits > 1 and programs < BUSY.get(kind, 1)
-    exact = codes.dtype == torch.int8 and not x_group and weights.scale is None
+    exact = codes.dtype == torch.int8 and not scaled
     sums = out
     if apart:
         sums_dtype = torch.int32 if exact else torch.float32
@@ -139,7 +140,7 @@ def _inputs(x: torch.Tensor, weights: TileWeights) -> tuple[torch.Tensor, torch.
     return x, scale
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens"])
 def _quant_linear(
     x_ptr,
     x_scale_ptr,

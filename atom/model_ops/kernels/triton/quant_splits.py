@@ -27,14 +27,15 @@ def choose_splits(kind: str, rows: int, inputs: int, block_k: int) -> int:
     return -(-blocks // per_split)  # none is empty
 
 
-def choose_tiles(kind: str, tokens: int, wide: bool) -> Tiles:
-    """Tiles for a platform `kind`; `wide` means float32.
+def choose_tiles(kind: str, tokens: int, wide: bool, scaled: bool = False) -> Tiles:
+    """Tiles for a platform `kind`; `wide` means float32, `scaled` a third accumulator.
 
     AMD's two matrix instructions and NVIDIA's two sum in different orders: all tiles of a platform
     use the same, as those of `moe_experts`.
     """
     block_m = 16
-    while block_m < tokens and block_m < (64 if wide else 128):
+    most = 64 if wide or (scaled and kind == "cuda") else 128
+    while block_m < min(tokens, most):
         block_m *= 2
     few = tokens <= 64
     if kind == "cuda":
@@ -43,8 +44,9 @@ def choose_tiles(kind: str, tokens: int, wide: bool) -> Tiles:
         return Tiles(block_m, 128, 8, 3, weights_first=True)
     options = {"matrix_instr_nonkdim": 16}
     if few:
-        block_n = 32 if tokens <= 16 else 64
-        return Tiles(block_m, block_n, 2 if block_n == 32 else 4, 3, options=options)
+        if block_m == 16:
+            return Tiles(16, 32, 2, 3, options=options)
+        return Tiles(block_m, 64, 4, 2, options=options)
     return Tiles(block_m, 64 if wide else 128, 4 if wide else 8, 2, options=options)
 
 
@@ -65,13 +67,13 @@ def sum_splits(
         out,
         tokens,
         rows,
-        SPLITS=splits,
+        splits,
         BLOCK=_SUM_BLOCK,
         num_warps=4,
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "splits"])
 def _sum_splits(
     sums_ptr,
     x_scale_ptr,
@@ -80,7 +82,7 @@ def _sum_splits(
     out_ptr,
     tokens,
     rows,
-    SPLITS: tl.constexpr,
+    splits,
     BLOCK: tl.constexpr,
 ):
     """A block of outputs of one token."""
@@ -88,7 +90,7 @@ def _sum_splits(
     row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = (row < rows)[None, :]
     total = tl.zeros([1, BLOCK], sums_ptr.dtype.element_ty)
-    for split in tl.static_range(SPLITS):
+    for split in range(splits):
         part_ptrs = sums_ptr + (split * tokens + token.to(tl.int64))[:, None] * rows + row[None, :]
         total += tl.load(part_ptrs, mask=inside, other=0)
     places = tl.minimum(row, rows - 1)
