@@ -87,13 +87,9 @@ def choose_way(form: WeightFormat, platform: Platform) -> tuple[Way, str]:
     how = form.activations
     if how is None:
         return "numbers", ""
-    weights_are_mx = (form.codes, form.rows, form.columns, form.scale_type) == (
-        "fp4",
-        1,
-        32,
-        "e8m0",
-    )
-    if weights_are_mx and (how.codes, how.group, how.scale_type) == ("fp4", 32, "e8m0"):
+    mxfp4 = ("fp4", 32, "e8m0")
+    stored = (form.codes, form.columns, form.scale_type)
+    if form.rows == 1 and stored == (how.codes, how.group, how.scale_type) == mxfp4:
         if platform.arch == "gfx950":
             return "mx", ""
         return "numbers", f"{platform.arch} has no product of fp4"
