@@ -6,6 +6,7 @@ CPU and are never read: only types, sizes, strides and alignment reach the compi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -59,6 +60,15 @@ class Case:
     def query(self, platform: Platform) -> OpQuery:
         storage = platform.fp8_dtype if isinstance(self.storage, str) else self.storage
         return OpQuery(platform, self.dtype, self.shape, storage, self.weights)
+
+
+def pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """A layer's part of a pool beyond 2 GiB, as on a real GPU; never touched, so no memory.
+
+    Up to 2 GiB, Triton's AMD backend compiles another kernel: it relies on 32-bit offsets.
+    """
+    layers = 2**31 // (math.prod(shape) * dtype.itemsize) + 1
+    return torch.empty(layers, *shape, dtype=dtype)[-1]
 
 
 def decode_metadata(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from aot_case import Case, decode_metadata
+from aot_case import Case, decode_metadata, pool
 
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.registry import OpQuery
@@ -32,8 +32,8 @@ class Layer:
 
     def cache(self, query: OpQuery) -> KVCacheTensor:
         storage = query.storage or query.dtype
-        shape = (BLOCKS, query.shape["block_size"], self.kv_heads, self.head_dim)
-        key, value = (torch.empty(shape, dtype=storage) for _ in range(2))
+        shape = (2, BLOCKS, query.shape["block_size"], self.kv_heads, self.head_dim)
+        key, value = pool(shape, storage)
         if storage.itemsize > 1:
             return KVCacheTensor(key, value)
         return KVCacheTensor(key, value, torch.empty(1), torch.empty(1))

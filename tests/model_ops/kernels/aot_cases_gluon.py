@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from aot_case import Case, decode_metadata
+from aot_case import Case, decode_metadata, pool
 
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.registry import OpQuery
@@ -26,9 +26,9 @@ def _case(
     def arguments(query: OpQuery) -> tuple[object, ...]:
         cached = query.storage or query.dtype
         q = torch.empty(num_seqs * queries, num_heads, head_dim, dtype=query.dtype)
-        pool = torch.empty(2, BLOCKS, block_size, num_heads, head_dim, dtype=cached)
+        key, value = pool((2, BLOCKS, block_size, num_heads, head_dim), cached)
         scales = [torch.empty(1), torch.empty(1)] if cached.itemsize == 1 else [None, None]
-        cache = KVCacheTensor(pool[0], pool[1], *scales)
+        cache = KVCacheTensor(key, value, *scales)
         metadata = decode_metadata(num_seqs, queries, context, block_size)
         return q, cache, metadata, head_dim**-0.5, window
 

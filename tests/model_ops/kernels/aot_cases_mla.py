@@ -5,13 +5,13 @@ from __future__ import annotations
 import dataclasses
 
 import torch
-from aot_case import Case, decode_metadata
+from aot_case import Case, decode_metadata, pool
 
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
 _RANK, _ROPE, _NOPE, _V = 512, 64, 128, 128
-_NUM_BLOCKS = 80  # sizes of a pool do not reach the compiler
+_NUM_BLOCKS = 80
 
 
 def _shape(heads: int, block_size: int) -> dict[str, int]:
@@ -29,7 +29,7 @@ def _cache(query: OpQuery) -> LatentCacheTensor:
     shape = (_NUM_BLOCKS, query.shape["block_size"], _RANK + _ROPE)
     storage = query.storage or query.dtype
     scale = torch.empty(1) if storage.itemsize == 1 else None
-    return LatentCacheTensor(torch.empty(shape, dtype=storage), scale)
+    return LatentCacheTensor(pool(shape, storage), scale)
 
 
 def _attention(query: OpQuery, metadata: AttentionMetadata) -> tuple[object, ...]:

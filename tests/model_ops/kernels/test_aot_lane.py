@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
 
 import aot
 import aot_toy_cases
 import pytest
+import torch
+from aot_case import PLATFORMS
+from aot_cases import CASES as KERNEL_CASES
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -81,3 +85,22 @@ def test_a_case_is_compiled_once(lane: aot.Lane) -> None:
 def test_a_compiler_that_died_is_started_again(lane: aot.Lane) -> None:
     assert lane.outcome("gfx942", "dies").error is not None
     assert lane.outcome("gfx942", "product").error is None
+
+
+POOL_OPS = ("cache_write", "paged_attention", "prefill_attention", "mla_decode", "mla_prefill")
+
+
+@pytest.mark.parametrize("op", POOL_OPS)
+def test_pools_are_beyond_2_gib(op: str) -> None:
+    """As on a GPU; Triton's AMD backend compiles another kernel for a smaller storage."""
+    cases = [case for case in KERNEL_CASES if case.op.endswith(op)]
+    for case in cases:
+        _, *arguments = case.arguments(case.query(PLATFORMS["gfx942"]))
+        fields = [value for argument in arguments for value in vars_of(argument)]
+        tensors = [value for value in fields if isinstance(value, torch.Tensor)]
+        assert max(tensor.untyped_storage().nbytes() for tensor in tensors) > 2**31
+    assert cases
+
+
+def vars_of(argument: object) -> list[object]:
+    return list(vars(argument).values()) if dataclasses.is_dataclass(argument) else []

@@ -41,6 +41,19 @@ def refuses(query: OpQuery) -> str | None:
 
 
 @triton.jit
+def load_rows(row_ptrs, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """The SIZE elements from each of row_ptrs [N, 1] on, and zeros: [N, PADDED].
+
+    Unmasked if possible: on AMD GPUs masked loads from a pool beyond 2 GiB are branches, which make
+    registers spill.
+    """
+    columns = tl.arange(0, PADDED)[None, :]
+    if SIZE == PADDED:
+        return tl.load(row_ptrs + columns)
+    return tl.load(row_ptrs + columns, mask=columns < SIZE, other=0.0)
+
+
+@triton.jit
 def soften(scores, total, top):
     """Continue the online softmax of M rows with scores [M, N], in log2 units.
 
@@ -92,28 +105,24 @@ def visit_keys(
     acc, total, top = state
     table_ptr, key_ptr, value_ptr, block_stride, token_stride = pool
     D: tl.constexpr = q.shape[1]
-    dims = tl.arange(0, D)
     for start in range(begin, end, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
-        inside = tl.full([BLOCK_N], True, tl.int1)
+        stored = tokens
         if MASKED:
-            inside = tokens < end
-        real = inside[:, None]
-        if HEAD_DIM != D:
-            real = real & (dims < HEAD_DIM)[None, :]
+            # The last key is read again: the weights of these are zero.
+            stored = tl.minimum(tokens, end - 1)
         # A block's offset may exceed 2^31, hence int64.
-        blocks = tl.load(table_ptr + tokens // BLOCK_SIZE, mask=inside, other=0).to(tl.int64)
-        offsets = blocks * block_stride + (tokens % BLOCK_SIZE) * token_stride
-        offsets = offsets[:, None] + dims[None, :]
-        key = tl.load(key_ptr + offsets, mask=real, other=0.0).to(q.dtype)
+        blocks = tl.load(table_ptr + stored // BLOCK_SIZE).to(tl.int64)
+        offsets = blocks * block_stride + stored % BLOCK_SIZE * token_stride
+        key = load_rows(key_ptr + offsets[:, None], HEAD_DIM, D).to(q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * score_scale
         if MASKED:
-            seen = inside[None, :] & (tokens[None, :] <= positions[:, None])
+            seen = (tokens < end)[None, :] & (tokens[None, :] <= positions[:, None])
             if WINDOWED:
                 seen = seen & (tokens[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         weights, decay, total, top = soften(scores, total, top)
-        value = tl.load(value_ptr + offsets, mask=real, other=0.0).to(q.dtype)
+        value = load_rows(value_ptr + offsets[:, None], HEAD_DIM, D).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), value, acc * decay[:, None], input_precision="ieee")
     return acc, total, top
 

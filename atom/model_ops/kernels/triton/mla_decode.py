@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.triton.flash import LOG2_E, join, padded, soften
+from atom.model_ops.kernels.triton.flash import LOG2_E, join, load_rows, padded, soften
 from atom.model_ops.kernels.triton.support import refuses_storage
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
@@ -40,7 +40,7 @@ _JOIN_COLUMNS = 128
 WARPS = 4 if current_platform().kind == "rocm" else 8
 
 # Not specialised, so that one compiled kernel serves all batches.
-_VARYING = ["table_stride", "splits", "num_rows", "carried_head_stride"]
+_VARYING = ["table_stride", "splits", "num_rows"]
 _SLICES = ["rope_ptr", "tables_ptr", "contexts_ptr", "starts_ptr"]
 
 
@@ -136,7 +136,7 @@ def _attend(
         carried, q_rope, latent, kv_cache.scale,
         metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q,
         partial, lse, scale * LOG2_E,
-        carried.stride(0), q_rope.stride(0), q_rope.stride(1),
+        q_rope.stride(0), q_rope.stride(1),
         latent.stride(0), latent.stride(1), metadata.block_tables.stride(0), splits, num_rows,
         HEADS=heads, RANK=rank, ROPE=q_rope.shape[2],
         RANK_PADDED=padded(rank), ROPE_PADDED=padded(q_rope.shape[2]),
@@ -173,7 +173,6 @@ def _absorbed_kernel(
     out_ptr,
     lse_ptr,
     softmax_scale,
-    carried_head_stride,
     rope_token_stride,
     rope_head_stride,
     cache_block_stride,
@@ -208,7 +207,7 @@ def _absorbed_kernel(
     token = (start + query).to(tl.int64)
     ranks, ropes = tl.arange(0, RANK_PADDED), tl.arange(0, ROPE_PADDED)
     q_latent = tl.load(
-        carried_ptr + (head * carried_head_stride.to(tl.int64) + token * RANK)[:, None] + ranks,
+        carried_ptr + ((head * (num_rows // HEADS) + token) * RANK)[:, None] + ranks,
         mask=live[:, None] & (ranks < RANK),
         other=0.0,
     )
@@ -229,20 +228,14 @@ def _absorbed_kernel(
     for key in range(first, end, KEYS):
         keys = key + tl.arange(0, KEYS)
         inside = keys < end
-        # Block ids are int32, and the product with the stride can overflow.
-        if BLOCK_SIZE % KEYS == 0:
-            block = tl.load(tables_ptr + sequence * table_stride + key // BLOCK_SIZE).to(tl.int64)
-            base = cache_ptr + block * cache_block_stride + key % BLOCK_SIZE * cache_token_stride
-            at = base + (tl.arange(0, KEYS) * cache_token_stride)[:, None]
-        else:
-            block = tl.load(
-                tables_ptr + sequence * table_stride + keys // BLOCK_SIZE, mask=inside, other=0
-            ).to(tl.int64)
-            offset = block * cache_block_stride + keys % BLOCK_SIZE * cache_token_stride
-            at = cache_ptr + offset[:, None]
-        latent = tl.load(at + ranks, mask=inside[:, None] & (ranks < RANK), other=0.0)
-        k_rope = tl.load(at + RANK + ropes, mask=inside[:, None] & (ropes < ROPE), other=0.0)
-        latent, k_rope = latent.to(q_latent.dtype), k_rope.to(q_latent.dtype)
+        # Past the end the last key is read again; the weights of these are zero.
+        tokens = tl.minimum(keys, end - 1)
+        block = tl.load(tables_ptr + sequence * table_stride + tokens // BLOCK_SIZE)
+        # A block's offset may exceed 2^31, hence int64.
+        offset = block.to(tl.int64) * cache_block_stride + tokens % BLOCK_SIZE * cache_token_stride
+        at = cache_ptr + offset[:, None]
+        latent = load_rows(at, RANK, RANK_PADDED).to(q_latent.dtype)
+        k_rope = load_rows(at + RANK, ROPE, ROPE_PADDED).to(q_latent.dtype)
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
         scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
         visible = (keys <= position[:, None]) & inside
