@@ -174,6 +174,12 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             prepare="aiter.quant_experts:prepare_experts",
         ),
         _kernel(
+            "triton.quant_experts:quant_experts",
+            "triton.quant_experts:refuses",
+            prepare="triton.quant_experts:prepare",
+            note=lambda query: _find("triton.quant_experts:note")(query),
+        ),
+        _kernel(
             "torch.quant:quant_experts", prepare="torch.quant:prepare_experts", note=_dequantised
         ),
     ),

@@ -12,6 +12,7 @@ import aot_cases_gluon
 import aot_cases_mla
 import aot_cases_moe
 import aot_cases_quant
+import aot_cases_quant_experts
 from aot_case import Case
 
 CASES: tuple[Case, ...] = (
@@ -21,4 +22,5 @@ CASES: tuple[Case, ...] = (
     *aot_cases_mla.CASES,
     *aot_cases_moe.CASES,
     *aot_cases_quant.CASES,
+    *aot_cases_quant_experts.CASES,
 )

@@ -7,7 +7,9 @@ expert outputs are summed in the order of its ids, without atomics.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 import triton
@@ -22,6 +24,7 @@ _BLOCK_K = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
 _VISITS_BYTES = 256 << 20
 _SLICE = 256
 _SUM_BLOCK = 512
+Inputs = TypeVar("Inputs")
 
 
 @dataclass(frozen=True)
@@ -98,31 +101,53 @@ def mixture(
     ids: torch.Tensor,
 ) -> torch.Tensor:
     """`moe_experts` with the tiles of a platform `kind`."""
-    num_tokens, top_k = ids.shape
-    hidden, num_pairs = x.shape[1], ids.numel()
     if w13.stride(2) != 1 or w2.stride(2) != 1:
         raise ValueError(
             "the weights of experts need contiguous rows; got strides "
             f"{w13.stride()} and {w2.stride()}"
         )
+    wide, top_k, num_pairs = x.dtype == torch.float32, ids.shape[1], ids.numel()
+
+    def up(blocks: ExpertBlocks) -> torch.Tensor:
+        activated = x.new_empty(num_pairs, w2.shape[2])
+        tiles = choose_tiles(kind, blocks.block_m, num_pairs, w13.shape[1], wide)
+        grouped_product(x, w13, activated, blocks, tiles, top_k, gated=True)
+        return activated
+
+    def down(activated: torch.Tensor, start: int, out: torch.Tensor, blocks: ExpertBlocks) -> None:
+        rows = w2[:, start : start + out.shape[1]]
+        tiles = choose_tiles(kind, blocks.block_m, num_pairs, out.shape[1], wide)
+        grouped_product(activated, rows, out, blocks, tiles, 1, gated=False)
+
+    return mix(x, w13.shape[0], up, down, weights, ids)
+
+
+def mix(
+    x: torch.Tensor,
+    num_experts: int,
+    up: Callable[[ExpertBlocks], Inputs],
+    down: Callable[[Inputs, int, torch.Tensor, ExpertBlocks], None],
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """The sum of the experts' outputs, from their two products.
+
+    Args:
+        up: from the blocks of pairs, silu(gate) * up of every pair, as `down` takes it.
+        down: from these, writes features `start` on of each pair's output to [pairs, n].
+    """
+    num_tokens, hidden = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not num_tokens:
         return out
-    wide = x.dtype == torch.float32
-    block_m = choose_block_m(num_pairs, w13.shape[0])
-    blocks = moe_align(ids.contiguous(), w13.shape[0], block_m)
-
-    activated = x.new_empty(num_pairs, w2.shape[2])
-    tiles = choose_tiles(kind, block_m, num_pairs, w13.shape[1], wide)
-    grouped_product(x, w13, activated, blocks, tiles, top_k, gated=True)
-
+    num_pairs = ids.numel()
+    blocks = moe_align(ids.contiguous(), num_experts, choose_block_m(num_pairs, num_experts))
+    inputs = up(blocks)
     width = _slice_width(num_pairs, hidden, x.element_size())
-    tiles = choose_tiles(kind, block_m, num_pairs, width, wide)
     visits = x.new_empty(num_pairs, width)
     for start in range(0, hidden, width):
-        rows = w2[:, start : start + width]
-        part = visits[:, : rows.shape[1]]
-        grouped_product(activated, rows, part, blocks, tiles, 1, gated=False)
+        part = visits[:, : min(width, hidden - start)]
+        down(inputs, start, part, blocks)
         _sum_visits(part, weights, out[:, start : start + width])
     return out
 
@@ -228,10 +253,7 @@ def _grouped_product(
     lanes_k = tl.arange(0, BLOCK_K)
     pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
     tokens = (tl.minimum(pairs, num_pairs - 1) // VISITS_PER_ROW).to(tl.int64)
-    places = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1)
-    if GATED:
-        # Interleave the gate and up rows of each output.
-        places = places // 2 + (places % 2) * (rows // 2)
+    places = weight_rows(tile, rows, GATED, BLOCK_N)
     expert = tl.load(experts_ptr + block).to(tl.int64)
     x_ptrs = x_ptr + tokens[:, None] * stride_x + lanes_k[None, :] * stride_input
     weight_ptr += expert * stride_expert
@@ -258,6 +280,24 @@ def _grouped_product(
 
     if WEIGHTS_FIRST:
         acc = tl.trans(acc)
+    store_outputs(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED)
+
+
+@triton.jit
+def weight_rows(tile, rows, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The rows [BLOCK_N] of a tile; valid ones if it goes beyond the last."""
+    places = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1)
+    if GATED:
+        # Interleave the gate and up rows of each output.
+        places = places // 2 + (places % 2) * (rows // 2)
+    return places
+
+
+@triton.jit
+def store_outputs(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED: tl.constexpr):
+    """Write sums [BLOCK_M, BLOCK_N] of the tile's `weight_rows` to the rows of `pairs`."""
+    BLOCK_M: tl.constexpr = acc.shape[0]
+    BLOCK_N: tl.constexpr = acc.shape[1]
     if GATED:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
         result = gate / (1.0 + tl.exp(-gate)) * up

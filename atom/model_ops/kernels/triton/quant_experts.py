@@ -1,0 +1,316 @@
+"""Mixture of quantised experts: dequantised tile by tile, or products of codes with codes.
+
+Results are batch-invariant, for the reasons given in `moe_experts`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from atom.model_ops.kernels.triton import moe_align
+from atom.model_ops.kernels.triton.moe_align import ExpertBlocks
+from atom.model_ops.kernels.triton.moe_experts import (
+    Tiles,
+    choose_tiles,
+    mix,
+    store_outputs,
+    weight_rows,
+)
+from atom.model_ops.kernels.triton.quant_layout import (
+    SPAN,
+    TileWeights,
+    choose_way,
+    prepare_tiles,
+    refuses_tiles,
+)
+from atom.model_ops.kernels.triton.quant_tiles import code_product, mx_product, quant_product
+from atom.model_ops.kernels.triton.quantise import quantise, refuses_activations, requantise
+from atom.model_ops.quant.weights import QuantWeights
+from atom.model_ops.registry import OpQuery
+from atom.platform import current_platform
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why these experts are not supported; None if they are."""
+    form = query.weights
+    if form is None:
+        return "needs a format of weights"
+    reason = moe_align.refuses(query)
+    hidden, inter = query.shape["hidden_size"], query.shape["intermediate_size"]
+    for rows, inputs in ((2 * inter, hidden), (hidden, inter)):
+        reason = reason or refuses_tiles(form, rows, inputs, query.platform)
+        if form.activations is not None:
+            reason = reason or refuses_activations(form.activations, inputs)
+    return reason
+
+
+def note(query: OpQuery) -> str:
+    """Why quantised inputs gain nothing, or ""."""
+    assert query.weights is not None
+    _, reason = choose_way(query.weights, query.platform)
+    dtype = str(query.dtype).removeprefix("torch.")
+    return reason and f"inputs are rounded, but multiplied as {dtype}: {reason}"
+
+
+def prepare(w13: QuantWeights, w2: QuantWeights, _: torch.dtype) -> tuple[TileWeights, TileWeights]:
+    """The layout of `quant_layout`."""
+    platform = current_platform()
+    return prepare_tiles(w13, platform), prepare_tiles(w2, platform)
+
+
+def quant_experts(
+    x: torch.Tensor,
+    w13: TileWeights,
+    w2: TileWeights,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
+
+    As `moe_experts`; the inputs of both products are quantised as the format says.
+    """
+    return mixture(current_platform().kind, x, w13, w2, weights, ids)
+
+
+def mixture(
+    kind: str,
+    x: torch.Tensor,
+    w13: TileWeights,
+    w2: TileWeights,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+) -> torch.Tensor:
+    """`quant_experts` with the tiles of a platform `kind`."""
+    num_pairs, top_k = ids.numel(), ids.shape[1]
+
+    def up(blocks: ExpertBlocks) -> QuantInputs:
+        inputs = QuantInputs.of(x, w13)
+        activated = x.new_empty(num_pairs, w2.inputs)
+        tiles = choose_tiles(kind, blocks.block_m, num_pairs, w13.rows, inputs.is_wide)
+        grouped_product(inputs, w13, activated, blocks, tiles, top_k, gated=True)
+        return QuantInputs.of(activated, w2)
+
+    def down(inputs: QuantInputs, start: int, out: torch.Tensor, blocks: ExpertBlocks) -> None:
+        tiles = choose_tiles(kind, blocks.block_m, num_pairs, out.shape[1], inputs.is_wide)
+        grouped_product(inputs, w2, out, blocks, tiles, 1, gated=False, first_row=start)
+
+    return mix(x, w13.codes.shape[0], up, down, weights, ids)
+
+
+@dataclass(frozen=True)
+class QuantInputs:
+    """What a product with quantised weights reads.
+
+    Attributes:
+        numbers: [T, inputs], or codes of whole spans.
+        scale: [T, groups] or [T, 1], of codes or of numbers with one scale per token.
+        group: inputs per scale that the product applies; 0 for one per token.
+    """
+
+    numbers: torch.Tensor
+    scale: torch.Tensor | None = None
+    group: int = 0
+
+    @property
+    def is_wide(self) -> bool:
+        return self.numbers.dtype == torch.float32
+
+    @classmethod
+    def of(cls, x: torch.Tensor, weights: TileWeights) -> QuantInputs:
+        """x [T, in] in the order of the weights' columns, and quantised as their format says."""
+        if weights.column_order is not None:
+            x = x.index_select(1, weights.column_order)
+        how, given = weights.format.activations, (weights.input_scale, weights.fp8)
+        if how is None:
+            return cls(x)
+        if weights.way != "numbers":
+            return cls(*quantise(x, how, *given, multiple=SPAN), how.group)
+        if how.group:
+            return cls(requantise(x, how, *given))
+        return cls(*quantise(x, how, *given, dtype=x.dtype))
+
+
+def grouped_product(
+    x: QuantInputs,
+    weights: TileWeights,
+    out: torch.Tensor,
+    blocks: ExpertBlocks,
+    tiles: Tiles,
+    visits_per_row: int,
+    gated: bool,
+    first_row: int = 0,
+) -> None:
+    """`moe_experts.grouped_product` with the weights' rows from `first_row` on."""
+    width = weights.rows if gated else out.shape[1]
+    is_exact = x.numbers.dtype == torch.int8 and not x.group and weights.scale is None
+    _grouped_quant[(blocks.limit * triton.cdiv(width, tiles.block_n),)](
+        x.numbers,
+        x.scale,
+        weights.codes,
+        weights.scale,
+        weights.zeros,
+        weights.row_scale,
+        out,
+        blocks.pairs,
+        blocks.experts,
+        blocks.count,
+        out.shape[0],
+        first_row,
+        width,
+        weights.rows,
+        weights.inputs,
+        *x.numbers.stride(),
+        0 if x.scale is None else x.scale.stride(0),
+        *weights.codes.stride()[:2],
+        *(
+            0 if tensor is None else tensor.stride(0)
+            for tensor in (weights.scale, weights.zeros, weights.row_scale)
+        ),
+        out.stride(0),
+        **weights.constants(),
+        WAY=weights.way,
+        X_GROUP=x.group,
+        IS_EXACT=is_exact,
+        VISITS_PER_ROW=visits_per_row,
+        GATED=gated,
+        WEIGHTS_FIRST=tiles.weights_first,
+        WHOLE_K=weights.inputs % weights.block_k == 0,
+        BLOCK_M=tiles.block_m,
+        BLOCK_N=tiles.block_n,
+        BLOCK_K=weights.block_k,
+        num_warps=tiles.num_warps,
+        num_stages=tiles.num_stages,
+        **tiles.options,
+    )
+
+
+@triton.jit(do_not_specialize=["num_pairs"])
+def _grouped_quant(
+    x_ptr,
+    x_scale_ptr,
+    codes_ptr,
+    scale_ptr,
+    zeros_ptr,
+    row_scale_ptr,
+    out_ptr,
+    pairs_ptr,
+    experts_ptr,
+    count_ptr,
+    num_pairs,
+    first_row,
+    width,
+    rows,
+    inputs,
+    stride_x,
+    stride_input,
+    stride_x_scale,
+    stride_expert,
+    stride_row,
+    expert_scales,
+    expert_zeros,
+    expert_rows,
+    stride_out,
+    CODES: tl.constexpr,
+    ROWS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    HAS_ZEROS: tl.constexpr,
+    WAY: tl.constexpr,
+    X_GROUP: tl.constexpr,
+    IS_EXACT: tl.constexpr,
+    VISITS_PER_ROW: tl.constexpr,
+    GATED: tl.constexpr,
+    WEIGHTS_FIRST: tl.constexpr,
+    WHOLE_K: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """One block of pairs times one tile of `width` rows of its expert, from `first_row` on."""
+    tiles = tl.cdiv(width, BLOCK_N)
+    block = tl.program_id(0) // tiles
+    tile = tl.program_id(0) % tiles
+    if block >= tl.load(count_ptr):
+        return
+    pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
+    tokens = (tl.minimum(pairs, num_pairs - 1) // VISITS_PER_ROW).to(tl.int64)
+    places = first_row + weight_rows(tile, width, GATED, BLOCK_N)
+    expert = tl.load(experts_ptr + block).to(tl.int64)
+    x_ptrs = x_ptr + tokens * stride_x
+    codes_ptr += expert * stride_expert
+    if scale_ptr is not None:
+        scale_ptr += expert * expert_scales
+    if zeros_ptr is not None:
+        zeros_ptr += expert * expert_zeros
+    blocks = tl.cdiv(inputs, BLOCK_K)
+    if WEIGHTS_FIRST:
+        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if IS_EXACT else tl.float32)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_EXACT else tl.float32)
+    if WAY == "numbers":
+        acc = quant_product(
+            acc,
+            x_ptrs,
+            codes_ptr,
+            scale_ptr,
+            zeros_ptr,
+            places,
+            0,
+            blocks,
+            inputs,
+            rows,
+            stride_input,
+            stride_row,
+            CODES,
+            ROWS,
+            COLUMNS,
+            SCALE_TYPE,
+            HAS_ZEROS,
+            WEIGHTS_FIRST,
+            WHOLE_K,
+        )
+    elif WAY == "codes":
+        acc = code_product(
+            acc,
+            x_ptrs,
+            x_scale_ptr + tokens * stride_x_scale,
+            codes_ptr,
+            scale_ptr,
+            places,
+            0,
+            blocks,
+            rows,
+            stride_row,
+            CODES,
+            ROWS,
+            COLUMNS,
+            SCALE_TYPE,
+            X_GROUP,
+            WEIGHTS_FIRST,
+        )
+    else:
+        acc = mx_product(
+            acc,
+            x_ptrs,
+            x_scale_ptr + tokens * stride_x_scale,
+            codes_ptr,
+            scale_ptr,
+            places,
+            0,
+            blocks,
+            inputs,
+            rows,
+            stride_row,
+        )
+    if WEIGHTS_FIRST:
+        acc = tl.trans(acc)
+    acc = acc.to(tl.float32)
+    if X_GROUP == 0 and x_scale_ptr is not None:
+        acc *= tl.load(x_scale_ptr + tokens * stride_x_scale)[:, None]
+    if row_scale_ptr is not None:
+        acc *= tl.load(row_scale_ptr + expert * expert_rows + places)[None, :]
+    store_outputs(acc, out_ptr, pairs, num_pairs, tile, width, stride_out, GATED)

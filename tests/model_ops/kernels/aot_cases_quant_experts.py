@@ -1,0 +1,88 @@
+"""Quantised experts of Kimi-K2.5 at TP8."""
+
+from __future__ import annotations
+
+import torch
+from aot_case import Case
+
+from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
+from atom.model_ops.registry import OpQuery
+
+EXPERTS, TOP_K, HIDDEN, INTER = 384, 8, 7168, 256
+KIMI = WeightFormat("int4", 1, 32)
+INT4_ZEROS = WeightFormat("int4", 1, 128, has_zeros=True)
+DEEPSEEK = WeightFormat("fp8", 128, 128, activations=Activations("fp8", 128))
+FP8_TOKEN = WeightFormat("fp8", has_row_scale=True, activations=Activations("fp8"))
+INT8_TOKEN = WeightFormat("int8", has_row_scale=True, activations=Activations("int8"))
+MXFP4 = WeightFormat("fp4", 1, 32, "e8m0", activations=Activations("fp4", 32, "e8m0"))
+NVFP4 = WeightFormat("fp4", 1, 16, "e4m3", has_row_scale=True)
+FP8 = torch.float8_e4m3fn
+_CODES = {"int8": torch.int8, "fp8": FP8}
+_SCALES = {"e8m0": torch.uint8, "e4m3": FP8, "float": torch.bfloat16}
+
+
+def _empty(form: WeightFormat, rows: int, inputs: int) -> QuantWeights:
+    """Weights of all experts; those of a real size are never touched, hence cost no memory."""
+    packed = form.codes not in _CODES
+    scale = zeros = None
+    if form.columns:
+        groups = -(-inputs // form.columns)
+        blocks = EXPERTS, -(-rows // form.rows), groups
+        scale = torch.empty(blocks, dtype=_SCALES[form.scale_type])
+        zeros = torch.empty(EXPERTS, rows, groups, dtype=torch.uint8) if form.has_zeros else None
+    return QuantWeights(
+        form,
+        torch.empty(
+            EXPERTS, rows, inputs // (2 if packed else 1), dtype=_CODES.get(form.codes, torch.uint8)
+        ),
+        scale,
+        zeros,
+        torch.empty(EXPERTS, rows) if form.has_row_scale else None,
+    )
+
+
+def _matrices(query: OpQuery, case: Case) -> list[object]:
+    """Prepared weights: on the meta device, then with memory that nothing touches."""
+    form = query.weights
+    assert form is not None
+    with torch.device("meta"):
+        stored = _empty(form, 2 * INTER, HIDDEN), _empty(form, HIDDEN, INTER)
+        prepare = case.entry().load_prepare
+        assert prepare is not None
+        matrices = prepare()(*stored, query.dtype)
+    for matrix in matrices:
+        for name, value in vars(matrix).items():
+            if isinstance(value, torch.Tensor):
+                setattr(matrix, name, torch.empty(value.shape, dtype=value.dtype))
+    return list(matrices)
+
+
+def _experts(form: WeightFormat, num_tokens: int, *matrix: str) -> Case:
+    def arguments(query: OpQuery) -> tuple[object, ...]:
+        return (
+            torch.empty(num_tokens, HIDDEN, dtype=query.dtype),
+            *_matrices(query, case),
+            torch.empty(num_tokens, TOP_K),
+            torch.empty(num_tokens, TOP_K, dtype=torch.int64),
+        )
+
+    case = Case(
+        f"quant_experts/kimi tp8 {form} of {num_tokens}",
+        "quant_experts",
+        arguments,
+        {"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTER},
+        matrix=matrix or ("_grouped_quant", "_grouped_quant#2"),
+        weights=form,
+    )
+    return case
+
+
+CASES: tuple[Case, ...] = (
+    *(_experts(KIMI, tokens) for tokens in (1, 64, 2048)),
+    _experts(INT4_ZEROS, 64),
+    _experts(NVFP4, 64),
+    *(_experts(MXFP4, tokens) for tokens in (64, 2048)),
+    _experts(DEEPSEEK, 2048),
+    _experts(FP8_TOKEN, 64),
+    _experts(INT8_TOKEN, 2048),
+)
