@@ -82,7 +82,7 @@ CASES: tuple[Case, ...] = (
     _experts(INT4_ZEROS, 64),
     _experts(NVFP4, 64),
     *(_experts(MXFP4, tokens) for tokens in (64, 2048)),
-    _experts(DEEPSEEK, 2048),
+    _experts(DEEPSEEK, 8192),
     _experts(FP8_TOKEN, 64),
     _experts(INT8_TOKEN, 2048),
 )

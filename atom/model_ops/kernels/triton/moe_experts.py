@@ -129,19 +129,22 @@ def mix(
     down: Callable[[Inputs, int, torch.Tensor, ExpertBlocks], None],
     weights: torch.Tensor,
     ids: torch.Tensor,
+    largest_block: int = 128,
 ) -> torch.Tensor:
     """The sum of the experts' outputs, from their two products.
 
     Args:
         up: from the blocks of pairs, silu(gate) * up of every pair, as `down` takes it.
         down: from these, writes features `start` on of each pair's output to [pairs, n].
+        largest_block: pairs of a block at most.
     """
     num_tokens, hidden = x.shape
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not num_tokens:
         return out
     num_pairs = ids.numel()
-    blocks = moe_align(ids.contiguous(), num_experts, choose_block_m(num_pairs, num_experts))
+    block_m = min(choose_block_m(num_pairs, num_experts), largest_block)
+    blocks = moe_align(ids.contiguous(), num_experts, block_m)
     inputs = up(blocks)
     width = _slice_width(num_pairs, hidden, x.element_size())
     visits = x.new_empty(num_pairs, width)

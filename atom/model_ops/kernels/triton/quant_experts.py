@@ -98,7 +98,9 @@ def mixture(
         tiles = choose_tiles(kind, blocks.block_m, num_pairs, out.shape[1], inputs.is_wide)
         grouped_product(inputs, w2, out, blocks, tiles, 1, gated=False, first_row=start)
 
-    return mix(x, w13.codes.shape[0], up, down, weights, ids)
+    # Products of codes have an accumulator more; on NVIDIA more than 64 pairs do not fit.
+    largest = 64 if kind == "cuda" and "codes" in (w13.way, w2.way) else 128
+    return mix(x, w13.codes.shape[0], up, down, weights, ids, largest)
 
 
 @dataclass(frozen=True)
