@@ -12,6 +12,7 @@ from atom.model_ops.quant.base import Header, QuantConfig
 # `quant_method` -> the module whose `parse(config, headers)` reads the rest.
 _MODULES = {
     "fp8": "fp8",
+    "quark": "quark",
 }
 
 
