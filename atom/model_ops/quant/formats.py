@@ -14,6 +14,7 @@ _MODULES = {
     "awq": "awq",
     "fp8": "fp8",
     "gptq": "gptq",
+    "mxfp4": "mxfp4",
     "quark": "quark",
 }
 
