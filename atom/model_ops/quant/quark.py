@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from fnmatch import fnmatchcase
+from fnmatch import translate
 from functools import lru_cache
 from typing import Any
 
@@ -48,12 +48,16 @@ class QuarkConfig:
         self._is_reordered = is_reordered
         self._headers = headers
         self._global = read_layer(config.get("global_quant_config"), "global_quant_config")
-        self._by_name = {
-            pattern: read_layer(
-                layer, f"layer_quant_config[{pattern!r}]", _CACHED.search(pattern) is not None
+        # Globs, or parts of names.
+        self._by_name = [
+            (
+                re.compile(translate(pattern) if "*" in pattern else f".*{re.escape(pattern)}"),
+                read_layer(
+                    layer, f"layer_quant_config[{pattern!r}]", _CACHED.search(pattern) is not None
+                ),
             )
             for pattern, layer in (config.get("layer_quant_config") or {}).items()
-        }
+        ]
         self._by_type = [
             read_layer(layer, f"layer_type_quant_config[{kind!r}]")
             for kind, layer in (config.get("layer_type_quant_config") or {}).items()
@@ -78,8 +82,8 @@ class QuarkConfig:
     def _specs_of(self, name: str) -> LayerSpecs | None:
         if name in self._exclude:
             return None
-        for pattern, specs in self._by_name.items():
-            if fnmatchcase(name, pattern) if "*" in pattern else pattern in name:
+        for pattern, specs in self._by_name:
+            if pattern.match(name):
                 return specs
         return self._by_type[0] if self._by_type else self._global
 
@@ -96,7 +100,6 @@ class Exclusions:
         self._plain = {entry for entry in entries if _PLAIN_NAME.fullmatch(entry)}
         self._starts: list[re.Pattern[str]] = []
         self._inner: list[re.Pattern[str]] = []
-        self._globs: list[str] = []
         for entry in entries:
             if entry.startswith("re:"):
                 self._starts.append(_compile(entry[3:], entry))
@@ -108,12 +111,13 @@ class Exclusions:
         return self._contains(name)
 
     def _add_pattern(self, entry: str) -> None:
-        if "*" in entry or "?" in entry:
-            self._globs.append(entry)
+        is_glob = "*" in entry or "?" in entry
+        if is_glob:
+            self._starts.append(re.compile(translate(entry)))
         try:
             self._inner.append(re.compile(rf"(?:^|(?<=\.))(?:{entry})(?:$|(?=\.)|(?<=\.))"))
-        except re.error:  # a glob such as `*lm_head`
-            if entry not in self._globs:
+        except re.error:
+            if not is_glob:  # `*lm_head` is one
                 raise ConfigError(f"quantization_config: exclude={entry!r} is no pattern") from None
 
     def _find(self, name: str) -> bool:
@@ -126,7 +130,6 @@ class Exclusions:
         return (
             any(span in self._plain for span in spans)
             or any(pattern.match(name) for pattern in self._starts)
-            or any(fnmatchcase(name, glob) for glob in self._globs)
             or any(pattern.search(name) for pattern in self._inner)
         )
 
