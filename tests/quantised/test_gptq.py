@@ -8,7 +8,13 @@ from typing import Any
 import pytest
 import torch
 from models import checkpoints
-from quantised.packing import Packed, assert_same_model, quantised, split_products
+from quantised.packing import (
+    Packed,
+    assert_same_model,
+    check_experts,
+    quantised,
+    split_products,
+)
 from quantised.writers import AWQ_ORDER, PLAIN, distinct, pack_words, random_codes
 
 from atom.config import ConfigError
@@ -81,6 +87,12 @@ def test_a_model(tmp_path: Path, name: str) -> None:
         return None if module == "lm_head" else pack(out, columns, config)
 
     assert_same_model(*quantised(folder, config, pack_model))
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_experts(name: str) -> None:
+    config = {**CONFIG, **VARIANTS[name]}
+    check_experts(parsed(config), lambda out, columns: pack(out, columns, config))
 
 
 def test_inputs_in_another_order(tmp_path: Path) -> None:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 import torch
 from models import checkpoints
-from quantised.packing import Packed, assert_same_model, logits, quantised, split_products
+from quantised.packing import (
+    Packed,
+    assert_same_model,
+    check_experts,
+    logits,
+    quantised,
+    split_products,
+)
 from quantised.quark_schemes import (
     FP8,
     FP8_BLOCK,
@@ -67,8 +74,8 @@ class Row:
         tensors = {k: v for k, v in packed.tensors.items() if k not in self.without}
         return Packed(tensors, packed.weight)
 
-    def parsed(self, packed: Packed) -> QuantConfig:
-        headers = {f"a.o_proj.{k}": Header(v.dtype, v.shape) for k, v in packed.tensors.items()}
+    def parsed(self, packed: Packed, layer: str = "a.o_proj") -> QuantConfig:
+        headers = {f"{layer}.{k}": Header(v.dtype, v.shape) for k, v in packed.tensors.items()}
         return parse_quantization(self.config, headers)
 
 
@@ -118,6 +125,12 @@ def test_ranks_have_the_weights(name: str, size: int) -> None:
     expected = packed.weight.T.float()
     for product in split_products(config, packed.tensors, torch.eye(512), 256, size):
         torch.testing.assert_close(product, expected, rtol=3e-7, atol=0)
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_experts(name: str) -> None:
+    config = ROWS[name].parsed(ROWS[name].packed(32, 64), "m.experts.0.gate_proj")
+    check_experts(config, ROWS[name].packed)
 
 
 ROUNDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {

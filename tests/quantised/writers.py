@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import count
 
 import torch
 
@@ -11,11 +12,18 @@ AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 E2M1 = torch.tensor([0, 0.5, 1, 1.5, 2, 3, 4, 6, -0.0, -0.5, -1, -1.5, -2, -3, -4, -6]).double()
 
 
-def random_codes(rows: int, columns: int, count: int = 16) -> torch.Tensor:
-    """int64 [rows, columns] of 0 to count - 1, each of which occurs if there is room."""
-    generator = torch.Generator().manual_seed(rows * 1000 + columns)
-    codes = torch.randint(0, count, (rows * columns,), generator=generator)
-    codes[:count] = torch.arange(count)[: len(codes)]
+_seeds = count()
+
+
+def generator() -> torch.Generator:
+    """Another one for each matrix, so that matrices taken for each other show."""
+    return torch.Generator().manual_seed(next(_seeds))
+
+
+def random_codes(rows: int, columns: int, num_codes: int = 16) -> torch.Tensor:
+    """int64 [rows, columns] of 0 to num_codes - 1, each of which occurs if there is room."""
+    codes = torch.randint(0, num_codes, (rows * columns,), generator=generator())
+    codes[:num_codes] = torch.arange(num_codes)[: len(codes)]
     return codes.view(rows, columns)
 
 

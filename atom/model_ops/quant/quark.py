@@ -18,6 +18,7 @@ from atom.model_ops.quant.quark_methods import create_method
 from atom.model_ops.quant.quark_specs import LayerSpecs, read_layer
 
 _PLAIN_NAME = re.compile(r"[\w.-]*")
+_WILDCARD = re.compile(r"\*|\?|\[[^]]*\]")
 _CACHED = re.compile(r"[kv]_proj")
 
 
@@ -48,10 +49,9 @@ class QuarkConfig:
         self._is_reordered = is_reordered
         self._headers = headers
         self._global = read_layer(config.get("global_quant_config"), "global_quant_config")
-        # Globs, or parts of names.
         self._by_name = [
             (
-                re.compile(translate(pattern) if "*" in pattern else f".*{re.escape(pattern)}"),
+                NamePattern(pattern),
                 read_layer(
                     layer, f"layer_quant_config[{pattern!r}]", _CACHED.search(pattern) is not None
                 ),
@@ -83,9 +83,24 @@ class QuarkConfig:
         if name in self._exclude:
             return None
         for pattern, specs in self._by_name:
-            if pattern.match(name):
+            if pattern.matches(name):
                 return specs
         return self._by_type[0] if self._by_type else self._global
+
+
+class NamePattern:
+    """A glob for the whole name, or a part of the name."""
+
+    def __init__(self, pattern: str) -> None:
+        self._glob = re.compile(translate(pattern)) if "*" in pattern else None
+        pieces = _WILDCARD.split(pattern) if self._glob else [pattern]
+        self._longest_piece = max(pieces, key=len)
+
+    def matches(self, name: str) -> bool:
+        # Large mixtures of experts have many names: most are dismissed without the glob.
+        if self._longest_piece not in name:
+            return False
+        return self._glob is None or self._glob.match(name) is not None
 
 
 class Exclusions:
