@@ -93,6 +93,12 @@ def pack_ptpc(out: int, columns: int) -> Packed:
     return Packed(tensors, values.double() * scale)
 
 
+def pack_fp8_float_blocks(out: int, columns: int) -> Packed:
+    values, scale = fp8_codes(out, columns), distinct(-(-out // 128), -(-columns // 128))
+    weight = values.double() * over_groups(scale[torch.arange(out) // 128], 128, columns)
+    return Packed({"weight": values, "weight_scale": scale.float()}, weight)
+
+
 def pack_fp8_blocks(out: int, columns: int) -> Packed:
     values, scale = fp8_codes(out, columns), exponents(-(-out // 128), -(-columns // 128))
     rows = powers(scale)[torch.arange(out) // 128]
@@ -117,9 +123,9 @@ def pack_int4_groups(order: tuple[int, ...], signed: bool) -> Callable[[int, int
     return pack
 
 
-def pack_int4_channel(out: int, columns: int) -> Packed:
+def pack_int4_channel(out: int, columns: int, order: tuple[int, ...] = AWQ_ORDER) -> Packed:
     codes, scale = random_codes(out, columns), distinct(out, 1)
-    tensors = {"weight": pack_words(codes, AWQ_ORDER), "weight_scale": scale[:, 0].half()}
+    tensors = {"weight": pack_words(codes, order), "weight_scale": scale[:, 0].half()}
     tensors["weight_zero_point"] = torch.zeros(out, dtype=torch.int32)
     return Packed(tensors, SIGNED[codes] * scale)
 
@@ -130,4 +136,5 @@ def pack_w4a8(out: int, columns: int) -> Packed:
     tensors = dict(packed.tensors)
     tensors["weight_scale_2"] = tensors.pop("weight_scale")
     tensors["weight_scale"] = of_matrix
+    tensors["weight"] = tensors["weight"].view(torch.uint32)
     return Packed(tensors, packed.weight * of_matrix.double())

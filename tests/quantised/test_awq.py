@@ -56,7 +56,7 @@ def test_a_model(tmp_path: Path, names: dict[str, int]) -> None:
     config: dict[str, Any] = dict(CONFIG)
     if names:
         config = {"quant_method": "awq", "version": "GEMM", **names}
-    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=2).folder
+    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1).folder
     assert_same_model(*quantised(folder, config, pack_model))
 
 

@@ -81,7 +81,7 @@ def test_ranks_have_the_weights(name: str, ranks: int) -> None:
 @pytest.mark.parametrize("name", ["v1 sym", "v1 asym", "8 bits asym", "whole rows asym"])
 def test_a_model(tmp_path: Path, name: str) -> None:
     config = {**CONFIG, **VARIANTS[name]}
-    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=2).folder
+    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1).folder
 
     def pack_model(module: str, out: int, columns: int) -> Packed | None:
         return None if module == "lm_head" else pack(out, columns, config)
@@ -97,7 +97,7 @@ def test_experts(name: str) -> None:
 
 def test_inputs_in_another_order(tmp_path: Path) -> None:
     config = {**CONFIG, "desc_act": True, "sym": False}
-    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=2).folder
+    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1).folder
 
     def pack_model(module: str, out: int, columns: int) -> Packed | None:
         return None if module == "lm_head" else pack(out, columns, config, shuffle=True)

@@ -34,6 +34,7 @@ from quantised.quark_schemes import (
     layer,
     pack_fp8,
     pack_fp8_blocks,
+    pack_fp8_float_blocks,
     pack_int4_channel,
     pack_int4_groups,
     pack_mxfp4,
@@ -47,9 +48,11 @@ from quantised.writers import (
     AWQ_ORDER,
     E2M1,
     PLAIN,
+    fp8_per_group,
     fp8_per_token,
     fp8_static,
     mxfp4,
+    nvfp4,
     over_groups,
     pack_pairs,
     powers,
@@ -87,10 +90,14 @@ ROWS = {
     "fp8 static": Row(quark(FP8, FP8), pack_fp8),
     "ptpc": Row(quark(FP8_CHANNEL, FP8_TOKEN), pack_ptpc),
     "fp8 blocks": Row(quark(FP8_BLOCK, FP8_GROUP), pack_fp8_blocks),
+    "fp8 float blocks": Row(quark(FP8_BLOCK, FP8_GROUP), pack_fp8_float_blocks),
     "int4 reorder": Row(quark(INT4_GROUP), pack_int4_groups(AWQ_ORDER, True)),
     "int4 order": Row(quark(INT4_GROUP, method="order"), pack_int4_groups(PLAIN, True)),
     "uint4 reorder": Row(quark(UINT4_GROUP), pack_int4_groups(AWQ_ORDER, False)),
     "int4 channel": Row(quark(INT4_CHANNEL), pack_int4_channel),
+    "int4 channel order": Row(
+        quark(INT4_CHANNEL, method="order"), lambda *sizes: pack_int4_channel(*sizes, PLAIN)
+    ),
     "w4a8": Row(quark([FP8, INT4_CHANNEL], {**FP8, "is_dynamic": True}), pack_w4a8),
     "w4a8 one scale": Row(quark([FP8, INT4_CHANNEL], FP8_TOKEN), pack_int4_channel),
     "nvfp4": Row(quark([NVFP4, FP8], [NVFP4, FP8]), pack_nvfp4),
@@ -107,12 +114,11 @@ def exact_activations(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("exact_activations")
 @pytest.mark.parametrize("name", ROWS)
 def test_a_model(tmp_path: Path, name: str) -> None:
-    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=2).folder
-
-    def pack(module: str, out: int, columns: int) -> Packed | None:
-        return None if module == "lm_head" else ROWS[name].packed(out, columns)
-
-    assert_same_model(*quantised(folder, ROWS[name].config, pack))
+    """Its head is quantised, too."""
+    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1).folder
+    config = {**ROWS[name].config, "exclude": []}
+    stored, dense = quantised(folder, config, lambda _, *sizes: ROWS[name].packed(*sizes))
+    assert_same_model(stored, dense)
 
 
 @pytest.mark.usefixtures("exact_activations")
@@ -137,14 +143,16 @@ ROUNDED: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "mxfp4 w4a4": mxfp4,
     "fp8 static": lambda x: fp8_static(x, 0.02),
     "ptpc": fp8_per_token,
+    "fp8 blocks": fp8_per_group,
+    "nvfp4": lambda x: nvfp4(x, 0.01),
     "w4a8": fp8_per_token,
 }
 
 
 @pytest.mark.parametrize("name", ROUNDED)
 def test_inputs_are_rounded(name: str) -> None:
-    packed = ROWS[name].packed(64, 96)
-    x = torch.randn(5, 96, generator=torch.Generator().manual_seed(1)) * torch.tensor(
+    packed = ROWS[name].packed(64, 256)
+    x = torch.randn(5, 256, generator=torch.Generator().manual_seed(1)) * torch.tensor(
         [0.1, 1, 3, 20, 0.01]
     ).view(5, 1)
     rounded = ROUNDED[name](x.double())

@@ -85,6 +85,11 @@ def fp8_per_token(x: torch.Tensor) -> torch.Tensor:
     return nearest(x / scale, e4m3_table()) * scale
 
 
+def fp8_per_group(x: torch.Tensor) -> torch.Tensor:
+    """The same with a scale for each 128 inputs."""
+    return fp8_per_token(x.view(-1, 128)).view_as(x)
+
+
 def fp8_static(x: torch.Tensor, scale: float) -> torch.Tensor:
     return nearest(x / scale, e4m3_table()) * scale
 
@@ -93,4 +98,12 @@ def mxfp4(x: torch.Tensor) -> torch.Tensor:
     """float64 [T, in], 32 inputs with scale 2^(floor(log2(amax)) - 2)."""
     grouped = x.view(x.shape[0], -1, 32)
     scale = torch.exp2(grouped.abs().amax(-1, keepdim=True).log2().floor() - 2)
+    return (nearest(grouped / scale, E2M1[:8]) * scale).view_as(x)
+
+
+def nvfp4(x: torch.Tensor, input_scale: float) -> torch.Tensor:
+    """float64 [T, in], 16 inputs with an e4m3 scale, amax / 6, in units of `input_scale`."""
+    grouped = x.view(x.shape[0], -1, 16)
+    local = grouped.abs().amax(-1, keepdim=True) / (6 * input_scale)
+    scale = nearest(local, e4m3_table()) * input_scale
     return (nearest(grouped / scale, E2M1[:8]) * scale).view_as(x)

@@ -40,12 +40,14 @@ def repack_words(words: torch.Tensor, reordered: bool) -> torch.Tensor:
     """int32 [..., n] -> uint8 [..., 4n], two codes to a byte, the first in the low four bits."""
     if not reordered:
         return as_bytes(words)
+    if words.dim() > 2:  # one at a time, since unpacked codes take twice the memory
+        return torch.stack([repack_words(matrix, reordered) for matrix in words])
     return pack_nibbles(unpack_words(words, reordered))
 
 
 def transpose_words(words: torch.Tensor, reordered: bool) -> torch.Tensor:
     """int32 [..., in, out / 8] -> uint8 [..., out, in / 2], two codes to a byte."""
-    if words.dim() > 2:  # one at a time, since unpacked codes take twice the memory
+    if words.dim() > 2:
         return torch.stack([transpose_words(matrix, reordered) for matrix in words])
     return pack_nibbles(unpack_words(words, reordered).T)
 
