@@ -63,7 +63,8 @@ def quantise_draft(
     for name, tensor in draft_tensors(raw, embed=embed).items():
         values = tensor.bfloat16() if tensor.is_floating_point() else tensor
         module = name.removesuffix(".weight")
-        if not name.startswith("midlayer") or tensor.dim() == 1 or plain in name:
+        is_excluded = module in config["exclude"]
+        if is_excluded or tensor.dim() == 1 or plain in name or "embed" in name:
             dense[name] = values
             stored[name.replace("midlayer", layer)] = values
             continue
@@ -104,7 +105,8 @@ def draft_logits(draft: Eagle3Draft) -> torch.Tensor:
     [
         (MHA, W4A8, pack_int4_channel, "midlayer", "none"),
         (MLA, PTPC, pack_ptpc, "layers.0", "none"),
-        (MHA, PTPC, pack_ptpc, "model.layers.0", "none"),
+        # It has one of two possible scales, which is found by its name; also in `fc`.
+        (MHA, {**W4A8, "exclude": ["lm_head"]}, pack_int4_channel, "model.layers.0", "none"),
         # The list calls the layer otherwise than the tensors do.
         (
             MHA,
