@@ -17,6 +17,7 @@ from atom.model_ops.routing import Routing
 # The checkpoint's module or tensor -> our matrix.
 _MATRICES = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
 _STACKED = {"gate_up_proj": "w13", "down_proj": "w2"}
+_STACKED_TENSOR = re.compile(r"(gate_up_proj|down_proj)(?:_(\w+))?")
 
 
 class TopKRouter(nn.Module):
@@ -104,9 +105,11 @@ class FusedMoE(nn.Module):
         self._prepared: tuple[Any, Any] | None = None
 
     def place_weight(self, name: str) -> tuple[str, str | None] | None:
-        """`3.gate_proj.weight` is one expert's tensor, `gate_up_proj` that of all experts."""
-        if name in _STACKED:
-            matrix, stored, shard = _STACKED[name], "weight", None
+        """`3.gate_proj.weight` is one expert's tensor, `gate_up_proj` that of all experts, and
+        `gate_up_proj_scales` their tensor `scales`.
+        """
+        if match := _STACKED_TENSOR.fullmatch(name):
+            matrix, stored, shard = _STACKED[match[1]], match[2] or "weight", None
         elif match := re.fullmatch(r"((\d+)\.(\w+))\.(\w+)", name):
             if match[3] not in _MATRICES or int(match[2]) >= self.num_experts:
                 return None
@@ -132,7 +135,8 @@ class FusedMoE(nn.Module):
             storage.load(stored, tensor, self._parts["down_proj"])
         else:
             # Gate and up are split over the ranks separately.
-            gate, up = tensor.chunk(2, dim=1)
+            alternate = storage.stored[stored].gate_up_alternate
+            gate, up = (tensor[:, ::2], tensor[:, 1::2]) if alternate else tensor.chunk(2, dim=1)
             storage.load(stored, gate, self._parts["gate_proj"])
             storage.load(stored, up, self._parts["up_proj"])
 

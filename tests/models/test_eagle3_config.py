@@ -200,7 +200,6 @@ REFUSED: dict[str, tuple[dict[str, Any], list[str]]] = {
         ["use_aux_hidden_state=false"],
     ),
     "activation": ({"hidden_act": "gelu"}, ["'gelu'", "silu"]),
-    "quantisation": ({"quantization_config": {"quant_method": "quark"}}, ["quark"]),
     "heads": ({"num_key_value_heads": 3}, ["num_attention_heads=4", "num_key_value_heads=3"]),
     "head size": ({"num_attention_heads": 5}, ["hidden_size=64", "num_attention_heads=5"]),
     "no hidden size": ({"hidden_size": None}, ["hidden_size", "None"]),

@@ -18,9 +18,10 @@ from models import checkpoints
 from models.harness import ModelBench
 from safetensors.torch import load_file, save_file
 
-from atom.distributed.parallel_state import ParallelGroup
+from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import ColumnParallelLinear, RowParallelLinear
+from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.base import QuantConfig
 from atom.platform import cpu_platform
 
@@ -108,3 +109,23 @@ def split_products(
         columns.append(column(x))
         rows.append(row(x[:, rank * step : (rank + 1) * step]))
     return torch.cat(columns, dim=1), torch.stack(rows).sum(dim=0)
+
+
+def check_experts(config: QuantConfig, pack: Callable[[int, int], Packed]) -> None:
+    """Three experts, loaded tensor by tensor, have their own weights."""
+    layer = FusedMoE(3, 64, 32, layer_context(config, SINGLE), "m.experts")
+    expected: dict[str, list[torch.Tensor]] = {"gate_proj": [], "up_proj": [], "down_proj": []}
+    for name, weights in expected.items():
+        for expert in range(3):
+            packed = pack(64, 32) if name == "down_proj" else pack(32, 64)
+            weights.append(packed.weight.float())
+            for tensor, values in packed.tensors.items():
+                placed = layer.place_weight(f"{expert}.{name}.{tensor}")
+                assert placed is not None
+                layer.load_weight(placed[0], values, placed[1])
+    layer.process_after_loading()
+    assert layer._prepared is not None
+    w13, w2 = (prepared.weight for prepared in layer._prepared)
+    gate, up, down = (torch.stack(weights) for weights in expected.values())
+    torch.testing.assert_close(w13, torch.cat((gate, up), dim=1), rtol=3e-7, atol=0)
+    torch.testing.assert_close(w2, down, rtol=3e-7, atol=0)

@@ -110,6 +110,8 @@ def test_modules_that_are_not_converted(tmp_path: Path) -> None:
         ({"fmt": "e5m2"}, "fmt='e5m2'"),
         ({"activation_scheme": "row"}, "activation_scheme='row'"),
         ({"scale_fmt": "e4m3"}, "scale_fmt='e4m3'"),
+        ({"expert_dtype": "fp4"}, "expert_dtype='fp4'"),
+        ({"store_dtype": "mxfp4"}, "store_dtype='mxfp4'"),
     ],
 )
 def test_keys_that_change_the_numbers(tmp_path: Path, change: dict[str, Any], message: str) -> None:

@@ -12,6 +12,7 @@ from transformers import PretrainedConfig
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_tensors
+from atom.model_loader.drafts.quantization import read_draft_quantization
 from atom.model_loader.drafts.tokenizer import check_same_tokenizer
 from atom.model_loader.hub import download, looks_like_path
 from atom.model_loader.source import ModelSource
@@ -61,7 +62,10 @@ def load_draft(
     parts.check(config, target_config)
     draft_class = Eagle3DeepseekV2ForCausalLM if config.is_mla else LlamaForCausalLMEagle3
     create = partial(draft_class, config, parts, aux_layer_ids)
-    source = ModelSource(folder, draft, config.network, frozenset(), context.dtype)
+    quantization = read_draft_quantization(folder, options.load_format != "dummy")
+    source = ModelSource(
+        folder, draft, config.network, frozenset(), context.dtype, quantization=quantization
+    )
     model = build_model(create, source, context, options)
     _check_d2t(model, draft)
     model.share_with(target)
@@ -139,7 +143,10 @@ def _parts(
 def _check_fc(tensors: list[CheckpointTensor], config: Eagle3Config, folder: Path) -> None:
     expected = (config.hidden_size, config.fc_fan_in)
     for tensor in tensors:
-        if tensor.name.removeprefix("model.") == "fc.weight" and tensor.shape != expected:
+        if tensor.name.removeprefix("model.") != "fc.weight":
+            continue
+        has_numbers = tensor.torch_dtype is not None and tensor.torch_dtype.is_floating_point
+        if has_numbers and tensor.shape != expected:
             raise ConfigError(
                 f"{folder}: fc.weight is {list(tensor.shape)}, and its config says "
                 f"{list(expected)}: {config.num_aux_hidden_states} hidden states of "

@@ -45,6 +45,8 @@ class StoredTensor:
             dtype's size and are taken bit by bit; `exponents` are e8m0 bytes; `shape` is
             [out, in] of the matrix, which is checked.
         is_optional: a checkpoint may lack it; the parameter is `fill` then.
+        gate_up_alternate: if one tensor holds gate and up of all experts, their rows take turns;
+            else the rows of gate come first.
     """
 
     axes: tuple[Axis, ...]
@@ -52,6 +54,7 @@ class StoredTensor:
     holds: Literal["numbers", "codes", "exponents", "shape"] = "codes"
     is_optional: bool = False
     fill: float = 0.0
+    gate_up_alternate: bool = False
 
 
 class QuantMethod(Protocol):

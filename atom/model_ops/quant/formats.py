@@ -11,7 +11,11 @@ from atom.model_ops.quant.base import Header, QuantConfig
 
 # `quant_method` -> the module whose `parse(config, headers)` reads the rest.
 _MODULES = {
+    "awq": "awq",
     "fp8": "fp8",
+    "gptq": "gptq",
+    "mxfp4": "mxfp4",
+    "quark": "quark",
 }
 
 

@@ -36,6 +36,8 @@ def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConf
     ConfigError: for a key whose value is not supported.
     """
     read_flag(config, "fmt", ("e4m3",), "e4m3")
+    read_flag(config, "expert_dtype", ("fp8",), "fp8")
+    read_flag(config, "store_dtype", ("fp8",), "fp8")
     block = config.get("weight_block_size")
     if block is not None and block != [_BLOCK, _BLOCK]:
         raise ConfigError(

@@ -23,7 +23,7 @@ from atom.models.eagle3.parts import DraftParts
 from atom.models.llama import LlamaAttention, LlamaMLP
 
 # Checkpoints name the layer `midlayer` or `layers.0`, some with the prefix `model.`.
-_RENAMES = (
+RENAMES = (
     ("model.layers.0.", "midlayer."),
     ("layers.0.", "midlayer."),
     ("model.", ""),
@@ -133,7 +133,7 @@ class Eagle3Draft(nn.Module, ABC):
     @property
     def weight_mapping(self) -> WeightMapping:
         return WeightMapping(
-            renames=_RENAMES,
+            renames=RENAMES,
             packed={**self.packed_attention, "gate_up_proj": ("gate_proj", "up_proj")},
             # t2d is redundant: d2t also says which target tokens the draft knows.
             ignored=(r"(model\.)?t2d", r".*\.rotary_emb\.inv_freq"),

@@ -190,13 +190,6 @@ def _refuse_unsupported(fields: Fields) -> None:
     activation = fields.get("hidden_act")
     if activation not in (None, "silu", "swish"):
         raise fields.error(f"hidden_act={activation!r} is not supported; only silu is")
-    quantization = fields.get("quantization_config")
-    if quantization:
-        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-        raise fields.error(
-            f"the draft is quantised ({method or quantization!r}); quantised drafts are not "
-            f"supported yet. Use the unquantised checkpoint"
-        )
 
 
 def _aux_layers(fields: Fields) -> AuxLayers | None:

@@ -28,7 +28,8 @@ class DraftParts:
     def of(cls, tensor_names: Iterable[str]) -> DraftParts:
         """The parts in a list of tensor names; some checkpoints prefix them with `model.`."""
         names = {name.removeprefix("model.") for name in tensor_names}
-        return cls("embed_tokens.weight" in names, "lm_head.weight" in names, "d2t" in names)
+        modules = {name.rpartition(".")[0] for name in names}
+        return cls("embed_tokens" in modules, "lm_head" in modules, "d2t" in names)
 
     def check(self, config: Eagle3Config, target: PretrainedConfig) -> None:
         """Refuse parts that are missing and cannot be shared.

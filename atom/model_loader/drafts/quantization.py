@@ -1,0 +1,65 @@
+"""Reads how an Eagle3 draft's weights are quantised, whatever its target's are."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_tensors
+from atom.model_loader.quantization import read_quantization
+from atom.model_ops.quant.base import LayerKind, QuantConfig, QuantMethod
+from atom.models.config_file import read_json_object
+from atom.models.eagle3.base import RENAMES
+
+_NUMBERS = ("F64", "F32", "F16", "BF16")
+
+
+def read_draft_quantization(folder: Path, with_weights: bool) -> QuantConfig:
+    """The quantisation of a draft's checkpoint.
+
+    Raises:
+        ConfigError: when it is not supported, naming the key.
+        WeightError: when a weight file is damaged.
+    """
+    raw = read_json_object(folder / "config.json")
+    config = read_quantization(folder, raw, with_weights)
+    tensors = list_tensors(folder) if with_weights and has_weights(folder) else []
+    return DraftQuantization(config, tensors)
+
+
+class DraftQuantization:
+    """Asks by the names of the checkpoint's tensors, such as `model.layers.0` for `midlayer`.
+
+    Lists of excluded modules may have yet other names; what is stored as numbers is not quantised.
+    """
+
+    def __init__(self, config: QuantConfig, tensors: Iterable[CheckpointTensor]) -> None:
+        self._config = config
+        self._stored_names: dict[str, str] = {}
+        self._in_numbers: set[str] = set()
+        for tensor in tensors:
+            name = _renamed(tensor.name)
+            module = name.partition(".")[0]
+            self._stored_names[module] = tensor.name.removesuffix(name.removeprefix(module))
+            if tensor.dtype in _NUMBERS and name.endswith(".weight"):
+                self._in_numbers.add(name.removesuffix(".weight"))
+
+    def method_for(
+        self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
+    ) -> QuantMethod | None:
+        if self._in_numbers.issuperset(parts or (prefix,)):
+            return None
+        names = [self._stored_name(part) for part in parts]
+        return self._config.method_for(self._stored_name(prefix), names, kind)
+
+    def _stored_name(self, name: str) -> str:
+        module, dot, rest = name.partition(".")
+        return f"{self._stored_names.get(module, module)}{dot}{rest}"
+
+
+def _renamed(name: str) -> str:
+    """The name in the model of a checkpoint's tensor."""
+    for old, new in RENAMES:
+        if name.startswith(old):
+            return new + name.removeprefix(old)
+    return name

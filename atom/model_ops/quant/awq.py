@@ -1,0 +1,108 @@
+"""`quant_method: awq`: 4-bit weights of AutoAWQ, its `gemm` layout.
+
+Source: AutoAWQ's `WQLinear_GEMM`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from atom.config import ConfigError
+from atom.model_ops.quant.base import (
+    IN,
+    OUT,
+    Axis,
+    Header,
+    LayerKind,
+    QuantConfig,
+    QuantMethod,
+    StoredTensor,
+)
+from atom.model_ops.quant.names import find_header, read_flag, same_for_all
+from atom.model_ops.quant.weights import QuantWeights, WeightFormat
+from atom.model_ops.quant.words import (
+    PER_WORD,
+    Groups,
+    float_type,
+    read_group_size,
+    transpose_words,
+    unpack_words,
+)
+
+
+def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConfig:
+    """Raises:
+    ConfigError: for a key whose value is not supported.
+    """
+    bits = config.get("bits", config.get("w_bit"))
+    if bits != 4:
+        raise ConfigError(f"quantization_config: AWQ with bits={bits!r} is not supported, only 4")
+    version = str(config.get("version", "gemm")).lower()
+    read_flag({"version": version}, "version", ("gemm",), "gemm")
+    read_flag(config, "zero_point", (True,), True)
+    size = read_group_size(config.get("group_size", config.get("q_group_size")))
+    ignored = tuple(config.get("modules_to_not_convert") or ())
+    return AwqConfig(Groups(size), ignored, bool(config.get("lm_head")), headers)
+
+
+class AwqConfig:
+    """All layers but those whose names contain one of `ignored`; the head only if `has_head`."""
+
+    def __init__(
+        self,
+        groups: Groups,
+        ignored: Sequence[str],
+        has_head: bool,
+        headers: Mapping[str, Header],
+    ) -> None:
+        self._groups = groups
+        self._ignored = ignored
+        self._has_head = has_head
+        self._headers = headers
+
+    def method_for(
+        self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
+    ) -> QuantMethod | None:
+        if kind == "head" and not self._has_head:
+            return None
+        if same_for_all(prefix, parts, self._is_ignored):
+            return None
+        return AwqMethod(self._groups, find_header(self._headers, prefix, parts, "scales"))
+
+    def _is_ignored(self, name: str) -> bool:
+        # `gate` is a part of `gate_proj`, too: what is stored as quantised is.
+        is_quantised = f"{name}.qweight" in self._headers
+        return not is_quantised and any(word in name for word in self._ignored)
+
+
+class AwqMethod:
+    """`qweight` int32 [in, out / 8], `qzeros` int32 [in / group, out / 8], `scales` [in / group,
+    out].
+    """
+
+    def __init__(self, groups: Groups, scale: Header | None) -> None:
+        self._groups = groups
+        self.format = WeightFormat("int4", 1, groups.columns, has_zeros=True)
+        words = Axis("out", PER_WORD)
+        self.stored = {
+            "qweight": StoredTensor((IN, words), torch.int32),
+            "qzeros": StoredTensor((groups.axis, words), torch.int32),
+            "scales": StoredTensor((groups.axis, OUT), float_type(scale), "numbers"),
+        }
+
+    def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
+        return {name: tensor}
+
+    def convert(
+        self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int
+    ) -> QuantWeights:
+        zeros = unpack_words(tensors["qzeros"], reordered=True).mT
+        return QuantWeights(
+            self.format,
+            transpose_words(tensors["qweight"], reordered=True),
+            self._groups.spread(tensors["scales"].mT, columns),
+            self._groups.spread(zeros, columns),
+        )
