@@ -16,6 +16,7 @@ from atom.model_ops.routing import Routing
 
 # The checkpoint's module or tensor -> our matrix.
 _MATRICES = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
+_EXPERT = re.compile(r"((\d+)\.(\w+))\.(\w+)")
 _STACKED = {"gate_up_proj": "w13", "down_proj": "w2"}
 
 
@@ -107,7 +108,7 @@ class FusedMoE(nn.Module):
         """`3.gate_proj.weight` is one expert's tensor, `gate_up_proj` that of all experts."""
         if name in _STACKED:
             matrix, stored, shard = _STACKED[name], "weight", None
-        elif match := re.fullmatch(r"((\d+)\.(\w+))\.(\w+)", name):
+        elif match := _EXPERT.fullmatch(name):
             if match[3] not in _MATRICES or int(match[2]) >= self.num_experts:
                 return None
             matrix, stored, shard = _MATRICES[match[3]], match[4], match[1]
