@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 import torch
@@ -31,12 +32,14 @@ _DTYPES = {
     "F8_E8M0": torch.float8_e8m0fnu,
     "BOOL": torch.bool,
 }
+# Headers that are kept.
+_MOST_FILES = 1024
 _MOST_DIMENSIONS = 8
 _LARGEST_DIMENSION = 1 << 40
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class CheckpointTensor:
     """Attributes:
     dtype: safetensors' name, such as `BF16`.
@@ -131,8 +134,14 @@ def _weight_files(folder: Path) -> list[Path]:
     return [file for file in sorted(folder.glob("*.safetensors")) if file not in adapters]
 
 
-def _tensors_of(file: Path) -> list[CheckpointTensor]:
-    size = check_regular(file).st_size
+def _tensors_of(file: Path) -> tuple[CheckpointTensor, ...]:
+    status = check_regular(file)
+    return _read_header(file, status.st_size, status.st_mtime_ns)
+
+
+@lru_cache(maxsize=_MOST_FILES)
+def _read_header(file: Path, size: int, _changed: int) -> tuple[CheckpointTensor, ...]:
+    """Kept until the file changes, since several checks of a start read all headers."""
     try:
         with safe_open(file, "pt") as handle:
             tensors = []
@@ -146,7 +155,7 @@ def _tensors_of(file: Path) -> list[CheckpointTensor]:
                         f"tensor has"
                     )
                 tensors.append(CheckpointTensor(name, file, header.get_dtype(), shape))
-            return tensors
+            return tuple(tensors)
     except (SafetensorError, OSError) as error:
         raise WeightError(
             f"{file} is damaged or incomplete ({size} bytes): {error}; fetch it again"

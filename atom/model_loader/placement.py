@@ -24,16 +24,25 @@ _NUMBERS = (torch.float32, torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Target:
-    """A parameter, or a buffer that a checkpoint may fill, and its module."""
+    """A parameter, or a buffer that a checkpoint may fill, and its module.
+
+    The tensor itself is not kept: its memory is freed when the module converts it.
+
+    Attributes:
+        loader: the module, if it loads tensors itself.
+        is_optional: a buffer, which may be absent from the checkpoint.
+    """
 
     module: nn.Module
     parameter_name: str
-    parameter: torch.Tensor
+    dtype: torch.dtype
+    loader: WeightLoading | None
+    is_optional: bool
 
     @property
-    def is_optional(self) -> bool:
-        """Buffers may be absent from the checkpoint."""
-        return not isinstance(self.parameter, nn.Parameter)
+    def parameter(self) -> torch.Tensor:
+        tensor: torch.Tensor = getattr(self.module, self.parameter_name)
+        return tensor
 
 
 @dataclass(frozen=True)
@@ -50,8 +59,8 @@ class Placement:
         Raises:
             ValueError: when the tensor does not fit.
         """
-        if isinstance(self.target.module, WeightLoading):
-            self.target.module.load_weight(self.target.parameter_name, tensor, self.shard)
+        if self.target.loader is not None:
+            self.target.loader.load_weight(self.target.parameter_name, tensor, self.shard)
         elif self.shard is None:
             copy_weight(self.target.parameter, tensor)
         else:
@@ -66,12 +75,12 @@ def find_targets(model: nn.Module) -> dict[str, Target]:
     targets = {}
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
+        loader = module if isinstance(module, WeightLoading) else None
         for name, parameter in module.named_parameters(recurse=False):
-            targets[prefix + name] = Target(module, name, parameter)
-        takes_tensors = isinstance(module, WeightLoading)
+            targets[prefix + name] = Target(module, name, parameter.dtype, loader, False)
         for name, buffer in module.named_buffers(recurse=False):
-            if takes_tensors:
-                targets[prefix + name] = Target(module, name, buffer)
+            if loader is not None:
+                targets[prefix + name] = Target(module, name, buffer.dtype, loader, True)
     return targets
 
 
@@ -88,13 +97,13 @@ def place_tensors(
             scale.
     """
     directory = _Directory(mapping, targets)
-    ignored = [re.compile(pattern) for pattern in mapping.ignored]
+    ignored = [re.compile(pattern).fullmatch for pattern in mapping.ignored]
     placements = []
     unexpected = []
     problems = []
     filled: dict[str, set[str | None]] = defaultdict(set)
     for tensor in tensors:
-        if any(pattern.fullmatch(tensor.name) for pattern in ignored):
+        if any(matches(tensor.name) for matches in ignored):
             continue
         if is_unused_scale(tensor.name):
             continue
@@ -106,7 +115,7 @@ def place_tensors(
         if filled[target_name] and (shard is None or filled[target_name] & {shard, None}):
             problems.append(f"{tensor.name} is given twice")
         filled[target_name].add(shard)
-        if tensor.dtype not in _VALUE_TYPES and target.parameter.dtype in _NUMBERS:
+        if tensor.dtype not in _VALUE_TYPES and target.dtype in _NUMBERS:
             problems.append(f"{tensor.name} is stored as {tensor.dtype}, which has no plain values")
         placements.append(Placement(tensor, target, shard))
     if unexpected:
@@ -177,9 +186,10 @@ class _Directory:
 
 def _cuts(name: str) -> Iterator[tuple[str, str]]:
     """All splits of a dotted name in two, the longest prefix first."""
-    parts = name.split(".")
-    for end in range(len(parts) - 1, 0, -1):
-        yield ".".join(parts[:end]), ".".join(parts[end:])
+    end = name.rfind(".")
+    while end > 0:
+        yield name[:end], name[end + 1 :]
+        end = name.rfind(".", 0, end)
 
 
 def _missing(

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from typing import TypeVar
 
 import torch
@@ -88,19 +89,26 @@ def _check_shapes(placements: Sequence[Placement], source: ModelSource) -> None:
     problems = []
     for placement in placements:
         tensor = placement.tensor
-        if placement.target.is_optional:
-            continue
         dtype = tensor.torch_dtype
-        if dtype is None or 0 in tensor.shape:
+        if dtype is None:
+            problems.append(f"{tensor.name} is stored as {tensor.dtype}, which is not supported")
+            continue
+        if 0 in tensor.shape:
             problems.append(f"{tensor.name} {list(tensor.shape)} of {tensor.dtype} holds no values")
             continue
         try:
-            placement.copy(torch.empty(tensor.shape, dtype=dtype, device=_META))
+            placement.copy(_valueless(tensor.shape, dtype))
         except (ValueError, LookupError, RuntimeError) as error:
             problems.append(f"{tensor.name} {list(tensor.shape)}: {error}")
     if problems:
         listed = name_some(problems, separator="; ")
         raise_if_any([f"wrong tensors ({len(problems)}): {listed}"], source.path)
+
+
+@lru_cache(maxsize=256)
+def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+    """Kept, since a checkpoint has thousands of tensors of few shapes."""
+    return torch.empty(shape, dtype=dtype, device=_META)
 
 
 def _check_memory(

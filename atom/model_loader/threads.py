@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -20,4 +21,18 @@ def one_torch_thread() -> Iterator[None]:
     try:
         yield
     finally:
+        torch.set_num_threads(before)
+
+
+@contextlib.contextmanager
+def single_threaded_pool(num_threads: int) -> Iterator[ThreadPoolExecutor]:
+    """Threads that run torch operations single-threaded, unlike the caller's meanwhile."""
+    before = torch.get_num_threads()
+    try:
+        with ThreadPoolExecutor(
+            num_threads, initializer=torch.set_num_threads, initargs=(1,)
+        ) as pool:
+            yield pool
+    finally:
+        # New threads take over what was set last.
         torch.set_num_threads(before)

@@ -2,15 +2,16 @@
 
 Placement is decided and checked from the file headers, before weights are read. Then threads copy
 small groups of tensors. Each group maps its file anew and unmaps it when done, so that file pages
-and copies are never all in memory at once.
+and copies are never all in memory at once. A mapped tensor is read only where a layer copies from
+it: a rank reads its part. A layer is converted as soon as its last tensor was copied.
 """
 
 from __future__ import annotations
 
 import logging
-import threading
+from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Executor, Future
 from dataclasses import replace
 from itertools import groupby
 from pathlib import Path
@@ -24,14 +25,14 @@ from atom.config import ModelOptions
 from atom.model_loader.checkpoint import list_adapters, list_tensors
 from atom.model_loader.dummy import fill_with_dummy_weights
 from atom.model_loader.errors import WeightError, name_some
-from atom.model_loader.finite import check_finite, may_be_infinite
+from atom.model_loader.layers import LayerQueue
 from atom.model_loader.placement import Placement, find_targets, place_tensors, raise_if_any
 from atom.model_loader.read_ahead import ReadAhead
 from atom.model_loader.sketch import M, check_fit
 from atom.model_loader.source import ModelSource
-from atom.model_loader.threads import one_torch_thread
+from atom.model_loader.threads import single_threaded_pool
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.weight_mapping import ConvertsWeights, WeightMapping
+from atom.model_ops.weight_mapping import WeightMapping
 from atom.platform import default_num_threads
 
 __all__ = ["WeightError", "build_model", "load_weights"]
@@ -39,6 +40,8 @@ __all__ = ["WeightError", "build_model", "load_weights"]
 logger = logging.getLogger(__name__)
 
 _GROUP_BYTES = 32 << 20
+# Of tensors that are copied from at the same time.
+_BYTES_IN_FLIGHT = 1 << 30
 _MAX_THREADS = 8
 
 
@@ -61,28 +64,14 @@ def build_model(
     check_fit(create, None if is_dummy else list_tensors(source.path), source, context)
     model = create(context)
     load_weights(model, model.weight_mapping, source, options)
-    process_after_loading(model, source)
     return model
-
-
-def process_after_loading(model: nn.Module, source: ModelSource) -> None:
-    """Convert every layer's weights to the layout that its op reads, layer by layer.
-
-    Raises:
-        WeightError: for quantised weights whose values are of no use.
-    """
-    for name, module in model.named_modules():
-        if isinstance(module, ConvertsWeights):
-            try:
-                module.process_after_loading()
-            except ValueError as error:
-                raise_if_any([f"{name}: {error}"], source.path)
 
 
 def load_weights(
     model: nn.Module, mapping: WeightMapping, source: ModelSource, options: ModelOptions
 ) -> None:
-    """Copy every tensor of the checkpoint into the model's parameters, in place.
+    """Copy every tensor of the checkpoint into the model's parameters, in place, and convert
+    layers to the form that their ops read.
 
     Args:
         model: on its device, parameters uninitialised.
@@ -90,7 +79,7 @@ def load_weights(
 
     Raises:
         WeightError: for tensors that are missing, unexpected, of a wrong shape or an unsupported
-            dtype, too large for the model's dtype, or not finite.
+            dtype, too large for the model's dtype, not finite, or of no use to their layer.
     """
     targets = find_targets(model)
     if on_meta := [name for name, t in targets.items() if t.parameter.is_meta]:
@@ -100,67 +89,65 @@ def load_weights(
         )
     if options.load_format == "dummy":
         fill_with_dummy_weights(model)
+        _raise_wrong(LayerQueue(model, ()).convert_rest(), source)
         return
     if adapters := list_adapters(source.path):
         names = ", ".join(path.name for path in adapters)
         logger.warning("%s: adapters are not applied: %s", source.path, names)
     placements = place_tensors(list_tensors(source.path), mapping, targets, source.path)
-    _copy_all(placements, source, read_ahead=options.safetensors_load_strategy == "prefetch")
-    _check_matrices(placements, source)
+    layers = LayerQueue(model, placements)
+    prefetch = options.safetensors_load_strategy == "prefetch"
+    _copy_all(placements, layers, source, read_ahead=prefetch)
+    _raise_wrong(layers.convert_rest(), source)
 
 
-def _copy_all(placements: list[Placement], source: ModelSource, read_ahead: bool) -> None:
+def _copy_all(
+    placements: list[Placement], layers: LayerQueue, source: ModelSource, read_ahead: bool
+) -> None:
     by_file = [(file, list(of)) for file, of in groupby(placements, key=lambda p: p.tensor.file)]
     total = sum(placement.tensor.num_bytes for placement in placements)
-    lock = threading.Lock()
+    num_threads = min(_MAX_THREADS, default_num_threads())
     what = f"Loading {source.name}"
     with (
-        one_torch_thread(),
         ReadAhead([file for file, _ in by_file], enabled=read_ahead) as ahead,
-        ThreadPoolExecutor(min(_MAX_THREADS, default_num_threads())) as pool,
+        single_threaded_pool(num_threads) as pool,
         tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None) as bar,
     ):
-
-        def advance(num_bytes: int) -> None:
-            with lock:
-                bar.update(num_bytes)
-
         for file, of_file in by_file:
             ahead.wait_for(file)
-            copying = [pool.submit(_copy_group, file, g, advance) for g in _groups(of_file)]
             try:
-                errors = [error for future in copying for error in future.result()]
+                errors = []
+                for result in _copied(pool, file, of_file, layers, bar):
+                    errors += result
+                    errors += layers.convert_loaded()
                 _raise_wrong(errors, source)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
 
 
-def _check_matrices(placements: list[Placement], source: ModelSource) -> None:
-    """Refuse NaN and infinity in matrices on a GPU; files are read again only if a sum is not
-    finite.
+def _copied(
+    pool: Executor, file: Path, placements: list[Placement], layers: LayerQueue, bar: tqdm
+) -> Iterator[list[str]]:
+    """Copy a file's tensors, group by group -> the errors of each.
+
+    A group counts as in flight until the caller asks for the next, so that layers which wait to be
+    converted stay few.
     """
-    parameters = {
-        id(placement.target.parameter): placement.target.parameter
-        for placement in placements
-        if _is_summed_later(placement)
-    }
-    suspects = {key for key, parameter in parameters.items() if may_be_infinite(parameter)}
-    errors = []
-    for placement in placements:
-        if id(placement.target.parameter) not in suspects:
-            continue
-        with safe_open(placement.tensor.file, "pt") as handle:
-            try:
-                check_finite(handle.get_tensor(placement.tensor.name))
-            except ValueError as error:
-                errors.append(f"{placement.tensor.name}: {error}")
-    _raise_wrong(errors, source)
-
-
-def _is_summed_later(placement: Placement) -> bool:
-    """Whether to check the values on the device, where it is faster."""
-    return len(placement.tensor.shape) > 1 and placement.target.parameter.device.type != "cpu"
+    copying: deque[tuple[int, Future[list[str]]]] = deque()
+    in_flight = 0
+    for group in _groups(placements):
+        num_bytes = sum(placement.tensor.num_bytes for placement in group)
+        while copying and in_flight + num_bytes > _BYTES_IN_FLIGHT:
+            size, future = copying.popleft()
+            yield future.result()
+            in_flight -= size
+            bar.update(size)
+        copying.append((num_bytes, pool.submit(_copy_group, file, group, layers)))
+        in_flight += num_bytes
+    for size, future in copying:
+        yield future.result()
+        bar.update(size)
 
 
 def _raise_wrong(errors: list[str], source: ModelSource) -> None:
@@ -184,7 +171,7 @@ def _groups(placements: list[Placement]) -> Iterator[list[Placement]]:
 
 
 @torch.no_grad()
-def _copy_group(file: Path, group: list[Placement], advance: Callable[[int], None]) -> list[str]:
+def _copy_group(file: Path, group: list[Placement], layers: LayerQueue) -> list[str]:
     """Copy tensors of one file; returns the errors of those that do not fit."""
     errors = []
     try:
@@ -192,13 +179,11 @@ def _copy_group(file: Path, group: list[Placement], advance: Callable[[int], Non
             for placement in group:
                 tensor = placement.tensor
                 try:
-                    values = handle.get_tensor(tensor.name)
-                    placement.copy(values)
-                    if not _is_summed_later(placement):
-                        check_finite(values)
+                    placement.copy(handle.get_tensor(tensor.name))
                 except ValueError as error:
                     errors.append(f"{tensor.name}: {error}")
-                advance(tensor.num_bytes)
+                else:
+                    errors += layers.loaded(placement)
     except (SafetensorError, OSError) as error:
         raise WeightError(f"{file} cannot be read: {error}; fetch it again") from error
     return errors

@@ -58,6 +58,8 @@ class KVScale(nn.Module):
                 f"the checkpoint holds KV cache scales of shape {list(tensor.shape)}; only one "
                 f"scale for the whole tensor is supported"
             )
+        if tensor.is_meta:  # only the shape is checked
+            return
         value = float(tensor)
         if not 0 < value < math.inf:
             raise ValueError(f"a scale of the KV cache must be positive and finite, got {value:g}")
@@ -87,6 +89,8 @@ def _as_stored(given: torch.Tensor, storage: torch.dtype) -> torch.Tensor:
 
 def place_kv_scale(name: str) -> tuple[str, str | None] | None:
     """Buffer and shard for a checkpoint tensor; None if it is not a KV scale."""
+    if not name.endswith("_scale"):
+        return None
     for pattern in _FORMATS:
         if match := pattern.fullmatch(name):
             attention, part = match.groups()
@@ -96,4 +100,4 @@ def place_kv_scale(name: str) -> tuple[str, str | None] | None:
 
 def is_unused_scale(name: str) -> bool:
     """Whether a checkpoint tensor is a scale of something that is not cached."""
-    return _UNUSED.fullmatch(name) is not None
+    return name.endswith("_scale") and _UNUSED.fullmatch(name) is not None

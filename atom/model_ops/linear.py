@@ -49,7 +49,6 @@ class StackedMatrix(nn.Module):
         self.storage = MatrixStorage(self, tuple(parts.values()), method, context)
         self.in_features = self.storage.columns
         self.out_features = sum(self.storage.rows)
-        self.has_bias = bias
         self.bias = context.empty(self.out_features) if bias else None
         self._dtype = context.dtype
 
@@ -226,12 +225,12 @@ class RowParallelLinear(LinearBase):
         self.reduce = reduce
         columns = share_of(context.group, in_features, "in_features")
         part = Part(Cut.whole(out_features), columns)
-        # Only the first rank adds the bias, before the sum.
-        super().__init__({None: part}, bias and context.group.rank == 0, context, prefix)
+        super().__init__({None: part}, bias, context, prefix)
 
-    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        if name != "bias" or self.has_bias:
-            super().load_weight(name, tensor, shard)
+    def process_after_loading(self) -> None:
+        super().process_after_loading()
+        if self.group.rank > 0:
+            self.bias = None  # the first rank adds it, before the sum
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out = super().forward(x)

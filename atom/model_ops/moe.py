@@ -16,6 +16,7 @@ from atom.model_ops.routing import Routing
 
 # The checkpoint's module or tensor -> our matrix.
 _MATRICES = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
+_EXPERT = re.compile(r"((\d+)\.(\w+))\.(\w+)")
 _STACKED = {"gate_up_proj": "w13", "down_proj": "w2"}
 _STACKED_TENSOR = re.compile(r"(gate_up_proj|down_proj)(?:_(\w+))?")
 
@@ -110,7 +111,7 @@ class FusedMoE(nn.Module):
         """
         if match := _STACKED_TENSOR.fullmatch(name):
             matrix, stored, shard = _STACKED[match[1]], match[2] or "weight", None
-        elif match := re.fullmatch(r"((\d+)\.(\w+))\.(\w+)", name):
+        elif match := _EXPERT.fullmatch(name):
             if match[3] not in _MATRICES or int(match[2]) >= self.num_experts:
                 return None
             matrix, stored, shard = _MATRICES[match[3]], match[4], match[1]

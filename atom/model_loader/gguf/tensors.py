@@ -18,8 +18,8 @@ from gguf.quants import dequantize
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
-from atom.model_loader.finite import check_finite
 from atom.model_loader.gguf.file import GGUFFile, GGUFTensor
+from atom.model_ops.finite import check_finite
 
 _FLOAT_KINDS = {
     GGMLQuantizationType.F32: torch.float32,

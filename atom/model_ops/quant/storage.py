@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from atom.model_ops.finite import check_finite
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import IN, OUT, Axis, QuantMethod, StoredTensor
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
@@ -77,6 +78,8 @@ class MatrixStorage:
         plain = {"weight": StoredTensor((OUT, IN), context.dtype, "numbers")}
         self.stored = dict(plain if method is None else method.stored)
         self._cuts_blocks = False
+        # Tensors without values that were found to fit.
+        self._fitting: set[tuple[object, ...]] = set()
         for name, stored in self.stored.items():
             self.stored[name] = self._fit(name, stored)
         for name, stored in self.stored.items():
@@ -108,11 +111,14 @@ class MatrixStorage:
         Raises:
             ValueError: when it does not fit.
         """
-        if self._method is None:
-            self._load(name, tensor, part, expert)
-            return
-        for stored_name, stored in self._method.read(name, tensor).items():
-            self._load(stored_name, stored, part, expert)
+        if tensor.is_meta:
+            # All experts alike: a checkpoint may have a hundred thousand of their tensors.
+            kind = (name, tensor.shape, tensor.dtype, part.index, expert is None)
+            if kind not in self._fitting:
+                self._load_all(name, tensor, part, expert)
+                self._fitting.add(kind)
+        else:
+            self._load_all(name, tensor, part, expert)
 
     def take(self) -> QuantWeights:
         """The converted weights; the parameters are deleted.
@@ -128,6 +134,15 @@ class MatrixStorage:
         for name in self.stored:
             delattr(self._layer, self._prefix + name)
         return replace(weights, format=form)
+
+    def _load_all(self, name: str, tensor: torch.Tensor, part: Part, expert: int | None) -> None:
+        if self._method is None:
+            self._load(name, tensor, part, expert)
+            return
+        for stored_name, stored in self._method.read(name, tensor).items():
+            if stored is not tensor and not tensor.is_meta:
+                check_finite(tensor)  # what was made of it need not show
+            self._load(stored_name, stored, part, expert)
 
     def _parameter(self, name: str) -> torch.Tensor:
         values: torch.Tensor = getattr(self._layer, self._prefix + name)
@@ -237,8 +252,8 @@ def _copy(target: torch.Tensor, tensor: torch.Tensor, stored: StoredTensor) -> N
     copy_codes(target, tensor)
     if stored.holds != "exponents" or target.is_meta:
         return
-    if count := int((target == _NAN_EXPONENT).sum()):
-        raise ValueError(f"{count} of {target.numel()} scales are NaN")
+    if count := int((tensor.view(torch.uint8) == _NAN_EXPONENT).sum()):
+        raise ValueError(f"{count} of {tensor.numel()} scales are NaN")
 
 
 def _check_shape(tensor: torch.Tensor, part: Part) -> None:
