@@ -31,8 +31,6 @@ def read_quantization(folder: Path, raw: Mapping[str, Any], with_weights: bool) 
         return UnquantizedConfig()
     if not isinstance(stated, dict):
         raise ConfigError(f"{folder / 'config.json'}: quantization_config is {stated!r}")
-    if _quantises_only_the_cache(stated):
-        return UnquantizedConfig()
     headers = {}
     if with_weights and has_weights(folder):
         headers = {t.name: Header(t.torch_dtype, t.shape) for t in list_tensors(folder)}
@@ -56,19 +54,3 @@ def _stated(raw: Mapping[str, Any]) -> object:
             if level.get(key) is not None:
                 return level[key]
     return None
-
-
-def _quantises_only_the_cache(quantization: Mapping[str, Any]) -> bool:
-    """Whether weights are unquantised and only the KV cache has per-tensor FP8 scales
-    (compressed-tensors).
-
-    The scales are loaded; `--kv-cache-dtype` decides whether they are used.
-    """
-    scheme = quantization.get("kv_cache_scheme")
-    return (
-        quantization.get("quant_method") == "compressed-tensors"
-        and not quantization.get("config_groups")
-        and isinstance(scheme, dict)
-        and (scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy"))
-        == (8, "float", "tensor")
-    )

@@ -12,6 +12,7 @@ from atom.model_ops.quant.base import Header, QuantConfig
 # `quant_method` -> the module whose `parse(config, headers)` reads the rest.
 _MODULES = {
     "awq": "awq",
+    "compressed-tensors": "compressed_tensors",
     "fp8": "fp8",
     "gptq": "gptq",
     "mxfp4": "mxfp4",
