@@ -1,8 +1,9 @@
-"""`quant_method: compressed-tensors`: its formats, and which modules have them."""
+"""`quant_method: compressed-tensors`: the numbers of its formats."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,236 +12,38 @@ import torch
 from models import checkpoints
 from quantised import activations
 from quantised.activations import exact_activations  # noqa: F401
+from quantised.compressed import (
+    FORMATS,
+    FP8_TOKENS,
+    INT4,
+    NVFP4,
+    all_codes,
+    bytes_of,
+    config,
+    floats,
+    integers,
+    ints,
+    pack_mx,
+    pack_nvfp4,
+    seeded,
+)
 from quantised.packing import (
     Pack,
     Packed,
     assert_same_model,
     layer_context,
+    logits,
     quantised,
+    split_products,
 )
 
 from atom.distributed.parallel_state import SINGLE
+from atom.model_loader.weights import WeightError
 from atom.model_ops.linear import ReplicatedLinear
+from atom.model_ops.quant.base import Header
 from atom.model_ops.quant.formats import parse_quantization
 
-Numbers = Mapping[str, Any]
-
-
-def config(
-    layout: str, weights: Numbers, inputs: Numbers | None = None, **more: Any
-) -> dict[str, Any]:
-    group = {"targets": ["Linear"], "weights": weights, "input_activations": inputs}
-    return {
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-        "format": layout,
-        "config_groups": {"group_0": group},
-        "ignore": ["lm_head"],
-        **more,
-    }
-
-
-def ints(bits: int, group: int | None, symmetric: bool = True) -> dict[str, Any]:
-    strategy = "group" if group else "channel"
-    return {
-        "num_bits": bits,
-        "type": "int",
-        "strategy": strategy,
-        "group_size": group,
-        "symmetric": symmetric,
-    }
-
-
-def floats(bits: int, strategy: str, size: int | None = None, **more: Any) -> dict[str, Any]:
-    return {
-        "num_bits": bits,
-        "type": "float",
-        "strategy": strategy,
-        "group_size": size,
-        "symmetric": True,
-        **more,
-    }
-
-
-INT8_TOKENS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-FP8_TOKENS = floats(8, "token", dynamic=True)
-INT4 = config("pack-quantized", ints(4, 32))
-NVFP4 = config("nvfp4-pack-quantized", floats(4, "tensor_group", 16))
-NVFP4_INPUTS = floats(4, "tensor_group", 16, dynamic="local")
-MXFP4 = config("mxfp4-pack-quantized", floats(4, "group", 32))
-
-
-def seeded(out: int, columns: int) -> torch.Generator:
-    return torch.Generator().manual_seed(out * 1000 + columns)
-
-
-def all_codes(out: int, columns: int, count: int) -> torch.Tensor:
-    """Random codes 0..count-1, [out, columns]; each occurs."""
-    codes = torch.randint(0, count, (out, columns), generator=seeded(out, columns))
-    codes.view(-1)[-count:] = torch.arange(count)
-    return codes
-
-
-def scales(*shape: int) -> torch.Tensor:
-    """Different ones, of bfloat16."""
-    values = torch.rand(shape, generator=seeded(shape[0], shape[-1]))
-    return (0.01 + 0.05 * values).bfloat16()
-
-
-def words(values: torch.Tensor, bits: int) -> torch.Tensor:
-    """Unsigned [rows, n] -> int32 [rows, ceil(n * bits / 32)], element i from bit i * bits on."""
-    size = -(-values.shape[1] * bits // 32) * 4
-    rows = [
-        sum(value << (i * bits) for i, value in enumerate(row)).to_bytes(size, "little")
-        for row in values.tolist()
-    ]
-    return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int32).view(len(rows), -1)
-
-
-def nibbles(codes: torch.Tensor) -> torch.Tensor:
-    return (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
-
-
-def spread(blocks: torch.Tensor, out: int, columns: int, rows: int, size: int) -> torch.Tensor:
-    """The number of each weight's block, float64 [out, columns]."""
-    i, j = torch.arange(out)[:, None] // rows, torch.arange(columns) // size
-    return blocks.double()[i, j]
-
-
-def integers(bits: int, group: int | None, symmetric: bool = True) -> Pack:
-    """`pack-quantized`."""
-
-    def pack(module: str, out: int, columns: int) -> Packed | None:
-        if "lm_head" in module:
-            return None
-        size = group or columns
-        stored = all_codes(out, columns, 1 << bits)
-        scale = scales(out, -(-columns // size))
-        tensors = {
-            "weight_packed": words(stored, bits),
-            "weight_scale": scale,
-            "weight_shape": torch.tensor([out, columns]),
-        }
-        zeros = torch.full(scale.shape, 1 << (bits - 1))
-        if not symmetric:
-            zeros = torch.randint(0, 1 << bits, scale.shape, generator=seeded(out, 1))
-            zeros.view(-1)[:2] = torch.tensor([0, (1 << bits) - 1])
-            tensors["weight_zero_point"] = words(zeros.T, bits).T
-        weight = stored - spread(zeros, out, columns, 1, size)
-        return Packed(tensors, weight * spread(scale, out, columns, 1, size))
-
-    return pack
-
-
-def bytes_of(codes: str, rows: int, size: int, static: bool = False) -> Pack:
-    """`int-quantized`, `float-quantized`, `naive-quantized`; rows or size 0 for the whole."""
-
-    def pack(module: str, out: int, columns: int) -> Packed | None:
-        if "lm_head" in module:
-            return None
-        stored = all_codes(out, columns, 256).to(torch.uint8)
-        if codes == "fp8":
-            stored[(stored & 0x7F) == 0x7F] = 0x7E
-            values = activations.E4M3[(stored & 0x7F).long()] * (1 - 2 * (stored >> 7).double())
-        elif codes == "int4":
-            stored = (stored.view(torch.int8) >> 4).view(torch.uint8)
-        if codes != "fp8":
-            values = stored.view(torch.int8).double()
-        height, width = rows or out, size or columns
-        shape = -(-out // height), -(-columns // width)
-        scale = scales(*shape) / (16 if codes == "int8" else 4)
-        tensors = {
-            "weight": stored.view(torch.float8_e4m3fn if codes == "fp8" else torch.int8),
-            "weight_scale": scale.view(-1) if rows == size == 0 else scale,
-        }
-        if static:
-            tensors["input_scale"] = torch.tensor([0.02])
-        return Packed(tensors, values * spread(scale, out, columns, height, width))
-
-    return pack
-
-
-def fp4(codes: torch.Tensor) -> torch.Tensor:
-    return torch.cat((activations.FP4, -activations.FP4))[codes]
-
-
-def pack_nvfp4(with_inputs: bool = False, experts_only: bool = False) -> Pack:
-    def pack(module: str, out: int, columns: int) -> Packed | None:
-        if "lm_head" in module or (experts_only and ".experts." not in module):
-            return None
-        codes = all_codes(out, columns, 16)
-        scale = (scales(out, -(-columns // 16)).float() * 500).to(torch.float8_e4m3fn)
-        divisor = 50.0 + out % 7 + (3 if "k_proj" in module else 0)
-        tensors = {
-            "weight_packed": nibbles(codes),
-            "weight_scale": scale,
-            "weight_global_scale": torch.tensor([divisor]),
-        }
-        if with_inputs:
-            tensors["input_global_scale"] = torch.tensor([800.0])
-        weight = fp4(codes) * spread(scale, out, columns, 1, 16) / divisor
-        return Packed(tensors, weight)
-
-    return pack
-
-
-def pack_mx(bits: int = 4, experts_only: bool = False) -> Pack:
-    def pack(module: str, out: int, columns: int) -> Packed | None:
-        if "lm_head" in module or (experts_only and ".experts." not in module):
-            return None
-        shape = out, -(-columns // 32)
-        exponents = torch.randint(120, 125, shape, generator=seeded(*shape))
-        scale = torch.exp2(exponents.double() - 127)
-        exponents = exponents.to(torch.uint8)
-        if bits == 4:
-            codes = all_codes(out, columns, 16)
-            tensors = {"weight_packed": nibbles(codes), "weight_scale": exponents}
-            return Packed(tensors, fp4(codes) * spread(scale, out, columns, 1, 32))
-        packed = bytes_of("fp8", 1, 32)(module, out, columns)
-        assert packed is not None
-        stored = packed.tensors["weight"]
-        weight = stored.double() * spread(scale, out, columns, 1, 32) / 16
-        exponents = exponents - 4
-        return Packed({"weight": stored, "weight_scale": exponents}, weight)
-
-    return pack
-
-
-FORMATS: dict[str, tuple[dict[str, Any], Pack]] = {
-    "int4": (INT4, integers(4, 32)),
-    "int4 channel": (config("pack-quantized", ints(4, None)), integers(4, None)),
-    "int4 zeros": (config("pack-quantized", ints(4, 32, False)), integers(4, 32, False)),
-    "int4 channel zeros": (
-        config("pack-quantized", ints(4, None, False)),
-        integers(4, None, False),
-    ),
-    "int8": (config("pack-quantized", ints(8, 16)), integers(8, 16)),
-    "int8 channel": (config("pack-quantized", ints(8, None)), integers(8, None)),
-    "int8 zeros": (config("pack-quantized", ints(8, 16, False)), integers(8, 16, False)),
-    "w8a8": (config("int-quantized", ints(8, None), INT8_TOKENS), bytes_of("int8", 1, 0)),
-    "w4a8": (config("int-quantized", ints(4, 32), INT8_TOKENS), bytes_of("int4", 1, 32)),
-    "fp8": (config("float-quantized", floats(8, "tensor"), FP8_TOKENS), bytes_of("fp8", 0, 0)),
-    "fp8 channel": (
-        config("float-quantized", floats(8, "channel"), FP8_TOKENS),
-        bytes_of("fp8", 1, 0),
-    ),
-    "fp8 block": (
-        config(
-            "float-quantized",
-            floats(8, "block", block_structure="16x32"),
-            floats(8, "group", 128, dynamic=True),
-        ),
-        bytes_of("fp8", 16, 32),
-    ),
-    "fp8 weight-only": (config("naive-quantized", floats(8, "channel")), bytes_of("fp8", 1, 0)),
-    "nvfp4": (NVFP4, pack_nvfp4()),
-    "nvfp4 inputs": (
-        config("nvfp4-pack-quantized", floats(4, "tensor_group", 16), NVFP4_INPUTS),
-        pack_nvfp4(with_inputs=True),
-    ),
-    "mxfp4": (MXFP4, pack_mx()),
-    "mxfp8": (config("mxfp8-quantized", floats(8, "group", 32)), pack_mx(8)),
-}
+Change = Callable[[torch.Tensor], torch.Tensor | None]
 
 
 @pytest.mark.parametrize("name", FORMATS)
@@ -327,3 +130,146 @@ def test_quantised_inputs(name: str) -> None:
     exact = x.double() @ packed.weight.T
     torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
     assert (expected - exact).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.usefixtures("exact_activations")
+def test_ranks_reproduce_the_product(name: str, size: int) -> None:
+    settings, pack = FORMATS[name]
+    packed = pack("o_proj", 64, 128)
+    assert packed is not None
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
+    expected = (x.double() @ packed.weight.T).float()
+    config_ = parse_quantization(settings, {})
+    for product in split_products(config_, packed.tensors, x, 64, size):
+        torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
+
+
+def test_ranks_that_would_cut_words_or_groups() -> None:
+    split = parse_quantization(INT4, {})
+    with pytest.raises(ValueError, match=r"weight_scale .*groups of 32 inputs, .* 0\.\.16 of 64"):
+        split_products(split, {}, torch.ones(1, 64), 64, 4)
+    zeros = parse_quantization(FORMATS["int4 zeros"][0], {})
+    with pytest.raises(ValueError, match="weight_zero_point is stored in groups of 8 outputs"):
+        split_products(zeros, {}, torch.ones(1, 128), 16, 4)
+
+
+def reordered(order: torch.Tensor) -> tuple[dict[str, Any], dict[str, Header], Packed]:
+    """`actorder: group`, groups of 32 of the inputs in `order`."""
+    packed = integers(4, 32)("o_proj", 64, order.shape[0])
+    assert packed is not None
+    index = torch.empty(order.shape[0], dtype=torch.int32)
+    index[order] = (torch.arange(order.shape[0]) // 32).int()
+    codes = all_codes(64, order.shape[0], 16).double() - 8
+    scale = packed.tensors["weight_scale"].double()
+    tensors = {**packed.tensors, "weight_g_idx": index}
+    headers = {f"a.o_proj.{k}": Header(v.dtype, tuple(v.shape)) for k, v in tensors.items()}
+    weights = {**ints(4, 32), "actorder": "group"}
+    weight = codes * scale[:, index.long()]
+    return config("pack-quantized", weights), headers, Packed(tensors, weight)
+
+
+def test_groups_of_reordered_inputs() -> None:
+    """Ranks that split the inputs refuse them, unless each has whole groups."""
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(3, 128, generator=generator)
+    halves = torch.randperm(64, generator=generator), 64 + torch.randperm(64, generator=generator)
+    for order, sizes in ((torch.randperm(128, generator=generator), [1]), (torch.cat(halves), [2])):
+        settings, headers, packed = reordered(order)
+        parsed = parse_quantization(settings, headers)
+        for size in sizes:
+            for product in split_products(parsed, packed.tensors, x, 64, size):
+                expected = (x.double() @ packed.weight.T).float()
+                torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
+    settings, headers, packed = reordered(torch.randperm(128, generator=generator))
+    with pytest.raises(ValueError, match=r"weight_g_idx does not put 32 .* split over ranks"):
+        split_products(parse_quantization(settings, headers), packed.tensors, x, 64, 2)
+
+
+def test_reordered_inputs_of_a_whole_model(tmp_path: Path) -> None:
+    """Parts of one product have one order, which the checkpoint must have if it says so."""
+
+    def pack(module: str, out: int, columns: int) -> Packed | None:
+        packed = integers(4, 16)(module, out, columns)
+        if packed is None:
+            return None
+        index = torch.randperm(columns, generator=seeded(1, columns)) // 16
+        scale = packed.tensors["weight_scale"].double()
+        weight = (all_codes(out, columns, 16).double() - 8) * scale[:, index]
+        return Packed({**packed.tensors, "weight_g_idx": index.int()}, weight)
+
+    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1).folder
+    settings = config("pack-quantized", {**ints(4, 16), "actorder": "group"})
+    assert_same_model(*quantised(folder, settings, pack))
+    other = checkpoints.llama(tmp_path / "again" / "plain", num_hidden_layers=1).folder
+    stored, _ = quantised(other, settings, integers(4, 16))
+    with pytest.raises(WeightError, match=r"missing .*weight_g_idx"):
+        logits(stored)
+
+
+def test_several_formats_in_one_checkpoint(tmp_path: Path) -> None:
+    """`mixed-precision`: each group has its own; the head is one of them."""
+    attention, mlp, head = (
+        {"targets": [target], "format": FORMATS[name][0]["format"]}
+        | {"weights": FORMATS[name][0]["config_groups"]["group_0"]["weights"]}
+        for target, name in (
+            ("re:.*self_attn", "int8 channel"),
+            ("Linear", "nvfp4"),
+            ("lm_head", "int4 zeros"),
+        )
+    )
+    settings = config("mixed-precision", {}, compression_ratio=1.5, ignore=[])
+    settings["config_groups"] = {"a": mlp, "b": attention, "c": head}
+
+    def pack(module: str, out: int, columns: int) -> Packed | None:
+        name = "int8 channel" if "attn" in module else "nvfp4"
+        if module == "lm_head":
+            return FORMATS["int4 zeros"][1]("head", out, columns)
+        return FORMATS[name][1](module, out, columns)
+
+    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1).folder
+    stored, dense = quantised(folder, settings, pack)
+    checkpoints.edit_config(stored, quantization_config=None, compression_config=settings)
+    assert_same_model(stored, dense)
+
+
+def damaged(
+    pack: Pack, name: str, change: Change, module: str, out: int, columns: int
+) -> Packed | None:
+    """One tensor of `o_proj` is another, or missing."""
+    packed = pack(module, out, columns)
+    if packed is None or "o_proj" not in module:
+        return packed
+    tensors = {**packed.tensors, name: change(packed.tensors[name])}
+    return Packed({k: v for k, v in tensors.items() if v is not None}, packed.weight)
+
+
+def test_damaged_checkpoints(tmp_path: Path) -> None:
+    """A tensor that is missing, of another shape or type, or a file that ends early."""
+    changes: dict[str, tuple[Change, str]] = {
+        "weight_scale": (lambda t: t.T, r"holds shape \[2, 48\].*wants \[48, 2\]"),
+        "weight_packed": (lambda t: t.to(torch.int64), "holds torch.int64"),
+        "weight_shape": (lambda t: t.flip(0) + 1, r"says shape \[49, 49\].* wants \[48, 48\]"),
+        "weight_zero_point": (lambda t: None, r"missing .*o_proj.weight_zero_point"),
+    }
+    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1).folder
+    settings, pack = FORMATS["int4 zeros"]
+    for i, (name, (change, message)) in enumerate(changes.items()):
+        (tmp_path / str(i)).mkdir()
+        folder = folder.rename(tmp_path / str(i) / "plain")
+        stored, _ = quantised(folder, settings, partial(damaged, pack, name, change))
+        with pytest.raises(WeightError, match=message):
+            logits(stored)
+    file = stored / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-100])
+    with pytest.raises(WeightError, match="damaged or incomplete"):
+        logits(stored)
+
+
+def test_a_divisor_of_zero_is_refused() -> None:
+    packed = pack_nvfp4()("o_proj", 16, 32)
+    assert packed is not None
+    tensors = {**packed.tensors, "weight_global_scale": torch.zeros(1)}
+    with pytest.raises(ValueError, match="weight_global_scale divides, and is 0"):
+        split_products(parse_quantization(NVFP4, {}), tensors, torch.ones(1, 32), 16, 1)

@@ -94,7 +94,8 @@ class Scheme:
     activations: Activations | None
 
     def __str__(self) -> str:
-        size = f" {'x'.join(map(str, self.block))}" if self.block[1] else ""
+        rows, columns = self.block
+        size = f" {rows}x{columns}" if rows > 1 else f" {columns}" if columns else ""
         inputs = "" if self.activations is None else f" x {self.activations}"
         kind = "float" if self.is_float else "int"
         return f"{self.layout} {kind}{self.bits} per {self.strategy}{size}{inputs}"
