@@ -67,7 +67,7 @@ def test_which_target_a_module_has() -> None:
     assert method_of(settings, *GATE_UP) == four
     assert method_of(grouped([], eight=[down]), *GATE_UP) is None
     assert method_of(grouped([], four=["re:.*proj"], eight=[GATE_UP[0]]), *GATE_UP) == eight
-    with pytest.raises(ConfigError, match=r"gate_proj is .*int4 per group 32 and .*up_proj as .*int8"):
+    with pytest.raises(ConfigError, match=r"gate_proj is .*int4 per group 32 .*up_proj as .*int8"):
         method_of(grouped([], four=["Linear"], eight=[GATE_UP[2]]), *GATE_UP)
     head = grouped([], four=["Linear"])
     assert method_of(head, "lm_head", kind="head") is None
