@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from models import checkpoints
+from models.harness import load_model
 from quantised import activations
 from quantised.activations import exact_activations  # noqa: F401
 from quantised.compressed import (
@@ -209,7 +210,7 @@ def test_reordered_inputs_of_a_whole_model(tmp_path: Path) -> None:
 
 
 def test_several_formats_in_one_checkpoint(tmp_path: Path) -> None:
-    """`mixed-precision`: each group has its own; the head is one of them."""
+    """`mixed-precision`: each group has its own; the head is one of them. The cache has scales."""
     attention, mlp, head = (
         {"targets": [target], "format": FORMATS[name][0]["format"]}
         | {"weights": FORMATS[name][0]["config_groups"]["group_0"]["weights"]}
@@ -221,17 +222,25 @@ def test_several_formats_in_one_checkpoint(tmp_path: Path) -> None:
     )
     settings = config("mixed-precision", {}, compression_ratio=1.5, ignore=[])
     settings["config_groups"] = {"a": mlp, "b": attention, "c": head}
+    settings["kv_cache_scheme"] = floats(8, "tensor", dynamic=False)
 
     def pack(module: str, out: int, columns: int) -> Packed | None:
         name = "int8 channel" if "attn" in module else "nvfp4"
         if module == "lm_head":
             return FORMATS["int4 zeros"][1]("head", out, columns)
-        return FORMATS[name][1](module, out, columns)
+        packed = FORMATS[name][1](module, out, columns)
+        if packed is None or "v_proj" not in module:
+            return packed
+        return Packed({**packed.tensors, "v_scale": torch.tensor([0.5])}, packed.weight)
 
     folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1).folder
     stored, dense = quantised(folder, settings, pack)
     checkpoints.edit_config(stored, quantization_config=None, compression_config=settings)
     assert_same_model(stored, dense)
+    scale = load_model(stored, max_model_len=16).get_buffer(
+        "model.layers.0.self_attn.attn.kv_scale.given"
+    )
+    assert scale.tolist() == [0.0, 0.5]
 
 
 def damaged(
