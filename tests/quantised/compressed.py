@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -93,15 +93,20 @@ def spread(blocks: torch.Tensor, out: int, columns: int, rows: int, size: int) -
     return blocks.double()[i, j]
 
 
-def integers(bits: int, group: int | None, symmetric: bool = True) -> Pack:
-    """`pack-quantized`."""
+def integers(
+    bits: int,
+    group: int | None,
+    symmetric: bool = True,
+    index: Callable[[int], torch.Tensor] | None = None,
+) -> Pack:
+    """`pack-quantized`; `index` gives the group of each input, if they are not in order."""
 
     def pack(module: str, out: int, columns: int) -> Packed | None:
         if "lm_head" in module:
             return None
-        size = group or columns
+        groups = torch.arange(columns) // (group or columns) if index is None else index(columns)
         stored = all_codes(out, columns, 1 << bits)
-        scale = scales(out, -(-columns // size))
+        scale = scales(out, int(groups.max()) + 1)
         tensors = {
             "weight_packed": words(stored, bits),
             "weight_scale": scale,
@@ -112,8 +117,9 @@ def integers(bits: int, group: int | None, symmetric: bool = True) -> Pack:
             zeros = torch.randint(0, 1 << bits, scale.shape, generator=seeded(out, 1))
             zeros.view(-1)[:2] = torch.tensor([0, (1 << bits) - 1])
             tensors["weight_zero_point"] = words(zeros.T, bits).T
-        weight = stored - spread(zeros, out, columns, 1, size)
-        return Packed(tensors, weight * spread(scale, out, columns, 1, size))
+        if index is not None:
+            tensors["weight_g_idx"] = groups.int()
+        return Packed(tensors, (stored - zeros[:, groups]) * scale[:, groups].double())
 
     return pack
 

@@ -18,7 +18,6 @@ from quantised.compressed import (
     FP8_TOKENS,
     INT4,
     NVFP4,
-    all_codes,
     bytes_of,
     config,
     floats,
@@ -38,6 +37,7 @@ from quantised.packing import (
     split_products,
 )
 
+from atom.config import ConfigError
 from atom.distributed.parallel_state import SINGLE
 from atom.model_loader.weights import WeightError
 from atom.model_ops.linear import ReplicatedLinear
@@ -156,57 +156,66 @@ def test_ranks_that_would_cut_words_or_groups() -> None:
         split_products(zeros, {}, torch.ones(1, 128), 16, 4)
 
 
-def reordered(order: torch.Tensor) -> tuple[dict[str, Any], dict[str, Header], Packed]:
-    """`actorder: group`, groups of 32 of the inputs in `order`."""
-    packed = integers(4, 32)("o_proj", 64, order.shape[0])
-    assert packed is not None
-    index = torch.empty(order.shape[0], dtype=torch.int32)
-    index[order] = (torch.arange(order.shape[0]) // 32).int()
-    codes = all_codes(64, order.shape[0], 16).double() - 8
-    scale = packed.tensors["weight_scale"].double()
-    tensors = {**packed.tensors, "weight_g_idx": index}
-    headers = {f"a.o_proj.{k}": Header(v.dtype, tuple(v.shape)) for k, v in tensors.items()}
-    weights = {**ints(4, 32), "actorder": "group"}
-    weight = codes * scale[:, index.long()]
-    return config("pack-quantized", weights), headers, Packed(tensors, weight)
+def shuffled(size: int, columns: int) -> torch.Tensor:
+    """Groups of `size` inputs, in no order."""
+    return torch.randperm(columns, generator=seeded(1, columns)) // size
 
 
-def test_groups_of_reordered_inputs() -> None:
+def shuffled_halves(columns: int) -> torch.Tensor:
+    half = shuffled(32, columns // 2)
+    return torch.cat((half, half.flip(0) + columns // 64))
+
+
+@pytest.mark.parametrize("symmetric", [True, False])
+def test_groups_of_reordered_inputs(symmetric: bool) -> None:
     """Ranks that split the inputs refuse them, unless each has whole groups."""
-    generator = torch.Generator().manual_seed(2)
-    x = torch.randn(3, 128, generator=generator)
-    halves = torch.randperm(64, generator=generator), 64 + torch.randperm(64, generator=generator)
-    for order, sizes in ((torch.randperm(128, generator=generator), [1]), (torch.cat(halves), [2])):
-        settings, headers, packed = reordered(order)
+    settings = config("pack-quantized", {**ints(4, 32, symmetric), "actorder": "group"})
+    x = torch.randn(3, 128, generator=torch.Generator().manual_seed(2))
+    for index, size in ((partial(shuffled, 32), 1), (shuffled_halves, 2)):
+        packed = integers(4, 32, symmetric, index)("a.o_proj", 64, 128)
+        assert packed is not None
+        headers = {f"a.o_proj.{k}": Header(v.dtype, v.shape) for k, v in packed.tensors.items()}
         parsed = parse_quantization(settings, headers)
-        for size in sizes:
-            for product in split_products(parsed, packed.tensors, x, 64, size):
-                expected = (x.double() @ packed.weight.T).float()
-                torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
-    settings, headers, packed = reordered(torch.randperm(128, generator=generator))
-    with pytest.raises(ValueError, match=r"weight_g_idx does not put 32 .* split over ranks"):
-        split_products(parse_quantization(settings, headers), packed.tensors, x, 64, 2)
+        expected = (x.double() @ packed.weight.T).float()
+        for product in split_products(parsed, packed.tensors, x, 64, size):
+            torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
+        with pytest.raises(ValueError, match=r"weight_g_idx does not put 32 .* split over ranks"):
+            split_products(parsed, packed.tensors, x, 64, 4)
 
 
 def test_reordered_inputs_of_a_whole_model(tmp_path: Path) -> None:
     """Parts of one product have one order, which the checkpoint must have if it says so."""
-
-    def pack(module: str, out: int, columns: int) -> Packed | None:
-        packed = integers(4, 16)(module, out, columns)
-        if packed is None:
-            return None
-        index = torch.randperm(columns, generator=seeded(1, columns)) // 16
-        scale = packed.tensors["weight_scale"].double()
-        weight = (all_codes(out, columns, 16).double() - 8) * scale[:, index]
-        return Packed({**packed.tensors, "weight_g_idx": index.int()}, weight)
-
     folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1).folder
     settings = config("pack-quantized", {**ints(4, 16), "actorder": "group"})
-    assert_same_model(*quantised(folder, settings, pack))
+    assert_same_model(*quantised(folder, settings, integers(4, 16, index=partial(shuffled, 16))))
     other = checkpoints.llama(tmp_path / "again" / "plain", num_hidden_layers=1).folder
     stored, _ = quantised(other, settings, integers(4, 16))
     with pytest.raises(WeightError, match=r"missing .*weight_g_idx"):
         logits(stored)
+
+
+def test_orders_that_differ_within_a_product() -> None:
+    """And groups that there are not, and experts, whose orders differ."""
+    weights = {**ints(4, 16), "actorder": "group"}
+    headers = {
+        "a.gate_proj.weight_scale": Header(torch.bfloat16, (8, 2)),
+        "a.gate_proj.weight_g_idx": Header(torch.int32, (32,)),
+    }
+    parsed = parse_quantization(config("pack-quantized", weights), headers)
+    names = "a.gate_proj", "a.up_proj"
+    method = parsed.method_for("a.gate_up_proj", names)
+    assert method is not None
+    packed = integers(4, 16)("a", 16, 32)
+    assert packed is not None
+    for index, message in (
+        (torch.stack((torch.arange(32) // 16, torch.arange(32) % 2)), "differs between matrices"),
+        ((torch.arange(32) // 8).expand(2, -1), "groups 0 to 3 of 2"),
+    ):
+        tensors = {**packed.tensors, "weight_g_idx": index.int()}
+        with pytest.raises(ValueError, match=message):
+            method.convert(tensors, (8, 8), 32)
+    with pytest.raises(ConfigError, match="weight_g_idx of experts"):
+        parsed.method_for("a.experts", names, "experts")
 
 
 def test_several_formats_in_one_checkpoint(tmp_path: Path) -> None:
