@@ -27,11 +27,10 @@ from atom.model_ops.quant.base import (
 from atom.model_ops.quant.compressed_scheme import Scheme, read_scheme
 from atom.model_ops.quant.names import find_header, read_flag, same_for_all
 from atom.model_ops.quant.packed_integers import PackedIntegers
-from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames
+from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames, scale_dtype
 from atom.model_ops.quant.weights import Codes, ScaleType, WeightFormat
 
 _CLASS = "Linear"
-_SCALE_DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 
 def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConfig:
@@ -92,7 +91,7 @@ class CompressedTensorsConfig:
         if scheme is None:
             return None
         header = find_header(self.headers, prefix, parts, "weight_scale")
-        dtype = torch.bfloat16 if header is None else header.dtype
+        dtype = scale_dtype(header)
         if scheme.layout != "pack-quantized":
             return _scaled(scheme, dtype)
         num_groups = None
@@ -105,7 +104,7 @@ class CompressedTensorsConfig:
             scheme.block[1],
             scheme.has_zeros,
             scheme.activations,
-            _plain(dtype),
+            dtype,
             num_groups,
         )
 
@@ -151,7 +150,7 @@ class CompressedTensorsConfig:
         return any(pattern.fits(name) for pattern in patterns)
 
 
-def _scaled(scheme: Scheme, dtype: torch.dtype | None) -> ScaledMethod:
+def _scaled(scheme: Scheme, dtype: torch.dtype) -> ScaledMethod:
     codes: Codes = "int8" if not scheme.is_float else "fp4" if scheme.bits == 4 else "fp8"
     has_global = scheme.strategy == "tensor_group"
     scale_type: ScaleType = "e4m3" if has_global else "float"
@@ -169,12 +168,7 @@ def _scaled(scheme: Scheme, dtype: torch.dtype | None) -> ScaledMethod:
         names = ScaleNames("weight_packed")
     if has_global:
         names = ScaleNames("weight_packed", "weight_global_scale", "input_global_scale", True)
-    return ScaledMethod(form, names, scheme.strategy == "channel", _plain(dtype))
-
-
-def _plain(dtype: torch.dtype | None) -> torch.dtype:
-    """The dtype of scales that are plain numbers; loading refuses others."""
-    return dtype if dtype is not None and dtype in _SCALE_DTYPES else torch.bfloat16
+    return ScaledMethod(form, names, scheme.strategy == "channel", dtype)
 
 
 def _strings(key: str, value: object) -> list[str]:

@@ -10,8 +10,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
-
 from atom.config import ConfigError
 from atom.model_ops.quant.base import (
     Header,
@@ -21,7 +19,7 @@ from atom.model_ops.quant.base import (
     UnquantizedConfig,
 )
 from atom.model_ops.quant.names import find_header, read_flag, same_for_all
-from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames
+from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames, scale_dtype
 from atom.model_ops.quant.weights import Activations, WeightFormat
 
 
@@ -53,7 +51,6 @@ _ALGORITHMS = {
     ),
 }
 _MIXED = "MIXED_PRECISION"
-_SCALE_DTYPES = torch.float16, torch.bfloat16, torch.float32
 
 
 def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConfig:
@@ -103,10 +100,7 @@ class ModelOptConfig:
         if kind == "head" and header is None:  # hardly ever quantised, and not always excluded
             return None
         form, names, is_per_output = _ALGORITHMS[found]
-        dtype = None if header is None else header.dtype
-        return ScaledMethod(
-            form, names, is_per_output, dtype if dtype in _SCALE_DTYPES else torch.float32
-        )
+        return ScaledMethod(form, names, is_per_output, scale_dtype(header))
 
     def _algorithm(self, name: str) -> str | None:
         if self.excluded.fullmatch(name):

@@ -28,6 +28,8 @@ class PackedIntegers:
     """`weight_packed` int32 [out, in * bits / 32], element i from bit i * bits on; stored with an
     offset of 2^(bits - 1). `weight_zero_point` is packed so along the outputs.
 
+    Inputs that `weight_g_idx` reorders cannot be split over ranks: their groups would be cut.
+
     Args:
         group: inputs per scale; 0 for one scale per output.
         dtype: of the scales.

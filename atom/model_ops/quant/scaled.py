@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atom.model_ops.quant.base import IN, OUT, Axis, StoredTensor, largest, per_row
+from atom.model_ops.quant.base import IN, OUT, Axis, Header, StoredTensor, largest, per_row
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 
 _CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
@@ -100,3 +100,10 @@ def has_input_scale(form: WeightFormat) -> bool:
     """Whether the checkpoint has a scale of a product's inputs."""
     inputs = form.activations
     return inputs is not None and (inputs.is_static or inputs.scale_type == "e4m3")
+
+
+def scale_dtype(header: Header | None) -> torch.dtype:
+    """Of scales that are plain numbers: as in the checkpoint if of 16 bits, else float32."""
+    if header is None:
+        return torch.bfloat16
+    return header.dtype if header.dtype in (torch.float16, torch.bfloat16) else torch.float32
