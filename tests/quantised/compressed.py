@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -56,21 +57,20 @@ NVFP4_INPUTS = floats(4, "tensor_group", 16, dynamic="local")
 MXFP4 = config("mxfp4-pack-quantized", floats(4, "group", 32))
 
 
-def seeded(out: int, columns: int) -> torch.Generator:
-    return torch.Generator().manual_seed(out * 1000 + columns)
+def seeded(name: str, *shape: int) -> torch.Generator:
+    return torch.Generator().manual_seed(zlib.crc32(f"{name} {shape}".encode()))
 
 
-def all_codes(out: int, columns: int, count: int) -> torch.Tensor:
+def all_codes(name: str, out: int, columns: int, count: int) -> torch.Tensor:
     """Random codes 0..count-1, [out, columns]; each occurs."""
-    codes = torch.randint(0, count, (out, columns), generator=seeded(out, columns))
+    codes = torch.randint(0, count, (out, columns), generator=seeded(name, out, columns))
     codes.view(-1)[-count:] = torch.arange(count)
     return codes
 
 
-def scales(*shape: int) -> torch.Tensor:
+def scales(name: str, *shape: int) -> torch.Tensor:
     """Different ones, of bfloat16."""
-    values = torch.rand(shape, generator=seeded(shape[0], shape[-1]))
-    return (0.01 + 0.05 * values).bfloat16()
+    return (0.01 + 0.05 * torch.rand(shape, generator=seeded(name, *shape))).bfloat16()
 
 
 def words(values: torch.Tensor, bits: int) -> torch.Tensor:
@@ -105,8 +105,8 @@ def integers(
         if "lm_head" in module:
             return None
         groups = torch.arange(columns) // (group or columns) if index is None else index(columns)
-        stored = all_codes(out, columns, 1 << bits)
-        scale = scales(out, int(groups.max()) + 1)
+        stored = all_codes(module, out, columns, 1 << bits)
+        scale = scales(module, out, int(groups.max()) + 1)
         tensors = {
             "weight_packed": words(stored, bits),
             "weight_scale": scale,
@@ -114,7 +114,7 @@ def integers(
         }
         zeros = torch.full(scale.shape, 1 << (bits - 1))
         if not symmetric:
-            zeros = torch.randint(0, 1 << bits, scale.shape, generator=seeded(out, 1))
+            zeros = torch.randint(0, 1 << bits, scale.shape, generator=seeded(module, out))
             zeros.view(-1)[:2] = torch.tensor([0, (1 << bits) - 1])
             tensors["weight_zero_point"] = words(zeros.T, bits).T
         if index is not None:
@@ -130,7 +130,7 @@ def bytes_of(codes: str, rows: int, size: int, static: bool = False) -> Pack:
     def pack(module: str, out: int, columns: int) -> Packed | None:
         if "lm_head" in module:
             return None
-        stored = all_codes(out, columns, 256).to(torch.uint8)
+        stored = all_codes(module, out, columns, 256).to(torch.uint8)
         if codes == "fp8":
             stored[(stored & 0x7F) == 0x7F] = 0x7E
             values = activations.E4M3[(stored & 0x7F).long()] * (1 - 2 * (stored >> 7).double())
@@ -140,7 +140,7 @@ def bytes_of(codes: str, rows: int, size: int, static: bool = False) -> Pack:
             values = stored.view(torch.int8).double()
         height, width = rows or out, size or columns
         shape = -(-out // height), -(-columns // width)
-        scale = scales(*shape) / (16 if codes == "int8" else 4)
+        scale = scales(module, *shape) / (16 if codes == "int8" else 4)
         tensors = {
             "weight": stored.view(torch.float8_e4m3fn if codes == "fp8" else torch.int8),
             "weight_scale": scale.view(-1) if rows == size == 0 else scale,
@@ -160,9 +160,9 @@ def pack_nvfp4(with_inputs: bool = False, experts_only: bool = False) -> Pack:
     def pack(module: str, out: int, columns: int) -> Packed | None:
         if "lm_head" in module or (experts_only and ".experts." not in module):
             return None
-        codes = all_codes(out, columns, 16)
-        scale = (scales(out, -(-columns // 16)).float() * 500).to(torch.float8_e4m3fn)
-        divisor = 50.0 + out % 7 + (3 if "k_proj" in module else 0)
+        codes = all_codes(module, out, columns, 16)
+        scale = (scales(module, out, -(-columns // 16)).float() * 500).to(torch.float8_e4m3fn)
+        divisor = 50.0 + len(module) % 7 + (3 if "k_proj" in module else 0)
         tensors = {
             "weight_packed": nibbles(codes),
             "weight_scale": scale,
@@ -181,11 +181,11 @@ def pack_mx(bits: int = 4, experts_only: bool = False) -> Pack:
         if "lm_head" in module or (experts_only and ".experts." not in module):
             return None
         shape = out, -(-columns // 32)
-        exponents = torch.randint(120, 125, shape, generator=seeded(*shape))
+        exponents = torch.randint(120, 125, shape, generator=seeded(module, *shape))
         scale = torch.exp2(exponents.double() - 127)
         exponents = exponents.to(torch.uint8)
         if bits == 4:
-            codes = all_codes(out, columns, 16)
+            codes = all_codes(module, out, columns, 16)
             tensors = {"weight_packed": nibbles(codes), "weight_scale": exponents}
             return Packed(tensors, fp4(codes) * spread(scale, out, columns, 1, 32))
         packed = bytes_of("fp8", 1, 32)(module, out, columns)

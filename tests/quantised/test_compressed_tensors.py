@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from models import checkpoints
 from models.harness import load_model
 from quantised import activations
@@ -38,9 +40,10 @@ from quantised.packing import (
 )
 
 from atom.config import ConfigError
-from atom.distributed.parallel_state import SINGLE
+from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.model_loader.weights import WeightError
 from atom.model_ops.linear import ReplicatedLinear
+from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.base import Header
 from atom.model_ops.quant.formats import parse_quantization
 
@@ -54,6 +57,7 @@ def test_weights(tmp_path: Path, name: str) -> None:
     assert_same_model(*quantised(folder, *FORMATS[name]))
 
 
+OF_EXPERTS = ["int4", "int4 zeros", "nvfp4 inputs", "mxfp4"]
 KIMI_IGNORES = [
     "lm_head",
     "re:.*self_attn.*",
@@ -68,7 +72,7 @@ def of_experts(pack: Pack) -> Pack:
     )
 
 
-@pytest.mark.parametrize("name", ["int4", "int4 zeros", "nvfp4 inputs", "mxfp4"])
+@pytest.mark.parametrize("name", OF_EXPERTS)
 @pytest.mark.usefixtures("exact_activations")
 def test_experts_of_kimi(tmp_path: Path, name: str) -> None:
     """Only routed experts are quantised; `lm_head` in `ignore` is not the head's whole name."""
@@ -143,8 +147,44 @@ def test_ranks_reproduce_the_product(name: str, size: int) -> None:
     x = torch.randn(3, 128, generator=torch.Generator().manual_seed(1))
     expected = (x.double() @ packed.weight.T).float()
     config_ = parse_quantization(settings, {})
-    for product in split_products(config_, packed.tensors, x, 64, size):
-        torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
+    for found in split_products(config_, packed.tensors, x, 64, size):
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", OF_EXPERTS)
+@pytest.mark.usefixtures("exact_activations")
+def test_ranks_split_experts(name: str) -> None:
+    """Each has a quarter of every expert's intermediate outputs."""
+    settings, pack = FORMATS[name]
+    inter, hidden = 128, 64
+    generator = torch.Generator().manual_seed(1)
+    x, shares = torch.randn(3, hidden, generator=generator), torch.rand(3, 2, generator=generator)
+    ids = torch.tensor([[0, 1], [1, 0], [0, 1]])
+    parsed = parse_quantization(settings, {})
+    ranks = [
+        FusedMoE(2, hidden, inter, layer_context(parsed, ParallelGroup(rank, 4)), "experts")
+        for rank in range(4)
+    ]
+    dense = {}
+    for e, part in product(range(2), ("gate_proj", "up_proj", "down_proj")):
+        shape = (hidden, inter) if part == "down_proj" else (inter, hidden)
+        packed = pack(f"{e}.{part}", *shape)
+        assert packed is not None
+        dense[e, part] = packed.weight.float()
+        for moe in ranks:
+            for tensor, values in packed.tensors.items():
+                placed = moe.place_weight(f"{e}.{part}.{tensor}")
+                assert placed is not None
+                moe.load_weight(placed[0], values, placed[1])
+    for moe in ranks:
+        moe.process_after_loading()
+    found = torch.stack([moe(x, shares, ids) for moe in ranks]).sum(dim=0)
+    expected = torch.zeros_like(x)
+    for t, k in product(range(3), range(2)):
+        e = int(ids[t, k])
+        between = F.silu(dense[e, "gate_proj"] @ x[t]) * (dense[e, "up_proj"] @ x[t])
+        expected[t] += shares[t, k] * (dense[e, "down_proj"] @ between)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_ranks_that_would_cut_words_or_groups() -> None:
@@ -158,7 +198,7 @@ def test_ranks_that_would_cut_words_or_groups() -> None:
 
 def shuffled(size: int, columns: int) -> torch.Tensor:
     """Groups of `size` inputs, in no order."""
-    return torch.randperm(columns, generator=seeded(1, columns)) // size
+    return torch.randperm(columns, generator=seeded("order", columns)) // size
 
 
 def shuffled_halves(columns: int) -> torch.Tensor:
@@ -177,8 +217,8 @@ def test_groups_of_reordered_inputs(symmetric: bool) -> None:
         headers = {f"a.o_proj.{k}": Header(v.dtype, v.shape) for k, v in packed.tensors.items()}
         parsed = parse_quantization(settings, headers)
         expected = (x.double() @ packed.weight.T).float()
-        for product in split_products(parsed, packed.tensors, x, 64, size):
-            torch.testing.assert_close(product, expected, rtol=1e-4, atol=1e-4)
+        for found in split_products(parsed, packed.tensors, x, 64, size):
+            torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
         with pytest.raises(ValueError, match=r"weight_g_idx does not put 32 .* split over ranks"):
             split_products(parsed, packed.tensors, x, 64, 4)
 

@@ -49,7 +49,7 @@ def renamed(pack: Pack, algorithm: str) -> Pack:
         if "weight_packed" in tensors:
             tensors["weight"] = tensors.pop("weight_packed")
         if "weight_global_scale" in tensors:
-            factor = 0.02 + 0.001 * (out % 5) + (0.01 if "up_proj" in module else 0)
+            factor = 0.02 + (0.01 if "up_proj" in module else 0)
             weight = weight * float(tensors.pop("weight_global_scale"))
             tensors["weight_scale_2"] = torch.tensor(factor)
             weight = weight * tensors["weight_scale_2"].double()
