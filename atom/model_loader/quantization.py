@@ -10,9 +10,12 @@ from atom.config import ConfigError
 from atom.model_loader.checkpoint import has_weights, list_tensors
 from atom.model_ops.quant.base import Header, QuantConfig, UnquantizedConfig
 from atom.model_ops.quant.formats import parse_quantization
+from atom.models.config_file import is_there, read_json_object
 
 # Older compressed-tensors files have the second name.
 _KEYS = ("quantization_config", "compression_config")
+# ModelOpt writes it; newer versions describe the same in config.json, too.
+_MODELOPT = "hf_quant_config.json"
 
 
 def read_quantization(folder: Path, raw: Mapping[str, Any], with_weights: bool) -> QuantConfig:
@@ -26,20 +29,18 @@ def read_quantization(folder: Path, raw: Mapping[str, Any], with_weights: bool) 
         ConfigError: when it is not supported, naming the key.
         WeightError: when a weight file is damaged.
     """
-    stated = _stated(raw)
+    path, stated = _stated(folder, raw)
     if stated is None:
         return UnquantizedConfig()
     if not isinstance(stated, dict):
-        raise ConfigError(f"{folder / 'config.json'}: quantization_config is {stated!r}")
-    if _quantises_only_the_cache(stated):
-        return UnquantizedConfig()
+        raise ConfigError(f"{path}: quantization_config is {stated!r}")
     headers = {}
     if with_weights and has_weights(folder):
         headers = {t.name: Header(t.torch_dtype, t.shape) for t in list_tensors(folder)}
     try:
         return parse_quantization(stated, headers)
     except ConfigError as error:
-        raise ConfigError(f"{folder / 'config.json'}: {error}") from error
+        raise ConfigError(f"{path}: {error}") from error
 
 
 def config_levels(raw: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
@@ -50,25 +51,14 @@ def config_levels(raw: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:
         yield inner
 
 
-def _stated(raw: Mapping[str, Any]) -> object:
+def _stated(folder: Path, raw: Mapping[str, Any]) -> tuple[Path, object]:
+    """What describes the quantisation, and its file; None if nothing does."""
+    path = folder / "config.json"
     for level in config_levels(raw):
         for key in _KEYS:
             if level.get(key) is not None:
-                return level[key]
-    return None
-
-
-def _quantises_only_the_cache(quantization: Mapping[str, Any]) -> bool:
-    """Whether weights are unquantised and only the KV cache has per-tensor FP8 scales
-    (compressed-tensors).
-
-    The scales are loaded; `--kv-cache-dtype` decides whether they are used.
-    """
-    scheme = quantization.get("kv_cache_scheme")
-    return (
-        quantization.get("quant_method") == "compressed-tensors"
-        and not quantization.get("config_groups")
-        and isinstance(scheme, dict)
-        and (scheme.get("num_bits"), scheme.get("type"), scheme.get("strategy"))
-        == (8, "float", "tensor")
-    )
+                return path, level[key]
+    path = folder / _MODELOPT
+    if not is_there(path):
+        return path, None
+    return path, {**read_json_object(path), "quant_method": "modelopt"}

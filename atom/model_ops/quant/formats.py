@@ -12,8 +12,10 @@ from atom.model_ops.quant.base import Header, QuantConfig
 # `quant_method` -> the module whose `parse(config, headers)` reads the rest.
 _MODULES = {
     "awq": "awq",
+    "compressed-tensors": "compressed_tensors",
     "fp8": "fp8",
     "gptq": "gptq",
+    "modelopt": "modelopt",
     "mxfp4": "mxfp4",
     "quark": "quark",
 }
@@ -29,6 +31,8 @@ def parse_quantization(config: Mapping[str, Any], headers: Mapping[str, Header])
         ConfigError: when it is not supported, naming the key.
     """
     method = config.get("quant_method")
+    if isinstance(method, str) and method.startswith("modelopt_"):  # such as modelopt_fp4
+        method = "modelopt"
     if not isinstance(method, str) or method not in _MODULES:
         raise ConfigError(
             f"quant_method={method!r} is not supported; supported: {', '.join(_MODULES)}"

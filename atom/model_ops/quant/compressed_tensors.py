@@ -1,0 +1,214 @@
+"""`quant_method: compressed-tensors`, which llm-compressor and Moonshot's Kimi write.
+
+Modules are named in `targets` and `ignore` as in the checkpoint: `re:` and a regular expression
+that fits the beginning of the name, the name itself, or `Linear`, the class of all.
+
+Source: the package `compressed-tensors`; Kimi-K2.5's config.json.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from atom.config import ConfigError
+from atom.model_ops.quant.base import (
+    Header,
+    LayerKind,
+    QuantConfig,
+    QuantMethod,
+    UnquantizedConfig,
+)
+from atom.model_ops.quant.compressed_scheme import Scheme, read_scheme
+from atom.model_ops.quant.names import find_header, read_flag, same_for_all
+from atom.model_ops.quant.packed_integers import PackedIntegers
+from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames, scale_dtype
+from atom.model_ops.quant.weights import Codes, ScaleType, WeightFormat
+
+_CLASS = "Linear"
+
+
+def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConfig:
+    """Raises:
+    ConfigError: for a key whose value is not supported.
+    """
+    # Older tools kept the status of calibration when they compressed.
+    read_flag(config, "quantization_status", ("compressed", "frozen"), "compressed")
+    _refuse_transforms(config)
+    _check_cache(config.get("kv_cache_scheme"))
+    groups = config.get("config_groups") or {}
+    if not isinstance(groups, Mapping):
+        raise ConfigError(f"quantization_config: config_groups={groups!r} is no object")
+    if not groups:
+        return _unquantised(config)
+    targets = []
+    for name, group in groups.items():
+        named = group.get("targets") if isinstance(group, Mapping) else group
+        scheme = read_scheme(name, group, config.get("format"))
+        listed = _strings(f"config_groups.{name}.targets", named)
+        targets += [(Pattern(target), scheme) for target in listed]
+    ignored = _strings("ignore", config.get("ignore") or [])
+    return CompressedTensorsConfig(tuple(targets), tuple(map(Pattern, ignored)), headers)
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """An entry of `targets` or `ignore`."""
+
+    text: str
+
+    def fits(self, name: str) -> bool:
+        """Whether it names the module; a class names none."""
+        if self.text.startswith("re:"):
+            return self._expression.match(name) is not None
+        return self.text == name
+
+    @cached_property
+    def _expression(self) -> re.Pattern[str]:
+        return re.compile(self.text[len("re:") :])
+
+
+@dataclass(frozen=True)
+class CompressedTensorsConfig:
+    """Attributes:
+    targets: the first that fits has a module's scheme; names come before classes.
+    ignored: modules that are not quantised.
+    """
+
+    targets: tuple[tuple[Pattern, Scheme], ...]
+    ignored: tuple[Pattern, ...]
+    headers: Mapping[str, Header]
+
+    def method_for(
+        self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
+    ) -> QuantMethod | None:
+        scheme = self._scheme(prefix, parts, self._is_linear(prefix, kind))
+        if scheme is None:
+            return None
+        header = find_header(self.headers, prefix, parts, "weight_scale")
+        dtype = scale_dtype(header)
+        if scheme.layout != "pack-quantized":
+            return _scaled(scheme, dtype)
+        num_groups = None
+        if self._is_reordered(scheme, prefix, parts):
+            if kind == "experts":
+                raise ConfigError(f"{prefix}: weight_g_idx of experts is not supported")
+            num_groups = header.shape[-1] if header is not None and header.shape else 1
+        return PackedIntegers(
+            scheme.bits,
+            scheme.block[1],
+            scheme.has_zeros,
+            scheme.activations,
+            dtype,
+            num_groups,
+        )
+
+    def _is_reordered(self, scheme: Scheme, prefix: str, parts: Sequence[str]) -> bool:
+        """Whether the weight files have, or should have, the group of each input."""
+        stored = find_header(self.headers, prefix, parts, "weight_g_idx") is not None
+        return scheme.strategy == "group" and (
+            stored or (scheme.is_reordered and bool(self.headers))
+        )
+
+    def _is_linear(self, prefix: str, kind: LayerKind) -> bool:
+        """Whether `Linear` is the layer's class.
+
+        Heads are hardly ever quantised, and Kimi's `ignore` has not the head's whole name, so
+        there the weight files decide.
+        """
+        return kind != "head" or f"{prefix}.weight_scale" in self.headers
+
+    def _scheme(self, prefix: str, parts: Sequence[str], is_linear: bool) -> Scheme | None:
+        """Of the layer itself if its name is listed, else of its parts, which must agree."""
+        if prefix in (pattern.text for pattern in self.ignored):
+            return None
+        for pattern, scheme in self.targets:
+            if parts and pattern.text == prefix:
+                return scheme
+
+        def of_name(name: str) -> Scheme | None:
+            if any(p.fits(name) or (is_linear and p.text == _CLASS) for p in self.ignored):
+                return None
+            for pattern, scheme in self.targets:
+                if pattern.fits(name):
+                    return scheme
+            classes = (s for pattern, s in self.targets if is_linear and pattern.text == _CLASS)
+            return next(classes, None)
+
+        if parts and not any(self._names(part) for part in parts):
+            # An expression such as `re:.*qkv_proj` is of a name that the weight files lack.
+            return of_name(prefix)
+        return same_for_all(prefix, parts, of_name)
+
+    def _names(self, name: str) -> bool:
+        patterns = (*self.ignored, *(pattern for pattern, _ in self.targets))
+        return any(pattern.fits(name) for pattern in patterns)
+
+
+def _scaled(scheme: Scheme, dtype: torch.dtype) -> ScaledMethod:
+    codes: Codes = "int8" if not scheme.is_float else "fp4" if scheme.bits == 4 else "fp8"
+    has_global = scheme.strategy == "tensor_group"
+    scale_type: ScaleType = "e4m3" if has_global else "float"
+    if scheme.layout.startswith("mx"):
+        scale_type = "e8m0"
+    form = WeightFormat(
+        codes,
+        *scheme.block,
+        scale_type,
+        has_row_scale=has_global or not scheme.block[1],
+        activations=scheme.activations,
+    )
+    names = ScaleNames()
+    if codes == "fp4":
+        names = ScaleNames("weight_packed")
+    if has_global:
+        names = ScaleNames("weight_packed", "weight_global_scale", "input_global_scale", True)
+    return ScaledMethod(form, names, scheme.strategy == "channel", dtype)
+
+
+def _strings(key: str, value: object) -> list[str]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"quantization_config: {key}={value!r} is no list of names")
+    for item in value:
+        try:
+            re.compile(item.removeprefix("re:") if item.startswith("re:") else "")
+        except re.error as error:
+            raise ConfigError(f"quantization_config: {key} holds {item!r}: {error}") from error
+    return value
+
+
+def _unquantised(config: Mapping[str, Any]) -> UnquantizedConfig:
+    """A checkpoint may quantise the cache alone; its weights are plain numbers."""
+    stated = config.get("format")
+    if stated != "dense" and config.get("kv_cache_scheme") is None:
+        raise ConfigError(f"quantization_config: format={stated!r} without config_groups")
+    return UnquantizedConfig()
+
+
+def _refuse_transforms(config: Mapping[str, Any]) -> None:
+    """What changes weights or inputs otherwise than by rounding."""
+    sparsity = config.get("sparsity_config") or {}
+    if not isinstance(sparsity, Mapping) or sparsity.get("format", "dense") != "dense":
+        raise ConfigError(
+            f"quantization_config: sparsity_config={sparsity!r} is not supported; supported: "
+            f"format 'dense'"
+        )
+    for key in ("transform_config", "moe_sparsity_config"):
+        if config.get(key):
+            raise ConfigError(f"quantization_config: {key}={config[key]!r} is not supported")
+
+
+def _check_cache(scheme: object) -> None:
+    """The cache's scales are loaded; `--kv-cache-dtype` decides whether they are used."""
+    if scheme is None:
+        return
+    wanted = {"num_bits": 8, "type": "float", "strategy": "tensor"}
+    if not isinstance(scheme, Mapping) or any(scheme.get(k) != v for k, v in wanted.items()):
+        raise ConfigError(
+            f"quantization_config: kv_cache_scheme={scheme!r} is not supported; supported: {wanted}"
+        )

@@ -1,0 +1,158 @@
+"""NVIDIA ModelOpt's formats: `quant_method: modelopt`, or a file `hf_quant_config.json`.
+
+Source: ModelOpt's unified Hugging Face checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from atom.config import ConfigError
+from atom.model_ops.quant.base import (
+    Header,
+    LayerKind,
+    QuantConfig,
+    QuantMethod,
+    UnquantizedConfig,
+)
+from atom.model_ops.quant.names import find_header, read_flag, same_for_all
+from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames, scale_dtype
+from atom.model_ops.quant.weights import Activations, WeightFormat
+
+
+class _Algorithm(NamedTuple):
+    form: WeightFormat
+    names: ScaleNames = ScaleNames()
+    is_per_output: bool = False
+
+
+_TWO_SCALES = ScaleNames(factor="weight_scale_2")
+# "WO": weights only.
+_BLOCKS = _Algorithm(WeightFormat("fp8", 128, 128))
+_ALGORITHMS = {
+    "FP8": _Algorithm(
+        WeightFormat("fp8", has_row_scale=True, activations=Activations("fp8", is_static=True))
+    ),
+    "FP8_PER_CHANNEL_PER_TOKEN": _Algorithm(
+        WeightFormat("fp8", has_row_scale=True, activations=Activations("fp8")),
+        is_per_output=True,
+    ),
+    "FP8_PB_WO": _BLOCKS,
+    "FP8_BLOCK_SCALES": _BLOCKS,
+    "NVFP4": _Algorithm(
+        WeightFormat("fp4", 1, 16, "e4m3", False, True, Activations("fp4", 16, "e4m3")), _TWO_SCALES
+    ),
+    "W4A16_NVFP4": _Algorithm(WeightFormat("fp4", 1, 16, "e4m3", False, True), _TWO_SCALES),
+    "MXFP8": _Algorithm(
+        WeightFormat("fp8", 1, 32, "e8m0", activations=Activations("fp8", 32, "e8m0"))
+    ),
+}
+_MIXED = "MIXED_PRECISION"
+
+
+def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConfig:
+    """Raises:
+    ConfigError: for a key whose value is not supported.
+    """
+    if isinstance(inner := config.get("quantization"), Mapping):
+        config = inner
+    cache = _check_cache(config)
+    stated = config.get("quant_algo")
+    if stated is None and cache:
+        return UnquantizedConfig()
+    for name in headers:
+        if name.endswith(".pre_quant_scale"):
+            raise ConfigError(f"quantization_config: {name} (AWQ) scales inputs: not supported")
+    layers: dict[str, str] = {}
+    if isinstance(stated, str) and stated.upper() == _MIXED:
+        stated, layers = None, _layers(config.get("quantized_layers"))
+    else:
+        stated = _algorithm("quantization_config", config)
+    excluded = config.get("ignore") or config.get("exclude_modules") or []
+    if not isinstance(excluded, list) or not all(isinstance(item, str) for item in excluded):
+        raise ConfigError(f"quantization_config: exclude_modules={excluded!r} is no list of names")
+    return ModelOptConfig(stated, layers, _expression(excluded), headers)
+
+
+@dataclass(frozen=True)
+class ModelOptConfig:
+    """Attributes:
+    algorithm: of all modules; None if they have their own.
+    layers: the algorithm of a module and all below it.
+    excluded: fits the names of modules that are not quantised.
+    """
+
+    algorithm: str | None
+    layers: Mapping[str, str]
+    excluded: re.Pattern[str]
+    headers: Mapping[str, Header]
+
+    def method_for(
+        self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
+    ) -> QuantMethod | None:
+        found = same_for_all(prefix, parts, self._algorithm) or self.layers.get(prefix)
+        header = find_header(self.headers, prefix, parts, "weight_scale")
+        if found is None or self.excluded.fullmatch(prefix):
+            return None
+        if kind == "head" and header is None:  # hardly ever quantised, and not always excluded
+            return None
+        form, names, is_per_output = _ALGORITHMS[found]
+        return ScaledMethod(form, names, is_per_output, scale_dtype(header))
+
+    def _algorithm(self, name: str) -> str | None:
+        if self.excluded.fullmatch(name):
+            return None
+        if self.algorithm is not None:
+            return self.algorithm
+        pieces = name.split(".")
+        above = (".".join(pieces[:end]) for end in range(len(pieces), 0, -1))
+        return next((self.layers[module] for module in above if module in self.layers), None)
+
+
+def _algorithm(where: str, config: Mapping[str, Any]) -> str:
+    stated = config.get("quant_algo")
+    name = stated.upper() if isinstance(stated, str) else ""
+    if name not in _ALGORITHMS:
+        raise ConfigError(
+            f"{where}: quant_algo={stated!r} is not supported; supported: "
+            f"{', '.join(_ALGORITHMS)}, {_MIXED}"
+        )
+    form, size = _ALGORITHMS[name].form, config.get("group_size")
+    if form.columns and size not in (None, form.columns):
+        raise ConfigError(
+            f"{where}: group_size={size!r} of {name} is not supported, only {form.columns}"
+        )
+    return name
+
+
+def _layers(stated: object) -> dict[str, str]:
+    if not isinstance(stated, Mapping) or not stated:
+        raise ConfigError(f"quantization_config: quantized_layers={stated!r} of {_MIXED}")
+    where = "quantization_config: quantized_layers"
+    return {
+        name: _algorithm(f"{where}.{name}", layer if isinstance(layer, Mapping) else {})
+        for name, layer in stated.items()
+    }
+
+
+def _check_cache(config: Mapping[str, Any]) -> bool:
+    """Whether the cache has scales; `--kv-cache-dtype` decides whether they are used."""
+    algorithm = read_flag(config, "kv_cache_quant_algo", ("FP8",), "")
+    scheme = config.get("kv_cache_scheme")
+    kind = (scheme.get("num_bits"), scheme.get("type")) if isinstance(scheme, Mapping) else None
+    if scheme is not None and kind != (8, "float"):
+        raise ConfigError(f"quantization_config: kv_cache_scheme={scheme!r} is not supported")
+    return bool(algorithm) or scheme is not None
+
+
+def _expression(excluded: Sequence[str]) -> re.Pattern[str]:
+    """What fits a module if a glob fits some of its name's parts that follow each other.
+
+    So `lm_head` fits `language_model.lm_head`, `model.layers.*.self_attn*` all projections, and
+    `layers.1` not `layers.10`.
+    """
+    globs = [re.escape(item).replace(r"\*", ".*").replace(r"\?", ".") for item in excluded]
+    return re.compile(rf"(?:.*\.)?(?:{'|'.join(globs)})(?:\..*)?" if globs else r"(?!)")
