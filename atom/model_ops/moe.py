@@ -49,7 +49,7 @@ class TopKRouter(nn.Module):
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] -> weights [T, k] float32, expert ids [T, k] int64."""
+        """[T, hidden] -> weights [T, k] float32, expert ids [T, k] int64 or int32."""
         logits = self._linear(x.float(), self.weight, None)
         out: tuple[torch.Tensor, torch.Tensor] = self._route(
             logits, self.e_score_correction_bias, self.routing

@@ -14,7 +14,9 @@ from quantised.packing import Packed, assert_same_model, logits, quantised, spli
 from atom.config import ConfigError
 from atom.model_loader.weights import WeightError
 from atom.model_ops.kernels.torch import quant as torch_quant
+from atom.model_ops.quant.base import largest
 from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.weights import Activations, WeightFormat
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 WIDE = {"hidden_size": 192, "intermediate_size": 320}
@@ -182,3 +184,16 @@ def test_other_types_and_nan_are_refused(tmp_path: Path) -> None:
             logits(stored)
         shutil.rmtree(stored)
         shutil.rmtree(dense)
+
+
+def test_static_scales_of_integers_are_one_only_if_they_are_near() -> None:
+    near, apart = torch.tensor([0.1, 0.15]), torch.tensor([0.1, 0.3])
+    assert largest(near, Activations("int8", is_static=True)) == near[1]
+    assert largest(apart, Activations("fp8", is_static=True)) == apart[1]
+    with pytest.raises(ValueError, match=r"from 0\.1 to 0\.3 cannot be one"):
+        largest(apart, Activations("int8", is_static=True))
+
+
+def test_zero_points_belong_to_groups() -> None:
+    with pytest.raises(ValueError, match="groups of inputs"):
+        WeightFormat("int4", has_zeros=True, has_row_scale=True)

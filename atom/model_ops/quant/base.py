@@ -12,7 +12,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import torch
 
-from atom.model_ops.quant.weights import QuantWeights, WeightFormat
+from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 
 LayerKind = Literal["linear", "experts", "head"]
 
@@ -136,9 +136,18 @@ def per_row(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     return values.repeat_interleave(counts, dim=-1)
 
 
-def largest(input_scales: torch.Tensor | None) -> torch.Tensor | None:
-    """One static scale for all stacked matrices and experts, which read the same inputs.
+def largest(input_scales: torch.Tensor, how: Activations) -> torch.Tensor:
+    """One static scale for all stacked matrices and experts: the largest clips no input.
 
-    Calibration gives them the same; where it did not, the largest clips no input.
+    Stacked matrices read the same inputs, and calibration gives them the same scale. The down
+    projections of experts do not, which costs a floating-point code nothing.
+
+    Raises:
+        ValueError: for integer codes whose scales differ so that the smallest lose a bit.
     """
-    return None if input_scales is None else input_scales.amax()
+    least, most = input_scales.amin(), input_scales.amax()
+    if how.codes == "int8" and not input_scales.is_meta and 2 * least < most:
+        raise ValueError(
+            f"static scales of int8 inputs from {least.item():g} to {most.item():g} cannot be one"
+        )
+    return most

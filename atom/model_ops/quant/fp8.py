@@ -134,9 +134,11 @@ class Fp8TensorMethod:
     def convert(
         self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int
     ) -> QuantWeights:
+        how, static = self.format.activations, tensors.get("input_scale")
+        assert how is not None
         return QuantWeights(
             self.format,
             tensors["weight"],
             row_scale=per_row(tensors["weight_scale"], rows),
-            input_scale=largest(tensors.get("input_scale")),
+            input_scale=None if static is None else largest(static, how),
         )

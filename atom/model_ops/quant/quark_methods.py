@@ -102,7 +102,10 @@ class _Method:
         return {name: tensor}
 
     def input_scale(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
-        return None if self._input_scale is None else largest(tensors[self._input_scale])
+        how = self.format.activations
+        if how is None or self._input_scale is None:
+            return None
+        return largest(tensors[self._input_scale], how)
 
 
 class Fp4Method(_Method):

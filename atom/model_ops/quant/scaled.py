@@ -78,8 +78,9 @@ class ScaledMethod:
         elif names.factor is not None:
             row_scale = per_row(self._factor(names.factor, tensors[names.factor]), rows)
         input_scale = None
-        if names.inputs in tensors:
-            input_scale = largest(self._factor(names.inputs, tensors[names.inputs]))
+        how = self.format.activations
+        if how is not None and names.inputs in tensors:
+            input_scale = largest(self._factor(names.inputs, tensors[names.inputs]), how)
         return QuantWeights(
             self.format,
             tensors[names.codes],

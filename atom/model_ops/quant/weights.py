@@ -68,6 +68,10 @@ class WeightFormat:
     has_row_scale: bool = False
     activations: Activations | None = None
 
+    def __post_init__(self) -> None:
+        if self.has_zeros and not self.columns:
+            raise ValueError("zero points belong to groups of inputs: `columns` is missing")
+
     def __str__(self) -> str:
         block = f" group {self.columns}" if self.rows == 1 else f" block {self.rows}x{self.columns}"
         parts = [self.codes + (block if self.columns else " channel")]

@@ -218,6 +218,7 @@ def test_the_table_says_when_quantised_inputs_gain_nothing() -> None:
     note = quant_experts.note
     assert note(query(mxfp4, "gfx950")) == note(query(deepseek)) == ""
     assert note(query(mxfp4, "sm90")) == (
-        "inputs are rounded, but multiplied as bfloat16: sm90 has no product of fp4"
+        "inputs are rounded, but multiplied as bfloat16: these kernels multiply fp4 "
+        "codes on gfx950 only"
     )
     assert note(query(WEIGHT_ONLY["int8 channel"][0])) == ""

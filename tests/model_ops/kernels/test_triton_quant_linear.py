@@ -382,7 +382,7 @@ def test_what_gains_nothing_is_noted() -> None:
         assert entry.note(query(form)) == ""
     for form in AS_NUMBERS:
         assert "multiplied as bfloat16" in entry.note(query(form))
-    assert "gfx942 has no product of fp4" in entry.note(query(MXFP4))
+    assert "multiply fp4 codes on gfx950 only" in entry.note(query(MXFP4))
     assert entry.note(query(MXFP4, "gfx950")) == ""
 
 

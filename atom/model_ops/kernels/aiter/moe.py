@@ -60,7 +60,8 @@ refuses_route = requires(_BIASED, _GROUPED, _SOFTMAX, also=_refuses_scores, dtyp
 def moe_route(
     logits: torch.Tensor, correction_bias: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k].
+    """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k]
+    int32.
 
     Assumes that groups are ranked by their two best scores with sigmoid and bias, by the best one
     without a bias, and that the bias does not affect the weights.
@@ -79,7 +80,7 @@ def moe_route(
     else:
         bias = logits.new_zeros(logits.shape[1]) if correction_bias is None else correction_bias
         function(_BIASED)(logits, bias, weights, ids, *groups, routed_scaling_factor=scaling)
-    return weights, ids.long()
+    return weights, ids
 
 
 def _refuses_sizes(query: OpQuery) -> str | None:

@@ -69,6 +69,7 @@ def sum_experts(
     activate: _Activate,
 ) -> torch.Tensor:
     """`moe_experts` with another function [..., 2 * inter] -> [..., inter] between the products."""
+    ids = ids.long()
     if x.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
         return sum_experts_on_device(x, w13, w2, weights, ids, activate)
     if x.shape[0] == 1:

@@ -8,6 +8,7 @@ a tile's rows are adjacent. Inputs are padded with zero bytes to whole spans.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -92,7 +93,7 @@ def choose_way(form: WeightFormat, platform: Platform) -> tuple[Way, str]:
     if form.rows == 1 and stored == (how.codes, how.group, how.scale_type) == mxfp4:
         if platform.arch == "gfx950":
             return "mx", ""
-        return "numbers", f"{platform.arch} has no product of fp4"
+        return "numbers", "these kernels multiply fp4 codes on gfx950 only"
     if how.codes == "fp4" or form.codes == "fp4":
         return "numbers", f"no product of {form} in codes"
     if form.codes not in ("int4", how.codes) or form.has_zeros:
@@ -113,6 +114,8 @@ def refuses_tiles(
     aligned = form.columns % PART == 0 or (form.columns >= 16 and PART % form.columns == 0)
     if form.columns and not whole and not aligned:
         return f"groups of {form.columns} inputs; kernels take 16, 32 and multiples of {PART}"
+    if form.has_zeros and not form.columns:
+        return "zero points without groups of inputs"
     if form.has_zeros and form.rows != 1:
         return f"zero points with blocks of {form.rows} rows; kernels take one row"
     how = form.activations
@@ -143,7 +146,7 @@ def prepare_tiles(weights: QuantWeights, platform: Platform) -> TileWeights:
     _, inputs = weights.shape
     codes = _pad(weights.codes, -inputs % SPAN, form)
     if form.codes in _NIBBLES and way != "mx":
-        codes = split_halves(codes)
+        codes = _matrix_by_matrix(codes, split_halves)
     return TileWeights(
         form,
         way,
@@ -174,11 +177,23 @@ def to_fnuz(weights: QuantWeights) -> QuantWeights:
     if how is not None and how.codes == "fp8" and input_scale is not None:
         input_scale = 2 * input_scale
     if weights.format.codes == "fp8":
-        bits = codes.view(torch.uint8)
-        bits = bits.masked_fill(bits == 0x80, 0)  # there it is NaN, not -0
+        # 0x80 is NaN there, not -0.
+        bits = _matrix_by_matrix(codes.view(torch.uint8), lambda b: b.masked_fill(b == 0x80, 0))
         codes = bits.view(torch.float8_e4m3fnuz)
         rows = 2 * (torch.ones(codes.shape[:-1], device=codes.device) if rows is None else rows)
     return replace(weights, codes=codes, row_scale=rows, input_scale=input_scale)
+
+
+def _matrix_by_matrix(
+    codes: torch.Tensor, change: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """`change` of codes [out, in] or [experts, out, in], with the temporaries of one matrix."""
+    if codes.dim() == 2:
+        return change(codes)
+    out = torch.empty_like(codes)
+    for expert in range(codes.shape[0]):
+        out[expert] = change(codes[expert])
+    return out
 
 
 def _pad(codes: torch.Tensor, inputs: int, form: WeightFormat) -> torch.Tensor:
