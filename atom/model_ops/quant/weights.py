@@ -88,7 +88,8 @@ class QuantWeights:
             low four bits of byte j. int4 codes are 0..15.
         scale: [ceil(out / rows), ceil(in / columns)], float16, bfloat16 or float32; uint8 for
             `e8m0`, float8_e4m3fn for `e4m3`.
-        zeros: uint8 [out, ceil(in / columns)] of 0..16, of int4; int8 of the same shape, of int8.
+        zeros: [out, ceil(in / columns)]: uint8 of 0..16 for int4, int8 for int8; float16 if they
+            lie between codes.
         row_scale: float32 [out].
         input_scale: float32 [], for static and `e4m3` activation scales.
         column_order: int64 [in]; the product is of `x[..., column_order]` and these columns.
