@@ -141,6 +141,14 @@ class FusedMoE(nn.Module):
             storage.load(stored, gate, self._parts["gate_proj"])
             storage.load(stored, up, self._parts["up_proj"])
 
+    @property
+    def dequantised_bytes(self) -> int:
+        """Of what takes the place of quantised weights; 0 if they stay quantised."""
+        if not self._choice.dequantises:
+            return 0
+        sizes = (sum(s.rows) * s.columns for s in self._storages.values())
+        return self.num_experts * sum(sizes) * self._dtype.itemsize
+
     def process_after_loading(self) -> None:
         """Convert quantised weights, and all to the layout that the op reads."""
         w13, w2 = self._storages.values()
