@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -114,8 +114,20 @@ def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
 
 
-def _weight_bytes(sketch: nn.Module) -> tuple[int, int]:
-    """What the parameters take as they are stored, and at most while layers are converted.
+class WeightBytes(NamedTuple):
+    """Attributes:
+    stored: when the weights are loaded, quantised ones as codes and scales.
+    peak: while layers are dequantised, where they are.
+    held: after that.
+    """
+
+    stored: int
+    peak: int
+    held: int
+
+
+def weight_bytes(sketch: nn.Module) -> WeightBytes:
+    """What the weights of a model on the meta device will take.
 
     Layers are dequantised one after another, and give up their stored weights only then.
     """
@@ -126,7 +138,7 @@ def _weight_bytes(sketch: nn.Module) -> tuple[int, int]:
             held += module.dequantised_bytes
             peak = max(peak, held)
             held -= _bytes(module)
-    return stored, peak
+    return WeightBytes(stored, peak, held)
 
 
 def _bytes(module: nn.Module) -> int:
@@ -144,7 +156,7 @@ def _check_memory(
     size is unverified, with free memory.
     """
     platform = context.ops.platform
-    stored, peak = _weight_bytes(sketch)
+    stored, peak, _ = weight_bytes(sketch)
     room = free_memory_bytes(platform) if is_dummy else total_memory_bytes(platform)
     if peak > room:
         dtype = str(context.dtype).removeprefix("torch.")

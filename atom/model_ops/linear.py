@@ -17,7 +17,7 @@ from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import LayerKind
 from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
-from atom.model_ops.quant.weights import dequantise
+from atom.model_ops.quant.weights import dequantise, held_bytes
 from atom.model_ops.weights import copy_weight
 
 
@@ -112,6 +112,11 @@ class LinearBase(StackedMatrix):
         self._product = self._choice.function
         self._dequantises = self._choice.dequantises
         self._prepared: Any = None
+
+    @property
+    def quantised_bytes(self) -> int:
+        """Of weights that are no parameters but in the form that the op made of quantised ones."""
+        return held_bytes(self._prepared)
 
     def process_after_loading(self) -> None:
         if self.storage.format is None:

@@ -8,7 +8,7 @@ that matrices with different ones can be stacked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Literal
 
 import torch
@@ -109,10 +109,6 @@ class QuantWeights:
         out, stored = self.codes.shape[-2:]
         return out, stored * (2 if self.format.codes in ("int4", "fp4") else 1)
 
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
-
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that there are, by name."""
         values = {item.name: getattr(self, item.name) for item in fields(self)}
@@ -163,6 +159,17 @@ def scale_values(
     if scale_type == "e8m0":
         return torch.exp2(scale.to(torch.float64) - 127).to(dtype)
     return scale.to(dtype)
+
+
+def held_bytes(prepared: object) -> int:
+    """Of all tensors in what an op's `prepare` returned, whatever its form."""
+    if isinstance(prepared, torch.Tensor):
+        return prepared.nbytes
+    if isinstance(prepared, tuple):
+        return sum(held_bytes(item) for item in prepared)
+    if is_dataclass(prepared) and not isinstance(prepared, type):
+        return sum(held_bytes(getattr(prepared, item.name)) for item in fields(prepared))
+    return 0
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
