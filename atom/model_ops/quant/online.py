@@ -1,7 +1,8 @@
 """`--quantization`: floating-point weights that are quantised when they are loaded.
 
-Scales are computed of the checkpoint's matrices, before they are cut for a rank, so any number of
-ranks computes the same product.
+Only weights are quantised, so that devices differ in speed and not in accuracy. Scales are computed
+of the checkpoint's matrices, before they are cut for a rank, so any number of ranks computes the
+same product.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from atom.model_ops.quant.base import IN, OUT, Axis, LayerKind, QuantMethod, Sto
 from atom.model_ops.quant.names import names_module, same_for_all
 from atom.model_ops.quant.weights import (
     INT4_ZERO,
-    Activations,
     QuantWeights,
     WeightFormat,
     pack_nibbles,
@@ -148,9 +148,7 @@ def _per_group(**others: StoredTensor) -> Mapping[str, StoredTensor]:
 _GROUPS = (OUT, Axis("in", _GROUP))
 METHODS: Mapping[str, QuantMethod] = {
     "fp8": OnlineMethod(
-        WeightFormat("fp8", has_row_scale=True, activations=Activations("fp8")),
-        _per_channel(torch.float8_e4m3fn),
-        _quantise_fp8,
+        WeightFormat("fp8", has_row_scale=True), _per_channel(torch.float8_e4m3fn), _quantise_fp8
     ),
     "int8": OnlineMethod(
         WeightFormat("int8", has_row_scale=True), _per_channel(torch.int8), _quantise_int8
