@@ -42,8 +42,8 @@ def per_group(weight: torch.Tensor, rounded: Callable[[torch.Tensor], Any]) -> t
 
 def fp4(groups: torch.Tensor) -> torch.Tensor:
     """The nearest of the numbers, of two equally near ones that with an even code."""
-    exponents = [math.floor(math.log2(largest)) for largest in groups.abs().amax(1).tolist()]
-    scale = torch.tensor([2.0 ** (exponent - 2) for exponent in exponents])[:, None]
+    largest = groups.abs().amax(1).tolist()
+    scale = torch.tensor([2.0 ** (math.floor(math.log2(x / 7)) + 1) for x in largest])[:, None]
     distance = ((groups / scale).abs()[..., None] - torch.tensor(MAGNITUDES)).abs().double()
     code = (distance + torch.tensor([0, 1e-9] * 4)).argmin(dim=-1)
     return torch.tensor(MAGNITUDES)[code] * scale * groups.sign()
