@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from models import checkpoints
+from models.harness import load_model
 from quantised.packing import Pack, Packed, logits, quantised, split_products
 from safetensors.torch import load_file, save_file
 from spec_decode import engines
@@ -150,6 +151,23 @@ def test_ignored_modules_are_as_stored(tmp_path: Path, pattern: str) -> None:
     torch.testing.assert_close(found, logits(dense), rtol=1e-4, atol=1e-4)
 
 
+def test_ignored_experts_and_what_is_never_quantised(tmp_path: Path) -> None:
+    """Names are the checkpoint's, which begin with `language_model.`."""
+    folder = checkpoints.kimi_k25(tmp_path).folder
+    ignored = ("language_model.model.layers.1.mlp.experts", "*.layers.0.self_attn")
+    model = load_model(folder, 8, quantization="int4", quantization_ignore=ignored)
+    matrices = {name for name, p in model.named_parameters() if p.dim() > 1}
+    left = {name.removeprefix("model.layers.") for name in matrices if "layers" in name}
+    attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    assert left == {
+        *(f"0.self_attn.{name}.weight" for name in attention),
+        *(f"{i}.self_attn.kv_b_proj.weight" for i in (1, 2)),
+        *(f"{i}.mlp.gate.weight" for i in (1, 2)),
+        "1.mlp.experts.w13_weight",
+        "1.mlp.experts.w2_weight",
+    }
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -217,6 +235,10 @@ def test_values_that_cannot_be_quantised(tmp_path: Path, name: str) -> None:
         save_file({**plain, wrong: value.contiguous()}, file, metadata={"format": "pt"})
         with pytest.raises(WeightError, match=rf"{wrong}.*{message}"):
             logits(folder, quantization=name)
+    scale = f"{wrong}_scale"
+    save_file({**plain, scale: torch.ones(48, 1)}, file, metadata={"format": "pt"})
+    with pytest.raises(WeightError, match=f"{scale}.*checkpoint has one already"):
+        logits(folder, quantization=name)
 
 
 @pytest.mark.parametrize("name", ["int8", "mxfp4"])

@@ -48,7 +48,7 @@ class OnlineMethod:
         self._quantise = quantise
 
     def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        if name != "weight" or tensor.dtype not in _NUMBERS:
+        if tensor.dtype not in _NUMBERS:
             raise ValueError(f"--quantization needs floating-point weights, not {tensor.dtype}")
         *outer, columns = tensor.shape
         result = {

@@ -140,6 +140,8 @@ class MatrixStorage:
         if self._method is None:
             self._load(name, tensor, part, expert)
             return
+        if self.stored[name].is_derived:
+            raise ValueError("--quantization computes it, and the checkpoint has one already")
         if any(stored.is_derived for stored in self.stored.values()):
             tensor = self._shaped(tensor, (OUT, IN), part, expert).to(self._device)
         for stored_name, stored in self._method.read(name, tensor).items():
