@@ -52,14 +52,14 @@ def loss(folder: Path, tokens: list[int], quantization: str | None = None) -> fl
 
 
 def test_loose_bounds(smollm2: Path, tokens: list[int]) -> None:
-    before = loss(smollm2, tokens[:300])
-    for name, limit in {"int8": 0.05, "fp8": 0.1, "int4": 0.1, "mxfp4": 0.8}.items():
-        assert abs(loss(smollm2, tokens[:300], name) - before) < limit, name
+    before = loss(smollm2, tokens[:200])
+    for name, limit in {"int8": 0.05, "int4": 0.1}.items():
+        assert abs(loss(smollm2, tokens[:200], name) - before) < limit, name
 
 
 @pytest.mark.slow
 def test_bounds(smollm2: Path, tokens: list[int]) -> None:
     assert len(tokens) >= 4000
     before = loss(smollm2, tokens[:4000])
-    for name, limit in {"int8": 0.01, "fp8": 0.02, "int4": 0.1}.items():
+    for name, limit in {"int8": 0.01, "fp8": 0.02, "int4": 0.1, "mxfp4": 0.4}.items():
         assert loss(smollm2, tokens[:4000], name) - before < limit, name
