@@ -31,6 +31,7 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 LOAD_STRATEGIES = ("lazy", "prefetch")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
+QUANTIZATIONS = ("fp8", "int8", "int4", "mxfp4")
 AUX_LAYER_CONVENTIONS = ("boundary", "output")
 MAX_SPECULATIVE_TOKENS = 15
 DEFAULT_NGRAM_MAX = 4
@@ -87,6 +88,28 @@ def parse_sizes(value: str | Sequence[str | int]) -> tuple[int, ...]:
     return tuple(int(part) for part in parts)
 
 
+def parse_names(value: str | Sequence[str]) -> tuple[str, ...]:
+    """`"a"` or `["a", "b"]` as names, in the order given.
+
+    Raises:
+        ConfigError: when one is no text, or empty.
+    """
+    names = (value,) if isinstance(value, str) else tuple(value)
+    if not names or not all(isinstance(name, str) and name for name in names):
+        raise ConfigError(f"expected names such as model.layers.0.mlp, got {value!r}")
+    return names
+
+
+def check_pattern(name: str, pattern: str) -> None:
+    """Raises:
+    ConfigError: when what follows `re:` is no regular expression.
+    """
+    try:
+        re.compile(pattern.removeprefix("re:") if pattern.startswith("re:") else "")
+    except re.error as error:
+        raise ConfigError(f"{name}: {pattern} is no regular expression: {error}") from error
+
+
 def parse_object(value: str | Mapping[str, Any]) -> dict[str, Any]:
     """A JSON object, as text or as what it stands for.
 
@@ -116,6 +139,19 @@ class ModelOptions(Options):
         "auto", "type of weights and activations", choices=DTYPES, spellings=DTYPE_SPELLINGS
     )
     load_format: str = option("auto", "how the weights are stored", choices=LOAD_FORMATS)
+    quantization: str | None = option(
+        None,
+        "quantise the weights of a floating-point checkpoint when they are loaded; those of the "
+        "draft keep their format",
+        short="-q",
+        choices=QUANTIZATIONS,
+    )
+    quantization_ignore: tuple[str, ...] | None = option(
+        None,
+        "modules that --quantization leaves as they are: names or globs, which stand for all "
+        "modules below them, too, or re: and a regular expression that matches from the start",
+        parse=parse_names,
+    )
     safetensors_load_strategy: str = option(
         "lazy", "map weights lazily, or read files ahead", choices=LOAD_STRATEGIES
     )
@@ -135,6 +171,15 @@ class ModelOptions(Options):
         "sampling parameters beside or instead of those, such as '{\"temperature\": 0.6}'",
         parse=parse_object,
     )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.quantization_ignore is None:
+            return
+        if self.quantization is None:
+            raise ConfigError("quantization_ignore has no effect without quantization")
+        for pattern in self.quantization_ignore:
+            check_pattern("quantization_ignore", pattern)
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ import torch
 
 from atom.kv_cache.builders import attention_layers
 from atom.model_ops.embedding import VocabParallelEmbedding
+from atom.model_ops.linear import LinearBase
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.moe import FusedMoE
 from atom.models.base import CausalLM
@@ -82,8 +83,8 @@ class ModelBytes:
     """What a step reads of a model.
 
     Attributes:
-        always: every parameter but embeddings and routed experts; a tied embedding is also the
-            output head and belongs here.
+        always: every weight, quantised ones as the op reads them, but embeddings and routed
+            experts; a tied embedding is also the output head and belongs here.
         embedding_row: of one token.
         expert: of one routed expert, of each layer that has them.
         cached_token: keys and values, or latents, of one token in all layers.
@@ -112,18 +113,25 @@ class ModelBytes:
 
 def model_bytes(model: CausalLM) -> ModelBytes:
     """The sizes of a model whose KV cache is bound."""
+    layers = [m for m in model.modules() if isinstance(m, (LinearBase, FusedMoE))]
     total = sum(_bytes(parameter) for parameter in model.parameters())
+    total += sum(layer.quantised_bytes for layer in layers)
     embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
-    experts = [m for m in model.modules() if isinstance(m, FusedMoE)]
+    experts = [layer for layer in layers if isinstance(layer, FusedMoE)]
     own_head = any(True for _ in model.output_head.parameters())
     left_out = sum(_bytes(e.weight) for e in embeddings) if own_head else 0
-    left_out += sum(_bytes(layer.w13_weight) + _bytes(layer.w2_weight) for layer in experts)
+    left_out += sum(_expert_bytes(layer) * layer.num_experts for layer in experts)
     return ModelBytes(
         always=total - left_out,
         embedding_row=_bytes(model.token_embedding.weight[0]),
-        expert=tuple(_bytes(layer.w13_weight[0]) + _bytes(layer.w2_weight[0]) for layer in experts),
+        expert=tuple(_expert_bytes(layer) for layer in experts),
         cached_token=_cached_token_bytes(model),
     )
+
+
+def _expert_bytes(layer: FusedMoE) -> int:
+    plain = sum(_bytes(parameter) for parameter in layer.parameters())
+    return (plain + layer.quantised_bytes) // layer.num_experts
 
 
 def _cached_token_bytes(model: CausalLM) -> int:

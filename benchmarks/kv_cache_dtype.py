@@ -11,7 +11,6 @@ python benchmarks/kv_cache_dtype.py --text book.txt --num-tokens 20000 --no-spec
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import sys
@@ -21,13 +20,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from _likelihood import read_scored_text, score, windows_of
 from _report import (
     environment,
     environment_markdown,
     markdown_table,
     percentile,
     read_conversations,
-    read_text,
     write_json,
     write_text,
 )
@@ -105,53 +104,6 @@ def engine_options_of(args: argparse.Namespace) -> dict[str, Any]:
     if chosen != given:
         chosen |= {"num_speculative_tokens": 3, "speculative_lookup": False}
     return chosen
-
-
-def read_scored_text(path: Path, fields: Sequence[str]) -> str:
-    """The text of a plain file, or of the fields of a JSONL file.
-
-    Raises:
-        ValueError: naming the line that lacks a field.
-    """
-    content = read_text(path)
-    if ".jsonl" not in path.suffixes:
-        return content
-    records = []
-    for number, line in enumerate(content.splitlines(), 1):
-        try:
-            record = json.loads(line)
-            records.append("\n".join(str(record[field]) for field in fields))
-        except (ValueError, KeyError, TypeError) as error:
-            raise ValueError(
-                f"{path}:{number} is no JSON object with {', '.join(fields)}: {error!r}"
-            ) from error
-    return "\n\n".join(records)
-
-
-def windows_of(llm: LLM, text: str, num_tokens: int, window: int) -> list[list[int]]:
-    """Token ids of the text's beginning, cut into contexts.
-
-    Raises:
-        ValueError: when the text is shorter.
-    """
-    token_ids = llm.tokenizer.encode(text, add_special_tokens=False, verbose=False)
-    if len(token_ids) < num_tokens:
-        raise ValueError(f"the text has {len(token_ids)} tokens, {num_tokens} are to be scored")
-    starts = range(0, num_tokens, window)
-    return [token_ids[start : min(start + window, num_tokens)] for start in starts]
-
-
-def score(llm: LLM, windows: Sequence[list[int]]) -> list[float]:
-    """Negative log likelihood of every token but each window's first, in nats."""
-    params = SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0)
-    losses = []
-    for window in windows:
-        (output,) = llm.generate([window], params, use_tqdm=False)
-        assert output.prompt_logprobs is not None
-        for token_id, row in zip(window, output.prompt_logprobs, strict=True):
-            if row is not None:
-                losses.append(-row[token_id].logprob)
-    return losses
 
 
 def answer(llm: LLM, task: Task) -> Acceptance:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from atom.config import ConfigError
+from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import has_weights, list_tensors
+from atom.model_loader.errors import name_some
 from atom.model_ops.quant.base import Header, QuantConfig, UnquantizedConfig
 from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.names import names_module
+from atom.model_ops.quant.online import OnlineConfig
 from atom.models.config_file import is_there, read_json_object
+
+logger = logging.getLogger(__name__)
 
 # Older compressed-tensors files have the second name.
 _KEYS = ("quantization_config", "compression_config")
@@ -41,6 +47,49 @@ def read_quantization(folder: Path, raw: Mapping[str, Any], with_weights: bool) 
         return parse_quantization(stated, headers)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from error
+
+
+def choose_quantization(folder: Path, raw: Mapping[str, Any], options: ModelOptions) -> QuantConfig:
+    """The quantisation of a target: the checkpoint's, or what `--quantization` makes of it.
+
+    Raises:
+        ConfigError, WeightError: as `read_quantization`; and when the options are of no use.
+    """
+    stored = read_quantization(folder, raw, with_weights=options.load_format != "dummy")
+    if options.quantization is None:
+        return stored
+    if isinstance(stored, UnquantizedConfig):
+        ignored = options.quantization_ignore or ()
+        _check_ignored(ignored, folder, options)
+        return OnlineConfig(options.quantization, ignored)
+    path, stated = _stated(folder, raw)
+    method = stated.get("quant_method") if isinstance(stated, dict) else None
+    if method != options.quantization:
+        raise ConfigError(
+            f"{path}: the weights are quantised already (quant_method={method!r}), so they cannot "
+            f"be quantised to {options.quantization}; leave --quantization out"
+        )
+    if options.quantization_ignore is not None:
+        raise ConfigError(
+            f"{path}: the weights are quantised already, so --quantization-ignore would have no "
+            f"effect; leave it out"
+        )
+    return stored
+
+
+def _check_ignored(patterns: Iterable[str], folder: Path, options: ModelOptions) -> None:
+    """Refuse patterns that name no module with a matrix."""
+    if options.load_format == "dummy":
+        for pattern in patterns:
+            logger.warning("no weight files, so --quantization-ignore %s is not checked", pattern)
+        return
+    modules = [t.name.removesuffix(".weight") for t in list_tensors(folder) if len(t.shape) > 1]
+    for pattern in patterns:
+        if not any(names_module(pattern, module) for module in modules):
+            raise ConfigError(
+                f"--quantization-ignore {pattern} names no module of {folder}, which has "
+                f"{name_some(modules)}"
+            )
 
 
 def config_levels(raw: Mapping[str, Any]) -> Iterable[Mapping[str, Any]]:

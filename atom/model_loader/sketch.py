@@ -9,7 +9,7 @@ import dataclasses
 import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -20,8 +20,10 @@ from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.placement import Placement, find_targets, place_tensors, raise_if_any
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.quant.base import UnquantizedConfig
 from atom.model_ops.registry import OpUnavailableError
 from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.weight_mapping import ConvertsWeights, WeightLoading
 from atom.models.base import CausalLM
 from atom.models.deepseek_mtp import DeepseekMTP
 from atom.models.eagle3.base import Eagle3Draft
@@ -33,6 +35,7 @@ _META = torch.device("meta")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")
 # Memory while the rotary table is built, in multiples of the table.
 _ROTARY_COPIES = 4
+_GB = 1e9
 
 
 def check_fit(
@@ -111,6 +114,41 @@ def _valueless(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device=_META)
 
 
+class WeightBytes(NamedTuple):
+    """Attributes:
+    stored: when the weights are loaded, quantised ones as codes and scales.
+    peak: while layers are dequantised, where they are.
+    held: after that.
+    """
+
+    stored: int
+    peak: int
+    held: int
+
+
+def weight_bytes(sketch: nn.Module) -> WeightBytes:
+    """What the weights of a model on the meta device will take.
+
+    Layers are dequantised one after another, and give up their stored weights only then.
+    """
+    stored = sum(_bytes(module) for module in sketch.modules())
+    held = peak = stored
+    for module in sketch.modules():
+        if isinstance(module, ConvertsWeights) and module.dequantised_bytes:
+            held += module.dequantised_bytes
+            peak = max(peak, held)
+            held -= _bytes(module)
+    return WeightBytes(stored, peak, held)
+
+
+def _bytes(module: nn.Module) -> int:
+    """Of a module's own parameters, and of its weights that are buffers."""
+    tensors: list[torch.Tensor] = list(module.parameters(recurse=False))
+    if isinstance(module, WeightLoading):
+        tensors += module.buffers(recurse=False)
+    return sum(tensor.nbytes for tensor in tensors)
+
+
 def _check_memory(
     sketch: nn.Module, source: ModelSource, context: LayerContext, is_dummy: bool
 ) -> None:
@@ -118,13 +156,18 @@ def _check_memory(
     size is unverified, with free memory.
     """
     platform = context.ops.platform
-    needed = sum(parameter.nbytes for parameter in sketch.parameters())
+    stored, peak, _ = weight_bytes(sketch)
     room = free_memory_bytes(platform) if is_dummy else total_memory_bytes(platform)
-    if needed > room:
+    if peak > room:
+        dtype = str(context.dtype).removeprefix("torch.")
+        how = f"in {dtype}"
+        if peak > stored:
+            how = f"as stored, up to {_gb(peak)} while layers are dequantised to {dtype}"
+        elif not isinstance(context.quant, UnquantizedConfig):
+            how = f"as stored, those that are not quantised in {dtype}"
         raise ConfigError(
-            f"{source.path / 'config.json'} describes a model whose parameters take "
-            f"{needed / 1e9:.1f} GB in {str(context.dtype).removeprefix('torch.')}, and the "
-            f"{platform.kind} has {room / 1e9:.1f} GB"
+            f"{source.path / 'config.json'} describes a model whose parameters take {_gb(stored)} "
+            f"{how}, and the {platform.kind} has {_gb(room)}"
         )
     tables = [m.cos_sin for m in sketch.modules() if isinstance(m, RotaryEmbedding)]
     table_bytes = sum(table.nbytes for table in tables) * context.max_model_len
@@ -132,6 +175,10 @@ def _check_memory(
     if table_bytes * _ROTARY_COPIES > free:
         raise ConfigError(
             f"{source.path / 'config.json'}: rotating {context.max_model_len} positions takes "
-            f"tables of {table_bytes / 1e9:.1f} GB, and making them {_ROTARY_COPIES} times that; "
-            f"{free / 1e9:.1f} GB are free. Pass a smaller --max-model-len"
+            f"tables of {_gb(table_bytes)}, and making them {_ROTARY_COPIES} times that; "
+            f"{_gb(free)} are free. Pass a smaller --max-model-len"
         )
+
+
+def _gb(num_bytes: int) -> str:
+    return f"{num_bytes / _GB:.1f} GB"

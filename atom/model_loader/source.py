@@ -18,7 +18,7 @@ from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.gguf.tensors import automatic_dtype
 from atom.model_loader.hub import download, looks_like_path
-from atom.model_loader.quantization import config_levels, read_quantization
+from atom.model_loader.quantization import choose_quantization, config_levels
 from atom.model_loader.read_files import check_folder, read_tokenizer
 from atom.model_loader.tied import untie_different_head
 from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
@@ -79,7 +79,7 @@ def resolve_model(options: ModelOptions) -> ModelSource:
     else:
         folder, default_dtype = _from_gguf(gguf, options)
         raw = _read_config(folder)
-    quantization = read_quantization(folder, raw, with_weights=options.load_format != "dummy")
+    quantization = choose_quantization(folder, raw, options)
     config = _load_config(folder, raw, options)
     if options.load_format != "dummy":
         untie_different_head(config.get_text_config(), folder)

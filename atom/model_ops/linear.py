@@ -17,7 +17,7 @@ from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import LayerKind
 from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
-from atom.model_ops.quant.weights import dequantise
+from atom.model_ops.quant.weights import dequantise, held_bytes
 from atom.model_ops.weights import copy_weight
 
 
@@ -31,6 +31,7 @@ class StackedMatrix(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    _dequantises = True
 
     def __init__(
         self,
@@ -78,6 +79,13 @@ class StackedMatrix(nn.Module):
         mine = bias[part.offset : part.offset + rows.size]
         copy_weight(mine, tensor[rows.start : rows.start + rows.size])
 
+    @property
+    def dequantised_bytes(self) -> int:
+        """Of what takes the place of quantised weights; 0 if they stay quantised."""
+        if self.storage.format is None or not self._dequantises:
+            return 0
+        return self.out_features * self.in_features * self._dtype.itemsize
+
     def process_after_loading(self) -> None:
         """Convert quantised weights to the form that the layer uses."""
         raise NotImplementedError
@@ -102,7 +110,13 @@ class LinearBase(StackedMatrix):
             out_features=self.out_features,
         )
         self._product = self._choice.function
+        self._dequantises = self._choice.dequantises
         self._prepared: Any = None
+
+    @property
+    def quantised_bytes(self) -> int:
+        """Of weights that are no parameters but in the form that the op made of quantised ones."""
+        return held_bytes(self._prepared)
 
     def process_after_loading(self) -> None:
         if self.storage.format is None:

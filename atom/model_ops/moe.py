@@ -12,6 +12,7 @@ from torch import nn
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import share_of, stack
 from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
+from atom.model_ops.quant.weights import held_bytes
 from atom.model_ops.routing import Routing
 
 # The checkpoint's module or tensor -> our matrix.
@@ -140,6 +141,19 @@ class FusedMoE(nn.Module):
             gate, up = (tensor[:, ::2], tensor[:, 1::2]) if alternate else tensor.chunk(2, dim=1)
             storage.load(stored, gate, self._parts["gate_proj"])
             storage.load(stored, up, self._parts["up_proj"])
+
+    @property
+    def dequantised_bytes(self) -> int:
+        """Of what takes the place of quantised weights; 0 if they stay quantised."""
+        if not self._choice.dequantises:
+            return 0
+        sizes = (sum(s.rows) * s.columns for s in self._storages.values())
+        return self.num_experts * sum(sizes) * self._dtype.itemsize
+
+    @property
+    def quantised_bytes(self) -> int:
+        """Of weights that are no parameters but in the form that the op made of quantised ones."""
+        return 0 if self._storages["w13"].format is None else held_bytes(self._prepared)
 
     def process_after_loading(self) -> None:
         """Convert quantised weights, and all to the layout that the op reads."""

@@ -26,6 +26,7 @@ def _kernel(
     layout: str = PLAIN,
     prepare: str | None = None,
     note: Callable[[OpQuery], str] = lambda _: "",
+    dequantises: bool = False,
 ) -> Implementation:
     """One implementation. Nothing that it names is imported before it is needed.
 
@@ -36,6 +37,7 @@ def _kernel(
         layout: of the KV cache.
         prepare: path of the function that converts weights once after loading.
         note: what the choice costs.
+        dequantises: whether `prepare` dequantises the weights, which the note says then.
     """
     folder = function.partition(".")[0]
 
@@ -46,7 +48,11 @@ def _kernel(
         return reason
 
     load_prepare = None if prepare is None else lambda: _find(prepare)
-    return Implementation(folder, supports, lambda: _find(function), layout, load_prepare, note)
+    if dequantises:
+        note = _dequantised
+    return Implementation(
+        folder, supports, lambda: _find(function), layout, load_prepare, note, dequantises
+    )
 
 
 def _dequantised(query: OpQuery) -> str:
@@ -74,7 +80,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "native.quant:quant_linear",
             "native.linear:refuses",
             prepare="torch.quant:prepare_linear",
-            note=_dequantised,
+            dequantises=True,
         ),
         _kernel(
             "triton.quant_linear:quant_linear",
@@ -82,9 +88,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             prepare="triton.quant_linear:prepare",
             note=lambda query: _find("triton.quant_linear:note")(query),
         ),
-        _kernel(
-            "torch.quant:quant_linear", prepare="torch.quant:prepare_linear", note=_dequantised
-        ),
+        _kernel("torch.quant:quant_linear", prepare="torch.quant:prepare_linear", dequantises=True),
     ),
     # aiter's product rounds to the type of the weights first for shapes that it has not tuned.
     "logits": (
@@ -180,7 +184,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             note=lambda query: _find("triton.quant_experts:note")(query),
         ),
         _kernel(
-            "torch.quant:quant_experts", prepare="torch.quant:prepare_experts", note=_dequantised
+            "torch.quant:quant_experts", prepare="torch.quant:prepare_experts", dequantises=True
         ),
     ),
     "choose_tokens": (

@@ -54,6 +54,7 @@ class Implementation:
         load_prepare: imports and returns the function that converts weights, once after loading, to
             the layout that the op reads; None if it reads them as they are.
         note: what the choice costs, for the table of ops; "" if nothing.
+        dequantises: whether that function converts quantised weights to the model's dtype.
     """
 
     name: str
@@ -62,6 +63,7 @@ class Implementation:
     layout: str = PLAIN
     load_prepare: Callable[[], Any] | None = None
     note: Callable[[OpQuery], str] = lambda _: ""
+    dequantises: bool = False
 
 
 @dataclass(frozen=True)
@@ -76,6 +78,7 @@ class OpChoice:
     layout: str = PLAIN
     prepare: Callable[..., Any] | None = None
     note: str = ""
+    dequantises: bool = False
 
 
 def preference(platform: Platform) -> tuple[str, ...]:
@@ -181,6 +184,7 @@ class OpTable:
                     candidate.layout,
                     candidate.load_prepare() if candidate.load_prepare is not None else None,
                     candidate.note(query),
+                    candidate.dequantises,
                 )
             passed_over.append((candidate.name, reason))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)

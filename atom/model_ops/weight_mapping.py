@@ -37,7 +37,14 @@ class WeightLoading(Protocol):
 
 @runtime_checkable
 class ConvertsWeights(Protocol):
-    """A module that converts its weights once after loading."""
+    """A module that converts its weights once after loading.
+
+    Attributes:
+        dequantised_bytes: what takes the place of quantised weights; 0 if they stay quantised.
+    """
+
+    @property
+    def dequantised_bytes(self) -> int: ...
 
     def process_after_loading(self) -> None:
         """Convert the weights to the layout that the module's op reads.

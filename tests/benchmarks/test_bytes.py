@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,12 @@ import torch
 from atom.config import ModelOptions
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
+from atom.model_loader.dummy import fill_with_dummy_weights
 from atom.model_loader.source import resolve_model
+from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import LinearBase
+from atom.model_ops.moe import FusedMoE
 from atom.models.registry import create_model
 from atom.platform import cpu_platform
 
@@ -50,10 +55,15 @@ def test_moe_experts(benchmark_module: Module) -> None:
     assert found == 11 * expert + 2 * 2 * 7168 * 2 + 16 * 12
 
 
-def small_model(folder: Path, shape: Any, module: Module, storage: torch.dtype) -> Any:
+def small_model(
+    folder: Path, shape: Any, module: Module, storage: torch.dtype, quantization: str | None = None
+) -> Any:
+    folder.mkdir(exist_ok=True)
     target, _ = module("_decode_shapes").write_configs(folder, shape, 64)
-    source = resolve_model(ModelOptions(str(target), load_format="dummy"))
+    options = ModelOptions(str(target), load_format="dummy", quantization=quantization)
+    source = resolve_model(options)
     context = LayerContext.create(torch.float32, 64, cpu_platform())
+    context = replace(context, quant=source.quantization)
     model = create_model(source.hf_config, context)
     cache = PagedCache(attention_layers(model), 16, storage, context.device)
     cache.allocate_kv_cache_tensors(2)
@@ -80,8 +90,6 @@ def test_a_tied_embedding_is_read_as_the_head(benchmark_module: Module, tmp_path
     shapes = benchmark_module("_decode_shapes")
     apart = shapes.SHAPES["tiny"]
     tied = shapes.Shape("tied", {**apart.target, "tie_word_embeddings": True}, apart.draft)
-    (tmp_path / "apart").mkdir()
-    (tmp_path / "tied").mkdir()
     model_bytes = benchmark_module("_bytes").model_bytes
     ours = model_bytes(small_model(tmp_path / "tied", tied, benchmark_module, torch.float32))
     assert ours == model_bytes(
@@ -110,3 +118,27 @@ def test_shapes_are_those_of_the_models(benchmark_module: Module) -> None:
     assert (draft["num_key_value_heads"], draft["head_dim"]) == (8, 128)
     assert shapes["8b"].has_peer
     assert not shapes["kimi"].has_peer
+
+
+@pytest.mark.parametrize("kind", ["tiny", "tiny-kimi"])
+def test_quantised_weights(
+    benchmark_module: Module, tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two numbers to a byte, and four bytes for every 32; heads and latents are as they were."""
+    shape = benchmark_module("_decode_shapes").SHAPES[kind]
+    plain = benchmark_module("_bytes").model_bytes(
+        small_model(tmp_path / "plain", shape, benchmark_module, torch.float32)
+    )
+    monkeypatch.setattr(torch_quant, "prepare_linear", lambda weights, _: weights)
+    monkeypatch.setattr(torch_quant, "prepare_experts", lambda w13, w2, _: (w13, w2))
+    model = small_model(tmp_path, shape, benchmark_module, torch.float32, quantization="int4")
+    fill_with_dummy_weights(model)
+    quantised = [m for m in model.modules() if isinstance(m, (LinearBase, FusedMoE))]
+    shapes = [m.storage for m in quantised if isinstance(m, LinearBase)]
+    dense = sum(4 * sum(s.rows) * s.columns for s in shapes)
+    for layer in quantised:
+        layer.process_after_loading()
+    found = benchmark_module("_bytes").model_bytes(model)
+    assert found.always == plain.always - dense + dense * 5 // 32
+    assert found.expert == tuple(size * 5 // 32 for size in plain.expert)
+    assert found.embedding_row == plain.embedding_row

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import pytest
 import torch
@@ -37,10 +37,10 @@ def load_model(
     max_model_len: int,
     dtype: torch.dtype = torch.float32,
     platform: Platform | None = None,
-    load_format: str = "auto",
+    **model_options: Any,
 ) -> CausalLM:
     """The model of a checkpoint folder, loaded as the engine loads it; on the CPU by default."""
-    options = ModelOptions(model=str(folder), load_format=load_format)
+    options = ModelOptions(model=str(folder), **model_options)
     source = resolve_model(options)
     context = LayerContext.create(dtype, max_model_len, platform or cpu_platform())
     return build_model(partial(create_model, source.hf_config), source, context, options)
@@ -75,9 +75,9 @@ class ModelBench:
         max_model_len: int = 128,
         dtype: torch.dtype = torch.float32,
         platform: Platform | None = None,
-        load_format: str = "auto",
+        **model_options: Any,
     ) -> None:
-        self.model = load_model(folder, max_model_len, dtype, platform, load_format)
+        self.model = load_model(folder, max_model_len, dtype, platform, **model_options)
         self.block_size = block_size
         self.device = (platform or cpu_platform()).device
         self._max_model_len = max_model_len

@@ -70,9 +70,9 @@ def quantised(folder: Path, config: Mapping[str, Any], pack: Pack) -> tuple[Path
     return stored, dense
 
 
-def logits(folder: Path, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def logits(folder: Path, dtype: torch.dtype = torch.float32, **options: Any) -> torch.Tensor:
     """[T, vocab] of `TOKENS`, chunked: a long step and single ones."""
-    return ModelBench(folder, dtype=dtype).run(TOKENS, [5, 1])
+    return ModelBench(folder, dtype=dtype, **options).run(TOKENS, [5, 1])
 
 
 def assert_same_model(stored: Path, dense: Path) -> None:

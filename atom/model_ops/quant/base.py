@@ -47,6 +47,8 @@ class StoredTensor:
         is_optional: a checkpoint may lack it; the parameter is `fill` then.
         gate_up_alternate: if one tensor holds gate and up of all experts, their rows take turns;
             else the rows of gate come first.
+        is_derived: `read` computes it from another one, of whole matrices, on the parameters'
+            device; checkpoints do not have it. Dummy weights are `fill`.
     """
 
     axes: tuple[Axis, ...]
@@ -55,6 +57,7 @@ class StoredTensor:
     is_optional: bool = False
     fill: float = 0.0
     gate_up_alternate: bool = False
+    is_derived: bool = False
 
 
 class QuantMethod(Protocol):

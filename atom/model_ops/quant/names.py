@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
+from fnmatch import fnmatchcase
 from typing import TypeVar
 
 from atom.config import ConfigError
@@ -57,3 +59,16 @@ def read_flag(config: Mapping[str, object], key: str, supported: Sequence[T], de
         f"quantization_config: {key}={value!r} is not supported; supported: "
         f"{', '.join(repr(known) for known in supported)}"
     )
+
+
+def names_module(pattern: str, name: str) -> bool:
+    """Whether a pattern of a list of modules stands for `name`.
+
+    It is a module's name or a glob, either of which stands for all modules below it, too; or `re:`
+    and a regular expression, which must match from the start of the name.
+    """
+    if pattern.startswith("re:"):
+        return re.match(pattern[3:], name) is not None
+    pieces = name.split(".")
+    above = (".".join(pieces[:end]) for end in range(1, len(pieces) + 1))
+    return any(fnmatchcase(module, pattern) for module in above)

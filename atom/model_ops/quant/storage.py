@@ -75,6 +75,7 @@ class MatrixStorage:
         self._prefix = prefix
         self._experts = () if num_experts is None else (num_experts,)
         self._method = method
+        self._device = context.device
         plain = {"weight": StoredTensor((OUT, IN), context.dtype, "numbers")}
         self.stored = dict(plain if method is None else method.stored)
         self._cuts_blocks = False
@@ -83,7 +84,7 @@ class MatrixStorage:
         for name, stored in self.stored.items():
             self.stored[name] = self._fit(name, stored)
         for name, stored in self.stored.items():
-            self._create(name, stored, context.device)
+            self._create(name, stored)
 
     @property
     def rows(self) -> tuple[int, ...]:
@@ -139,6 +140,10 @@ class MatrixStorage:
         if self._method is None:
             self._load(name, tensor, part, expert)
             return
+        if self.stored[name].is_derived:
+            raise ValueError("--quantization computes it, and the checkpoint has one already")
+        if any(stored.is_derived for stored in self.stored.values()):
+            tensor = self._shaped(tensor, (OUT, IN), part, expert).to(self._device)
         for stored_name, stored in self._method.read(name, tensor).items():
             if stored is not tensor and not tensor.is_meta:
                 check_finite(tensor)  # what was made of it need not show
@@ -168,11 +173,12 @@ class MatrixStorage:
             self._cuts_blocks = True
         return replace(stored, axes=tuple(axes))
 
-    def _create(self, name: str, stored: StoredTensor, device: torch.device) -> None:
+    def _create(self, name: str, stored: StoredTensor) -> None:
         shape = [self._size(axis) for axis in stored.axes]
         per_part = () if any(axis.of == "out" for axis in stored.axes) else (len(self._parts),)
-        values = torch.empty(*self._experts, *per_part, *shape, dtype=stored.dtype, device=device)
-        if stored.is_optional or stored.holds == "shape":
+        size = *self._experts, *per_part, *shape
+        values = torch.empty(*size, dtype=stored.dtype, device=self._device)
+        if stored.is_optional or stored.is_derived or stored.holds == "shape":
             if not values.is_meta:
                 values.fill_(stored.fill)
             # A buffer, since a checkpoint need not fill it.

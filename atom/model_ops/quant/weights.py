@@ -8,7 +8,7 @@ that matrices with different ones can be stacked.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from typing import Literal
 
 import torch
@@ -92,7 +92,8 @@ class QuantWeights:
             low four bits of byte j. int4 codes are 0..15.
         scale: [ceil(out / rows), ceil(in / columns)], float16, bfloat16 or float32; uint8 for
             `e8m0`, float8_e4m3fn for `e4m3`.
-        zeros: uint8 [out, ceil(in / columns)] of 0..16, of int4; int8 of the same shape, of int8.
+        zeros: [out, ceil(in / columns)]: uint8 of 0..16 for int4, int8 for int8; float16 if they
+            lie between codes.
         row_scale: float32 [out].
         input_scale: float32 [], for static and `e4m3` activation scales.
         column_order: int64 [in]; the product is of `x[..., column_order]` and these columns.
@@ -111,10 +112,6 @@ class QuantWeights:
         """out, in of one matrix."""
         out, stored = self.codes.shape[-2:]
         return out, stored * (2 if self.format.codes in ("int4", "fp4") else 1)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(tensor.nbytes for tensor in self.tensors().values())
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that there are, by name."""
@@ -166,6 +163,17 @@ def scale_values(
     if scale_type == "e8m0":
         return torch.exp2(scale.to(torch.float64) - 127).to(dtype)
     return scale.to(dtype)
+
+
+def held_bytes(prepared: object) -> int:
+    """Of all tensors in what an op's `prepare` returned, whatever its form."""
+    if isinstance(prepared, torch.Tensor):
+        return prepared.nbytes
+    if isinstance(prepared, tuple):
+        return sum(held_bytes(item) for item in prepared)
+    if is_dataclass(prepared) and not isinstance(prepared, type):
+        return sum(held_bytes(getattr(prepared, item.name)) for item in fields(prepared))
+    return 0
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:

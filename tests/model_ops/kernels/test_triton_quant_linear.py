@@ -156,6 +156,15 @@ def test_equals_the_definition(form: WeightFormat, device: torch.device) -> None
     )
 
 
+def test_zero_points_between_codes(device: torch.device) -> None:
+    weights = random_weights(WEIGHT_ONLY[1], device=device)
+    assert weights.zeros is not None
+    weights.zeros = (weights.zeros.float() + 0.3).half()
+    x = torch.randn(3, IN, device=device)
+    for platform in platforms_on(device):
+        assert error(run(platform, x, weights), by_definition(x, weights)) < TOLERANCE
+
+
 @pytest.mark.parametrize("form", [MXFP4, IN_CODES[4], WEIGHT_ONLY[1]], ids=str)
 def test_equals_the_definition_on_the_other_platform(
     form: WeightFormat, device: torch.device
