@@ -21,6 +21,7 @@ class CommandLine(argparse.ArgumentParser):
 
     def __init__(self, **kwargs: Any) -> None:
         super().__init__(allow_abbrev=False, **kwargs)
+        self._stated: dict[argparse.Action, Any] = {}
         self.add_argument(
             "--config",
             metavar="FILE",
@@ -32,6 +33,12 @@ class CommandLine(argparse.ArgumentParser):
         """Let flag `--name` be given without its name."""
         dest = _POSITIONAL + name
         self.add_argument(dest, nargs="?", metavar=name.upper(), help=help)
+
+    def format_help(self) -> str:
+        """The help text, which tells defaults also while they are set aside for parsing."""
+        known = {action: self._stated.get(action, action.default) for action in self._actions}
+        with _defaults(self._actions, known):
+            return super().format_help()
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and in one line where to read more; ends the process with code 2."""
@@ -56,7 +63,8 @@ class CommandLine(argparse.ArgumentParser):
 
     def _given(self, args: Sequence[str] | None) -> dict[str, Any]:
         """What was said, without defaults."""
-        with _without_defaults(self._actions):
+        self._stated = {action: action.default for action in self._actions}
+        with _defaults(self._actions, dict.fromkeys(self._actions, argparse.SUPPRESS)):
             namespace, unknown = self.parse_known_args(args)
         if unknown:
             flag = unknown[0].partition("=")[0]
@@ -113,15 +121,17 @@ class CommandLine(argparse.ArgumentParser):
 
 
 @contextlib.contextmanager
-def _without_defaults(actions: Collection[argparse.Action]) -> Iterator[None]:
-    """Parse with flags that leave no value where they are not given."""
-    defaults = [action.default for action in actions]
+def _defaults(
+    actions: Collection[argparse.Action], values: Mapping[argparse.Action, Any]
+) -> Iterator[None]:
+    """Give flags other default values."""
+    before = [action.default for action in actions]
     for action in actions:
-        action.default = argparse.SUPPRESS
+        action.default = values[action]
     try:
         yield
     finally:
-        for action, default in zip(actions, defaults, strict=True):
+        for action, default in zip(actions, before, strict=True):
             action.default = default
 
 

@@ -54,6 +54,15 @@ def test_the_error_comes_first_and_a_short_hint_after(
 
 
 @pytest.mark.parametrize("run", [main, demo])
+def test_help_tells_the_defaults(run: Any, capfd: CAPFD) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        run(["--help"])
+    text = capfd.readouterr().out
+    assert "--max-model-len" in text
+    assert "(default: auto)" in text
+
+
+@pytest.mark.parametrize("run", [main, demo])
 def test_a_device_that_is_not_there_is_one_line(run: Any, capfd: CAPFD) -> None:
     import torch
 
