@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from atom.config import op_override
+from atom.environment import op_override
 from atom.model_ops.op_report import format_choices
 from atom.model_ops.quant.weights import WeightFormat
 from atom.platform import Platform

@@ -12,7 +12,8 @@ import pytest
 import torch
 from gguf_files import tiny_model
 
-from atom.config import ConfigError, cache_limit
+from atom.config import ConfigError
+from atom.environment import cache_limit
 from atom.model_loader.gguf import cache as gguf_cache
 from atom.model_loader.gguf.cache import make_room, use
 from atom.model_loader.gguf.convert import converted_folder

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.config import cache_dir
+from atom.environment import cache_dir
 from atom.model_ops.kernels.native import attention, bindings, elementwise, linear
 from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.build import NativeBuild, build, native_build

@@ -19,7 +19,8 @@ import torch
 from filelock import FileLock
 from tqdm import tqdm
 
-from atom.config import ConfigError, cache_dir, cache_limit
+from atom.config import ConfigError
+from atom.environment import cache_dir, cache_limit
 from atom.model_loader.gguf.cache import content_key, make_room, use
 from atom.model_loader.gguf.config import (
     check_architecture,

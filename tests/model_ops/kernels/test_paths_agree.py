@@ -20,7 +20,7 @@ from models import checkpoints
 from spec_decode import draft_bench, engines
 from transformers import PreTrainedTokenizerFast
 
-from atom.config import triton_is_interpreted
+from atom.environment import triton_is_interpreted
 from atom.model_loader import sketch
 from atom.model_ops import layer_context
 from atom.model_ops.kernels.aiter import probe

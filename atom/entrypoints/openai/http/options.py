@@ -8,9 +8,9 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
-from atom.config import api_key_from_environment
 from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
+from atom.environment import api_key_from_environment
 from atom.options import add_flags, build, given_flags, option
 
 UNKNOWN_FIELDS = ("warn", "refuse")

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from atom.config import cache_dir, cxx_compiler
+from atom.environment import cache_dir, cxx_compiler
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 _COMPILERS = ("c++", "g++", "clang++")

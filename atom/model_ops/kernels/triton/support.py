@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from atom.config import triton_is_interpreted
+from atom.environment import triton_is_interpreted
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform
 
