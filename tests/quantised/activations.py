@@ -60,7 +60,7 @@ def fp8_static(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 def mxfp4(x: torch.Tensor) -> torch.Tensor:
     parts = groups(x, 32)
-    scale = torch.exp2(parts.abs().amax(dim=-1, keepdim=True).log2().floor() - 2)
+    scale = torch.exp2(parts.abs().amax(dim=-1, keepdim=True).mul(8 / 7).log2().floor() - 2)
     return (nearest((parts / scale).clamp(-6, 6), FP4) * scale).flatten(-2)
 
 

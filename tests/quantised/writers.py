@@ -95,9 +95,9 @@ def fp8_static(x: torch.Tensor, scale: float) -> torch.Tensor:
 
 
 def mxfp4(x: torch.Tensor) -> torch.Tensor:
-    """float64 [T, in], 32 inputs with scale 2^(floor(log2(amax)) - 2)."""
+    """float64 [T, in], 32 inputs with scale 2^(e - 2); an amax of 1.75 * 2^e has the next e."""
     grouped = x.view(x.shape[0], -1, 32)
-    scale = torch.exp2(grouped.abs().amax(-1, keepdim=True).log2().floor() - 2)
+    scale = torch.exp2(grouped.abs().amax(-1, keepdim=True).mul(8 / 7).log2().floor() - 2)
     return (nearest(grouped / scale, E2M1[:8]) * scale).view_as(x)
 
 

@@ -92,7 +92,7 @@ def _quantise_int8(rows: torch.Tensor) -> Mapping[str, torch.Tensor]:
 def _quantise_mxfp4(rows: torch.Tensor) -> Mapping[str, torch.Tensor]:
     """The scale is the least for which the largest number is nearer to 6 than to 8."""
     groups = _groups(rows)
-    exponents = e8m0_scales(_magnitudes(groups) / 7 * 8, "fp4")
+    exponents = e8m0_scales(_magnitudes(groups), "fp4")
     codes = round_to_fp4(groups / scale_values(exponents, "e8m0")[..., None])
     return {"weight": _packed(codes, rows), "weight_scale": exponents}
 

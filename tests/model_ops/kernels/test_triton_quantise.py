@@ -112,3 +112,12 @@ def test_what_is_refused() -> None:
     assert "48" in str(quantise.refuses_activations(Activations("fp8", 48), 7168))
     assert "70000" in str(quantise.refuses_activations(Activations("int8"), 70000))
     assert quantise.refuses_activations(Activations("int8", is_static=True), 70000) is None
+
+
+def test_the_exponent_of_fp4_is_that_of_the_nearer_power(device: torch.device) -> None:
+    """4, 6.99, 7, 7.01 and 8: from 7 on 8 / 4 is the scale, since 7 is nearer to 8 than to 6."""
+    amax = torch.tensor([4.0, 6.99, 7.0, 7.01, 8.0], device=device)
+    assert reference.e8m0_scales(amax, "fp4").tolist() == [127, 127, 128, 128, 128]
+    x = amax[:, None].expand(-1, 32).contiguous()
+    _, scale = quantise.quantise(x, Activations("fp4", 32, "e8m0"), None, torch.float8_e4m3fn)
+    assert scale.flatten().tolist() == [127, 127, 128, 128, 128]

@@ -24,7 +24,7 @@ FP8_CHANNEL = WeightFormat("fp8", has_row_scale=True, activations=_TOKEN)
 FP8_STATIC = replace(FP8_CHANNEL, activations=Activations("fp8", is_static=True))
 INT8_CHANNEL = WeightFormat("int8", has_row_scale=True, activations=Activations("int8"))
 # Groups of 32, whose scales are powers of two. aiter rounds those of inputs up, to the smallest one
-# that is at least amax / 6, where `Activations` rounds down: no input is cut off.
+# that is at least amax / 6; `Activations` does so from 7/4 of a power of two on, 6/4 here.
 MXFP4 = WeightFormat("fp4", 1, 32, "e8m0", activations=Activations("fp4", 32, "e8m0"))
 
 E8M0_SHUFFLE = EntryPoint("aiter.utility.fp4_utils:e8m0_shuffle", "scale")

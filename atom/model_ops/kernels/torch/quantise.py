@@ -63,8 +63,10 @@ def _scales(
 def e8m0_scales(amax: torch.Tensor, codes: str) -> torch.Tensor:
     """The largest magnitude of each group -> uint8 exponents, biased by 127."""
     if codes == "fp4":
-        # OCP's rule: the exponent of amax less that of the largest code, 4.
-        exponent = torch.frexp(amax)[1] - 1 - 2
+        # The exponent of amax less that of the largest code, 4. Amax is rounded up to the next
+        # power of two where that is nearer to what its codes can be (from 7 / 4 on).
+        fraction, exponent = torch.frexp(amax)
+        exponent = torch.where(fraction >= 7 / 8, exponent, exponent - 1) - 2
     else:
         fraction, exponent = torch.frexp(amax / _LIMITS[codes])
         exponent = torch.where(fraction == 0.5, exponent - 1, exponent)

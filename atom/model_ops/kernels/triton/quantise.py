@@ -173,8 +173,8 @@ def _quantise(
 def e8m0_bytes(amax, CODES: tl.constexpr, LIMIT: tl.constexpr):
     """The largest magnitudes of groups -> exponents, biased by 127."""
     if CODES == "fp4":
-        # Its exponent less that of the largest code, 4.
-        exponent = (amax.to(tl.int32, bitcast=True) >> 23) - 2
+        # Its exponent less that of the largest code, 4; from 7/4 on the next power's exponent.
+        exponent = ((amax.to(tl.int32, bitcast=True) + 0x200000) >> 23) - 2
     else:
         quotient = tl.div_rn(amax, tl.full(amax.shape, LIMIT, tl.float32))
         bits = quotient.to(tl.int32, bitcast=True)
