@@ -47,10 +47,11 @@ class StackedMatrix(nn.Module):
         parent = prefix.rpartition(".")[0]
         names = [f"{parent}.{part}".lstrip(".") for part in parts if part is not None]
         method = context.quant.method_for(prefix, names, kind)
-        self.storage = MatrixStorage(self, tuple(parts.values()), method, context)
+        self.storage = MatrixStorage(self, tuple(parts.values()), method, context, has_bias=bias)
         self.in_features = self.storage.columns
         self.out_features = sum(self.storage.rows)
-        self.bias = context.empty(self.out_features) if bias else None
+        if bias or "bias" not in self.storage.stored:
+            self.bias = context.empty(self.out_features) if bias else None
         self._dtype = context.dtype
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
@@ -63,10 +64,10 @@ class StackedMatrix(nn.Module):
                 else f"{name} has no shard {shard}"
             )
         part = self.parts[shard]
-        if name == "bias" and self.bias is not None:
-            self._load_bias(self.bias, tensor, part)
-        elif name in self.storage.stored:
+        if name in self.storage.stored:
             self.storage.load(name, tensor, part)
+        elif name == "bias" and self.bias is not None:
+            self._load_bias(self.bias, tensor, part)
         else:
             raise ValueError(f"it consists of {', '.join(self.storage.stored)}, not {name}")
 

@@ -38,10 +38,15 @@ from atom.models.deepseek_v2 import (
 
 @dataclass(frozen=True)
 class MTPParts:
-    """Which parts a prediction layer has itself; the others are the target's."""
+    """What a prediction layer has itself, the rest is the target's; and how it is stored.
+
+    Attributes:
+        is_plain: as numbers, whatever the checkpoint's quantisation is.
+    """
 
     embed_tokens: bool = False
     head: bool = False
+    is_plain: bool = False
 
 
 class SharedHead(nn.Module):
@@ -67,13 +72,15 @@ class MTPLayer(DeepseekV3DecoderLayer):
         context: LayerContext,
     ) -> None:
         config, prefix = target.config, f"{target.prefix}model.layers.{layer_id}"
+        plain = dataclasses.replace(context, quant=UnquantizedConfig())
+        if parts.is_plain:
+            context = plain
         super().__init__(config, layer_id, context, prefix)
         self.parts = parts
         size, eps = config.hidden_size, config.rms_norm_eps
         self.enorm = RMSNorm(size, eps, context)
         self.hnorm = RMSNorm(size, eps, context)
-        # Not quantised, even if the other layers are.
-        plain = dataclasses.replace(context, quant=UnquantizedConfig())
+        # Not quantised, even if the others of the layer are.
         self.eh_proj = ReplicatedLinear(2 * size, size, False, plain, f"{prefix}.eh_proj")
         self.shared_head = SharedHead(size, eps, context)
         embedding, head = target.token_embedding, target.output_head

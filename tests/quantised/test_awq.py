@@ -107,8 +107,11 @@ def test_the_plain_order_differs() -> None:
         ({"bits": 3}, "AWQ with bits=3 is not supported, only 4"),
         ({"version": "gemv"}, "version='gemv' is not supported; supported: 'gemm'"),
         ({"version": "gemv_fast"}, "version='gemv_fast'"),
+        ({"format": "gemv"}, "format='gemv'"),
+        ({"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        ({"group_size": 10**21}, "group_size=10+ is no size from 1 to 65536"),
         ({"zero_point": False}, "zero_point=False"),
-        ({"group_size": 0}, "group_size=0 is neither"),
+        ({"group_size": 0}, "group_size=0 is no size from 1 to 65536"),
     ],
 )
 def test_refusals(change: dict[str, Any], message: str) -> None:

@@ -12,12 +12,17 @@ from quantised.packing import (
     Packed,
     assert_same_model,
     check_experts,
+    layer_context,
+    logits,
     quantised,
     split_products,
 )
 from quantised.writers import AWQ_ORDER, PLAIN, distinct, pack_words, random_codes
 
 from atom.config import ConfigError
+from atom.distributed.parallel_state import SINGLE
+from atom.model_loader.errors import WeightError
+from atom.model_ops.linear import ColumnParallelLinear
 from atom.model_ops.quant.base import Header
 from atom.model_ops.quant.formats import parse_quantization
 
@@ -165,6 +170,62 @@ def test_zero_points_of_the_other_version() -> None:
         split_products(parsed(config), tensors, torch.eye(64), 32, 1)
 
 
+def test_the_version_may_be_called_format() -> None:
+    config = {**CONFIG, "sym": False}
+    packed = pack(32, 64, {**config, "checkpoint_format": "gptq_v2"})
+    stated = parsed({**config, "format": "gptq_v2"})
+    product, _ = split_products(stated, packed.tensors, torch.eye(64), 32, 1)
+    assert torch.equal(product, packed.weight.T.float())
+
+
+def with_bias(packed: Packed, value: float = 0) -> Packed:
+    bias = torch.full((packed.weight.shape[0],), value, dtype=torch.float16)
+    return Packed({**packed.tensors, "bias": bias}, packed.weight)
+
+
+def test_biases_of_zeros_are_dropped(tmp_path: Path) -> None:
+    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1).folder
+
+    def pack_model(module: str, out: int, columns: int) -> Packed | None:
+        return None if module == "lm_head" else with_bias(pack(out, columns, CONFIG))
+
+    assert_same_model(*quantised(folder, CONFIG, pack_model))
+    check_experts(parsed(CONFIG), lambda out, columns: with_bias(pack(out, columns, CONFIG)))
+
+
+@pytest.mark.parametrize("part", ["k_proj", "down_proj"])
+def test_a_bias_that_the_model_lacks(tmp_path: Path, part: str) -> None:
+    folder = checkpoints.llama(tmp_path / "plain", num_hidden_layers=1).folder
+
+    def pack_model(module: str, out: int, columns: int) -> Packed | None:
+        value = 0.5 if part in module else 0
+        return None if module == "lm_head" else with_bias(pack(out, columns, CONFIG), value)
+
+    stored, _ = quantised(folder, CONFIG, pack_model)
+    with pytest.raises(WeightError, match=rf"{part}\.bias: \d+ of \d+ values are not 0"):
+        logits(stored)
+
+
+def test_a_layer_with_a_bias_keeps_it() -> None:
+    layer = ColumnParallelLinear(64, 32, True, layer_context(parsed(CONFIG), SINGLE), "a.o_proj")
+    packed = with_bias(pack(32, 64, CONFIG), 0.5)
+    for name, tensor in packed.tensors.items():
+        layer.load_weight(name, tensor, None)
+    layer.process_after_loading()
+    assert torch.equal(layer(torch.eye(64)), packed.weight.T.float() + 0.5)
+
+
+def test_groups_of_64_bits() -> None:
+    config = {**CONFIG, "desc_act": True}
+    packed = pack(32, 64, config, shuffle=True)
+    wide = {**packed.tensors, "g_idx": packed.tensors["g_idx"].long()}
+    product, _ = split_products(parsed(config), wide, torch.eye(64), 32, 1)
+    assert torch.equal(product, packed.weight.T.float())
+    wide["g_idx"] = wide["g_idx"] + (1 << 32)
+    with pytest.raises(ValueError, match=r"groups 4294967296 to 4294967299 of inputs"):
+        split_products(parsed(config), wide, torch.eye(64), 32, 1)
+
+
 def test_known_words() -> None:
     """One input of eight to a word; zero points 0x77777777 are 8."""
     tensors = {
@@ -209,6 +270,12 @@ def test_rules_by_name() -> None:
         ({"dynamic": {"+:a": {"bits": 2}}}, "bits=2"),
         ({"dynamic": {"-:(": {}}}, r"dynamic='-:\('"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
+        ({"format": "marlin"}, "format='marlin'"),
+        (
+            {"format": "gptq_v2", "checkpoint_format": "gptq"},
+            "checkpoint_format='gptq' and format='gptq_v2' differ",
+        ),
+        ({"group_size": 1_000_000}, "group_size=1000000 is no size from 1 to 65536"),
         ({"is_marlin_format": True}, "is_marlin_format=True"),
         ({"rotation": "hadamard"}, "rotation='hadamard'"),
         ({"pack_dtype": "int64"}, "pack_dtype='int64'"),

@@ -10,6 +10,8 @@ import torch
 from model_ops.batches import Part, attention_metadata
 from models import checkpoints
 from models.harness import load_model, split
+from quantised.packing import Packed, quantised
+from quantised.test_gptq import pack
 from spec_decode import engines
 from spec_decode.engines import create_engine, generate, params
 from spec_decode.mtp_reference import ReferenceMTP, add_mtp_layers, remove_tensors
@@ -117,6 +119,32 @@ def test_network_equals_reference(count: int, own: tuple[str, ...], tmp_path: Pa
         drafts, states = bench.propose(name, sizes, tokens, hidden, 4)
         assert drafts == expected[0]
         torch.testing.assert_close(states, expected[1], atol=1e-4, rtol=1e-4)
+
+
+INT4 = {
+    "quant_method": "gptq",
+    "bits": 4,
+    "group_size": 16,
+    "sym": True,
+    "dynamic": {r"-:.*self_attn": {}},
+}
+
+
+@pytest.mark.parametrize("is_plain", [True, False], ids=["plain", "quantised"])
+def test_layers_stored_otherwise_than_the_config_says(is_plain: bool, tmp_path: Path, rows) -> None:
+    folder = write(tmp_path / "plain", 1)
+
+    def pack_mlps(module: str, out: int, columns: int) -> Packed | None:
+        is_kept = ".mlp." not in module or module.endswith(".gate")
+        return None if is_kept or (is_plain and "layers.3." in module) else pack(out, columns, INT4)
+
+    stored, dense = quantised(folder, INT4, pack_mlps)
+    tokens, hidden = rows(7)
+    (drafts, states), (expected, numbers) = (
+        MTPBench(load(path)).propose("seq", [7], tokens, hidden, 3) for path in (stored, dense)
+    )
+    assert drafts == expected
+    torch.testing.assert_close(states, numbers, atol=1e-4, rtol=1e-4)
 
 
 def test_kimi_names(tmp_path: Path, rows) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
@@ -15,6 +15,7 @@ from atom.model_loader.checkpoint import CheckpointTensor, list_tensors
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.quant.online import OnlineConfig
 from atom.models.base import CausalLM
 from atom.models.deepseek_mtp import DeepseekMTP, MTPParts
 from atom.models.deepseek_v2 import DeepseekV3ForCausalLM, mtp_layer_ids
@@ -22,6 +23,7 @@ from atom.models.deepseek_v2 import DeepseekV3ForCausalLM, mtp_layer_ids
 logger = logging.getLogger(__name__)
 
 _COMPARED_ROWS = 4096
+_NUMBERS = ("F32", "F16", "BF16")
 
 
 def load_mtp(
@@ -78,15 +80,22 @@ def _parts(target: DeepseekV3ForCausalLM, layer_ids: range, source: ModelSource)
                 f"the checkpoint holds no tensor of {layers}.{i}: it was saved without its "
                 f"prediction layers; use the complete one, or method eagle3 or ngram"
             )
+    is_stored = not isinstance(source.quantization, OnlineConfig)
     embedding = f"{target.prefix}model.embed_tokens.weight"
     head = embedding if target.tied else f"{target.prefix}lm_head.weight"
     return [
         MTPParts(
             embed_tokens=_differs(tensors, f"{layers}.{i}.embed_tokens.weight", embedding),
             head=_differs(tensors, f"{layers}.{i}.shared_head.head.weight", head),
+            is_plain=is_stored and _is_plain(tensors.values(), f"{layers}.{i}."),
         )
         for i in layer_ids
     ]
+
+
+def _is_plain(tensors: Iterable[CheckpointTensor], layer: str) -> bool:
+    """Whether a layer has numbers only: no codes, which always need another type."""
+    return all(tensor.dtype in _NUMBERS for tensor in tensors if tensor.name.startswith(layer))
 
 
 def _differs(tensors: Mapping[str, CheckpointTensor], name: str, shared: str) -> bool:

@@ -28,6 +28,7 @@ from atom.model_ops.quant.words import (
     Groups,
     float_type,
     read_group_size,
+    read_layout,
     transpose_words,
     unpack_words,
 )
@@ -40,8 +41,7 @@ def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConf
     bits = config.get("bits", config.get("w_bit"))
     if bits != 4:
         raise ConfigError(f"quantization_config: AWQ with bits={bits!r} is not supported, only 4")
-    version = str(config.get("version", "gemm")).lower()
-    read_flag({"version": version}, "version", ("gemm",), "gemm")
+    read_layout(config, ("version", "format", "checkpoint_format"), ("gemm",))
     read_flag(config, "zero_point", (True,), True)
     size = read_group_size(config.get("group_size", config.get("q_group_size")))
     ignored = tuple(config.get("modules_to_not_convert") or ())

@@ -6,15 +6,19 @@ creates, cuts and loads parameters, and a function that converts them to `QuantW
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
 
 import torch
 
+from atom.config import ConfigError
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 
 LayerKind = Literal["linear", "experts", "head"]
+
+_LARGEST_SIZE = 1 << 16
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,7 @@ class StoredTensor:
         dtype: of the parameter.
         holds: `numbers` are converted between floating-point types by value; `codes` must have the
             dtype's size and are taken bit by bit; `exponents` are e8m0 bytes; `shape` is
-            [out, in] of the matrix, which is checked.
+            [out, in] of the matrix, which is checked; `zeros` are checked and dropped.
         is_optional: a checkpoint may lack it; the parameter is `fill` then.
         gate_up_alternate: if one tensor holds gate and up of all experts, their rows take turns;
             else the rows of gate come first.
@@ -53,7 +57,7 @@ class StoredTensor:
 
     axes: tuple[Axis, ...]
     dtype: torch.dtype
-    holds: Literal["numbers", "codes", "exponents", "shape"] = "codes"
+    holds: Literal["numbers", "codes", "exponents", "shape", "zeros"] = "codes"
     is_optional: bool = False
     fill: float = 0.0
     gate_up_alternate: bool = False
@@ -133,6 +137,17 @@ class Header(NamedTuple):
     shape: tuple[int, ...]
 
 
+def read_size(where: str, key: str, value: object) -> int:
+    """How many weights of one dimension share a scale.
+
+    Raises:
+        ConfigError: when it is not an integer from 1 to 65536.
+    """
+    if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
+        raise ConfigError(f"{where}: {key}={value!r} is no size from 1 to {_LARGEST_SIZE}")
+    return value
+
+
 def per_row(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """One number per stacked matrix, [..., matrices] -> one per output, [..., out]."""
     counts = torch.tensor(rows, device=values.device)
@@ -146,9 +161,15 @@ def largest(input_scales: torch.Tensor, how: Activations) -> torch.Tensor:
     projections of experts do not, which costs a floating-point code nothing.
 
     Raises:
-        ValueError: for integer codes whose scales differ so that the smallest lose a bit.
+        ValueError: for scales that are not positive and finite, and for integer codes whose scales
+            differ so that the smallest lose a bit.
     """
     least, most = input_scales.amin(), input_scales.amax()
+    if not input_scales.is_meta and not 0 < least.item() <= most.item() < math.inf:
+        raise ValueError(
+            f"static scales of inputs from {least.item():g} to {most.item():g} must be positive "
+            f"and finite"
+        )
     if how.codes == "int8" and not input_scales.is_meta and 2 * least < most:
         raise ValueError(
             f"static scales of int8 inputs from {least.item():g} to {most.item():g} cannot be one"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn
 
 from atom.config import ConfigError
+from atom.model_ops.quant.base import read_size
 from atom.model_ops.quant.weights import Activations
 
 _WHERE = "quantization_config: config_groups"
@@ -206,20 +207,23 @@ def _block(
 ) -> tuple[int, int]:
     if strategy in ("group", "tensor_group"):
         size = weights.get("group_size")
-        if type(size) is not int or size < 1 or only not in (None, size):
-            _refuse(where, "group_size", size, ("a number" if only is None else only,))
-        return 1, size
+        if only not in (None, size):
+            _refuse(where, "group_size", size, (only,))
+        return 1, read_size(where, "group_size", size)
     if strategy != "block":
         return 0, 0
     block = weights.get("block_structure")
     sizes = block.split("x") if isinstance(block, str) else block  # older files: "128x128"
-    if not isinstance(sizes, list) or len(sizes) != 2 or not all(_is_size(n) for n in sizes):
+    if not isinstance(sizes, list) or len(sizes) != 2:
         _refuse(where, "block_structure", block, ([128, 128],))
-    return int(sizes[0]), int(sizes[1])
-
-
-def _is_size(value: object) -> bool:
-    return type(value) in (int, str) and str(value).isdecimal() and int(str(value)) > 0
+    rows, columns = (
+        int(size) if isinstance(size, str) and size.isdecimal() and len(size) < 9 else size
+        for size in sizes
+    )
+    return (
+        read_size(where, "block_structure", rows),
+        read_size(where, "block_structure", columns),
+    )
 
 
 def _expect(where: str, numbers: Mapping[str, Any], key: str, *supported: object) -> None:

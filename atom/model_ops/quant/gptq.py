@@ -14,7 +14,7 @@ from atom.config import ConfigError
 from atom.model_ops.quant.base import Header, LayerKind, QuantConfig, QuantMethod
 from atom.model_ops.quant.gptq_method import GptqMethod, Scheme
 from atom.model_ops.quant.names import find_header, read_flag, same_for_all
-from atom.model_ops.quant.words import Groups, read_group_size
+from atom.model_ops.quant.words import Groups, read_group_size, read_layout
 
 # Keys that change what the stored numbers mean.
 _REFUSED = ("is_marlin_format", "rotation", "adapter", "modules_in_block_to_quantize")
@@ -27,7 +27,7 @@ def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConf
     for key in _REFUSED:
         if config.get(key):
             raise ConfigError(f"quantization_config: {key}={config[key]!r} is not supported")
-    stored_as = read_flag(config, "checkpoint_format", ("gptq", "gptq_v2"), "gptq")
+    stored_as = read_layout(config, ("checkpoint_format", "format"), ("gptq", "gptq_v2"))
     read_flag(config, "pack_dtype", ("int32",), "int32")
     base = _override(Scheme(4, Groups(None), True, False, stored_as == "gptq"), config)
     if "bits" not in config or "group_size" not in config:

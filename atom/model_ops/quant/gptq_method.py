@@ -47,7 +47,7 @@ class Scheme:
 
 class GptqMethod:
     """`qweight` int32 [in / n, out], `qzeros` int32 [in / group, out / n] with n codes to a word,
-    `scales` [in / group, out], `g_idx` int32 [in]: the group of each input.
+    `scales` [in / group, out], `g_idx` int32 or int64 [in]: the group of each input.
 
     A stored zero point of 15 is 16 if zero points are stored less one; for 8 bits, 255 is refused.
     """
@@ -76,11 +76,17 @@ class GptqMethod:
             ),
             "scales": StoredTensor((groups.axis, OUT), float_type(scale), "numbers"),
             "g_idx": StoredTensor((IN,), torch.int32, is_optional=not scheme.has_order),
+            # Of models without biases; older tools stored it nevertheless.
+            "bias": StoredTensor((OUT,), torch.float32, "zeros", is_optional=True),
         }
 
     def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """`g_idx` less the groups of inputs in their own order, which survives cuts for ranks."""
         size = self._scheme.groups.size
+        if name == "g_idx" and tensor.dtype is torch.int64:
+            if not tensor.is_meta and bool(((tensor < 0) | (tensor >= tensor.numel())).any()):
+                raise ValueError(f"groups {int(tensor.min())} to {int(tensor.max())} of inputs")
+            tensor = tensor.to(torch.int32)
         if name == "g_idx" and size is not None:
             inputs = torch.arange(tensor.numel(), dtype=tensor.dtype, device=tensor.device)
             tensor = tensor - inputs // size

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atom.config import ConfigError
+from atom.model_ops.quant.base import read_size
 from atom.model_ops.quant.weights import Activations, ScaleType
 
 _CONFIG_KEYS = ("weight", "input_tensors", "output_tensors", "bias", "target_device")
@@ -93,7 +94,7 @@ def _read_spec(given: Any, where: str) -> Spec:
         spec = Spec(
             str(given["dtype"]),
             str(given["qscheme"]),
-            int(given.get("group_size") or 0),
+            given.get("group_size") or 0,
             tuple(given.get("block_size") or ()),
             given.get("symmetric") is not False,
             bool(given.get("is_dynamic")),
@@ -102,6 +103,12 @@ def _read_spec(given: Any, where: str) -> Spec:
         axis, element = given.get("ch_axis"), given.get("mx_element_dtype")
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(f"quantization_config: {where}={given!r} is no specification") from error
+    key = f"quantization_config: {where}"
+    if spec.qscheme == "per_group":
+        read_size(key, "group_size", spec.group_size)
+    if spec.qscheme == "per_block":
+        for size in spec.block_size:
+            read_size(key, "block_size", size)
     if element is not None:
         raise ConfigError(
             f"quantization_config: {where}.mx_element_dtype={element!r} is not supported"

@@ -12,6 +12,7 @@ from torch import nn
 from atom.model_ops.finite import check_finite
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import IN, OUT, Axis, QuantMethod, StoredTensor
+from atom.model_ops.quant.ranges import check_range
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 from atom.model_ops.weights import copy_codes, copy_weight
 
@@ -56,6 +57,7 @@ class MatrixStorage:
     Args:
         parts: of one expert; all have the same columns.
         method: None for unquantised weights.
+        has_bias: the layer loads `bias` itself.
 
     Raises:
         ValueError: when a part cuts through packed codes, or through a group of inputs.
@@ -69,6 +71,7 @@ class MatrixStorage:
         context: LayerContext,
         prefix: str = "",
         num_experts: int | None = None,
+        has_bias: bool = False,
     ) -> None:
         self._layer = layer
         self._parts = tuple(parts)
@@ -78,6 +81,9 @@ class MatrixStorage:
         self._device = context.device
         plain = {"weight": StoredTensor((OUT, IN), context.dtype, "numbers")}
         self.stored = dict(plain if method is None else method.stored)
+        if has_bias:
+            self.stored.pop("bias", None)
+        self._dtype = context.dtype
         self._cuts_blocks = False
         # Tensors without values that were found to fit.
         self._fitting: set[tuple[object, ...]] = set()
@@ -125,16 +131,21 @@ class MatrixStorage:
         """The converted weights; the parameters are deleted.
 
         Raises:
-            ValueError: when the stored values are of no use.
+            ValueError: when the stored values are of no use, or too large for the model's dtype.
         """
         form = self.format
         assert self._method is not None
         assert form is not None
         tensors = {name: self._parameter(name) for name in self.stored}
         weights = self._method.convert(tensors, self.rows, self.columns)
-        for name in self.stored:
-            delattr(self._layer, self._prefix + name)
-        return replace(weights, format=form)
+        for name, stored in self.stored.items():
+            if stored.holds == "zeros":
+                setattr(self._layer, self._prefix + name, None)
+            else:
+                delattr(self._layer, self._prefix + name)
+        weights = replace(weights, format=form)
+        check_range(weights, self._dtype)
+        return weights
 
     def _load_all(self, name: str, tensor: torch.Tensor, part: Part, expert: int | None) -> None:
         if self._method is None:
@@ -178,7 +189,7 @@ class MatrixStorage:
         per_part = () if any(axis.of == "out" for axis in stored.axes) else (len(self._parts),)
         size = *self._experts, *per_part, *shape
         values = torch.empty(*size, dtype=stored.dtype, device=self._device)
-        if stored.is_optional or stored.is_derived or stored.holds == "shape":
+        if stored.is_optional or stored.is_derived or stored.holds in ("shape", "zeros"):
             if not values.is_meta:
                 values.fill_(stored.fill)
             # A buffer, since a checkpoint need not fill it.
@@ -196,6 +207,9 @@ class MatrixStorage:
         stored = self.stored[name]
         original = (stored if self._method is None else self._method.stored[name]).axes
         tensor = self._shaped(tensor, original, part, expert)
+        if stored.holds == "zeros":
+            _check_zeros(tensor)
+            return
         if stored.holds == "shape":
             _check_shape(tensor, part)
             return
@@ -260,6 +274,11 @@ def _copy(target: torch.Tensor, tensor: torch.Tensor, stored: StoredTensor) -> N
         return
     if count := int((tensor.view(torch.uint8) == _NAN_EXPONENT).sum()):
         raise ValueError(f"{count} of {tensor.numel()} scales are NaN")
+
+
+def _check_zeros(tensor: torch.Tensor) -> None:
+    if not tensor.is_meta and (count := int(tensor.count_nonzero())):
+        raise ValueError(f"{count} of {tensor.numel()} values are not 0, and the model has none")
 
 
 def _check_shape(tensor: torch.Tensor, part: Part) -> None:

@@ -199,5 +199,5 @@ def _code_values(weights: QuantWeights, dtype: torch.dtype) -> torch.Tensor:
 
 def _spread(blocks: torch.Tensor, rows: int, columns: int, out: int, size: int) -> torch.Tensor:
     """One number per block -> one per weight, [..., out, size]."""
-    wide = blocks.repeat_interleave(columns, dim=-1)[..., :size]
-    return wide if rows == 1 else wide.repeat_interleave(rows, dim=-2)[..., :out, :]
+    wide = blocks.repeat_interleave(min(columns, size), dim=-1)[..., :size]
+    return wide if rows == 1 else wide.repeat_interleave(min(rows, out), dim=-2)[..., :out, :]

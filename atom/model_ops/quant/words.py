@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from atom.config import ConfigError
-from atom.model_ops.quant.base import Axis, Header
+from atom.model_ops.quant.base import Axis, Header, read_size
+from atom.model_ops.quant.names import read_flag
 from atom.model_ops.quant.weights import pack_nibbles, unpack_nibbles
 
 PER_WORD = 8
@@ -89,9 +91,21 @@ def read_group_size(value: object) -> int | None:
     """
     if value == -1:
         return None
-    if type(value) is not int or value < 1:
-        raise ConfigError(f"quantization_config: group_size={value!r} is neither -1 nor positive")
-    return value
+    return read_size("quantization_config", "group_size", value)
+
+
+def read_layout(config: Mapping[str, object], keys: Sequence[str], supported: Sequence[str]) -> str:
+    """What any of several keys says of the layout; the first supported one if none does.
+
+    Raises:
+        ConfigError: when it is not supported, or two keys differ.
+    """
+    stated = {key: str(config[key]).lower() for key in keys if config.get(key) is not None}
+    layouts = {key: read_flag(stated, key, supported, "") for key in stated}
+    if len(set(layouts.values())) > 1:
+        listed = " and ".join(f"{key}={layout!r}" for key, layout in layouts.items())
+        raise ConfigError(f"quantization_config: {listed} differ")
+    return next(iter(layouts.values()), supported[0])
 
 
 def float_type(header: Header | None) -> torch.dtype:
