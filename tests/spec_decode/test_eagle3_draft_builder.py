@@ -114,7 +114,7 @@ def test_kv_heads_over_ranks(
         (pool,) = builder.allocate_kv_cache_tensors(NUM_BLOCKS).values()
         assert pool.shape[-2:] == (len(heads), 8)
         qkv = draft.midlayer.self_attn.qkv_proj
-        keys = qkv.weight.split(list(qkv.shard_sizes.values()))[1]
+        keys = qkv.weight.split(list(qkv.storage.rows))[1]
         assert torch.equal(keys.view(len(heads), 8, -1), whole[heads])
 
 
