@@ -79,7 +79,7 @@ def test_many_slow_expressions_are_as_slow_as_one() -> None:
 
 
 def test_globs_are_fast() -> None:
-    """In CPU time; an expression for these takes longer than the age of the universe."""
+    """In CPU time; an expression with as many `.*` would take for ever."""
     name = "language_model.model.layers.1.mlp.experts.3.down_proj"
     start = time.process_time()
     for stars in ("*" * 200 + "X", "*e" * 30 + "X", "*.*" * 12 + "X"):
@@ -218,3 +218,17 @@ def test_awq_lists_text_that_weights_overrule() -> None:
     assert config.method_for(f"{MLP}.gate_proj") is not None
     assert config.method_for(f"{MLP}.gate") is None
     assert config.method_for("model.layers.0.self_attn.q_proj") is None
+
+
+def test_quark_takes_the_first_layer_that_fits() -> None:
+    plain, packed = layer(None), layer(MXFP4)
+    name = "model.layers.1.self_attn.q_proj"
+    for layers, is_plain in (
+        ({"q_proj": plain, name: packed, "*": packed}, True),
+        ({"*": packed, "q_proj": plain}, False),
+        ({"layers.1": plain}, True),
+        ({"layers.11": plain, "layers.1.self": plain}, False),
+        ({"q_pro": plain}, True),
+    ):
+        config = parse_quantization(quark(MXFP4, layer_quant_config=layers), {})
+        assert (config.method_for(name) is None) == is_plain, layers

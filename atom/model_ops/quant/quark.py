@@ -95,17 +95,14 @@ class LayerList:
 
     Attributes:
         names: any number of consecutive components of the name.
-        words: anywhere in the name.
-        globs: for the whole name.
+        globs: for the whole name; a word without dots may be anywhere in it.
     """
 
     names: Mapping[str, Listed]
-    words: Sequence[tuple[str, Listed]]
     globs: Sequence[tuple[Glob, Listed]]
 
     def find(self, name: str) -> Listed | None:
         fitting = [self.names[span] for span in spans(name) if span in self.names]
-        fitting += [listed for word, listed in self.words if word in name]
         fitting += [listed for glob, listed in self.globs if glob.fits(name)]
         return min(fitting, key=lambda listed: listed.place, default=None)
 
@@ -113,7 +110,6 @@ class LayerList:
 def _read_layers(stated: object) -> LayerList:
     reader = PatternReader("layer_quant_config")
     names: dict[str, Listed] = {}
-    words: list[tuple[str, Listed]] = []
     globs: list[tuple[Glob, Listed]] = []
     for place, (text, layer) in enumerate(read_object("layer_quant_config", stated).items()):
         where = f"layer_quant_config[{text!r}]"
@@ -123,8 +119,8 @@ def _read_layers(stated: object) -> LayerList:
         elif "." in text:
             names[text] = listed
         else:
-            words.append((text, listed))
-    return LayerList(names, words, globs)
+            globs.append((reader.glob(text, f"*{text}*"), listed))
+    return LayerList(names, globs)
 
 
 class Exclusions:
