@@ -259,7 +259,7 @@ def test_layer_goes_before_type_and_type_before_global() -> None:
         ("model.layers.1.mlp.gate", ""),
         ("*lm_head", ""),
         (".*1.mlp.*", "1.mlp.gate_proj 11.mlp.gate_proj"),
-        ("model.*.1.*.gate_proj", ""),
+        ("model.*.1.*.gate_proj", "1.mlp.gate_proj"),
         ("layers.*.gate_proj", "1.mlp.gate_proj 11.mlp.gate_proj"),
     ],
 )
