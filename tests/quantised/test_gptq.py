@@ -268,7 +268,7 @@ def test_rules_by_name() -> None:
         ({"bits": 3}, "GPTQ with bits=3 is not supported, only 4 and 8"),
         ({"bits": 2}, "bits=2"),
         ({"dynamic": {"+:a": {"bits": 2}}}, "bits=2"),
-        ({"dynamic": {"-:(": {}}}, r"dynamic='-:\('"),
+        ({"dynamic": {"-:(": {}}}, r"dynamic holds '-:\('"),
         ({"checkpoint_format": "marlin"}, "checkpoint_format='marlin'"),
         ({"format": "marlin"}, "format='marlin'"),
         (

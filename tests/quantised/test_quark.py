@@ -258,6 +258,9 @@ def test_layer_goes_before_type_and_type_before_global() -> None:
         ("*.mlp.gate", ""),
         ("model.layers.1.mlp.gate", ""),
         ("*lm_head", ""),
+        (".*1.mlp.*", "1.mlp.gate_proj 11.mlp.gate_proj"),
+        ("model.*.1.*.gate_proj", "1.mlp.gate_proj"),
+        ("layers.*.gate_proj", "1.mlp.gate_proj 11.mlp.gate_proj"),
     ],
 )
 def test_exclusions(entry: str, expected: str) -> None:
@@ -327,8 +330,8 @@ def test_the_scale_of_a_cached_output_is_none_of_the_product(tmp_path: Path) -> 
         (quark(FP8, softmax_quant_spec=FP8), "softmax_quant_spec"),
         (quark(FP8, algo_config=[{"name": "rotation", "r1": True, "r4": True}]), "r4=True"),
         (quark(FP8, method="other"), "pack_method='other'"),
-        (quark(FP8, exclude=["re:("]), r"exclude='re:\('"),
-        (quark(FP8, exclude=["(lm_head"]), r"exclude='\(lm_head'"),
+        (quark(FP8, exclude=["re:("]), r"exclude holds 're:\('"),
+        (quark(FP8, exclude=["(lm_head"]), r"exclude holds '\(lm_head'"),
     ],
 )
 def test_refusals(config: Config, message: str) -> None:

@@ -6,6 +6,7 @@ Source: AutoAWQ's `WQLinear_GEMM`.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from atom.model_ops.quant.base import (
     QuantMethod,
     StoredTensor,
 )
-from atom.model_ops.quant.names import find_header, read_flag, same_for_all
+from atom.model_ops.quant.names import find_header, read_flag, read_names, same_for_all, spans
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 from atom.model_ops.quant.words import (
     PER_WORD,
@@ -44,12 +45,18 @@ def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConf
     read_layout(config, ("version", "format", "checkpoint_format"), ("gemm",))
     read_flag(config, "zero_point", (True,), True)
     size = read_group_size(config.get("group_size", config.get("q_group_size")))
-    ignored = tuple(config.get("modules_to_not_convert") or ())
+    key = "modules_to_not_convert"
+    ignored = read_names(key, config.get(key))
     return AwqConfig(Groups(size), ignored, bool(config.get("lm_head")), headers)
 
 
 class AwqConfig:
-    """All layers but those whose names contain one of `ignored`; the head only if `has_head`."""
+    """All layers but those that `ignored` names; the head only if `has_head`.
+
+    An entry is any number of consecutive components of a name, such as `mlp.gate`. AutoAWQ looks
+    for the text alone, so its `gate` is in `gate_proj`, too: where there are weight files, the text
+    does unless they have the layer's `qweight`.
+    """
 
     def __init__(
         self,
@@ -60,22 +67,27 @@ class AwqConfig:
     ) -> None:
         self._groups = groups
         self._ignored = ignored
+        self._components = {entry.strip(".") for entry in ignored}
         self._has_head = has_head
         self._headers = headers
+        self._find = lru_cache(maxsize=None)(self._format_of)
 
     def method_for(
         self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
     ) -> QuantMethod | None:
         if kind == "head" and not self._has_head:
             return None
-        if same_for_all(prefix, parts, self._is_ignored):
+        if same_for_all(prefix, parts, self._find) is None:
             return None
         return AwqMethod(self._groups, find_header(self._headers, prefix, parts, "scales"))
 
-    def _is_ignored(self, name: str) -> bool:
-        # `gate` is a part of `gate_proj`, too: what is stored as quantised is.
-        is_quantised = f"{name}.qweight" in self._headers
-        return not is_quantised and any(word in name for word in self._ignored)
+    def _format_of(self, name: str) -> str | None:
+        if f"{name}.qweight" in self._headers:
+            return "AWQ"
+        if any(span in self._components for span in spans(name)):
+            return None
+        is_ignored = bool(self._headers) and any(text in name for text in self._ignored)
+        return None if is_ignored else "AWQ"
 
 
 class AwqMethod:

@@ -9,10 +9,9 @@ Source: the package `compressed-tensors`; Kimi-K2.5's config.json.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import torch
 
@@ -25,12 +24,21 @@ from atom.model_ops.quant.base import (
     UnquantizedConfig,
 )
 from atom.model_ops.quant.compressed_scheme import Scheme, read_scheme
-from atom.model_ops.quant.names import find_header, read_flag, same_for_all
+from atom.model_ops.quant.names import (
+    find_header,
+    read_flag,
+    read_names,
+    read_object,
+    same_for_all,
+)
 from atom.model_ops.quant.packed_integers import PackedIntegers
+from atom.model_ops.quant.patterns import PatternReader
 from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames, scale_dtype
 from atom.model_ops.quant.weights import Codes, ScaleType, WeightFormat
 
 _CLASS = "Linear"
+
+T = TypeVar("T")
 
 
 def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConfig:
@@ -41,47 +49,51 @@ def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConf
     read_flag(config, "quantization_status", ("compressed", "frozen"), "compressed")
     _refuse_transforms(config)
     _check_cache(config.get("kv_cache_scheme"))
-    groups = config.get("config_groups") or {}
-    if not isinstance(groups, Mapping):
-        raise ConfigError(f"quantization_config: config_groups={groups!r} is no object")
+    groups = read_object("config_groups", config.get("config_groups"))
     if not groups:
         return _unquantised(config)
-    targets = []
+    targets: list[tuple[str, Scheme]] = []
     for name, group in groups.items():
         named = group.get("targets") if isinstance(group, Mapping) else group
         scheme = read_scheme(name, group, config.get("format"))
-        listed = _strings(f"config_groups.{name}.targets", named)
-        targets += [(Pattern(target), scheme) for target in listed]
-    ignored = _strings("ignore", config.get("ignore") or [])
-    return CompressedTensorsConfig(tuple(targets), tuple(map(Pattern, ignored)), headers)
+        if named is None:
+            raise ConfigError(f"quantization_config: config_groups.{name} has no targets")
+        listed = read_names(f"config_groups.{name}.targets", named)
+        targets += [(target, scheme) for target in listed]
+    ignored = ((entry, True) for entry in read_names("ignore", config.get("ignore")))
+    return CompressedTensorsConfig(Modules("targets", targets), Modules("ignore", ignored), headers)
 
 
-@dataclass(frozen=True)
-class Pattern:
-    """An entry of `targets` or `ignore`."""
+class Modules(Generic[T]):
+    """What a list says of the modules that it names; names come before expressions."""
 
-    text: str
+    def __init__(self, key: str, entries: Iterable[tuple[str, T]]) -> None:
+        reader = PatternReader(key)
+        self.names: dict[str, T] = {}
+        self._expressions: list[tuple[re.Pattern[str], T]] = []
+        for entry, value in entries:
+            if entry.startswith("re:"):
+                expression = reader.expression(entry.removeprefix("re:"), entry)
+                self._expressions.append((expression, value))
+            else:
+                self.names.setdefault(entry, value)
 
-    def fits(self, name: str) -> bool:
-        """Whether it names the module; a class names none."""
-        if self.text.startswith("re:"):
-            return self._expression.match(name) is not None
-        return self.text == name
-
-    @cached_property
-    def _expression(self) -> re.Pattern[str]:
-        return re.compile(self.text[len("re:") :])
+    def find(self, name: str) -> T | None:
+        """None if the list does not name it; a class names none."""
+        if name in self.names:
+            return self.names[name]
+        return next((value for expr, value in self._expressions if expr.match(name)), None)
 
 
 @dataclass(frozen=True)
 class CompressedTensorsConfig:
     """Attributes:
-    targets: the first that fits has a module's scheme; names come before classes.
+    targets: a module's scheme; that of its class only if none has its name.
     ignored: modules that are not quantised.
     """
 
-    targets: tuple[tuple[Pattern, Scheme], ...]
-    ignored: tuple[Pattern, ...]
+    targets: Modules[Scheme]
+    ignored: Modules[bool]
     headers: Mapping[str, Header]
 
     def method_for(
@@ -125,29 +137,23 @@ class CompressedTensorsConfig:
 
     def _scheme(self, prefix: str, parts: Sequence[str], is_linear: bool) -> Scheme | None:
         """Of the layer itself if its name is listed, else of its parts, which must agree."""
-        if prefix in (pattern.text for pattern in self.ignored):
+        if prefix in self.ignored.names:
             return None
-        for pattern, scheme in self.targets:
-            if parts and pattern.text == prefix:
-                return scheme
+        if parts and prefix in self.targets.names:
+            return self.targets.names[prefix]
 
         def of_name(name: str) -> Scheme | None:
-            if any(p.fits(name) or (is_linear and p.text == _CLASS) for p in self.ignored):
+            if self.ignored.find(name) or (is_linear and _CLASS in self.ignored.names):
                 return None
-            for pattern, scheme in self.targets:
-                if pattern.fits(name):
-                    return scheme
-            classes = (s for pattern, s in self.targets if is_linear and pattern.text == _CLASS)
-            return next(classes, None)
+            scheme = self.targets.find(name)
+            if scheme is None and is_linear:
+                return self.targets.names.get(_CLASS)
+            return scheme
 
-        if parts and not any(self._names(part) for part in parts):
+        if parts and not any(self.ignored.find(p) or self.targets.find(p) for p in parts):
             # An expression such as `re:.*qkv_proj` is of a name that the weight files lack.
             return of_name(prefix)
         return same_for_all(prefix, parts, of_name)
-
-    def _names(self, name: str) -> bool:
-        patterns = (*self.ignored, *(pattern for pattern, _ in self.targets))
-        return any(pattern.fits(name) for pattern in patterns)
 
 
 def _scaled(scheme: Scheme, dtype: torch.dtype) -> ScaledMethod:
@@ -169,17 +175,6 @@ def _scaled(scheme: Scheme, dtype: torch.dtype) -> ScaledMethod:
     if has_global:
         names = ScaleNames("weight_packed", "weight_global_scale", "input_global_scale", True)
     return ScaledMethod(form, names, scheme.strategy == "channel", dtype)
-
-
-def _strings(key: str, value: object) -> list[str]:
-    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ConfigError(f"quantization_config: {key}={value!r} is no list of names")
-    for item in value:
-        try:
-            re.compile(item.removeprefix("re:") if item.startswith("re:") else "")
-        except re.error as error:
-            raise ConfigError(f"quantization_config: {key} holds {item!r}: {error}") from error
-    return value
 
 
 def _unquantised(config: Mapping[str, Any]) -> UnquantizedConfig:

@@ -24,7 +24,13 @@ from atom.model_ops.quant.base import (
     largest,
     per_row,
 )
-from atom.model_ops.quant.names import find_header, read_flag, same_for_all
+from atom.model_ops.quant.names import (
+    find_header,
+    modules_above,
+    read_flag,
+    read_names,
+    same_for_all,
+)
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 
 _BLOCK = 128
@@ -48,7 +54,11 @@ def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConf
     if static and block is not None:
         raise ConfigError("quantization_config: activation_scheme=static with weight_block_size")
     powers = read_flag(config, "scale_fmt", ("float", "ue8m0"), "float") == "ue8m0"
-    ignored = config.get("modules_to_not_convert") or config.get("ignored_layers") or []
+    ignored = (
+        name
+        for key in ("modules_to_not_convert", "ignored_layers")
+        for name in read_names(key, config.get(key))
+    )
     return Fp8Config(block is not None, static, powers, frozenset(ignored), headers)
 
 
@@ -72,7 +82,7 @@ class Fp8Config:
     ) -> QuantMethod | None:
         if kind == "head" or prefix in self.ignored:
             return None
-        if same_for_all(prefix, parts, self._is_ignored):
+        if same_for_all(prefix, parts, self._format_of) is None:
             return None
         if not self.has_blocks:
             return Fp8TensorMethod(self.is_static)
@@ -80,9 +90,8 @@ class Fp8Config:
         has_exponents = header is not None and header.dtype in _EXPONENTS
         return Fp8BlockMethod(has_exponents, self.has_powers)
 
-    def _is_ignored(self, name: str) -> bool:
-        pieces = name.split(".")
-        return any(".".join(pieces[:end]) in self.ignored for end in range(1, len(pieces) + 1))
+    def _format_of(self, name: str) -> str | None:
+        return None if any(name in self.ignored for name in modules_above(name)) else "fp8"
 
 
 class Fp8BlockMethod:

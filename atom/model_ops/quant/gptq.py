@@ -13,7 +13,8 @@ from typing import Any
 from atom.config import ConfigError
 from atom.model_ops.quant.base import Header, LayerKind, QuantConfig, QuantMethod
 from atom.model_ops.quant.gptq_method import GptqMethod, Scheme
-from atom.model_ops.quant.names import find_header, read_flag, same_for_all
+from atom.model_ops.quant.names import find_header, read_flag, read_object, same_for_all
+from atom.model_ops.quant.patterns import PatternReader
 from atom.model_ops.quant.words import Groups, read_group_size, read_layout
 
 # Keys that change what the stored numbers mean.
@@ -32,7 +33,11 @@ def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConf
     base = _override(Scheme(4, Groups(None), True, False, stored_as == "gptq"), config)
     if "bits" not in config or "group_size" not in config:
         raise ConfigError("quantization_config: GPTQ needs bits and group_size")
-    rules = tuple(_read_rule(rule, of, base) for rule, of in (config.get("dynamic") or {}).items())
+    reader = PatternReader("dynamic")
+    rules = tuple(
+        _read_rule(reader, rule, overrides, base)
+        for rule, overrides in read_object("dynamic", config.get("dynamic")).items()
+    )
     return GptqConfig(base, rules, bool(config.get("lm_head")), headers)
 
 
@@ -66,15 +71,12 @@ class GptqConfig:
 
 
 def _read_rule(
-    rule: str, overrides: Mapping[str, Any], base: Scheme
+    reader: PatternReader, rule: str, overrides: object, base: Scheme
 ) -> tuple[re.Pattern[str], Scheme | None]:
     """`-:` skips the modules that match, `+:` or no sign changes them."""
-    is_skipped = rule.startswith("-:")
-    try:
-        pattern = re.compile(rule.removeprefix("-:").removeprefix("+:"))
-    except re.error as error:
-        raise ConfigError(f"quantization_config: dynamic={rule!r}: {error}") from error
-    return pattern, None if is_skipped else _override(base, overrides or {})
+    pattern = reader.expression(rule.removeprefix("-:").removeprefix("+:"), rule)
+    changes = read_object(f"dynamic[{rule!r}]", overrides)
+    return pattern, None if rule.startswith("-:") else _override(base, changes)
 
 
 def _override(scheme: Scheme, config: Mapping[str, Any]) -> Scheme:

@@ -5,7 +5,6 @@ Source: ModelOpt's unified Hugging Face checkpoints.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,7 +17,15 @@ from atom.model_ops.quant.base import (
     QuantMethod,
     UnquantizedConfig,
 )
-from atom.model_ops.quant.names import find_header, read_flag, same_for_all
+from atom.model_ops.quant.names import (
+    find_header,
+    read_flag,
+    read_names,
+    read_object,
+    same_for_all,
+    spans,
+)
+from atom.model_ops.quant.patterns import Glob, PatternReader
 from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames, scale_dtype
 from atom.model_ops.quant.weights import Activations, WeightFormat
 
@@ -71,10 +78,25 @@ def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConf
         stated, layers = None, _layers(config.get("quantized_layers"))
     else:
         stated = _algorithm("quantization_config", config)
-    excluded = config.get("ignore") or config.get("exclude_modules") or []
-    if not isinstance(excluded, list) or not all(isinstance(item, str) for item in excluded):
-        raise ConfigError(f"quantization_config: exclude_modules={excluded!r} is no list of names")
-    return ModelOptConfig(stated, layers, _expression(excluded), headers)
+    return ModelOptConfig(stated, layers, _exclusions(config), headers)
+
+
+@dataclass(frozen=True)
+class Exclusions:
+    """Names, and globs, that fit some components of a module's name that follow each other.
+
+    So `lm_head` fits `language_model.lm_head`, `model.layers.*.self_attn*` all projections, and
+    `layers.1` not `layers.10`.
+    """
+
+    names: frozenset[str]
+    globs: tuple[Glob, ...]
+
+    def __contains__(self, name: object) -> bool:
+        return isinstance(name, str) and (
+            any(span in self.names for span in spans(name))
+            or any(glob.fits(name) for glob in self.globs)
+        )
 
 
 @dataclass(frozen=True)
@@ -82,12 +104,12 @@ class ModelOptConfig:
     """Attributes:
     algorithm: of all modules; None if they have their own.
     layers: the algorithm of a module and all below it.
-    excluded: fits the names of modules that are not quantised.
+    excluded: modules that are not quantised.
     """
 
     algorithm: str | None
     layers: Mapping[str, str]
-    excluded: re.Pattern[str]
+    excluded: Exclusions
     headers: Mapping[str, Header]
 
     def method_for(
@@ -95,7 +117,7 @@ class ModelOptConfig:
     ) -> QuantMethod | None:
         found = same_for_all(prefix, parts, self._algorithm) or self.layers.get(prefix)
         header = find_header(self.headers, prefix, parts, "weight_scale")
-        if found is None or self.excluded.fullmatch(prefix):
+        if found is None or prefix in self.excluded:
             return None
         if kind == "head" and header is None:  # hardly ever quantised, and not always excluded
             return None
@@ -103,7 +125,7 @@ class ModelOptConfig:
         return ScaledMethod(form, names, is_per_output, scale_dtype(header))
 
     def _algorithm(self, name: str) -> str | None:
-        if self.excluded.fullmatch(name):
+        if name in self.excluded:
             return None
         if self.algorithm is not None:
             return self.algorithm
@@ -129,12 +151,12 @@ def _algorithm(where: str, config: Mapping[str, Any]) -> str:
 
 
 def _layers(stated: object) -> dict[str, str]:
-    if not isinstance(stated, Mapping) or not stated:
+    if not (layers := read_object("quantized_layers", stated)):
         raise ConfigError(f"quantization_config: quantized_layers={stated!r} of {_MIXED}")
     where = "quantization_config: quantized_layers"
     return {
         name: _algorithm(f"{where}.{name}", layer if isinstance(layer, Mapping) else {})
-        for name, layer in stated.items()
+        for name, layer in layers.items()
     }
 
 
@@ -148,11 +170,16 @@ def _check_cache(config: Mapping[str, Any]) -> bool:
     return bool(algorithm) or scheme is not None
 
 
-def _expression(excluded: Sequence[str]) -> re.Pattern[str]:
-    """What fits a module if a glob fits some of its name's parts that follow each other.
-
-    So `lm_head` fits `language_model.lm_head`, `model.layers.*.self_attn*` all projections, and
-    `layers.1` not `layers.10`.
-    """
-    globs = [re.escape(item).replace(r"\*", ".*").replace(r"\?", ".") for item in excluded]
-    return re.compile(rf"(?:.*\.)?(?:{'|'.join(globs)})(?:\..*)?" if globs else r"(?!)")
+def _exclusions(config: Mapping[str, Any]) -> Exclusions:
+    entries = [
+        entry for key in ("ignore", "exclude_modules") for entry in read_names(key, config.get(key))
+    ]
+    globs = {entry for entry in entries if "*" in entry or "?" in entry}
+    reader = PatternReader("exclude_modules")
+    return Exclusions(
+        frozenset(entries) - globs,
+        tuple(
+            reader.glob(entry, entry, f"{entry}.*", f"*.{entry}", f"*.{entry}.*")
+            for entry in sorted(globs)
+        ),
+    )

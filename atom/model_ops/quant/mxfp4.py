@@ -6,6 +6,7 @@ Source: gpt-oss' checkpoints.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from atom.model_ops.quant.base import (
     QuantMethod,
     StoredTensor,
 )
+from atom.model_ops.quant.names import modules_above, read_names
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 
 _GROUP = 32
@@ -33,13 +35,14 @@ def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConf
     biases = [name for name in headers if name.endswith(_BIASES)]
     if biases:
         raise ConfigError(f"quant_method=mxfp4: expert biases are not supported: {biases[0]}")
-    return Mxfp4Config(tuple(config.get("modules_to_not_convert") or ()))
+    key = "modules_to_not_convert"
+    return Mxfp4Config(frozenset(read_names(key, config.get(key))))
 
 
 class Mxfp4Config:
     """Experts only; `ignored` modules, and all below them, are not quantised."""
 
-    def __init__(self, ignored: Sequence[str]) -> None:
+    def __init__(self, ignored: AbstractSet[str]) -> None:
         self._ignored = ignored
 
     def method_for(
@@ -47,7 +50,7 @@ class Mxfp4Config:
     ) -> QuantMethod | None:
         if kind != "experts":
             return None
-        if any(f"{prefix}.".startswith(f"{name}.") for name in self._ignored):
+        if any(module in self._ignored for module in modules_above(prefix)):
             return None
         return Mxfp4Method()
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from atom.config import ConfigError
 from atom.model_ops.quant.base import Header
 
 T = TypeVar("T")
+
+_MAX_ENTRIES = 100_000
 
 
 def same_for_all(prefix: str, parts: Sequence[str], find: Callable[[str], T]) -> T:
@@ -61,6 +63,57 @@ def read_flag(config: Mapping[str, object], key: str, supported: Sequence[T], de
     )
 
 
+def read_names(key: str, value: object) -> tuple[str, ...]:
+    """A list of names or patterns; None is an empty one.
+
+    Raises:
+        ConfigError: when it is something else, or too long.
+    """
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ConfigError(f"quantization_config: {key}={value!r} is no list of names")
+    _check_size(key, len(value))
+    return tuple(value)
+
+
+def read_object(key: str, value: object) -> Mapping[str, Any]:
+    """An object; None is an empty one.
+
+    Raises:
+        ConfigError: when it is something else, or too large.
+    """
+    if value is None:
+        return {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"quantization_config: {key}={value!r} is no object")
+    _check_size(key, len(value))
+    return value
+
+
+def _check_size(key: str, size: int) -> None:
+    if size > _MAX_ENTRIES:
+        raise ConfigError(
+            f"quantization_config: {key} has {size} entries; at most {_MAX_ENTRIES} are read"
+        )
+
+
+def modules_above(name: str) -> Iterator[str]:
+    """`a`, `a.b` and `a.b.c` for `a.b.c`."""
+    pieces = name.split(".")
+    return (".".join(pieces[:end]) for end in range(1, len(pieces) + 1))
+
+
+def spans(name: str) -> Iterator[str]:
+    """All consecutive components: `a`, `a.b`, `a.b.c`, `b`, `b.c` and `c` for `a.b.c`."""
+    pieces = name.split(".")
+    return (
+        ".".join(pieces[start:end])
+        for start in range(len(pieces))
+        for end in range(start + 1, len(pieces) + 1)
+    )
+
+
 def names_module(pattern: str, name: str) -> bool:
     """Whether a pattern of a list of modules stands for `name`.
 
@@ -69,6 +122,4 @@ def names_module(pattern: str, name: str) -> bool:
     """
     if pattern.startswith("re:"):
         return re.match(pattern[3:], name) is not None
-    pieces = name.split(".")
-    above = (".".join(pieces[:end]) for end in range(1, len(pieces) + 1))
-    return any(fnmatchcase(module, pattern) for module in above)
+    return any(fnmatchcase(module, pattern) for module in modules_above(name))
