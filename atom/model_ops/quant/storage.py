@@ -189,7 +189,7 @@ class MatrixStorage:
         per_part = () if any(axis.of == "out" for axis in stored.axes) else (len(self._parts),)
         size = *self._experts, *per_part, *shape
         values = torch.empty(*size, dtype=stored.dtype, device=self._device)
-        if stored.is_optional or stored.is_derived or stored.holds in ("shape", "zeros"):
+        if stored.is_optional or stored.is_derived or stored.holds == "shape":
             if not values.is_meta:
                 values.fill_(stored.fill)
             # A buffer, since a checkpoint need not fill it.
