@@ -322,6 +322,10 @@ def test_the_scale_of_a_cached_output_is_none_of_the_product(tmp_path: Path) -> 
         (quark({**MXFP4, "ch_axis": 0}), r"global_quant_config.weight.ch_axis=0 of fp4"),
         (quark(MXFP4, spec("int8", "per_tensor")), r"input_tensors of int8 per_tensor \(static"),
         (quark({**MXFP4, "mx_element_dtype": "fp4"}), "mx_element_dtype='fp4'"),
+        (
+            quark(MXFP4, {**MXFP4, "is_dynamic": True, "scale_calculation_mode": "floor"}),
+            "scale_calculation_mode='floor' is not supported",
+        ),
         (quark("fp8"), "weight='fp8' is no specification"),
         (quark(None, FP8), "quantises inputs, but not weights"),
         (quark(FP8, global_quant_config=layer(FP8, output_tensors=FP8)), "output_tensors is not"),

@@ -158,14 +158,15 @@ def largest(input_scales: torch.Tensor, how: Activations) -> torch.Tensor:
     """One static scale for all stacked matrices and experts: the largest clips no input.
 
     Stacked matrices read the same inputs, and calibration gives them the same scale. The down
-    projections of experts do not, which costs a floating-point code nothing.
+    projections of experts do not, which costs a floating-point code nothing; 0 is the scale of an
+    expert that calibration never chose.
 
     Raises:
-        ValueError: for scales that are not positive and finite, and for integer codes whose scales
-            differ so that the smallest lose a bit.
+        ValueError: for scales that are negative, not finite or all 0, and for integer codes whose
+            scales differ so that the smallest lose a bit.
     """
     least, most = input_scales.amin(), input_scales.amax()
-    if not input_scales.is_meta and not 0 < least.item() <= most.item() < math.inf:
+    if not input_scales.is_meta and not (least.item() >= 0 and 0 < most.item() < math.inf):
         raise ValueError(
             f"static scales of inputs from {least.item():g} to {most.item():g} must be positive "
             f"and finite"

@@ -109,6 +109,12 @@ def _read_spec(given: Any, where: str) -> Spec:
     if spec.qscheme == "per_block":
         for size in spec.block_size:
             read_size(key, "block_size", size)
+    mode = given.get("scale_calculation_mode")
+    if spec.is_dynamic and spec.dtype == "fp4" and mode not in (None, "even"):
+        raise ConfigError(
+            f"quantization_config: {where}.scale_calculation_mode={mode!r} is not supported, only "
+            f"'even'"
+        )
     if element is not None:
         raise ConfigError(
             f"quantization_config: {where}.mx_element_dtype={element!r} is not supported"
