@@ -137,7 +137,8 @@ def _script(server: ScriptedServer, tool: str, arguments: str) -> None:
     def reply(prompt: str) -> str:
         if "tools: None" in prompt:
             return "A title"
-        return "It is done." if "\ntool: " in prompt else f"<think>I look.</think>{call}"
+        # The template knows no calls, so the server spells them and their results as text.
+        return "It is done." if "<tool_response>" in prompt else f"<think>I look.</think>{call}"
 
     server.model.reply = reply
 
