@@ -51,6 +51,8 @@ def written(settings: dict[str, Any]) -> tuple[dict[str, torch.Tensor], torch.Te
         state |= {name: state[name].view(1) for name in ("weight_scale", "weight_zero_point")}
     compressor = BaseCompressor.get_value_from_registry(settings["format"])
     stored = compressor.compress(state, scheme)
+    if scheme.input_activations is not None and scheme.input_activations.strategy == "tensor_group":
+        stored["input_global_scale"] = torch.ones(1)  # from calibration, not of the compressor
     return dict(stored), compressor.decompress(dict(stored), scheme)["weight"]
 
 
