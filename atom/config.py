@@ -15,6 +15,7 @@ from typing import Any
 
 from atom.options import REQUIRED, Options, check_at_least, option
 from atom.options import ConfigError as ConfigError
+from atom.parallel_options import ParallelOptions as ParallelOptions
 from atom.speculative_methods import SPECULATIVE_METHODS, methods_that
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -265,7 +266,12 @@ class SpeculativeOptions(Options):
         name="draft_aux_layer_convention",
         choices=AUX_LAYER_CONVENTIONS,
     )
-    draft_tensor_parallel_size: int = option(1, "number of GPUs that share the draft")
+    draft_tensor_parallel_size: int | None = option(
+        None,
+        "number of GPUs that share the draft: 1 (each has all of it), or as many as share the "
+        "target, which is the default",
+        at_least=1,
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -276,11 +282,6 @@ class SpeculativeOptions(Options):
                 "the method out to run without speculation"
             )
         self._check_method()
-        if self.draft_tensor_parallel_size != 1:
-            raise ConfigError(
-                f"draft_tensor_parallel_size={self.draft_tensor_parallel_size} is not supported "
-                "yet; use 1"
-            )
 
     def _check_method(self) -> None:
         method = SPECULATIVE_METHODS[self.method]
@@ -362,25 +363,6 @@ class GraphOptions(Options):
 
 
 @dataclass(frozen=True)
-class ParallelOptions(Options):
-    """Who shares the work; only one rank runs today."""
-
-    tensor_parallel_size: int = option(1, "number of GPUs that share the model", short="-tp")
-    num_threads: int | None = option(
-        None,
-        "CPU threads; when omitted, as many as other programs leave processors free, at every time",
-        at_least=1,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        if self.tensor_parallel_size != 1:
-            raise ConfigError(
-                f"tensor_parallel_size={self.tensor_parallel_size} is not supported yet; use 1"
-            )
-
-
-@dataclass(frozen=True)
 class EngineConfig(Options):
     """Everything an engine is built from; without `speculative` it makes no drafts."""
 
@@ -415,6 +397,15 @@ class EngineConfig(Options):
             raise ConfigError(
                 f"cudagraph_capture_sizes={_listed(sizes)}: no step has more than "
                 f"max_num_seqs={self.scheduler.max_num_seqs} sequences"
+            )
+        self._check_draft_ranks()
+
+    def _check_draft_ranks(self) -> None:
+        ranks = self.parallel.tensor_parallel_size
+        own = self.speculative and self.speculative.draft_tensor_parallel_size
+        if own not in (None, 1, ranks):
+            raise ConfigError(
+                f"draft_tensor_parallel_size={own} must be 1 or tensor_parallel_size={ranks}"
             )
 
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 import torch
-import torch.distributed as dist
+
+from atom.distributed.collectives import Collectives
 
 
 @dataclass(frozen=True)
@@ -14,12 +16,12 @@ class ParallelGroup:
 
     Attributes:
         rank, size: this process's place in the group.
-        handle: the torch.distributed group; None when the size is 1.
+        collectives: None when the size is 1, and where a rank's layers are only built.
     """
 
     rank: int = 0
     size: int = 1
-    handle: dist.ProcessGroup | None = None
+    collectives: Collectives | None = field(default=None, compare=False)
 
     def divide(self, total: int, what: str) -> int:
         """This rank's share of `total`.
@@ -41,16 +43,39 @@ class ParallelGroup:
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place where there is more than one."""
         if self.size > 1:
-            dist.all_reduce(tensor, group=self.handle)
+            self._shared.all_reduce(tensor)
         return tensor
 
     def all_gather(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Concatenate the ranks' tensors along the last dimension."""
+        """[..., n] of every rank -> [..., size * n]."""
         if self.size == 1:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        dist.all_gather(parts, tensor.contiguous(), group=self.handle)
-        return torch.cat(parts, dim=-1)
+        parts = tensor.new_empty((self.size, *tensor.shape))
+        self._shared.all_gather_into(parts.flatten(0, 1), tensor.contiguous())
+        return parts.movedim(0, -2).flatten(-2)
+
+    def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Rank 0's tensor, in place."""
+        if self.size > 1:
+            self._shared.broadcast(tensor)
+        return tensor
+
+    def exchange(self, values: Sequence[int]) -> list[list[int]]:
+        """The same number of integers of every rank; the group must be one of host tensors."""
+        if self.size == 1:
+            return [list(values)]
+        own = torch.tensor([values], dtype=torch.int64)
+        every = own.new_empty(self.size, len(values))
+        self._shared.all_gather_into(every, own)
+        return [[int(value) for value in row] for row in every.tolist()]
+
+    @property
+    def _shared(self) -> Collectives:
+        if self.collectives is None:
+            raise RuntimeError(
+                f"rank {self.rank} of {self.size} has nothing to reach the others by"
+            )
+        return self.collectives
 
 
 SINGLE = ParallelGroup()
