@@ -82,6 +82,32 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
         return sum(len(s.token_ids) for s in self.sequences)
 
 
+class Orders(msgspec.Struct, frozen=True):
+    """What the first rank tells the others to do in a step.
+
+    Attributes:
+        batch: without what only the first rank needs, since it alone samples.
+        num_drafts: drafts to make for each sampled sequence.
+    """
+
+    batch: ScheduledBatch
+    num_drafts: int
+
+    @classmethod
+    def of(cls, batch: ScheduledBatch, num_drafts: int) -> Orders:
+        new = [_without_sampling(sequence) for sequence in batch.new]
+        return cls(ScheduledBatch(batch.sequences, new, batch.freed_rows), num_drafts)
+
+
+def _without_sampling(new: NewSequence) -> NewSequence:
+    """What tells which rows have logits: all ranks compute them."""
+    wanted = new.params.prompt_logprobs
+    params = SamplingParams(prompt_logprobs=wanted)
+    if wanted is None:
+        return NewSequence(new.id, new.row, [], [], params, 0)
+    return NewSequence(new.id, new.row, new.prompt_token_ids, new.output_token_ids, params, 0)
+
+
 class SequenceResult(msgspec.Struct, frozen=True, gc=False):
     """What a step computed for one sequence.
 

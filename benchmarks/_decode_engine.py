@@ -20,7 +20,7 @@ from atom.config import EngineConfig
 from atom.messages import EngineRequest
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
-from atom.model_engine.executor import UniprocExecutor
+from atom.model_engine.worker import Worker
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.moe import FusedMoE
@@ -85,7 +85,9 @@ class Setup:
 class _Recorded:
     """An executor that remembers the last batch."""
 
-    def __init__(self, inner: UniprocExecutor) -> None:
+    can_be_interrupted = True
+
+    def __init__(self, inner: Worker) -> None:
         self._inner = inner
         self.limits = inner.limits
         self.eos_token_ids = inner.eos_token_ids
@@ -121,7 +123,7 @@ class DecodeEngine:
             return create_proposer(config, model, source, context)
 
         config = setup.engine_config()
-        executor = UniprocExecutor(config, factory)
+        executor = Worker(config, proposer_factory=factory)
         self.ops: str = executor.ops.describe()
         (self.model,) = models
         self._executor = _Recorded(executor)

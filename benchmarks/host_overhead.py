@@ -84,6 +84,8 @@ class NoGrammars:
 class NullExecutor:
     """The engine's own runner around a null model."""
 
+    can_be_interrupted = True
+
     def __init__(self, num_seqs: int, num_drafts: int, context: int) -> None:
         longest = context + ROOM
         self.limits = EngineLimits(

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import queue
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import TypeVar
+from unittest.mock import patch
 
 import torch.distributed as dist
 
+from atom.config import EngineConfig
 from atom.distributed.collectives import TorchCollectives
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
+from atom.distributed.place import Place
+from atom.model_engine import executor
 
 Result = TypeVar("Result")
 
@@ -58,3 +64,67 @@ def run_threads(count: int, function: Callable[[int], Result]) -> list[Result]:
     if errors:
         raise errors[0]
     return [results[rank] for rank in range(count)]
+
+
+class ThreadFollower:
+    """A rank in a thread of its own, from its first moment to `None` in its queue."""
+
+    def __init__(self, config: EngineConfig, rank: int, ranks: Ranks) -> None:
+        self.messages: queue.Queue[bytes | None] = queue.Queue()
+        self.cause: str | None = None
+        self._config = config
+        self._rank = rank
+        self._ranks = ranks
+        self.thread = threading.Thread(target=self._run, daemon=True)
+        self.thread.start()
+
+    def receive(self) -> bytes | None:
+        return self.messages.get()
+
+    def failed(self, cause: str) -> None:
+        self.cause = cause
+
+    def close(self) -> None:
+        """Nothing is open."""
+
+    def _run(self) -> None:
+        self.place = place_of(self._ranks, self._rank, self._config)
+        executor.follow(self._config, self)
+
+
+class ThreadDriver:
+    """The first rank, and the others as threads."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        ranks, size = Ranks(), config.parallel.tensor_parallel_size
+        self.followers = [ThreadFollower(config, rank, ranks) for rank in range(1, size)]
+        self.place = place_of(ranks, 0, config)
+
+    def publish(self, data: bytes) -> None:
+        for follower in self.followers:
+            follower.messages.put(data)
+
+    def failure(self) -> str | None:
+        for rank, follower in enumerate(self.followers, 1):
+            if follower.cause is not None:
+                return f"rank {rank} {follower.cause}"
+        return None
+
+    def close(self) -> None:
+        for follower in self.followers:
+            follower.messages.put(None)
+        for follower in self.followers:
+            follower.thread.join(10)
+
+
+def place_of(ranks: Ranks, rank: int, config: EngineConfig) -> Place:
+    size = config.parallel.tensor_parallel_size
+    groups = [ranks.group(name, rank, size) for name in ("tensor", "control")]
+    return Place(*groups, rank, size)
+
+
+@contextmanager
+def engines_of_threads() -> Iterator[None]:
+    """Engines that are built in here run their ranks as threads of this process."""
+    with patch.object(executor, "join_as_driver", ThreadDriver):
+        yield

@@ -22,18 +22,20 @@ def kv_cache_budget(
     platform: Platform,
     profile: Callable[[], None],
     graph_bytes: Callable[[], int],
+    num_local: int = 1,
 ) -> int:
     """Bytes for the KV cache pool.
 
     Args:
         profile: runs the largest steps once, to measure a GPU's peak memory.
         graph_bytes: memory that graph capture will need later; called after `profile`.
+        num_local: ranks that share a CPU's memory.
     """
     if options.kv_cache_memory is not None:
         return options.kv_cache_memory
     if not platform.is_gpu:
         share = options.gpu_memory_utilization or DEFAULT_CPU_MEMORY_UTILIZATION
-        return int(free_memory_bytes(platform) * share)
+        return int(free_memory_bytes(platform) * share) // num_local
     share = options.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
     activations = _peak_bytes(profile) + graph_bytes()
     in_use = total_memory_bytes(platform) - free_memory_bytes(platform)

@@ -18,7 +18,7 @@ from atom.messages import (
     StepReport,
 )
 from atom.model_engine.block_pool import BlockPool
-from atom.model_engine.executor import Executor, UniprocExecutor
+from atom.model_engine.executor import Executor, create_executor
 from atom.model_engine.grammar_queue import GrammarQueue
 from atom.model_engine.scheduler import Scheduler
 from atom.platform import is_device_lost, is_out_of_memory, release_cached_memory
@@ -33,14 +33,14 @@ class EngineCore:
     Constructing it loads the model and allocates the KV cache.
 
     Args:
-        executor: runs the batches; None for a `UniprocExecutor`.
+        executor: runs the batches; None for the configured one.
 
     Raises:
         ConfigError: when the model or an option cannot be honoured.
     """
 
     def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
-        self.executor: Executor = executor or UniprocExecutor(config)
+        self.executor: Executor = executor or create_executor(config)
         self.limits: EngineLimits = self.executor.limits
         self.block_pool = BlockPool(
             self.limits.num_blocks, self.limits.block_size, config.cache.enable_prefix_caching
@@ -142,6 +142,9 @@ class EngineCore:
         """Run a batch; None when it failed and the engine can go on."""
         try:
             output = self._compute(batch)
+        except EngineDeadError as error:
+            self._death = str(error)
+            raise
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
             out_of_memory = is_out_of_memory(error)
@@ -164,7 +167,7 @@ class EngineCore:
         return output
 
     def _compute(self, batch: ScheduledBatch) -> StepOutput:
-        self.is_computing = True
+        self.is_computing = self.executor.can_be_interrupted
         try:
             return self.executor.step(batch)
         finally:

@@ -1,360 +1,167 @@
-"""Runs the model: in this process today, on several ranks later."""
+"""Runs scheduled batches, on one rank or on several that take part in every step."""
 
 from __future__ import annotations
 
 import logging
-import time
-from collections.abc import Callable
-from functools import partial
 from typing import Protocol
 
-import torch
+import msgspec
 
-from atom.batch import ScheduledBatch, StepOutput
-from atom.config import ConfigError, EngineConfig, ModelOptions
-from atom.graphs.capture import (
-    GraphPlan,
-    capture_backend,
-    default_batch_sizes,
-    default_context_bounds,
-)
-from atom.graphs.runner import EagerRunner, GraphRunner
-from atom.kv_cache.base import (
-    KVCacheBuilder,
-    KVCacheMemoryError,
-    num_spare_blocks,
-    plan_kv_cache,
-    storage_dtype,
-)
-from atom.kv_cache.builders import attention_layers, bind_kv_caches
-from atom.kv_cache.memory import estimate_graph_bytes, kv_cache_budget
-from atom.kv_cache.paged import PagedCache
-from atom.messages import EngineLimits
-from atom.model_engine.context_len import resolve_max_model_len
-from atom.model_engine.cpu_threads import AdaptedThreads
-from atom.model_engine.input_builder import InputBuilder
-from atom.model_engine.largest_steps import largest_steps
-from atom.model_engine.model_runner import ModelRunner
-from atom.model_loader.source import ModelSource, resolve_model
-from atom.model_loader.tokenizer import load_tokenizer
-from atom.model_loader.weights import build_model
-from atom.model_ops.kv_scale import FP8_TYPES, KVScale
-from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.registry import OpTable
-from atom.models.base import CausalLM
-from atom.models.registry import create_model
-from atom.platform import Platform, select_platform
-from atom.sampling.rows import SamplingRows
-from atom.sampling.sampler import Sampler, SamplingOps
-from atom.spec_decode.base import Lookahead, Proposer
-from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.factory import create_drafter, create_proposer
-from atom.structured_output.base import GrammarBackend
+from atom.batch import Orders, ScheduledBatch, StepOutput
+from atom.config import EngineConfig
+from atom.distributed.launch import join_as_driver
+from atom.distributed.place import Place
+from atom.messages import EngineDeadError, EngineLimits
+from atom.model_engine.worker import Worker
+from atom.sampling.sampler import SamplingFailedError
+from atom.spec_decode.base import Lookahead
 from atom.structured_output.cache import GrammarCache
-from atom.structured_output.trial_client import TrialProcess
-from atom.structured_output.tried_compiler import TriedCompiler
-from atom.structured_output.vocabulary import read_vocabulary
-from atom.structured_output.xgrammar_backend import XGrammarBackend
-from atom.structured_output.xgrammar_import import INSTALL_HINT, missing_packages
 
 logger = logging.getLogger(__name__)
 
-DTYPES_BY_NAME = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-# (config, target model, its source, layer context) -> proposer
-ProposerFactory = Callable[[EngineConfig, CausalLM, ModelSource, LayerContext], Proposer]
+_encoder = msgspec.msgpack.Encoder()
+_orders: msgspec.msgpack.Decoder[Orders] = msgspec.msgpack.Decoder(Orders)
 
 
 class Executor(Protocol):
-    """Runs scheduled batches."""
+    """Runs scheduled batches.
+
+    Attributes:
+        can_be_interrupted: whether an interrupted step leaves the executor usable.
+    """
 
     limits: EngineLimits
     eos_token_ids: frozenset[int]
     lookahead: Lookahead
-    grammars: GrammarCache
+    can_be_interrupted: bool
+
+    @property
+    def grammars(self) -> GrammarCache: ...
 
     def step(self, batch: ScheduledBatch) -> StepOutput: ...
 
     def shutdown(self) -> None: ...
 
 
-class UniprocExecutor:
-    """Runs the model in this process, on one device.
+class Driver(Protocol):
+    """The first rank's connection to the others.
 
     Attributes:
-        ops: the implementations selected for the target's and the draft's ops.
-        inputs: copies batches to the device.
-
-    Args:
-        proposer_factory: creates the proposer; None for the configured one.
+        place: the first rank's.
     """
 
-    def __init__(
-        self, config: EngineConfig, proposer_factory: ProposerFactory | None = None
-    ) -> None:
-        started = time.perf_counter()
-        platform = select_platform(config.device)
-        self._threads: AdaptedThreads | None = None
-        if not platform.is_gpu:
-            if config.parallel.num_threads is None:
-                self._threads = AdaptedThreads()
-            else:
-                torch.set_num_threads(config.parallel.num_threads)
-        source = resolve_model(config.model)
-        dtype = resolve_dtype(config.model.dtype, source)
-        text_config = source.hf_config.get_text_config()
-        context_len = resolve_max_model_len(text_config, config.model.max_model_len)
-        context = LayerContext.create(dtype, context_len, platform)
-        storage = storage_dtype(config.cache, context)
-        self.ops: OpTable = context.ops
-        self._model = build_model(
-            partial(create_model, source.hf_config), source, context, config.model
-        )
-        self._proposer = (proposer_factory or create_proposer)(config, self._model, source, context)
-        self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
-        self._graphs = _create_graph_runner(
-            config, self._model, self._proposer.lookahead, platform, context_len
-        )
-        if missing := missing_packages():
-            logger.warning(
-                "requests for structured output will be refused: %s not installed; run: %s",
-                " and ".join(missing),
-                INSTALL_HINT,
-            )
-        create_backend = partial(_create_grammar_backend, config.model, source)
-        self.grammars = GrammarCache(TriedCompiler(create_backend, TrialProcess()))
-        self._drafter = create_drafter(
-            config.speculative,
-            self._proposer,
-            captured=self._graphs is not None,
-            waiting_is_free=not platform.is_gpu,
-        )
-        self.inputs, self._runner = self._create_runner(config, source, context, self._drafter)
-        self.eos_token_ids = source.eos_token_ids
-        self.lookahead = self._proposer.lookahead
-        builders: list[KVCacheBuilder] = [
-            PagedCache(
-                attention_layers(self._model), config.cache.block_size, storage, context.device
-            ),
-            *self._proposer.kv_cache_builders,
-        ]
-        num_blocks = self._allocate_kv_cache(config, source, context, builders)
-        if self._graphs is not None:
-            self._graphs.capture(self.inputs.graph_input)
-            self._proposer.capture(self._graphs.plan)
-        self.limits = EngineLimits(
-            max_model_len=_fit_context(config, context_len, num_blocks, storage),
-            num_blocks=num_blocks,
-            block_size=config.cache.block_size,
-            vocab_size=text_config.vocab_size,
-            max_logprobs=(
-                text_config.vocab_size if config.max_logprobs == -1 else config.max_logprobs
-            ),
-            kv_cache_dtype=_name(storage),
-        )
-        logger.info("ops:\n%s", self.ops.describe())
-        if storage in FP8_TYPES:
-            self._log_scales()
-        logger.info(
-            "%s in %s on %s (%s): context %d, %d KV blocks of %d tokens in %s, ready in %.1f s",
-            source.name,
-            _name(dtype),
-            platform.kind,
-            platform.arch,
-            self.limits.max_model_len,
-            num_blocks,
-            config.cache.block_size,
-            _name(storage),
-            time.perf_counter() - started,
-        )
+    place: Place
 
-    def _log_scales(self) -> None:
-        models = (self._model, self._proposer.draft_model)
-        modules = [m for model in models if model is not None for m in model.modules()]
-        scales = [module for module in modules if isinstance(module, KVScale)]
-        logger.info(
-            "KV cache scales: the checkpoint's in %d of %d attention layers, 1 elsewhere",
-            sum(scale.is_given for scale in scales),
-            len(scales),
-        )
+    def publish(self, data: bytes) -> None:
+        """Send to all other ranks, in order."""
+        ...
 
-    def _create_runner(
-        self, config: EngineConfig, source: ModelSource, context: LayerContext, drafter: Drafter
-    ) -> tuple[InputBuilder, ModelRunner]:
-        vocab_size = source.hf_config.get_text_config().vocab_size
-        scheduler, device = config.scheduler, context.device
-        rows = SamplingRows(
-            scheduler.max_num_seqs, vocab_size, source.eos_token_ids, device, self.grammars
-        )
-        ops = SamplingOps.resolve(context.ops, vocab_size)
-        sampler = Sampler(self._model.compute_logits, rows, vocab_size, device, ops)
-        forward = self._graphs or EagerRunner(self._model.forward)
-        inputs = InputBuilder(
-            forward,
-            sampler,
-            None if self._graphs is None else self._graphs.plan,
-            max_num_tokens=scheduler.max_num_batched_tokens,
-            max_num_seqs=scheduler.max_num_seqs,
-            max_model_len=context.max_model_len,
-            block_size=config.cache.block_size,
-            device=device,
-            drafts=self._proposer.reads_steps,
-        )
-        return inputs, ModelRunner(inputs, forward, sampler, drafter)
+    def failure(self) -> str | None:
+        """Why another rank was lost, after waiting briefly for the cause; None if none was."""
+        ...
 
-    def _allocate_kv_cache(
-        self,
-        config: EngineConfig,
-        source: ModelSource,
-        context: LayerContext,
-        builders: list[KVCacheBuilder],
-    ) -> int:
-        """Size the KV cache pool, allocate it and bind it to the attention layers. Returns its
-        blocks.
-        """
+    def close(self) -> None:
+        """End the other ranks."""
+        ...
 
-        def profile() -> None:
-            self._allocate(builders, 1)
-            self._run_largest_steps(config, source, context)
 
-        def graph_bytes() -> int:
-            if self._graphs is None:
-                return 0
-            rehearse = partial(self._graphs.rehearse, self.inputs.graph_input)
-            # The draft chain has one graph per bucket, too.
-            has_chain = self._proposer.reads_steps and self._proposer.lookahead.num_tokens > 1
-            num_chains = self._graphs.plan.num_buckets if has_chain else 0
-            return estimate_graph_bytes(rehearse, self._graphs.num_graphs + num_chains)
+class Follower(Protocol):
+    """Another rank's connection to the first.
 
-        budget = kv_cache_budget(config.cache, context.ops.platform, profile, graph_bytes)
-        plan = plan_kv_cache(
-            budget,
-            [builder.compute_block_bytes() for builder in builders],
-            config.cache.block_size,
-            config.scheduler.max_num_seqs * context.max_model_len,
-            num_spare_blocks(context.device),
-        )
-        self._allocate(builders, plan.num_blocks)
-        return plan.num_blocks
+    Attributes:
+        place: this rank's.
+    """
 
-    def _run_largest_steps(
-        self, config: EngineConfig, source: ModelSource, context: LayerContext
-    ) -> None:
-        """Run the steps that need the most memory, with a pool of one block.
+    place: Place
 
-        Raises:
-            KVCacheMemoryError: when the device runs out of memory.
-        """
-        # Always the full number of drafts, and these steps do not count in choosing their number.
-        most = self._proposer.lookahead.num_tokens
-        drafter = Drafter(self._proposer, "largest", None, None, waiting_is_free=False)
-        _, runner = self._create_runner(config, source, context, drafter)
-        vocab_size = source.hf_config.get_text_config().vocab_size
+    def receive(self) -> bytes | None:
+        """What the first rank published next; None when it has ended."""
+        ...
+
+    def failed(self, cause: str) -> None:
+        """Tell the first rank that this one cannot go on."""
+        ...
+
+    def close(self) -> None: ...
+
+
+class RanksExecutor:
+    """The first of several ranks: tells the others of each step and takes part in it.
+
+    Once a step is published, an error on any rank ends the engine, since the ranks are no longer at
+    the same place. What one request may cause fails before, or after all ranks are through.
+    """
+
+    can_be_interrupted = False
+
+    def __init__(self, config: EngineConfig, driver: Driver) -> None:
+        self._driver = driver
+        self._is_published = False
         try:
-            for batch in largest_steps(config, context.max_model_len, most, vocab_size):
-                runner.step(batch)
-        except torch.OutOfMemoryError as error:
-            scheduler = config.scheduler
-            raise KVCacheMemoryError(
-                f"the device has no memory for the largest step that the options allow "
-                f"({scheduler.max_num_batched_tokens} tokens, {scheduler.max_num_seqs} sequences "
-                f"of up to {context.max_model_len} tokens, {most} drafts each): {error}; lower "
-                f"--max-num-batched-tokens, --max-num-seqs or --max-model-len"
-            ) from error
+            self._worker = Worker(config, driver.place, publish=self._publish)
+        except Exception as error:
+            failure = driver.failure()
+            driver.close()
+            if failure is not None:
+                raise EngineDeadError(failure) from error
+            raise
+        self.limits = self._worker.limits
+        self.eos_token_ids = self._worker.eos_token_ids
+        self.lookahead = self._worker.lookahead
 
-    def _allocate(self, builders: list[KVCacheBuilder], num_blocks: int) -> None:
-        for builder in builders:
-            builder.allocate_kv_cache_tensors(num_blocks)
-        bind_kv_caches(self._model, builders)
-        if self._proposer.draft_model is not None:
-            bind_kv_caches(self._proposer.draft_model, builders)
+    @property
+    def grammars(self) -> GrammarCache:
+        return self._worker.grammars
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
-        started = time.perf_counter()
-        output = self._runner.step(batch)
-        seconds = time.perf_counter() - started
-        self._drafter.observe(batch, output, seconds)
-        if self._threads is not None:
-            self._threads.step_ended(seconds)
-        return output
+        """Run a batch on all ranks.
+
+        Raises:
+            EngineDeadError: when a rank failed or was lost.
+        """
+        self._is_published = False
+        try:
+            return self._worker.step(batch)
+        except SamplingFailedError as error:
+            raise error.cause from None
+        except Exception as error:
+            if not self._is_published:
+                raise
+            own = f"rank 0 raised {type(error).__name__}: {error}"
+            raise EngineDeadError(self._driver.failure() or own) from error
 
     def shutdown(self) -> None:
-        self.grammars.shutdown()
+        self._driver.close()
+        self._worker.shutdown()
+
+    def _publish(self, orders: Orders) -> None:
+        self._driver.publish(_encoder.encode(orders))
+        self._is_published = True
 
 
-def _create_grammar_backend(options: ModelOptions, source: ModelSource) -> GrammarBackend:
-    vocab_size = source.hf_config.get_text_config().vocab_size
-    tokenizer = load_tokenizer(source, options)
-    return XGrammarBackend(read_vocabulary(tokenizer, vocab_size, source.eos_token_ids))
-
-
-def _create_graph_runner(
-    config: EngineConfig,
-    model: CausalLM,
-    lookahead: Lookahead,
-    platform: Platform,
-    context_len: int,
-) -> GraphRunner | None:
-    """The graph runner, nothing captured yet; None if every step runs eagerly.
+def create_executor(config: EngineConfig) -> Executor:
+    """The executor of a configuration: this process alone, or as the first of several ranks.
 
     Raises:
-        ConfigError: for --cudagraph-capture-sizes on a device without graphs.
+        ConfigError: when an option cannot be honoured, or other ranks were started otherwise.
     """
-    backend = None if config.graphs.enforce_eager else capture_backend(platform)
-    sizes = config.graphs.capture_sizes
-    if backend is None:
-        if sizes is not None:
-            raise ConfigError(
-                f"cudagraph_capture_sizes={list(sizes)} has no effect on a {platform.kind}: "
-                f"there are no graphs to capture; leave it out"
-            )
-        return None
-    plan = GraphPlan(
-        backend,
-        sizes or default_batch_sizes(config.scheduler.max_num_seqs),
-        default_context_bounds(context_len),
-        config.cache.block_size,
-        platform.device,
-    )
-    return GraphRunner(model.forward, plan, tuple(sorted({1, 1 + lookahead.num_tokens})))
+    if config.parallel.tensor_parallel_size == 1:
+        return Worker(config)
+    return RanksExecutor(config, join_as_driver(config))
 
 
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
-    """The dtype of the `--dtype` option; `auto` means the checkpoint's."""
-    if name == "auto":
-        return source.default_dtype
-    return DTYPES_BY_NAME[name]
-
-
-def _fit_context(
-    config: EngineConfig, context_len: int, num_blocks: int, storage: torch.dtype
-) -> int:
-    """The context length, reduced to what the KV cache can hold.
+def follow(config: EngineConfig, follower: Follower) -> None:
+    """Be one of the other ranks until the first one ends.
 
     Raises:
-        ConfigError: when the user asked for more than fits.
+        Exception: whatever this rank failed with; the first rank knows it then.
     """
-    capacity = num_blocks * config.cache.block_size
-    if capacity >= context_len:
-        return context_len
-    if config.model.max_model_len is not None:
-        raise ConfigError(
-            f"max_model_len={context_len} needs {context_len} tokens of KV cache and there is "
-            f"memory for {capacity} in {_name(storage)}; lower it, or raise --kv-cache-memory"
-        )
-    logger.warning(
-        "the KV cache holds %d tokens in %s, so the context is that instead of %d",
-        capacity,
-        _name(storage),
-        context_len,
-    )
-    return capacity
+    try:
+        worker = Worker(config, follower.place)
+        while (data := follower.receive()) is not None:
+            worker.follow(_orders.decode(data))
+    except Exception as error:
+        follower.failed(f"raised {type(error).__name__}: {error}")
+        raise
+    finally:
+        follower.close()

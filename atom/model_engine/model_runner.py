@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
-from atom.batch import ScheduledBatch, SequenceResult, StepOutput
+from atom.batch import Orders, ScheduledBatch, SequenceResult, StepOutput
 from atom.graphs.runner import ForwardRunner
 from atom.graphs.staging import bring_to_host
 from atom.model_engine.input_builder import InputBuilder, StepInput
@@ -32,30 +32,62 @@ class ModelRunner:
         self._drafter = drafter
 
     @torch.inference_mode()
-    def step(self, batch: ScheduledBatch) -> StepOutput:
-        """Compute the scheduled tokens, sample and verify, and propose the next drafts."""
-        self._sampler.forget(batch.freed_rows)
-        self._drafter.forget(batch.freed_rows)
-        if not batch.sequences:
+    def step(
+        self, batch: ScheduledBatch, publish: Callable[[Orders], None] | None = None
+    ) -> StepOutput:
+        """Compute the scheduled tokens, sample and verify, and propose the next drafts.
+
+        Args:
+            publish: called with what other ranks must do, once nothing that one request could cause
+                can fail before all are through.
+        """
+        self._forget(batch)
+        num_drafts = 0
+        if not self._drafter.looks_first:
+            num_drafts = self._drafter.begin(sum(s.wants_sample for s in batch.sequences))
+        step = self._inputs.build(batch) if batch.sequences else None
+        if publish is not None:
+            publish(Orders.of(batch, num_drafts))
+        if step is None:
             return StepOutput([])
-        step = self._inputs.build(batch)
-        output = self._forward.run(step.model_input, step.graph)
-        verified = self._sampler.sample(step.sample, output.hidden_states)
-        view = self._verified_step(batch, step, output, verified)
-        num_sampled = len(step.sample.states)
+        view, verified = self._verify(batch, step)
         if self._drafter.looks_first:
             sampled = self._sampler.take(step.sample, bring_to_host(verified.tensors))
             found = self._look_up(batch, step)
-            proposed = self._drafter.propose(view, num_sampled, found)
+            proposed = self._drafter.propose(view, found)
             drafts = None if proposed is None else bring_to_host([proposed])[0]
         else:
-            proposed = self._drafter.propose(view, num_sampled, None)
+            proposed = self._drafter.propose(view, None)
+            self._sampler.raise_failure()
             parts = verified.tensors if proposed is None else [proposed, *verified.tensors]
             arrays = bring_to_host(parts)
             drafts = None if proposed is None else arrays.pop(0)
             sampled = self._sampler.take(step.sample, arrays)
             found = self._look_up(batch, step)
         return self._results(batch, step, sampled, self._drafter.merge(found, drafts))
+
+    @torch.inference_mode()
+    def follow(self, orders: Orders) -> None:
+        """This rank's part of a step whose tokens the first rank samples."""
+        batch = orders.batch
+        self._forget(batch)
+        if not batch.sequences:
+            return
+        self._drafter.follow(orders.num_drafts)
+        view, _ = self._verify(batch, self._inputs.build(batch))
+        self._drafter.propose(view, None)
+
+    def _forget(self, batch: ScheduledBatch) -> None:
+        self._sampler.forget(batch.freed_rows)
+        self._drafter.forget(batch.freed_rows)
+
+    def _verify(
+        self, batch: ScheduledBatch, step: StepInput
+    ) -> tuple[VerifiedStep | None, Verified]:
+        """Run the target, sample and verify -> the proposer's input, and the result."""
+        output = self._forward.run(step.model_input, step.graph)
+        verified = self._sampler.sample(step.sample, output.hidden_states)
+        return self._verified_step(batch, step, output, verified), verified
 
     def _verified_step(
         self, batch: ScheduledBatch, step: StepInput, output: ModelOutput, verified: Verified

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from atom.config import EngineConfig
-from atom.model_engine.executor import UniprocExecutor
+from atom.model_engine.worker import Worker
 
 
 def describe_ops(config: EngineConfig) -> str:
@@ -16,7 +16,7 @@ def describe_ops(config: EngineConfig) -> str:
         ConfigError: when the model or an option cannot be honoured.
         OpUnavailableError: when an `ATOM_OP_*` override cannot be honoured.
     """
-    executor = UniprocExecutor(config)
+    executor = Worker(config)
     try:
         return executor.ops.describe()
     finally:

@@ -32,11 +32,15 @@ class LayerContext:
 
     @classmethod
     def create(
-        cls, dtype: torch.dtype, max_model_len: int, platform: Platform | None = None
+        cls,
+        dtype: torch.dtype,
+        max_model_len: int,
+        platform: Platform | None = None,
+        group: ParallelGroup = SINGLE,
     ) -> LayerContext:
-        """A context of one rank, on the given or the current platform."""
+        """A context on the given or the current platform, of one rank unless said otherwise."""
         platform = platform or current_platform()
-        return cls(dtype, platform.device, OpTable(platform, OPS), max_model_len)
+        return cls(dtype, platform.device, OpTable(platform, OPS), max_model_len, group)
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
         """An uninitialised weight."""

@@ -98,6 +98,9 @@ class SamplingRows:
     Attributes:
         needs: [num_rows] int64, the `Needs` of each row's sequence.
         counts: token counts of the sequences with penalties.
+
+    Args:
+        grammars: None on a rank that does not sample.
     """
 
     def __init__(
@@ -106,7 +109,7 @@ class SamplingRows:
         vocab_size: int,
         eos_token_ids: frozenset[int],
         device: torch.device,
-        grammars: GrammarCache,
+        grammars: GrammarCache | None,
     ) -> None:
         self.needs = np.zeros(num_rows, dtype=np.int64)
         self.counts = TokenCounts(vocab_size, device)
@@ -211,6 +214,7 @@ class SamplingRows:
         state = SequenceState(p, new.seed, new.prompt_token_ids, outputs, _needs_of(p))
         if p.structured_output is not None:
             # A resumed sequence already has outputs.
+            assert self._grammars is not None, "only the first rank samples"
             state.grammar = GrammarState(self._grammars.get(p.structured_output).create_matcher())
             state.grammar.advance(outputs)
         if state.needs & Needs.MIN_TOKENS:

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from atom.batch import ScheduledBatch, ScheduledSequence
+from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.staging import StagingBuffer
 from atom.messages import TokenLogprobs
 from atom.model_ops.kernels.torch import sampling
@@ -46,6 +47,14 @@ _SLOW_GRAMMAR = (
     "the grammar takes too long to follow after {} tokens; write it with fewer ways to read the "
     "same text, such as repetitions within repetitions"
 )
+
+
+class SamplingFailedError(Exception):
+    """Choosing tokens failed on the first of several ranks, which are at the same place again."""
+
+    def __init__(self, cause: Exception) -> None:
+        super().__init__(f"{type(cause).__name__}: {cause}")
+        self.cause = cause
 
 
 @dataclass(frozen=True)
@@ -147,6 +156,8 @@ class Sampled:
 class Sampler:
     """From hidden states to tokens.
 
+    All ranks of a group compute the logits. The first chooses the tokens, and the others get them.
+
     Each step calls `lay_out`, then, after `staging.send`, `sample`, and `take` once the results are
     on the host.
     """
@@ -158,8 +169,11 @@ class Sampler:
         vocab_size: int,
         device: torch.device,
         ops: SamplingOps = TORCH_OPS,
+        group: ParallelGroup = SINGLE,
     ) -> None:
         self._compute_logits = compute_logits
+        self._group = group
+        self._failure: Exception | None = None
         self._rows = rows
         self._edits = EditsBuilder(rows, vocab_size, device)
         self._ops = ops
@@ -213,12 +227,7 @@ class Sampler:
             none = plan.logits_indices
             return Verified(none, none.view(0, 1), none, None, prompt_logprobs)
         logits = self._compute_logits(hidden_states[plan.logits_indices])
-        edits = None if plan.create_edits is None else plan.create_edits()
-        sampled = choose(logits, plan.create_metadata(), edits, self._rows.counts, self._ops)
-        logprobs = None
-        if plan.logprob_rows is not None:
-            rows, wanted = plan.logprob_rows
-            logprobs = compute_logprobs(logits[rows], sampled[rows].clamp(min=0), max(wanted))
+        sampled, logprobs = self._choose_together(plan, logits)
         if plan.drafts is None:
             tokens, accepted = sampled[:, None], torch.zeros_like(sampled)
         else:
@@ -229,6 +238,45 @@ class Sampler:
             own, slots = plan.penalised
             self._rows.counts.add(slots, tokens[own], accepted[own] + 1)
         return Verified(sampled, tokens, accepted, logprobs, prompt_logprobs)
+
+    def _choose_together(
+        self, plan: SamplePlan, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        """The first rank's tokens [R] int64, and its logprobs.
+
+        If choosing fails on the first of several ranks, the step goes on with no tokens, since the
+        others are in the middle of it; `raise_failure` raises the error afterwards.
+        """
+        if self._group.size == 1:
+            return self._choose(plan, logits)
+        sampled, logprobs = plan.logits_indices.new_full((len(logits),), -1), None
+        if self._group.rank == 0:
+            try:
+                sampled, logprobs = self._choose(plan, logits)
+            except Exception as error:
+                self._failure = error
+        return self._group.broadcast(sampled), logprobs
+
+    def _choose(
+        self, plan: SamplePlan, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, Logprobs | None]:
+        edits = None if plan.create_edits is None else plan.create_edits()
+        sampled = choose(logits, plan.create_metadata(), edits, self._rows.counts, self._ops)
+        if plan.logprob_rows is None:
+            return sampled, None
+        rows, wanted = plan.logprob_rows
+        chosen = sampled[rows].clamp(min=0)
+        return sampled, compute_logprobs(logits[rows], chosen, max(wanted))
+
+    def raise_failure(self) -> None:
+        """Call once all ranks have finished the step.
+
+        Raises:
+            SamplingFailedError: when choosing the step's tokens failed.
+        """
+        failure, self._failure = self._failure, None
+        if failure is not None:
+            raise SamplingFailedError(failure) from failure
 
     def take(self, plan: SamplePlan, arrays: Sequence[np.ndarray]) -> Sampled:
         """Record the sampled tokens in the sequences' states.

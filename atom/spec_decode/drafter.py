@@ -52,6 +52,19 @@ class Drafter:
         self._length = length
         self._count = 0
 
+    def begin(self, num_sampled: int) -> int:
+        """The number of drafts to make in the step that begins, unless the lookup runs first.
+
+        Args:
+            num_sampled: sequences that the step samples.
+        """
+        self._count = self._choose([self._source] * num_sampled, True) if num_sampled else 0
+        return self._count
+
+    def follow(self, num_drafts: int) -> None:
+        """Make as many drafts in the step that begins as another rank chose."""
+        self._count = num_drafts
+
     def forget(self, rows: Sequence[int]) -> None:
         """Drop the state of these rows' sequences."""
         if self._lookup is not None:
@@ -64,20 +77,18 @@ class Drafter:
         pairs = zip(rows, histories, strict=True)
         return [lookup.find(row, *history) for row, history in pairs]
 
-    def propose(
-        self, step: VerifiedStep | None, num_sampled: int, found: Found | None
-    ) -> torch.Tensor | None:
+    def propose(self, step: VerifiedStep | None, found: Found | None) -> torch.Tensor | None:
         """[S, n] int64, the proposer's drafts; None when it makes none.
 
         Args:
             step: None when the proposer reads no steps.
-            num_sampled: S.
-            found: the lookup's drafts if it ran first, else None.
+            found: the lookup's drafts if it runs first, which then decide their number; else None.
         """
-        known = [None] * num_sampled if found is None else found
-        sources = [self._source_of(drafts) for drafts in known]
-        needed = any(drafts is None for drafts in known)
-        self._count = self._choose(sources, needed) if sources else 0
+        needed = True
+        if found is not None:
+            needed = any(drafts is None for drafts in found)
+            sources = [self._source_of(drafts) for drafts in found]
+            self._count = self._choose(sources, needed) if sources else 0
         if step is None:
             return None
         return self.proposer.propose(step, self._count if needed else 0)

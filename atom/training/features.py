@@ -13,7 +13,7 @@ from safetensors import safe_open
 from atom.config import EngineConfig
 from atom.messages import EngineRequest
 from atom.model_engine.engine_core import EngineCore
-from atom.model_engine.executor import UniprocExecutor
+from atom.model_engine.worker import Worker
 from atom.sampling_params import SamplingParams
 from atom.training.dataset import Dataset, Example
 from atom.training.prompts import DataError
@@ -62,7 +62,7 @@ class TargetFeatures:
         # Tokens from the prefix cache are not computed and give no features.
         cache = dataclasses.replace(config.cache, enable_prefix_caching=False)
         config = dataclasses.replace(config, cache=cache, speculative=None)
-        self._core = EngineCore(config, UniprocExecutor(config, lambda *_: self._recorder))
+        self._core = EngineCore(config, Worker(config, proposer_factory=lambda *_: self._recorder))
 
     def features(self, examples: Sequence[Example]) -> list[torch.Tensor]:
         with self._lock:

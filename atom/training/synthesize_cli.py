@@ -16,7 +16,7 @@ from atom.model_engine.arg_utils import (
     speculation_of,
 )
 from atom.model_engine.engine_core import EngineCore
-from atom.model_engine.executor import UniprocExecutor
+from atom.model_engine.worker import Worker
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.models.base import spread_aux_layer_ids
@@ -114,7 +114,7 @@ def run(args: argparse.Namespace) -> None:
     manifest = open_folder(args.output, json.loads(json.dumps(settings)), aux)
     done = {*read_indices(args.output, manifest), *manifest.dropped}
     Synthesizer(
-        EngineCore(config, UniprocExecutor(config, lambda *_: recorder or NullProposer())),
+        EngineCore(config, Worker(config, proposer_factory=lambda *_: recorder or NullProposer())),
         template,
         options,
         args.output,

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.config import ConfigError
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import executor
+from atom.model_engine import worker
 from atom.model_ops.attention_mha import Attention
 
 SETTINGS = ("greedy", "penalties")
@@ -54,7 +54,7 @@ def graphed_engine(patch: pytest.MonkeyPatch, folder: Path, **options: Any) -> t
     """An engine whose steps are replayed, and the counts of its replays."""
     backend = CountingBackend()
     with patch.context() as context:
-        context.setattr(executor, "capture_backend", lambda _: backend)
+        context.setattr(worker, "capture_backend", lambda _: backend)
         engine = create_engine(folder, **options)
     assert not backend.replays
     return engine, backend.replays
@@ -138,7 +138,7 @@ def test_padding_leaves_the_pool_alone(
 
 def _pools(engine: LLM) -> list[torch.Tensor]:
     runner = engine.engine.core.executor
-    assert isinstance(runner, executor.UniprocExecutor)
+    assert isinstance(runner, worker.Worker)
     models = (runner._model, runner._proposer.draft_model)
     return [
         torch.stack((module.kv_cache.key, module.kv_cache.value))
@@ -153,7 +153,7 @@ def test_eager_engines_capture_nothing(tiny_llama_dir: Path) -> None:
         raise AssertionError("captured")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(executor, "capture_backend", never)
+        patch.setattr(worker, "capture_backend", never)
         create_engine(tiny_llama_dir, enforce_eager=True)
 
 

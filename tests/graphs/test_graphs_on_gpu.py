@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.graphs.capture import Bucket, CudaGraphBackend
 from atom.graphs.runner import GraphRunner
-from atom.model_engine.executor import UniprocExecutor
+from atom.model_engine.worker import Worker
 from atom.model_ops.kernels.torch.linear import linear_upcast
 from atom.model_ops.kernels.torch.moe import moe_experts
 from atom.platform import current_platform
@@ -90,7 +90,7 @@ def test_graphs_equal_eager_steps(case: str, tmp_path: Path) -> None:
 
 def graph_runner(engine: LLM) -> GraphRunner | None:
     executor = engine.engine.core.executor
-    assert isinstance(executor, UniprocExecutor)
+    assert isinstance(executor, Worker)
     return executor._graphs
 
 

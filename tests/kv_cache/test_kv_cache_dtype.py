@@ -20,7 +20,7 @@ from atom import LLM
 from atom.config import ConfigError
 from atom.kv_cache.base import KVCachePlan
 from atom.kv_cache.builders import attention_layers
-from atom.model_engine import executor
+from atom.model_engine import worker
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     engine_config,
@@ -48,7 +48,7 @@ def flavour(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Which 8 bits a CPU's engines store."""
     if request.param == "e4m3fnuz":
         ours = dataclasses.replace(cpu_platform(), arch="gfx942")
-        monkeypatch.setattr(executor, "select_platform", lambda _: ours)
+        monkeypatch.setattr(worker, "select_platform", lambda _: ours)
         return torch.float8_e4m3fnuz
     return torch.float8_e4m3fn
 
@@ -78,9 +78,9 @@ def speculation(method: str, folders: Callable[[str], Path]) -> dict[str, Any]:
     return {"method": "eagle3", "draft_model": draft, "num_speculative_tokens": 3}
 
 
-def executor_of(engine: LLM) -> executor.UniprocExecutor:
+def executor_of(engine: LLM) -> worker.Worker:
     found = engine.engine.core.executor
-    assert isinstance(found, executor.UniprocExecutor)
+    assert isinstance(found, worker.Worker)
     return found
 
 
@@ -141,7 +141,7 @@ def test_prefix_hits_and_preemption_change_no_token(
         assert generate(hitting, sampling, PROMPTS) == expected
     assert hitting.engine.core.stats.prefix_cache_hits > 0
     # Room for two sequences at a time.
-    monkeypatch.setattr(executor, "plan_kv_cache", lambda *_: KVCachePlan(13, 0))
+    monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(13, 0))
     tight = create_engine(folders(target), enable_prefix_caching=False, max_model_len=48, **options)
     assert generate(tight, sampling, PROMPTS) == expected
     assert tight.engine.core.stats.num_preemptions > 0

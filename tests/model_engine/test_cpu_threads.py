@@ -13,7 +13,7 @@ import torch
 from atom.config import EngineConfig, ModelOptions, ParallelOptions
 from atom.model_engine import cpu_threads
 from atom.model_engine.cpu_threads import AdaptedThreads, ThreadChoice
-from atom.model_engine.executor import UniprocExecutor
+from atom.model_engine.worker import Worker
 from atom.platform import busy_cpu_seconds, default_num_threads
 
 
@@ -111,7 +111,7 @@ def test_a_stated_number_is_never_changed(
         config = EngineConfig(
             model=ModelOptions(str(tiny_llama_dir)), parallel=ParallelOptions(num_threads=3)
         )
-        executor = UniprocExecutor(config)
+        executor = Worker(config)
         assert torch.get_num_threads() == 3
         executor.shutdown()
     finally:

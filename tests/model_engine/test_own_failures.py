@@ -17,7 +17,7 @@ from atom import LLM, SamplingParams
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import RequestRefusedError
-from atom.model_engine import executor
+from atom.model_engine import worker
 
 GOOD = PROMPTS[:6]
 SPECULATION: dict[str, dict[str, Any]] = {
@@ -126,7 +126,7 @@ def test_a_failure_after_some_tokens(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pool that is too small for all, so that sequences are preempted."""
-    monkeypatch.setattr(executor, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+    monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
     llm = checkpoints.engine("ngram", max_model_len=96)
     # The token after the prompt is the poisoned one; the next step's logits are not numbers.
     wanted = params("greedy", logit_bias={checkpoints.poison: 100.0})

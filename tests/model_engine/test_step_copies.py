@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
 from atom.batch import ScheduledBatch, StepOutput
-from atom.model_engine.executor import UniprocExecutor
+from atom.model_engine.worker import Worker
 
 NUM_SEQS = 4
 TO_DEVICE = (torch.tensor, torch.as_tensor, torch.from_numpy)
@@ -74,7 +74,7 @@ class Kernels(TorchDispatchMode):
 def decode_step(engine: LLM, params: list[SamplingParams]) -> tuple[Crossings, ScheduledBatch]:
     """A step in which every sequence decodes."""
     executor = engine.engine.core.executor
-    assert isinstance(executor, UniprocExecutor)
+    assert isinstance(executor, Worker)
     for i, (prompt, own) in enumerate(zip(PROMPTS, params, strict=False)):
         engine.engine.add_request(str(i), prompt, own)
     seen = Crossings()

@@ -12,7 +12,7 @@ from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import executor
+from atom.model_engine import worker
 
 MAX_TOKENS = 16
 SHARED = prompt(21, seed=5)
@@ -51,7 +51,7 @@ def test_drafts_are_the_same(
         changes = {"enable_prefix_caching": False, **WAYS[way]}
         if way == "preempted":
             # Room for two sequences at a time.
-            monkeypatch.setattr(executor, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+            monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
             changes |= {"max_model_len": 64}
         other = create_engine(folder, **speculation, **changes)
     sampling = params("warm", max_tokens=MAX_TOKENS)

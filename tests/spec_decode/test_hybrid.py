@@ -14,7 +14,7 @@ from spec_decode import engines
 from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
-from atom.model_engine import executor
+from atom.model_engine import worker
 from atom.spec_decode.base import Proposer
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.lengths import Verification
@@ -104,7 +104,7 @@ def test_a_draft_is_what_it_would_be_if_it_had_always_run(
         lookup = Lookup(LOOKUP, K, K, 4, 1)
         return Drafter(proposer, bench.source, lookup, length, waiting_is_free=way != "waiting")
 
-    usual = executor.create_drafter
+    usual = worker.create_drafter
     with engines.drafts_recorded(monkeypatch, usual, create) as recorded:
         pure = create_engine(bench.target, **bench.options)
         # Alone, so that nobody else needs the draft when the lookup finds something.

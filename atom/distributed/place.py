@@ -1,0 +1,32 @@
+"""A rank's place among the ranks of its engine."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from atom.distributed.parallel_state import SINGLE, ParallelGroup
+
+
+@dataclass(frozen=True)
+class Place:
+    """Which rank this is, and how it reaches the others.
+
+    Attributes:
+        tensor: the ranks that share every layer, for tensors on the device.
+        control: the same ranks, for integers on the host.
+        local_rank: among the ranks of this machine; the index of its device.
+        num_local: ranks of this machine, which share its processors and memory.
+    """
+
+    tensor: ParallelGroup = SINGLE
+    control: ParallelGroup = SINGLE
+    local_rank: int = 0
+    num_local: int = 1
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this rank schedules and samples."""
+        return self.tensor.rank == 0
+
+
+ALONE = Place()

@@ -1,0 +1,405 @@
+"""One rank: its device, its part of the model, its caches and graphs."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from functools import partial
+
+import torch
+
+from atom.batch import Orders, ScheduledBatch, StepOutput
+from atom.config import ConfigError, EngineConfig, ModelOptions
+from atom.distributed.place import ALONE, Place
+from atom.graphs.capture import (
+    GraphPlan,
+    capture_backend,
+    default_batch_sizes,
+    default_context_bounds,
+)
+from atom.graphs.runner import EagerRunner, GraphRunner
+from atom.kv_cache.base import (
+    KVCacheBuilder,
+    KVCacheMemoryError,
+    num_spare_blocks,
+    plan_kv_cache,
+    storage_dtype,
+)
+from atom.kv_cache.builders import attention_layers, bind_kv_caches
+from atom.kv_cache.memory import estimate_graph_bytes, kv_cache_budget
+from atom.kv_cache.paged import PagedCache
+from atom.messages import EngineLimits
+from atom.model_engine.context_len import resolve_max_model_len
+from atom.model_engine.cpu_threads import AdaptedThreads
+from atom.model_engine.input_builder import InputBuilder
+from atom.model_engine.largest_steps import largest_steps
+from atom.model_engine.model_runner import ModelRunner
+from atom.model_loader.source import ModelSource, resolve_model
+from atom.model_loader.tokenizer import load_tokenizer
+from atom.model_loader.weights import build_model
+from atom.model_ops.kv_scale import FP8_TYPES, KVScale
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.registry import OpTable
+from atom.models.base import CausalLM
+from atom.models.registry import create_model
+from atom.platform import Platform, default_num_threads, select_platform
+from atom.sampling.rows import SamplingRows
+from atom.sampling.sampler import Sampler, SamplingOps
+from atom.spec_decode.base import Lookahead, Proposer
+from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.factory import create_drafter, create_proposer
+from atom.structured_output.base import GrammarBackend
+from atom.structured_output.cache import GrammarCache
+from atom.structured_output.trial_client import TrialProcess
+from atom.structured_output.tried_compiler import TriedCompiler
+from atom.structured_output.vocabulary import read_vocabulary
+from atom.structured_output.xgrammar_backend import XGrammarBackend
+from atom.structured_output.xgrammar_import import INSTALL_HINT, missing_packages
+
+logger = logging.getLogger(__name__)
+
+DTYPES_BY_NAME = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+# (config, target model, its source, layer context) -> proposer
+ProposerFactory = Callable[[EngineConfig, CausalLM, ModelSource, LayerContext], Proposer]
+
+
+class Worker:
+    """Runs the model on one device, alone or as a rank among others.
+
+    The first rank is given batches (`step`) and samples; the others do as it tells (`follow`).
+
+    Attributes:
+        ops: the implementations selected for the target's and the draft's ops.
+        inputs: copies batches to the device.
+
+    Args:
+        place: this rank's.
+        proposer_factory: creates the proposer; None for the configured one.
+        publish: tells the other ranks what to do in this step, once this rank's inputs are built.
+    """
+
+    can_be_interrupted = True
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        place: Place = ALONE,
+        *,
+        proposer_factory: ProposerFactory | None = None,
+        publish: Callable[[Orders], None] | None = None,
+    ) -> None:
+        started = time.perf_counter()
+        self._place = place
+        self._publish = publish
+        platform = select_platform(config.device)
+        if platform.is_gpu:
+            torch.cuda.set_device(place.local_rank)
+        self._threads = _take_threads(config, place, platform)
+        source = resolve_model(config.model)
+        dtype = resolve_dtype(config.model.dtype, source)
+        text_config = source.hf_config.get_text_config()
+        context_len = resolve_max_model_len(text_config, config.model.max_model_len)
+        context = LayerContext.create(dtype, context_len, platform, place.tensor)
+        storage = storage_dtype(config.cache, context)
+        self.ops: OpTable = context.ops
+        self._model = build_model(
+            partial(create_model, source.hf_config), source, context, config.model
+        )
+        self._proposer = (proposer_factory or create_proposer)(config, self._model, source, context)
+        self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
+        self._graphs = _create_graph_runner(
+            config, self._model, self._proposer.lookahead, platform, context_len
+        )
+        self._grammars = _create_grammars(config.model, source) if place.is_first else None
+        self._drafter = create_drafter(
+            config.speculative,
+            self._proposer,
+            captured=self._graphs is not None,
+            # Other ranks must know the number of drafts before the step.
+            waiting_is_free=not platform.is_gpu and place.tensor.size == 1,
+        )
+        self.inputs, self._runner = self._create_runner(config, source, context, self._drafter)
+        self.eos_token_ids = source.eos_token_ids
+        self.lookahead = self._proposer.lookahead
+        builders: list[KVCacheBuilder] = [
+            PagedCache(
+                attention_layers(self._model), config.cache.block_size, storage, context.device
+            ),
+            *self._proposer.kv_cache_builders,
+        ]
+        num_blocks = self._allocate_kv_cache(config, source, context, builders)
+        if self._graphs is not None:
+            self._graphs.capture(self.inputs.graph_input)
+            self._proposer.capture(self._graphs.plan)
+        self.limits = EngineLimits(
+            max_model_len=_fit_context(config, context_len, num_blocks, storage),
+            num_blocks=num_blocks,
+            block_size=config.cache.block_size,
+            vocab_size=text_config.vocab_size,
+            max_logprobs=(
+                text_config.vocab_size if config.max_logprobs == -1 else config.max_logprobs
+            ),
+            kv_cache_dtype=_name(storage),
+        )
+        if place.is_first:
+            self._log(config, source, dtype, platform, storage)
+        logger.info("ready in %.1f s", time.perf_counter() - started)
+
+    @property
+    def grammars(self) -> GrammarCache:
+        """Compiled grammars; only the first rank has any."""
+        assert self._grammars is not None, "only the first rank samples"
+        return self._grammars
+
+    def _log(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        dtype: torch.dtype,
+        platform: Platform,
+        storage: torch.dtype,
+    ) -> None:
+        logger.info("ops:\n%s", self.ops.describe())
+        if storage in FP8_TYPES:
+            self._log_scales()
+        logger.info(
+            "%s in %s on %s (%s)%s: context %d, %d KV blocks of %d tokens in %s",
+            source.name,
+            _name(dtype),
+            platform.kind,
+            platform.arch,
+            f", {self._place.tensor.size} ranks" if self._place.tensor.size > 1 else "",
+            self.limits.max_model_len,
+            self.limits.num_blocks,
+            config.cache.block_size,
+            _name(storage),
+        )
+
+    def _log_scales(self) -> None:
+        models = (self._model, self._proposer.draft_model)
+        modules = [m for model in models if model is not None for m in model.modules()]
+        scales = [module for module in modules if isinstance(module, KVScale)]
+        logger.info(
+            "KV cache scales: the checkpoint's in %d of %d attention layers, 1 elsewhere",
+            sum(scale.is_given for scale in scales),
+            len(scales),
+        )
+
+    def _create_runner(
+        self, config: EngineConfig, source: ModelSource, context: LayerContext, drafter: Drafter
+    ) -> tuple[InputBuilder, ModelRunner]:
+        vocab_size = source.hf_config.get_text_config().vocab_size
+        scheduler, device = config.scheduler, context.device
+        rows = SamplingRows(
+            scheduler.max_num_seqs, vocab_size, source.eos_token_ids, device, self._grammars
+        )
+        ops = SamplingOps.resolve(context.ops, vocab_size)
+        group = self._place.tensor
+        sampler = Sampler(self._model.compute_logits, rows, vocab_size, device, ops, group)
+        forward = self._graphs or EagerRunner(self._model.forward)
+        inputs = InputBuilder(
+            forward,
+            sampler,
+            None if self._graphs is None else self._graphs.plan,
+            max_num_tokens=scheduler.max_num_batched_tokens,
+            max_num_seqs=scheduler.max_num_seqs,
+            max_model_len=context.max_model_len,
+            block_size=config.cache.block_size,
+            device=device,
+            drafts=self._proposer.reads_steps,
+        )
+        return inputs, ModelRunner(inputs, forward, sampler, drafter)
+
+    def _allocate_kv_cache(
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        context: LayerContext,
+        builders: list[KVCacheBuilder],
+    ) -> int:
+        """Size the KV cache pool, allocate it and bind it to the attention layers. Returns its
+        blocks.
+        """
+
+        def profile() -> None:
+            self._allocate(builders, 1)
+            self._run_largest_steps(config, source, context)
+
+        def graph_bytes() -> int:
+            if self._graphs is None:
+                return 0
+            rehearse = partial(self._graphs.rehearse, self.inputs.graph_input)
+            # The draft chain has one graph per bucket, too.
+            has_chain = self._proposer.reads_steps and self._proposer.lookahead.num_tokens > 1
+            num_chains = self._graphs.plan.num_buckets if has_chain else 0
+            return estimate_graph_bytes(rehearse, self._graphs.num_graphs + num_chains)
+
+        budget = kv_cache_budget(
+            config.cache, context.ops.platform, profile, graph_bytes, self._place.num_local
+        )
+        plan = plan_kv_cache(
+            budget,
+            [builder.compute_block_bytes() for builder in builders],
+            config.cache.block_size,
+            config.scheduler.max_num_seqs * context.max_model_len,
+            num_spare_blocks(context.device),
+        )
+        num_blocks = min(own for (own,) in self._place.control.exchange([plan.num_blocks]))
+        self._allocate(builders, num_blocks)
+        return num_blocks
+
+    def _run_largest_steps(
+        self, config: EngineConfig, source: ModelSource, context: LayerContext
+    ) -> None:
+        """Run the steps that need the most memory, with a pool of one block.
+
+        Raises:
+            KVCacheMemoryError: when the device runs out of memory.
+        """
+        # Always the full number of drafts, and these steps do not count in choosing their number.
+        most = self._proposer.lookahead.num_tokens
+        drafter = Drafter(self._proposer, "largest", None, None, waiting_is_free=False)
+        _, runner = self._create_runner(config, source, context, drafter)
+        vocab_size = source.hf_config.get_text_config().vocab_size
+        try:
+            for batch in largest_steps(config, context.max_model_len, most, vocab_size):
+                if self._place.is_first:
+                    runner.step(batch)
+                else:
+                    runner.follow(Orders.of(batch, most))
+        except torch.OutOfMemoryError as error:
+            scheduler = config.scheduler
+            raise KVCacheMemoryError(
+                f"the device has no memory for the largest step that the options allow "
+                f"({scheduler.max_num_batched_tokens} tokens, {scheduler.max_num_seqs} sequences "
+                f"of up to {context.max_model_len} tokens, {most} drafts each): {error}; lower "
+                f"--max-num-batched-tokens, --max-num-seqs or --max-model-len"
+            ) from error
+
+    def _allocate(self, builders: list[KVCacheBuilder], num_blocks: int) -> None:
+        for builder in builders:
+            builder.allocate_kv_cache_tensors(num_blocks)
+        bind_kv_caches(self._model, builders)
+        if self._proposer.draft_model is not None:
+            bind_kv_caches(self._proposer.draft_model, builders)
+
+    def step(self, batch: ScheduledBatch) -> StepOutput:
+        started = time.perf_counter()
+        output = self._runner.step(batch, self._publish)
+        seconds = time.perf_counter() - started
+        self._drafter.observe(batch, output, seconds)
+        if self._threads is not None:
+            self._threads.step_ended(seconds)
+        return output
+
+    def follow(self, orders: Orders) -> None:
+        """Take part in a step of the first rank."""
+        self._runner.follow(orders)
+
+    def shutdown(self) -> None:
+        if self._grammars is not None:
+            self._grammars.shutdown()
+
+
+def _take_threads(config: EngineConfig, place: Place, platform: Platform) -> AdaptedThreads | None:
+    """Set the number of CPU threads; None if it will not follow what other programs leave."""
+    if platform.is_gpu:
+        return None
+    if config.parallel.num_threads is not None:
+        torch.set_num_threads(config.parallel.num_threads)
+    elif place.num_local > 1:
+        torch.set_num_threads(max(default_num_threads() // place.num_local, 1))
+    else:
+        return AdaptedThreads()
+    return None
+
+
+def _create_grammars(options: ModelOptions, source: ModelSource) -> GrammarCache:
+    if missing := missing_packages():
+        logger.warning(
+            "requests for structured output will be refused: %s not installed; run: %s",
+            " and ".join(missing),
+            INSTALL_HINT,
+        )
+    create_backend = partial(_create_grammar_backend, options, source)
+    return GrammarCache(TriedCompiler(create_backend, TrialProcess()))
+
+
+def _create_grammar_backend(options: ModelOptions, source: ModelSource) -> GrammarBackend:
+    vocab_size = source.hf_config.get_text_config().vocab_size
+    tokenizer = load_tokenizer(source, options)
+    return XGrammarBackend(read_vocabulary(tokenizer, vocab_size, source.eos_token_ids))
+
+
+def _create_graph_runner(
+    config: EngineConfig,
+    model: CausalLM,
+    lookahead: Lookahead,
+    platform: Platform,
+    context_len: int,
+) -> GraphRunner | None:
+    """The graph runner, nothing captured yet; None if every step runs eagerly.
+
+    Raises:
+        ConfigError: for --cudagraph-capture-sizes on a device without graphs.
+    """
+    backend = None if config.graphs.enforce_eager else capture_backend(platform)
+    sizes = config.graphs.capture_sizes
+    if backend is None:
+        if sizes is not None:
+            raise ConfigError(
+                f"cudagraph_capture_sizes={list(sizes)} has no effect on a {platform.kind}: "
+                f"there are no graphs to capture; leave it out"
+            )
+        return None
+    plan = GraphPlan(
+        backend,
+        sizes or default_batch_sizes(config.scheduler.max_num_seqs),
+        default_context_bounds(context_len),
+        config.cache.block_size,
+        platform.device,
+    )
+    return GraphRunner(model.forward, plan, tuple(sorted({1, 1 + lookahead.num_tokens})))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
+    """The dtype of the `--dtype` option; `auto` means the checkpoint's."""
+    if name == "auto":
+        return source.default_dtype
+    return DTYPES_BY_NAME[name]
+
+
+def _fit_context(
+    config: EngineConfig, context_len: int, num_blocks: int, storage: torch.dtype
+) -> int:
+    """The context length, reduced to what the KV cache can hold.
+
+    Raises:
+        ConfigError: when the user asked for more than fits.
+    """
+    capacity = num_blocks * config.cache.block_size
+    if capacity >= context_len:
+        return context_len
+    if config.model.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len={context_len} needs {context_len} tokens of KV cache and there is "
+            f"memory for {capacity} in {_name(storage)}; lower it, or raise --kv-cache-memory"
+        )
+    logger.warning(
+        "the KV cache holds %d tokens in %s, so the context is that instead of %d",
+        capacity,
+        _name(storage),
+        context_len,
+    )
+    return capacity
