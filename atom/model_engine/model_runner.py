@@ -21,33 +21,36 @@ class ModelRunner:
 
     There is one host-to-device copy before the model runs and one device-to-host copy after the
     drafts are made. Grammar masks and token lists of new sequences are copied separately.
+
+    Args:
+        publish: called with what other ranks must do, after all that can fail because of a request
+            and before the model runs; None when there are no others.
     """
 
     def __init__(
-        self, inputs: InputBuilder, forward: ForwardRunner, sampler: Sampler, drafter: Drafter
+        self,
+        inputs: InputBuilder,
+        forward: ForwardRunner,
+        sampler: Sampler,
+        drafter: Drafter,
+        publish: Callable[[Orders], None] | None = None,
     ) -> None:
         self._inputs = inputs
         self._forward = forward
         self._sampler = sampler
         self._drafter = drafter
+        self._publish = publish
 
     @torch.inference_mode()
-    def step(
-        self, batch: ScheduledBatch, publish: Callable[[Orders], None] | None = None
-    ) -> StepOutput:
-        """Compute the scheduled tokens, sample and verify, and propose the next drafts.
-
-        Args:
-            publish: called with what other ranks must do, once nothing that one request could cause
-                can fail before all are through.
-        """
+    def step(self, batch: ScheduledBatch) -> StepOutput:
+        """Compute the scheduled tokens, sample and verify, and propose the next drafts."""
         self._forget(batch)
         num_drafts = 0
         if not self._drafter.looks_first:
             num_drafts = self._drafter.begin(sum(s.wants_sample for s in batch.sequences))
         step = self._inputs.build(batch) if batch.sequences else None
-        if publish is not None:
-            publish(Orders.of(batch, num_drafts))
+        if self._publish is not None:
+            self._publish(Orders.of(batch, num_drafts))
         if step is None:
             return StepOutput([])
         view, verified = self._verify(batch, step)

@@ -97,7 +97,6 @@ class Worker:
     ) -> None:
         started = time.perf_counter()
         self._place = place
-        self._publish = publish
         platform = select_platform(config.device)
         if platform.is_gpu:
             torch.cuda.set_device(place.local_rank)
@@ -125,7 +124,9 @@ class Worker:
             # Other ranks must know the number of drafts before the step.
             waiting_is_free=not platform.is_gpu and place.tensor.size == 1,
         )
-        self.inputs, self._runner = self._create_runner(config, source, context, self._drafter)
+        self.inputs, self._runner = self._create_runner(
+            config, source, context, self._drafter, publish
+        )
         self.eos_token_ids = source.eos_token_ids
         self.lookahead = self._proposer.lookahead
         builders: list[KVCacheBuilder] = [
@@ -149,8 +150,7 @@ class Worker:
             kv_cache_dtype=_name(storage),
         )
         if place.is_first:
-            self._log(config, source, dtype, platform, storage)
-        logger.info("ready in %.1f s", time.perf_counter() - started)
+            self._log(config, source, dtype, platform, storage, time.perf_counter() - started)
 
     @property
     def grammars(self) -> GrammarCache:
@@ -165,12 +165,13 @@ class Worker:
         dtype: torch.dtype,
         platform: Platform,
         storage: torch.dtype,
+        seconds: float,
     ) -> None:
         logger.info("ops:\n%s", self.ops.describe())
         if storage in FP8_TYPES:
             self._log_scales()
         logger.info(
-            "%s in %s on %s (%s)%s: context %d, %d KV blocks of %d tokens in %s",
+            "%s in %s on %s (%s)%s: context %d, %d KV blocks of %d tokens in %s, ready in %.1f s",
             source.name,
             _name(dtype),
             platform.kind,
@@ -180,6 +181,7 @@ class Worker:
             self.limits.num_blocks,
             config.cache.block_size,
             _name(storage),
+            seconds,
         )
 
     def _log_scales(self) -> None:
@@ -193,7 +195,12 @@ class Worker:
         )
 
     def _create_runner(
-        self, config: EngineConfig, source: ModelSource, context: LayerContext, drafter: Drafter
+        self,
+        config: EngineConfig,
+        source: ModelSource,
+        context: LayerContext,
+        drafter: Drafter,
+        publish: Callable[[Orders], None] | None = None,
     ) -> tuple[InputBuilder, ModelRunner]:
         vocab_size = source.hf_config.get_text_config().vocab_size
         scheduler, device = config.scheduler, context.device
@@ -215,7 +222,7 @@ class Worker:
             device=device,
             drafts=self._proposer.reads_steps,
         )
-        return inputs, ModelRunner(inputs, forward, sampler, drafter)
+        return inputs, ModelRunner(inputs, forward, sampler, drafter, publish)
 
     def _allocate_kv_cache(
         self,
@@ -292,7 +299,7 @@ class Worker:
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
         started = time.perf_counter()
-        output = self._runner.step(batch, self._publish)
+        output = self._runner.step(batch)
         seconds = time.perf_counter() - started
         self._drafter.observe(batch, output, seconds)
         if self._threads is not None:

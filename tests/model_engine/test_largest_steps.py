@@ -110,7 +110,7 @@ def folders(
 def measured_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """The largest steps run before the pool is sized, which on a CPU nobody needs."""
 
-    def budget(_: object, __: object, profile: Callable[[], None], ___: object) -> int:
+    def budget(_: object, __: object, profile: Callable[[], None], *___: object) -> int:
         profile()
         return 16 << 20
 
