@@ -87,10 +87,6 @@ class StackedMatrix(nn.Module):
             return 0
         return self.out_features * self.in_features * self._dtype.itemsize
 
-    def process_after_loading(self) -> None:
-        """Convert quantised weights to the form that the layer uses."""
-        raise NotImplementedError
-
 
 class LinearBase(StackedMatrix):
     """A product with its input."""
