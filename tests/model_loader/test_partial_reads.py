@@ -33,7 +33,7 @@ from atom.model_ops.linear import (
     RowParallelLinear,
 )
 from atom.model_ops.moe import FusedMoE
-from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.platform import cpu_platform
 

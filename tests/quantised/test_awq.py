@@ -14,7 +14,7 @@ from quantised.writers import AWQ_ORDER, PLAIN, distinct, pack_words, random_cod
 from atom.config import ConfigError
 from atom.model_loader.weights import WeightError
 from atom.model_ops.quant.base import Header
-from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.formats.table import parse_quantization
 
 CONFIG: dict[str, Any] = {
     "quant_method": "awq",

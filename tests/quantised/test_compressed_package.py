@@ -12,8 +12,8 @@ from quantised.packing import layer_context
 from atom.distributed.parallel_state import SINGLE
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.base import Header
-from atom.model_ops.quant.compressed_tensors import Modules
-from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.formats.compressed_tensors import Modules
+from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.quant.weights import dequantise
 
 pytest.importorskip("compressed_tensors")

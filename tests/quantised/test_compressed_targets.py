@@ -10,7 +10,7 @@ from quantised.compressed import INT4, INT8_TOKENS, config, floats, ints
 
 from atom.config import ConfigError
 from atom.model_ops.quant.base import Header
-from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.formats.table import parse_quantization
 
 
 def method_of(settings: dict[str, Any], *names: str, kind: Any = "linear") -> str | None:

@@ -45,7 +45,7 @@ from atom.model_loader.weights import WeightError
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.base import Header
-from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.formats.table import parse_quantization
 
 Change = Callable[[torch.Tensor], torch.Tensor | None]
 

@@ -24,7 +24,7 @@ from atom.distributed.parallel_state import SINGLE
 from atom.model_loader.errors import WeightError
 from atom.model_ops.linear import ColumnParallelLinear
 from atom.model_ops.quant.base import Header
-from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.formats.table import parse_quantization
 
 Config = dict[str, Any]
 CONFIG: Config = {"quant_method": "gptq", "bits": 4, "group_size": 16, "sym": True}

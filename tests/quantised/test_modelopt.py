@@ -28,7 +28,7 @@ from atom.distributed.parallel_state import SINGLE
 from atom.model_loader.weights import WeightError
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.base import Header
-from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.formats.table import parse_quantization
 
 INPUT_SCALE = 0.004
 

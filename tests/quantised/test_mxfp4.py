@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from atom.config import ConfigError
 from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.moe import FusedMoE
-from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.formats.table import parse_quantization
 
 CONFIG = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.0.self_attn"]}
 EXPERTS, HIDDEN, INTER = 3, 64, 64

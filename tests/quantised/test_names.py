@@ -13,7 +13,7 @@ from quantised.quark_schemes import MXFP4, layer, quark
 
 from atom.config import ConfigError
 from atom.model_ops.quant.base import Header
-from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.quant.names import read_names, read_object
 from atom.model_ops.quant.patterns import Glob, PatternReader
 

@@ -21,8 +21,8 @@ from transformers import PreTrainedTokenizerFast
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import add_engine_flags, engine_config, engine_options
 from atom.model_loader.weights import WeightError
-from atom.model_ops.quant import online
-from atom.model_ops.quant.online import METHODS, OnlineConfig
+from atom.model_ops.quant.formats import online
+from atom.model_ops.quant.formats.online import METHODS, OnlineConfig
 from atom.model_ops.quant.weights import dequantise
 
 FORMATS = ("fp8", "int8", "int4", "mxfp4")

@@ -62,7 +62,7 @@ from atom.config import ConfigError
 from atom.model_loader.weights import WeightError
 from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.quant.base import Header, QuantConfig
-from atom.model_ops.quant.formats import parse_quantization
+from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.quant.words import unpack_words
 
 

@@ -15,7 +15,7 @@ from atom.model_loader.checkpoint import CheckpointTensor, list_tensors
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.quant.online import OnlineConfig
+from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.models.base import CausalLM
 from atom.models.deepseek_mtp import DeepseekMTP, MTPParts
 from atom.models.deepseek_v2 import DeepseekV3ForCausalLM, mtp_layer_ids

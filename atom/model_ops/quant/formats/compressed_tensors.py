@@ -23,7 +23,7 @@ from atom.model_ops.quant.base import (
     QuantMethod,
     UnquantizedConfig,
 )
-from atom.model_ops.quant.compressed_scheme import Scheme, read_scheme
+from atom.model_ops.quant.formats.compressed_scheme import Scheme, read_scheme
 from atom.model_ops.quant.names import (
     find_header,
     read_flag,
@@ -31,7 +31,7 @@ from atom.model_ops.quant.names import (
     read_object,
     same_for_all,
 )
-from atom.model_ops.quant.packed_integers import PackedIntegers
+from atom.model_ops.quant.formats.packed_integers import PackedIntegers
 from atom.model_ops.quant.patterns import PatternReader
 from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames, scale_dtype
 from atom.model_ops.quant.weights import Codes, ScaleType, WeightFormat

@@ -1,4 +1,4 @@
-"""The quantised formats that checkpoints name in `quantization_config`, one module each."""
+"""The formats that checkpoints name in `quantization_config`: one module of this folder each."""
 
 from __future__ import annotations
 
@@ -37,6 +37,6 @@ def parse_quantization(config: Mapping[str, Any], headers: Mapping[str, Header])
         raise ConfigError(
             f"quant_method={method!r} is not supported; supported: {', '.join(_MODULES)}"
         )
-    module = import_module(f"atom.model_ops.quant.{_MODULES[method]}")
+    module = import_module(f"atom.model_ops.quant.formats.{_MODULES[method]}")
     parsed: QuantConfig = module.parse(config, headers)
     return parsed

@@ -12,7 +12,7 @@ from typing import Any
 
 from atom.config import ConfigError
 from atom.model_ops.quant.base import Header, LayerKind, QuantConfig, QuantMethod
-from atom.model_ops.quant.gptq_method import GptqMethod, Scheme
+from atom.model_ops.quant.formats.gptq_method import GptqMethod, Scheme
 from atom.model_ops.quant.names import find_header, read_flag, read_object, same_for_all
 from atom.model_ops.quant.patterns import PatternReader
 from atom.model_ops.quant.words import Groups, read_group_size, read_layout

@@ -23,7 +23,7 @@ from atom.model_ops.quant.base import (
     per_row,
 )
 from atom.model_ops.quant.names import find_header
-from atom.model_ops.quant.quark_specs import LayerSpecs, Spec, read_activations
+from atom.model_ops.quant.formats.quark_specs import LayerSpecs, Spec, read_activations
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.quant.words import (
     PER_WORD,
