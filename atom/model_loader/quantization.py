@@ -11,9 +11,9 @@ from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import has_weights, list_tensors
 from atom.model_loader.errors import name_some
 from atom.model_ops.quant.base import Header, QuantConfig, UnquantizedConfig
+from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.quant.names import names_module
-from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.models.config_file import is_there, read_json_object
 
 logger = logging.getLogger(__name__)

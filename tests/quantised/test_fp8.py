@@ -14,8 +14,8 @@ from quantised.packing import Packed, assert_same_model, logits, quantised, spli
 from atom.config import ConfigError
 from atom.model_loader.weights import WeightError
 from atom.model_ops.kernels.torch import quant as torch_quant
-from atom.model_ops.quant.base import largest
 from atom.model_ops.quant.formats.table import parse_quantization
+from atom.model_ops.quant.scales import largest
 from atom.model_ops.quant.weights import Activations, WeightFormat
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}

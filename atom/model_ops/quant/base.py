@@ -6,7 +6,7 @@ creates, cuts and loads parameters, and a function that converts them to `QuantW
 
 from __future__ import annotations
 
-import math
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple, Protocol
@@ -14,7 +14,7 @@ from typing import Literal, NamedTuple, Protocol
 import torch
 
 from atom.config import ConfigError
-from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
+from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 
 LayerKind = Literal["linear", "experts", "head"]
 
@@ -64,7 +64,7 @@ class StoredTensor:
     is_derived: bool = False
 
 
-class QuantMethod(Protocol):
+class QuantMethod(ABC):
     """The format of one layer's weights.
 
     Attributes:
@@ -73,11 +73,8 @@ class QuantMethod(Protocol):
             stored as `a.b.weight_packed`.
     """
 
-    @property
-    def format(self) -> WeightFormat: ...
-
-    @property
-    def stored(self) -> Mapping[str, StoredTensor]: ...
+    format: WeightFormat
+    stored: Mapping[str, StoredTensor]
 
     def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
         """The stored tensors that one tensor of the checkpoint gives; mostly itself.
@@ -85,8 +82,9 @@ class QuantMethod(Protocol):
         Raises:
             ValueError: when it cannot be of this format.
         """
-        ...
+        return {name: tensor}
 
+    @abstractmethod
     def convert(
         self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int
     ) -> QuantWeights:
@@ -100,7 +98,6 @@ class QuantMethod(Protocol):
         Raises:
             ValueError: when their values are of no use.
         """
-        ...
 
 
 class QuantConfig(Protocol):
@@ -146,33 +143,3 @@ def read_size(where: str, key: str, value: object) -> int:
     if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
         raise ConfigError(f"{where}: {key}={value!r} is no size from 1 to {_LARGEST_SIZE}")
     return value
-
-
-def per_row(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
-    """One number per stacked matrix, [..., matrices] -> one per output, [..., out]."""
-    counts = torch.tensor(rows, device=values.device)
-    return values.repeat_interleave(counts, dim=-1)
-
-
-def largest(input_scales: torch.Tensor, how: Activations) -> torch.Tensor:
-    """One static scale for all stacked matrices and experts: the largest clips no input.
-
-    Stacked matrices read the same inputs, and calibration gives them the same scale. The down
-    projections of experts do not, which costs a floating-point code nothing; 0 is the scale of an
-    expert that calibration never chose.
-
-    Raises:
-        ValueError: for scales that are negative, not finite or all 0, and for integer codes whose
-            scales differ so that the smallest lose a bit.
-    """
-    least, most = input_scales.amin(), input_scales.amax()
-    if not input_scales.is_meta and not (least.item() >= 0 and 0 < most.item() < math.inf):
-        raise ValueError(
-            f"static scales of inputs from {least.item():g} to {most.item():g} must be positive "
-            f"and finite"
-        )
-    if how.codes == "int8" and not input_scales.is_meta and 2 * least < most:
-        raise ValueError(
-            f"static scales of int8 inputs from {least.item():g} to {most.item():g} cannot be one"
-        )
-    return most

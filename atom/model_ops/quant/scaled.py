@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from atom.model_ops.quant.base import IN, OUT, Axis, Header, StoredTensor, largest, per_row
+from atom.model_ops.quant.base import IN, OUT, Axis, QuantMethod, StoredTensor
+from atom.model_ops.quant.scales import largest, per_row
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 
 _CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
@@ -18,26 +19,31 @@ _SCALAR = StoredTensor((), torch.float32, "numbers")
 class ScaleNames:
     """Attributes:
     codes: the matrix' tensor.
+    scale: of a block, of an output or of the whole matrix.
     factor: a second scale, of the whole matrix; None without one.
     inputs: the scale of inputs, if the format has one.
     are_divisors: `factor` and `inputs` hold reciprocals.
     """
 
     codes: str = "weight"
+    scale: str = "weight_scale"
     factor: str | None = None
     inputs: str = "input_scale"
     are_divisors: bool = False
 
 
-class ScaledMethod:
-    """`weight_scale` has one number per block of the format; without blocks, one per output
-    [out, 1] or for the whole matrix.
+class ScaledMethod(QuantMethod):
+    """The scale has one number per block of the format; without blocks, one per output [out, 1] or
+    for the whole matrix.
+
+    Args:
+        dtype: of scales of blocks that are plain numbers.
     """
 
     def __init__(
         self,
         form: WeightFormat,
-        names: ScaleNames,
+        names: ScaleNames = ScaleNames(),
         is_per_output: bool = False,
         dtype: torch.dtype = torch.float32,
     ) -> None:
@@ -45,14 +51,15 @@ class ScaledMethod:
         self._names = names
         self._is_per_output = is_per_output
         inputs = Axis("in", 2) if form.codes == "fp4" else IN
-        self.stored = {
+        stored = {
             names.codes: StoredTensor((OUT, inputs), _CODES[form.codes]),
-            "weight_scale": self._scale(form, dtype),
+            names.scale: self._scale(form, dtype),
         }
         if names.factor is not None:
-            self.stored[names.factor] = _SCALAR
+            stored[names.factor] = _SCALAR
         if has_input_scale(form):
-            self.stored[names.inputs] = _SCALAR
+            stored[names.inputs] = _SCALAR
+        self.stored = stored
 
     def _scale(self, form: WeightFormat, dtype: torch.dtype) -> StoredTensor:
         if not form.columns:
@@ -64,14 +71,11 @@ class ScaledMethod:
             return StoredTensor(blocks, torch.float8_e4m3fn)
         return StoredTensor(blocks, dtype, "numbers")
 
-    def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {name: tensor}
-
     def convert(
         self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int
     ) -> QuantWeights:
         names = self._names
-        scale = tensors["weight_scale"]
+        scale = tensors[names.scale]
         row_scale = None
         if not self.format.columns:
             row_scale = scale if self._is_per_output else per_row(scale, rows)
@@ -101,10 +105,3 @@ def has_input_scale(form: WeightFormat) -> bool:
     """Whether the checkpoint has a scale of a product's inputs."""
     inputs = form.activations
     return inputs is not None and (inputs.is_static or inputs.scale_type == "e4m3")
-
-
-def scale_dtype(header: Header | None) -> torch.dtype:
-    """Of scales that are plain numbers: as in the checkpoint if of 16 bits, else float32."""
-    if header is None:
-        return torch.bfloat16
-    return header.dtype if header.dtype in (torch.float16, torch.bfloat16) else torch.float32

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from atom.config import ConfigError
-from atom.model_ops.quant.base import Axis, Header, read_size
+from atom.model_ops.quant.base import Axis, read_size
 from atom.model_ops.quant.names import read_flag
 from atom.model_ops.quant.weights import pack_nibbles, unpack_nibbles
 
@@ -52,6 +52,18 @@ def transpose_words(words: torch.Tensor, reordered: bool) -> torch.Tensor:
     if words.dim() > 2:
         return torch.stack([transpose_words(matrix, reordered) for matrix in words])
     return pack_nibbles(unpack_words(words, reordered).T)
+
+
+def take_columns(codes: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
+    """The inputs in another order: codes [..., in] of 8 bits, or [..., in / 2] bytes of two."""
+    if bits == 8:
+        return codes[..., order]
+    return pack_nibbles(unpack_nibbles(codes)[..., order])
+
+
+def signed(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 with an offset of 128 -> int8."""
+    return (codes ^ 0x80).view(torch.int8)
 
 
 _WHOLE_ROW_COLUMNS = 128
@@ -106,12 +118,6 @@ def read_layout(config: Mapping[str, object], keys: Sequence[str], supported: Se
         listed = " and ".join(f"{key}={layout!r}" for key, layout in layouts.items())
         raise ConfigError(f"quantization_config: {listed} differ")
     return next(iter(layouts.values()), supported[0])
-
-
-def float_type(header: Header | None) -> torch.dtype:
-    """Of a checkpoint's scales, so that they are not rounded; bfloat16 if it is not known."""
-    dtype = None if header is None else header.dtype
-    return dtype if dtype in (torch.float16, torch.float32) else torch.bfloat16
 
 
 def check_no_zeros(zeros: torch.Tensor) -> None:

@@ -23,11 +23,11 @@ from atom.model_ops.quant.base import (
     StoredTensor,
 )
 from atom.model_ops.quant.names import find_header, read_flag, read_names, same_for_all, spans
+from atom.model_ops.quant.scales import scale_dtype
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 from atom.model_ops.quant.words import (
     PER_WORD,
     Groups,
-    float_type,
     read_group_size,
     read_layout,
     transpose_words,
@@ -90,7 +90,7 @@ class AwqConfig:
         return None if is_ignored else "AWQ"
 
 
-class AwqMethod:
+class AwqMethod(QuantMethod):
     """`qweight` int32 [in, out / 8], `qzeros` int32 [in / group, out / 8], `scales` [in / group,
     out].
     """
@@ -102,11 +102,8 @@ class AwqMethod:
         self.stored = {
             "qweight": StoredTensor((IN, words), torch.int32),
             "qzeros": StoredTensor((groups.axis, words), torch.int32),
-            "scales": StoredTensor((groups.axis, OUT), float_type(scale), "numbers"),
+            "scales": StoredTensor((groups.axis, OUT), scale_dtype(scale), "numbers"),
         }
-
-    def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {name: tensor}
 
     def convert(
         self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,6 +24,7 @@ from atom.model_ops.quant.base import (
     UnquantizedConfig,
 )
 from atom.model_ops.quant.formats.compressed_scheme import Scheme, read_scheme
+from atom.model_ops.quant.formats.packed_integers import PackedIntegers
 from atom.model_ops.quant.names import (
     find_header,
     read_flag,
@@ -31,9 +32,9 @@ from atom.model_ops.quant.names import (
     read_object,
     same_for_all,
 )
-from atom.model_ops.quant.formats.packed_integers import PackedIntegers
 from atom.model_ops.quant.patterns import PatternReader
-from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames, scale_dtype
+from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames
+from atom.model_ops.quant.scales import scale_dtype
 from atom.model_ops.quant.weights import Codes, ScaleType, WeightFormat
 
 _CLASS = "Linear"
@@ -169,11 +170,14 @@ def _scaled(scheme: Scheme, dtype: torch.dtype) -> ScaledMethod:
         has_row_scale=has_global or not scheme.block[1],
         activations=scheme.activations,
     )
-    names = ScaleNames()
-    if codes == "fp4":
-        names = ScaleNames("weight_packed")
+    names = ScaleNames("weight_packed" if codes == "fp4" else "weight")
     if has_global:
-        names = ScaleNames("weight_packed", "weight_global_scale", "input_global_scale", True)
+        names = replace(
+            names,
+            factor="weight_global_scale",
+            inputs="input_global_scale",
+            are_divisors=True,
+        )
     return ScaledMethod(form, names, scheme.strategy == "channel", dtype)
 
 

@@ -1,4 +1,4 @@
-"""`quant_method: fp8`: DeepSeek's FP8, 128x128 blocks or whole tensors.
+"""`quant_method: fp8`: DeepSeek's FP8, 128x128 blocks or whole tensors, whose inputs may be static.
 
 Source: DeepSeek-V3's checkpoints and its `README_WEIGHTS.md`.
 """
@@ -9,21 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-
 from atom.config import ConfigError
-from atom.model_ops.quant.base import (
-    IN,
-    OUT,
-    Axis,
-    Header,
-    LayerKind,
-    QuantConfig,
-    QuantMethod,
-    StoredTensor,
-    largest,
-    per_row,
-)
+from atom.model_ops.quant.base import Header, LayerKind, QuantConfig, QuantMethod
 from atom.model_ops.quant.names import (
     find_header,
     modules_above,
@@ -31,10 +18,13 @@ from atom.model_ops.quant.names import (
     read_names,
     same_for_all,
 )
-from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
+from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames
+from atom.model_ops.quant.scales import scale_type
+from atom.model_ops.quant.weights import Activations, WeightFormat
 
 _BLOCK = 128
-_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+# Multiplied despite its name.
+_BLOCK_NAMES = ScaleNames(scale="weight_scale_inv")
 
 
 def parse(config: Mapping[str, Any], headers: Mapping[str, Header]) -> QuantConfig:
@@ -85,69 +75,12 @@ class Fp8Config:
         if same_for_all(prefix, parts, self._format_of) is None:
             return None
         if not self.has_blocks:
-            return Fp8TensorMethod(self.is_static)
-        header = find_header(self.headers, prefix, parts, "weight_scale_inv")
-        has_exponents = header is not None and header.dtype in _EXPONENTS
-        return Fp8BlockMethod(has_exponents, self.has_powers)
+            inputs = Activations("fp8", is_static=self.is_static)
+            return ScaledMethod(WeightFormat("fp8", has_row_scale=True, activations=inputs))
+        inputs = Activations("fp8", _BLOCK, "e8m0" if self.has_powers else "float")
+        scales = scale_type(find_header(self.headers, prefix, parts, _BLOCK_NAMES.scale))
+        form = WeightFormat("fp8", _BLOCK, _BLOCK, scales, activations=inputs)
+        return ScaledMethod(form, _BLOCK_NAMES)
 
     def _format_of(self, name: str) -> str | None:
         return None if any(name in self.ignored for name in modules_above(name)) else "fp8"
-
-
-class Fp8BlockMethod:
-    """`weight` e4m3fn, `weight_scale_inv` [out / 128, in / 128], multiplied despite its name."""
-
-    def __init__(self, has_exponents: bool, has_powers: bool) -> None:
-        self.format = WeightFormat(
-            "fp8",
-            _BLOCK,
-            _BLOCK,
-            "e8m0" if has_exponents else "float",
-            activations=Activations("fp8", _BLOCK, "e8m0" if has_powers else "float"),
-        )
-        blocks = (Axis("out", _BLOCK), Axis("in", _BLOCK))
-        self.stored = {
-            "weight": StoredTensor((OUT, IN), torch.float8_e4m3fn),
-            "weight_scale_inv": StoredTensor(blocks, torch.uint8, "exponents")
-            if has_exponents
-            else StoredTensor(blocks, torch.float32, "numbers"),
-        }
-
-    def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {name: tensor}
-
-    def convert(
-        self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int
-    ) -> QuantWeights:
-        return QuantWeights(self.format, tensors["weight"], tensors["weight_scale_inv"])
-
-
-class Fp8TensorMethod:
-    """`weight` e4m3fn, `weight_scale` of the whole tensor, and `input_scale` if static."""
-
-    def __init__(self, is_static: bool) -> None:
-        self.format = WeightFormat(
-            "fp8", has_row_scale=True, activations=Activations("fp8", is_static=is_static)
-        )
-        scalar = StoredTensor((), torch.float32, "numbers")
-        self.stored = {
-            "weight": StoredTensor((OUT, IN), torch.float8_e4m3fn),
-            "weight_scale": scalar,
-        }
-        if is_static:
-            self.stored["input_scale"] = scalar
-
-    def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {name: tensor}
-
-    def convert(
-        self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int
-    ) -> QuantWeights:
-        how, static = self.format.activations, tensors.get("input_scale")
-        assert how is not None
-        return QuantWeights(
-            self.format,
-            tensors["weight"],
-            row_scale=per_row(tensors["weight_scale"], rows),
-            input_scale=None if static is None else largest(static, how),
-        )

@@ -10,14 +10,10 @@ from dataclasses import dataclass
 
 import torch
 
-from atom.model_ops.quant.base import IN, OUT, Axis, Header, StoredTensor
-from atom.model_ops.quant.weights import (
-    QuantWeights,
-    WeightFormat,
-    pack_nibbles,
-    unpack_nibbles,
-)
-from atom.model_ops.quant.words import Groups, as_bytes, float_type
+from atom.model_ops.quant.base import IN, OUT, Axis, Header, QuantMethod, StoredTensor
+from atom.model_ops.quant.scales import scale_dtype
+from atom.model_ops.quant.weights import QuantWeights, WeightFormat, unpack_nibbles
+from atom.model_ops.quant.words import Groups, as_bytes, signed, take_columns
 
 _WORD_BITS = 32
 
@@ -45,7 +41,7 @@ class Scheme:
         return 1 << (self.bits - 1)
 
 
-class GptqMethod:
+class GptqMethod(QuantMethod):
     """`qweight` int32 [in / n, out], `qzeros` int32 [in / group, out / n] with n codes to a word,
     `scales` [in / group, out], `g_idx` int32 or int64 [in]: the group of each input.
 
@@ -74,7 +70,7 @@ class GptqMethod:
                     signed=True,
                 ),
             ),
-            "scales": StoredTensor((groups.axis, OUT), float_type(scale), "numbers"),
+            "scales": StoredTensor((groups.axis, OUT), scale_dtype(scale), "numbers"),
             "g_idx": StoredTensor((IN,), torch.int32, is_optional=not scheme.has_order),
             # Of models without biases; older tools stored it nevertheless.
             "bias": StoredTensor((OUT,), torch.float32, "zeros", is_optional=True),
@@ -100,7 +96,7 @@ class GptqMethod:
         codes = as_bytes(tensors["qweight"].mT)
         order = self._order(tensors["g_idx"], columns)
         if order is not None:
-            codes = _take_columns(codes, order, scheme.bits)
+            codes = take_columns(codes, order, scheme.bits)
         zeros = None
         stored_zeros = self._zeros(tensors["qzeros"])
         if not scheme.symmetric:
@@ -111,8 +107,8 @@ class GptqMethod:
                 f"weights are symmetric (sym), which makes them {scheme.middle}"
             )
         if scheme.bits == 8:
-            codes = _less_128(codes)
-            zeros = None if zeros is None else _less_128(zeros)
+            codes = signed(codes)
+            zeros = None if zeros is None else signed(zeros)
         scale = groups.spread(tensors["scales"].mT, columns)
         return QuantWeights(self.format, codes, scale, zeros, column_order=order)
 
@@ -151,14 +147,3 @@ class GptqMethod:
                 f"supported; use one rank"
             )
         return group.argsort(stable=True)
-
-
-def _take_columns(codes: torch.Tensor, order: torch.Tensor, bits: int) -> torch.Tensor:
-    if bits == 8:
-        return codes[..., order]
-    return pack_nibbles(unpack_nibbles(codes)[..., order])
-
-
-def _less_128(codes: torch.Tensor) -> torch.Tensor:
-    """uint8 -> int8."""
-    return (codes ^ 0x80).view(torch.int8)

@@ -19,6 +19,7 @@ from atom.model_ops.quant.base import (
 )
 from atom.model_ops.quant.names import (
     find_header,
+    modules_above,
     read_flag,
     read_names,
     read_object,
@@ -26,7 +27,8 @@ from atom.model_ops.quant.names import (
     spans,
 )
 from atom.model_ops.quant.patterns import Glob, PatternReader
-from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames, scale_dtype
+from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames
+from atom.model_ops.quant.scales import scale_dtype
 from atom.model_ops.quant.weights import Activations, WeightFormat
 
 
@@ -129,9 +131,8 @@ class ModelOptConfig:
             return None
         if self.algorithm is not None:
             return self.algorithm
-        pieces = name.split(".")
-        above = (".".join(pieces[:end]) for end in range(len(pieces), 0, -1))
-        return next((self.layers[module] for module in above if module in self.layers), None)
+        nearest_first = reversed(tuple(modules_above(name)))
+        return next((self.layers[above] for above in nearest_first if above in self.layers), None)
 
 
 def _algorithm(where: str, config: Mapping[str, Any]) -> str:

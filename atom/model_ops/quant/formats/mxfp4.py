@@ -55,7 +55,7 @@ class Mxfp4Config:
         return Mxfp4Method()
 
 
-class Mxfp4Method:
+class Mxfp4Method(QuantMethod):
     """`gate_up_proj_blocks` uint8 [experts, out, in / 32, 16], gate and up rows in turns, and
     `gate_up_proj_scales` e8m0 [experts, out, in / 32]; `down_proj` likewise.
     """
@@ -69,9 +69,6 @@ class Mxfp4Method:
             ),
             "scales": StoredTensor((OUT, groups), torch.uint8, "exponents", gate_up_alternate=True),
         }
-
-    def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {name: tensor}
 
     def convert(
         self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int

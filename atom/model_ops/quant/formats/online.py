@@ -37,7 +37,7 @@ _DUMMY_EXPONENT = 121  # 2^-6
 Quantise = Callable[[torch.Tensor], Mapping[str, torch.Tensor]]
 
 
-class OnlineMethod:
+class OnlineMethod(QuantMethod):
     """`weight` [out, in] in floating point is stored as codes, with scales and zero points."""
 
     def __init__(

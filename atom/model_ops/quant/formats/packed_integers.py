@@ -9,22 +9,22 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from atom.model_ops.quant.base import IN, OUT, Axis, StoredTensor
+from atom.model_ops.quant.base import IN, OUT, Axis, QuantMethod, StoredTensor
 from atom.model_ops.quant.weights import (
     Activations,
     Codes,
     QuantWeights,
     WeightFormat,
-    pack_nibbles,
     unpack_nibbles,
 )
+from atom.model_ops.quant.words import Groups, as_bytes, signed, take_columns
 
-# Zero points have groups; those of a whole row are repeated for groups of this size.
-_ROW_GROUP = 128
+# Zero points need groups; those of a whole row are repeated.
+_WHOLE_ROW = Groups(None)
 _SHAPE = StoredTensor((Axis("all", 2),), torch.int64, "shape")
 
 
-class PackedIntegers:
+class PackedIntegers(QuantMethod):
     """`weight_packed` int32 [out, in * bits / 32], element i from bit i * bits on; stored with an
     offset of 2^(bits - 1). `weight_zero_point` is packed so along the outputs.
 
@@ -49,7 +49,7 @@ class PackedIntegers:
         self._group = group
         self._num_groups = num_groups
         codes: Codes = "int4" if bits == 4 else "int8"
-        columns = group or (_ROW_GROUP if has_zeros else 0)
+        columns = group or (_WHOLE_ROW.columns if has_zeros else 0)
         self.format = WeightFormat(
             codes,
             1 if columns else 0,
@@ -62,7 +62,7 @@ class PackedIntegers:
         if num_groups is not None:
             groups = (Axis("all", num_groups),)
         words = 32 // bits
-        self.stored = {
+        stored = {
             "weight_packed": StoredTensor((OUT, Axis("in", words)), torch.int32),
             "weight_scale": StoredTensor(
                 (OUT, *groups), dtype if columns else torch.float32, "numbers"
@@ -70,14 +70,10 @@ class PackedIntegers:
             "weight_shape": _SHAPE,
         }
         if has_zeros:
-            self.stored["weight_zero_point"] = StoredTensor(
-                (Axis("out", words), *groups), torch.int32
-            )
+            stored["weight_zero_point"] = StoredTensor((Axis("out", words), *groups), torch.int32)
         if num_groups is not None:
-            self.stored["weight_g_idx"] = StoredTensor((IN,), torch.int32)
-
-    def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {name: tensor}
+            stored["weight_g_idx"] = StoredTensor((IN,), torch.int32)
+        self.stored = stored
 
     def convert(
         self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int
@@ -92,14 +88,13 @@ class PackedIntegers:
             return QuantWeights(self.format, codes, row_scale=scale)
         if not self._group:
             assert zeros is not None
-            groups = -(-columns // _ROW_GROUP)
-            scale = scale[..., None].repeat_interleave(groups, dim=-1)
-            zeros = zeros.repeat_interleave(groups, dim=-1)
+            scale = _WHOLE_ROW.spread(scale[..., None], columns)
+            zeros = _WHOLE_ROW.spread(zeros, columns)
         order = None
         if self._num_groups is not None:
             order, groups_of = self._order(tensors["weight_g_idx"], self._num_groups)
             if order is not None:
-                codes = self._reordered(codes, order)
+                codes = take_columns(codes, order, self._bits)
             scale = scale[..., groups_of]
             zeros = None if zeros is None else zeros[..., groups_of]
         return QuantWeights(self.format, codes, scale, zeros, column_order=order)
@@ -109,17 +104,17 @@ class PackedIntegers:
         values = packed.contiguous().view(torch.uint8)  # little-endian
         if self._bits == 4:
             return values[..., : columns // 2].contiguous()
-        return _signed(values[..., :columns])
+        return signed(values[..., :columns])
 
     def _zeros(self, packed: torch.Tensor, out: int) -> torch.Tensor:
         """int32 [..., words, groups] -> uint8 or int8 [..., out, groups]."""
         if not self._group:
             packed = packed[..., None]
-        values = packed.mT.contiguous().view(torch.uint8)
+        values = as_bytes(packed.mT)
         if self._bits == 4:
             values = unpack_nibbles(values)
         values = values[..., :out].mT.contiguous()
-        return values if self._bits == 4 else _signed(values)
+        return values if self._bits == 4 else signed(values)
 
     def _order(
         self, index: torch.Tensor, num_groups: int
@@ -142,13 +137,3 @@ class PackedIntegers:
                 f"inputs that it reorders cannot be split over ranks"
             )
         return None if torch.equal(index, ordered) else order, firsts
-
-    def _reordered(self, codes: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        if self._bits == 4:
-            return pack_nibbles(unpack_nibbles(codes)[..., order])
-        return codes[..., order].contiguous()
-
-
-def _signed(values: torch.Tensor) -> torch.Tensor:
-    """uint8 with an offset of 128 -> int8."""
-    return (values ^ 128).view(torch.int8)

@@ -13,10 +13,10 @@ from typing import Any, NamedTuple
 
 from atom.config import ConfigError
 from atom.model_ops.quant.base import Header, LayerKind, QuantConfig, QuantMethod
-from atom.model_ops.quant.names import read_flag, read_names, read_object, same_for_all, spans
-from atom.model_ops.quant.patterns import Glob, PatternReader
 from atom.model_ops.quant.formats.quark_methods import create_method
 from atom.model_ops.quant.formats.quark_specs import LayerSpecs, read_layer
+from atom.model_ops.quant.names import read_flag, read_names, read_object, same_for_all, spans
+from atom.model_ops.quant.patterns import Glob, PatternReader
 
 _PLAIN_NAME = re.compile(r"[\w.-]*")
 # What a glob has not: other operators, and `.*` at the start of a component.

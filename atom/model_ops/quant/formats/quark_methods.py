@@ -19,16 +19,15 @@ from atom.model_ops.quant.base import (
     Header,
     QuantMethod,
     StoredTensor,
-    largest,
-    per_row,
 )
-from atom.model_ops.quant.names import find_header
 from atom.model_ops.quant.formats.quark_specs import LayerSpecs, Spec, read_activations
+from atom.model_ops.quant.names import find_header
+from atom.model_ops.quant.scaled import ScaledMethod, ScaleNames
+from atom.model_ops.quant.scales import largest, per_row, scale_dtype, scale_type
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.quant.words import (
     PER_WORD,
     check_no_zeros,
-    float_type,
     repack_words,
     transpose_words,
     unpack_words,
@@ -36,7 +35,6 @@ from atom.model_ops.quant.words import (
 
 _SCALAR = StoredTensor((), torch.float32, "numbers")
 _PER_OUTPUT = StoredTensor((OUT,), torch.float32, "numbers")
-_EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
 # Two's complement to offset binary, one code or two to a byte.
 _SIGN_BIT, _SIGN_BITS = 0x8, 0x88
 
@@ -59,17 +57,20 @@ def create_method(
     """
     activations, input_scale = read_activations(specs.inputs)
     first = specs.weight[0]
+    names = ScaleNames(inputs=input_scale or "input_scale")
 
     def header(tensor: str) -> Header | None:
         return find_header(headers, prefix, parts, tensor)
 
     match [(spec.dtype, spec.qscheme) for spec in specs.weight]:
         case [("fp4", "per_group")] if first.has_exponents and first.group_size == 32:
-            return Fp4Method(first, activations, input_scale)
+            return ScaledMethod(WeightFormat("fp4", 1, 32, "e8m0", activations=activations), names)
         case [("fp4", "per_group"), ("fp8_e4m3", "per_tensor")] if first.group_size == 16:
-            return Fp4Method(first, activations, input_scale)
+            form = WeightFormat("fp4", 1, 16, "e4m3", False, True, activations)
+            return ScaledMethod(form, replace(names, factor="weight_scale_2"))
         case [("fp8_e4m3", "per_tensor" | "per_channel" | "per_block")]:
-            return Fp8Method(first, activations, input_scale, header("weight_scale"))
+            form = _fp8_format(first, activations, header("weight_scale"))
+            return ScaledMethod(form, names, first.qscheme == "per_channel")
         case [("int4" | "uint4", "per_group")] if first.group_size > 0:
             return Int4GroupMethod(first, activations, input_scale, is_reordered, header)
         case [*stages, ("int4", "per_channel")] if specs.weight[-1].symmetric and (
@@ -80,10 +81,8 @@ def create_method(
     raise ConfigError(f"quantization_config: {prefix} is stored as {specs}, which is not supported")
 
 
-class _Method:
-    """Attributes:
-    format, stored: see `QuantMethod`.
-    """
+class _IntegerMethod(QuantMethod):
+    """int4 in words of 32 bits."""
 
     def __init__(
         self,
@@ -93,13 +92,8 @@ class _Method:
         input_scale: str | None,
     ) -> None:
         self.format = replace(form, activations=activations)
-        self.stored = dict(stored)
+        self.stored = stored if input_scale is None else {**stored, input_scale: _SCALAR}
         self._input_scale = input_scale
-        if input_scale is not None:
-            self.stored[input_scale] = _SCALAR
-
-    def read(self, name: str, tensor: torch.Tensor) -> Mapping[str, torch.Tensor]:
-        return {name: tensor}
 
     def input_scale(self, tensors: Mapping[str, torch.Tensor]) -> torch.Tensor | None:
         how = self.format.activations
@@ -108,81 +102,16 @@ class _Method:
         return largest(tensors[self._input_scale], how)
 
 
-class Fp4Method(_Method):
-    """`weight` uint8 [out, in / 2]; `weight_scale` [out, in / group_size].
-
-    MXFP4 has e8m0 scales; NVFP4 e4m3 ones, to be multiplied by `weight_scale_2` of the matrix.
-    """
-
-    def __init__(
-        self, spec: Spec, activations: Activations | None, input_scale: str | None
-    ) -> None:
-        is_mx, size = spec.has_exponents, spec.group_size
-        form = WeightFormat("fp4", 1, size, "e8m0" if is_mx else "e4m3", has_row_scale=not is_mx)
-        axes = OUT, Axis("in", size)
-        stored = {"weight": StoredTensor((OUT, Axis("in", 2)), torch.uint8)}
-        if is_mx:
-            stored["weight_scale"] = StoredTensor(axes, torch.uint8, "exponents")
-        else:
-            stored["weight_scale"] = StoredTensor(axes, torch.float8_e4m3fn)
-            stored["weight_scale_2"] = _SCALAR
-        super().__init__(form, stored, activations, input_scale)
-
-    def convert(
-        self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int
-    ) -> QuantWeights:
-        of_matrix = tensors.get("weight_scale_2")
-        return QuantWeights(
-            self.format,
-            tensors["weight"],
-            tensors["weight_scale"],
-            row_scale=None if of_matrix is None else per_row(of_matrix, rows),
-            input_scale=self.input_scale(tensors),
-        )
+def _fp8_format(spec: Spec, activations: Activations | None, scale: Header | None) -> WeightFormat:
+    if spec.qscheme != "per_block":
+        return WeightFormat("fp8", has_row_scale=True, activations=activations)
+    if len(spec.block_size) != 2:
+        raise ConfigError(f"quantization_config: block_size={list(spec.block_size)}")
+    kind = scale_type(scale, "e8m0" if spec.has_exponents else "float")
+    return WeightFormat("fp8", *spec.block_size, kind, activations=activations)
 
 
-class Fp8Method(_Method):
-    """`weight` e4m3fn; `weight_scale` of the matrix, [out], or [out / rows, in / columns]."""
-
-    def __init__(
-        self,
-        spec: Spec,
-        activations: Activations | None,
-        input_scale: str | None,
-        header: Header | None,
-    ) -> None:
-        self._scheme = spec.qscheme
-        form = WeightFormat("fp8", has_row_scale=True)
-        scale = _SCALAR if spec.qscheme == "per_tensor" else _PER_OUTPUT
-        if spec.qscheme == "per_block":
-            if len(spec.block_size) != 2:
-                raise ConfigError(f"quantization_config: block_size={list(spec.block_size)}")
-            rows, columns = spec.block_size
-            powers = spec.has_exponents if header is None else header.dtype in _EXPONENTS
-            form = WeightFormat("fp8", rows, columns, "e8m0" if powers else "float")
-            axes = Axis("out", rows), Axis("in", columns)
-            scale = (
-                StoredTensor(axes, torch.uint8, "exponents")
-                if powers
-                else StoredTensor(axes, torch.float32, "numbers")
-            )
-        stored = {"weight": StoredTensor((OUT, IN), torch.float8_e4m3fn), "weight_scale": scale}
-        super().__init__(form, stored, activations, input_scale)
-
-    def convert(
-        self, tensors: Mapping[str, torch.Tensor], rows: Sequence[int], columns: int
-    ) -> QuantWeights:
-        scale, input_scale = tensors["weight_scale"], self.input_scale(tensors)
-        if self._scheme == "per_block":
-            return QuantWeights(self.format, tensors["weight"], scale, input_scale=input_scale)
-        if self._scheme == "per_tensor":
-            scale = per_row(scale, rows)
-        return QuantWeights(
-            self.format, tensors["weight"], row_scale=scale, input_scale=input_scale
-        )
-
-
-class Int4GroupMethod(_Method):
+class Int4GroupMethod(_IntegerMethod):
     """Transposed: `weight` int32 [in, out / 8], `weight_scale` [in / group_size, out] and
     `weight_zero_point` int32 [in / group_size, out / 8].
 
@@ -204,7 +133,7 @@ class Int4GroupMethod(_Method):
         scale = header("weight_scale")
         stored = {
             "weight": StoredTensor((IN, words), torch.int32),
-            "weight_scale": StoredTensor((groups, OUT), float_type(scale), "numbers"),
+            "weight_scale": StoredTensor((groups, OUT), scale_dtype(scale), "numbers"),
             "weight_zero_point": StoredTensor(
                 (groups, words), torch.int32, is_optional=not self._has_zeros
             ),
@@ -230,7 +159,7 @@ class Int4GroupMethod(_Method):
         )
 
 
-class Int4ChannelMethod(_Method):
+class Int4ChannelMethod(_IntegerMethod):
     """`weight` int32 [out, in / 8] of two's complements, times all `scales`.
 
     With two stages, `weight_scale` of the matrix makes it FP8, `weight_scale_2` [out] the FP8
