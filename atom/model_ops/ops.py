@@ -86,7 +86,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "triton.quant_linear:quant_linear",
             "triton.quant_linear:refuses",
             prepare="triton.quant_linear:prepare",
-            note=lambda query: _find("triton.quant_linear:note")(query),
+            note=lambda query: _find("triton.quant_layout:note")(query),
         ),
         _kernel("torch.quant:quant_linear", prepare="torch.quant:prepare_linear", dequantises=True),
     ),
@@ -181,7 +181,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "triton.quant_experts:quant_experts",
             "triton.quant_experts:refuses",
             prepare="triton.quant_experts:prepare",
-            note=lambda query: _find("triton.quant_experts:note")(query),
+            note=lambda query: _find("triton.quant_layout:note")(query),
         ),
         _kernel(
             "torch.quant:quant_experts", prepare="torch.quant:prepare_experts", dequantises=True

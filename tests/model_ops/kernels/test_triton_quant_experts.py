@@ -7,7 +7,7 @@ import torch
 
 from atom.model_ops.kernels.torch import quant as reference
 from atom.model_ops.kernels.triton import moe_experts, quant_experts
-from atom.model_ops.kernels.triton.quant_layout import PART, prepare_tiles
+from atom.model_ops.kernels.triton.quant_layout import PART, note, prepare_tiles
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform, cpu_platform, current_platform
@@ -215,7 +215,6 @@ def test_the_table_says_when_quantised_inputs_gain_nothing() -> None:
     mxfp4, deepseek = (
         QUANTISED_INPUTS[name][0] for name in ("mxfp4 x mxfp4", "fp8 blocks x fp8 groups")
     )
-    note = quant_experts.note
     assert note(query(mxfp4, "gfx950")) == note(query(deepseek)) == ""
     assert note(query(mxfp4, "sm90")) == (
         "inputs are rounded, but multiplied as bfloat16: these kernels multiply fp4 "

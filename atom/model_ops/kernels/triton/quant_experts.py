@@ -5,8 +5,6 @@ Results are batch-invariant, for the reasons given in `moe_experts`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
@@ -20,15 +18,14 @@ from atom.model_ops.kernels.triton.moe_experts import (
     store_outputs,
     weight_rows,
 )
+from atom.model_ops.kernels.triton.quant_inputs import QuantInputs
 from atom.model_ops.kernels.triton.quant_layout import (
-    SPAN,
     TileWeights,
-    choose_way,
     prepare_tiles,
     refuses_tiles,
 )
-from atom.model_ops.kernels.triton.quant_tiles import code_product, mx_product, quant_product
-from atom.model_ops.kernels.triton.quantise import quantise, refuses_activations, requantise
+from atom.model_ops.kernels.triton.quant_product import add_product, finish, no_sums
+from atom.model_ops.kernels.triton.quantise import refuses_activations
 from atom.model_ops.quant.weights import QuantWeights
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
@@ -46,14 +43,6 @@ def refuses(query: OpQuery) -> str | None:
         if form.activations is not None:
             reason = reason or refuses_activations(form.activations, inputs)
     return reason
-
-
-def note(query: OpQuery) -> str:
-    """Why quantised inputs gain nothing, or ""."""
-    assert query.weights is not None
-    _, reason = choose_way(query.weights, query.platform)
-    dtype = str(query.dtype).removeprefix("torch.")
-    return reason and f"inputs are rounded, but multiplied as {dtype}: {reason}"
 
 
 def prepare(w13: QuantWeights, w2: QuantWeights, _: torch.dtype) -> tuple[TileWeights, TileWeights]:
@@ -103,39 +92,6 @@ def mixture(
     return mix(x, w13.codes.shape[0], up, down, weights, ids, largest)
 
 
-@dataclass(frozen=True)
-class QuantInputs:
-    """What a product with quantised weights reads.
-
-    Attributes:
-        numbers: [T, inputs], or codes of whole spans.
-        scale: [T, groups] or [T, 1], of codes or of numbers with one scale per token.
-        group: inputs per scale that the product applies; 0 for one per token.
-    """
-
-    numbers: torch.Tensor
-    scale: torch.Tensor | None = None
-    group: int = 0
-
-    @property
-    def is_wide(self) -> bool:
-        return self.numbers.dtype == torch.float32
-
-    @classmethod
-    def of(cls, x: torch.Tensor, weights: TileWeights) -> QuantInputs:
-        """x [T, in] in the order of the weights' columns, and quantised as their format says."""
-        if weights.column_order is not None:
-            x = x.index_select(1, weights.column_order)
-        how, given = weights.format.activations, (weights.input_scale, weights.fp8)
-        if how is None:
-            return cls(x)
-        if weights.way != "numbers":
-            return cls(*quantise(x, how, *given, multiple=SPAN), how.group)
-        if how.group:
-            return cls(requantise(x, how, *given))
-        return cls(*quantise(x, how, *given, dtype=x.dtype))
-
-
 def grouped_product(
     x: QuantInputs,
     weights: TileWeights,
@@ -148,7 +104,6 @@ def grouped_product(
 ) -> None:
     """`moe_experts.grouped_product` with the weights' rows from `first_row` on."""
     width = weights.rows if gated else out.shape[1]
-    is_exact = x.numbers.dtype == torch.int8 and not x.group and weights.scale is None
     _grouped_quant[(blocks.limit * triton.cdiv(width, tiles.block_n),)](
         x.numbers,
         x.scale,
@@ -176,7 +131,7 @@ def grouped_product(
         **weights.constants(),
         WAY=weights.way,
         X_GROUP=x.group,
-        IS_EXACT=is_exact,
+        IS_EXACT=x.is_exact(weights),
         VISITS_PER_ROW=visits_per_row,
         GATED=gated,
         WEIGHTS_FIRST=tiles.weights_first,
@@ -242,77 +197,41 @@ def _grouped_quant(
     tokens = (tl.minimum(pairs, num_pairs - 1) // VISITS_PER_ROW).to(tl.int64)
     places = first_row + weight_rows(tile, width, GATED, BLOCK_N)
     expert = tl.load(experts_ptr + block).to(tl.int64)
-    x_ptrs = x_ptr + tokens * stride_x
     codes_ptr += expert * stride_expert
     if scale_ptr is not None:
         scale_ptr += expert * expert_scales
     if zeros_ptr is not None:
         zeros_ptr += expert * expert_zeros
-    blocks = tl.cdiv(inputs, BLOCK_K)
-    if WEIGHTS_FIRST:
-        acc = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if IS_EXACT else tl.float32)
-    else:
-        acc = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_EXACT else tl.float32)
-    if WAY == "numbers":
-        acc = quant_product(
-            acc,
-            x_ptrs,
-            codes_ptr,
-            scale_ptr,
-            zeros_ptr,
-            places,
-            0,
-            blocks,
-            inputs,
-            rows,
-            stride_input,
-            stride_row,
-            CODES,
-            ROWS,
-            COLUMNS,
-            SCALE_TYPE,
-            HAS_ZEROS,
-            WEIGHTS_FIRST,
-            WHOLE_K,
-        )
-    elif WAY == "codes":
-        acc = code_product(
-            acc,
-            x_ptrs,
-            x_scale_ptr + tokens * stride_x_scale,
-            codes_ptr,
-            scale_ptr,
-            places,
-            0,
-            blocks,
-            rows,
-            stride_row,
-            CODES,
-            ROWS,
-            COLUMNS,
-            SCALE_TYPE,
-            X_GROUP,
-            WEIGHTS_FIRST,
-        )
-    else:
-        acc = mx_product(
-            acc,
-            x_ptrs,
-            x_scale_ptr + tokens * stride_x_scale,
-            codes_ptr,
-            scale_ptr,
-            places,
-            0,
-            blocks,
-            inputs,
-            rows,
-            stride_row,
-        )
+    if row_scale_ptr is not None:
+        row_scale_ptr += expert * expert_rows
+    acc = add_product(
+        no_sums(BLOCK_M, BLOCK_N, IS_EXACT, WEIGHTS_FIRST),
+        x_ptr,
+        x_scale_ptr,
+        codes_ptr,
+        scale_ptr,
+        zeros_ptr,
+        tokens,
+        places,
+        0,
+        tl.cdiv(inputs, BLOCK_K),
+        inputs,
+        rows,
+        stride_x,
+        stride_input,
+        stride_x_scale,
+        stride_row,
+        WAY,
+        CODES,
+        ROWS,
+        COLUMNS,
+        SCALE_TYPE,
+        HAS_ZEROS,
+        X_GROUP,
+        WEIGHTS_FIRST,
+        WHOLE_K,
+    )
     if WEIGHTS_FIRST:
         acc = tl.trans(acc)
-    acc = acc.to(tl.float32)
-    if X_GROUP == 0 and x_scale_ptr is not None:
-        acc *= tl.load(x_scale_ptr + tokens * stride_x_scale)[:, None]
-    if row_scale_ptr is not None:
-        acc *= tl.load(row_scale_ptr + expert * expert_rows + places)[None, :]
+    acc = finish(acc, x_scale_ptr, row_scale_ptr, None, tokens, places, X_GROUP)
     store_outputs(acc, out_ptr, pairs, num_pairs, tile, width, stride_out, GATED)

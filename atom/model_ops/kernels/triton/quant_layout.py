@@ -15,6 +15,7 @@ from typing import Literal
 import torch
 
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
+from atom.model_ops.registry import OpQuery
 from atom.platform import Platform
 
 PART = 64  # inputs per product of tiles
@@ -104,6 +105,15 @@ def choose_way(form: WeightFormat, platform: Platform) -> tuple[Way, str]:
         if group % SPAN:
             return "numbers", f"{name} have scales of {group} inputs, products of codes {SPAN}"
     return "codes", ""
+
+
+def note(query: OpQuery) -> str:
+    """Why quantised inputs gain nothing, or ""."""
+    if query.weights is None:
+        return ""
+    _, reason = choose_way(query.weights, query.platform)
+    dtype = str(query.dtype).removeprefix("torch.")
+    return reason and f"inputs are rounded, but multiplied as {dtype}: {reason}"
 
 
 def refuses_tiles(

@@ -11,23 +11,21 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.kernels.triton.quant_inputs import QuantInputs
 from atom.model_ops.kernels.triton.quant_layout import (
-    SPAN,
     TileWeights,
-    choose_way,
     prepare_tiles,
     refuses_tiles,
 )
+from atom.model_ops.kernels.triton.quant_product import add_product, finish, no_sums
 from atom.model_ops.kernels.triton.quant_splits import (
     BUSY,
     choose_splits,
     choose_tiles,
-    finish,
     sum_splits,
     tile_of,
 )
-from atom.model_ops.kernels.triton.quant_tiles import code_product, mx_product, quant_product
-from atom.model_ops.kernels.triton.quantise import quantise, refuses_activations, requantise
+from atom.model_ops.kernels.triton.quantise import refuses_activations
 from atom.model_ops.quant.weights import QuantWeights
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
@@ -45,15 +43,6 @@ def refuses(query: OpQuery) -> str | None:
     if reason is None and form.activations is not None:
         reason = refuses_activations(form.activations, inputs)
     return reason
-
-
-def note(query: OpQuery) -> str:
-    """Why quantised inputs gain nothing, or ""."""
-    if query.weights is None:
-        return ""
-    _, reason = choose_way(query.weights, query.platform)
-    dtype = str(query.dtype).removeprefix("torch.")
-    return reason and f"inputs are rounded, but multiplied as {dtype}: {reason}"
 
 
 def prepare(weights: QuantWeights, _: torch.dtype) -> TileWeights:
@@ -74,22 +63,19 @@ def product(
     out = x.new_empty(*x.shape[:-1], rows)
     if not tokens:
         return out
-    codes, x_scale = _inputs(x.reshape(tokens, weights.inputs), weights)
-    how = weights.format.activations
-    x_group = how.group if how is not None and x_scale is not None else 0
-    scaled = weights.way == "codes" and (x_group > 0 or weights.scale is not None)
-    tiles = choose_tiles(kind, tokens, codes.dtype == torch.float32, scaled)
+    inputs = QuantInputs.of(x.reshape(tokens, weights.inputs), weights)
+    tiles = choose_tiles(kind, tokens, inputs.is_wide, inputs.is_scaled(weights))
     splits = choose_splits(kind, rows, weights.inputs, weights.block_k)
     programs = triton.cdiv(tokens, tiles.block_m) * triton.cdiv(rows, tiles.block_n)
     apart = splits > 1 and programs < BUSY.get(kind, 1)
-    exact = codes.dtype == torch.int8 and not scaled
+    exact = inputs.is_exact(weights)
     sums = out
     if apart:
         sums_dtype = torch.int32 if exact else torch.float32
         sums = x.new_empty(splits, tokens, rows, dtype=sums_dtype)
     _quant_linear[(programs, splits if apart else 1)](
-        codes,
-        x_scale,
+        inputs.numbers,
+        inputs.scale,
         weights.codes,
         weights.scale,
         weights.zeros,
@@ -99,12 +85,12 @@ def product(
         tokens,
         weights.inputs,
         rows,
-        *codes.stride(),
-        x_scale.stride(0) if x_scale is not None else 0,
+        *inputs.numbers.stride(),
+        0 if inputs.scale is None else inputs.scale.stride(0),
         weights.codes.stride(0),
         **weights.constants(),
         WAY=weights.way,
-        X_GROUP=x_group,
+        X_GROUP=inputs.group,
         IS_EXACT=exact,
         SPLITS=splits,
         APART=apart,
@@ -119,25 +105,9 @@ def product(
         **tiles.options,
     )
     if apart:
-        flat = out.view(tokens, rows)
-        sum_splits(sums, None if x_group else x_scale, weights.row_scale, bias, flat)
+        x_scale = None if inputs.group else inputs.scale
+        sum_splits(sums, x_scale, weights.row_scale, bias, out.view(tokens, rows))
     return out
-
-
-def _inputs(x: torch.Tensor, weights: TileWeights) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What the kernel reads: x [T, in] as numbers or codes, and scales of codes."""
-    how, scale = weights.format.activations, None
-    if weights.column_order is not None:
-        x = x.index_select(1, weights.column_order)
-    if how is not None:
-        given = weights.input_scale, weights.fp8
-        if weights.way != "numbers":
-            x, scale = quantise(x, how, *given, multiple=SPAN)
-        elif how.group:
-            x = requantise(x, how, *given)
-        else:
-            x, scale = quantise(x, how, *given, dtype=x.dtype)
-    return x, scale
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -183,73 +153,41 @@ def _quant_linear(
     lanes_n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     token = tl.minimum(lanes_m, tokens - 1).to(tl.int64)
     places = tl.minimum(lanes_n, rows - 1)
-    x_ptrs = x_ptr + token * stride_token
     blocks = tl.cdiv(inputs, BLOCK_K)
     per_split = tl.cdiv(blocks, SPLITS)
     first = tl.program_id(1) if APART else 0
     last = first + 1 if APART else SPLITS
-    if WEIGHTS_FIRST:
-        total = tl.zeros([BLOCK_N, BLOCK_M], tl.int32 if IS_EXACT else tl.float32)
-    else:
-        total = tl.zeros([BLOCK_M, BLOCK_N], tl.int32 if IS_EXACT else tl.float32)
+    total = no_sums(BLOCK_M, BLOCK_N, IS_EXACT, WEIGHTS_FIRST)
     for split in range(first, last):
         start = split * per_split
         stop = tl.minimum(start + per_split, blocks)
-        if WAY == "numbers":
-            total += quant_product(
-                tl.zeros_like(total),
-                x_ptrs,
-                codes_ptr,
-                scale_ptr,
-                zeros_ptr,
-                places,
-                start,
-                stop,
-                inputs,
-                rows,
-                stride_input,
-                stride_row,
-                CODES,
-                ROWS,
-                COLUMNS,
-                SCALE_TYPE,
-                HAS_ZEROS,
-                WEIGHTS_FIRST,
-                WHOLE_K,
-            )
-        elif WAY == "codes":
-            total += code_product(
-                tl.zeros_like(total),
-                x_ptrs,
-                x_scale_ptr + token * stride_x_scale,
-                codes_ptr,
-                scale_ptr,
-                places,
-                start,
-                stop,
-                rows,
-                stride_row,
-                CODES,
-                ROWS,
-                COLUMNS,
-                SCALE_TYPE,
-                X_GROUP,
-                WEIGHTS_FIRST,
-            )
-        else:
-            total += mx_product(
-                tl.zeros_like(total),
-                x_ptrs,
-                x_scale_ptr + token * stride_x_scale,
-                codes_ptr,
-                scale_ptr,
-                places,
-                start,
-                stop,
-                inputs,
-                rows,
-                stride_row,
-            )
+        total += add_product(
+            tl.zeros_like(total),
+            x_ptr,
+            x_scale_ptr,
+            codes_ptr,
+            scale_ptr,
+            zeros_ptr,
+            token,
+            places,
+            start,
+            stop,
+            inputs,
+            rows,
+            stride_token,
+            stride_input,
+            stride_x_scale,
+            stride_row,
+            WAY,
+            CODES,
+            ROWS,
+            COLUMNS,
+            SCALE_TYPE,
+            HAS_ZEROS,
+            X_GROUP,
+            WEIGHTS_FIRST,
+            WHOLE_K,
+        )
     if WEIGHTS_FIRST:
         total = tl.trans(total)
 
@@ -259,8 +197,5 @@ def _quant_linear(
         sums_ptr = out_ptr + tl.program_id(1).to(tl.int64) * tokens * rows
         tl.store(sums_ptr + offsets, total, mask=mask)
     else:
-        if X_GROUP > 0:
-            result = finish(total, None, row_scale_ptr, bias_ptr, token, places)
-        else:
-            result = finish(total, x_scale_ptr, row_scale_ptr, bias_ptr, token, places)
+        result = finish(total, x_scale_ptr, row_scale_ptr, bias_ptr, token, places, X_GROUP)
         tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=mask)

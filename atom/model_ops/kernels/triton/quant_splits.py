@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.moe_experts import Tiles
+from atom.model_ops.kernels.triton.quant_product import finish
 
 # Programs that keep a GPU busy: two for each unit of an H100 and of an MI300X.
 BUSY = {"cuda": 264, "rocm": 608}
@@ -97,19 +98,6 @@ def _sum_splits(
     result = finish(total, x_scale_ptr, row_scale_ptr, bias_ptr, token, places)
     out_ptrs = out_ptr + token.to(tl.int64)[:, None] * rows + row[None, :]
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def finish(total, x_scale_ptr, row_scale_ptr, bias_ptr, tokens, places):
-    """Sums [tokens, rows] to outputs, float32; `tokens` and `places` are valid indices."""
-    result = total.to(tl.float32)
-    if x_scale_ptr is not None:
-        result *= tl.load(x_scale_ptr + tokens)[:, None]
-    if row_scale_ptr is not None:
-        result *= tl.load(row_scale_ptr + places)[None, :]
-    if bias_ptr is not None:
-        result += tl.load(bias_ptr + places).to(tl.float32)[None, :]
-    return result
 
 
 @triton.jit

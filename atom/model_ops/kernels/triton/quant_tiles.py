@@ -1,4 +1,4 @@
-"""Products with tiles of quantised weights, dequantised as they are read; see `quant_layout`."""
+"""The ways in which `quant_product` multiplies inputs and quantised weights, tile by tile."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.quant_layout import PART, SPAN
+from atom.model_ops.kernels.triton.quant_numbers import code_values, dequantised, scale_numbers
 
 _PART = tl.constexpr(PART)
 _SPAN = tl.constexpr(SPAN)
@@ -13,7 +14,7 @@ _E2M1 = tl.constexpr("e2m1")
 
 
 @triton.jit
-def quant_product(
+def number_product(
     acc,
     x_ptrs,
     codes_ptr,
@@ -34,22 +35,9 @@ def quant_product(
     WEIGHTS_FIRST: tl.constexpr,
     WHOLE_K: tl.constexpr,
 ):
-    """acc + x @ weights.T over the blocks `start` to `stop` of BLOCK_K inputs, in order.
+    """`add_product` of weights that are dequantised to the type of x.
 
-    Row scales are left to the caller: they multiply the sums.
-
-    Args:
-        acc: float32 [BLOCK_M, BLOCK_N]; [BLOCK_N, BLOCK_M] if WEIGHTS_FIRST.
-        x_ptrs: [BLOCK_M], the first input of each row of x.
-        codes_ptr, scale_ptr, zeros_ptr: of one matrix; None where there are none.
-        places: int32 [BLOCK_N], valid rows of the matrix.
-        start, stop: numbers of blocks; BLOCK_K is `TileWeights.block_k`.
-        inputs, rows: of the matrix, without padding.
-        stride_input: between inputs of x.
-        stride_row: bytes between rows of codes.
-        CODES, ROWS, COLUMNS, SCALE_TYPE, HAS_ZEROS: from `TileWeights.constants`.
-        WEIGHTS_FIRST: multiply weights by x, not x by weights.
-        WHOLE_K: whether `inputs` is a multiple of BLOCK_K.
+    x_ptrs: [BLOCK_M], the first input of each row of x.
     """
     PARTS: tl.constexpr = 2 if CODES == "int4" or CODES == "fp4" else 1
     BLOCK_K: tl.constexpr = PARTS * _PART
@@ -105,16 +93,13 @@ def code_product(
     X_GROUP: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
 ):
-    """`quant_product` of int8 or FP8 codes, whose scales are constant over SPAN inputs.
-
-    Scales of tokens and of rows are left to the caller.
+    """`add_product` of int8 or FP8 codes, whose scales are constant over SPAN inputs.
 
     Args:
-        acc: float32, or int32 for integers without other scales (COLUMNS and X_GROUP 0).
+        acc: int32 for integers without other scales (COLUMNS and X_GROUP 0).
         x_ptrs: [BLOCK_M], the first code of each row of x, of whole spans.
         x_scale_ptrs: [BLOCK_M], the first scale of each row; read if X_GROUP > 0.
-        start, stop: numbers of spans.
-        X_GROUP: inputs per scale of x, a multiple of SPAN, or 0.
+        X_GROUP: a multiple of SPAN, or 0.
     """
     PARTS: tl.constexpr = 2 if CODES == "int4" else 1
     WIDTH: tl.constexpr = _SPAN // PARTS
@@ -180,7 +165,7 @@ def mx_product(
     rows,
     stride_row,
 ):
-    """`quant_product` of MXFP4 codes, both with neighbours in a byte.
+    """`add_product` of MXFP4 codes, both with neighbours in a byte.
 
     x_ptrs, x_scale_ptrs: [BLOCK_M], of packed codes and e8m0 scales of whole spans.
     """
@@ -196,81 +181,3 @@ def mx_product(
         scale = tl.load(scale_ptr + known * rows + places[:, None])
         acc = tl.dot_scaled(x, x_scale, _E2M1, tl.trans(codes), scale, _E2M1, acc)
     return acc
-
-
-@triton.jit
-def dequantised(
-    codes,
-    part: tl.constexpr,
-    first,
-    scale_ptr,
-    zeros_ptr,
-    places,
-    inputs,
-    rows,
-    CODES: tl.constexpr,
-    ROWS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-    SCALE_TYPE: tl.constexpr,
-    HAS_ZEROS: tl.constexpr,
-):
-    """The weights of PART inputs from `first` on, float32 [BLOCK_N, PART], without row scales.
-
-    codes: [BLOCK_N, PART] bytes; `part` says which four bits of them.
-    """
-    values = code_values(codes, part, CODES, HAS_ZEROS)
-    if COLUMNS >= _PART:
-        # Padding may lie beyond the last group.
-        group = tl.minimum(first // COLUMNS, (inputs - 1) // COLUMNS)
-        if HAS_ZEROS:
-            zeros = tl.load(zeros_ptr + group * rows + places).to(tl.float32)
-            values -= zeros[:, None]
-        scale = tl.load(scale_ptr + group * tl.cdiv(rows, ROWS) + places // ROWS)
-        values *= scale_numbers(scale, SCALE_TYPE)[:, None]
-    elif COLUMNS > 0:
-        GROUPS: tl.constexpr = _PART // COLUMNS
-        groups = first // COLUMNS + tl.arange(0, GROUPS)
-        groups = tl.minimum(groups, (inputs - 1) // COLUMNS)[None, :]
-        values = tl.reshape(values, [values.shape[0], GROUPS, COLUMNS])
-        if HAS_ZEROS:
-            zeros = tl.load(zeros_ptr + groups * rows + places[:, None]).to(tl.float32)
-            values -= zeros[:, :, None]
-        scale = tl.load(scale_ptr + groups * tl.cdiv(rows, ROWS) + (places // ROWS)[:, None])
-        values *= scale_numbers(scale, SCALE_TYPE)[:, :, None]
-        values = tl.reshape(values, [values.shape[0], _PART])
-    return values
-
-
-@triton.jit
-def code_values(codes, part: tl.constexpr, CODES: tl.constexpr, HAS_ZEROS: tl.constexpr):
-    """What codes stand for, float32."""
-    if CODES == "int4":
-        values = ((codes >> (4 * part)) & 15).to(tl.float32)
-        if not HAS_ZEROS:
-            values -= 8.0
-    elif CODES == "fp4":
-        values = e2m1_numbers(codes >> (4 * part))
-    else:
-        values = codes.to(tl.float32)
-    return values
-
-
-@triton.jit
-def e2m1_numbers(codes):
-    """What the low four bits of integers stand for, float32."""
-    codes = codes.to(tl.int16)
-    # Exponent and mantissa go to those of a float16, whose bias is larger by 14.
-    bits = ((codes & 7) << 9) | ((codes & 8) << 12)
-    return bits.to(tl.float16, bitcast=True).to(tl.float32) * 16384.0
-
-
-@triton.jit
-def scale_numbers(scale, SCALE_TYPE: tl.constexpr):
-    """What stored scales stand for, float32."""
-    if SCALE_TYPE == "e8m0":
-        bits = scale.to(tl.int32) << 23
-        # 2^-127 is denormal.
-        numbers = tl.where(bits == 0, 1 << 22, bits).to(tl.float32, bitcast=True)
-    else:
-        numbers = scale.to(tl.float32)
-    return numbers

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.triton.quant_tiles import e2m1_numbers, scale_numbers
+from atom.model_ops.kernels.triton.quant_numbers import e2m1_numbers, scale_numbers
 from atom.model_ops.quant.weights import Activations
 
 _LIMITS = {"int8": 127.0, "fp4": 6.0}
