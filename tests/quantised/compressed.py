@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from quantised import activations
 from quantised.packing import Pack, Packed
+from quantised.writers import E2M1, over_blocks, over_groups, pack_pairs, pack_words
 
 Numbers = Mapping[str, Any]
 
@@ -75,22 +77,8 @@ def scales(name: str, *shape: int) -> torch.Tensor:
 
 def words(values: torch.Tensor, bits: int) -> torch.Tensor:
     """Unsigned [rows, n] -> int32 [rows, ceil(n * bits / 32)], element i from bit i * bits on."""
-    size = -(-values.shape[1] * bits // 32) * 4
-    rows = [
-        sum(value << (i * bits) for i, value in enumerate(row)).to_bytes(size, "little")
-        for row in values.tolist()
-    ]
-    return torch.frombuffer(bytearray(b"".join(rows)), dtype=torch.int32).view(len(rows), -1)
-
-
-def nibbles(codes: torch.Tensor) -> torch.Tensor:
-    return (codes[:, 0::2] + 16 * codes[:, 1::2]).to(torch.uint8)
-
-
-def spread(blocks: torch.Tensor, out: int, columns: int, rows: int, size: int) -> torch.Tensor:
-    """The number of each weight's block, float64 [out, columns]."""
-    i, j = torch.arange(out)[:, None] // rows, torch.arange(columns) // size
-    return blocks.double()[i, j]
+    per_word = 32 // bits
+    return pack_words(F.pad(values, (0, -values.shape[1] % per_word)), range(per_word))
 
 
 def integers(
@@ -147,38 +135,34 @@ def bytes_of(codes: str, rows: int, size: int, static: bool = False) -> Pack:
         }
         if static:
             tensors["input_scale"] = torch.tensor([0.02])
-        return Packed(tensors, values * spread(scale, out, columns, height, width))
+        return Packed(tensors, values * over_blocks(scale.double(), height, width, out, columns))
 
     return pack
 
 
-def fp4(codes: torch.Tensor) -> torch.Tensor:
-    return torch.cat((activations.FP4, -activations.FP4))[codes]
-
-
-def pack_nvfp4(with_inputs: bool = False, experts_only: bool = False) -> Pack:
+def pack_nvfp4(with_inputs: bool = False) -> Pack:
     def pack(module: str, out: int, columns: int) -> Packed | None:
-        if "lm_head" in module or (experts_only and ".experts." not in module):
+        if "lm_head" in module:
             return None
         codes = all_codes(module, out, columns, 16)
         scale = (scales(module, out, -(-columns // 16)).float() * 500).to(torch.float8_e4m3fn)
         divisor = 50.0 + len(module) % 7 + (3 if "k_proj" in module else 0)
         tensors = {
-            "weight_packed": nibbles(codes),
+            "weight_packed": pack_pairs(codes),
             "weight_scale": scale,
             "weight_global_scale": torch.tensor([divisor]),
         }
         if with_inputs:
             tensors["input_global_scale"] = torch.tensor([800.0])
-        weight = fp4(codes) * spread(scale, out, columns, 1, 16) / divisor
+        weight = E2M1[codes] * over_groups(scale.double(), 16, columns) / divisor
         return Packed(tensors, weight)
 
     return pack
 
 
-def pack_mx(bits: int = 4, experts_only: bool = False) -> Pack:
+def pack_mx(bits: int = 4) -> Pack:
     def pack(module: str, out: int, columns: int) -> Packed | None:
-        if "lm_head" in module or (experts_only and ".experts." not in module):
+        if "lm_head" in module:
             return None
         shape = out, -(-columns // 32)
         exponents = torch.randint(120, 125, shape, generator=seeded(module, *shape))
@@ -186,12 +170,12 @@ def pack_mx(bits: int = 4, experts_only: bool = False) -> Pack:
         exponents = exponents.to(torch.uint8)
         if bits == 4:
             codes = all_codes(module, out, columns, 16)
-            tensors = {"weight_packed": nibbles(codes), "weight_scale": exponents}
-            return Packed(tensors, fp4(codes) * spread(scale, out, columns, 1, 32))
+            tensors = {"weight_packed": pack_pairs(codes), "weight_scale": exponents}
+            return Packed(tensors, E2M1[codes] * over_groups(scale, 32, columns))
         packed = bytes_of("fp8", 1, 32)(module, out, columns)
         assert packed is not None
         stored = packed.tensors["weight"]
-        weight = stored.double() * spread(scale, out, columns, 1, 32) / 16
+        weight = stored.double() * over_groups(scale, 32, columns) / 16
         exponents = exponents - 4
         return Packed({"weight": stored, "weight_scale": exponents}, weight)
 

@@ -13,6 +13,7 @@ from quantised.writers import (
     distinct,
     exponents,
     generator,
+    over_blocks,
     over_groups,
     pack_pairs,
     pack_words,
@@ -95,14 +96,13 @@ def pack_ptpc(out: int, columns: int) -> Packed:
 
 def pack_fp8_float_blocks(out: int, columns: int) -> Packed:
     values, scale = fp8_codes(out, columns), distinct(-(-out // 128), -(-columns // 128))
-    weight = values.double() * over_groups(scale[torch.arange(out) // 128], 128, columns)
+    weight = values.double() * over_blocks(scale, 128, 128, out, columns)
     return Packed({"weight": values, "weight_scale": scale.float()}, weight)
 
 
 def pack_fp8_blocks(out: int, columns: int) -> Packed:
     values, scale = fp8_codes(out, columns), exponents(-(-out // 128), -(-columns // 128))
-    rows = powers(scale)[torch.arange(out) // 128]
-    weight = values.double() * over_groups(rows, 128, columns)
+    weight = values.double() * over_blocks(powers(scale), 128, 128, out, columns)
     return Packed({"weight": values, "weight_scale": scale}, weight)
 
 

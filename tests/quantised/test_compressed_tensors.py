@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from models import checkpoints
 from models.harness import load_model
 from quantised import activations
-from quantised.activations import exact_activations  # noqa: F401
 from quantised.compressed import (
     FORMATS,
     FP8_TOKENS,
@@ -40,9 +39,8 @@ from quantised.packing import (
 )
 
 from atom.config import ConfigError
-from atom.distributed.parallel_state import SINGLE, ParallelGroup
+from atom.distributed.parallel_state import ParallelGroup
 from atom.model_loader.weights import WeightError
-from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.base import Header
 from atom.model_ops.quant.formats.table import parse_quantization
@@ -91,7 +89,7 @@ ARITHMETIC: dict[str, tuple[dict[str, Any], Pack, Callable[[torch.Tensor], torch
         bytes_of("int8", 1, 0, static=True),
         lambda x: activations.int8_static(x, 0.02),
     ),
-    "fp8 tokens": (*FORMATS["fp8 channel"], lambda x: activations.fp8_groups(x, x.shape[-1])),
+    "fp8 tokens": (*FORMATS["fp8 channel"], activations.fp8_tokens),
     "fp8 static": (
         config("float-quantized", floats(8, "tensor"), floats(8, "tensor", dynamic=False)),
         bytes_of("fp8", 0, 0, static=True),
@@ -101,7 +99,7 @@ ARITHMETIC: dict[str, tuple[dict[str, Any], Pack, Callable[[torch.Tensor], torch
     "int4 fp8": (
         config("pack-quantized", ints(4, 32), FP8_TOKENS),
         integers(4, 32),
-        lambda x: activations.fp8_groups(x, x.shape[-1]),
+        activations.fp8_tokens,
     ),
     "nvfp4": (*FORMATS["nvfp4 inputs"], lambda x: activations.nvfp4(x, 1 / 800)),
     "mxfp4": (
@@ -125,15 +123,10 @@ def test_quantised_inputs(name: str) -> None:
     packed = pack("a.o_proj", 64, 256)
     assert packed is not None
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
-    layer = ReplicatedLinear(
-        256, 64, False, layer_context(parse_quantization(settings, {}), SINGLE), "a.o_proj"
-    )
-    for tensor, values in packed.tensors.items():
-        layer.load_weight(tensor, values, None)
-    layer.process_after_loading()
+    found, _ = split_products(parse_quantization(settings, {}), packed.tensors, x, 64, 1)
     expected = quantise(x) @ packed.weight.T
     exact = x.double() @ packed.weight.T
-    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     assert (expected - exact).abs().max() > 1e-3
 
 
@@ -194,6 +187,16 @@ def test_ranks_that_would_cut_words_or_groups() -> None:
     zeros = parse_quantization(FORMATS["int4 zeros"][0], {})
     with pytest.raises(ValueError, match="weight_zero_point is stored in groups of 8 outputs"):
         split_products(zeros, {}, torch.ones(1, 128), 16, 4)
+
+
+@pytest.mark.parametrize("name", ["int4 zeros", "int8 zeros"])
+def test_one_word_has_the_zero_points_of_all_outputs(name: str) -> None:
+    settings, pack = FORMATS[name]
+    packed = pack("a.o_proj", 4, 64)
+    assert packed is not None
+    config_ = parse_quantization(settings, {})
+    found, _ = split_products(config_, packed.tensors, torch.eye(64), 4, 1)
+    assert torch.equal(found, packed.weight.T.float())
 
 
 def shuffled(size: int, columns: int) -> torch.Tensor:

@@ -10,22 +10,16 @@ import pytest
 import torch
 from models import checkpoints
 from quantised.packing import Packed, assert_same_model, logits, quantised, split_products
+from quantised.writers import over_blocks
 
 from atom.config import ConfigError
 from atom.model_loader.weights import WeightError
-from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.quant.scales import largest
 from atom.model_ops.quant.weights import Activations, WeightFormat
 
 BLOCKS = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 WIDE = {"hidden_size": 192, "intermediate_size": 320}
-
-
-@pytest.fixture
-def exact_activations(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weights alone are compared."""
-    monkeypatch.setattr(torch_quant.DenseWeights, "round_inputs", lambda _, x: x)
 
 
 def codes(out: int, columns: int) -> torch.Tensor:
@@ -41,10 +35,7 @@ def pack_blocks(powers: bool = False, name: str = "weight_scale_inv") -> Any:
         shape = -(-out // 128), -(-columns // 128)
         exponents = torch.arange(shape[0] * shape[1]).view(shape) % 3 - 4
         scale = torch.exp2(exponents.double()) * (1 if powers else 1.25)
-        weight = values.double()
-        for i in range(out):
-            for j in range(shape[1]):
-                weight[i, 128 * j : 128 * (j + 1)] *= scale[i // 128, j]
+        weight = values.double() * over_blocks(scale, 128, 128, out, columns)
         stored = (exponents + 127).to(torch.uint8) if powers else scale.float()
         return Packed({"weight": values, name: stored}, weight)
 

@@ -12,21 +12,17 @@ import torch
 from models import checkpoints
 from models.harness import load_model
 from quantised import activations, compressed
-from quantised.activations import exact_activations  # noqa: F401
 from quantised.packing import (
     Pack,
     Packed,
     assert_same_model,
-    layer_context,
     logits,
     quantised,
     split_products,
 )
 
 from atom.config import ConfigError
-from atom.distributed.parallel_state import SINGLE
 from atom.model_loader.weights import WeightError
-from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.base import Header
 from atom.model_ops.quant.formats.table import parse_quantization
 
@@ -67,14 +63,10 @@ def renamed(pack: Pack, algorithm: str) -> Pack:
     return write
 
 
-def fp8_tokens(x: torch.Tensor) -> torch.Tensor:
-    return activations.fp8_groups(x, x.shape[-1])
-
-
 Quantise = Callable[[torch.Tensor], torch.Tensor]
 FORMATS: dict[str, tuple[Pack, Quantise | None]] = {
     "FP8": (compressed.bytes_of("fp8", 0, 0), lambda x: activations.fp8_static(x, INPUT_SCALE)),
-    "FP8_PER_CHANNEL_PER_TOKEN": (compressed.bytes_of("fp8", 1, 0), fp8_tokens),
+    "FP8_PER_CHANNEL_PER_TOKEN": (compressed.bytes_of("fp8", 1, 0), activations.fp8_tokens),
     "FP8_PB_WO": (compressed.bytes_of("fp8", 128, 128), None),
     "NVFP4": (compressed.pack_nvfp4(), lambda x: activations.nvfp4(x, INPUT_SCALE)),
     "W4A16_NVFP4": (compressed.pack_nvfp4(), None),
@@ -118,16 +110,13 @@ def test_quantised_inputs(algorithm: str) -> None:
     packed = writer(algorithm)("a.o_proj", 64, 256)
     assert packed is not None
     x = torch.randn(3, 256, generator=torch.Generator().manual_seed(1))
-    context = layer_context(parse_quantization(config(algorithm), {}), SINGLE)
-    layer = ReplicatedLinear(256, 64, False, context, "a.o_proj")
-    for tensor, values in packed.tensors.items():
-        layer.load_weight(tensor, values, None)
-    layer.process_after_loading()
+    parsed = parse_quantization(config(algorithm), {})
+    product, _ = split_products(parsed, packed.tensors, x, 64, 1)
     quantise = FORMATS[algorithm][1]
     expected = (x.double() if quantise is None else quantise(x)) @ packed.weight.T
     difference = (expected - x.double() @ packed.weight.T).abs().max()
     assert (difference > 1e-3) == (quantise is not None)
-    torch.testing.assert_close(layer(x).double(), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(product.double(), expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("size", [2, 4])

@@ -61,49 +61,6 @@ def over_groups(scale: torch.Tensor, size: int, columns: int) -> torch.Tensor:
     return scale[..., torch.arange(columns) // size]
 
 
-def e4m3_table() -> torch.Tensor:
-    """float64 [127] of the numbers of the codes 0 to 0x7E, in order."""
-    values = []
-    for code in range(0x7F):
-        exponent, mantissa = code >> 3, code & 7
-        values.append(
-            mantissa * 2.0**-9 if exponent == 0 else (8 + mantissa) * 2.0 ** (exponent - 10)
-        )
-    return torch.tensor(values).double()
-
-
-def nearest(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
-    """x float64 -> the nearest of +-table, saturated; ties to the even code."""
-    distance = (x.abs()[..., None] - table).abs()
-    odd = torch.arange(len(table)) % 2 * 1e-15
-    return table[(distance + odd).argmin(-1)] * torch.where(x < 0, -1.0, 1.0)
-
-
-def fp8_per_token(x: torch.Tensor) -> torch.Tensor:
-    """float64 [T, in], rounded to e4m3 with scale amax / 448 of each token."""
-    scale = x.abs().amax(-1, keepdim=True) / 448
-    return nearest(x / scale, e4m3_table()) * scale
-
-
-def fp8_per_group(x: torch.Tensor) -> torch.Tensor:
-    """The same with a scale for each 128 inputs."""
-    return fp8_per_token(x.view(-1, 128)).view_as(x)
-
-
-def fp8_static(x: torch.Tensor, scale: float) -> torch.Tensor:
-    return nearest(x / scale, e4m3_table()) * scale
-
-
-def mxfp4(x: torch.Tensor) -> torch.Tensor:
-    """float64 [T, in], 32 inputs with scale 2^(e - 2); an amax of 1.75 * 2^e has the next e."""
-    grouped = x.view(x.shape[0], -1, 32)
-    scale = torch.exp2(grouped.abs().amax(-1, keepdim=True).mul(8 / 7).log2().floor() - 2)
-    return (nearest(grouped / scale, E2M1[:8]) * scale).view_as(x)
-
-
-def nvfp4(x: torch.Tensor, input_scale: float) -> torch.Tensor:
-    """float64 [T, in], 16 inputs with an e4m3 scale, amax / 6, in units of `input_scale`."""
-    grouped = x.view(x.shape[0], -1, 16)
-    local = grouped.abs().amax(-1, keepdim=True) / (6 * input_scale)
-    scale = nearest(local, e4m3_table()) * input_scale
-    return (nearest(grouped / scale, E2M1[:8]) * scale).view_as(x)
+def over_blocks(scale: torch.Tensor, rows: int, size: int, out: int, columns: int) -> torch.Tensor:
+    """The number of each weight's block of `rows` outputs and `size` inputs, [out, columns]."""
+    return over_groups(scale[torch.arange(out) // rows], size, columns)

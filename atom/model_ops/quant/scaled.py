@@ -57,7 +57,7 @@ class ScaledMethod(QuantMethod):
         }
         if names.factor is not None:
             stored[names.factor] = _SCALAR
-        if has_input_scale(form):
+        if form.has_input_scale:
             stored[names.inputs] = _SCALAR
         self.stored = stored
 
@@ -99,9 +99,3 @@ class ScaledMethod(QuantMethod):
         if bool((values == 0).any()):
             raise ValueError(f"{name} divides, and is 0")
         return values.reciprocal()
-
-
-def has_input_scale(form: WeightFormat) -> bool:
-    """Whether the checkpoint has a scale of a product's inputs."""
-    inputs = form.activations
-    return inputs is not None and (inputs.is_static or inputs.scale_type == "e4m3")

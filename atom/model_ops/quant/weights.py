@@ -73,6 +73,12 @@ class WeightFormat:
         if self.has_zeros and not self.columns:
             raise ValueError("zero points belong to groups of inputs: `columns` is missing")
 
+    @property
+    def has_input_scale(self) -> bool:
+        """Whether there is one scale of a product's inputs, which the checkpoint has."""
+        how = self.activations
+        return how is not None and (how.is_static or how.scale_type == "e4m3")
+
     def __str__(self) -> str:
         block = f" group {self.columns}" if self.rows == 1 else f" block {self.rows}x{self.columns}"
         parts = [self.codes + (block if self.columns else " channel")]

@@ -17,27 +17,29 @@ INT8 = WeightFormat("int8", has_row_scale=True, activations=Activations("int8"))
 W4A8 = WeightFormat("int4", has_row_scale=True, activations=Activations("fp8"))
 
 
-def empty_weights(form: WeightFormat, rows: int, inputs: int) -> QuantWeights:
-    """Weights whose values are never read."""
-    kinds = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
-    scales = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "float": torch.bfloat16}
-    has_input_scale = form.activations is not None and (
-        form.activations.is_static or form.activations.scale_type == "e4m3"
-    )
+_CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
+_SCALES = {"e8m0": torch.uint8, "e4m3": torch.float8_e4m3fn, "float": torch.bfloat16}
+
+
+def empty_weights(form: WeightFormat, *shape: int) -> QuantWeights:
+    """Weights [out, in] or [experts, out, in] whose values are never read."""
+    *experts, rows, inputs = shape
     scale = zeros = None
     if form.columns:
         groups = -(-inputs // form.columns)
-        scale = torch.empty(-(-rows // form.rows), groups, dtype=scales[form.scale_type])
-        zeros = torch.empty(rows, groups, dtype=torch.uint8) if form.has_zeros else None
+        blocks = *experts, -(-rows // form.rows), groups
+        scale = torch.empty(blocks, dtype=_SCALES[form.scale_type])
+        zeros = torch.empty(*experts, rows, groups, dtype=torch.uint8) if form.has_zeros else None
+    codes = _CODES.get(form.codes)
     return QuantWeights(
         form,
-        torch.empty(rows, inputs, dtype=kinds[form.codes])
-        if form.codes in kinds
-        else torch.empty(rows, inputs // 2, dtype=torch.uint8),
+        torch.empty(*experts, rows, inputs // 2, dtype=torch.uint8)
+        if codes is None
+        else torch.empty(shape, dtype=codes),
         scale,
         zeros,
-        torch.empty(rows) if form.has_row_scale else None,
-        torch.empty(()) if has_input_scale else None,
+        torch.empty(*experts, rows) if form.has_row_scale else None,
+        torch.empty(()) if form.has_input_scale else None,
     )
 
 

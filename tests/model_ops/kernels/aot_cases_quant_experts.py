@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 from aot_case import Case
+from aot_cases_quant import empty_weights
 
-from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
+from atom.model_ops.quant.weights import Activations, WeightFormat
 from atom.model_ops.registry import OpQuery
 
 EXPERTS, TOP_K, HIDDEN, INTER = 384, 8, 7168, 256
@@ -16,37 +17,15 @@ FP8_TOKEN = WeightFormat("fp8", has_row_scale=True, activations=Activations("fp8
 INT8_TOKEN = WeightFormat("int8", has_row_scale=True, activations=Activations("int8"))
 MXFP4 = WeightFormat("fp4", 1, 32, "e8m0", activations=Activations("fp4", 32, "e8m0"))
 NVFP4 = WeightFormat("fp4", 1, 16, "e4m3", has_row_scale=True)
-FP8 = torch.float8_e4m3fn
-_CODES = {"int8": torch.int8, "fp8": FP8}
-_SCALES = {"e8m0": torch.uint8, "e4m3": FP8, "float": torch.bfloat16}
-
-
-def _empty(form: WeightFormat, rows: int, inputs: int) -> QuantWeights:
-    """Weights of all experts; those of a real size are never touched, hence cost no memory."""
-    packed = form.codes not in _CODES
-    scale = zeros = None
-    if form.columns:
-        groups = -(-inputs // form.columns)
-        blocks = EXPERTS, -(-rows // form.rows), groups
-        scale = torch.empty(blocks, dtype=_SCALES[form.scale_type])
-        zeros = torch.empty(EXPERTS, rows, groups, dtype=torch.uint8) if form.has_zeros else None
-    return QuantWeights(
-        form,
-        torch.empty(
-            EXPERTS, rows, inputs // (2 if packed else 1), dtype=_CODES.get(form.codes, torch.uint8)
-        ),
-        scale,
-        zeros,
-        torch.empty(EXPERTS, rows) if form.has_row_scale else None,
-    )
 
 
 def _matrices(query: OpQuery, case: Case) -> list[object]:
-    """Prepared weights: on the meta device, then with memory that nothing touches."""
+    """Prepared weights: on the meta device, then of a real size in memory that nothing touches."""
     form = query.weights
     assert form is not None
     with torch.device("meta"):
-        stored = _empty(form, 2 * INTER, HIDDEN), _empty(form, HIDDEN, INTER)
+        shapes = (2 * INTER, HIDDEN), (HIDDEN, INTER)
+        stored = [empty_weights(form, EXPERTS, *shape) for shape in shapes]
         prepare = case.entry().load_prepare
         assert prepare is not None
         matrices = prepare()(*stored, query.dtype)

@@ -129,16 +129,13 @@ def grouped_product(
         ),
         out.stride(0),
         **weights.constants(),
-        WAY=weights.way,
         X_GROUP=x.group,
         IS_EXACT=x.is_exact(weights),
         VISITS_PER_ROW=visits_per_row,
         GATED=gated,
         WEIGHTS_FIRST=tiles.weights_first,
-        WHOLE_K=weights.inputs % weights.block_k == 0,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
-        BLOCK_K=weights.block_k,
         num_warps=tiles.num_warps,
         num_stages=tiles.num_stages,
         **tiles.options,
@@ -202,8 +199,6 @@ def _grouped_quant(
         scale_ptr += expert * expert_scales
     if zeros_ptr is not None:
         zeros_ptr += expert * expert_zeros
-    if row_scale_ptr is not None:
-        row_scale_ptr += expert * expert_rows
     acc = add_product(
         no_sums(BLOCK_M, BLOCK_N, IS_EXACT, WEIGHTS_FIRST),
         x_ptr,
@@ -233,5 +228,7 @@ def _grouped_quant(
     )
     if WEIGHTS_FIRST:
         acc = tl.trans(acc)
+    if row_scale_ptr is not None:
+        row_scale_ptr += expert * expert_rows
     acc = finish(acc, x_scale_ptr, row_scale_ptr, None, tokens, places, X_GROUP)
     store_outputs(acc, out_ptr, pairs, num_pairs, tile, width, stride_out, GATED)

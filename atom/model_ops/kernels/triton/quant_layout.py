@@ -65,7 +65,7 @@ class TileWeights:
         return PART if self.way == "numbers" and self.format.codes not in _NIBBLES else SPAN
 
     def constants(self) -> dict[str, object]:
-        """The constexpr arguments of `quant_tiles` that the format decides."""
+        """The constexpr arguments of `quant_product` that the weights decide."""
         form = self.format
         columns = form.columns
         if columns >= self.inputs:  # one group, whatever its size
@@ -76,6 +76,9 @@ class TileWeights:
             "COLUMNS": columns,
             "SCALE_TYPE": form.scale_type,
             "HAS_ZEROS": form.has_zeros,
+            "WAY": self.way,
+            "WHOLE_K": self.inputs % self.block_k == 0,
+            "BLOCK_K": self.block_k,
         }
 
 

@@ -67,10 +67,10 @@ def add_product(
         stride_x, stride_input: between rows and inputs of x.
         stride_x_scale: between rows of its scales.
         stride_row: bytes between rows of codes.
-        CODES, ROWS, COLUMNS, SCALE_TYPE, HAS_ZEROS: from `TileWeights.constants`.
         X_GROUP: inputs per scale of x, or 0 for one scale per token.
         WEIGHTS_FIRST: multiply weights by x, not x by weights.
-        WHOLE_K: whether `inputs` is a multiple of the blocks'.
+
+    The other constants are those of `TileWeights.constants`.
     """
     x_ptrs = x_ptr + tokens * stride_x
     if WAY == "numbers":
