@@ -13,6 +13,7 @@ from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 
 _CODES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "fp4": torch.uint8}
 _SCALAR = StoredTensor((), torch.float32, "numbers")
+_PER_OUTPUT = StoredTensor((OUT,), torch.float32, "numbers")
 
 
 @dataclass(frozen=True)
@@ -63,7 +64,7 @@ class ScaledMethod(QuantMethod):
 
     def _scale(self, form: WeightFormat, dtype: torch.dtype) -> StoredTensor:
         if not form.columns:
-            return StoredTensor((OUT,) if self._is_per_output else (), torch.float32, "numbers")
+            return _PER_OUTPUT if self._is_per_output else _SCALAR
         blocks = Axis("out", form.rows), Axis("in", form.columns)
         if form.scale_type == "e8m0":
             return StoredTensor(blocks, torch.uint8, "exponents")

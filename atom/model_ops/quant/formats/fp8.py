@@ -1,4 +1,4 @@
-"""`quant_method: fp8`: DeepSeek's FP8, 128x128 blocks or whole tensors, whose inputs may be static.
+"""`quant_method: fp8`: DeepSeek's FP8, 128x128 blocks or whole tensors.
 
 Source: DeepSeek-V3's checkpoints and its `README_WEIGHTS.md`.
 """
@@ -23,7 +23,7 @@ from atom.model_ops.quant.scales import scale_type
 from atom.model_ops.quant.weights import Activations, WeightFormat
 
 _BLOCK = 128
-# Multiplied despite its name.
+# The scale is multiplied despite its name.
 _BLOCK_NAMES = ScaleNames(scale="weight_scale_inv")
 
 
