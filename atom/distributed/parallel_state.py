@@ -33,13 +33,6 @@ class ParallelGroup:
             raise ValueError(f"{what}={total} does not split over {self.size} ranks")
         return total // self.size
 
-    def shard(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's slice of `tensor` along `dim`."""
-        if self.size == 1:
-            return tensor
-        share = self.divide(tensor.shape[dim], f"dimension {dim}")
-        return tensor.narrow(dim, self.rank * share, share)
-
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place where there is more than one."""
         if self.size > 1:

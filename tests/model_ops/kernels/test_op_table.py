@@ -20,6 +20,7 @@ MI300X = Platform("rocm", "gfx942", True)
 # Sizes that every implementation takes.
 SIZES = {
     "size": 64,
+    "num_ranks": 2,
     "in_features": 256,
     "out_features": 256,
     "num_heads": 4,
