@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 
 from atom.distributed.collectives import Collectives
+from atom.distributed.parallel_state import ParallelGroup
 
 _HALF = (torch.bfloat16, torch.float16)
+
+
+def in_order(group: ParallelGroup) -> ParallelGroup:
+    """The same ranks with sums in a fixed order."""
+    if group.collectives is None:
+        return group
+    return replace(group, collectives=OrderedCollectives(group.collectives, group.size))
 
 
 class OrderedCollectives:

@@ -11,6 +11,7 @@ import torch
 
 from atom.batch import Orders, ScheduledBatch, StepOutput
 from atom.config import ConfigError, EngineConfig, ModelOptions
+from atom.distributed.ordered import in_order
 from atom.distributed.place import ALONE, Place
 from atom.graphs.capture import (
     GraphPlan,
@@ -105,7 +106,8 @@ class Worker:
         dtype = resolve_dtype(config.model.dtype, source)
         text_config = source.hf_config.get_text_config()
         context_len = resolve_max_model_len(text_config, config.model.max_model_len)
-        context = LayerContext.create(dtype, context_len, platform, place.tensor)
+        ranks = in_order(place.tensor) if config.parallel.deterministic_collectives else place.tensor
+        context = LayerContext.create(dtype, context_len, platform, ranks)
         storage = storage_dtype(config.cache, context)
         self.ops: OpTable = context.ops
         self._model = build_model(

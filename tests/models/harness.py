@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
@@ -45,8 +44,7 @@ def load_model(
     """The model of a checkpoint folder, loaded as the engine loads it; on the CPU by default."""
     options = ModelOptions(model=str(folder), **model_options)
     source = resolve_model(options)
-    context = LayerContext.create(dtype, max_model_len, platform or cpu_platform())
-    context = replace(context, group=group)
+    context = LayerContext.create(dtype, max_model_len, platform or cpu_platform(), group)
     return build_model(partial(create_model, source.hf_config), source, context, options)
 
 
