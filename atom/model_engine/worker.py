@@ -106,7 +106,9 @@ class Worker:
         dtype = resolve_dtype(config.model.dtype, source)
         text_config = source.hf_config.get_text_config()
         context_len = resolve_max_model_len(text_config, config.model.max_model_len)
-        ranks = in_order(place.tensor) if config.parallel.deterministic_collectives else place.tensor
+        ranks = place.tensor
+        if config.parallel.deterministic_collectives:
+            ranks = in_order(ranks)
         context = LayerContext.create(dtype, context_len, platform, ranks)
         storage = storage_dtype(config.cache, context)
         self.ops: OpTable = context.ops

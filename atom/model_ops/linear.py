@@ -47,8 +47,9 @@ class StackedMatrix(nn.Module):
         parent = prefix.rpartition(".")[0]
         names = [f"{parent}.{part}".lstrip(".") for part in parts if part is not None]
         method = context.quant.method_for(prefix, names, kind)
+        matrices = tuple(parts.values())
         try:
-            self.storage = MatrixStorage(self, tuple(parts.values()), method, context, has_bias=bias)
+            self.storage = MatrixStorage(self, matrices, method, context, has_bias=bias)
         except ValueError as error:
             raise ValueError(f"{prefix}: {error}") from error
         self.in_features = self.storage.columns

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from models import checkpoints
 from ranks import engines_of_threads
 from spec_decode.engines import (
     PROMPTS,
@@ -17,6 +16,9 @@ from spec_decode.engines import (
     write_target,
 )
 from transformers import PreTrainedTokenizerFast
+
+from atom.kv_cache.base import KVCachePlan
+from atom.model_engine import worker
 
 Folders = dict[str, Path]
 
@@ -36,14 +38,14 @@ def folders(
 
 # Target, ranks, options.
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
-    "plain": ("llama", 4, {}),
+    "four ranks": ("llama", 4, {}),
     "experts": ("deepseek_v3", 4, {}),
-    "eagle3 mha": ("llama", 2, {"method": "eagle3", "speculative_model": "mha"}),
-    "eagle3 mla": ("llama", 4, {"method": "eagle3", "speculative_model": "mla"}),
-    "whole draft": (
+    "eagle3 mha": ("llama", 2, {"method": "eagle3", "draft_model": "mha"}),
+    "eagle3 mla": ("deepseek_v3", 4, {"method": "eagle3", "draft_model": "mla"}),
+    "whole eagle3": (
         "llama",
         4,
-        {"method": "eagle3", "speculative_model": "mha", "draft_tensor_parallel_size": 1},
+        {"method": "eagle3", "draft_model": "mha", "draft_tensor_parallel_size": 1},
     ),
     "mtp": ("deepseek_v3", 2, {"method": "mtp"}),
     "whole mtp": ("deepseek_v3", 4, {"method": "mtp", "draft_tensor_parallel_size": 1}),
@@ -51,11 +53,49 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "eagle3 and lookup": (
         "llama",
         2,
-        {"method": "eagle3", "speculative_model": "mha", "speculative_lookup": True},
+        {"method": "eagle3", "draft_model": "mla", "speculative_lookup": True},
     ),
     "fixed order": ("llama", 4, {"deterministic_collectives": True}),
-    # Prompts of up to 39 tokens in chunks of 12, prefixes from the cache.
-    "chunks": ("llama", 2, {"max_num_batched_tokens": 12, "enable_prefix_caching": True}),
-    # 24 blocks for sequences of up to 16 blocks.
-    "preemption": ("deepseek_v3", 2, {"kv_cache_memory": "24 blocks", "method": "mtp"}),
+    "chunks": ("llama", 2, {"max_num_batched_tokens": 12, "method": "ngram"}),
+    "preemption": ("llama", 2, {"max_model_len": 64}),
 }
+SHARED_PREFIX = [[*PROMPTS[5][:16], token] for token in (3, 4, 5)]
+CHOSEN = [*PROMPTS[1:4], PROMPTS[9], *PROMPTS[-3:], *SHARED_PREFIX]
+SAMPLINGS = [params("greedy", max_tokens=16), params("warm", max_tokens=16)]
+
+
+@pytest.fixture(scope="module")
+def expected(folders: Folders) -> dict[str, list[list[list[int]]]]:
+    """Without speculation: it changes no token."""
+    found = {}
+    for kind in ("llama", "deepseek_v3"):
+        with create_engine(folders[kind]) as engine:
+            found[kind] = [generate(engine, sampling, CHOSEN) for sampling in SAMPLINGS]
+    return found
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_the_same_tokens(
+    name: str,
+    folders: Folders,
+    expected: dict[str, list[list[list[int]]]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Greedy and sampled."""
+    target, size, options = CASES[name]
+    options = dict(options)
+    if name == "preemption":
+        # Room for two sequences at a time.
+        monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+    if "method" in options:
+        options["num_speculative_tokens"] = 3
+    if "draft_model" in options:
+        options["draft_model"] = str(folders[options["draft_model"]])
+    with (
+        engines_of_threads(),
+        create_engine(folders[target], tensor_parallel_size=size, **options) as engine,
+    ):
+        assert [generate(engine, sampling, CHOSEN) for sampling in SAMPLINGS] == expected[target]
+        stats = engine.engine.core.stats
+        assert (stats.num_preemptions > 0) == (name == "preemption")
+        assert stats.prefix_cache_hits > 0

@@ -37,9 +37,7 @@ Draft = Eagle3Draft | DeepseekMTP
 Chain = tuple[list[int], torch.Tensor, torch.Tensor]
 
 
-def load_draft(
-    target: Path, speculative: SpeculativeOptions, group: ParallelGroup
-) -> Draft:
+def load_draft(target: Path, speculative: SpeculativeOptions, group: ParallelGroup) -> Draft:
     """As an engine with these options loads it on one rank."""
     config = EngineConfig(
         model=ModelOptions(model=str(target), dtype="float32"),
