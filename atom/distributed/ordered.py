@@ -17,7 +17,8 @@ def in_order(group: ParallelGroup) -> ParallelGroup:
     """The same ranks with sums in a fixed order."""
     if group.collectives is None:
         return group
-    return replace(group, collectives=OrderedCollectives(group.collectives, group.size))
+    ordered = OrderedCollectives(group.collectives, group.size)
+    return replace(group, collectives=ordered, peer_access=False)
 
 
 class OrderedCollectives:

@@ -17,11 +17,14 @@ class ParallelGroup:
     Attributes:
         rank, size: this process's place in the group.
         collectives: None when the size is 1, and where a rank's layers are only built.
+        peer_access: whether kernels may sum by reading the other ranks' memory: all are on one
+            machine, and any order of the sums will do.
     """
 
     rank: int = 0
     size: int = 1
     collectives: Collectives | None = field(default=None, compare=False)
+    peer_access: bool = False
 
     def divide(self, total: int, what: str) -> int:
         """This rank's share of `total`.

@@ -29,7 +29,11 @@ class VocabParallelEmbedding(nn.Module):
         self.weight = context.empty(self._own.size, hidden_size)
         if self.group.size > 1:
             self._all_reduce = context.ops.resolve(
-                "all_reduce", context.dtype, size=hidden_size, num_ranks=self.group.size
+                "all_reduce",
+                context.dtype,
+                size=hidden_size,
+                num_ranks=self.group.size,
+                peer_access=self.group.peer_access,
             )
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:

@@ -34,7 +34,11 @@ class ResidualRMSNorm(RMSNorm):
         self._reduce_add_norm = None
         if group.size > 1:
             self._reduce_add_norm = ops.resolve(
-                "all_reduce_add_rms_norm", context.dtype, size=size, num_ranks=group.size
+                "all_reduce_add_rms_norm",
+                context.dtype,
+                size=size,
+                num_ranks=group.size,
+                peer_access=group.peer_access,
             )
 
     def add(
