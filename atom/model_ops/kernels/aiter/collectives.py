@@ -93,7 +93,7 @@ def all_reduce_add_rms_norm(
     group: ParallelGroup,
     add_rms_norm: Callable[..., tuple[torch.Tensor, torch.Tensor]],
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(norm(x + residual), x + residual)`, where x is the sum of the ranks' `partial`, [T, size]."""
+    """`(norm(x + residual), x + residual)`, where x [T, size] is the sum of the `partial`s."""
     if not 0 < partial.nbytes <= _STAGED_BYTES:
         return collectives.all_reduce_add_rms_norm(
             partial, residual, weight, eps, group, add_rms_norm
