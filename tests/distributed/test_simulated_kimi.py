@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from lone_rank import LoneCollectives, lone_rank
 from models import checkpoints
 from models.harness import ModelBench
 from quantised.compressed import INT4
@@ -15,7 +15,6 @@ from quantised.test_compressed_tensors import KIMI_IGNORES
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atom.config import ModelOptions
-from atom.distributed.parallel_state import ParallelGroup
 from atom.model_loader.source import resolve_model
 from atom.model_ops.attention_mla import MLAAttention
 from atom.model_ops.embedding import VocabParallelEmbedding
@@ -35,31 +34,6 @@ SHAPE = {
     "n_routed_experts": EXPERTS,
     "num_experts_per_tok": TOP_K,
 }
-
-
-class Alone:
-    """A rank's collectives without the other ranks: sums leave its own part, gathers repeat it."""
-
-    def __init__(self) -> None:
-        self.calls: list[tuple[str, torch.Size]] = []
-
-    def all_reduce(self, tensor: torch.Tensor) -> None:
-        self.calls.append(("all_reduce", tensor.shape))
-
-    def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        self.calls.append(("all_gather", tensor.shape))
-        out.view(RANKS, *tensor.shape).copy_(tensor)
-
-    def reduce_scatter_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        raise AssertionError("tensor parallelism scatters nothing")
-
-    def all_to_all(
-        self, out: torch.Tensor, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
-    ) -> None:
-        raise AssertionError("tensor parallelism sends nothing to single ranks")
-
-    def broadcast(self, tensor: torch.Tensor) -> None:
-        raise AssertionError("the model broadcasts nothing")
 
 
 class Reads(TorchDispatchMode):
@@ -108,22 +82,21 @@ def sizes_of(folder: Path) -> RankSizes:
     return rank_sizes(source.hf_config, source.quantization, *[torch.float32] * 2, RANKS)
 
 
-def bench_of(folder: Path, rank: int) -> tuple[ModelBench, Alone]:
-    alone = Alone()
-    group = ParallelGroup(rank, RANKS, alone)
-    return ModelBench(folder, group=group, load_format="dummy"), alone
+def bench_of(folder: Path, rank: int) -> tuple[ModelBench, LoneCollectives]:
+    group, collectives = lone_rank(rank, RANKS)
+    return ModelBench(folder, group=group, load_format="dummy"), collectives
 
 
 @pytest.mark.parametrize("rank", [0, 5, 7])
 def test_a_step_of_one_rank(rank: int, folder: Path) -> None:
-    bench, alone = bench_of(folder, rank)
+    bench, collectives = bench_of(folder, rank)
     logits = bench.step({"a": [3, 4, 5], "b": [6]})
     assert logits["a"].shape == (3, VOCAB)
     assert logits["a"].isfinite().all()
     # The embedding, and each layer's attention and MLP or experts.
     sums = [("all_reduce", torch.Size((4, 48)))] * (1 + 2 * LAYERS)
     # 7 ranks have 21 tokens, the last has 16.
-    assert alone.calls == [*sums, ("all_gather", torch.Size((4, 21)))]
+    assert collectives.calls == [*sums, ("all_gather", torch.Size((4, 21)))]
     attention = [m for m in bench.model.modules() if isinstance(m, MLAAttention)]
     assert [layer.num_heads for layer in attention] == [2] * LAYERS
     assert {layer.stored_parts()["latent"] for layer in attention} == {(32 + 8,)}
