@@ -29,6 +29,7 @@ SHAPE = {
     "num_hidden_layers": LAYERS,
     "vocab_size": VOCAB,
     "num_attention_heads": 16,
+    "num_key_value_heads": 16,
     "intermediate_size": 64,
     "moe_intermediate_size": INTER,
     "n_routed_experts": EXPERTS,

@@ -150,7 +150,8 @@ def test_what_does_not_split(
 
 
 def test_a_group_that_would_be_cut_is_refused_by_name(tmp_path: Path) -> None:
-    plain = checkpoints.llama(tmp_path / "plain", **WIDE).folder
+    heads = {"num_attention_heads": 8, "num_key_value_heads": 8}
+    plain = checkpoints.llama(tmp_path / "plain", **WIDE, **heads).folder
     folder = quantised(plain, test_awq.CONFIG, test_awq.pack_model)[0]
     with pytest.raises(
         ConfigError, match=r"model\.layers\.0\.self_attn\.o_proj: qweight.* groups of 16 inputs"

@@ -104,6 +104,7 @@ def test_eagle3(name: str, size: int, draft_ranks: int | None, tmp_path: Path) -
     def load(group: ParallelGroup) -> Draft:
         options = SpeculativeOptions(
             method="eagle3",
+            num_speculative_tokens=3,
             model=str(draft),
             draft_tensor_parallel_size=None if group.size == 1 else draft_ranks,
         )
@@ -121,7 +122,9 @@ def test_mtp(own: tuple[str, ...], draft_ranks: int | None, tmp_path: Path) -> N
 
     def load(group: ParallelGroup) -> Draft:
         options = SpeculativeOptions(
-            method="mtp", draft_tensor_parallel_size=None if group.size == 1 else draft_ranks
+            method="mtp",
+            num_speculative_tokens=3,
+            draft_tensor_parallel_size=None if group.size == 1 else draft_ranks,
         )
         return load_draft(tmp_path, options, group)
 
@@ -132,7 +135,9 @@ def test_a_draft_on_one_rank_has_all_of_its_own_and_the_share_of_the_target(
     tmp_path: Path,
 ) -> None:
     target, draft = write_eagle3(tmp_path, "mha")
-    create = partial(SpeculativeOptions, method="eagle3", model=str(draft))
+    create = partial(
+        SpeculativeOptions, method="eagle3", num_speculative_tokens=3, model=str(draft)
+    )
     group = ParallelGroup(1, 2)
     split = load_draft(target, create(), group)
     whole = load_draft(target, create(draft_tensor_parallel_size=1), group)
