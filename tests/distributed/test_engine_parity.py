@@ -56,7 +56,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"method": "eagle3", "draft_model": "mla", "speculative_lookup": True},
     ),
     "fixed order": ("llama", 4, {"deterministic_collectives": True}),
-    "chunks": ("llama", 2, {"max_num_batched_tokens": 12, "method": "ngram"}),
+    "chunks": (
+        "llama",
+        2,
+        {"max_num_batched_tokens": 12, "max_num_seqs": 8, "method": "ngram"},
+    ),
     "preemption": ("llama", 2, {"max_model_len": 64}),
 }
 SHARED_PREFIX = [[*PROMPTS[5][:16], token] for token in (3, 4, 5)]
