@@ -17,11 +17,14 @@ class ParallelGroup:
     Attributes:
         rank, size: this process's place in the group.
         collectives: None when the size is 1, and where a rank's layers are only built.
+        peer_access: whether kernels may sum by reading the other ranks' memory: all are on one
+            machine, and any order of the sums will do.
     """
 
     rank: int = 0
     size: int = 1
     collectives: Collectives | None = field(default=None, compare=False)
+    peer_access: bool = False
 
     def divide(self, total: int, what: str) -> int:
         """This rank's share of `total`.
@@ -32,13 +35,6 @@ class ParallelGroup:
         if total % self.size:
             raise ValueError(f"{what}={total} does not split over {self.size} ranks")
         return total // self.size
-
-    def shard(self, tensor: torch.Tensor, dim: int) -> torch.Tensor:
-        """This rank's slice of `tensor` along `dim`."""
-        if self.size == 1:
-            return tensor
-        share = self.divide(tensor.shape[dim], f"dimension {dim}")
-        return tensor.narrow(dim, self.rank * share, share)
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:
         """Sum over the ranks, in place where there is more than one."""

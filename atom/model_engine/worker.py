@@ -5,12 +5,14 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
 
 from atom.batch import Orders, ScheduledBatch, StepOutput
 from atom.config import ConfigError, EngineConfig, ModelOptions
+from atom.distributed.ordered import in_order
 from atom.distributed.place import ALONE, Place
 from atom.graphs.capture import (
     GraphPlan,
@@ -105,7 +107,12 @@ class Worker:
         dtype = resolve_dtype(config.model.dtype, source)
         text_config = source.hf_config.get_text_config()
         context_len = resolve_max_model_len(text_config, config.model.max_model_len)
-        context = LayerContext.create(dtype, context_len, platform, place.tensor)
+        # Of ranks on several machines this one sees only some.
+        is_local = place.num_local >= place.tensor.size
+        ranks = replace(place.tensor, peer_access=is_local)
+        if config.parallel.deterministic_collectives:
+            ranks = in_order(ranks)
+        context = LayerContext.create(dtype, context_len, platform, ranks)
         storage = storage_dtype(config.cache, context)
         self.ops: OpTable = context.ops
         self._model = build_model(

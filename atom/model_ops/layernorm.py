@@ -1,4 +1,4 @@
-"""RMS norm, with the residual addition that usually precedes it."""
+"""RMS norm, with the sum that usually precedes it: over the ranks, and with a residual."""
 
 from __future__ import annotations
 
@@ -16,14 +16,44 @@ class RMSNorm(nn.Module):
         self.weight = context.empty(size)
         self.eps = eps
         self._norm = context.ops.resolve("rms_norm", context.dtype, size=size)
-        self._add_norm = context.ops.resolve("add_rms_norm", context.dtype, size=size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., size] -> [..., size]."""
         out: torch.Tensor = self._norm(x, self.weight, self.eps)
         return out
 
-    def add(self, x: torch.Tensor, residual: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """`(norm(x + residual), x + residual)`."""
-        out: tuple[torch.Tensor, torch.Tensor] = self._add_norm(x, residual, self.weight, self.eps)
+
+class ResidualRMSNorm(RMSNorm):
+    """A norm between two layers: it completes the sum that the first one leaves to the ranks."""
+
+    def __init__(self, size: int, eps: float, context: LayerContext) -> None:
+        super().__init__(size, eps, context)
+        ops, group = context.ops, context.group
+        self._group = group
+        self._add_norm = ops.resolve("add_rms_norm", context.dtype, size=size)
+        self._reduce_add_norm = None
+        if group.size > 1:
+            self._reduce_add_norm = ops.resolve(
+                "all_reduce_add_rms_norm",
+                context.dtype,
+                size=size,
+                num_ranks=group.size,
+                peer_access=group.peer_access,
+            )
+
+    def add(
+        self, partial: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`(norm(x + residual), x + residual)`, where x is the sum of all ranks' `partial`.
+
+        Args:
+            partial: [T, size]; may be overwritten.
+            residual: [T, size], the same on all ranks.
+        """
+        args = partial, residual, self.weight, self.eps
+        out: tuple[torch.Tensor, torch.Tensor]
+        if self._reduce_add_norm is None:
+            out = self._add_norm(*args)
+        else:
+            out = self._reduce_add_norm(*args, self._group, self._add_norm)
         return out

@@ -47,7 +47,11 @@ class StackedMatrix(nn.Module):
         parent = prefix.rpartition(".")[0]
         names = [f"{parent}.{part}".lstrip(".") for part in parts if part is not None]
         method = context.quant.method_for(prefix, names, kind)
-        self.storage = MatrixStorage(self, tuple(parts.values()), method, context, has_bias=bias)
+        matrices = tuple(parts.values())
+        try:
+            self.storage = MatrixStorage(self, matrices, method, context, has_bias=bias)
+        except ValueError as error:
+            raise ValueError(f"{prefix}: {error}") from error
         self.in_features = self.storage.columns
         self.out_features = sum(self.storage.rows)
         if bias or "bias" not in self.storage.stored:
@@ -160,7 +164,7 @@ class ColumnParallelLinear(LinearBase):
     def __init__(
         self, in_features: int, out_features: int, bias: bool, context: LayerContext, prefix: str
     ) -> None:
-        rows = share_of(context.group, out_features, "out_features")
+        rows = share_of(context.group, out_features, f"{prefix} out_features")
         super().__init__({None: Part(rows, Cut.whole(in_features))}, bias, context, prefix)
 
 
@@ -219,9 +223,9 @@ class QKVParallelLinear(LinearBase):
 
 
 class RowParallelLinear(LinearBase):
-    """Input features split over the ranks; partial products are summed.
+    """Input features split over the ranks: the sum of their outputs is the product.
 
-    With `reduce` false the output is this rank's partial sum, which the caller must reduce.
+    The caller sums, as `ResidualRMSNorm.add` does. The first rank adds the bias.
     """
 
     def __init__(
@@ -231,21 +235,15 @@ class RowParallelLinear(LinearBase):
         bias: bool,
         context: LayerContext,
         prefix: str,
-        reduce: bool = True,
     ) -> None:
-        self.reduce = reduce
-        columns = share_of(context.group, in_features, "in_features")
+        columns = share_of(context.group, in_features, f"{prefix} in_features")
         part = Part(Cut.whole(out_features), columns)
         super().__init__({None: part}, bias, context, prefix)
 
     def process_after_loading(self) -> None:
         super().process_after_loading()
         if self.group.rank > 0:
-            self.bias = None  # the first rank adds it, before the sum
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out = super().forward(x)
-        return self.group.all_reduce(out) if self.reduce else out
+            self.bias = None
 
 
 def share_of(group: ParallelGroup, total: int, what: str) -> Cut:

@@ -87,13 +87,16 @@ class FusedMoE(nn.Module):
         }
         names = [f"{prefix}.{i}.{part}" for i in range(num_experts) for part in self._parts]
         method = context.quant.method_for(prefix, names, "experts")
-        self._storages = {
-            prefix: MatrixStorage(self, parts, method, context, f"{prefix}_", num_experts)
-            for prefix, parts in (
-                ("w13", [self._parts["gate_proj"], self._parts["up_proj"]]),
-                ("w2", [self._parts["down_proj"]]),
-            )
-        }
+        try:
+            self._storages = {
+                matrix: MatrixStorage(self, parts, method, context, f"{matrix}_", num_experts)
+                for matrix, parts in (
+                    ("w13", [self._parts["gate_proj"], self._parts["up_proj"]]),
+                    ("w2", [self._parts["down_proj"]]),
+                )
+            }
+        except ValueError as error:
+            raise ValueError(f"{prefix}: {error}") from error
         form = self._storages["w13"].format
         self._choice = context.ops.resolve_weights(
             "moe_experts" if form is None else "quant_experts",

@@ -107,6 +107,14 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("triton.rms_norm:add_rms_norm", "triton.rms_norm:refuses"),
         _kernel("torch.elementwise:add_rms_norm"),
     ),
+    "all_reduce": (
+        _kernel("aiter.collectives:all_reduce", "aiter.collectives:refuses_all_reduce"),
+        _kernel("torch.collectives:all_reduce"),
+    ),
+    "all_reduce_add_rms_norm": (
+        _kernel("aiter.collectives:all_reduce_add_rms_norm", "aiter.collectives:refuses_add_norm"),
+        _kernel("torch.collectives:all_reduce_add_rms_norm"),
+    ),
     "silu_and_mul": (
         _kernel("aiter.elementwise:silu_and_mul", "aiter.elementwise:refuses_silu"),
         _kernel("native.elementwise:silu_and_mul"),

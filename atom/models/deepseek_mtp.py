@@ -23,7 +23,7 @@ from torch import nn
 
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.layernorm import RMSNorm
+from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.quant.base import UnquantizedConfig
@@ -54,7 +54,7 @@ class SharedHead(nn.Module):
 
     def __init__(self, size: int, eps: float, context: LayerContext) -> None:
         super().__init__()
-        self.norm = RMSNorm(size, eps, context)
+        self.norm = ResidualRMSNorm(size, eps, context)
 
 
 class MTPLayer(DeepseekV3DecoderLayer):
@@ -102,8 +102,8 @@ class MTPLayer(DeepseekV3DecoderLayer):
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
         """input_ids [T], hidden [T, hidden] -> [T, hidden], after the norm before the head."""
-        x = self._join(input_ids, hidden)
-        x, residual = self(x, None, positions, metadata, rotary)
+        x, residual = self.enter(self._join(input_ids, hidden), None)
+        x, residual = self(x, residual, positions, metadata, rotary)
         post_norm, _ = self.shared_head.norm.add(x, residual)
         return post_norm
 
@@ -131,6 +131,10 @@ class MTPLayer(DeepseekV3DecoderLayer):
         """[R, hidden] -> [R, vocab] float32."""
         logits: torch.Tensor = self._head[0](post_norm)
         return logits
+
+    def choose_token(self, post_norm: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R] int64, the most likely token ids."""
+        return self._head[0].argmax(post_norm)
 
 
 class DeepseekMTP(nn.Module):
@@ -211,5 +215,11 @@ class DeepseekMTP(nn.Module):
 
     def compute_logits(self, step: int, post_norm: torch.Tensor) -> torch.Tensor:
         """[R, hidden] of draft `step` -> [R, vocab]."""
-        layer = tuple(self._layers.values())[step % len(self._layers)]
-        return layer.compute_logits(post_norm)
+        return self._layer(step).compute_logits(post_norm)
+
+    def choose_token(self, step: int, post_norm: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] of draft `step` -> [R] int64, the most likely token ids."""
+        return self._layer(step).choose_token(post_norm)
+
+    def _layer(self, step: int) -> MTPLayer:
+        return tuple(self._layers.values())[step % len(self._layers)]

@@ -37,7 +37,7 @@ _LATENT_NORM_EPS = 1e-6
 
 
 class DeepseekV2Attention(nn.Module):
-    """MLA; the query projection is direct or low-rank."""
+    """MLA; the query projection is direct or low-rank. Its output is a sum over the ranks."""
 
     def __init__(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -141,14 +141,13 @@ class DeepseekV2Attention(nn.Module):
 
 
 class DeepseekV2MoE(nn.Module):
-    """Routed experts, plus shared experts for every token."""
+    """Routed experts, plus shared experts for every token; a sum over the ranks."""
 
     has_correction_bias: ClassVar[bool] = False
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
         super().__init__()
         _expect(config, "hidden_act", *SILU)
-        self.group = context.group
         self.gate = TopKRouter(
             config.hidden_size, self.routing(config), self.has_correction_bias, context
         )
@@ -167,7 +166,6 @@ class DeepseekV2MoE(nn.Module):
                 size,
                 context,
                 f"{prefix}.shared_experts",
-                reduce=False,
                 bias=has_mlp_bias(config),
             )
 
@@ -193,8 +191,7 @@ class DeepseekV2MoE(nn.Module):
         out: torch.Tensor = self.experts(x, *self.gate(x))
         if self.shared_experts is not None:
             out += self.shared_experts(x)
-        # One all-reduce for routed and shared experts.
-        return self.group.all_reduce(out)
+        return out
 
 
 class DeepseekV3MoE(DeepseekV2MoE):

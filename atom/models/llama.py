@@ -18,7 +18,7 @@ from atom.model_ops.embedding import (
     VocabParallelEmbedding,
 )
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.layernorm import RMSNorm
+from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import (
     MergedColumnParallelLinear,
     QKVParallelLinear,
@@ -33,10 +33,7 @@ SILU = ("silu", "swish")  # two names of one function
 
 
 class LlamaMLP(nn.Module):
-    """`down(silu(gate(x)) * up(x))`, with gate and up as one product.
-
-    With `reduce` false the output is this rank's partial sum.
-    """
+    """`down(silu(gate(x)) * up(x))`, with gate and up as one product; a sum over the ranks."""
 
     def __init__(
         self,
@@ -44,7 +41,6 @@ class LlamaMLP(nn.Module):
         intermediate_size: int,
         context: LayerContext,
         prefix: str,
-        reduce: bool = True,
         bias: bool = False,
     ) -> None:
         super().__init__()
@@ -55,7 +51,7 @@ class LlamaMLP(nn.Module):
             config.hidden_size, sizes, bias, context, f"{prefix}.gate_up_proj"
         )
         self.down_proj = RowParallelLinear(
-            intermediate_size, config.hidden_size, bias, context, f"{prefix}.down_proj", reduce
+            intermediate_size, config.hidden_size, bias, context, f"{prefix}.down_proj"
         )
         self.act = SiluAndMul(self.down_proj.in_features, context)
 
@@ -65,7 +61,7 @@ class LlamaMLP(nn.Module):
 
 
 class LlamaAttention(nn.Module):
-    """Rotary grouped-query attention."""
+    """Rotary grouped-query attention; its output is a sum over the ranks."""
 
     def __init__(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -137,7 +133,10 @@ class LlamaAttention(nn.Module):
 
 
 class LlamaDecoderLayer(nn.Module):
-    """Attention and MLP with pre-norms; the residual is passed separately."""
+    """Attention and MLP with pre-norms; the residual is passed separately.
+
+    What attention and MLP return is this rank's part of a sum, which the next norm completes.
+    """
 
     attention_class: ClassVar[type[nn.Module]] = LlamaAttention
 
@@ -145,35 +144,44 @@ class LlamaDecoderLayer(nn.Module):
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
     ) -> None:
         super().__init__()
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        size, eps = config.hidden_size, config.rms_norm_eps
+        self.input_layernorm = ResidualRMSNorm(size, eps, context)
         self.self_attn = self.attention_class(config, layer_id, context, f"{prefix}.self_attn")
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        self.post_attention_layernorm = ResidualRMSNorm(size, eps, context)
         self.mlp = self.create_mlp(config, layer_id, context, f"{prefix}.mlp")
 
     def create_mlp(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
     ) -> nn.Module:
-        """The layer's second half, [T, hidden] -> [T, hidden]."""
+        """The layer's second half, [T, hidden] -> this rank's part of a sum [T, hidden]."""
         return LlamaMLP(
             config, config.intermediate_size, context, prefix, bias=has_mlp_bias(config)
         )
 
+    def enter(
+        self, hidden: torch.Tensor, residual: torch.Tensor | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """From what the layer below returned, or the embedding and None: the attention's input, and
+        the hidden state that enters the layer.
+        """
+        if residual is None:
+            return self.input_layernorm(hidden), hidden
+        return self.input_layernorm.add(hidden, residual)
+
     def forward(
         self,
-        hidden: torch.Tensor,
-        residual: torch.Tensor | None,
+        x: torch.Tensor,
+        residual: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The layer's input is `hidden + residual`; its output is the sum of the results."""
-        if residual is None:
-            residual, hidden = hidden, self.input_layernorm(hidden)
-        else:
-            hidden, residual = self.input_layernorm.add(hidden, residual)
-        hidden = self.self_attn(hidden, positions, metadata, rotary)
-        hidden, residual = self.post_attention_layernorm.add(hidden, residual)
-        return self.mlp(hidden), residual
+        """From what `enter` returned: this rank's part of a sum, and the residual, whose sum is the
+        layer's output.
+        """
+        attended = self.self_attn(x, positions, metadata, rotary)
+        x, residual = self.post_attention_layernorm.add(attended, residual)
+        return self.mlp(x), residual
 
 
 class LlamaModel(nn.Module):
@@ -193,11 +201,12 @@ class LlamaModel(nn.Module):
     ) -> None:
         super().__init__()
         self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
-        self.layers = nn.ModuleList(
+        self._layers = tuple(
             layer_class(config, i, context, f"{prefix}.layers.{i}")
             for i in range(config.num_hidden_layers)
         )
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, context)
+        self.layers = nn.ModuleList(self._layers)
+        self.norm = ResidualRMSNorm(config.hidden_size, config.rms_norm_eps, context)
         self.rotary = rotary
         self.aux_layer_ids: tuple[int, ...] = ()
 
@@ -205,14 +214,15 @@ class LlamaModel(nn.Module):
         hidden = self.embed_tokens(model_input.input_ids)
         residual: torch.Tensor | None = None
         boundaries: dict[int, torch.Tensor] = {}
-        for i, layer in enumerate(self.layers):
+        for i, layer in enumerate(self._layers):
+            hidden, residual = layer.enter(hidden, residual)
             if i in self.aux_layer_ids:
-                boundaries[i] = hidden if residual is None else hidden + residual
+                boundaries[i] = residual
             hidden, residual = layer(
                 hidden, residual, model_input.positions, model_input.attention, self.rotary
             )
         assert residual is not None
-        hidden, boundaries[len(self.layers)] = self.norm.add(hidden, residual)
+        hidden, boundaries[len(self._layers)] = self.norm.add(hidden, residual)
         return ModelOutput(hidden, tuple(boundaries[i] for i in self.aux_layer_ids))
 
 

@@ -71,5 +71,4 @@ class EagleProposer:
         self, post_norm: torch.Tensor, pre_norm: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Greedy target token ids [S] and the next step's hidden states, from [S, hidden] each."""
-        draft_ids = self._draft.compute_logits(post_norm).argmax(dim=-1)
-        return self._draft.to_target_ids(draft_ids), self._draft.feedback(post_norm, pre_norm)
+        return self._draft.choose_token(post_norm), self._draft.feedback(post_norm, pre_norm)

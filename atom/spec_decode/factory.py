@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable
+from dataclasses import replace
 
 from atom.config import EngineConfig, SpeculativeOptions
+from atom.distributed.parallel_state import SINGLE
 from atom.kv_cache.base import storage_dtype
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
@@ -41,6 +43,8 @@ def create_proposer(
     options = config.speculative
     if options is None:
         return NullProposer()
+    if options.draft_tensor_parallel_size == 1:
+        context = replace(context, group=SINGLE)
     build = proposer_builder(options.method)
     return build(options, config, target, source, context)
 

@@ -55,7 +55,7 @@ class MTPProposer:
             self._mtp.write_kv(*rows)
             return step.next_token_ids.new_empty((len(step.last_rows), 0))
         hidden = self._mtp(0, *rows)[step.last_rows]
-        first = self._mtp.compute_logits(0, hidden).argmax(dim=-1)
+        first = self._mtp.choose_token(0, hidden)
         return self._chain.extend(step, first, hidden, num_drafts)
 
     def _predict(
@@ -68,4 +68,4 @@ class MTPProposer:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """One step of the chain."""
         hidden = self._mtp(place, token_ids, hidden, positions, metadata)
-        return self._mtp.compute_logits(place, hidden).argmax(dim=-1), hidden
+        return self._mtp.choose_token(place, hidden), hidden

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from lone_rank import lone_rank
 from models import checkpoints
 from spec_decode import draft_bench
 from torch.overrides import TorchFunctionMode
@@ -77,14 +78,15 @@ def nothing_from_the_host() -> Iterator[None]:
         yield
 
 
-@pytest.fixture
-def on_no_device(monkeypatch: pytest.MonkeyPatch) -> LayerContext:
+@pytest.fixture(params=[1, 4], ids=["one rank", "a rank of four"])
+def on_no_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> LayerContext:
     """Layers whose tensors hold nothing, so that asking for a number raises; ops as on a GPU."""
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     # Those of plain torch: a kernel of our own cannot run on tensors that hold no data.
     torch_ops = {op: tuple(i for i in OPS[op] if i.name == "torch") for op in OPS}
     ops = OpTable(Platform("cuda", "sm90", True), torch_ops)
-    return LayerContext(torch.float32, torch.device("meta"), ops, max_model_len=128)
+    group, _ = lone_rank(request.param - 1, request.param)
+    return LayerContext(torch.float32, torch.device("meta"), ops, 128, group)
 
 
 def plan_of(context: LayerContext) -> GraphPlan:

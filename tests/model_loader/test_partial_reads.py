@@ -176,7 +176,7 @@ def test_only_the_first_rank_adds_the_bias(tmp_path: Path) -> None:
     save(tmp_path, a__weight=random(8, 16), a__bias=random(8))
     x, total = random(3, 16), torch.zeros(3, 8)
     for rank in range(2):
-        layer = RowParallelLinear(16, 8, True, context(rank, 2), "a", reduce=False)
+        layer = RowParallelLinear(16, 8, True, context(rank, 2), "a")
         load(tmp_path, nn.ModuleDict({"a": layer}))
         total += layer(x[:, 8 * rank : 8 * rank + 8])
     torch.testing.assert_close(total, x @ random(8, 16).T + random(8))

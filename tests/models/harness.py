@@ -12,6 +12,7 @@ import torch
 
 from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from atom.config import ModelOptions
+from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.capture import GraphPlan
 from atom.graphs.runner import EagerRunner, ForwardRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
@@ -37,12 +38,13 @@ def load_model(
     max_model_len: int,
     dtype: torch.dtype = torch.float32,
     platform: Platform | None = None,
+    group: ParallelGroup = SINGLE,
     **model_options: Any,
 ) -> CausalLM:
     """The model of a checkpoint folder, loaded as the engine loads it; on the CPU by default."""
     options = ModelOptions(model=str(folder), **model_options)
     source = resolve_model(options)
-    context = LayerContext.create(dtype, max_model_len, platform or cpu_platform())
+    context = LayerContext.create(dtype, max_model_len, platform or cpu_platform(), group)
     return build_model(partial(create_model, source.hf_config), source, context, options)
 
 
@@ -75,9 +77,10 @@ class ModelBench:
         max_model_len: int = 128,
         dtype: torch.dtype = torch.float32,
         platform: Platform | None = None,
+        group: ParallelGroup = SINGLE,
         **model_options: Any,
     ) -> None:
-        self.model = load_model(folder, max_model_len, dtype, platform, **model_options)
+        self.model = load_model(folder, max_model_len, dtype, platform, group, **model_options)
         self.block_size = block_size
         self.device = (platform or cpu_platform()).device
         self._max_model_len = max_model_len
@@ -95,7 +98,7 @@ class ModelBench:
     def run_with(self, runner: ForwardRunner, plan: GraphPlan | None = None) -> InputBuilder:
         """Run the model's layers so from now on."""
         self.runner = runner
-        vocab_size = self.model.token_embedding.weight.shape[0]
+        vocab_size = self.model.token_embedding.vocab_size
         grammars = GrammarCache(NoGrammars())
         rows = SamplingRows(MAX_SEQS, vocab_size, frozenset(), self.device, grammars)
         self.inputs = InputBuilder(

@@ -101,7 +101,7 @@ def split_products(
     for rank in range(size):
         context = layer_context(config, ParallelGroup(rank, size))
         column = ColumnParallelLinear(x.shape[1], out, False, context, "a.o_proj")
-        row = RowParallelLinear(x.shape[1], out, False, context, "a.o_proj", reduce=False)
+        row = RowParallelLinear(x.shape[1], out, False, context, "a.o_proj")
         for layer in (column, row):
             for name, tensor in tensors.items():
                 layer.load_weight(name, tensor, None)

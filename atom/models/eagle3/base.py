@@ -11,7 +11,7 @@ from torch import nn
 
 from atom.model_ops.embedding import OutputHead, ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.layernorm import RMSNorm
+from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.rotary import RotaryEmbedding
@@ -47,7 +47,7 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RMSNorm(size, eps, context)
         self.hidden_norm = RMSNorm(size, eps, context)
         self.self_attn = attention
-        self.post_attention_layernorm = RMSNorm(size, eps, context)
+        self.post_attention_layernorm = ResidualRMSNorm(size, eps, context)
         self.mlp = LlamaMLP(
             network, network.intermediate_size, context, "midlayer.mlp", bias=network.mlp_bias
         )
@@ -60,7 +60,9 @@ class Eagle3Layer(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """embeds, hidden [T, hidden] -> the layer's output and residual, to be added."""
+        """embeds, hidden [T, hidden] -> this rank's part of a sum, and the residual, whose sum is
+        the layer's output.
+        """
         normed = self.hidden_norm(hidden)
         residual = normed if self.norm_before_residual else hidden
         x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
@@ -112,7 +114,7 @@ class Eagle3Draft(nn.Module, ABC):
                 for _ in range(config.num_aux_hidden_states)
             )
         self.midlayer = self.create_layer(config, context)
-        self.norm = RMSNorm(size, eps, context)
+        self.norm = ResidualRMSNorm(size, eps, context)
         # In tuples, so that the target's modules are not registered as submodules.
         self._shared_embedding: tuple[VocabParallelEmbedding, ...] = ()
         self._shared_head: tuple[OutputHead, ...] = ()
@@ -207,6 +209,11 @@ class Eagle3Draft(nn.Module, ABC):
         head = self.lm_head if self._parts.lm_head else self._shared_head[0]
         logits: torch.Tensor = head(post_norm)
         return logits
+
+    def choose_token(self, post_norm: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R] int64, the most likely target token ids."""
+        head = self.lm_head if self._parts.lm_head else self._shared_head[0]
+        return self.to_target_ids(head.argmax(post_norm))
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Convert draft token ids to target ids, same shape; `d2t` has offsets."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import fake_aiter_collectives
 import fake_aiter_moe
 import fake_aiter_quant
 import torch
@@ -270,6 +271,7 @@ def mla_decode_fwd(check: Check) -> tuple[None, None]:
 
 # No `pa_*` of aiter's assembly kernels: those are in the signatures so that a call is noticed.
 KERNELS: dict[str, Callable[[Any], Any]] = {
+    **fake_aiter_collectives.KERNELS,
     **fake_aiter_moe.KERNELS,
     **fake_aiter_quant.KERNELS,
 } | {

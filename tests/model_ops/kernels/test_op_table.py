@@ -19,7 +19,9 @@ MI300X = Platform("rocm", "gfx942", True)
 
 # Sizes that every implementation takes.
 SIZES = {
-    "size": 64,
+    "size": 512,
+    "num_ranks": 2,
+    "peer_access": 1,
     "in_features": 256,
     "out_features": 256,
     "num_heads": 4,
