@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hmac
 import os
 import socket
 import time
@@ -14,6 +15,8 @@ BEAT_SECONDS = 0.5
 # A rank that is silent for so long is stopped, or its machine is gone.
 SILENCE_SECONDS = 4.0
 SILENCE = f"is silent for {SILENCE_SECONDS:g} s (stopped, or its machine is gone)"
+# Until the first sign of life.
+CONNECT_SECONDS = 60.0
 # How often a watching thread wakes up, and when it has to assume that it was stopped itself.
 TURN_SECONDS = 0.1
 STALL_SECONDS = 1.0
@@ -81,7 +84,7 @@ def decode(data: bytes, token: bytes) -> Message | None:
         message = _decoder.decode(data)
     except msgspec.DecodeError:
         return None
-    return message if message.sender.token == token else None
+    return message if hmac.compare_digest(message.sender.token, token) else None
 
 
 How = Literal["died", "silent", "raised"]

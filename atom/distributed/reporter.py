@@ -19,9 +19,9 @@ from dataclasses import dataclass
 
 import zmq
 
-from atom.distributed.channel import ChannelError
 from atom.distributed.heartbeats import (
     BEAT_SECONDS,
+    CONNECT_SECONDS,
     LINGER_MS,
     SETTLE_SECONDS,
     SILENCE,
@@ -40,11 +40,9 @@ from atom.distributed.heartbeats import (
     encode,
 )
 from atom.distributed.local_process import LocalProcess
-from atom.distributed.tcp_socket import create_socket
+from atom.distributed.tcp_socket import close_socket, create_socket
 
 logger = logging.getLogger(__name__)
-
-CONNECT_SECONDS = 60.0
 
 
 @dataclass(frozen=True)
@@ -98,13 +96,12 @@ class RankReporter:
             self._thread.join()
 
     def _run(self) -> None:
-        context = zmq.Context()
-        socket = create_socket(context, zmq.DEALER)
+        socket = create_socket(zmq.DEALER)
         socket.connect(self._address.endpoint)
         gone = self._report(socket)
         if gone is None:
             socket.send(encode(self._last_words))
-        context.destroy(linger=LINGER_MS if gone is None else 0)
+        close_socket(socket, LINGER_MS if gone is None else 0)
         if self._rank0 is not None:
             self._rank0.close()
         if gone is not None:
@@ -133,7 +130,8 @@ class RankReporter:
                 return None
             message = decode(data, self._address.token)
             if message is None:
-                raise ChannelError(f"{self._address.endpoint} is not rank 0")
+                logger.warning("%s sent what rank 0 never does; ignored", self._address.endpoint)
+                continue
             self._rank0_sender = message.sender
             self._deadline = now + SILENCE_SECONDS
             match message:

@@ -13,12 +13,9 @@ If the writer does not see that in time, the reader wakes up by itself a little 
 
 from __future__ import annotations
 
-import mmap
 import os
-import struct
 import threading
 import time
-import zlib
 from collections.abc import Sequence
 
 from atom.distributed.channel import (
@@ -29,51 +26,31 @@ from atom.distributed.channel import (
     Wait,
 )
 from atom.distributed.doorbell import Doorbell, Sleeper
+from atom.distributed.ring_segment import (
+    BELL,
+    CHECKSUM,
+    DONE,
+    DONE_COMPLEMENT,
+    END,
+    HAS_LEFT,
+    LINE,
+    MASK,
+    NUM_SLOTS,
+    NUMBER,
+    PID,
+    PIECE_BYTES,
+    READERS,
+    SIZE,
+    SLEEPS,
+    TOKEN,
+    Segment,
+    checksum,
+    segment_bytes,
+)
 from atom.distributed.shared_memory import SharedMemory, open_shared_memory
 
-NUM_SLOTS = 16
-PIECE_BYTES = 65536 - 64
-
-# Places in 8-byte words. Lines of 64 bytes keep what two processes write apart.
-_LINE = 8
-_TOKEN = 0  # 2 words
-_END = _LINE  # 1 + the number of pieces, once the writer has closed
-_READERS = 2 * _LINE
-# In a reader's line
-_DONE, _DONE_COMPLEMENT, _PID, _HAS_LEFT, _BELL, _SLEEPS = range(6)
-# In a slot's first line
-_NUMBER, _SIZE, _CHECKSUM = range(3)
-_SLOT = _LINE + PIECE_BYTES // 8
-_MASK = (1 << 64) - 1
 # Reading a slot while it is written shows a wrong checksum for an instant.
 _MOST_BAD_CHECKSUMS = 1000
-
-
-def _segment_bytes(num_readers: int) -> int:
-    words = _READERS + num_readers * _LINE + NUM_SLOTS * _SLOT
-    return -(-8 * words // mmap.PAGESIZE) * mmap.PAGESIZE
-
-
-def _checksum(number: int, size: int, piece: bytes | memoryview) -> int:
-    return zlib.crc32(piece, zlib.crc32(struct.pack("<QQ", number, size)))
-
-
-class _Segment:
-    """Words and bytes of the mapped memory. Sizes count bytes twice, plus 1 if more follow."""
-
-    def __init__(self, memory: mmap.mmap, num_readers: int) -> None:
-        self.bytes = memoryview(memory)
-        # Native words: one store writes 8 bytes.
-        self.words = self.bytes.cast("Q")
-        self._first_slot = _READERS + num_readers * _LINE
-
-    def slot(self, number: int) -> int:
-        """The first word of the slot of a piece."""
-        return self._first_slot + number % NUM_SLOTS * _SLOT
-
-    def release(self) -> None:
-        self.words.release()
-        self.bytes.release()
 
 
 class RingWriter:
@@ -89,13 +66,13 @@ class RingWriter:
 
     def __init__(self, token: bytes, ranks: Sequence[int]) -> None:
         self.ranks = ranks
-        self._memory = SharedMemory(_segment_bytes(len(ranks)))
-        self._segment = _Segment(self._memory.map, len(ranks))
-        self._segment.words[_TOKEN : _TOKEN + 2] = memoryview(token).cast("Q")
-        self._lines = [_READERS + index * _LINE for index in range(len(ranks))]
+        self._memory = SharedMemory(segment_bytes(len(ranks)))
+        self._segment = Segment(self._memory.map, len(ranks))
+        self._segment.words[TOKEN : TOKEN + 2] = memoryview(token).cast("Q")
+        self._lines = [READERS + index * LINE for index in range(len(ranks))]
         self._bells = [Doorbell() for _ in ranks]
         for line, bell in zip(self._lines, self._bells, strict=True):
-            self._segment.words[line + _BELL] = bell.descriptor
+            self._segment.words[line + BELL] = bell.descriptor
         self._number = 0
         self._done = [0] * len(ranks)
 
@@ -105,7 +82,7 @@ class RingWriter:
 
     def unconnected(self) -> list[int]:
         """The ranks that have not opened the segment yet."""
-        pids = [self._segment.words[line + _PID] for line in self._lines]
+        pids = [self._segment.words[line + PID] for line in self._lines]
         return [rank for rank, pid in zip(self.ranks, pids, strict=True) if pid == 0]
 
     def write(self, data: bytes, wait: Wait, closing: threading.Event) -> None:
@@ -123,7 +100,7 @@ class RingWriter:
 
     def close(self) -> None:
         """Tell the readers, who still get what was written."""
-        self._segment.words[_END] = self._number + 1
+        self._segment.words[END] = self._number + 1
         self._wake_readers()
         self._segment.release()
         self._memory.close()
@@ -135,17 +112,17 @@ class RingWriter:
         size = 2 * len(piece) + more
         words = self._segment.words
         slot = self._segment.slot(self._number)
-        begin = 8 * (slot + _LINE)
+        begin = 8 * (slot + LINE)
         self._segment.bytes[begin : begin + len(piece)] = piece
-        words[slot + _SIZE] = size
-        words[slot + _CHECKSUM] = _checksum(self._number, size, piece)
-        words[slot + _NUMBER] = self._number
+        words[slot + SIZE] = size
+        words[slot + CHECKSUM] = checksum(self._number, size, piece)
+        words[slot + NUMBER] = self._number
         self._wake_readers()
 
     def _wake_readers(self) -> None:
         words = self._segment.words
         for line, bell in zip(self._lines, self._bells, strict=True):
-            if words[line + _SLEEPS]:
+            if words[line + SLEEPS]:
                 bell.ring()
 
     def _wait_for_room(self, wait: Wait, closing: threading.Event) -> None:
@@ -163,15 +140,15 @@ class RingWriter:
     def _read_done(self) -> None:
         words = self._segment.words
         for index, line in enumerate(self._lines):
-            if words[line + _HAS_LEFT]:
+            if words[line + HAS_LEFT]:
                 raise ChannelClosedError(f"rank {self.ranks[index]} has left the channel")
-            done = words[line + _DONE]
-            if done ^ words[line + _DONE_COMPLEMENT] == _MASK:
+            done = words[line + DONE]
+            if done ^ words[line + DONE_COMPLEMENT] == MASK:
                 self._done[index] = done
 
     def _check_alive(self) -> None:
         for rank, line, bell in zip(self.ranks, self._lines, self._bells, strict=True):
-            if pid := self._segment.words[line + _PID]:
+            if pid := self._segment.words[line + PID]:
                 bell.let_go()
                 if bell.is_deserted:
                     raise ChannelClosedError(f"rank {rank} (pid {pid}) has died")
@@ -195,9 +172,9 @@ class RingReader:
     """
 
     def __init__(self, path: str, token: bytes, num_readers: int, index: int) -> None:
-        self._memory = open_shared_memory(path, _segment_bytes(num_readers))
-        self._segment = _Segment(self._memory, num_readers)
-        self._line = _READERS + index * _LINE
+        self._memory = open_shared_memory(path, segment_bytes(num_readers))
+        self._segment = Segment(self._memory, num_readers)
+        self._line = READERS + index * LINE
         self._number = 0
         self._pieces: list[bytes] = []
         self._bad_checksums = 0
@@ -219,7 +196,7 @@ class RingReader:
             if closing.is_set():
                 raise ChannelClosedError("the channel was closed while a message was waited for")
             if (size := self._take_piece()) is None:
-                if 0 < self._segment.words[_END] <= self._number + 1:
+                if 0 < self._segment.words[END] <= self._number + 1:
                     raise ChannelClosedError("rank 0 has closed the channel")
                 if not self._writer_lives:
                     raise ChannelClosedError("rank 0 has died")
@@ -235,21 +212,21 @@ class RingReader:
                 wait.restart()
 
     def close(self) -> None:
-        self._segment.words[self._line + _HAS_LEFT] = 1
+        self._segment.words[self._line + HAS_LEFT] = 1
         self._disconnect()
         self._sleeper.close()
 
     def _connect(self, path: str, token: bytes) -> Sleeper:
         words = self._segment.words
-        if words[_TOKEN : _TOKEN + 2] != memoryview(token).cast("Q"):
+        if words[TOKEN : TOKEN + 2] != memoryview(token).cast("Q"):
             raise ChannelError("the shared memory is that of another channel")
-        if pid := words[self._line + _PID]:
+        if pid := words[self._line + PID]:
             raise ChannelError(f"this rank has opened the channel already, with pid {pid}")
         try:
-            sleeper = Sleeper(f"{os.path.dirname(path)}/{words[self._line + _BELL]}")
+            sleeper = Sleeper(f"{os.path.dirname(path)}/{words[self._line + BELL]}")
         except OSError as error:
             raise ChannelError(f"cannot open the doorbell of rank 0: {error}") from error
-        words[self._line + _PID] = os.getpid()
+        words[self._line + PID] = os.getpid()
         return sleeper
 
     def _disconnect(self) -> None:
@@ -258,22 +235,22 @@ class RingReader:
 
     def _sleep(self, seconds: float) -> None:
         words = self._segment.words
-        words[self._line + _SLEEPS] = 1
+        words[self._line + SLEEPS] = 1
         time.sleep(0)  # the writer sees it before this side looks for the last time
-        if words[self._segment.slot(self._number + 1) + _NUMBER] != self._number + 1:
+        if words[self._segment.slot(self._number + 1) + NUMBER] != self._number + 1:
             self._writer_lives = self._sleeper.sleep(seconds)
-        words[self._line + _SLEEPS] = 0
+        words[self._line + SLEEPS] = 0
 
     def _take_piece(self) -> int | None:
         """Copy the next piece, if it is there, and return its size word."""
         words = self._segment.words
         number = self._number + 1
         slot = self._segment.slot(number)
-        if words[slot + _NUMBER] != number:
+        if words[slot + NUMBER] != number:
             return None
-        size, begin = words[slot + _SIZE], 8 * (slot + _LINE)
+        size, begin = words[slot + SIZE], 8 * (slot + LINE)
         piece = bytes(self._segment.bytes[begin : begin + min(size // 2, PIECE_BYTES)])
-        if words[slot + _CHECKSUM] != _checksum(number, size, piece):
+        if words[slot + CHECKSUM] != checksum(number, size, piece):
             self._bad_checksums += 1
             if self._bad_checksums > _MOST_BAD_CHECKSUMS:
                 raise ChannelError(f"piece {number} of the shared memory is damaged")
@@ -281,6 +258,6 @@ class RingReader:
         self._bad_checksums = 0
         self._number = number
         self._pieces.append(piece)
-        words[self._line + _DONE] = number
-        words[self._line + _DONE_COMPLEMENT] = number ^ _MASK
+        words[self._line + DONE] = number
+        words[self._line + DONE_COMPLEMENT] = number ^ MASK
         return size

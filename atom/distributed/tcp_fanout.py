@@ -23,7 +23,7 @@ from atom.distributed.channel import (
     ChannelTimeoutError,
     Wait,
 )
-from atom.distributed.tcp_socket import bind_tcp, create_socket
+from atom.distributed.tcp_socket import bind_tcp, close_socket, create_socket
 
 logger = logging.getLogger(__name__)
 
@@ -62,14 +62,11 @@ class TcpWriter:
     def __init__(self, host: str, token: bytes, ranks: Sequence[int]) -> None:
         self.ranks = ranks
         self._token = token
-        self._context = zmq.Context()
-        self._socket = create_socket(self._context, zmq.ROUTER)
-        # Sending to a reader that is gone raises EHOSTUNREACH, and is not ignored.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket = create_socket(zmq.ROUTER)
         try:
             self.endpoint = bind_tcp(self._socket, host)
         except ChannelError:
-            self._context.destroy(linger=0)
+            close_socket(self._socket, 0)
             raise
         self._rank_of: dict[bytes, int] = {}
         self._identities: dict[int, bytes] = {}
@@ -101,7 +98,7 @@ class TcpWriter:
                 self._send(rank, [(self._number + 1).to_bytes(8, "little")])
             except ChannelClosedError:
                 continue  # it left before
-        self._context.destroy(linger=_LINGER_MS)
+        close_socket(self._socket, _LINGER_MS)
 
     def _wait_for(self, rank: int, wait: Wait, closing: threading.Event) -> None:
         wait.restart()
@@ -162,8 +159,7 @@ class TcpReader:
 
     def __init__(self, endpoint: str, token: bytes, rank: int) -> None:
         self._endpoint = endpoint
-        self._context = zmq.Context()
-        self._socket = create_socket(self._context, zmq.DEALER)
+        self._socket = create_socket(zmq.DEALER)
         self._socket.connect(endpoint)
         self._socket.send(_encode(Hello(token, rank)))
         self._number = 0
@@ -192,4 +188,4 @@ class TcpReader:
         return body[0]
 
     def close(self) -> None:
-        self._context.destroy(linger=0)
+        close_socket(self._socket, 0)

@@ -3,18 +3,41 @@
 from __future__ import annotations
 
 import socket
+import threading
 
 import zmq
 
 from atom.distributed.channel import ChannelError
 
+_MOST_BYTES_TO_ROUTER = 1 << 20
+_TERM_SECONDS = 0.5
 
-def create_socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[bytes]:
-    """A socket that never drops a message for lack of room; IPv4 and IPv6."""
-    result = context.socket(kind)
+
+def create_socket(kind: int) -> zmq.Socket[bytes]:
+    """A socket with a context of its own; it never drops a message for lack of room.
+
+    A ROUTER raises EHOSTUNREACH when it sends to one who is gone, and takes only small messages.
+    """
+    result = zmq.Context().socket(kind)
     result.set_hwm(0)
     result.setsockopt(zmq.IPV6, 1)
+    if kind == zmq.ROUTER:
+        result.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        result.setsockopt(zmq.MAXMSGSIZE, _MOST_BYTES_TO_ROUTER)
     return result
+
+
+def close_socket(closed: zmq.Socket[bytes], linger_ms: int) -> None:
+    """Close a socket and its context; waits `linger_ms` at most for messages still to be sent.
+
+    Ending a context may take forever in libzmq 4.3, whatever the linger, when its socket sent to a
+    peer that was just leaving. Then a sleeping thread is left to it.
+    """
+    context = closed.context
+    closed.close(linger=linger_ms)
+    ending = threading.Thread(target=context.term, name="zmq-term", daemon=True)
+    ending.start()
+    ending.join(linger_ms / 1000 + _TERM_SECONDS)
 
 
 def bind_tcp(bound: zmq.Socket[bytes], host: str) -> str:

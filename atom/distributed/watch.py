@@ -27,6 +27,7 @@ import zmq
 from atom.distributed.channel import ChannelError
 from atom.distributed.heartbeats import (
     BEAT_SECONDS,
+    CONNECT_SECONDS,
     LINGER_MS,
     SETTLE_SECONDS,
     SILENCE,
@@ -45,11 +46,10 @@ from atom.distributed.heartbeats import (
     encode,
 )
 from atom.distributed.local_process import LocalProcess
-from atom.distributed.tcp_socket import bind_tcp, create_socket
+from atom.distributed.tcp_socket import bind_tcp, close_socket, create_socket
 
 logger = logging.getLogger(__name__)
 
-CONNECT_SECONDS = 60.0
 # A connection that breaks for other reasons is back by then.
 _RECONNECT_SECONDS = 1.5
 # A rank that said why it failed is rather a victim than one that could not.
@@ -100,14 +100,11 @@ class RankWatch:
         self._on_failure = on_failure
         self._count_steps = count_steps
         self._connect_s = connect_s
-        self._context = zmq.Context()
-        self._socket = create_socket(self._context, zmq.ROUTER)
-        # Sending to a rank that is gone raises EHOSTUNREACH, and is not ignored.
-        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        self._socket = create_socket(zmq.ROUTER)
         try:
             endpoint = bind_tcp(self._socket, host)
         except ChannelError:
-            self._context.destroy(linger=0)
+            close_socket(self._socket, 0)
             raise
         self.address = WatchAddress(endpoint, secrets.token_bytes(16))
         self._me = Sender.here(0, self.address.token)
@@ -158,7 +155,7 @@ class RankWatch:
             if self._decide_at is not None and now >= self._decide_at:
                 self._decide(now)
         self._send(self._last_words, time.monotonic())
-        self._context.destroy(linger=LINGER_MS)
+        close_socket(self._socket, LINGER_MS)
         for rank in self._ranks.values():
             if rank.process is not None:
                 rank.process.close()

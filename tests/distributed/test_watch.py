@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atom.distributed import heartbeats, local_process, reporter, watch
+from atom.distributed import heartbeats, reporter, watch
 from atom.distributed.channel import ChannelError
 from atom.distributed.heartbeats import RankFailure, WatchAddress
 from atom.distributed.local_process import LocalProcess
@@ -90,11 +90,10 @@ def open_reporter(
     return result, heard
 
 
-def start_rank(start: Start, watched: RankWatch, rank: int) -> Process:
-    """A rank in another process, which has said that it lives."""
-    process = start("report", watched.address.encode().decode(), rank)
+def begin(process: Process, watched: RankWatch, rank: int) -> None:
+    """Give a rank in another process the address, and wait until it has said that it lives."""
+    tell(process, watched.address.encode().decode())
     wait_until(lambda: watched._ranks[rank].sender is not None)
-    return process
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -146,9 +145,9 @@ def test_a_killed_local_process_is_noticed_at_once(stack: ExitStack) -> None:
 
 
 def test_last_words_count_more_than_the_exit(stack: ExitStack, start: Start) -> None:
-    watched, heard = open_watch(stack, [1])
-    process = start_rank(start, watched, 1)
-    watched._ranks[1].process = LocalProcess(process.pid)
+    process = start("report", 1)
+    watched, heard = open_watch(stack, [1], local_pids={1: process.pid})
+    begin(process, watched, 1)
     tell(process, "fail RuntimeError: too warm\nexit 3")
     assert heard.failure().describe().endswith("raised RuntimeError: too warm")
 
@@ -156,8 +155,9 @@ def test_last_words_count_more_than_the_exit(stack: ExitStack, start: Start) -> 
 def test_a_killed_rank_elsewhere_is_noticed_by_its_connection(
     stack: ExitStack, start: Start
 ) -> None:
+    process = start("report", 1)
     watched, heard = open_watch(stack, [1])
-    process = start_rank(start, watched, 1)
+    begin(process, watched, 1)
     process.kill()
     began = time.monotonic()
     failure = heard.failure()
@@ -170,7 +170,8 @@ def test_the_rank_that_died_is_blamed_not_the_one_that_raised_for_it(
     stack: ExitStack, start: Start
 ) -> None:
     watched, heard = open_watch(stack, [1, 2])
-    dying = start_rank(start, watched, 1)
+    dying = start("report", 1)
+    begin(dying, watched, 1)
     victim, _ = open_reporter(stack, watched.address, 2)
     wait_until(lambda: watched._ranks[2].sender is not None)
     dying.kill()
@@ -180,22 +181,26 @@ def test_the_rank_that_died_is_blamed_not_the_one_that_raised_for_it(
 
 @pytest.mark.usefixtures("quick")
 def test_a_stopped_rank_is_silent_and_can_be_killed(stack: ExitStack, start: Start) -> None:
-    watched, heard = open_watch(stack, [1])
-    process = start_rank(start, watched, 1)
-    watched._ranks[1].process = LocalProcess(process.pid)
+    process = start("report", 1)
+    watched, heard = open_watch(stack, [1], local_pids={1: process.pid})
+    begin(process, watched, 1)
     process.send_signal(signal.SIGSTOP)
     failure = heard.failure()
     assert (failure.how, failure.pid, failure.is_local) == ("silent", process.pid, True)
     assert "stopped" in failure.describe()
 
 
-def test_a_short_stop_is_no_failure(stack: ExitStack, start: Start) -> None:
+def test_a_short_stop_is_no_failure(
+    stack: ExitStack, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(watch, "SILENCE_SECONDS", 2.5)
+    process = start("report", 1)
     watched, heard = open_watch(stack, [1])
-    process = start_rank(start, watched, 1)
+    begin(process, watched, 1)
     process.send_signal(signal.SIGSTOP)
-    time.sleep(1.5)
+    time.sleep(1.2)
     process.send_signal(signal.SIGCONT)
-    assert heard.nothing(heartbeats.SILENCE_SECONDS - 1)
+    assert heard.nothing(1.8)
 
 
 @pytest.mark.usefixtures("quick")
@@ -214,18 +219,20 @@ def test_silence_during_a_stop_of_the_watching_thread_does_not_count(
         return 0
 
     watched, heard = open_watch(stack, [1], count_steps=suspend)
-    processes.append(start_rank(start, watched, 1))
+    process = start("report", 1)
+    begin(process, watched, 1)
+    processes.append(process)
     wait_until(lambda: not processes)
-    assert heard.nothing(3 * QUICK)
+    assert heard.nothing(1.5 * QUICK)
 
 
 def test_a_rank_that_says_goodbye_is_no_failure(stack: ExitStack, start: Start) -> None:
-    watched, heard = open_watch(stack, [1])
-    process = start_rank(start, watched, 1)
-    watched._ranks[1].process = LocalProcess(process.pid)
+    process = start("report", 1)
+    watched, heard = open_watch(stack, [1], local_pids={1: process.pid})
+    begin(process, watched, 1)
     tell(process, "goodbye\nexit 0")
     process.wait()
-    assert heard.nothing(1)
+    assert heard.nothing(3 * heartbeats.SETTLE_SECONDS)
 
 
 def test_a_rank_that_never_connects_is_named(stack: ExitStack) -> None:
@@ -321,4 +328,4 @@ def test_a_local_process(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> No
     assert local.describe_exit() == "has ended"
     local.close()
     assert LocalProcess(process.pid).has_ended
-    assert not local_process.LocalProcess(os.getpid()).has_ended
+    assert not LocalProcess(os.getpid()).has_ended

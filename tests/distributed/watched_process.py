@@ -1,6 +1,8 @@
 """A process that is a rank, or rank 0, and obeys lines on its standard input.
 
-Usage: watched_process.py report ADDRESS RANK | watch RANK...
+Usage: watched_process.py report RANK | watch RANK...
+
+A rank reads the address from the first line.
 """
 
 from __future__ import annotations
@@ -19,8 +21,9 @@ def say(failure: RankFailure | None) -> None:
 
 
 match sys.argv[1:]:
-    case ["report", address, rank]:
-        reporter = RankReporter(WatchAddress.decode(address.encode()), int(rank), say)
+    case ["report", rank]:
+        address = WatchAddress.decode(sys.stdin.readline().encode())
+        reporter = RankReporter(address, int(rank), say)
         for line in sys.stdin:
             match line.split(maxsplit=1):
                 case ["fail", cause]:
