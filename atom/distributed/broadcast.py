@@ -12,8 +12,9 @@ Ranks on rank 0's machine read shared memory (`shared_ring.py`), the others TCP 
 where there is no shared memory all do. Nothing is left behind however the processes end. The
 network is trusted: messages are not encrypted, but only who knows the address gets them.
 
-Neither side notices that the other was killed or stopped (`watch.py` does): `close`, from any
-thread, ends a `send` or `receive` that waits.
+`close`, from any thread, ends a `send` or `receive` that waits: for the case that the other side
+is stopped, or its machine gone, which `watch.py` notices. On one machine both notice by themselves
+when the other is killed.
 """
 
 from __future__ import annotations

@@ -6,11 +6,13 @@ import os
 import time
 
 # Checks without a pause first; a sleep cannot be shorter than about 0.1 ms.
-SPIN_SECONDS = 0.0005
-SHORTEST_SLEEP_SECONDS = 0.00005
-LONGEST_SLEEP_SECONDS = 0.005
+_SPIN_SECONDS = 0.0005
+_SHORTEST_SLEEP_SECONDS = 0.00005
+_LONGEST_SLEEP_SECONDS = 0.005
 # A sleep is this share of the time waited so far, so that it adds little to any wait.
-SLEEP_SHARE = 0.05
+_SLEEP_SHARE = 0.05
+# How often one who sleeps until it is woken looks whether it is to close.
+NAP_SECONDS = 0.25
 
 
 class ChannelError(RuntimeError):
@@ -26,7 +28,7 @@ class ChannelTimeoutError(ChannelError):
 
 
 class Wait:
-    """Pauses between checks for something: none at first, then longer and longer.
+    """Time spent on waiting for something, with a time-out (None: without).
 
     A check right after the event is what latency is made of, and a check in vain costs processor
     time that other ranks may need: there may be more ranks than processors.
@@ -51,17 +53,21 @@ class Wait:
             return seconds
         return max(0.0, min(seconds, self._timeout_s - self._waited()))
 
+    def spin(self) -> bool:
+        """Let others run before the next check; False when it is time to sleep."""
+        if self._waited() >= _SPIN_SECONDS or self.is_over:
+            return False
+        time.sleep(0)  # other threads
+        os.sched_yield()  # other processes
+        return True
+
     def pause(self) -> bool:
-        """Pause before the next check; False when the time has run out."""
+        """Spin, then sleep longer and longer between checks; False when the time has run out."""
         if self.is_over:
             return False
-        waited = self._waited()
-        if waited < SPIN_SECONDS:
-            time.sleep(0)  # lets other threads run
-            os.sched_yield()  # and other processes
-        else:
-            seconds = max(SLEEP_SHARE * waited, SHORTEST_SLEEP_SECONDS)
-            time.sleep(self.limit(min(seconds, LONGEST_SLEEP_SECONDS)))
+        if not self.spin():
+            seconds = max(_SLEEP_SHARE * self._waited(), _SHORTEST_SLEEP_SECONDS)
+            time.sleep(self.limit(min(seconds, _LONGEST_SLEEP_SECONDS)))
         return True
 
     def _waited(self) -> float:

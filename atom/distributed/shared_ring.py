@@ -6,6 +6,9 @@ once, to slot `number % NUM_SLOTS`, when every reader is done with the slot's la
 Nothing is locked. Processors other than x86 may show stores in another order than they were made,
 so a piece carries a checksum of its number, size and bytes: a reader takes it when the checksum is
 right, and only then says that it is done. What a reader says is stored with its complement.
+
+A reader that waits spins for an instant, then says that it sleeps until the writer rings its bell.
+If the writer does not see that in time, the reader wakes up by itself a little later.
 """
 
 from __future__ import annotations
@@ -14,15 +17,18 @@ import mmap
 import os
 import struct
 import threading
+import time
 import zlib
 from collections.abc import Sequence
 
 from atom.distributed.channel import (
+    NAP_SECONDS,
     ChannelClosedError,
     ChannelError,
     ChannelTimeoutError,
     Wait,
 )
+from atom.distributed.doorbell import Doorbell, Sleeper
 from atom.distributed.shared_memory import SharedMemory, open_shared_memory
 
 NUM_SLOTS = 16
@@ -34,7 +40,7 @@ _TOKEN = 0  # 2 words
 _END = _LINE  # 1 + the number of pieces, once the writer has closed
 _READERS = 2 * _LINE
 # In a reader's line
-_DONE, _DONE_COMPLEMENT, _PID, _HAS_LEFT = range(4)
+_DONE, _DONE_COMPLEMENT, _PID, _HAS_LEFT, _BELL, _SLEEPS = range(6)
 # In a slot's first line
 _NUMBER, _SIZE, _CHECKSUM = range(3)
 _SLOT = _LINE + PIECE_BYTES // 8
@@ -86,6 +92,10 @@ class RingWriter:
         self._memory = SharedMemory(_segment_bytes(len(ranks)))
         self._segment = _Segment(self._memory.map, len(ranks))
         self._segment.words[_TOKEN : _TOKEN + 2] = memoryview(token).cast("Q")
+        self._lines = [_READERS + index * _LINE for index in range(len(ranks))]
+        self._bells = [Doorbell() for _ in ranks]
+        for line, bell in zip(self._lines, self._bells, strict=True):
+            self._segment.words[line + _BELL] = bell.descriptor
         self._number = 0
         self._done = [0] * len(ranks)
 
@@ -95,12 +105,8 @@ class RingWriter:
 
     def unconnected(self) -> list[int]:
         """The ranks that have not opened the segment yet."""
-        words = self._segment.words
-        return [
-            rank
-            for index, rank in enumerate(self.ranks)
-            if words[_READERS + index * _LINE + _PID] == 0
-        ]
+        pids = [self._segment.words[line + _PID] for line in self._lines]
+        return [rank for rank, pid in zip(self.ranks, pids, strict=True) if pid == 0]
 
     def write(self, data: bytes, wait: Wait, closing: threading.Event) -> None:
         """Write a message, of any size, piece by piece.
@@ -118,8 +124,11 @@ class RingWriter:
     def close(self) -> None:
         """Tell the readers, who still get what was written."""
         self._segment.words[_END] = self._number + 1
+        self._wake_readers()
         self._segment.release()
         self._memory.close()
+        for bell in self._bells:
+            bell.close()
 
     def _write_piece(self, piece: memoryview, more: bool) -> None:
         self._number += 1
@@ -131,6 +140,13 @@ class RingWriter:
         words[slot + _SIZE] = size
         words[slot + _CHECKSUM] = _checksum(self._number, size, piece)
         words[slot + _NUMBER] = self._number
+        self._wake_readers()
+
+    def _wake_readers(self) -> None:
+        words = self._segment.words
+        for line, bell in zip(self._lines, self._bells, strict=True):
+            if words[line + _SLEEPS]:
+                bell.ring()
 
     def _wait_for_room(self, wait: Wait, closing: threading.Event) -> None:
         wait.restart()
@@ -142,16 +158,23 @@ class RingWriter:
                 raise ChannelClosedError("the channel was closed while readers were waited for")
             if not wait.pause():
                 raise ChannelTimeoutError(self._describe_slowest())
+            self._check_alive()
 
     def _read_done(self) -> None:
         words = self._segment.words
-        for index, rank in enumerate(self.ranks):
-            line = _READERS + index * _LINE
+        for index, line in enumerate(self._lines):
             if words[line + _HAS_LEFT]:
-                raise ChannelClosedError(f"rank {rank} has left the channel")
+                raise ChannelClosedError(f"rank {self.ranks[index]} has left the channel")
             done = words[line + _DONE]
             if done ^ words[line + _DONE_COMPLEMENT] == _MASK:
                 self._done[index] = done
+
+    def _check_alive(self) -> None:
+        for rank, line, bell in zip(self.ranks, self._lines, self._bells, strict=True):
+            if pid := self._segment.words[line + _PID]:
+                bell.let_go()
+                if bell.is_deserted:
+                    raise ChannelClosedError(f"rank {rank} (pid {pid}) has died")
 
     def _describe_slowest(self) -> str:
         if unconnected := self.unconnected():
@@ -178,7 +201,12 @@ class RingReader:
         self._number = 0
         self._pieces: list[bytes] = []
         self._bad_checksums = 0
-        self._connect(token)
+        self._writer_lives = True
+        try:
+            self._sleeper = self._connect(path, token)
+        except ChannelError:
+            self._disconnect()
+            raise
 
     def read(self, wait: Wait, closing: threading.Event) -> bytes:
         """The next message. After a time-out it can be called again; nothing is lost.
@@ -193,8 +221,12 @@ class RingReader:
             if (size := self._take_piece()) is None:
                 if 0 < self._segment.words[_END] <= self._number + 1:
                     raise ChannelClosedError("rank 0 has closed the channel")
-                if not wait.pause():
+                if not self._writer_lives:
+                    raise ChannelClosedError("rank 0 has died")
+                if wait.is_over:
                     raise ChannelTimeoutError("rank 0 has sent nothing in time")
+                if not wait.spin():
+                    self._sleep(wait.limit(NAP_SECONDS))
             elif size % 2 == 0:
                 message = self._pieces[0] if len(self._pieces) == 1 else b"".join(self._pieces)
                 self._pieces.clear()
@@ -205,20 +237,32 @@ class RingReader:
     def close(self) -> None:
         self._segment.words[self._line + _HAS_LEFT] = 1
         self._disconnect()
+        self._sleeper.close()
 
-    def _connect(self, token: bytes) -> None:
+    def _connect(self, path: str, token: bytes) -> Sleeper:
         words = self._segment.words
         if words[_TOKEN : _TOKEN + 2] != memoryview(token).cast("Q"):
-            self._disconnect()
             raise ChannelError("the shared memory is that of another channel")
         if pid := words[self._line + _PID]:
-            self._disconnect()
             raise ChannelError(f"this rank has opened the channel already, with pid {pid}")
+        try:
+            sleeper = Sleeper(f"{os.path.dirname(path)}/{words[self._line + _BELL]}")
+        except OSError as error:
+            raise ChannelError(f"cannot open the doorbell of rank 0: {error}") from error
         words[self._line + _PID] = os.getpid()
+        return sleeper
 
     def _disconnect(self) -> None:
         self._segment.release()
         self._memory.close()
+
+    def _sleep(self, seconds: float) -> None:
+        words = self._segment.words
+        words[self._line + _SLEEPS] = 1
+        time.sleep(0)  # the writer sees it before this side looks for the last time
+        if words[self._segment.slot(self._number + 1) + _NUMBER] != self._number + 1:
+            self._writer_lives = self._sleeper.sleep(seconds)
+        words[self._line + _SLEEPS] = 0
 
     def _take_piece(self) -> int | None:
         """Copy the next piece, if it is there, and return its size word."""

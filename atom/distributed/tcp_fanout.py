@@ -17,6 +17,7 @@ import msgspec
 import zmq
 
 from atom.distributed.channel import (
+    NAP_SECONDS,
     ChannelClosedError,
     ChannelError,
     ChannelTimeoutError,
@@ -28,8 +29,6 @@ logger = logging.getLogger(__name__)
 
 # How many messages a reader may be behind.
 MOST_UNREAD = 16
-# How often a waiting side looks whether it is to close.
-_POLL_SECONDS = 0.05
 # At the end: for messages that are still to be sent.
 _LINGER_MS = 2000
 
@@ -112,7 +111,7 @@ class TcpWriter:
                 raise ChannelClosedError("the channel was closed while readers were waited for")
             if wait.is_over:
                 raise ChannelTimeoutError(self._describe(rank))
-            self._socket.poll(math.ceil(1000 * wait.limit(_POLL_SECONDS)))
+            self._socket.poll(math.ceil(1000 * wait.limit(NAP_SECONDS)))
             self._receive()
 
     def _describe(self, rank: int) -> str:
@@ -182,7 +181,7 @@ class TcpReader:
                 raise ChannelClosedError("the channel was closed while a message was waited for")
             if wait.is_over:
                 raise ChannelTimeoutError(f"nothing came from {self._endpoint} in time")
-            self._socket.poll(math.ceil(1000 * wait.limit(_POLL_SECONDS)))
+            self._socket.poll(math.ceil(1000 * wait.limit(NAP_SECONDS)))
         number, *body = self._socket.recv_multipart()
         self._number += 1
         if int.from_bytes(number, "little") != self._number:

@@ -312,9 +312,28 @@ def test_readers_in_other_processes_also_when_one_is_killed() -> None:
         lines = [reader.stdout.readline().strip() for _ in range(51)]
         assert lines == ["connected", *checksums]
     readers[1].kill()
-    with pytest.raises(ChannelTimeoutError, match="rank 2 does not read"):
-        send_many(publisher, NUM_SLOTS + 1, 0.2)
+    with pytest.raises(ChannelClosedError, match=rf"rank 2 \(pid {readers[1].pid}\) has died"):
+        send_many(publisher, NUM_SLOTS + 1, 20)
     publisher.close()
     for reader in readers:
         out, _ = reader.communicate(timeout=20)
         assert reader.returncode == -9 or out.endswith("closed\n")
+
+
+def test_a_reader_notices_that_rank_0_was_killed() -> None:
+    program = (
+        "import time; from atom.distributed.broadcast import Publisher; "
+        "publisher = Publisher.create(local=(1,)); publisher.send(b'last'); "
+        "print(publisher.address.encode().decode(), flush=True); time.sleep(60)"
+    )
+    rank0 = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE)
+    assert rank0.stdout is not None
+    subscriber = Subscriber.connect(Address.decode(rank0.stdout.readline()), 1)
+    with ThreadPoolExecutor() as pool:
+        received = pool.submit(receive, subscriber, 2)
+        time.sleep(0.1)
+        rank0.kill()
+        with pytest.raises(ChannelClosedError, match="rank 0 has died"):
+            received.result(10)
+    subscriber.close()
+    rank0.communicate()
