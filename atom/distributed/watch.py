@@ -1,0 +1,246 @@
+"""Rank 0 notices within seconds that another rank is dead, stopped or has raised, and why.
+
+    watch = RankWatch(master_addr, ranks=[1, 2, 3], on_failure=..., local_pids={1: 4711})
+    store.set("watch", watch.address.encode())
+    ...
+    watch.close()               # the other ranks are told that all is over
+    watch.close("why I fail")   # or that rank 0 has failed
+
+The others use `reporter.py`. Ranks send heartbeats, and rank 0 sends its own to each. The sleeping
+kernel thread of a heartbeat needs little: a rank is not lost because it is busy.
+
+One failure makes others, such as collectives that raise when a peer is gone. So ranks have
+`SETTLE_SECONDS` to show theirs, and a rank that ended without a word counts as the cause.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+
+import zmq
+
+from atom.distributed.channel import ChannelError
+from atom.distributed.heartbeats import (
+    BEAT_SECONDS,
+    LINGER_MS,
+    SETTLE_SECONDS,
+    SILENCE,
+    SILENCE_SECONDS,
+    TURN_SECONDS,
+    Goodbye,
+    Heartbeat,
+    How,
+    Message,
+    RankFailed,
+    RankFailure,
+    Sender,
+    Turns,
+    WatchAddress,
+    decode,
+    encode,
+)
+from atom.distributed.local_process import LocalProcess
+from atom.distributed.tcp_socket import bind_tcp, create_socket
+
+logger = logging.getLogger(__name__)
+
+CONNECT_SECONDS = 60.0
+# A connection that breaks for other reasons is back by then.
+_RECONNECT_SECONDS = 1.5
+# A rank that said why it failed is rather a victim than one that could not.
+_LIKELY_CAUSES: tuple[How, ...] = ("died", "silent", "raised")
+
+
+@dataclass
+class _Rank:
+    """What rank 0 knows about a rank: it has to be heard again before `deadline`."""
+
+    rank: int
+    deadline: float
+    process: LocalProcess | None
+    sender: Sender | None = None
+    identity: bytes | None = None
+    step: int = 0
+    has_left: bool = False
+
+    def fail(self, how: How, cause: str) -> RankFailure:
+        pid = self.process.pid if self.process else None
+        return RankFailure.of(self.rank, self.sender, pid, how, cause)
+
+
+class RankWatch:
+    """Watches `ranks` from a thread of its own until `close`.
+
+    Args:
+        host: a name or address of this machine that the ranks can reach.
+        on_failure: called once, by that thread, with the first failure.
+        local_pids: of the ranks on this machine, whose end is noticed at once.
+        count_steps: how many steps rank 0 has begun.
+        connect_s: how long a rank may take until its first heartbeat.
+
+    Raises:
+        ChannelError: when no port of `host` can be bound.
+    """
+
+    def __init__(
+        self,
+        host: str,
+        ranks: Iterable[int],
+        on_failure: Callable[[RankFailure], None],
+        *,
+        local_pids: Mapping[int, int] | None = None,
+        count_steps: Callable[[], int] = lambda: 0,
+        connect_s: float = CONNECT_SECONDS,
+    ) -> None:
+        self._on_failure = on_failure
+        self._count_steps = count_steps
+        self._connect_s = connect_s
+        self._context = zmq.Context()
+        self._socket = create_socket(self._context, zmq.ROUTER)
+        # Sending to a rank that is gone raises EHOSTUNREACH, and is not ignored.
+        self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+        try:
+            endpoint = bind_tcp(self._socket, host)
+        except ChannelError:
+            self._context.destroy(linger=0)
+            raise
+        self.address = WatchAddress(endpoint, secrets.token_bytes(16))
+        self._me = Sender.here(0, self.address.token)
+        deadline, pids = time.monotonic() + connect_s, local_pids or {}
+        self._ranks = {
+            rank: _Rank(rank, deadline, LocalProcess(pids[rank]) if rank in pids else None)
+            for rank in ranks
+        }
+        self._failures: dict[int, RankFailure] = {}
+        self._decide_at: float | None = None
+        self._failure: RankFailure | None = None
+        self._last_words: Message = Goodbye(self._me)
+        self._stopping = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="rank-watch", daemon=True)
+        self._thread.start()
+
+    @property
+    def failure(self) -> RankFailure | None:
+        """What `on_failure` was called with."""
+        return self._failure
+
+    @property
+    def steps(self) -> dict[int, int]:
+        """How many steps each rank had begun at its last heartbeat."""
+        return {rank.rank: rank.step for rank in self._ranks.values()}
+
+    def close(self, cause: str | None = None) -> None:
+        """Tell the other ranks that rank 0 ends, because of `cause` or as it should."""
+        if cause is not None:
+            self._last_words = RankFailed(self._me, f"has ended: {cause}")
+        self._stopping.set()
+        if threading.current_thread() is not self._thread:  # but called by `on_failure`
+            self._thread.join()
+
+    def _run(self) -> None:
+        turns, next_beat = Turns(), 0.0
+        while not self._stopping.is_set():
+            self._socket.poll(int(1000 * TURN_SECONDS))
+            now, stalled = turns.next()
+            if stalled:
+                self._start_anew(now)
+            self._receive(now)
+            if now >= next_beat:
+                next_beat = now + BEAT_SECONDS
+                self._send(Heartbeat(self._me, self._count_steps()), now)
+            for rank in self._ranks.values():
+                self._check(rank, now)
+            if self._decide_at is not None and now >= self._decide_at:
+                self._decide(now)
+        self._send(self._last_words, time.monotonic())
+        self._context.destroy(linger=LINGER_MS)
+        for rank in self._ranks.values():
+            if rank.process is not None:
+                rank.process.close()
+
+    def _start_anew(self, now: float) -> None:
+        """This thread did not run for a while: perhaps the others did not either."""
+        for rank in self._ranks.values():
+            rank.deadline = max(rank.deadline, now + SILENCE_SECONDS)
+
+    def _receive(self, now: float) -> None:
+        while True:
+            try:
+                identity, *frames = self._socket.recv_multipart(zmq.NOBLOCK)
+            except zmq.Again:
+                return
+            message = decode(b"".join(frames), self.address.token)
+            if message is None or message.sender.rank not in self._ranks:
+                logger.warning("%s got bytes that no rank sends; ignored", self.address.endpoint)
+                continue
+            self._handle(self._ranks[message.sender.rank], identity, message, now)
+
+    def _handle(self, rank: _Rank, identity: bytes, message: Message, now: float) -> None:
+        rank.sender = message.sender
+        match message:
+            case Heartbeat(step=step):
+                rank.identity, rank.step = identity, step
+                rank.deadline = now + SILENCE_SECONDS
+            case Goodbye():
+                rank.has_left = True
+                self._failures.pop(rank.rank, None)
+            case RankFailed(cause=cause):
+                rank.has_left = True
+                self._note(rank.fail("raised", cause), now)
+
+    def _send(self, message: Message, now: float) -> None:
+        for rank in self._ranks.values():
+            if rank.identity is None:
+                continue
+            try:
+                self._socket.send_multipart([rank.identity, encode(message)])
+            except zmq.ZMQError as error:
+                if error.errno != zmq.EHOSTUNREACH:
+                    raise
+                rank.identity = None
+                rank.deadline = min(rank.deadline, now + _RECONNECT_SECONDS)
+
+    def _check(self, rank: _Rank, now: float) -> None:
+        if rank.has_left or rank.rank in self._failures:
+            return
+        if rank.process is not None and rank.process.has_ended:
+            self._note(rank.fail("died", rank.process.describe_exit()), now)
+        elif now >= rank.deadline:
+            self._note(self._describe_silence(rank), now)
+
+    def _describe_silence(self, rank: _Rank) -> RankFailure:
+        if rank.sender is None:
+            return rank.fail("silent", f"has not connected within {self._connect_s:g} s")
+        if rank.identity is None:
+            return rank.fail("died", "has lost its connection without a word (it was killed?)")
+        return rank.fail("silent", SILENCE)
+
+    def _note(self, failure: RankFailure, now: float) -> None:
+        self._failures[failure.rank] = failure
+        if self._decide_at is None:
+            self._decide_at = now + SETTLE_SECONDS
+
+    def _decide(self, now: float) -> None:
+        """Choose the failure that has most likely caused the others."""
+        self._send(Heartbeat(self._me, self._count_steps()), now)
+        for rank in self._ranks.values():
+            is_lost = rank.sender is not None and rank.identity is None
+            if self._failures and is_lost and not rank.has_left:
+                self._failures.setdefault(rank.rank, self._describe_silence(rank))
+        self._decide_at = None
+        if self._failure is not None or not self._failures:
+            return
+        self._failure = min(
+            self._failures.values(), key=lambda failure: _LIKELY_CAUSES.index(failure.how)
+        )
+        for failure in self._failures.values():
+            logger.error("%s", failure.describe())
+        try:
+            self._on_failure(self._failure)
+        except Exception:
+            logger.exception("what was to be done about a lost rank failed")

@@ -1,0 +1,324 @@
+"""Rank 0 and the others notice who is gone and why, and raise no false alarm."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+
+import pytest
+
+from atom.distributed import heartbeats, local_process, reporter, watch
+from atom.distributed.channel import ChannelError
+from atom.distributed.heartbeats import RankFailure, WatchAddress
+from atom.distributed.local_process import LocalProcess
+from atom.distributed.reporter import RankReporter
+from atom.distributed.watch import RankWatch
+
+PROGRAM = [sys.executable, str(Path(__file__).with_name("watched_process.py"))]
+QUICK = 1.0
+
+Process = subprocess.Popen[str]
+Start = Callable[..., Process]
+
+
+class Heard:
+    """Collects what a callback is called with."""
+
+    def __init__(self) -> None:
+        self._queue: queue.Queue[RankFailure | None] = queue.Queue()
+
+    def __call__(self, failure: RankFailure | None) -> None:
+        self._queue.put(failure)
+
+    def next(self, timeout_s: float = 10) -> RankFailure | None:
+        return self._queue.get(timeout=timeout_s)
+
+    def nothing(self, seconds: float) -> bool:
+        try:
+            self._queue.get(timeout=seconds)
+        except queue.Empty:
+            return True
+        return False
+
+    def failure(self) -> RankFailure:
+        failure = self.next()
+        assert failure is not None
+        return failure
+
+
+@pytest.fixture
+def stack() -> Iterator[ExitStack]:
+    with ExitStack() as stack:
+        yield stack
+
+
+@pytest.fixture
+def start(stack: ExitStack) -> Start:
+    """Starts `watched_process.py`; killed at the end."""
+
+    def start_(*args: object) -> Process:
+        process = subprocess.Popen(
+            [*PROGRAM, *map(str, args)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        stack.callback(process.communicate)
+        stack.callback(process.kill)
+        return process
+
+    return start_
+
+
+def open_watch(stack: ExitStack, ranks: list[int], **options: object) -> tuple[RankWatch, Heard]:
+    heard = Heard()
+    result = RankWatch("127.0.0.1", ranks, heard, **options)
+    stack.callback(result.close)
+    return result, heard
+
+
+def open_reporter(
+    stack: ExitStack, address: WatchAddress, rank: int, **options: object
+) -> tuple[RankReporter, Heard]:
+    heard = Heard()
+    result = RankReporter(address, rank, heard, **options)
+    stack.callback(result.close)
+    return result, heard
+
+
+def start_rank(start: Start, watched: RankWatch, rank: int) -> Process:
+    """A rank in another process, which has said that it lives."""
+    process = start("report", watched.address.encode().decode(), rank)
+    wait_until(lambda: watched._ranks[rank].sender is not None)
+    return process
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def tell(process: Process, line: str) -> None:
+    assert process.stdin is not None
+    process.stdin.write(line + "\n")
+    process.stdin.flush()
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Silence is noticed after one second."""
+    monkeypatch.setattr(watch, "SILENCE_SECONDS", QUICK)
+    monkeypatch.setattr(reporter, "SILENCE_SECONDS", QUICK)
+
+
+def test_a_rank_that_raises_says_why(stack: ExitStack) -> None:
+    watched, heard = open_watch(stack, [1, 2])
+    failing, _ = open_reporter(stack, watched.address, 2)
+    open_reporter(stack, watched.address, 1)
+    failing.failed("ValueError: no such expert")
+    failure = heard.failure()
+    host = os.uname().nodename
+    assert failure.describe() == (
+        f"rank 2 (pid {os.getpid()} on host {host}) raised ValueError: no such expert"
+    )
+    assert (failure.how, failure.is_local, watched.failure) == ("raised", False, failure)
+
+
+def test_a_killed_local_process_is_noticed_at_once(stack: ExitStack) -> None:
+    """Before it has sent any heartbeat."""
+    sleeper = subprocess.Popen(["sleep", "60"])
+    stack.callback(sleeper.wait)
+    _, heard = open_watch(stack, [1], local_pids={1: sleeper.pid})
+    sleeper.kill()
+    began = time.monotonic()
+    failure = heard.failure()
+    assert time.monotonic() - began < 2
+    assert failure == RankFailure(
+        1, sleeper.pid, None, "died", "was killed by signal 9, perhaps for lack of memory", True
+    )
+    assert failure.describe().startswith(f"rank 1 (pid {sleeper.pid}) was killed by signal 9")
+
+
+def test_last_words_count_more_than_the_exit(stack: ExitStack, start: Start) -> None:
+    watched, heard = open_watch(stack, [1])
+    process = start_rank(start, watched, 1)
+    watched._ranks[1].process = LocalProcess(process.pid)
+    tell(process, "fail RuntimeError: too warm\nexit 3")
+    assert heard.failure().describe().endswith("raised RuntimeError: too warm")
+
+
+def test_a_killed_rank_elsewhere_is_noticed_by_its_connection(
+    stack: ExitStack, start: Start
+) -> None:
+    watched, heard = open_watch(stack, [1])
+    process = start_rank(start, watched, 1)
+    process.kill()
+    began = time.monotonic()
+    failure = heard.failure()
+    assert time.monotonic() - began < heartbeats.SILENCE_SECONDS
+    assert (failure.how, failure.pid) == ("died", process.pid)
+    assert "lost its connection" in failure.describe()
+
+
+def test_the_rank_that_died_is_blamed_not_the_one_that_raised_for_it(
+    stack: ExitStack, start: Start
+) -> None:
+    watched, heard = open_watch(stack, [1, 2])
+    dying = start_rank(start, watched, 1)
+    victim, _ = open_reporter(stack, watched.address, 2)
+    wait_until(lambda: watched._ranks[2].sender is not None)
+    dying.kill()
+    victim.failed("RuntimeError: connection closed by peer")
+    assert heard.failure().rank == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_stopped_rank_is_silent_and_can_be_killed(stack: ExitStack, start: Start) -> None:
+    watched, heard = open_watch(stack, [1])
+    process = start_rank(start, watched, 1)
+    watched._ranks[1].process = LocalProcess(process.pid)
+    process.send_signal(signal.SIGSTOP)
+    failure = heard.failure()
+    assert (failure.how, failure.pid, failure.is_local) == ("silent", process.pid, True)
+    assert "stopped" in failure.describe()
+
+
+def test_a_short_stop_is_no_failure(stack: ExitStack, start: Start) -> None:
+    watched, heard = open_watch(stack, [1])
+    process = start_rank(start, watched, 1)
+    process.send_signal(signal.SIGSTOP)
+    time.sleep(1.5)
+    process.send_signal(signal.SIGCONT)
+    assert heard.nothing(heartbeats.SILENCE_SECONDS - 1)
+
+
+@pytest.mark.usefixtures("quick")
+def test_silence_during_a_stop_of_the_watching_thread_does_not_count(
+    stack: ExitStack, start: Start
+) -> None:
+    """As if the machine was suspended: nobody was heard, since nobody ran."""
+    processes: list[Process] = []
+
+    def suspend() -> int:
+        if processes:
+            process = processes.pop()
+            process.send_signal(signal.SIGSTOP)
+            time.sleep(2 * QUICK)
+            process.send_signal(signal.SIGCONT)
+        return 0
+
+    watched, heard = open_watch(stack, [1], count_steps=suspend)
+    processes.append(start_rank(start, watched, 1))
+    wait_until(lambda: not processes)
+    assert heard.nothing(3 * QUICK)
+
+
+def test_a_rank_that_says_goodbye_is_no_failure(stack: ExitStack, start: Start) -> None:
+    watched, heard = open_watch(stack, [1])
+    process = start_rank(start, watched, 1)
+    watched._ranks[1].process = LocalProcess(process.pid)
+    tell(process, "goodbye\nexit 0")
+    process.wait()
+    assert heard.nothing(1)
+
+
+def test_a_rank_that_never_connects_is_named(stack: ExitStack) -> None:
+    _, heard = open_watch(stack, [1], connect_s=0.2)
+    assert heard.failure().describe() == "rank 1 has not connected within 0.2 s"
+
+
+def test_steps_are_reported(stack: ExitStack) -> None:
+    watched, _ = open_watch(stack, [1])
+    open_reporter(stack, watched.address, 1, count_steps=lambda: 17)
+    wait_until(lambda: watched.steps == {1: 17})
+
+
+def test_rank_0_says_goodbye_or_why_it_fails(stack: ExitStack) -> None:
+    for cause, words in ((None, None), ("rank 2 was killed", "has ended: rank 2 was killed")):
+        watched, _ = open_watch(stack, [1])
+        _, heard = open_reporter(stack, watched.address, 1)
+        wait_until(lambda: watched._ranks[1].sender is not None)  # noqa: B023
+        watched.close(cause)
+        failure = heard.next()
+        assert (failure and failure.cause) == words
+
+
+def test_a_killed_rank_0_is_noticed_at_once_on_its_machine(stack: ExitStack, start: Start) -> None:
+    rank0 = start("watch", 1, 2)
+    assert rank0.stdout is not None
+    address = WatchAddress.decode(rank0.stdout.readline().encode())
+    _, heard = open_reporter(stack, address, 1, rank0_pid=rank0.pid)
+    rank0.kill()
+    began = time.monotonic()
+    assert "was killed by signal 9" in heard.failure().describe()
+    assert time.monotonic() - began < 2
+
+
+@pytest.mark.usefixtures("quick")
+def test_a_stopped_rank_0_is_silent(stack: ExitStack, start: Start) -> None:
+    rank0 = start("watch", 1)
+    assert rank0.stdout is not None
+    address = WatchAddress.decode(rank0.stdout.readline().encode())
+    reporting, heard = open_reporter(stack, address, 1)
+    wait_until(lambda: reporting._rank0_sender is not None)
+    rank0.send_signal(signal.SIGSTOP)
+    failure = heard.failure()
+    assert (failure.rank, failure.how, failure.pid) == (0, "silent", rank0.pid)
+
+
+def test_strangers_are_not_believed(stack: ExitStack, caplog: pytest.LogCaptureFixture) -> None:
+    watched, heard = open_watch(stack, [1])
+    stranger = WatchAddress(watched.address.endpoint, b"0" * 16)
+    reporting, _ = open_reporter(stack, stranger, 1)
+    reporting.failed("ValueError: believe me")
+    assert heard.nothing(0.5)
+    assert "no rank sends" in caplog.text
+
+
+def test_closing_from_the_callback_does_not_hang(stack: ExitStack) -> None:
+    heard = Heard()
+
+    def close(failure: RankFailure) -> None:
+        watched.close(failure.describe())
+        heard(failure)
+
+    watched = RankWatch("127.0.0.1", [1, 2], close)
+    _, of_1 = open_reporter(stack, watched.address, 1)
+    failing, _ = open_reporter(stack, watched.address, 2)
+    wait_until(lambda: all(rank.sender for rank in watched._ranks.values()))
+    failing.failed("ValueError: 2")
+    heard.next()
+    assert "has ended: rank 2" in of_1.failure().describe()
+
+
+def test_a_host_that_is_not_this_machine_is_refused() -> None:
+    with pytest.raises(ChannelError, match="must be a name or address of this machine"):
+        RankWatch("192.0.2.1", [1], Heard())
+
+
+@pytest.mark.parametrize("has_pidfd", [True, False])
+def test_a_local_process(has_pidfd: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not has_pidfd:
+
+        def refuse(_: int) -> int:
+            raise OSError(38, "Function not implemented")
+
+        monkeypatch.setattr(os, "pidfd_open", refuse)
+    process = subprocess.Popen(["sh", "-c", "read line; exit 7"], stdin=subprocess.PIPE)
+    local = LocalProcess(process.pid)
+    assert not local.has_ended
+    process.stdin.close()
+    wait_until(lambda: local.has_ended)
+    assert local.describe_exit() == "ended with status 7"
+    assert process.wait() == 7  # it was not reaped
+    assert local.has_ended
+    assert local.describe_exit() == "has ended"
+    local.close()
+    assert LocalProcess(process.pid).has_ended
+    assert not local_process.LocalProcess(os.getpid()).has_ended
