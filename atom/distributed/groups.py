@@ -10,6 +10,7 @@ import torch.distributed as dist
 
 from atom.distributed.collectives import TorchCollectives
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
+from atom.distributed.store import PrefixStore, Store
 
 # To make a group, which all ranks do right after they have met.
 _MEETING = timedelta(seconds=60)
@@ -25,7 +26,7 @@ class ProcessGroups:
         address: of this machine, as the other ranks reach it; gloo listens there and nowhere else.
     """
 
-    def __init__(self, store: dist.Store, address: str) -> None:
+    def __init__(self, store: Store, address: str) -> None:
         self._store = store
         self._address = address
         self._handles: list[Any] = []
@@ -34,10 +35,10 @@ class ProcessGroups:
         """Over gloo; waits until all ranks have asked for this name."""
         if size == 1:
             return SINGLE
-        options = dist.ProcessGroupGloo._Options()
+        options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=self._address)]
         options._timeout = _MEETING
-        store = dist.PrefixStore(name, self._store)
+        store = PrefixStore(name, self._store)
         handle = dist.ProcessGroupGloo(store, rank, size, options)
         handle._set_default_timeout(_TIMEOUT)
         return self._keep(handle, rank, size)
@@ -50,7 +51,7 @@ class ProcessGroups:
             return self.of_host_tensors(name, rank, size)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
-        store = dist.PrefixStore(name, self._store)
+        store = PrefixStore(name, self._store)
         return self._keep(dist.ProcessGroupNCCL(store, rank, size, options), rank, size)
 
     def _keep(self, handle: Any, rank: int, size: int) -> ParallelGroup:
@@ -58,11 +59,10 @@ class ProcessGroups:
         return ParallelGroup(rank, size, TorchCollectives(handle))
 
     def abort(self) -> None:
-        """End what waits for other ranks, from any thread, because one of them is lost."""
+        """End the groups, from any thread: nothing waits for the other ranks any more.
+
+        An orderly end of NCCL's would wait for graphs that hold its kernels. Gloo notices that a
+        rank is gone by itself, and ends with the last that holds a group.
+        """
         for handle in self._handles:
             handle.abort()
-
-    def close(self) -> None:
-        """End the groups in good order; nothing runs in them any more."""
-        while self._handles:
-            self._handles.pop().shutdown()

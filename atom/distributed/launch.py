@@ -23,6 +23,7 @@ LENGTH_BYTES = 8
 # Once a rank is told to end, or has nobody to follow.
 _EXIT_SECONDS = 3.0
 _LAST_LINES = 20
+_POLL_SECONDS = 0.1
 
 
 class Launched(Protocol):
@@ -32,6 +33,10 @@ class Launched(Protocol):
         """Raises:
         RankStartError: when one has ended, with its last words.
         """
+        ...
+
+    def last_words(self, rank: int) -> str | None:
+        """What a rank wrote last; None if it wrote nothing, or was started elsewhere."""
         ...
 
     def kill(self) -> None:
@@ -53,20 +58,32 @@ class LocalRanks:
     def __init__(self, environments: Sequence[RankEnvironment], instructions: bytes) -> None:
         self._processes = [_RankProcess(each, instructions) for each in environments]
 
+    @property
+    def pids(self) -> list[int]:
+        return [process.pid for process in self._processes]
+
     def check(self) -> None:
         for process in self._processes:
             if process.status is not None:
                 raise RankStartError(process.describe_end())
 
-    def wait(self) -> int:
-        """Wait until all have ended, or one has failed; the first status that is not 0, else 0."""
-        while True:
+    def last_words(self, rank: int) -> str | None:
+        said = (each.last_words() for each in self._processes if each.rank == rank)
+        return next(said, None)
+
+    def wait(self, stop: threading.Event) -> int:
+        """Wait until all have ended, one has failed, or `stop` is set.
+
+        Returns:
+            The status of the one that failed, 128 and more for a signal; else 0.
+        """
+        while not stop.wait(_POLL_SECONDS):
             states = [process.status for process in self._processes]
             if failed := [status for status in states if status]:
                 return failed[0] if failed[0] > 0 else 128 - failed[0]
             if None not in states:
                 return 0
-            time.sleep(0.1)
+        return 0
 
     def kill(self) -> None:
         for process in self._processes:
@@ -82,7 +99,7 @@ class LocalRanks:
 
 class _RankProcess:
     def __init__(self, environment: RankEnvironment, instructions: bytes) -> None:
-        self._rank = environment.rank
+        self.rank = environment.rank
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
         self._process = subprocess.Popen(
             [sys.executable, "-m", RANK_MODULE],
@@ -97,19 +114,28 @@ class _RankProcess:
         self._forwarding.start()
 
     @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    @property
     def status(self) -> int | None:
         """The exit status, negative for a signal; None while it runs."""
         return self._process.poll()
 
     def describe_end(self) -> str:
         """How the process ended, and the last thing it said."""
-        self._forwarding.join(1.0)
         status = self._process.returncode
         how = f"ended with status {status}" if status >= 0 else f"was killed by signal {-status}"
         hint = ", perhaps for lack of memory" if status == -9 else ""
-        words = next((line for line in reversed(self._last_lines) if line.strip()), None)
-        said = "" if words is None else f"; its last words: {words.strip()}"
-        return f"rank {self._rank} (pid {self._process.pid}) {how}{hint}{said}"
+        words = self.last_words()
+        said = "" if words is None else f"; its last words: {words}"
+        return f"rank {self.rank} (pid {self._process.pid}) {how}{hint}{said}"
+
+    def last_words(self) -> str | None:
+        """The last line of its standard error, once it has ended."""
+        self._forwarding.join(1.0)
+        lines = (line.strip() for line in reversed(self._last_lines))
+        return next((line for line in lines if line), None)
 
     def leave(self) -> None:
         """Close its standard input, at which it ends."""

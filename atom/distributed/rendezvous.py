@@ -16,9 +16,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
-import torch.distributed as dist
 
-from atom.distributed.store import await_key
+from atom.distributed.store import Store, await_key
 from atom.options import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -86,7 +85,7 @@ def this_machine() -> str:
 
 
 def meet_as_first(
-    store: dist.Store,
+    store: Store,
     card: RankCard,
     check: Callable[[], None] = lambda: None,
     timeout_s: float = MEETING_SECONDS,
@@ -111,13 +110,13 @@ def meet_as_first(
     except Exception as error:
         refuse_all(store, str(error), card.world_size)
         raise
-    store.set(_VERDICT, msgspec.msgpack.encode(_Verdict(cards=cards)))
+    store.set(_VERDICT, msgspec.json.encode(_Verdict(cards=cards)).decode())
     return cards
 
 
-def refuse_all(store: dist.Store, reason: str, world_size: int) -> None:
+def refuse_all(store: Store, reason: str, world_size: int) -> None:
     """Tell all ranks that have come, or are coming, why the engine does not start."""
-    store.set(_VERDICT, msgspec.msgpack.encode(_Verdict(reason)))
+    store.set(_VERDICT, msgspec.json.encode(_Verdict(reason)).decode())
     end = time.monotonic() + _FAREWELL_SECONDS
     while time.monotonic() < end:
         came = sum(store.check([_card_key(rank)]) for rank in range(1, world_size))
@@ -126,7 +125,7 @@ def refuse_all(store: dist.Store, reason: str, world_size: int) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def meet(store: dist.Store, card: RankCard, timeout_s: float = MEETING_SECONDS) -> list[RankCard]:
+def meet(store: Store, card: RankCard, timeout_s: float = MEETING_SECONDS) -> list[RankCard]:
     """The part of a rank that is not 0.
 
     Returns:
@@ -146,17 +145,17 @@ def meet(store: dist.Store, card: RankCard, timeout_s: float = MEETING_SECONDS) 
         refuse(store, reason)
         raise ConfigError(reason)
     _claim(store, card)
-    store.set(_card_key(card.rank), msgspec.msgpack.encode(card))
+    store.set(_card_key(card.rank), msgspec.json.encode(card).decode())
     # Rank 0 has a time-out of its own, which names the ranks that are missing.
     data = await_key(store, _VERDICT, end + timeout_s)
-    verdict = msgspec.msgpack.decode(data, type=_Verdict)
+    verdict = msgspec.json.decode(data, type=_Verdict)
     if verdict.error is not None:
         store.add(_FAREWELLS, 1)
         raise ConfigError(verdict.error)
     return verdict.cards
 
 
-def refuse(store: dist.Store, reason: str) -> None:
+def refuse(store: Store, reason: str) -> None:
     """Make rank 0, and with it all others, fail for a reason that this rank has found.
 
     Nothing happens once the engine has started.
@@ -164,7 +163,7 @@ def refuse(store: dist.Store, reason: str) -> None:
     store.set(_REFUSAL, reason)
 
 
-def _claim(store: dist.Store, card: RankCard) -> None:
+def _claim(store: Store, card: RankCard) -> None:
     """Take the rank's place.
 
     Raises:
@@ -172,11 +171,11 @@ def _claim(store: dist.Store, card: RankCard) -> None:
     """
     if store.add(f"claim/{card.rank}", 1) == 1:
         if card.rank == 0:
-            store.set(_card_key(0), msgspec.msgpack.encode(card))
+            store.set(_card_key(0), msgspec.json.encode(card).decode())
         return
     data = await_key(store, _card_key(card.rank), time.monotonic() + _FAREWELL_SECONDS)
-    holder = msgspec.msgpack.decode(data, type=RankCard)
-    store.append(_DUPLICATES, f"{card}\n")
+    holder = msgspec.json.decode(data, type=RankCard)
+    store.set(f"duplicate/{store.add(_DUPLICATES, 1)}", str(card))
     raise ConfigError(
         f"there is a {holder} already, and this is host {card.host}, pid {card.pid}: every process "
         f"needs a rank of its own, and every engine a MASTER_PORT (--master-port) of its own"
@@ -184,7 +183,7 @@ def _claim(store: dist.Store, card: RankCard) -> None:
 
 
 def _gather(
-    store: dist.Store, card: RankCard, check: Callable[[], None], timeout_s: float
+    store: Store, card: RankCard, check: Callable[[], None], timeout_s: float
 ) -> list[RankCard]:
     end = time.monotonic() + timeout_s
     cards = {0: card}
@@ -195,7 +194,7 @@ def _gather(
         check()
         for rank in missing:
             if store.check([_card_key(rank)]):
-                cards[rank] = msgspec.msgpack.decode(store.get(_card_key(rank)), type=RankCard)
+                cards[rank] = msgspec.json.decode(store.get(_card_key(rank)), type=RankCard)
         missing = [rank for rank in missing if rank not in cards]
         if missing and time.monotonic() > end:
             raise ConfigError(_who_is_missing(store, cards, missing, timeout_s))
@@ -204,14 +203,17 @@ def _gather(
 
 
 def _who_is_missing(
-    store: dist.Store, cards: Mapping[int, RankCard], missing: Sequence[int], seconds: float
+    store: Store, cards: Mapping[int, RankCard], missing: Sequence[int], seconds: float
 ) -> str:
     here = ", ".join(str(card) for _, card in sorted(cards.items()))
     text = f"{_ranks(missing)} of {len(cards) + len(missing)} did not come in {seconds:g} s; "
     text += f"here are {here}"
-    if store.check([_DUPLICATES]):
-        twice = ", ".join(store.get(_DUPLICATES).decode().splitlines())
-        text += f"; refused, because their ranks were taken, were {twice}"
+    twice = [
+        store.get(f"duplicate/{number}").decode()
+        for number in range(1, store.add(_DUPLICATES, 0) + 1)
+    ]
+    if twice:
+        text += f"; refused, because their ranks were taken, were {', '.join(twice)}"
     return text
 
 

@@ -7,8 +7,12 @@ import socket
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from typing import Any
 
-import torch.distributed as dist
+from torch._C._distributed_c10d import PrefixStore as PrefixStore
+from torch._C._distributed_c10d import Store as Store
+from torch._C._distributed_c10d import TCPStore
+from torch.distributed import DistError
 
 from atom.distributed.rank_environment import RankEnvironment, is_loopback
 from atom.options import ConfigError
@@ -69,10 +73,10 @@ def _why_not_bound(environment: RankEnvironment, error: OSError) -> str:
     return f"the ranks cannot meet at {environment.address}: {error}"
 
 
-def host_store(listener: socket.socket) -> dist.TCPStore:
+def host_store(listener: socket.socket) -> TCPStore:
     """The store of rank 0, which lives as long as anything here holds it."""
     host, port = listener.getsockname()[:2]
-    return dist.TCPStore(
+    return TCPStore(
         host,
         port,
         None,
@@ -85,7 +89,7 @@ def host_store(listener: socket.socket) -> dist.TCPStore:
 
 def reach_store(
     environment: RankEnvironment, timeout_s: float, check: Callable[[], None] = lambda: None
-) -> dist.TCPStore:
+) -> TCPStore:
     """The store of rank 0 or of the launcher, as soon as it is there.
 
     Raises:
@@ -96,8 +100,8 @@ def reach_store(
     while True:
         try:
             socket.create_connection(address, _CONNECT_SECONDS).close()
-            return dist.TCPStore(*address, None, timeout=_ANSWER, wait_for_workers=False)
-        except (OSError, dist.DistError) as error:
+            return TCPStore(*address, None, timeout=_ANSWER, wait_for_workers=False)
+        except (OSError, DistError) as error:
             if time.monotonic() > end:
                 raise RankStartError(
                     f"rank {environment.rank} does not reach rank 0 at {environment.address} in "
@@ -107,12 +111,12 @@ def reach_store(
         time.sleep(_LONGEST_PAUSE_SECONDS)
 
 
-def scope(store: dist.Store, environment: RankEnvironment) -> dist.Store:
+def scope(store: Store, environment: RankEnvironment) -> Store:
     """The part of a store that is this engine's: the launcher's lives through restarts."""
-    return dist.PrefixStore(f"atom/{environment.attempt}", store)
+    return PrefixStore(f"atom/{environment.attempt}", store)
 
 
-def await_key(store: dist.Store, key: str, end: float) -> bytes:
+def await_key(store: Store, key: str, end: float) -> bytes:
     """The value of a key, once it is set.
 
     Args:
@@ -129,14 +133,20 @@ def await_key(store: dist.Store, key: str, end: float) -> bytes:
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return bytes(store.get(key))
-    except dist.DistError as error:
+    except DistError as error:
         raise RankStartError(f"rank 0 has ended before the engine started: {error}") from error
 
 
 def own_address(environment: RankEnvironment) -> str:
     """This machine's address on the way to rank 0, for its own sockets."""
     target = (environment.master_addr, environment.master_port)
-    family, kind, protocol, _, address = socket.getaddrinfo(*target, type=socket.SOCK_DGRAM)[0]
+    family, kind, protocol, _, address = _resolve(*target, socket.SOCK_DGRAM)
     with socket.socket(family, kind, protocol) as probe:  # nothing is sent
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def _resolve(host: str, port: int, kind: socket.SocketKind) -> tuple[Any, ...]:
+    """The first answer of `getaddrinfo`, of IPv4 if there is one: every rank must choose alike."""
+    found = socket.getaddrinfo(host, port, type=kind)
+    return min(found, key=lambda each: each[0] != socket.AF_INET)
