@@ -70,3 +70,13 @@ def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
 def set_default(name: str, value: str) -> None:
     """Set a variable that a library of this process reads, unless the user has."""
     os.environ.setdefault(name, value)
+
+
+def device_variables() -> dict[str, str]:
+    """The variables that limit the devices that this process sees, such as CUDA_VISIBLE_DEVICES."""
+    return {name: value for name, value in os.environ.items() if name.endswith("VISIBLE_DEVICES")}
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables that libraries of this process read later."""
+    os.environ.update(variables)

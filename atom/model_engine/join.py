@@ -107,10 +107,15 @@ def _drive(
 def _drive_on_ray(config: EngineConfig) -> RankDriver:
     from atom.distributed.ray_launch import place_ranks
 
-    placed = place_ranks(config.parallel, select_platform(config.device))
-    root, environment = _open_store(placed.meeting)
-    launched = placed.launch(environment, instructions(config))
-    return _drive(config, scope(root, environment), environment, launched)
+    ranks = place_ranks(config.parallel, config.device)
+    try:
+        _check_devices(config, 1)
+        root, environment = _open_store(ranks.meeting)
+        ranks.start(environment, instructions(config))
+    except BaseException:
+        ranks.close()
+        raise
+    return _drive(config, scope(root, environment), environment, ranks)
 
 
 def _device(config: EngineConfig, environment: RankEnvironment) -> torch.device:
