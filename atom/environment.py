@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 from atom.config import ConfigError, parse_bytes
 
 DEFAULT_CACHE_LIMIT = "50GiB"
+_RANK_VARIABLES = (
+    *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
+    *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
+    *("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_NNODES"),
+)
 
 
 def cache_dir() -> Path:
@@ -49,3 +55,28 @@ def triton_is_interpreted() -> bool:
 def op_override(op: str) -> str | None:
     """`$ATOM_OP_<NAME>`: the implementation that the user wants for one op."""
     return os.environ.get(f"ATOM_OP_{op.upper()}") or None
+
+
+def rank_variables() -> dict[str, str]:
+    """What a launcher says to each of the processes that it starts, as far as it is set."""
+    return {name: os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)}
+
+
+def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
+    """This process's environment for a child, changed by `variables`."""
+    return {**os.environ, **variables}
+
+
+def set_default(name: str, value: str) -> None:
+    """Set a variable that a library of this process reads, unless the user has."""
+    os.environ.setdefault(name, value)
+
+
+def device_variables() -> dict[str, str]:
+    """The variables that limit the devices that this process sees, such as CUDA_VISIBLE_DEVICES."""
+    return {name: value for name, value in os.environ.items() if name.endswith("VISIBLE_DEVICES")}
+
+
+def set_variables(variables: Mapping[str, str]) -> None:
+    """Set variables that libraries of this process read later."""
+    os.environ.update(variables)

@@ -22,6 +22,7 @@ from atom.entrypoints.offline.prompts import (
 )
 from atom.messages import RequestFailedError, RequestRefusedError
 from atom.model_engine.arg_utils import choose_draft, engine_config
+from atom.model_engine.launched import run_as_follower_if_launched
 from atom.model_engine.llm_engine import LLMEngine
 from atom.model_engine.mailbox import merge
 from atom.outputs import RequestOutput
@@ -92,13 +93,17 @@ class LLM:
     Raises:
         TypeError: for unknown engine arguments.
         ConfigError: when the model or an option cannot be honoured.
+        SystemExit: in a process that a launcher started as another rank than 0, once rank 0 ends.
     """
 
     def __init__(
         self, model: str | None = None, *, no_speculation: bool = False, **engine_options: Any
     ) -> None:
         given = {"max_logprobs": -1, "model": model, **engine_options}
-        self.engine = LLMEngine(engine_config(**choose_draft(given, no_speculation)))
+        config = engine_config(**choose_draft(given, no_speculation))
+        if (status := run_as_follower_if_launched(config)) is not None:
+            raise SystemExit(status)
+        self.engine = LLMEngine(config)
         self._request_ids = itertools.count()
         # Of all requests that were begun and neither finished nor left.
         self._mail: dict[str, _Mail] = {}

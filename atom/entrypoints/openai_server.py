@@ -22,6 +22,7 @@ from atom.model_engine.arg_utils import (
     engine_config,
     engine_options,
 )
+from atom.model_engine.launched import run_as_follower_if_launched
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -45,6 +46,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.getLogger("uvicorn").setLevel(
         logging.DEBUG if options.log_level == "debug" else logging.WARNING
     )
+    try:
+        status = run_as_follower_if_launched(config)
+    except ConfigError as error:
+        parser.error(str(error))
+    if status is not None:
+        return status
     if namespace.show_ops:
         return show_ops(config)
     return serve_forever(config, options)

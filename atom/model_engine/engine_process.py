@@ -106,7 +106,7 @@ class EngineLoop:
         try:
             core = self._create_core(message.config)
         except Exception as error:
-            if _is_users(error):
+            if is_users(error):
                 self._send(wire.StartupFailed(str(error), is_users=True))
             else:
                 logger.exception("the engine could not be built")
@@ -160,7 +160,7 @@ class EngineLoop:
         self._reports.send(wire.encode(message))
 
 
-def _is_users(error: Exception) -> bool:
+def is_users(error: Exception) -> bool:
     """Whether options, checkpoint or machine are at fault, so that the message suffices for
     users.
     """

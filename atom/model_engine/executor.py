@@ -9,9 +9,9 @@ import msgspec
 
 from atom.batch import Orders, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
-from atom.distributed.launch import join_as_driver
 from atom.distributed.place import Place
 from atom.messages import EngineDeadError, EngineLimits
+from atom.model_engine.join import join_as_driver
 from atom.model_engine.worker import Worker
 from atom.sampling.sampler import SamplingFailedError
 from atom.spec_decode.base import Lookahead

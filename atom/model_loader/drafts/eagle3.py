@@ -73,6 +73,18 @@ def load_draft(
     return model
 
 
+def draft_folder(draft: str, options: ModelOptions) -> Path:
+    """Where a draft is.
+
+    Args:
+        options: the target's.
+
+    Raises:
+        ConfigError: when there is no such draft.
+    """
+    return _locate(draft, _draft_options(draft, options))
+
+
 def _draft_options(draft: str, options: ModelOptions) -> ModelOptions:
     """The target's options without those that refer to the target's files."""
     return dataclasses.replace(
