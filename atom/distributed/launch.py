@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from atom.distributed.rank_environment import RankEnvironment
-from atom.distributed.store import RankStartError
 from atom.environment import environment_with
 
 RANK_MODULE = "atom.model_engine.rank_process"
@@ -24,6 +23,10 @@ LENGTH_BYTES = 8
 _EXIT_SECONDS = 3.0
 _LAST_LINES = 20
 _POLL_SECONDS = 0.1
+
+
+class RankStartError(RuntimeError):
+    """A rank could not start or join the others, for no fault of the options."""
 
 
 class Launched(Protocol):

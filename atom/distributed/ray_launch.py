@@ -11,9 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from atom.distributed.launch import LocalRanks
+from atom.distributed.launch import LocalRanks, RankStartError
 from atom.distributed.rank_environment import LOOPBACK, RankEnvironment
-from atom.distributed.store import RankStartError
 from atom.environment import device_variables, set_variables
 from atom.options import ConfigError
 from atom.parallel_options import ParallelOptions

@@ -14,6 +14,7 @@ from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
+from atom.distributed.launch import RankStartError
 from atom.distributed.rank_environment import RankEnvironment, is_loopback
 from atom.options import ConfigError
 
@@ -23,10 +24,6 @@ _BACKLOG = 2048
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
-
-
-class RankStartError(RuntimeError):
-    """A rank could not start or join the others, for no fault of the options."""
 
 
 def listen(environment: RankEnvironment) -> socket.socket:

@@ -8,6 +8,7 @@ import threading
 from dataclasses import replace
 
 from atom.config import ConfigError, EngineConfig
+from atom.distributed.launch import LocalRanks
 from atom.distributed.rank_environment import LOOPBACK, RankEnvironment, launched_rank
 from atom.environment import rank_variables
 from atom.model_engine import wire
@@ -104,9 +105,6 @@ def instructions(config: EngineConfig) -> bytes:
 
 def _supervise(config: EngineConfig) -> int:
     """Start the ranks of a machine other than 0, and end with them; a signal ends them."""
-    # Not above: whoever is alone needs no torch for these.
-    from atom.distributed.launch import LocalRanks
-
     meeting = by_hand(config.parallel)
     environments = local_ranks(config.parallel, meeting)
     ranks = LocalRanks(environments, instructions(config))

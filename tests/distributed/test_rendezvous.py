@@ -16,9 +16,9 @@ from ranks import run_threads
 
 from atom.config import ConfigError
 from atom.distributed import rendezvous, store
+from atom.distributed.launch import RankStartError
 from atom.distributed.rank_environment import RankEnvironment, launched_rank
 from atom.distributed.rendezvous import RankCard, meet, meet_as_first, refuse, refuse_all
-from atom.distributed.store import RankStartError
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.own_card import own_card
 

@@ -1,0 +1,173 @@
+"""Rank 0 and another rank join as threads, with everything but processes of their own."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import run_threads
+
+from atom.config import ConfigError, EngineConfig
+from atom.distributed.connection import RankDriver, RankFollower
+from atom.distributed.rank_environment import RankEnvironment
+from atom.model_engine import join, launched
+from atom.model_engine.arg_utils import engine_config
+from atom.model_engine.join import join_as_driver, join_as_follower
+from atom.model_engine.launched import (
+    by_hand,
+    launched_environment,
+    local_ranks,
+    run_as_follower_if_launched,
+)
+
+
+def config(folder: Path, **options: object) -> EngineConfig:
+    return engine_config(
+        **{"model": str(folder), "device": "cpu", "tensor_parallel_size": 2, **options}
+    )
+
+
+@pytest.fixture
+def environment(monkeypatch: pytest.MonkeyPatch) -> RankEnvironment:
+    """What a launcher would say to rank 0 of two."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    mine = RankEnvironment(0, 2, 0, master_port=port)
+    monkeypatch.setattr(
+        launched, "rank_variables", lambda: {k: v for k, v in mine.variables().items() if v}
+    )
+    monkeypatch.setattr(join, "_has_driven", False)
+    return mine
+
+
+@pytest.fixture
+def pair(
+    tiny_llama_dir: Path, environment: RankEnvironment
+) -> Iterator[tuple[RankDriver, RankFollower]]:
+    own = config(tiny_llama_dir)
+
+    def enter(rank: int) -> RankDriver | RankFollower:
+        if rank == 0:
+            return join_as_driver(own)
+        return join_as_follower(own, replace(environment, rank=1, local_rank=1))
+
+    driver, follower = run_threads(2, enter)
+    yield driver, follower
+    driver.close()
+    follower.close()
+
+
+def test_the_first_rank_tells_and_all_compute(pair: tuple[RankDriver, RankFollower]) -> None:
+    driver, follower = pair
+    assert [each.place.tensor.rank for each in pair] == [0, 1]
+    assert [each.place.local_rank for each in pair] == [0, 1]
+    assert [each.place.num_local for each in pair] == [2, 2]
+    driver.publish(b"do this")
+    assert follower.receive() == b"do this"
+    sums = run_threads(2, lambda rank: pair[rank].place.tensor.all_reduce(torch.ones(2) + rank))
+    assert [each.tolist() for each in sums] == [[3.0, 3.0]] * 2
+    assert (
+        run_threads(2, lambda rank: pair[rank].place.control.exchange([rank])) == [[[0], [1]]] * 2
+    )
+    assert driver.failure() is None
+    driver.close()
+    assert follower.receive() is None
+
+
+def test_a_failed_rank_is_named_with_its_cause(pair: tuple[RankDriver, RankFollower]) -> None:
+    driver, follower = pair
+    follower.failed("raised ValueError: no such thing")
+    failure = driver.failure()
+    assert failure is not None
+    assert failure.startswith("rank 1 (pid ")
+    assert failure.endswith("raised ValueError: no such thing")
+
+
+def test_the_checkpoints_of_the_ranks_are_compared(
+    tiny_llama_dir: Path, environment: RankEnvironment
+) -> None:
+    def enter(rank: int) -> str:
+        own = config(tiny_llama_dir, dtype="float32" if rank else "float16")
+        there = replace(environment, rank=1, local_rank=1)
+        with pytest.raises(ConfigError) as error:
+            join_as_follower(own, there) if rank else join_as_driver(own)
+        return str(error.value)
+
+    first, second = run_threads(2, enter)
+    assert first == second
+    assert "--dtype is float16 on rank 0" in first
+
+
+def test_a_rank_without_the_model_ends_all(
+    tiny_llama_dir: Path, environment: RankEnvironment
+) -> None:
+    def enter(rank: int) -> str:
+        own = config(Path("/no/such/model") if rank else tiny_llama_dir)
+        there = replace(environment, rank=1, local_rank=1)
+        with pytest.raises(ConfigError) as error:
+            join_as_follower(own, there) if rank else join_as_driver(own)
+        return str(error.value)
+
+    first, second = run_threads(2, enter)
+    assert first == f"rank 1: {second}"
+    assert "no folder or .gguf file /no/such/model" in first
+
+
+@pytest.mark.usefixtures("environment")
+def test_a_launched_process_drives_one_engine(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(join, "_has_driven", True)
+    with pytest.raises(ConfigError, match="for one engine, which this process has had"):
+        join_as_driver(config(tiny_llama_dir))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"tensor_parallel_size": 4}, "WORLD_SIZE=2 .* make 4 ranks"),
+        ({"tensor_parallel_size": 1}, "an engine of its own in every process, unset RANK"),
+        ({"tensor_parallel_size": 1, "data_parallel_size": 2}, "2 replicas .* share no ranks"),
+        ({"nnodes": 2, "master_addr": "node1"}, "leave out one or the other"),
+        ({"distributed_executor_backend": "ray"}, "leave out one or the other"),
+    ],
+)
+@pytest.mark.usefixtures("environment")
+def test_what_a_launcher_says_and_the_options_do_not(
+    options: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        launched_environment(config(Path("any"), **options))
+
+
+@pytest.mark.usefixtures("environment")
+def test_rank_0_builds_the_engine() -> None:
+    assert run_as_follower_if_launched(config(Path("any"))) is None
+
+
+def test_nobody_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "rank_variables", dict)
+    assert run_as_follower_if_launched(config(Path("any"))) is None
+
+
+def test_machines_share_the_ranks_in_order() -> None:
+    options = {"tensor_parallel_size": 4, "nnodes": 2, "master_addr": "node1"}
+    for node, ranks in ((0, [1]), (1, [2, 3])):
+        parallel = config(Path("any"), node_rank=node, **options).parallel
+        started = local_ranks(parallel, by_hand(parallel))
+        assert [each.rank for each in started] == ranks
+        assert [each.local_rank for each in started] == [rank % 2 for rank in ranks]
+        assert {each.address for each in started} == {"node1:29500"}
+
+
+def test_too_few_devices(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launched, "rank_variables", dict)
+    gpu = join.select_platform("cpu").__class__("cuda", "sm90", True)
+    monkeypatch.setattr(join, "select_platform", lambda _: gpu)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match=r"2 ranks of this machine need a GPU each.* sees 1"):
+        join_as_driver(config(tiny_llama_dir))

@@ -1,0 +1,255 @@
+"""Ranks as processes: whatever starts them, and that nothing is left of them."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import psutil
+import pytest
+
+from atom import LLM, SamplingParams
+from atom.distributed import launch, ray_launch
+from atom.distributed.launch import LocalRanks, RankStartError
+from atom.distributed.rank_environment import RankEnvironment
+from atom.distributed.ray_launch import NodePlan, plan_nodes
+from atom.messages import EngineDeadError
+from atom.model_engine.arg_utils import engine_config
+from atom.model_engine.join import join_as_driver
+from atom.model_engine.launched import instructions
+from atom.options import ConfigError
+
+OPTIONS = {"dtype": "float32", "kv_cache_memory": "4MB", "max_model_len": 128, "num_threads": 1}
+GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+PROMPT = "hello world"
+# Prints what it generates; its arguments are the folder, whether it kills itself.
+SCRIPT = f"""
+import sys
+from atom import LLM, SamplingParams
+llm = LLM(sys.argv[1], tensor_parallel_size=2, **{OPTIONS})
+sampling = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
+[output] = llm.generate(["{PROMPT}"], sampling, use_tqdm=False)
+print(output.outputs[0].token_ids)
+"""
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_llama_dir: Path) -> list[int]:
+    with LLM(str(tiny_llama_dir), **OPTIONS) as llm:
+        return tokens(llm)
+
+
+def tokens(llm: LLM) -> list[int]:
+    return llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
+
+
+def wait_for(condition: Callable[[], bool], seconds: float = 60) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not happen in time"
+        time.sleep(0.05)
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return int(free.getsockname()[1])
+
+
+def rank_processes(parent: int | None = None) -> list[psutil.Process]:
+    children = psutil.Process(parent).children(recursive=True)
+    return [each for each in children if launch.RANK_MODULE in each.cmdline()]
+
+
+def test_a_rank_that_cannot_start_is_reported_at_once(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch, "RANK_MODULE", "no_such_module")
+    config = engine_config(model=str(tiny_llama_dir), tensor_parallel_size=2, **OPTIONS)
+    with pytest.raises(
+        RankStartError, match=r"rank 1 \(pid \d+\) ended with status 1; .* no_such_module"
+    ):
+        join_as_driver(config)
+
+
+def test_a_rank_ends_with_the_process_that_started_it() -> None:
+    """Which it notices by its standard input, also while it waits for rank 0."""
+    meeting = RankEnvironment(1, 2, 1, master_port=free_port())
+    ranks = LocalRanks([meeting], instructions(engine_config()))
+    [pid] = ranks.pids
+    wait_for(lambda: "torch" in "".join(m.path for m in psutil.Process(pid).memory_maps()))
+    ranks.check()
+    ranks.close()
+    assert ranks.wait(threading.Event()) == 1, "it was killed instead"
+    assert not psutil.pid_exists(pid)
+
+
+def test_ranks_generate_together_until_one_is_killed(
+    tiny_llama_dir: Path, expected: list[int]
+) -> None:
+    llm = LLM(str(tiny_llama_dir), tensor_parallel_size=2, **OPTIONS)
+    try:
+        [rank] = rank_processes()
+        assert tokens(llm) == expected
+        rank.kill()
+        with pytest.raises(EngineDeadError, match=rf"rank 1 \(pid {rank.pid}.* signal 9"):
+            tokens(llm)
+    finally:
+        llm.shutdown()
+    assert rank_processes() == []
+
+
+@pytest.mark.slow
+def test_nothing_is_left_when_rank_0_is_killed(tiny_llama_dir: Path) -> None:
+    script = SCRIPT + "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
+    process = subprocess.Popen([sys.executable, "-c", script, str(tiny_llama_dir)])
+    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    [rank] = rank_processes(process.pid)
+    process.kill()
+    process.wait()
+    wait_for(lambda: not rank.is_running(), 5)
+
+
+@pytest.mark.slow
+def test_torchrun(tiny_llama_dir: Path, expected: list[int], tmp_path: Path) -> None:
+    """All processes run one script; its end is reached by rank 0 alone."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    done = subprocess.run(
+        [*command, "--nproc-per-node", "2", str(script), str(tiny_llama_dir)],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=200,
+    )
+    assert done.stdout.split("\n")[:-1] == [str(expected)]
+
+
+class Machine:
+    """A server's command on one of two machines, which are this one."""
+
+    def __init__(self, model: Path, node: int, master_port: int, server_port: int) -> None:
+        flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items()]
+        flags += ["--tensor-parallel-size=2", "--nnodes=2", f"--node-rank={node}"]
+        flags += ["--master-addr=127.0.0.1", f"--master-port={master_port}"]
+        flags += [f"--port={server_port}"]
+        command = [sys.executable, "-m", "atom.entrypoints.openai_server", str(model)]
+        self.process = subprocess.Popen([*command, *flags], stderr=subprocess.PIPE, text=True)
+        self._log: list[str] = []
+        self._reading = threading.Thread(target=self._read, daemon=True)
+        self._reading.start()
+
+    @property
+    def log(self) -> str:
+        return "".join(self._log)
+
+    def wait(self) -> int:
+        status = self.process.wait(60)
+        self._reading.join(5)
+        return status
+
+    def _read(self) -> None:
+        assert self.process.stderr is not None
+        self._log.extend(self.process.stderr)
+
+
+@contextmanager
+def machines(model: Path) -> Iterator[tuple[Callable[[int], Machine], str]]:
+    """What starts a machine by its number, and the server's address."""
+    ports, started = (free_port(), free_port()), list[Machine]()
+
+    def start(node: int) -> Machine:
+        started.append(Machine(model, node, *ports))
+        return started[-1]
+
+    try:
+        yield start, f"http://127.0.0.1:{ports[1]}"
+    finally:
+        for machine in started:
+            machine.process.kill()
+            machine.process.wait()
+
+
+def completion(url: str) -> str:
+    body = {"prompt": PROMPT, "max_tokens": 4, "temperature": 0}
+    answer = httpx.post(f"{url}/v1/completions", json=body, timeout=60)
+    return str(answer.raise_for_status().json()["choices"][0]["text"])
+
+
+@pytest.mark.slow
+def test_machines_joined_by_hand(tiny_llama_dir: Path) -> None:
+    with machines(tiny_llama_dir) as (start, url):
+        other, first = start(1), start(0)
+        wait_for(lambda: "Ready" in first.log or first.process.poll() is not None, 120)
+        text = completion(url)
+        late = start(1)
+        assert late.wait() == 1
+        assert "there is a rank 1" in late.log
+        assert completion(url) == text
+        first.process.send_signal(signal.SIGTERM)
+        assert first.wait() == 0
+        assert other.wait() == 0
+
+
+@pytest.mark.slow
+def test_the_server_says_which_machine_was_stopped(tiny_llama_dir: Path) -> None:
+    with machines(tiny_llama_dir) as (start, _):
+        other, first = start(1), start(0)
+        wait_for(lambda: "Ready" in first.log or first.process.poll() is not None, 120)
+        other.process.send_signal(signal.SIGTERM)
+        assert other.wait() == 0
+        assert first.wait() == 1
+        assert "rank 1" in first.log
+
+
+def test_ray_is_asked_for_the_fewest_nodes() -> None:
+    assert plan_nodes(4, 4, [4, 4]) == NodePlan(4, 1)
+    assert plan_nodes(8, 4, [4, 2]) == NodePlan(4, 2)
+    assert plan_nodes(6, 2, [8, 8]) == NodePlan(2, 3)
+    with pytest.raises(ConfigError, match=r"4, 3 devices.* 8 ranks do not fit"):
+        plan_nodes(8, 4, [3])
+
+
+def test_ray_that_is_not_installed(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "ray", None)
+    config = engine_config(
+        model=str(tiny_llama_dir), tensor_parallel_size=2, distributed_executor_backend="ray"
+    )
+    with pytest.raises(ConfigError, match=r"needs Ray.* pip install 'atom-llm\[ray\]'"):
+        join_as_driver(config)
+
+
+@pytest.fixture
+def ray_cluster() -> Iterator[Any]:
+    """Two nodes of one processor each."""
+    ray = pytest.importorskip("ray")
+    from ray.cluster_utils import Cluster
+
+    node = {"num_cpus": 1, "object_store_memory": 100_000_000}
+    cluster = Cluster(initialize_head=True, head_node_args={**node, "include_dashboard": False})
+    cluster.add_node(**node)
+    ray.init(address=cluster.address)
+    yield ray
+    ray.shutdown()
+    cluster.shutdown()
+
+
+@pytest.mark.slow
+def test_ray(ray_cluster: Any, tiny_llama_dir: Path, expected: list[int]) -> None:
+    options = {**OPTIONS, "tensor_parallel_size": 2, "distributed_executor_backend": "ray"}
+    llm = LLM(str(tiny_llama_dir), **options)
+    assert ray_cluster.available_resources().get("CPU", 0) == 0
+    assert tokens(llm) == expected
+    llm.shutdown()
+    wait_for(lambda: ray_cluster.available_resources().get("CPU", 0) == 2, 10)
+    with pytest.raises(ConfigError, match="3 ranks do not fit"):
+        ray_launch.place_ranks(engine_config(tensor_parallel_size=3).parallel, "cpu")
