@@ -91,8 +91,13 @@ class Publisher:
         if not HAS_SHARED_MEMORY:
             local, remote = (), (*local, *remote)
         token = secrets.token_bytes(_TOKEN_BYTES)
-        tcp = TcpWriter(host, token, remote) if remote else None
         ring = RingWriter(token, local) if local else None
+        try:
+            tcp = TcpWriter(host, token, remote) if remote else None
+        except ChannelError:
+            if ring is not None:
+                ring.close()
+            raise
         return cls(token, ring, tcp)
 
     def wait_connected(self, timeout_s: float | None) -> None:

@@ -50,11 +50,22 @@ def bind_tcp(bound: zmq.Socket[bytes], host: str) -> str:
         ChannelError: when there is no such host, or it is another machine.
     """
     try:
-        family, _, _, _, address = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)[0]
-        numeric = address[0]
-        bound.bind(f"tcp://[{numeric}]:*" if family == socket.AF_INET6 else f"tcp://{numeric}:*")
-    except (OSError, zmq.ZMQError) as error:
-        raise ChannelError(
-            f"cannot bind a port of {host}: {error}; it must be a name or address of this machine"
-        ) from error
-    return bound.getsockopt_string(zmq.LAST_ENDPOINT)
+        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+    except OSError as error:
+        raise _cannot_bind(host, error) from error
+    # A name may have an IPv6 address that this machine does not use.
+    for family, _, _, _, address in found:
+        numeric = f"[{address[0]}]" if family == socket.AF_INET6 else address[0]
+        try:
+            bound.bind(f"tcp://{numeric}:*")
+        except zmq.ZMQError as error:
+            failure = error
+        else:
+            return bound.getsockopt_string(zmq.LAST_ENDPOINT)
+    raise _cannot_bind(host, failure)
+
+
+def _cannot_bind(host: str, error: Exception) -> ChannelError:
+    return ChannelError(
+        f"cannot bind a port of {host}: {error}; it must be a name or address of this machine"
+    )

@@ -6,8 +6,8 @@
     watch.close()               # the other ranks are told that all is over
     watch.close("why I fail")   # or that rank 0 has failed
 
-The others use `reporter.py`. Ranks send heartbeats, and rank 0 sends its own to each. The sleeping
-kernel thread of a heartbeat needs little: a rank is not lost because it is busy.
+The others use `reporter.py`. Ranks send heartbeats, and rank 0 sends its own to each, from threads
+that do nothing else: a rank is not lost because it is busy, unless something holds the GIL.
 
 One failure makes others, such as collectives that raise when a peer is gone. So ranks have
 `SETTLE_SECONDS` to show theirs, and a rank that ended without a word counts as the cause.
@@ -214,7 +214,7 @@ class RankWatch:
         if rank.sender is None:
             return rank.fail("silent", f"has not connected within {self._connect_s:g} s")
         if rank.identity is None:
-            return rank.fail("died", "has lost its connection without a word (it was killed?)")
+            return rank.fail("died", "has lost its connection without a word: its process is gone")
         return rank.fail("silent", SILENCE)
 
     def _note(self, failure: RankFailure, now: float) -> None:

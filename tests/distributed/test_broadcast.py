@@ -18,7 +18,7 @@ from pathlib import Path
 import pytest
 import zmq
 
-from atom.distributed import broadcast, shared_ring
+from atom.distributed import broadcast, shared_ring, tcp_fanout
 from atom.distributed.broadcast import Address, Publisher, Subscriber
 from atom.distributed.channel import (
     ChannelClosedError,
@@ -273,6 +273,7 @@ def test_a_context_that_never_ends_does_not_hold_up_close(
 ) -> None:
     """As about one in a thousand of libzmq 4.3 when both sides close at the same time."""
     give_up = threading.Event()
+    monkeypatch.setattr(tcp_fanout, "_LINGER_MS", 0)
     monkeypatch.setattr(zmq.Context, "term", lambda _: give_up.wait(60))
     publisher = Publisher.create(remote=(1,))
     began = time.monotonic()
@@ -283,7 +284,17 @@ def test_a_context_that_never_ends_does_not_hold_up_close(
 
 def test_a_host_that_is_not_this_machine_is_refused() -> None:
     with pytest.raises(ChannelError, match=r"192\.0\.2\.1: .* this machine"):
-        Publisher.create(remote=(1,), host="192.0.2.1")
+        Publisher.create(local=(2,), remote=(1,), host="192.0.2.1")
+    assert mapped_segments() == []
+
+
+def test_the_host_can_be_a_name() -> None:
+    publisher = Publisher.create(remote=(1,), host="localhost")
+    subscriber = Subscriber.connect(publisher.address, 1)
+    publisher.send(b"x", 10)
+    assert subscriber.receive(5) == b"x"
+    publisher.close()
+    subscriber.close()
 
 
 def test_a_piece_with_a_wrong_checksum_is_not_taken(
