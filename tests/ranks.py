@@ -107,7 +107,7 @@ class ThreadDriver:
     def failure(self) -> str | None:
         for rank, follower in enumerate(self.followers, 1):
             if follower.cause is not None:
-                return f"rank {rank} {follower.cause}"
+                return f"rank {rank} raised {follower.cause}"
         return None
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from typing import Protocol
 
 import zmq
 
-from atom.config import ConfigError, EngineConfig
+from atom.config import EngineConfig
 from atom.messages import (
     EngineDeadError,
     EngineLimits,
@@ -31,6 +31,7 @@ from atom.messages import (
     StepReport,
 )
 from atom.model_engine import wire
+from atom.model_engine.causes import is_users
 from atom.model_engine.heartbeat import Heart
 
 logger = logging.getLogger(__name__)
@@ -158,17 +159,6 @@ class EngineLoop:
 
     def _send(self, message: wire.FromEngine) -> None:
         self._reports.send(wire.encode(message))
-
-
-def is_users(error: Exception) -> bool:
-    """Whether options, checkpoint or machine are at fault, so that the message suffices for
-    users.
-    """
-    from atom.kv_cache.base import KVCacheMemoryError
-    from atom.model_loader.errors import WeightError
-    from atom.model_ops.registry import OpUnavailableError
-
-    return isinstance(error, (ConfigError, WeightError, KVCacheMemoryError, OpUnavailableError))
 
 
 def _describe(error: Exception) -> str:

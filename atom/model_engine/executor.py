@@ -11,6 +11,7 @@ from atom.batch import Orders, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.distributed.place import Place
 from atom.messages import EngineDeadError, EngineLimits
+from atom.model_engine.causes import is_users
 from atom.model_engine.join import join_as_driver
 from atom.model_engine.worker import Worker
 from atom.sampling.sampler import SamplingFailedError
@@ -100,7 +101,8 @@ class RanksExecutor:
         try:
             self._worker = Worker(config, driver.place, publish=self._publish)
         except Exception as error:
-            failure = driver.failure()
+            # What is wrong for one rank is mostly wrong for all.
+            failure = None if is_users(error) else driver.failure()
             driver.close()
             if failure is not None:
                 raise EngineDeadError(failure) from error
@@ -161,7 +163,7 @@ def follow(config: EngineConfig, follower: Follower) -> None:
         while (data := follower.receive()) is not None:
             worker.follow(_orders.decode(data))
     except Exception as error:
-        follower.failed(f"raised {type(error).__name__}: {error}")
+        follower.failed(f"{type(error).__name__}: {error}")
         raise
     finally:
         follower.close()

@@ -38,7 +38,7 @@ def main() -> int:
 def follow_rank_0(config: EngineConfig, environment: RankEnvironment) -> int:
     """Be a rank until rank 0 ends; returns the exit status of the process."""
     # Imported after signals and standard input are handled, since it takes seconds.
-    from atom.model_engine.engine_process import is_users
+    from atom.model_engine.causes import is_users
     from atom.model_engine.executor import follow
     from atom.model_engine.join import join_as_follower
 
