@@ -11,8 +11,8 @@ import torch
 from models import checkpoints
 from models.harness import ModelBench
 from quantised import test_awq
-from quantised.activations import exact_activations as exact_activations
 from quantised.compressed import FORMATS
+from quantised.conftest import exact_activations as exact_activations
 from quantised.packing import Pack, quantised
 from quantised.test_compressed_tensors import KIMI_IGNORES, of_experts
 from ranks import run_ranks
