@@ -97,7 +97,7 @@ def write_eagle3(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("draft_ranks", [None, 1])
-@pytest.mark.parametrize(("name", "size"), zip(EAGLE3, [4, 2, 2], strict=True))
+@pytest.mark.parametrize(("name", "size"), [*zip(EAGLE3, [4, 2, 2], strict=True)])
 def test_eagle3(name: str, size: int, draft_ranks: int | None, tmp_path: Path) -> None:
     target, draft = write_eagle3(tmp_path, name)
 
