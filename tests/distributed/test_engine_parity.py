@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 from ranks import engines_of_threads
@@ -48,7 +49,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"method": "eagle3", "draft_model": "mha", "draft_tensor_parallel_size": 1},
     ),
     "mtp": ("deepseek_v3", 2, {"method": "mtp"}),
-    "whole mtp": ("deepseek_v3", 4, {"method": "mtp", "draft_tensor_parallel_size": 1}),
+    "whole mtp": ("deepseek_v3", 2, {"method": "mtp", "draft_tensor_parallel_size": 1}),
     "ngram": ("llama", 2, {"method": "ngram"}),
     "eagle3 and lookup": (
         "llama",
@@ -96,10 +97,12 @@ def test_the_same_tokens(
     if "draft_model" in options:
         options["draft_model"] = str(folders[options["draft_model"]])
     with (
+        patch.object(worker, "in_order", wraps=worker.in_order) as in_order,
         engines_of_threads(),
         create_engine(folders[target], tensor_parallel_size=size, **options) as engine,
     ):
         assert [generate(engine, sampling, CHOSEN) for sampling in SAMPLINGS] == expected[target]
+        assert in_order.call_count == (size if name == "fixed order" else 0)
         stats = engine.engine.core.stats
         assert (stats.num_preemptions > 0) == (name == "preemption")
         assert stats.prefix_cache_hits > 0

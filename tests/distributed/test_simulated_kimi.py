@@ -139,7 +139,7 @@ def test_int4_experts(folder: Path, tmp_path: Path) -> None:
     numbers, codes = sizes_of(folder), sizes_of(tmp_path)
     assert codes.rest == numbers.rest
     # A rank's part of an expert: three matrices of as many numbers, half a byte each, with a scale
-    # of 4 bytes for each group. Rows of 48 inputs are two groups.
+    # of 2 bytes for each group. Rows of 48 inputs are two groups.
     rows, columns = INTER // RANKS, 48
     groups = 2 * rows * 2 + columns
-    assert codes.expert == (LAYERS - 1) * (3 * rows * columns // 2 + 4 * groups)
+    assert codes.expert == (LAYERS - 1) * (3 * rows * columns // 2 + 2 * groups)

@@ -11,8 +11,8 @@ import torch
 from models import checkpoints
 from models.harness import ModelBench
 from quantised import test_awq
-from quantised.activations import exact_activations as exact_activations
 from quantised.compressed import FORMATS
+from quantised.conftest import exact_activations as exact_activations
 from quantised.packing import Pack, quantised
 from quantised.test_compressed_tensors import KIMI_IGNORES, of_experts
 from ranks import run_ranks
@@ -154,6 +154,6 @@ def test_a_group_that_would_be_cut_is_refused_by_name(tmp_path: Path) -> None:
     plain = checkpoints.llama(tmp_path / "plain", **WIDE, **heads).folder
     folder = quantised(plain, test_awq.CONFIG, test_awq.pack_model)[0]
     with pytest.raises(
-        ConfigError, match=r"model\.layers\.0\.self_attn\.o_proj: qweight.* groups of 16 inputs"
+        ConfigError, match=r"model\.layers\.0\.self_attn\.o_proj: q.* groups of 16 inputs"
     ):
         ModelBench(folder, group=ParallelGroup(0, 8))

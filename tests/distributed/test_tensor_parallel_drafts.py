@@ -97,7 +97,7 @@ def write_eagle3(folder: Path, name: str) -> tuple[Path, Path]:
 
 
 @pytest.mark.parametrize("draft_ranks", [None, 1])
-@pytest.mark.parametrize(("name", "size"), zip(EAGLE3, [4, 2, 2], strict=True))
+@pytest.mark.parametrize(("name", "size"), [*zip(EAGLE3, [4, 2, 2], strict=True)])
 def test_eagle3(name: str, size: int, draft_ranks: int | None, tmp_path: Path) -> None:
     target, draft = write_eagle3(tmp_path, name)
 
@@ -145,7 +145,7 @@ def test_a_draft_on_one_rank_has_all_of_its_own_and_the_share_of_the_target(
     assert isinstance(whole, Eagle3Draft)
 
     def heads(draft: Eagle3Draft) -> list[int]:
-        return [layer.stored_parts()["key"][0] for layer in attention_layers(draft)]
+        return [layer.stored_parts()["key"][0] for layer in attention_layers(draft).values()]
 
     assert (heads(split), heads(whole)) == ([1], [2])
     assert isinstance(whole.lm_head, ParallelLMHead)
