@@ -67,7 +67,7 @@ _install() {
         _pip --no-deps "$ATOM_TRITON"
     fi
     # By all processors at once, where pip uses one; some packages hold files that do not compile.
-    "$ATOM_PYTHON" -m compileall -qq -j 0 "$(_site_packages)" || true
+    "$ATOM_PYTHON" -m compileall -qq -j 0 "$(_site_packages)" "$ATOM_ROOT/atom" || true
 }
 
 _site_packages() {
