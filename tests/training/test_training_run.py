@@ -143,9 +143,10 @@ def test_features_may_be_computed_online(data: Path, target: Path, tmp_path: Pat
 
 def test_a_synthesis_resumes(target: Path, tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    common = ("synthesize", "--model", target, *SYNTHESIZE, "--max-num-seqs", 4, *ENGINE)
+    few = ("--self-synthesized", 12, "--max-new-tokens", 30, "--max-repetition", 1.0)
+    common = ("synthesize", "--model", target, *few, "--max-num-seqs", 4, *ENGINE)
     run(*common, "--output", whole)
-    run(*common, "--output", halves, "--max-tokens", 200)
+    run(*common, "--output", halves, "--max-tokens", 100)
     run(*common, "--output", halves)
     texts = []
     for folder in (whole, halves):
