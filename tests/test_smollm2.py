@@ -127,8 +127,9 @@ def test_alone_as_in_a_batch(
     length: int, prompts: list[list[int]], batched: list[list[int]]
 ) -> None:
     llm = create_llm()
-    alone = [generate(llm, [prompt], length)[0] for prompt in prompts]
-    assert alone == [tokens[:length] for tokens in batched]
+    few = slice(len(prompts) if length == NEW_TOKENS else 4)
+    alone = [generate(llm, [prompt], length)[0] for prompt in prompts[few]]
+    assert alone == [tokens[:length] for tokens in batched[few]]
 
 
 def test_seeded_sampling_is_the_requests_own(prompts: list[list[int]]) -> None:
