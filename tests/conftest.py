@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import os
 import sys
@@ -62,6 +63,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="write what the compiled kernels use to tests/model_ops/kernels/aot_baseline.json",
     )
+
+
+def pytest_collection_finish() -> None:
+    """What was imported for all tests stays: no search for garbage need visit it again."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(optionalhook=True)

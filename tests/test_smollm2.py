@@ -12,6 +12,8 @@ from atom.config import ModelOptions
 from atom.model_loader.source import resolve_model
 
 NEW_TOKENS = 128
+# Of the same answers, as many as a comparison of two ways of computing them generates.
+LENGTHS = [32, pytest.param(NEW_TOKENS, marks=pytest.mark.slow)]
 QUESTIONS = (
     "What is the capital of France?",
     "Explain why the sky is blue, in three sentences.",
@@ -30,7 +32,6 @@ QUESTIONS = (
     "Is 91 a prime number? Explain.",
     "Write a short email that asks a colleague to move a meeting to Friday.",
 )
-GREEDY = SamplingParams(temperature=0, max_tokens=NEW_TOKENS)
 
 
 def create_llm(**overrides: Any) -> LLM:
@@ -58,8 +59,9 @@ def reference() -> Any:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:
-    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+def generate(llm: LLM, prompts: list[list[int]], max_tokens: int = NEW_TOKENS) -> list[list[int]]:
+    greedy = SamplingParams(temperature=0, max_tokens=max_tokens)
+    outputs = llm.generate(prompts, greedy, use_tqdm=False)
     llm.engine.core.block_pool.check_integrity()
     assert llm.engine.core.block_pool.num_used == 0
     return [output.outputs[0].token_ids for output in outputs]
@@ -93,29 +95,41 @@ def test_greedy_generation_of_transformers(
         assert generated[0, len(prompt) :].tolist() == tokens
 
 
+@pytest.mark.parametrize("length", LENGTHS)
 @pytest.mark.parametrize(
     "options",
     [
-        {"max_num_batched_tokens": 16},
-        {"max_num_batched_tokens": 512, "enable_prefix_caching": False},
-        {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
-        {"method": "ngram", "num_speculative_tokens": 3},
+        pytest.param({"max_num_batched_tokens": 16}, id="chunks of 16"),
+        pytest.param(
+            {"max_num_batched_tokens": 512, "enable_prefix_caching": False}, id="no prefix cache"
+        ),
+        pytest.param(
+            {"max_num_batched_tokens": 16, "enable_prefix_caching": False},
+            id="chunks of 16, no prefix cache",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"method": "ngram", "num_speculative_tokens": 3}, id="ngram"),
     ],
-    ids=["chunks of 16", "no prefix cache", "chunks of 16, no prefix cache", "ngram"],
 )
 def test_no_option_changes_a_token(
-    options: dict[str, Any], prompts: list[list[int]], batched: list[list[int]]
+    options: dict[str, Any], length: int, prompts: list[list[int]], batched: list[list[int]]
 ) -> None:
     llm = create_llm(**options)
-    assert generate(llm, prompts) == batched
+    expected = [tokens[:length] for tokens in batched]
+    assert generate(llm, prompts, length) == expected
     if options.get("enable_prefix_caching", True):
-        assert generate(llm, prompts) == batched  # now from the cache
+        assert generate(llm, prompts, length) == expected  # now from the cache
         assert llm.engine.core.stats.prefix_cache_hits > 0
 
 
-def test_alone_as_in_a_batch(prompts: list[list[int]], batched: list[list[int]]) -> None:
+@pytest.mark.parametrize("length", LENGTHS)
+def test_alone_as_in_a_batch(
+    length: int, prompts: list[list[int]], batched: list[list[int]]
+) -> None:
     llm = create_llm()
-    assert [generate(llm, [prompt])[0] for prompt in prompts] == batched
+    few = slice(len(prompts) if length == NEW_TOKENS else 4)
+    alone = [generate(llm, [prompt], length)[0] for prompt in prompts[few]]
+    assert alone == [tokens[:length] for tokens in batched[few]]
 
 
 def test_seeded_sampling_is_the_requests_own(prompts: list[list[int]]) -> None:
@@ -123,8 +137,9 @@ def test_seeded_sampling_is_the_requests_own(prompts: list[list[int]]) -> None:
     seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=32)
     llm = create_llm(max_num_batched_tokens=16, method="ngram", num_speculative_tokens=2)
     together = llm.generate(prompts[:8], seeded, use_tqdm=False)
+    other = create_llm(enable_prefix_caching=False)
     for prompt, output in zip(prompts[:3], together, strict=False):
-        alone = create_llm().generate([prompt], seeded, use_tqdm=False)[0]
+        alone = other.generate([prompt], seeded, use_tqdm=False)[0]
         assert alone.outputs[0].token_ids == output.outputs[0].token_ids
     free = SamplingParams(temperature=1.0, max_tokens=32)
     same_prompt = llm.generate([prompts[2]] * 4, free, use_tqdm=False)

@@ -37,7 +37,7 @@ ensure_env() {
 _pip() {
     local log
     log="$(mktemp)"
-    if ! "$ATOM_PYTHON" -m pip install --progress-bar off "$@" >"$log" 2>&1; then
+    if ! "$ATOM_PYTHON" -m pip install --no-compile --progress-bar off "$@" >"$log" 2>&1; then
         cat "$log" >&2
         rm -f "$log"
         die "pip install $* failed, see above"
@@ -66,6 +66,12 @@ _install() {
     if [ "$1" = test ] && [ "$(uname -s)" = Linux ] && ! _has_triton; then
         _pip --no-deps "$ATOM_TRITON"
     fi
+    # By all processors at once, where pip uses one; some packages hold files that do not compile.
+    "$ATOM_PYTHON" -m compileall -qq -j 0 "$(_site_packages)" "$ATOM_ROOT/atom" || true
+}
+
+_site_packages() {
+    "$ATOM_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))'
 }
 
 # By import, not by name: the Triton of a ROCm torch goes by several names.
@@ -90,7 +96,7 @@ _create_venv() {
     if [ -z "$(_torch_version)" ]; then
         # $python is itself in a virtual environment, whose packages --system-site-packages omits.
         local site
-        site="$("$ATOM_PYTHON" -c 'import sysconfig; print(sysconfig.get_path("purelib"))')"
+        site="$(_site_packages)"
         printf 'import site; site.addsitedir(%s)\n' "'$torch'" >"$site/atom-base.pth"
         "$ATOM_PYTHON" -W ignore -c 'import torch' || die "the torch in $torch cannot be used from $ATOM_VENV"
     fi

@@ -5,25 +5,36 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+Run = Callable[..., dict[str, Any]]
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-def run(name: str, folder: Path, *args: str) -> dict[str, Any]:
-    path = folder / "report.json"
-    command = [sys.executable, str(BENCHMARKS / name), *args, "--output-json", str(path)]
-    subprocess.run(command, check=True, capture_output=True)
+def read_report(path: Path) -> dict[str, Any]:
     report: dict[str, Any] = json.loads(path.read_text())
     assert {"date", "command", "cpu", "torch", "atom"} <= set(report["environment"])
     return report
 
 
-def test_throughput(tiny_llama_dir: Path, tmp_path: Path) -> None:
+@pytest.fixture
+def run(benchmark_module: Callable[[str], Any], tmp_path: Path) -> Run:
+    def run(name: str, *args: str) -> dict[str, Any]:
+        path = tmp_path / "report.json"
+        benchmark_module(name).main([*args, "--output-json", str(path)])
+        return read_report(path)
+
+    return run
+
+
+def test_throughput(run: Run, tiny_llama_dir: Path) -> None:
     sizes = ("--num-prompts", "5", "--max-tokens", "7", "--rounds", "2")
     model = ("--model", str(tiny_llama_dir), "--dtype", "float32", "--num-threads", "1")
-    report = run("throughput.py", tmp_path, *model, *sizes, "--random-input-len", "20")
+    report = run("throughput", *model, *sizes, "--random-input-len", "20")
     assert len(report["rounds"]) == 2
     assert report["median"]["output_tokens"] == 35
     assert report["median"]["prompt_tokens"] == 100
@@ -31,12 +42,12 @@ def test_throughput(tiny_llama_dir: Path, tmp_path: Path) -> None:
     assert report["engine"]["model"]["dtype"] == "float32"
 
 
-def test_compare_transformers(tiny_llama_dir: Path, tmp_path: Path) -> None:
+def test_compare_transformers(run: Run, tiny_llama_dir: Path, tmp_path: Path) -> None:
     """In float32 both must generate the same tokens, padded batch or not."""
     sizes = ("--rounds", "1", "--max-tokens", "8", "--prefill-tokens", "100")
     model = ("--model", str(tiny_llama_dir), "--dtype", "float32", "--num-threads", "1")
     markdown = tmp_path / "report.md"
-    report = run("compare_transformers.py", tmp_path, *model, *sizes, "--output-md", str(markdown))
+    report = run("compare_transformers", *model, *sizes, "--output-md", str(markdown))
     assert [r["case"] for r in report["results"]] == ["decode-1", "decode-8", "prefill"]
     for result in report["results"]:
         assert result["same_tokens"] == 1
@@ -45,8 +56,12 @@ def test_compare_transformers(tiny_llama_dir: Path, tmp_path: Path) -> None:
 
 
 def test_structured_output(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    """As a program of its own."""
+    path = tmp_path / "report.json"
     sizes = ("--batch-size", "2", "--max-tokens", "24", "--rounds", "1")
     model = ("--model", str(tiny_llama_dir), "--dtype", "float32", "--num-threads", "1")
-    report = run("structured_output.py", tmp_path, *model, *sizes)
+    command = [sys.executable, str(BENCHMARKS / "structured_output.py"), *model, *sizes]
+    subprocess.run([*command, "--output-json", str(path)], check=True, capture_output=True)
+    report = read_report(path)
     assert report["tokens_per_s"].keys() == {"free", "json_schema"}
     assert report["ratio"] > 0

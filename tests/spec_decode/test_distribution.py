@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import cache
 from itertools import product
 from pathlib import Path
 
@@ -31,11 +32,12 @@ class GuessLookup(Lookup):
     def __init__(self, distribution: dict[tuple[int, ...], float]) -> None:
         super().__init__("guess", NUM_DRAFTS, 1, 4, 1)
         self._distribution = distribution
+        self._guess = cache(self._likeliest)
 
     def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> list[int] | None:
         return [*self._guess(tuple(outputs)), *(0,) * NUM_DRAFTS][:NUM_DRAFTS]
 
-    def _guess(self, known: tuple[int, ...]) -> tuple[int, ...]:
+    def _likeliest(self, known: tuple[int, ...]) -> tuple[int, ...]:
         matching = [key for key in self._distribution if key[: len(known)] == known]
         return max(matching, key=lambda key: self._distribution[key])[len(known) :]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 
@@ -56,15 +57,25 @@ def stats_of(engine: object) -> SpecDecodeStats:
     return stats
 
 
-@pytest.mark.parametrize("k", [1, 3, 7])
-@pytest.mark.parametrize(
-    ("target", "method"), [(target, method) for target in METHODS for method in METHODS[target]]
-)
+def _grid() -> Iterator[object]:
+    """Every method with every k; at each commit a part of the settings, so that each method and
+    each k meets all of them once, and with `--run-slow` all."""
+    methods = [(target, method) for target in METHODS for method in METHODS[target]]
+    for number, (target, method) in enumerate(methods):
+        turned = [*SETTINGS][number % len(SETTINGS) :] + [*SETTINGS][: number % len(SETTINGS)]
+        for k, part in {1: turned[:1], 3: turned[1:3], 7: turned[3:]}.items():
+            yield pytest.param(target, method, k, part, id=f"{target}-{method}-{k}")
+            rest = [name for name in SETTINGS if name not in part]
+            name = f"{target}-{method}-{k}-rest"
+            yield pytest.param(target, method, k, rest, id=name, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(("target", "method", "k", "settings"), _grid())
 def test_tokens_equal_those_without_speculation(
-    targets: Targets, target: str, method: str, k: int
+    targets: Targets, target: str, method: str, k: int, settings: list[str]
 ) -> None:
     engine = create_engine(targets.target(target), **targets.speculation(method, k))
-    for name in SETTINGS:
+    for name in settings:
         assert generate(engine, params(name)) == targets.expected(target)[name], name
     assert stats_of(engine).num_drafts > 0
 

@@ -59,6 +59,14 @@ def train(target: Path, data: Path, output: Path, *more: object) -> None:
     run("train", "--model", target, "--data", data, "--output", output, *TRAIN, *more, *ENGINE)
 
 
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, data: Path, target: Path) -> Path:
+    """A run of one epoch, which tests only read."""
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    train(target, data, folder, "--epochs", 1)
+    return folder
+
+
 def losses(folder: Path) -> list[tuple[int, list[float]]]:
     return [(line["step"], line["loss"]) for line in read_log(folder / trainer.LOG)]
 
@@ -85,10 +93,9 @@ def test_a_draft_learns_its_targets_texts(
 
 
 def test_a_killed_run_resumes_with_the_same_curve(
-    data: Path, target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    data: Path, target: Path, whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    train(target, data, whole, "--epochs", 1)
+    killed = tmp_path / "killed"
     save = trainer.save_checkpoint
 
     def die(*_: object) -> None:
@@ -136,9 +143,10 @@ def test_features_may_be_computed_online(data: Path, target: Path, tmp_path: Pat
 
 def test_a_synthesis_resumes(target: Path, tmp_path: Path) -> None:
     whole, halves = tmp_path / "whole", tmp_path / "halves"
-    common = ("synthesize", "--model", target, *SYNTHESIZE, "--max-num-seqs", 4, *ENGINE)
+    few = ("--self-synthesized", 12, "--max-new-tokens", 30, "--max-repetition", 1.0)
+    common = ("synthesize", "--model", target, *few, "--max-num-seqs", 4, *ENGINE)
     run(*common, "--output", whole)
-    run(*common, "--output", halves, "--max-tokens", 200)
+    run(*common, "--output", halves, "--max-tokens", 100)
     run(*common, "--output", halves)
     texts = []
     for folder in (whole, halves):
@@ -156,14 +164,13 @@ def test_a_synthesis_resumes(target: Path, tmp_path: Path) -> None:
 
 
 def test_a_draft_is_trained_further(
-    data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    data: Path, target: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    first, second = tmp_path / "first", tmp_path / "second"
-    train(target, data, first, "--epochs", 1)
-    train(target, data, second, "--epochs", 1, "--initial-draft", first)
-    before, after = losses(first), losses(second)
+    second = tmp_path / "second"
+    train(target, data, second, "--epochs", 1, "--initial-draft", whole)
+    before, after = losses(whole), losses(second)
     assert after[0][1][0] < 0.9 * before[0][1][0]
-    newest = [load_file(sorted(folder.glob("checkpoint-*"))[-1]) for folder in (first, second)]
+    newest = [load_file(sorted(folder.glob("checkpoint-*"))[-1]) for folder in (whole, second)]
     for name in ("vocabulary", "whitening"):
         assert torch.equal(newest[0][name], newest[1][name])
     args = ["train", "--model", target, "--data", data, "--output", tmp_path / "third", *ENGINE]
@@ -173,7 +180,7 @@ def test_a_draft_is_trained_further(
         (("--draft-vocab-size", 100), "draft_vocab_size"),
         (("--aux-layer-ids", 0, 2), "eagle_config"),
     ):
-        more = (*args, "--initial-draft", first, *change)
+        more = (*args, "--initial-draft", whole, *change)
         assert main([str(a) for a in more]) == 2
         assert field in capsys.readouterr().err
 

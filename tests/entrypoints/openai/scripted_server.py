@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import httpx
@@ -25,6 +25,7 @@ from atom.messages import (
 from atom.model_engine import wire
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import AsyncEngine
+from atom.sampling_params import SamplingParams
 
 HEARTBEAT_SECONDS = 1.0
 
@@ -36,7 +37,7 @@ class ScriptedClient:
         text: what every sequence answers.
         reply: instead of `text`, the answer to a prompt.
         tokens_per_step: as many come at once, as with speculation.
-        prompt: token ids of the last request.
+        prompt, params: token ids and sampling parameters of the last request.
     """
 
     pid = 0
@@ -48,6 +49,7 @@ class ScriptedClient:
         self.reply: Callable[[str], str] | None = None
         self.tokens_per_step = 1
         self.prompt: list[int] = []
+        self.params: SamplingParams | None = None
         self._tokenizer = tokenizer
         self._reports: asyncio.Queue[wire.Step] = asyncio.Queue()
         self._aborted: set[str] = set()
@@ -72,7 +74,7 @@ class ScriptedClient:
         self.is_open = False
 
     def _answer(self, request: EngineRequest) -> None:
-        self.prompt = request.prompt_token_ids
+        self.prompt, self.params = request.prompt_token_ids, request.params
         text = self.text
         if self.reply is not None:
             text = self.reply(self._tokenizer.decode(self.prompt, skip_special_tokens=False))
@@ -94,10 +96,17 @@ class ScriptedClient:
 class ScriptedServer:
     """Serves on a free loopback port from a thread of its own, until `stop`."""
 
-    def __init__(self, tokenizer: Any, options: ServerOptions, max_model_len: int = 8000) -> None:
+    def __init__(
+        self,
+        tokenizer: Any,
+        options: ServerOptions,
+        max_model_len: int = 8000,
+        sampling_defaults: Mapping[str, Any] | None = None,
+    ) -> None:
         self._tokenizer = tokenizer
         self._max_model_len = max_model_len
         self._options = options
+        self._sampling_defaults = sampling_defaults
         self._sock = bind("127.0.0.1", 0)
         host, port = self._sock.getsockname()
         self.url = f"http://{host}:{port}"
@@ -145,6 +154,7 @@ class ScriptedServer:
             self._tokenizer,
             None,
             metrics,
+            sampling_defaults=self._sampling_defaults,
         )
         app = create_app(engine, self._options, metrics)
         config = uvicorn.Config(app, log_config=None, lifespan="off", ws="none")

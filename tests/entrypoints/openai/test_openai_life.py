@@ -36,6 +36,7 @@ def guarded(
     flags = ["--api-key", "first", "second", "--cors-allow-origin", ORIGIN]
     flags += ["--max-body-bytes", "2000", "--chat-template", str(template)]
     flags += ["--max-num-seqs", "4", "--max-waiting-requests", "40", "--drain-seconds", "5"]
+    flags += ["--override-generation-config", '{"temperature": 0}']
     process = ServerProcess(tiny_llama_dir, *flags, env={"ATOM_API_KEY": "unused"})
     try:
         yield process.wait_ready()
@@ -129,6 +130,18 @@ def test_the_given_chat_template(guarded: ServerProcess) -> None:
     response = guarded.post("/v1/chat/completions", json=body, headers=KEY)
     assert response.status_code == 400
     assert "no z here" in response.json()["error"]["message"]
+
+
+def test_the_models_sampling_parameters_apply(guarded: ServerProcess) -> None:
+    """At its temperature of 0 all answers are alike; at a temperature of the request's own not."""
+
+    def answers(**fields: Any) -> set[str]:
+        body = {"prompt": "fox", "max_tokens": 12, "n": 3, **fields}
+        choices = guarded.post("/v1/completions", json=body, headers=KEY).json()["choices"]
+        return {choice["text"] for choice in choices}
+
+    assert len(answers()) == 1
+    assert len(answers(temperature=1.0)) == 3
 
 
 def test_a_full_queue_is_429(guarded: ServerProcess) -> None:

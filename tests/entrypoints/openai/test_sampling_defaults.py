@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
-import shutil
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
-from server_process import ServerProcess
+from scripted_server import ScriptedServer
+from transformers import PreTrainedTokenizerFast
 
 from atom.entrypoints.openai.chat.params import sampling_params
 from atom.entrypoints.openai.chat.protocol import CompletionRequest
 from atom.entrypoints.openai.http.errors import ApiError
+from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai.responses.api import response_fields
 from atom.entrypoints.openai.responses.protocol import ResponsesRequest
 
@@ -50,16 +48,14 @@ def test_responses_say_what_applied() -> None:
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Path) -> Iterator[str]:
+def server(byte_level_tokenizer: PreTrainedTokenizerFast) -> Iterator[ScriptedServer]:
     """A server of a model whose own parameters make it greedy."""
-    folder = Path(shutil.copytree(tiny_llama_dir, tmp_path_factory.mktemp("greedy") / "model"))
-    path = folder / "generation_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "temperature": 0.0}))
-    process = ServerProcess(folder, "--served-model-name", "tiny")
+    server = ScriptedServer(byte_level_tokenizer, ServerOptions(), sampling_defaults=DEFAULTS)
+    server.says("yes")
     try:
-        yield process.wait_ready().url
+        yield server
     finally:
-        process.stop()
+        server.stop()
 
 
 ROUTES: dict[str, dict[str, Any]] = {
@@ -72,26 +68,20 @@ ROUTES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("route", ROUTES)
-def test_every_route_samples_alike(server: str, route: str) -> None:
-    """At the default of 0 all answers are alike; at a temperature of the request's own not."""
+def test_every_route_samples_alike(server: ScriptedServer, route: str) -> None:
+    """By the model's parameters; by those of a request where it has any."""
 
-    def answers(**fields: Any) -> set[str]:
-        body = {"model": "tiny", **ROUTES[route], **fields}
+    def used(**fields: Any) -> tuple[float, float, float]:
+        body = {**ROUTES[route], **fields}
         if route == "/generate":
             sampling = {**ROUTES[route]["sampling_params"], **fields}
             body = {**ROUTES[route], "sampling_params": sampling}
-        found = [httpx.post(server + route, json=body, timeout=60).json() for _ in range(3)]
-        return {json.dumps(_text_of(answer)) for answer in found}
+        server.model.params = None
+        answer = server.post(route, json=body)
+        assert answer.status_code == 200, answer.text
+        said = server.model.params
+        assert said is not None
+        return said.temperature, said.top_p, said.repetition_penalty
 
-    assert len(answers()) == 1
-    assert len(answers(temperature=1.0)) == 3
-
-
-def _text_of(value: Any) -> list[str]:
-    """Every `text` and `content` in an answer; the rest differs each time."""
-    if isinstance(value, list):
-        return [text for item in value for text in _text_of(item)]
-    if not isinstance(value, dict):
-        return []
-    own = [v for k, v in value.items() if k in ("text", "content") and isinstance(v, str)]
-    return own + [text for item in value.values() for text in _text_of(item)]
+    assert used() == (0.0, 0.5, 1.5)
+    assert used(temperature=0.75) == (0.75, 0.5, 1.5)

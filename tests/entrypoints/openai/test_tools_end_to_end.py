@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import socket
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -122,6 +122,9 @@ def _request(message: str, thinks: bool, **fields: Any) -> dict[str, Any]:
     }
 
 
+Ask = Callable[..., Awaitable[dict[str, Any]]]
+
+
 async def _whole(client: openai.AsyncOpenAI, **request: Any) -> dict[str, Any]:
     choice = (await client.chat.completions.create(**request)).choices[0]
     calls = [call.model_dump() for call in choice.message.tool_calls or ()]
@@ -179,12 +182,14 @@ def _check(name: str, said: dict[str, Any], expected: dict[str, Any]) -> None:
 async def test_calls_over_http(scripts: Scripts, checkpoints: tuple[Path, Path], k: int) -> None:
     assert len(LONG.encode()) > 8000
     async with serving(checkpoints, k, list(scripts.by_format)) as (engine, clients):
-        for name, cases in scripts.by_format.items():
-            for message, text, thinks in cases:
-                request = _request(message, thinks)
-                expected = _expected(name, text, thinks)
-                _check(name, await _whole(clients[name], **request), expected)
-                _check(name, await _streamed(clients[name], **request), expected)
+        await asyncio.gather(
+            *(
+                _check_call(ask, name, clients[name], *case)
+                for name, cases in scripts.by_format.items()
+                for case in cases
+                for ask in (_whole, _streamed)
+            )
+        )
         stats = engine.stats.spec_decode
         assert stats is not None
         assert stats.num_accepted_tokens > 0.9 * stats.num_draft_tokens
@@ -192,6 +197,13 @@ async def test_calls_over_http(scripts: Scripts, checkpoints: tuple[Path, Path],
             await _check_crowd(scripts, clients)
             await _check_cut(scripts, clients["kimi_k2"])
             await _check_choices(scripts, clients["hermes"])
+
+
+async def _check_call(
+    ask: Ask, name: str, client: openai.AsyncOpenAI, message: str, text: str, thinks: bool
+) -> None:
+    said = await ask(client, **_request(message, thinks))
+    _check(name, said, _expected(name, text, thinks))
 
 
 async def _check_crowd(scripts: Scripts, clients: dict[str, openai.AsyncOpenAI]) -> None:

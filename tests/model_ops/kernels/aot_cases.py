@@ -2,6 +2,9 @@
 
 A long family of cases has a file of its own, `aot_cases_<what>.py`, and is joined in here. Run
 some of them with `pytest tests/model_ops/kernels/test_aot.py -k "<part of the name>"`.
+
+The first case of a family (`family`) stands for it: it is compiled for every arch at each commit,
+the others for `FIRST_ARCH` alone, and for all with `--run-slow`.
 """
 
 from __future__ import annotations
@@ -13,8 +16,9 @@ import aot_cases_mla
 import aot_cases_moe
 import aot_cases_quant
 import aot_cases_quant_experts
-from aot_case import Case
+from aot_case import PLATFORMS, Case
 
+FIRST_ARCH = "gfx942"  # with the least shared memory
 CASES: tuple[Case, ...] = (
     *aot_cases_attention.CASES,
     *aot_cases_elementwise.CASES,
@@ -24,3 +28,22 @@ CASES: tuple[Case, ...] = (
     *aot_cases_quant.CASES,
     *aot_cases_quant_experts.CASES,
 )
+
+
+def family(case: Case) -> tuple[object, ...]:
+    """Cases of one family use the same kernels, with caches and weights of the same formats."""
+    return case.op, case.implementation, case.storage == "fp8", case.weights
+
+
+def _at_each_commit() -> frozenset[tuple[str, str]]:
+    first = {family(case): case.name for case in reversed(CASES)}
+    return frozenset(
+        (arch, case.name)
+        for case in CASES
+        for arch in PLATFORMS
+        if arch == FIRST_ARCH or first[family(case)] == case.name
+    )
+
+
+AT_EACH_COMMIT = _at_each_commit()
+"""Arch and case of what is compiled without `--run-slow`."""

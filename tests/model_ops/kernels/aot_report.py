@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from aot import BASELINE_COUNTS, HERE, UPDATE, Outcome, Outcomes, build_folder, faults
+from aot import ARCHES, BASELINE_COUNTS, HERE, UPDATE, Outcome, Outcomes, build_folder, faults
 from aot_cases import CASES
 
 BASELINE = HERE / "aot_baseline.json"
@@ -60,7 +60,8 @@ def comparable(made_with: str) -> bool:
 def update_baseline(outcomes: Outcomes, every_case: Collection[str]) -> None:
     """Take over what was compiled; forget cases that no longer exist."""
     made_with, known = read_baseline()
-    if not comparable(made_with) and {name for _, name in outcomes} != set(every_case):
+    every = {(arch, name) for name in every_case for arch in ARCHES}
+    if not comparable(made_with) and set(outcomes) != every:
         raise RuntimeError(
             f"the baseline was made with triton {made_with}, this is {triton.__version__}: "
             f"update all cases, not some: {UPDATE}"
@@ -99,13 +100,19 @@ def write_table(outcomes: Outcomes) -> Path:
 
 
 def summary(outcomes: Outcomes, table: Path) -> str:
-    """How much was compiled, in a line."""
+    """How much was compiled, of how much, in a line."""
     parts = []
     for arch in sorted({arch for arch, _ in outcomes}):
         mine = [outcome for (at, _), outcome in outcomes.items() if at == arch]
         kernels = sum(len(outcome.kernels) for outcome in mine)
         refused = sum(outcome.refused is not None for outcome in mine)
-        parts.append(f"{arch}: {kernels} kernels of {len(mine)} cases, {refused} refused")
+        parts.append(
+            f"{arch}: {kernels} kernels of {len(mine)} of {len(CASES)} cases, {refused} refused"
+        )
     made_with, _ = read_baseline()
     compared = "" if comparable(made_with) else f", NOT compared with that of {made_with}"
-    return f"compiled with triton {triton.__version__}{compared}: {'; '.join(parts)}; see {table}"
+    rest = "" if len(outcomes) == len(CASES) * len(ARCHES) else "; the rest with --run-slow"
+    return (
+        f"compiled with triton {triton.__version__}{compared}: {'; '.join(parts)}{rest}; "
+        f"see {table}"
+    )

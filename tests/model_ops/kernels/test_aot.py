@@ -1,4 +1,7 @@
-"""Every kernel compiles for every arch, within its limits, and no worse than it did."""
+"""Every kernel compiles for every arch, within its limits, and no worse than it did.
+
+At each commit the cases in `AT_EACH_COMMIT`; all of them with `--run-slow`.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +13,7 @@ import aot
 import aot_report
 import pytest
 from aot_case import Case
-from aot_cases import CASES
+from aot_cases import AT_EACH_COMMIT, CASES
 
 # More than a compiler may take for a case.
 pytestmark = pytest.mark.timeout(1200)
@@ -28,14 +31,29 @@ def with_arches(request: pytest.FixtureRequest) -> dict[str, list[str]]:
     found: dict[str, list[str]] = {}
     if "PYTEST_XDIST_WORKER" not in os.environ:
         for item in request.session.items:
-            if isinstance(item, pytest.Function) and item.originalname == test_compiles.__name__:
+            if (
+                isinstance(item, pytest.Function)
+                and item.originalname == test_compiles.__name__
+                and not item.get_closest_marker("skip")
+            ):
                 params = item.callspec.params
                 found.setdefault(params["case"].name, []).append(params["arch"])
     return found
 
 
-@pytest.mark.parametrize("arch", aot.ARCHES)
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "arch"),
+    [
+        pytest.param(
+            case,
+            arch,
+            id=f"{case.name}-{arch}",
+            marks=() if (arch, case.name) in AT_EACH_COMMIT else pytest.mark.slow,
+        )
+        for case in CASES
+        for arch in aot.ARCHES
+    ],
+)
 def test_compiles(
     case: Case,
     arch: str,
@@ -60,3 +78,18 @@ def test_names_are_unique() -> None:
 def test_the_baseline_has_only_these_cases() -> None:
     _, baseline = aot_report.read_baseline()
     assert set(baseline) <= {case.name for case in CASES}, f"to forget the others: {aot.UPDATE}"
+
+
+def test_each_kernel_is_compiled_for_each_arch_at_each_commit() -> None:
+    _, baseline = aot_report.read_baseline()
+    for arch in aot.ARCHES:
+        every, at_each_commit = (
+            {
+                (case.op, case.implementation, kernel.split("#")[0])
+                for case in cases
+                for kernel in baseline.get(case.name, {}).get(arch, {})
+            }
+            for cases in (CASES, [case for case in CASES if (arch, case.name) in AT_EACH_COMMIT])
+        )
+        assert at_each_commit == every
+        assert len(every) > 20

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator
+from pathlib import Path
 
 import aot
+import aot_report
 import aot_toy_cases
 import pytest
 import torch
@@ -85,6 +87,18 @@ def test_a_case_is_compiled_once(lane: aot.Lane) -> None:
 def test_a_compiler_that_died_is_started_again(lane: aot.Lane) -> None:
     assert lane.outcome("gfx942", "dies").error is not None
     assert lane.outcome("gfx942", "product").error is None
+
+
+def test_the_baseline_of_another_triton_is_made_anew_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(aot_report, "BASELINE", tmp_path / "baseline.json")
+    aot_report.BASELINE.write_text('{"triton": "0.1.0", "cases": {"add": {"gfx942": {}}}}')
+    made = {(arch, "add"): aot.Outcome() for arch in aot.ARCHES}
+    with pytest.raises(RuntimeError, match="update all cases, not some"):
+        aot_report.update_baseline({at: made[at] for at in list(made)[:2]}, ["add"])
+    aot_report.update_baseline(made, ["add"])
+    assert set(aot_report.read_baseline()[1]["add"]) == set(aot.ARCHES)
 
 
 POOL_OPS = ("cache_write", "paged_attention", "prefill_attention", "mla_decode", "mla_prefill")
