@@ -84,9 +84,7 @@ def host_store(listener: socket.socket) -> TCPStore:
     )
 
 
-def reach_store(
-    environment: RankEnvironment, timeout_s: float, check: Callable[[], None] = lambda: None
-) -> TCPStore:
+def reach_store(environment: RankEnvironment, timeout_s: float) -> TCPStore:
     """The store of rank 0 or of the launcher, as soon as it is there.
 
     Raises:
@@ -104,7 +102,6 @@ def reach_store(
                     f"rank {environment.rank} does not reach rank 0 at {environment.address} in "
                     f"{timeout_s:g} s: {error}"
                 ) from error
-        check()
         time.sleep(_LONGEST_PAUSE_SECONDS)
 
 
@@ -113,11 +110,14 @@ def scope(store: Store, environment: RankEnvironment) -> Store:
     return PrefixStore(f"atom/{environment.attempt}", store)
 
 
-def await_key(store: Store, key: str, end: float) -> bytes:
+def await_key(
+    store: Store, key: str, end: float, check: Callable[[], None] = lambda: None
+) -> bytes:
     """The value of a key, once it is set.
 
     Args:
         end: when to give up, on the clock of `time.monotonic`.
+        check: called again and again; raises when there is no point in waiting.
 
     Raises:
         RankStartError: when it is not set in time, or the store has gone.
@@ -127,6 +127,7 @@ def await_key(store: Store, key: str, end: float) -> bytes:
         while not store.check([key]):
             if time.monotonic() > end:
                 raise RankStartError(f"rank 0 did not say {key} in time; does it run?")
+            check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return bytes(store.get(key))
