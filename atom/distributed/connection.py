@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import logging
 import os
 import threading
@@ -74,6 +75,8 @@ class RankDriver:
         self._groups = ProcessGroups(store, host)
         self.place = _place(self._groups, environment, cards, size, device)
         self._publisher.wait_connected(_CONNECT_SECONDS)
+        # A program that just ends is no failure.
+        atexit.register(self.close)
 
     def publish(self, data: bytes) -> None:
         """Send to all other ranks, in order.
@@ -95,6 +98,7 @@ class RankDriver:
         if self._is_closed:
             return
         self._is_closed = True
+        atexit.unregister(self.close)
         self._publisher.close()
         self._watch.close()
         self._groups.abort()

@@ -24,6 +24,7 @@ _BACKLOG = 2048
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
+_NAME_SECONDS = 30.0
 
 
 def listen(environment: RankEnvironment) -> socket.socket:
@@ -32,18 +33,7 @@ def listen(environment: RankEnvironment) -> socket.socket:
     Raises:
         ConfigError: when that is no address of this machine, or the port is taken.
     """
-    host, port = environment.master_addr, environment.master_port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"MASTER_ADDR (--master-addr) {host} is unknown: {error}") from error
-    if environment.spans_machines and is_loopback(str(address[0])) and not is_loopback(host):
-        raise ConfigError(
-            f"MASTER_ADDR (--master-addr) {host} is {address[0]} on this machine, which others "
-            f"cannot reach; give its address in the network"
-        )
+    family, kind, protocol, _, address = _address_to_bind(environment)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,6 +43,28 @@ def listen(environment: RankEnvironment) -> socket.socket:
         listener.close()
         raise ConfigError(_why_not_bound(environment, error)) from error
     return listener
+
+
+def _address_to_bind(environment: RankEnvironment) -> tuple[Any, ...]:
+    host = environment.master_addr
+    # A cluster's name service may learn late that this machine is there.
+    end = time.monotonic() + (_NAME_SECONDS if environment.spans_machines else 0)
+    while True:
+        try:
+            found = _resolve(host, environment.master_port, socket.SOCK_STREAM)
+            break
+        except OSError as error:
+            if time.monotonic() > end:
+                why = f"MASTER_ADDR (--master-addr) {host} is unknown: {error}"
+                raise ConfigError(why) from error
+        time.sleep(_LONGEST_PAUSE_SECONDS)
+    address = str(found[4][0])
+    if environment.spans_machines and is_loopback(address) and not is_loopback(host):
+        raise ConfigError(
+            f"MASTER_ADDR (--master-addr) {host} is {address} on this machine, which others cannot "
+            f"reach; give its address in the network"
+        )
+    return found
 
 
 def _why_not_bound(environment: RankEnvironment, error: OSError) -> str:
