@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import atexit
+import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -69,12 +71,16 @@ class RankDriver:
         local = {card.rank: card.pid for card in others if card.machine == me.machine}
         remote = [card.rank for card in others if card.rank not in local]
         self._publisher = Publisher.create(list(local), remote, host)
-        store.set(f"{_ORDERS}/{first}", self._publisher.address.encode().decode())
         self._watch = RankWatch(host, [*local, *remote], self._on_failure, local_pids=local)
-        store.set(f"{_WATCH}/{first}", self._watch.address.encode().decode())
         self._groups = ProcessGroups(store, host)
-        self.place = _place(self._groups, environment, cards, size, device)
-        self._publisher.wait_connected(_CONNECT_SECONDS)
+        try:
+            store.set(f"{_ORDERS}/{first}", self._publisher.address.encode().decode())
+            store.set(f"{_WATCH}/{first}", self._watch.address.encode().decode())
+            self.place = _place(self._groups, environment, cards, size, device)
+            self._publisher.wait_connected(_CONNECT_SECONDS)
+        except BaseException:
+            self.close()
+            raise
         # A program that just ends is no failure.
         atexit.register(self.close)
 
@@ -86,12 +92,18 @@ class RankDriver:
         """
         self._publisher.send(data)
 
+    @property
+    def lost(self) -> str | None:
+        """Why another rank is lost, as far as it is known now."""
+        failure = self._watch.failure
+        return None if failure is None else self._describe(failure)
+
     def failure(self) -> str | None:
         """Why another rank was lost, after waiting briefly for the cause; None if none was."""
         end = time.monotonic() + _CAUSE_SECONDS
-        while (failure := self._watch.failure) is None and time.monotonic() < end:
+        while self._watch.failure is None and time.monotonic() < end:
             time.sleep(0.02)
-        return None if failure is None else self._describe(failure)
+        return self.lost
 
     def close(self) -> None:
         """End the other ranks."""
@@ -110,8 +122,12 @@ class RankDriver:
         said = "" if words is None or failure.how == "raised" else f"; its last words: {words}"
         return failure.describe() + said
 
-    def _on_failure(self, _: RankFailure) -> None:
+    def _on_failure(self, failure: RankFailure) -> None:
         """End what waits for the lost rank; the step in progress then fails."""
+        if failure.how == "silent" and failure.is_local and failure.pid is not None:
+            # Gloo waits for a process that is stopped, and not for one that is gone.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(failure.pid, signal.SIGKILL)
         if self._launched is not None:
             self._launched.kill()
         self._groups.abort()

@@ -108,6 +108,15 @@ def test_ranks_generate_together_until_one_is_killed(
 
 
 @pytest.mark.slow
+def test_a_rank_that_is_stopped_is_lost(tiny_llama_dir: Path) -> None:
+    with LLM(str(tiny_llama_dir), tensor_parallel_size=2, **OPTIONS) as llm:
+        [rank] = rank_processes()
+        rank.suspend()
+        with pytest.raises(EngineDeadError, match=r"rank 1 .* is silent"):
+            tokens(llm)
+
+
+@pytest.mark.slow
 def test_nothing_is_left_when_rank_0_is_killed(tiny_llama_dir: Path) -> None:
     script = SCRIPT + "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     process = subprocess.Popen([sys.executable, "-c", script, str(tiny_llama_dir)])
@@ -201,12 +210,14 @@ def test_machines_joined_by_hand(tiny_llama_dir: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_server_says_which_machine_was_stopped(tiny_llama_dir: Path) -> None:
-    with machines(tiny_llama_dir) as (start, _):
+def test_the_server_says_which_rank_was_lost(tiny_llama_dir: Path) -> None:
+    with machines(tiny_llama_dir) as (start, url):
         other, first = start(1), start(0)
         wait_for(lambda: "Ready" in first.log or first.process.poll() is not None)
         other.process.send_signal(signal.SIGTERM)
         assert other.wait() == 0
+        with pytest.raises(httpx.HTTPError):
+            completion(url)
         assert first.wait() == 1
         assert "rank 1" in first.log
 
