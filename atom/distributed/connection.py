@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import os
+import signal
 import threading
 import time
 from collections.abc import Sequence
@@ -15,6 +18,7 @@ from atom.distributed.channel import ChannelClosedError
 from atom.distributed.groups import ProcessGroups
 from atom.distributed.heartbeats import RankFailure, WatchAddress
 from atom.distributed.launch import Launched
+from atom.distributed.parallel_state import SINGLE
 from atom.distributed.place import Place
 from atom.distributed.rank_environment import RankEnvironment, is_loopback
 from atom.distributed.rendezvous import RankCard
@@ -39,11 +43,13 @@ class RankLostError(RuntimeError):
 
 
 class RankDriver:
-    """Rank 0's connection to the others.
+    """The connection of an engine's first rank to its others.
 
     Args:
         store: where the ranks have met.
+        environment: this rank's.
         cards: of all ranks.
+        size: ranks of an engine; there may be several that share the experts.
         launched: the ranks that this process has started.
     """
 
@@ -52,6 +58,7 @@ class RankDriver:
         store: Store,
         environment: RankEnvironment,
         cards: Sequence[RankCard],
+        size: int,
         device: torch.device,
         launched: Launched | None,
     ) -> None:
@@ -59,16 +66,23 @@ class RankDriver:
         self._launched = launched
         self._is_closed = False
         host = own_address(environment)
-        others = [card for card in cards if card.rank != 0]
-        local = {card.rank: card.pid for card in others if card.machine == cards[0].machine}
+        first = environment.rank
+        me, *others = cards[first : first + size]
+        local = {card.rank: card.pid for card in others if card.machine == me.machine}
         remote = [card.rank for card in others if card.rank not in local]
         self._publisher = Publisher.create(list(local), remote, host)
-        store.set(_ORDERS, self._publisher.address.encode().decode())
         self._watch = RankWatch(host, [*local, *remote], self._on_failure, local_pids=local)
-        store.set(_WATCH, self._watch.address.encode().decode())
         self._groups = ProcessGroups(store, host)
-        self.place = _place(self._groups, environment, cards, device)
-        self._publisher.wait_connected(_CONNECT_SECONDS)
+        try:
+            store.set(f"{_ORDERS}/{first}", self._publisher.address.encode().decode())
+            store.set(f"{_WATCH}/{first}", self._watch.address.encode().decode())
+            self.place = _place(self._groups, environment, cards, size, device)
+            self._publisher.wait_connected(_CONNECT_SECONDS)
+        except BaseException:
+            self.close()
+            raise
+        # A program that just ends is no failure.
+        atexit.register(self.close)
 
     def publish(self, data: bytes) -> None:
         """Send to all other ranks, in order.
@@ -78,18 +92,25 @@ class RankDriver:
         """
         self._publisher.send(data)
 
+    @property
+    def lost(self) -> str | None:
+        """Why another rank is lost, as far as it is known now."""
+        failure = self._watch.failure
+        return None if failure is None else self._describe(failure)
+
     def failure(self) -> str | None:
         """Why another rank was lost, after waiting briefly for the cause; None if none was."""
         end = time.monotonic() + _CAUSE_SECONDS
-        while (failure := self._watch.failure) is None and time.monotonic() < end:
+        while self._watch.failure is None and time.monotonic() < end:
             time.sleep(0.02)
-        return None if failure is None else self._describe(failure)
+        return self.lost
 
     def close(self) -> None:
         """End the other ranks."""
         if self._is_closed:
             return
         self._is_closed = True
+        atexit.unregister(self.close)
         self._publisher.close()
         self._watch.close()
         self._groups.abort()
@@ -101,8 +122,12 @@ class RankDriver:
         said = "" if words is None or failure.how == "raised" else f"; its last words: {words}"
         return failure.describe() + said
 
-    def _on_failure(self, _: RankFailure) -> None:
+    def _on_failure(self, failure: RankFailure) -> None:
         """End what waits for the lost rank; the step in progress then fails."""
+        if failure.how == "silent" and failure.is_local and failure.pid is not None:
+            # Gloo waits for a process that is stopped, and not for one that is gone.
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(failure.pid, signal.SIGKILL)
         if self._launched is not None:
             self._launched.kill()
         self._groups.abort()
@@ -110,29 +135,32 @@ class RankDriver:
 
 
 class RankFollower:
-    """Another rank's connection to rank 0; the arguments are those of `RankDriver`."""
+    """Another rank's connection to the first of its engine; see `RankDriver` for the arguments."""
 
     def __init__(
         self,
         store: Store,
         environment: RankEnvironment,
         cards: Sequence[RankCard],
+        size: int,
         device: torch.device,
     ) -> None:
-        rank, first = environment.rank, cards[0]
+        rank = environment.rank
+        first = cards[rank - rank % size]
         end = time.monotonic() + _CONNECT_SECONDS
         is_local = cards[rank].machine == first.machine
         self._failure: RankFailure | None = None
         self._has_ended = False
-        self._subscriber = Subscriber.connect(Address.decode(await_key(store, _ORDERS, end)), rank)
+        orders = await_key(store, f"{_ORDERS}/{first.rank}", end)
+        self._subscriber = Subscriber.connect(Address.decode(orders), rank)
         self._groups = ProcessGroups(store, own_address(environment))
         self._reporter = RankReporter(
-            WatchAddress.decode(await_key(store, _WATCH, end)),
+            WatchAddress.decode(await_key(store, f"{_WATCH}/{first.rank}", end)),
             rank,
             self._on_rank0_gone,
             rank0_pid=first.pid if is_local else None,
         )
-        self.place = _place(self._groups, environment, cards, device)
+        self.place = _place(self._groups, environment, cards, size, device)
 
     def receive(self) -> bytes | None:
         """What rank 0 published next; None when it has ended as it should.
@@ -176,15 +204,26 @@ def _place(
     groups: ProcessGroups,
     environment: RankEnvironment,
     cards: Sequence[RankCard],
+    size: int,
     device: torch.device,
 ) -> Place:
-    rank, size = environment.rank, environment.world_size
+    rank, world_size = environment.rank, environment.world_size
+    engine, number = divmod(rank, size)
     if is_loopback(environment.master_addr):
         # Nothing of one machine's ranks listens where others could connect.
         set_default("NCCL_SOCKET_IFNAME", "lo")
+    tensor = groups.of_device_tensors(f"tensor/{engine}", number, size, device)
+    control = groups.of_host_tensors(f"control/{engine}", number, size)
+    experts = engines = SINGLE
+    if world_size > size:
+        experts = groups.of_device_tensors("experts", rank, world_size, device)
+        if number == 0:
+            engines = groups.of_host_tensors("engines", engine, world_size // size)
     return Place(
-        tensor=groups.of_device_tensors("tensor", rank, size, device),
-        control=groups.of_host_tensors("control", rank, size),
+        tensor=tensor,
+        control=control,
+        experts=experts,
+        engines=engines,
         local_rank=environment.local_rank,
         num_local=sum(card.machine == cards[rank].machine for card in cards),
     )

@@ -161,7 +161,7 @@ def place_ranks(parallel: ParallelOptions, device: str) -> RayRanks:
     kind = "GPU" if on_gpu else "CPU"
     others = [_devices(node, kind) for node in nodes.values()]
     plan = plan_nodes(parallel.num_ranks, _devices(own, kind), others)
-    bundles = [{kind: plan.ranks_per_node} for _ in range(plan.num_nodes)]
+    bundles: list[dict[str, float]] = [{kind: plan.ranks_per_node} for _ in range(plan.num_nodes)]
     bundles[0][f"node:{own['NodeManagerAddress']}"] = _A_LITTLE
     strategy = "STRICT_PACK" if plan.num_nodes == 1 else "STRICT_SPREAD"
     group = ray.util.placement_group(bundles, strategy=strategy)
@@ -214,7 +214,7 @@ def _adopt(variables: Mapping[str, str]) -> None:
     """See the devices that Ray gave this node's ranks, rank 0's among them."""
     import torch
 
-    if torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise ConfigError(
             "this process has used a GPU before Ray could give it one; start the engine first"
         )

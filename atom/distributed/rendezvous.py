@@ -125,8 +125,13 @@ def refuse_all(store: Store, reason: str, world_size: int) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def meet(store: Store, card: RankCard, timeout_s: float = MEETING_SECONDS) -> list[RankCard]:
-    """The part of a rank that is not 0.
+def meet(
+    store: Store,
+    card: RankCard,
+    check: Callable[[], None] = lambda: None,
+    timeout_s: float = MEETING_SECONDS,
+) -> list[RankCard]:
+    """The part of a rank that is not 0; the arguments are those of `meet_as_first`.
 
     Returns:
         The cards of all ranks, in order.
@@ -136,7 +141,7 @@ def meet(store: Store, card: RankCard, timeout_s: float = MEETING_SECONDS) -> li
         RankStartError: when rank 0 has ended, or says nothing.
     """
     end = time.monotonic() + timeout_s
-    world_size = int(await_key(store, _WORLD, end))
+    world_size = int(await_key(store, _WORLD, end, check))
     if card.world_size != world_size:
         reason = (
             f"rank 0 expects {world_size} ranks, and {card} was started as one of "
@@ -147,7 +152,7 @@ def meet(store: Store, card: RankCard, timeout_s: float = MEETING_SECONDS) -> li
     _claim(store, card)
     store.set(_card_key(card.rank), msgspec.json.encode(card).decode())
     # Rank 0 has a time-out of its own, which names the ranks that are missing.
-    data = await_key(store, _VERDICT, end + timeout_s)
+    data = await_key(store, _VERDICT, end + timeout_s, check)
     verdict = msgspec.json.decode(data, type=_Verdict)
     if verdict.error is not None:
         store.add(_FAREWELLS, 1)

@@ -24,6 +24,7 @@ _BACKLOG = 2048
 _FIRST_PAUSE_SECONDS = 0.01
 _LONGEST_PAUSE_SECONDS = 0.2
 _CONNECT_SECONDS = 5.0
+_NAME_SECONDS = 30.0
 
 
 def listen(environment: RankEnvironment) -> socket.socket:
@@ -32,18 +33,7 @@ def listen(environment: RankEnvironment) -> socket.socket:
     Raises:
         ConfigError: when that is no address of this machine, or the port is taken.
     """
-    host, port = environment.master_addr, environment.master_port
-    try:
-        family, kind, protocol, _, address = socket.getaddrinfo(
-            host, port, type=socket.SOCK_STREAM
-        )[0]
-    except OSError as error:
-        raise ConfigError(f"MASTER_ADDR (--master-addr) {host} is unknown: {error}") from error
-    if environment.spans_machines and is_loopback(str(address[0])) and not is_loopback(host):
-        raise ConfigError(
-            f"MASTER_ADDR (--master-addr) {host} is {address[0]} on this machine, which others "
-            f"cannot reach; give its address in the network"
-        )
+    family, kind, protocol, _, address = _address_to_bind(environment)
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -53,6 +43,28 @@ def listen(environment: RankEnvironment) -> socket.socket:
         listener.close()
         raise ConfigError(_why_not_bound(environment, error)) from error
     return listener
+
+
+def _address_to_bind(environment: RankEnvironment) -> tuple[Any, ...]:
+    host = environment.master_addr
+    # A cluster's name service may learn late that this machine is there.
+    end = time.monotonic() + (_NAME_SECONDS if environment.spans_machines else 0)
+    while True:
+        try:
+            found = _resolve(host, environment.master_port, socket.SOCK_STREAM)
+            break
+        except OSError as error:
+            if time.monotonic() > end:
+                why = f"MASTER_ADDR (--master-addr) {host} is unknown: {error}"
+                raise ConfigError(why) from error
+        time.sleep(_LONGEST_PAUSE_SECONDS)
+    address = str(found[4][0])
+    if environment.spans_machines and is_loopback(address) and not is_loopback(host):
+        raise ConfigError(
+            f"MASTER_ADDR (--master-addr) {host} is {address} on this machine, which others cannot "
+            f"reach; give its address in the network"
+        )
+    return found
 
 
 def _why_not_bound(environment: RankEnvironment, error: OSError) -> str:
@@ -84,9 +96,7 @@ def host_store(listener: socket.socket) -> TCPStore:
     )
 
 
-def reach_store(
-    environment: RankEnvironment, timeout_s: float, check: Callable[[], None] = lambda: None
-) -> TCPStore:
+def reach_store(environment: RankEnvironment, timeout_s: float) -> TCPStore:
     """The store of rank 0 or of the launcher, as soon as it is there.
 
     Raises:
@@ -104,7 +114,6 @@ def reach_store(
                     f"rank {environment.rank} does not reach rank 0 at {environment.address} in "
                     f"{timeout_s:g} s: {error}"
                 ) from error
-        check()
         time.sleep(_LONGEST_PAUSE_SECONDS)
 
 
@@ -113,11 +122,14 @@ def scope(store: Store, environment: RankEnvironment) -> Store:
     return PrefixStore(f"atom/{environment.attempt}", store)
 
 
-def await_key(store: Store, key: str, end: float) -> bytes:
+def await_key(
+    store: Store, key: str, end: float, check: Callable[[], None] = lambda: None
+) -> bytes:
     """The value of a key, once it is set.
 
     Args:
         end: when to give up, on the clock of `time.monotonic`.
+        check: called again and again; raises when there is no point in waiting.
 
     Raises:
         RankStartError: when it is not set in time, or the store has gone.
@@ -127,6 +139,7 @@ def await_key(store: Store, key: str, end: float) -> bytes:
         while not store.check([key]):
             if time.monotonic() > end:
                 raise RankStartError(f"rank 0 did not say {key} in time; does it run?")
+            check()
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_SECONDS)
         return bytes(store.get(key))

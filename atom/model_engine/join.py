@@ -14,6 +14,7 @@ from atom.distributed.rendezvous import MEETING_SECONDS, meet, meet_as_first, re
 from atom.distributed.store import Store, host_store, listen, reach_store, scope
 from atom.model_engine.launched import (
     by_hand,
+    coupled_others,
     instructions,
     launched_environment,
     local_ranks,
@@ -27,13 +28,15 @@ _has_driven = False
 
 
 def join_as_driver(config: EngineConfig) -> RankDriver:
-    """Be rank 0: start the other ranks, unless a launcher has, and meet them.
+    """Be an engine's first rank: start the others, unless a launcher has, and meet all.
 
     Raises:
         ConfigError: when the ranks do not fit together, or not all have come.
         RankStartError: when one has died.
     """
     environment = launched_environment(config)
+    if config.parallel.couples_engines:
+        return _drive_coupled(config, environment)
     if environment is not None:
         _refuse_second_engine()
         _check_devices(config, environment.local_rank + 1)
@@ -48,7 +51,7 @@ def join_as_driver(config: EngineConfig) -> RankDriver:
 
 
 def join_as_follower(config: EngineConfig, environment: RankEnvironment) -> RankFollower:
-    """Be another rank: meet rank 0.
+    """Be another rank: meet all.
 
     Raises:
         ConfigError: when rank 0 refuses the engine, or has no place for this process.
@@ -62,7 +65,8 @@ def join_as_follower(config: EngineConfig, environment: RankEnvironment) -> Rank
         refuse(store, f"rank {environment.rank}: {error}")
         raise
     cards = meet(store, card)
-    return RankFollower(store, environment, cards, _device(config, environment))
+    size = config.parallel.tensor_parallel_size
+    return RankFollower(store, environment, cards, size, _device(config, environment))
 
 
 def _check_devices(config: EngineConfig, number: int) -> None:
@@ -90,18 +94,42 @@ def _open_store(environment: RankEnvironment) -> tuple[Store, RankEnvironment]:
 def _drive(
     config: EngineConfig, store: Store, environment: RankEnvironment, launched: Launched | None
 ) -> RankDriver:
+    rank, size = environment.rank, config.parallel.tensor_parallel_size
+    check = launched.check if launched else lambda: None
     try:
         try:
-            card = own_card(config, 0, environment.world_size)
+            card = own_card(config, rank, environment.world_size)
         except Exception as error:
-            refuse_all(store, f"rank 0: {error}", environment.world_size)
+            reason = f"rank {rank}: {error}"
+            if rank == 0:
+                refuse_all(store, reason, environment.world_size)
+            else:
+                refuse(store, reason)
             raise
-        cards = meet_as_first(store, card, launched.check if launched else lambda: None)
-        return RankDriver(store, environment, cards, _device(config, environment), launched)
+        cards = (meet_as_first if rank == 0 else meet)(store, card, check)
+        device = _device(config, environment)
+        return RankDriver(store, environment, cards, size, device, launched)
     except BaseException:
         if launched is not None:
             launched.close()
         raise
+
+
+def _drive_coupled(config: EngineConfig, environment: RankEnvironment | None) -> RankDriver:
+    """Be the first rank of one of several engines, each of which starts its own others."""
+    parallel = config.parallel
+    if environment is None:
+        raise ConfigError(
+            f"data_parallel_size={parallel.data_parallel_size} with enable_expert_parallel means "
+            f"several engines that share the experts, which only the server starts"
+        )
+    _check_devices(config, environment.local_rank + parallel.tensor_parallel_size)
+    if environment.rank == 0:
+        root, environment = _open_store(environment)
+    else:
+        root = reach_store(environment, MEETING_SECONDS)
+    others = LocalRanks(coupled_others(parallel, environment), instructions(config))
+    return _drive(config, scope(root, environment), environment, others)
 
 
 def _drive_on_ray(config: EngineConfig) -> RankDriver:

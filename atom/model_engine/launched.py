@@ -29,10 +29,15 @@ def run_as_follower_if_launched(config: EngineConfig) -> int | None:
     Raises:
         ConfigError: when what a launcher set in the environment contradicts the options.
     """
-    if config.parallel.node_rank > 0:
-        launched_environment(config)
-        return _supervise(config)
     environment = launched_environment(config)
+    if config.parallel.couples_engines and (environment or config.parallel.nnodes > 1):
+        raise ConfigError(
+            f"the {config.parallel.data_parallel_size} engines of --data-parallel-size that share "
+            f"experts are on one machine, and the server starts them all: leave out --nnodes, and "
+            f"any launcher"
+        )
+    if config.parallel.node_rank > 0:
+        return _supervise(config)
     if environment is None or environment.rank == 0:
         return None
     from atom.model_engine.rank_process import follow_rank_0
@@ -96,6 +101,25 @@ def local_ranks(parallel: ParallelOptions, meeting: RankEnvironment) -> list[Ran
         for index in range(ranks_per_node(parallel))
     )
     return [each for each in every if each.rank != 0]
+
+
+def coupled_engines(parallel: ParallelOptions, port: int) -> list[RankEnvironment]:
+    """The first ranks of engines that share experts, which the server starts on this machine.
+
+    Args:
+        port: a free one, for the ranks to meet.
+    """
+    size = parallel.tensor_parallel_size
+    firsts = range(0, parallel.num_ranks, size)
+    return [RankEnvironment(first, parallel.num_ranks, first, master_port=port) for first in firsts]
+
+
+def coupled_others(parallel: ParallelOptions, first: RankEnvironment) -> list[RankEnvironment]:
+    """The ranks that one of these first ranks has to start."""
+    return [
+        replace(first, rank=first.rank + index, local_rank=first.local_rank + index)
+        for index in range(1, parallel.tensor_parallel_size)
+    ]
 
 
 def instructions(config: EngineConfig) -> bytes:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +20,8 @@ from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.join import join_as_driver, join_as_follower
 from atom.model_engine.launched import (
     by_hand,
-    launched_environment,
+    coupled_engines,
+    coupled_others,
     local_ranks,
     run_as_follower_if_launched,
 )
@@ -133,6 +135,10 @@ def test_a_launched_process_drives_one_engine(
         ({"tensor_parallel_size": 1}, "an engine of its own in every process, unset RANK"),
         ({"tensor_parallel_size": 1, "data_parallel_size": 2}, "2 replicas .* share no ranks"),
         ({"nnodes": 2, "master_addr": "node1"}, "leave out one or the other"),
+        (
+            {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_expert_parallel": True},
+            "the server starts them all",
+        ),
         ({"distributed_executor_backend": "ray"}, "leave out one or the other"),
     ],
 )
@@ -141,7 +147,7 @@ def test_what_a_launcher_says_and_the_options_do_not(
     options: dict[str, object], message: str
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        launched_environment(config(Path("any"), **options))
+        run_as_follower_if_launched(config(Path("any"), **options))
 
 
 @pytest.mark.usefixtures("environment")
@@ -152,6 +158,39 @@ def test_rank_0_builds_the_engine() -> None:
 def test_nobody_launched_this(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launched, "rank_variables", dict)
     assert run_as_follower_if_launched(config(Path("any"))) is None
+
+
+def test_engines_that_share_experts(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines of one rank each: the first ranks know each other, and all share the experts."""
+    options = {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_expert_parallel": True}
+    own = config(tiny_llama_dir, **options)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        environments = coupled_engines(own.parallel, free.getsockname()[1])
+    mine = threading.local()
+    monkeypatch.setattr(launched, "rank_variables", lambda: mine.variables)
+
+    def enter(engine: int) -> RankDriver:
+        given = environments[engine].variables()
+        mine.variables = {name: value for name, value in given.items() if value}
+        return join_as_driver(own)
+
+    drivers = run_threads(2, enter)
+    places = [driver.place for driver in drivers]
+    assert [(place.experts.rank, place.experts.size) for place in places] == [(0, 2), (1, 2)]
+    assert [(place.tensor.rank, place.tensor.size) for place in places] == [(0, 1), (0, 1)]
+    assert run_threads(2, lambda e: places[e].engines.exchange([e])) == [[[0], [1]]] * 2
+    for driver in drivers:
+        driver.publish(b"nobody follows")
+        driver.close()
+
+
+def test_engines_that_share_experts_start_their_own_ranks() -> None:
+    options = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
+    parallel = config(Path("any"), **options).parallel
+    first, second = coupled_engines(parallel, 1234)
+    assert (first.rank, second.rank, second.local_rank, second.world_size) == (0, 2, 2, 4)
+    [other] = coupled_others(parallel, second)
+    assert (other.rank, other.local_rank, other.address) == (3, 3, "127.0.0.1:1234")
 
 
 def test_machines_share_the_ranks_in_order() -> None:

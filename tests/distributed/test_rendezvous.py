@@ -47,7 +47,7 @@ class Meeting:
             try:
                 if card.rank == 0:
                     return meet_as_first(self.store(0), card, timeout_s=timeout_s)
-                return meet(self.store(card.rank), card, timeout_s)
+                return meet(self.store(card.rank), card, timeout_s=timeout_s)
             except (ConfigError, RankStartError) as error:
                 return f"{type(error).__name__}: {error}"
 
@@ -101,9 +101,9 @@ def test_who_comes_late_is_refused_and_the_engine_goes_on(meeting: Meeting) -> N
     assert meeting.run(cards) == [cards] * 2
     late = replace_host(cards[1], "late")
     with pytest.raises(ConfigError, match=r"there is a rank 1 \(host one, pid 101\) already"):
-        meet(meeting.store(1), late, 5)
+        meet(meeting.store(1), late, timeout_s=5)
     with pytest.raises(ConfigError, match="expects 2 ranks"):
-        meet(meeting.store(3), card(3, 4), 5)
+        meet(meeting.store(3), card(3, 4), timeout_s=5)
     meeting.server.set("still", "there")
     assert meeting.store(1).check(["card/1"])
 
@@ -117,14 +117,14 @@ def test_a_rank_that_refuses_itself_ends_all(meeting: Meeting) -> None:
     with pytest.raises(ConfigError, match="rank 1: there is no such model"):
         meet_as_first(meeting.store(0), card(0, 3), timeout_s=5)
     with pytest.raises(ConfigError, match="rank 1: there is no such model"):
-        meet(meeting.store(2), card(2, 3), 5)
+        meet(meeting.store(2), card(2, 3), timeout_s=5)
 
 
 def test_why_rank_0_fails_before_the_meeting_is_told(meeting: Meeting) -> None:
     meeting.store(0).set("world", "2")
     refuse_all(meeting.store(0), "the draft does not fit", 2)
     with pytest.raises(ConfigError, match="the draft does not fit"):
-        meet(meeting.store(1), card(1), 5)
+        meet(meeting.store(1), card(1), timeout_s=5)
 
 
 def test_a_rank_that_dies_is_reported_at_once(meeting: Meeting) -> None:
