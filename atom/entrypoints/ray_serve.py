@@ -13,6 +13,7 @@ from ray import serve
 
 from atom.config import EngineConfig
 from atom.entrypoints.openai.app import create_app
+from atom.entrypoints.openai.http.edge import REQUEST_ID_HEADER
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.ray_options import read_args
@@ -58,7 +59,7 @@ class Ingress:
         if scope["type"] == "lifespan":
             await self._live(receive, send)
         else:
-            await _replica().routes(scope, receive, send)
+            await _replica().routes(scope, receive, _without_request_id(send))
 
     async def _live(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -66,6 +67,19 @@ class Ingress:
         await receive()
         await _replica().close()
         await send({"type": "lifespan.shutdown.complete"})
+
+
+def _without_request_id(send: Send) -> Send:
+    """Ray Serve adds that header itself, from the same request."""
+
+    async def pass_on(message: Message) -> None:
+        if message["type"] == "http.response.start":
+            own = REQUEST_ID_HEADER.lower().encode()
+            headers = [pair for pair in message["headers"] if pair[0].lower() != own]
+            message = {**message, "headers": headers}
+        await send(message)
+
+    return pass_on
 
 
 def _replica() -> OpenAIServer:

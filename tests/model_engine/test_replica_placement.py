@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 
+import psutil
 import pytest
 
+from atom import LLM
 from atom.config import ConfigError
 from atom.model_engine import replica_placement
 from atom.model_engine.arg_utils import engine_config
-from atom.model_engine.replica_placement import place_replicas
+from atom.model_engine.engine_client import EngineClient
+from atom.model_engine.replica_placement import Placement, place_replicas
 
 
 @pytest.fixture
@@ -99,3 +103,24 @@ def test_what_cannot_be_placed(machine: pytest.MonkeyPatch) -> None:
         place_replicas(engine_config(data_parallel_size=2, nnodes=2, master_addr="h"))
     with pytest.raises(ConfigError, match="master_port of its own"):
         place_replicas(engine_config(data_parallel_size=2, master_port=1234))
+
+
+async def test_the_process_keeps_to_its_place() -> None:
+    cpu = max(os.sched_getaffinity(0))
+    environment = {**os.environ, "HIP_VISIBLE_DEVICES": "3"}
+    client = EngineClient(Placement(engine_config(), (cpu,), environment))
+    try:
+        process = psutil.Process(client.pid)
+        assert process.environ()["HIP_VISIBLE_DEVICES"] == "3"
+        for _ in range(200):
+            if process.cpu_affinity() == [cpu]:
+                break
+            await asyncio.sleep(0.1)
+        assert process.cpu_affinity() == [cpu]
+    finally:
+        await client.kill()
+
+
+def test_the_offline_api_has_one_engine() -> None:
+    with pytest.raises(ConfigError, match="2 replicas need processes of their own"):
+        LLM(data_parallel_size=2)
