@@ -80,6 +80,6 @@ def _on_processors(own: EngineConfig, number: int) -> list[Placement]:
     if size := len(cpus) // number:
         starts = range(0, number * size, size)
         return [Placement(own, tuple(cpus[start : start + size])) for start in starts]
-    threads = max(default_num_threads() // number, 1)
+    threads = max(default_num_threads() // (number * own.parallel.tensor_parallel_size), 1)
     parallel = dataclasses.replace(own.parallel, num_threads=threads)
     return [Placement(dataclasses.replace(own, parallel=parallel))] * number

@@ -180,6 +180,8 @@ class ReplicaSet:
             return
         slot.end = f"failed too often to be restarted, at last since {reason}"
         logger.critical("replica %d %s", index, slot.end)
+        if slot.replica.is_open:
+            slot.restarting = asyncio.create_task(slot.replica.kill())
         if all(slot.end is not None for slot in self._slots):
             self.death = f"every replica failed too often; the last one since {reason}"
 

@@ -8,6 +8,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
@@ -29,6 +31,15 @@ def test_throughput(tiny_llama_dir: Path, tmp_path: Path) -> None:
     assert report["median"]["prompt_tokens"] == 100
     assert report["median"]["output_tokens_per_s"] > 0
     assert report["engine"]["model"]["dtype"] == "float32"
+
+
+@pytest.mark.slow
+def test_replicas(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    sizes = ("--requests", "3", "--clients", "2", "--max-tokens", "5", "--rounds", "2")
+    model = ("--model", str(tiny_llama_dir), "--num-threads", "1", "--kv-cache-memory", "4MiB")
+    report = run("replicas.py", tmp_path, *model, *sizes)
+    assert [len(speeds) for speeds in report["output_tokens_per_s"].values()] == [2, 2]
+    assert report["ratios"]["1"] == [1, 1]
 
 
 def test_compare_transformers(tiny_llama_dir: Path, tmp_path: Path) -> None:

@@ -53,7 +53,11 @@ def test_a_quota_is_divided_into_threads(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(replica_placement, "default_num_threads", lambda: 5)
     for placement in place_replicas(engine_config(data_parallel_size=2)):
         assert (placement.cpus, placement.config.parallel.num_threads) == ((), 2)
-    assert place_replicas(engine_config(data_parallel_size=7))[6].config.parallel.num_threads == 1
+    for config in (
+        engine_config(data_parallel_size=7),
+        engine_config(data_parallel_size=2, tensor_parallel_size=2),
+    ):
+        assert place_replicas(config)[-1].config.parallel.num_threads == 1
 
 
 @pytest.mark.parametrize(

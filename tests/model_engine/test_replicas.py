@@ -276,6 +276,7 @@ async def test_giving_up(engine: AsyncEngine, machine: Machine) -> None:
     assert not readers[1].task.done()
     machine.may_start.set()
     assert "every replica failed too often" in await engine.wait_dead()
+    assert not any(each.is_open for each in machine.engines)
     for reader in readers[1:]:
         with pytest.raises(EngineDeadError, match="every replica"):
             await reader.task
