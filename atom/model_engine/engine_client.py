@@ -44,7 +44,7 @@ class EngineClient:
         self._reports.bind(wire.reports_address(self._socket_dir))
         self._loop.add_reader(self._reports.fileno(), self._on_readable)
         command = [sys.executable, "-m", "atom.model_engine.engine_process"]
-        command += ["--socket-dir", str(self._socket_dir)]
+        command += ["--socket-dir", str(self._socket_dir), "--name", placement.name]
         if placement.cpus:
             command += ["--cpus", *map(str, placement.cpus)]
         # Never written to: it closes when this process ends, and then the engine process exits.

@@ -19,11 +19,13 @@ class Placement:
     config: the engine's own; it is no replica of anything.
     cpus: the processors it keeps to; any when empty.
     environment: its process's; None for this process's own.
+    name: what its log calls it.
     """
 
     config: EngineConfig
     cpus: tuple[int, ...] = ()
     environment: Mapping[str, str] | None = None
+    name: str = "engine"
 
 
 def place_replicas(config: EngineConfig) -> list[Placement]:
@@ -46,9 +48,11 @@ def place_replicas(config: EngineConfig) -> list[Placement]:
             f"each of the {number} replicas needs a master_port of its own; leave it out"
         )
     own = dataclasses.replace(config, parallel=dataclasses.replace(parallel, data_parallel_size=1))
-    if config.device != "cpu" and num_gpus():
-        return _on_gpus(own, number)
-    return _on_processors(own, number)
+    divide = _on_gpus if config.device != "cpu" and num_gpus() else _on_processors
+    return [
+        dataclasses.replace(each, name=f"engine {index}")
+        for index, each in enumerate(divide(own, number))
+    ]
 
 
 def _on_gpus(own: EngineConfig, number: int) -> list[Placement]:

@@ -57,6 +57,8 @@ def test_a_repeated_prefix_is_found(two: ServerProcess) -> None:
             if repeat:
                 found.append(usage["prompt_tokens_details"]["cached_tokens"] >= 80)
     assert all(found)
+    for name in ("engine 0", "engine 1"):
+        assert any(f"[{name}]" in line for line in two.log)
     assert all(hits > 0 for hits in by_replica(two, "prefix_cache_hits_total"))
 
 
