@@ -83,6 +83,15 @@ class _LiveRequest:
     num_tries: int = 0
 
 
+def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
+    """What a request must fit in, whichever of several engines gets it."""
+    return msgspec.structs.replace(
+        limits[0],
+        max_model_len=min(each.max_model_len for each in limits),
+        num_blocks=min(each.num_blocks for each in limits),
+    )
+
+
 class AsyncEngine:
     """Generates for concurrent requests. Create with `start`, end with `shutdown`.
 
@@ -111,9 +120,7 @@ class AsyncEngine:
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
-        limits = [ready.limits for _, ready in engines]
-        num_blocks = min(each.num_blocks for each in limits)
-        self.limits: EngineLimits = msgspec.structs.replace(limits[0], num_blocks=num_blocks)
+        self.limits = common_limits([ready.limits for _, ready in engines])
         self.model_name = model_name
         self.model_type = model_type
         self.sampling_defaults: Mapping[str, Any] = sampling_defaults or {}
@@ -126,7 +133,8 @@ class AsyncEngine:
         self._shutdown_lock = asyncio.Lock()
         self._replicas = ReplicaSet(engines, relaunch, self)
         remembers = len(engines) > 1 and config.cache.enable_prefix_caching
-        self._router = Router(len(engines), limits[0].block_size, num_blocks if remembers else 0)
+        num_blocks = self.limits.num_blocks if remembers else 0
+        self._router = Router(len(engines), self.limits.block_size, num_blocks)
 
     @classmethod
     async def start(
