@@ -9,13 +9,11 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import msgspec
 from transformers import PreTrainedTokenizerBase
 
 from atom.config import EngineConfig
 from atom.messages import (
     EngineDeadError,
-    EngineLimits,
     EngineRequest,
     EngineStats,
     FinishReason,
@@ -31,7 +29,7 @@ from atom.model_engine.replica import Replica
 from atom.model_engine.replica_placement import place_replicas
 from atom.model_engine.replica_set import Relaunch, ReplicaSet, StartedEngine
 from atom.model_engine.router import Router
-from atom.model_engine.total_stats import total_stats
+from atom.model_engine.total_stats import common_limits, total_stats
 from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
@@ -81,15 +79,6 @@ class _LiveRequest:
     mailbox: Mailbox = field(default_factory=Mailbox)
     replica: Replica | None = None
     num_tries: int = 0
-
-
-def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
-    """What a request must fit in, whichever of several engines gets it."""
-    return msgspec.structs.replace(
-        limits[0],
-        max_model_len=min(each.max_model_len for each in limits),
-        num_blocks=min(each.num_blocks for each in limits),
-    )
 
 
 class AsyncEngine:

@@ -1,4 +1,4 @@
-"""The state of several engines as that of one."""
+"""Several engines as one: their limits and their state."""
 
 from __future__ import annotations
 
@@ -6,12 +6,21 @@ from collections.abc import Sequence
 
 import msgspec
 
-from atom.messages import EngineStats
+from atom.messages import EngineLimits, EngineStats
 from atom.stats import total
 
 # What all engines of a server have in common.
 _SHARED = ("block_size", "kv_cache_dtype")
 _GAUGES = ("num_running", "num_waiting", "num_blocks", "num_used_blocks")
+
+
+def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:
+    """What a request must fit in, whichever of several engines gets it."""
+    return msgspec.structs.replace(
+        limits[0],
+        max_model_len=min(each.max_model_len for each in limits),
+        num_blocks=min(each.num_blocks for each in limits),
+    )
 
 
 def total_stats(parts: Sequence[EngineStats]) -> EngineStats:

@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
-import msgspec
 import pytest
 import pytest_asyncio
 from transformers import PreTrainedTokenizerFast
@@ -27,7 +26,6 @@ from atom.model_engine.async_engine import (
     EngineShuttingDownError,
     EngineStuckError,
     QueueFullError,
-    common_limits,
 )
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
@@ -36,12 +34,6 @@ LIMITS = EngineLimits(
     max_model_len=400, num_blocks=50, block_size=16, vocab_size=300, max_logprobs=5
 )
 PARAMS = SamplingParams(max_tokens=100)
-
-
-def test_a_request_must_fit_in_every_engine() -> None:
-    small = msgspec.structs.replace(LIMITS, max_model_len=300, num_blocks=40)
-    shared = common_limits([LIMITS, small, LIMITS])
-    assert (shared.max_model_len, shared.num_blocks) == (300, 40)
 
 
 class StubEngine:

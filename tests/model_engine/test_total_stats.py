@@ -1,7 +1,9 @@
 from __future__ import annotations
 
-from atom.messages import EngineStats
-from atom.model_engine.total_stats import counters_of, total_stats
+import msgspec
+
+from atom.messages import EngineLimits, EngineStats
+from atom.model_engine.total_stats import common_limits, counters_of, total_stats
 from atom.stats import SpecDecodeStats
 
 STATS = EngineStats(
@@ -38,3 +40,11 @@ def test_the_sum_and_what_an_engine_leaves() -> None:
         spec_decode=SpecDecodeStats(num_drafts=2, num_draft_tokens=4, accepted_counts=[0, 2]),
     )
     assert total_stats([EngineStats(), EngineStats()]).spec_decode is None
+
+
+def test_a_request_must_fit_in_every_engine() -> None:
+    large = EngineLimits(
+        max_model_len=400, num_blocks=50, block_size=16, vocab_size=300, max_logprobs=5
+    )
+    small = msgspec.structs.replace(large, max_model_len=300, num_blocks=40)
+    assert common_limits([large, small, large]) == small
