@@ -67,9 +67,10 @@ def _on_gpus(own: EngineConfig, number: int) -> list[Placement]:
     is_rocm = torch.version.hip is not None
     variable = "HIP_VISIBLE_DEVICES" if is_rocm else "CUDA_VISIBLE_DEVICES"
     names = visible_devices(is_rocm) or [str(index) for index in range(num_gpus())]
+    shares = [names[start : start + size] for start in range(0, number * size, size)]
     return [
-        Placement(own, environment=environment_with({variable: ",".join(names[start : start + size])}))
-        for start in range(0, number * size, size)
+        Placement(own, environment=environment_with({variable: ",".join(share)}))
+        for share in shares
     ]
 
 
