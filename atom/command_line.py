@@ -89,6 +89,14 @@ class CommandLine(argparse.ArgumentParser):
             self.error(f"--config: cannot read {path}: {error}")
         if not isinstance(content, Mapping):
             self.error(f"--config: {path} should hold flags and their values, one a line")
+        return self.flags_of(content, f"--config: {path}")
+
+    def flags_of(self, content: Mapping[Any, Any], source: str) -> list[str]:
+        """Options by name, with or without underscores, and their values as flags.
+
+        Args:
+            source: what errors name.
+        """
         known = {
             name.removeprefix("--"): action
             for name, action in self._option_string_actions.items()
@@ -98,17 +106,17 @@ class CommandLine(argparse.ArgumentParser):
         for name, value in content.items():
             key = str(name).replace("_", "-")
             if key not in known:
-                self.error(f"--config: {path}: unknown option {name}{did_you_mean(key, known)}")
-            flags += self._flags(known[key], key, value, path)
+                self.error(f"{source}: unknown option {name}{did_you_mean(key, known)}")
+            flags += self._flags(known[key], key, value, source)
         return flags
 
-    def _flags(self, action: argparse.Action, key: str, value: Any, path: str) -> list[str]:
-        """One entry of the file."""
+    def _flags(self, action: argparse.Action, key: str, value: Any, source: str) -> list[str]:
+        """One option and its value."""
         if value is None:
             return []
         if action.nargs == 0:  # a switch
             if not isinstance(value, bool):
-                self.error(f"--config: {path}: {key} should be true or false, got {value!r}")
+                self.error(f"{source}: {key} should be true or false, got {value!r}")
             if value:
                 return [f"--{key}"]
             off = f"--no-{key}"
@@ -116,7 +124,7 @@ class CommandLine(argparse.ArgumentParser):
         if isinstance(value, list) and action.nargs is not None:
             return [f"--{key}={each}" for each in value]
         if isinstance(value, (bool, list)):
-            self.error(f"--config: {path}: {key} takes one value, got {value!r}")
+            self.error(f"{source}: {key} takes one value, got {value!r}")
         return [f"--{key}={json.dumps(value) if isinstance(value, dict) else value}"]
 
 

@@ -80,3 +80,10 @@ def device_variables() -> dict[str, str]:
 def set_variables(variables: Mapping[str, str]) -> None:
     """Set variables that libraries of this process read later."""
     os.environ.update(variables)
+
+
+def visible_devices(is_rocm: bool) -> list[str] | None:
+    """The GPUs that `$HIP_VISIBLE_DEVICES` or `$CUDA_VISIBLE_DEVICES` names; None for all."""
+    own = os.environ.get("HIP_VISIBLE_DEVICES") if is_rocm else None
+    given = own if own is not None else os.environ.get("CUDA_VISIBLE_DEVICES")
+    return None if given is None else [name.strip() for name in given.split(",") if name.strip()]

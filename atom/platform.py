@@ -6,6 +6,7 @@ import functools
 import math
 import os
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -82,6 +83,11 @@ def num_compute_units(platform: Platform) -> int | None:
     return int(torch.cuda.get_device_properties(0).multi_processor_count)
 
 
+def num_gpus() -> int:
+    """GPUs that this process may use; they stay untouched."""
+    return int(torch.cuda.device_count())
+
+
 def free_memory_bytes(platform: Platform) -> int:
     """Memory in bytes that can be allocated now."""
     if platform.is_gpu:
@@ -116,6 +122,27 @@ def _cgroup_headroom_bytes(default: int) -> int:
 def default_num_threads() -> int:
     """Processors that this process may use."""
     return int(max(min(len(_own_cpus()), _cgroup_num_cpus()), 1))
+
+
+def cpus_by_core() -> list[int]:
+    """Processors that this process may use, those of a core and of a socket side by side.
+
+    Empty where a container's quota, or the operating system, gives no processor to it alone.
+    """
+    own = _own_cpus()
+    if not hasattr(os, "sched_setaffinity") or _cgroup_num_cpus() < len(own):
+        return []
+    return sorted(own, key=lambda cpu: (*_core_of(cpu), cpu))
+
+
+def _core_of(cpu: int) -> tuple[int, int]:
+    """Socket and core; the processor's own number where the kernel tells neither."""
+    topology = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology")
+    try:
+        socket = int((topology / "physical_package_id").read_text())
+        return socket, int((topology / "core_id").read_text())
+    except (OSError, ValueError):
+        return 0, cpu
 
 
 def busy_cpu_seconds() -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import logging
 import os
@@ -34,9 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = create_parser()
     namespace = parser.parse_args(argv)
     try:
-        options = ServerOptions.from_cli_args(namespace)
-        given = choose_draft(engine_options(namespace), namespace.no_speculation)
-        config = engine_config(**given)
+        config, options = read_options(namespace)
     except (ConfigError, OptionError) as error:
         parser.error(str(error))
     logging.basicConfig(
@@ -57,8 +56,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return serve_forever(config, options)
 
 
-def create_parser() -> CommandLine:
-    parser = CommandLine(
+def create_parser(kind: type[CommandLine] = CommandLine) -> CommandLine:
+    parser = kind(
         prog="python -m atom.entrypoints.openai_server",
         description="Serve a model with the OpenAI API.",
     )
@@ -68,6 +67,17 @@ def create_parser() -> CommandLine:
     add_no_speculation(parser)
     add_show_ops(parser)
     return parser
+
+
+def read_options(namespace: argparse.Namespace) -> tuple[EngineConfig, ServerOptions]:
+    """What the flags of `create_parser` say.
+
+    Raises:
+        ConfigError, OptionError: for values that cannot be.
+    """
+    options = ServerOptions.from_cli_args(namespace)
+    given = choose_draft(engine_options(namespace), namespace.no_speculation)
+    return engine_config(**given), options
 
 
 def show_ops(config: EngineConfig) -> int:

@@ -1,11 +1,12 @@
-"""Asyncio frontend of an engine that runs in a process of its own."""
+"""Asyncio frontend of engines that run in processes of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
@@ -13,17 +14,22 @@ from transformers import PreTrainedTokenizerBase
 from atom.config import EngineConfig
 from atom.messages import (
     EngineDeadError,
-    EngineLimits,
     EngineRequest,
+    EngineStats,
     FinishReason,
     RequestRefusedError,
     SequenceOutput,
+    StepReport,
     check_request,
     check_text,
 )
-from atom.model_engine import wire
 from atom.model_engine.engine_client import EngineClient
 from atom.model_engine.mailbox import Mailbox
+from atom.model_engine.replica import Replica
+from atom.model_engine.replica_placement import place_replicas
+from atom.model_engine.replica_set import Relaunch, ReplicaSet, StartedEngine
+from atom.model_engine.router import Router
+from atom.model_engine.total_stats import common_limits, total_stats
 from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
@@ -45,11 +51,8 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# The engine process sends a heartbeat about every second, even during a long step.
-SILENT_SECONDS = 10.0
-# After this time without an answer, requests in flight fail with EngineStuckError.
-GIVE_UP_SECONDS = 20.0
-_WATCH_SECONDS = 1.0
+# On how many replicas in turn a request may be when they die; it may be what kills them.
+MAX_TRIES = 3
 _DRAIN_POLL_SECONDS = 0.02
 
 
@@ -65,8 +68,24 @@ class EngineStuckError(EngineDeadError):
     """The engine process has not ended but does not respond."""
 
 
+@dataclass(eq=False)
+class _LiveRequest:
+    """A request that is being read.
+
+    `replica` is None while there is none that could take it.
+    """
+
+    sequences: list[EngineRequest]
+    mailbox: Mailbox = field(default_factory=Mailbox)
+    replica: Replica | None = None
+    num_tries: int = 0
+
+
 class AsyncEngine:
     """Generates for concurrent requests. Create with `start`, end with `shutdown`.
+
+    With several replicas a request goes where its prefix is cached, else to the least loaded. When
+    one dies, requests of which nobody has read anything yet are tried on another.
 
     Not thread-safe: use it from one event loop.
 
@@ -74,14 +93,13 @@ class AsyncEngine:
         limits: what a request must fit in.
         model_type: of the model's config.
         sampling_defaults: the model's, for requests that do not give their own.
-        stats: the last reported engine state, at most about a second old.
         vocabulary: text and bytes of single tokens.
     """
 
     def __init__(
         self,
-        client: EngineClient,
-        ready: wire.Ready,
+        engines: Sequence[StartedEngine],
+        relaunch: Relaunch,
         config: EngineConfig,
         model_name: str,
         model_type: str,
@@ -91,27 +109,21 @@ class AsyncEngine:
         sampling_defaults: Mapping[str, Any] | None = None,
     ) -> None:
         self.config = config
-        self.limits: EngineLimits = ready.limits
+        self.limits = common_limits([ready.limits for _, ready in engines])
         self.model_name = model_name
         self.model_type = model_type
         self.sampling_defaults: Mapping[str, Any] = sampling_defaults or {}
         self.tokenizer = tokenizer
-        self.stats = ready.stats
-        self._client = client
         self._processor = OutputProcessor(tokenizer, config.seed, observer)
         self._max_waiting_requests = max_waiting_requests
-        self._mailboxes: dict[str, Mailbox] = {}
-        self._queued: list[EngineRequest] = []
-        # Counted in ticks of `_watch`, not in seconds: if this process was blocked, the engine's
-        # messages are still unread, which does not mean that it was silent.
-        self._num_silent = 0
-        self._num_stuck = 0
-        self._step: wire.StepProgress | None = None
+        self._live: dict[str, _LiveRequest] = {}
         self._is_closing = False
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._shutdown_lock = asyncio.Lock()
-        self._reader = asyncio.create_task(self._read())
-        self._watcher = asyncio.create_task(self._watch())
+        self._replicas = ReplicaSet(engines, relaunch, self)
+        remembers = len(engines) > 1 and config.cache.enable_prefix_caching
+        num_blocks = self.limits.num_blocks if remembers else 0
+        self._router = Router(len(engines), self.limits.block_size, num_blocks)
 
     @classmethod
     async def start(
@@ -121,60 +133,73 @@ class AsyncEngine:
         max_waiting_requests: int | None = None,
         observer: EngineObserver | None = None,
     ) -> AsyncEngine:
-        """Start the engine process and wait until it accepts requests.
+        """Start the engine processes and wait until they accept requests.
 
         Args:
             max_waiting_requests: limit on sequences that wait to be scheduled; None for no limit.
 
         Raises:
             ConfigError, WeightError: when an option or the checkpoint is wrong.
-            EngineDeadError: when the engine failed otherwise; its log says more.
+            EngineDeadError: when an engine failed otherwise; its log says more.
         """
-        client = EngineClient()
+        placements = place_replicas(config)
+        clients = [EngineClient(placement) for placement in placements]
         try:
-            # The engine process imports its modules in the meantime.
+            # The engine processes import their modules in the meantime.
             source = await asyncio.to_thread(resolve_model, config.model)
-            client.send(wire.Start(config, logging.getLogger("atom").getEffectiveLevel()))
-            tokenizer, ready = await asyncio.gather(
-                asyncio.to_thread(load_tokenizer, source, config.model), client.wait_ready()
+            tokenizer, *readies = await asyncio.gather(
+                asyncio.to_thread(load_tokenizer, source, config.model),
+                *(client.start() for client in clients),
             )
         except BaseException:
-            await client.kill()
+            await asyncio.gather(*(client.kill() for client in clients))
             raise
-        logger.info("the engine was ready after %.1f s", ready.startup_seconds)
-        model = (source.name, source.hf_config.model_type, tokenizer)
+        slowest = max(ready.startup_seconds for ready in readies)
+        logger.info("the engine was ready after %.1f s", slowest)
+
+        async def relaunch(index: int) -> StartedEngine:
+            client = EngineClient(placements[index])
+            try:
+                return client, await client.start()
+            except BaseException:
+                await client.kill()
+                raise
+
         logger.info("%s", describe_defaults(source.sampling_defaults))
-        defaults = source.sampling_defaults
-        return cls(client, ready, config, *model, max_waiting_requests, observer, defaults)
+        return cls(
+            list(zip(clients, readies, strict=True)),
+            relaunch,
+            config,
+            source.name,
+            source.hf_config.model_type,
+            tokenizer,
+            max_waiting_requests,
+            observer,
+            source.sampling_defaults,
+        )
 
     @property
     def vocabulary(self) -> Vocabulary:
         return self._processor.vocabulary
 
     @property
-    def pid(self) -> int:
-        """Process id of the engine."""
-        return self._client.pid
+    def pids(self) -> list[int]:
+        """Process ids of the living engines."""
+        return [replica.pid for replica in self._replicas.living]
 
     @property
     def trouble(self) -> str | None:
-        """Why the engine is not expected to answer; None when it is healthy.
+        """Why no request is expected to be answered; None when one is."""
+        return self._replicas.trouble
 
-        It has died, or sent no message for 10 seconds, or its current step takes longer than
-        `StepPace` allows for its number of tokens.
-        """
-        if self._dead.done():
-            return self._dead.result()
-        if not self._client.is_alive:
-            return "the engine process has ended"
-        if self._num_silent * _WATCH_SECONDS >= SILENT_SECONDS:
-            return "the engine process is silent"
-        if self._step is not None and self._step.is_overdue:
-            return (
-                f"the engine's step of {self._step.num_tokens} tokens has taken "
-                f"{self._step.seconds:.0f} s, more than {self._step.allowed_seconds:.0f} s"
-            )
-        return None
+    @property
+    def replicas(self) -> ReplicaSet:
+        return self._replicas
+
+    @property
+    def stats(self) -> EngineStats:
+        """The last reported state of all replicas together, at most about a second old."""
+        return total_stats(self._replicas.stats)
 
     async def generate(
         self,
@@ -214,7 +239,7 @@ class AsyncEngine:
         check_text(request_id, "request_id")
         check_text(cache_salt, "cache_salt")
         self._check_queue(prepared.params.n)
-        requests = self._processor.add_request(
+        sequences = self._processor.add_request(
             request_id,
             prompt,
             prompt_token_ids,
@@ -223,40 +248,37 @@ class AsyncEngine:
             priority=priority,
             cache_salt=cache_salt,
         )
-        mailbox = self._mailboxes[request_id] = Mailbox()
+        live = self._live[request_id] = _LiveRequest(sequences)
         try:
-            self._queue(requests)
+            self._place(live)
             finished = False
             while not finished:
-                output = await mailbox.take()
+                output = await live.mailbox.take()
                 finished = output.finished
                 yield output
         finally:
-            del self._mailboxes[request_id]
-            self._abort(self._processor.abort(request_id))
+            del self._live[request_id]
+            self._abort(live, self._processor.abort(request_id))
+            self._leave(live)
 
     async def wait_dead(self) -> str:
-        """Wait until the engine ends unexpectedly; returns the reason."""
+        """Wait until no engine is left, and none will be; returns the reason."""
         return await asyncio.shield(self._dead)
 
     async def shutdown(self, drain_seconds: float) -> None:
         """Refuse new requests, wait up to `drain_seconds` for the running ones, then end the
-        process.
+        processes.
 
         Requests that are still unfinished end with finish_reason `abort`.
         """
         self._is_closing = True
         async with self._shutdown_lock:
-            if not self._client.is_open:
-                return
             deadline = time.monotonic() + drain_seconds
             while self._has_live_requests and time.monotonic() < deadline:
                 await asyncio.sleep(_DRAIN_POLL_SECONDS)
             if self._has_live_requests:
                 self._abort_all()
-            self._reader.cancel()
-            self._watcher.cancel()
-            await self._client.stop()
+            await self._replicas.stop()
 
     @property
     def _has_live_requests(self) -> bool:
@@ -279,7 +301,8 @@ class AsyncEngine:
         if self._max_waiting_requests is None:
             return
         max_num_seqs = self.config.scheduler.max_num_seqs
-        num_running = self.stats.num_running if self.stats.num_waiting else max_num_seqs
+        reported = [replica.stats for replica in self._replicas.living]
+        num_running = sum(s.num_running if s.num_waiting else max_num_seqs for s in reported)
         num_waiting = self._processor.num_unfinished_sequences - num_running
         if num_waiting + num_new > self._max_waiting_requests:
             raise QueueFullError(
@@ -287,95 +310,79 @@ class AsyncEngine:
                 f"max_waiting_requests={self._max_waiting_requests}; try again later"
             )
 
-    async def _read(self) -> None:
-        """Receive messages from the engine until it is dead."""
-        try:
-            while True:
-                messages = await self._client.receive()
-                self._num_silent = 0
-                for message in messages:
-                    self._handle(message)
-        except EngineDeadError as error:
-            self._die(str(error))
-        except Exception as error:
-            logger.exception("cannot go on reading from the engine")
-            self._die(f"{type(error).__name__}: {error}")
+    def _place(self, live: _LiveRequest) -> None:
+        """Send a request to a replica; without any it waits for `on_restarted`."""
+        replicas = self._replicas.healthy or self._replicas.living
+        if not replicas:
+            return
+        first = live.sequences[0]
+        hashes = self._router.hashes(first.prompt_token_ids, first.cache_salt)
+        loads = {replica.index: replica.num_sequences for replica in replicas}
+        index = self._router.choose(hashes, len(first.prompt_token_ids), loads)
+        self._router.record(index, hashes)
+        live.replica = next(replica for replica in replicas if replica.index == index)
+        live.num_tries += 1
+        live.replica.num_sequences += len(live.sequences)
+        live.replica.add(live.sequences)
 
-    async def _watch(self) -> None:
-        """Fail the requests in flight when the engine has not responded for too long."""
-        while True:
-            await asyncio.sleep(_WATCH_SECONDS)
-            self._num_silent += 1
-            trouble = self.trouble
-            if trouble is None:
-                self._num_stuck = 0
-                continue
-            if not self._num_stuck:
-                logger.error("%s", trouble)
-            self._num_stuck += 1
-            if self._num_stuck * _WATCH_SECONDS > GIVE_UP_SECONDS:
-                self._fail_all(EngineStuckError(trouble))
+    def _leave(self, live: _LiveRequest) -> None:
+        if live.replica is not None:
+            live.replica.num_sequences -= len(live.sequences)
+            live.replica = None
 
-    def _handle(self, message: wire.FromEngine) -> None:
-        match message:
-            case wire.Step(report):
-                self._step = None
-                self.stats = report.stats
-                self._deliver(report.outputs)
-                for refused in report.refused:
-                    self._refuse(refused.id, refused.error())
-            case wire.Heartbeat(step):
-                self._step = step
-            case wire.RequestRefused(sequence_id, text, param):
-                self._refuse(sequence_id, RequestRefusedError(text, param))
-            case wire.EngineFailed(text):
-                self._die(f"the engine failed: {text}")
-            case wire.Ready() | wire.StartupFailed():
-                raise TypeError("the engine was ready already")
+    def _abort(self, live: _LiveRequest, sequence_ids: list[str]) -> None:
+        if live.replica is not None:
+            live.replica.abort(sequence_ids)
 
-    def _refuse(self, sequence_id: str, error: Exception) -> None:
+    def _abort_all(self) -> None:
+        for live in self._live.values():
+            self._abort(live, [sequence.id for sequence in live.sequences])
+        ids = self._processor.unfinished_sequence_ids
+        self._deliver([SequenceOutput(id=i, finish_reason=FinishReason.ABORT) for i in ids])
+
+    def on_report(self, report: StepReport) -> None:
+        self._deliver(report.outputs)
+        for refused in report.refused:
+            self.on_refused(refused.id, refused.error())
+
+    def on_refused(self, sequence_id: str, error: Exception) -> None:
         """Abort the request that a sequence belongs to and raise `error` to its reader."""
         request_id = request_id_of(sequence_id)
-        self._abort(self._processor.abort(request_id))
-        if request_id in self._mailboxes:
-            self._mailboxes[request_id].fail(error)
+        if (live := self._live.get(request_id)) is not None:
+            self._abort(live, self._processor.abort(request_id))
+            live.mailbox.fail(error)
+
+    def on_stuck(self, replica: Replica, trouble: str) -> None:
+        del replica
+        for live in self._live.values():
+            live.mailbox.fail(EngineStuckError(trouble))
+
+    def on_lost(self, replica: Replica, reason: str) -> None:
+        """Try requests elsewhere of which nobody has read anything; the others fail."""
+        self._router.forget(replica.index)
+        death = self._replicas.death
+        if death is not None and not self._dead.done():
+            self._dead.set_result(death)
+        for request_id, live in self._live.items():
+            if live.replica is not replica and (live.replica is not None or death is None):
+                continue
+            tries = self._processor.is_unfinished(request_id) and not live.mailbox.was_read
+            if death is None and tries and live.num_tries < MAX_TRIES:
+                self._leave(live)
+                live.mailbox.discard()
+                self._processor.restart(request_id)
+                self._place(live)
+            else:
+                live.mailbox.fail(EngineDeadError(death or reason))
+
+    def on_restarted(self) -> None:
+        for live in self._live.values():
+            if live.replica is None:
+                self._place(live)
 
     def _deliver(self, outputs: list[SequenceOutput]) -> None:
         processed = self._processor.process(outputs)
-        self._abort(processed.aborts)
+        for sequence_id in processed.aborts:
+            self._abort(self._live[request_id_of(sequence_id)], [sequence_id])
         for output in processed.outputs:
-            self._mailboxes[output.request_id].put(output)
-
-    def _queue(self, requests: list[EngineRequest]) -> None:
-        """Send at the next event loop iteration, in one message with requests queued until then."""
-        if not self._queued:
-            asyncio.get_running_loop().call_soon(self._send_queued)
-        self._queued += requests
-
-    def _send_queued(self) -> None:
-        queued, self._queued = self._queued, []
-        if queued and self._client.is_open:
-            self._client.send(wire.AddRequests.of(queued))
-
-    def _abort(self, sequence_ids: list[str]) -> None:
-        self._send_queued()  # an abort must not overtake its request
-        if sequence_ids and self._client.is_open:
-            self._client.send(wire.Abort(sequence_ids))
-
-    def _abort_all(self) -> None:
-        ids = self._processor.unfinished_sequence_ids
-        self._abort(ids)
-        self._deliver([SequenceOutput(id=i, finish_reason=FinishReason.ABORT) for i in ids])
-
-    def _die(self, reason: str) -> None:
-        """Fail every request in flight; only the first call has an effect."""
-        if self._dead.done():
-            return
-        logger.error("%s", reason)
-        self._dead.set_result(reason)
-        self._watcher.cancel()
-        self._fail_all(EngineDeadError(reason))
-
-    def _fail_all(self, error: EngineDeadError) -> None:
-        for mailbox in self._mailboxes.values():
-            mailbox.fail(error)
+            self._live[output.request_id].mailbox.put(output)

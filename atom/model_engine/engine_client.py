@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import zmq
 from atom.config import ConfigError
 from atom.messages import EngineDeadError
 from atom.model_engine import wire
+from atom.model_engine.replica_placement import Placement
 
 # The path of a Unix socket is limited to about 100 bytes.
 _LONGEST_SOCKET_DIR = 80
@@ -28,7 +30,8 @@ _LAST_WORDS_SECONDS = 0.1
 class EngineClient:
     """Starts the engine process when constructed; needs a running event loop."""
 
-    def __init__(self) -> None:
+    def __init__(self, placement: Placement) -> None:
+        self._config = placement.config
         self._loop = asyncio.get_running_loop()
         self._wakeup = asyncio.Event()
         self._exited = asyncio.Event()
@@ -41,10 +44,11 @@ class EngineClient:
         self._reports.bind(wire.reports_address(self._socket_dir))
         self._loop.add_reader(self._reports.fileno(), self._on_readable)
         command = [sys.executable, "-m", "atom.model_engine.engine_process"]
+        command += ["--socket-dir", str(self._socket_dir), "--name", placement.name]
+        if placement.cpus:
+            command += ["--cpus", *map(str, placement.cpus)]
         # Never written to: it closes when this process ends, and then the engine process exits.
-        self._process = subprocess.Popen(
-            [*command, "--socket-dir", str(self._socket_dir)], stdin=subprocess.PIPE
-        )
+        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, env=placement.environment)
         threading.Thread(target=self._watch, daemon=True).start()
 
     @property
@@ -87,13 +91,14 @@ class EngineClient:
                 raise EngineDeadError(f"the engine process {self._describe_exit()}")
             await self._wakeup.wait()
 
-    async def wait_ready(self) -> wire.Ready:
-        """Wait until the engine is built.
+    async def start(self) -> wire.Ready:
+        """Let the engine be built, and wait until it is.
 
         Raises:
             ConfigError: with the engine's message when an option or the checkpoint is wrong.
             EngineDeadError: when it failed otherwise.
         """
+        self.send(wire.Start(self._config, logging.getLogger("atom").getEffectiveLevel()))
         for message in await self.receive():
             match message:
                 case wire.Ready():

@@ -175,12 +175,17 @@ def _exit_with_parent() -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description="Runs the engine for a server; not for users.")
     parser.add_argument("--socket-dir", type=Path, required=True, help="where the sockets lie")
-    socket_dir = parser.parse_args().socket_dir
+    parser.add_argument("--name", default="engine", help="what the log calls this process")
+    parser.add_argument("--cpus", type=int, nargs="+", help="processors to keep to")
+    args = parser.parse_args()
+    socket_dir: Path = args.socket_dir
+    if args.cpus is not None:  # before torch counts them
+        os.sched_setaffinity(0, args.cpus)
     # Ctrl-C and service managers signal the whole process group, but the frontend drains its
     # requests first and then ends this process itself.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    logging.basicConfig(format="%(asctime)s %(levelname)s [engine] %(name)s: %(message)s")
+    logging.basicConfig(format=f"%(asctime)s %(levelname)s [{args.name}] %(name)s: %(message)s")
     threading.Thread(target=_exit_with_parent, daemon=True).start()
 
     context = zmq.Context()

@@ -9,7 +9,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from atom.config import EngineConfig
+from atom.config import ConfigError, EngineConfig
 from atom.messages import RequestFailedError, RequestRefusedError, check_request, check_text
 from atom.model_engine.engine_core import EngineCore
 from atom.model_loader.generation_config import describe_defaults
@@ -53,6 +53,12 @@ class LLMEngine:
 
     def __init__(self, config: EngineConfig) -> None:
         self._config = config
+        if (number := config.parallel.num_replicas) > 1:
+            raise ConfigError(
+                f"data_parallel_size={number} replicas need processes of their own, and this "
+                "engine runs in yours; start a server (atom.entrypoints.openai_server) or an "
+                "AsyncEngine, or one program for each device"
+            )
         source = resolve_model(config.model)
         self.model_name = source.name
         self.sampling_defaults = source.sampling_defaults

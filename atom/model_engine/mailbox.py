@@ -8,9 +8,13 @@ from atom.outputs import CompletionOutput, RequestOutput
 
 
 class Mailbox:
-    """The outputs of one request that its reader has not taken yet, merged into one."""
+    """The outputs of one request that its reader has not taken yet, merged into one.
+
+    `was_read`: whether its reader has taken any.
+    """
 
     def __init__(self) -> None:
+        self.was_read = False
         self._changed = asyncio.Event()
         self._pending: RequestOutput | None = None
         self._error: Exception | None = None
@@ -28,6 +32,11 @@ class Mailbox:
         self._error = error
         self._changed.set()
 
+    def discard(self) -> None:
+        """Forget what the reader has not taken."""
+        self._pending = None
+        self._changed.clear()
+
     async def take(self) -> RequestOutput:
         """Wait for an output and return all that arrived, merged.
 
@@ -40,6 +49,7 @@ class Mailbox:
         if self._error is not None and (output is None or not output.finished):
             raise self._error
         assert output is not None
+        self.was_read = True
         return output
 
 

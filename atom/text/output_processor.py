@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import random
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING
@@ -41,6 +41,7 @@ class _RequestState:
     prompt_token_ids: list[int]
     stream: bool
     metrics: RequestMetrics
+    create_sequence: Callable[[int], SequenceState]
     sequences: list[SequenceState] = field(default_factory=list)
     prompt_logprobs: list[PositionLogprobs | None] | None = None
     num_cached_tokens: int | None = None
@@ -112,13 +113,9 @@ class OutputProcessor:
         prepared = PreparedParams.of(params)
         prepared.spell_bad_words(self._encode)
         given = prepared.params
-        state = _RequestState(
-            request_id, prompt, prompt_token_ids, stream, RequestMetrics(arrival_time)
-        )
-        self._requests[request_id] = state
-        engine_requests = []
-        for index in range(given.n):
-            sequence = SequenceState(
+
+        def create_sequence(index: int) -> SequenceState:
+            return SequenceState(
                 f"{request_id}/{index}",
                 index,
                 given,
@@ -127,20 +124,42 @@ class OutputProcessor:
                 prompt_token_ids,
                 prepared.create_end() if prepared.create_end is not None else None,
             )
-            state.sequences.append(sequence)
-            self._sequences[sequence.id] = (state, sequence)
-            engine_requests.append(
-                EngineRequest(
-                    id=sequence.id,
-                    prompt_token_ids=prompt_token_ids,
-                    params=prepared.for_engine(index),
-                    seed=self._draw_seed() if given.seed is None else child_seed(given.seed, index),
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    arrival_time=arrival_time,
-                )
+
+        metrics = RequestMetrics(arrival_time)
+        state = _RequestState(
+            request_id, prompt, prompt_token_ids, stream, metrics, create_sequence
+        )
+        self._requests[request_id] = state
+        self._begin(state, given.n)
+        return [
+            EngineRequest(
+                id=sequence.id,
+                prompt_token_ids=prompt_token_ids,
+                params=prepared.for_engine(sequence.index),
+                seed=self._draw_seed()
+                if given.seed is None
+                else child_seed(given.seed, sequence.index),
+                priority=priority,
+                cache_salt=cache_salt,
+                arrival_time=arrival_time,
             )
-        return engine_requests
+            for sequence in state.sequences
+        ]
+
+    def is_unfinished(self, request_id: str) -> bool:
+        return request_id in self._requests
+
+    def restart(self, request_id: str) -> None:
+        """Forget all outputs of an unfinished request; its sequences run anew in another engine."""
+        state = self._requests[request_id]
+        state.prompt_logprobs = state.num_cached_tokens = None
+        state.spec_decode = SpecDecodeCounter(warns=False)
+        self._begin(state, len(state.sequences))
+
+    def _begin(self, state: _RequestState, n: int) -> None:
+        state.sequences = [state.create_sequence(index) for index in range(n)]
+        for sequence in state.sequences:
+            self._sequences[sequence.id] = (state, sequence)
 
     def process(self, outputs: Iterable[SequenceOutput]) -> ProcessedOutputs:
         """Process outputs of the engine; those of unknown or ended sequences are ignored."""

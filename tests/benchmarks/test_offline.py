@@ -42,6 +42,15 @@ def test_throughput(run: Run, tiny_llama_dir: Path) -> None:
     assert report["engine"]["model"]["dtype"] == "float32"
 
 
+@pytest.mark.slow
+def test_replicas(run: Run, tiny_llama_dir: Path) -> None:
+    sizes = ("--requests", "3", "--clients", "2", "--max-tokens", "5", "--rounds", "2")
+    model = ("--model", str(tiny_llama_dir), "--num-threads", "1", "--kv-cache-memory", "4MiB")
+    report = run("replicas", *model, *sizes)
+    assert [len(speeds) for speeds in report["output_tokens_per_s"].values()] == [2, 2]
+    assert report["ratios"]["1"] == [1, 1]
+
+
 def test_compare_transformers(run: Run, tiny_llama_dir: Path, tmp_path: Path) -> None:
     """In float32 both must generate the same tokens, padded batch or not."""
     sizes = ("--rounds", "1", "--max-tokens", "8", "--prefill-tokens", "100")

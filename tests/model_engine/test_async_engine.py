@@ -17,7 +17,7 @@ import pytest_asyncio
 
 from atom.config import CacheOptions, ConfigError, EngineConfig, ModelOptions
 from atom.messages import EngineDeadError, RequestRefusedError, StepReport
-from atom.model_engine import async_engine, wire
+from atom.model_engine import replica, wire
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import (
     AsyncEngine,
@@ -158,8 +158,9 @@ async def test_prompts_that_begin_together_are_sent_together(
     engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     sent: list[wire.ToEngine] = []
-    send = engine._client.send
-    monkeypatch.setattr(engine._client, "send", lambda m: (sent.append(m), send(m))[1])
+    (replica,) = engine.replicas.living
+    send = replica._client.send
+    monkeypatch.setattr(replica._client, "send", lambda m: (sent.append(m), send(m))[1])
     params = PreparedParams(SamplingParams(n=2, seed=1, max_tokens=2, stop="?", logit_bias={3: 1}))
 
     async def last(name: str, given: SamplingParams | PreparedParams) -> RequestOutput:
@@ -293,13 +294,13 @@ async def test_full_queue(engine: AsyncEngine) -> None:
 
 async def test_a_stopped_engine(engine: AsyncEngine, monkeypatch: pytest.MonkeyPatch) -> None:
     """New requests are refused at once, waiting ones end, and it takes up work again."""
-    monkeypatch.setattr(async_engine, "SILENT_SECONDS", 2.0)
-    monkeypatch.setattr(async_engine, "GIVE_UP_SECONDS", 2.0)
+    monkeypatch.setattr(replica, "SILENT_SECONDS", 2.0)
+    monkeypatch.setattr(replica, "GIVE_UP_SECONDS", 2.0)
     await until(lambda: engine.trouble is None)
     prompt = encode(engine, "Hello")
     reader = engine.generate("stopped", prompt, ENDLESS)
     await anext(reader)
-    os.kill(engine.pid, signal.SIGSTOP)
+    os.kill(engine.pids[0], signal.SIGSTOP)
     try:
         await until(lambda: engine.trouble is not None)
         with pytest.raises(EngineStuckError, match="silent"):
@@ -312,7 +313,7 @@ async def test_a_stopped_engine(engine: AsyncEngine, monkeypatch: pytest.MonkeyP
         with pytest.raises(EngineStuckError, match="silent"):
             await asyncio.wait_for(read(), 20)
     finally:
-        os.kill(engine.pid, signal.SIGCONT)
+        os.kill(engine.pids[0], signal.SIGCONT)
     await until(lambda: engine.trouble is None)
     assert (await collect(engine, "again", GREEDY))[-1].finished
     await until_idle(engine)
@@ -321,13 +322,14 @@ async def test_a_stopped_engine(engine: AsyncEngine, monkeypatch: pytest.MonkeyP
 async def test_a_long_step_is_told_from_a_stuck_one(
     engine: AsyncEngine,
 ) -> None:
-    engine._handle(wire.Heartbeat(wire.StepProgress(4000, 100.0, 100.5)))
+    (replica,) = engine.replicas.living
+    replica._handle(wire.Heartbeat(wire.StepProgress(4000, 100.0, 100.5)))
     assert engine.trouble is None
-    engine._handle(wire.Heartbeat(wire.StepProgress(4000, 101.0, 100.5)))
+    replica._handle(wire.Heartbeat(wire.StepProgress(4000, 101.0, 100.5)))
     assert engine.trouble == ("the engine's step of 4000 tokens has taken 101 s, more than 100 s")
     with pytest.raises(EngineStuckError, match="4000 tokens"):
         await anext(engine.generate("new", encode(engine, "Hello"), GREEDY))
-    engine._handle(wire.Step(StepReport(outputs=[], stats=engine.stats)))
+    replica._handle(wire.Step(StepReport(outputs=[], stats=engine.stats)))
     assert engine.trouble is None
 
 
@@ -341,7 +343,7 @@ async def test_killed_engine(own_engine: AsyncEngine) -> None:
     dead = asyncio.create_task(engine.wait_dead())
     await asyncio.sleep(0)
     assert engine.trouble is None
-    os.kill(engine.pid, signal.SIGKILL)
+    os.kill(engine.pids[0], signal.SIGKILL)
     begin = time.monotonic()
     assert "killed by signal 9" in await dead
     for reader in readers[:4]:
@@ -362,7 +364,8 @@ async def test_failing_engine_says_why(own_engine: AsyncEngine, config: EngineCo
     reader = own_engine.generate("r", encode(own_engine, "Hello"), ENDLESS)
     await anext(reader)
     # Out of place, as a bug would be: the loop cannot go on.
-    own_engine._client.send(wire.Start(config, logging.INFO))
+    (replica,) = own_engine.replicas.living
+    replica._client.send(wire.Start(config, logging.INFO))
     with pytest.raises(EngineDeadError, match="TypeError: the engine is started already"):
         async for _ in reader:
             pass
@@ -376,6 +379,7 @@ async def test_shutdown_drains_then_aborts(own_engine: AsyncEngine) -> None:
     short = asyncio.create_task(collect(engine, "short", GREEDY))
     endless = engine.generate("endless", prompt, ENDLESS)
     await anext(endless)
+    (pid,) = engine.pids
     down = asyncio.create_task(engine.shutdown(0.5))
     await asyncio.sleep(0)
     with pytest.raises(EngineShuttingDownError):
@@ -387,7 +391,7 @@ async def test_shutdown_drains_then_aborts(own_engine: AsyncEngine) -> None:
     await asyncio.gather(down, engine.shutdown(0))
     assert engine.trouble is not None
     with pytest.raises(ProcessLookupError):
-        os.kill(engine.pid, 0)
+        os.kill(pid, 0)
 
 
 async def test_startup_error_is_the_users_message(config: EngineConfig) -> None:

@@ -272,10 +272,23 @@ class Api:
     async def health(self) -> Response:
         if (trouble := self.engine.trouble) is not None:
             raise ApiError(503, trouble, kind=SERVER_ERROR, code="unhealthy")
-        return json_response({"status": "ok"})
+        health = self.engine.replicas.health
+        if len(health) == 1:
+            return json_response({"status": "ok"})
+        problems = [each.problem for each in health]
+        return json_response(
+            {
+                "status": "degraded" if any(problems) else "ok",
+                "replicas": len(health),
+                "healthy_replicas": problems.count(None),
+                "problems": problems,
+            }
+        )
 
     async def prometheus(self) -> Response:
-        content, content_type = self.metrics.expose(self.engine.stats)
+        content, content_type = self.metrics.expose(
+            *self.engine.replicas.stats, health=self.engine.replicas.health
+        )
         return Response(content, media_type=content_type)
 
     async def version(self) -> Response:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import httpx
 import uvicorn
@@ -145,9 +145,13 @@ class ScriptedServer:
             max_logprobs=20,
         )
         metrics = ServerMetrics()
+
+        async def relaunch(index: int) -> NoReturn:
+            raise AssertionError(f"replica {index} ended")
+
         engine = AsyncEngine(
-            self.model,  # type: ignore[arg-type]
-            wire.Ready(limits, EngineStats(), 0.0),
+            [(self.model, wire.Ready(limits, EngineStats(), 0.0))],  # type: ignore[list-item]
+            relaunch,
             engine_config(),
             "scripted",
             "llama",

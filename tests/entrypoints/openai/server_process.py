@@ -54,8 +54,13 @@ class ServerProcess:
 
     @property
     def engine(self) -> psutil.Process:
-        (child,) = psutil.Process(self._process.pid).children()
+        (child,) = self.engines
         return child
+
+    @property
+    def engines(self) -> list[psutil.Process]:
+        """Those of all replicas."""
+        return psutil.Process(self._process.pid).children()
 
     def client(self, api_key: str = "none") -> openai.OpenAI:
         return openai.OpenAI(base_url=f"{self.url}/v1", api_key=api_key, max_retries=0, timeout=60)

@@ -43,8 +43,10 @@ from atom.model_engine.async_engine import (
     EngineStuckError,
     QueueFullError,
 )
+from atom.model_engine.replica_set import ReplicaHealth
 from atom.outputs import RequestMetrics
 from atom.sampling_params import SamplingParams
+from atom.stats import SpecDecodeStats
 
 LIMIT = 1000
 ROOM = BodyRoom(3 * LIMIT)
@@ -294,6 +296,24 @@ def test_metrics_are_counted_apart() -> None:
     ):
         assert line in text.splitlines(), text
     assert "atom:time_to_first_token_seconds_count 0.0" in other.expose(stats)[0].decode()
+
+
+def test_metrics_of_replicas_are_told_apart() -> None:
+    drafts = SpecDecodeStats(num_drafts=3, num_draft_tokens=3, accepted_counts=[1, 2])
+    stats = [EngineStats(num_running=1), EngineStats(num_running=2, spec_decode=drafts)]
+    health = [ReplicaHealth(None, 0), ReplicaHealth("it is silent", 4)]
+    text = ServerMetrics().expose(*stats, health=health)[0].decode()
+    for line in (
+        'atom:num_requests_running{replica="0"} 1.0',
+        'atom:num_requests_running{replica="1"} 2.0',
+        'atom:spec_decode_num_accepted_tokens_per_pos_total{position="0",replica="1"} 2.0',
+        'atom:replica_healthy{replica="0"} 1.0',
+        'atom:replica_healthy{replica="1"} 0.0',
+        'atom:replica_restarts_total{replica="1"} 4.0',
+    ):
+        assert text.splitlines().count(line) == 1, text
+    assert text.count("# TYPE atom:num_requests_running gauge") == 1
+    assert "replica" not in ServerMetrics().expose(stats[1])[0].decode()
 
 
 def _options(*flags: str) -> ServerOptions:

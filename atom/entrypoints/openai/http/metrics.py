@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -11,6 +11,7 @@ from prometheus_client.registry import Collector
 
 from atom.entrypoints.engine_metrics import engine_metrics
 from atom.messages import EngineStats
+from atom.model_engine.replica_set import ReplicaHealth
 from atom.outputs import RequestMetrics
 from atom.stats import SpecDecodeStats
 
@@ -63,9 +64,11 @@ class ServerMetrics:
             "request_queue_time", "From arrival to the first scheduling.", _REQUEST_BUCKETS
         )
 
-    def expose(self, stats: EngineStats) -> tuple[bytes, str]:
-        """The metrics with the engine's latest state, and their content type."""
-        self._engine.stats = stats
+    def expose(
+        self, *stats: EngineStats, health: Sequence[ReplicaHealth] = ()
+    ) -> tuple[bytes, str]:
+        """The metrics with the latest state of each replica, and their content type."""
+        self._engine.stats, self._engine.health = stats, health
         return generate_latest(self._registry), CONTENT_TYPE_LATEST
 
     def on_first_token(self, seconds: float, num_prompt_tokens: int) -> None:
@@ -98,19 +101,52 @@ class ServerMetrics:
 
 
 class _EngineCollector(Collector):
-    """The engine's `EngineStats` as metrics; read when scraped, so steps cost nothing."""
+    """The engine's `EngineStats` as metrics; read when scraped, so steps cost nothing.
+
+    Those of several replicas are told apart by a label.
+    """
 
     def __init__(self) -> None:
-        self.stats = EngineStats()
+        self.stats: Sequence[EngineStats] = (EngineStats(),)
+        self.health: Sequence[ReplicaHealth] = ()
 
     def collect(self) -> Iterator[Metric]:
-        stats = self.stats
-        for metric in engine_metrics(stats):
-            family = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
-            yield family(metric.name, metric.description, value=metric.value)
-        yield _kv_cache_info(stats)
-        if stats.spec_decode is not None:
-            yield from _spec_decode_metrics(stats.spec_decode)
+        if len(self.stats) == 1:
+            yield from _engine_families(self.stats[0])
+            return
+        labelled: dict[str, Metric] = {}
+        for index, stats in enumerate(self.stats):
+            for family in _engine_families(stats):
+                family.samples = [
+                    sample._replace(labels={"replica": str(index), **sample.labels})
+                    for sample in family.samples
+                ]
+                if (known := labelled.setdefault(family.name, family)) is not family:
+                    known.samples += family.samples
+        yield from labelled.values()
+        yield from _health_families(self.health)
+
+
+def _engine_families(stats: EngineStats) -> Iterator[Metric]:
+    for metric in engine_metrics(stats):
+        family = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
+        yield family(metric.name, metric.description, value=metric.value)
+    yield _kv_cache_info(stats)
+    if stats.spec_decode is not None:
+        yield from _spec_decode_metrics(stats.spec_decode)
+
+
+def _health_families(health: Sequence[ReplicaHealth]) -> Iterator[Metric]:
+    healthy = GaugeMetricFamily(
+        "atom:replica_healthy", "Whether the replica is expected to answer.", labels=["replica"]
+    )
+    restarts = CounterMetricFamily(
+        "atom:replica_restarts", "Times that the replica was restarted.", labels=["replica"]
+    )
+    for index, replica in enumerate(health):
+        healthy.add_metric([str(index)], replica.problem is None)
+        restarts.add_metric([str(index)], replica.num_restarts)
+    yield from (healthy, restarts)
 
 
 def _kv_cache_info(stats: EngineStats) -> Metric:

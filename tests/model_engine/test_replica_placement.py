@@ -1,0 +1,130 @@
+"""What replicas get of a machine."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import psutil
+import pytest
+
+from atom import LLM
+from atom.config import ConfigError
+from atom.model_engine import replica_placement
+from atom.model_engine.arg_utils import engine_config
+from atom.model_engine.engine_client import EngineClient
+from atom.model_engine.replica_placement import Placement, place_replicas
+
+
+@pytest.fixture
+def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """Six processors, no GPU."""
+    for name, value in (("num_gpus", 0), ("cpus_by_core", [0, 3, 1, 4, 2, 5])):
+        monkeypatch.setattr(replica_placement, name, lambda value=value: value)
+    for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES"):
+        monkeypatch.delenv(name, raising=False)
+    return monkeypatch
+
+
+@pytest.mark.usefixtures("machine")
+def test_a_single_engine_has_all() -> None:
+    config = engine_config(enable_expert_parallel=True, data_parallel_size=2)
+    for each in (engine_config(), config):
+        (placement,) = place_replicas(each)
+        assert placement.config == each
+        assert (placement.cpus, placement.environment) == ((), None)
+
+
+@pytest.mark.usefixtures("machine")
+def test_processors_and_memory_are_divided() -> None:
+    placements = place_replicas(engine_config(data_parallel_size=2))
+    assert [placement.cpus for placement in placements] == [(0, 3, 1), (4, 2, 5)]
+    for placement in placements:
+        assert placement.config.cache.gpu_memory_utilization == pytest.approx(0.15)
+        assert placement.config.parallel.num_replicas == 1
+    (given, _) = place_replicas(engine_config(data_parallel_size=2, num_threads=4))
+    assert (given.cpus, given.config.parallel.num_threads) == ((), 4)
+    (share, *_) = place_replicas(engine_config(data_parallel_size=3, gpu_memory_utilization=0.6))
+    assert share.config.cache.gpu_memory_utilization == pytest.approx(0.2)
+
+
+def test_a_quota_is_divided_into_threads(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(replica_placement, "cpus_by_core", list)
+    machine.setattr(replica_placement, "default_num_threads", lambda: 5)
+    for placement in place_replicas(engine_config(data_parallel_size=2)):
+        assert (placement.cpus, placement.config.parallel.num_threads) == ((), 2)
+    for config in (
+        engine_config(data_parallel_size=7),
+        engine_config(data_parallel_size=2, tensor_parallel_size=2),
+    ):
+        assert place_replicas(config)[-1].config.parallel.num_threads == 1
+
+
+@pytest.mark.parametrize(
+    ("is_rocm", "given", "name", "expected"),
+    [
+        (False, {}, "CUDA_VISIBLE_DEVICES", ["0,1", "2,3"]),
+        (
+            False,
+            {"CUDA_VISIBLE_DEVICES": "7, 5,GPU-a,1"},
+            "CUDA_VISIBLE_DEVICES",
+            ["7,5", "GPU-a,1"],
+        ),
+        (True, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, "HIP_VISIBLE_DEVICES", ["4,5", "6,7"]),
+        (
+            True,
+            {"HIP_VISIBLE_DEVICES": "3,2,1,0", "CUDA_VISIBLE_DEVICES": "9"},
+            "HIP_VISIBLE_DEVICES",
+            ["3,2", "1,0"],
+        ),
+    ],
+)
+def test_each_replica_sees_its_gpus(
+    machine: pytest.MonkeyPatch,
+    is_rocm: bool,
+    given: dict[str, str],
+    name: str,
+    expected: list[str],
+) -> None:
+    machine.setattr(replica_placement, "num_gpus", lambda: 4)
+    machine.setattr("torch.version.hip", "7.0" if is_rocm else None)
+    for variable, value in given.items():
+        machine.setenv(variable, value)
+    config = engine_config(data_parallel_size=2, tensor_parallel_size=2)
+    placements = place_replicas(config)
+    assert [(each.environment or {})[name] for each in placements] == expected
+    for placement in placements:
+        assert (placement.environment or {})["PATH"] == os.environ["PATH"]
+        assert placement.config.cache == config.cache
+        assert placement.cpus == ()
+
+
+def test_what_cannot_be_placed(machine: pytest.MonkeyPatch) -> None:
+    machine.setattr(replica_placement, "num_gpus", lambda: 3)
+    with pytest.raises(ConfigError, match="need 4, and 3 are visible"):
+        place_replicas(engine_config(data_parallel_size=2, tensor_parallel_size=2))
+    with pytest.raises(ConfigError, match="on one machine, and nnodes is 2"):
+        place_replicas(engine_config(data_parallel_size=2, nnodes=2, master_addr="h"))
+    with pytest.raises(ConfigError, match="master_port of its own"):
+        place_replicas(engine_config(data_parallel_size=2, master_port=1234))
+
+
+async def test_the_process_keeps_to_its_place() -> None:
+    cpu = max(os.sched_getaffinity(0))
+    environment = {**os.environ, "HIP_VISIBLE_DEVICES": "3"}
+    client = EngineClient(Placement(engine_config(), (cpu,), environment))
+    try:
+        process = psutil.Process(client.pid)
+        assert process.environ()["HIP_VISIBLE_DEVICES"] == "3"
+        for _ in range(200):
+            if process.cpu_affinity() == [cpu]:
+                break
+            await asyncio.sleep(0.1)
+        assert process.cpu_affinity() == [cpu]
+    finally:
+        await client.kill()
+
+
+def test_the_offline_api_has_one_engine() -> None:
+    with pytest.raises(ConfigError, match="2 replicas need processes of their own"):
+        LLM(data_parallel_size=2)
