@@ -83,6 +83,11 @@ class ParallelOptions(Options):
         return self.tensor_parallel_size * self.data_parallel_size
 
     @property
+    def couples_engines(self) -> bool:
+        """Whether several engines share the experts."""
+        return self.enable_expert_parallel and self.data_parallel_size > 1
+
+    @property
     def num_replicas(self) -> int:
         """Engines that share nothing; 1 when the groups share the experts."""
         return 1 if self.enable_expert_parallel else self.data_parallel_size

@@ -128,7 +128,8 @@ class TokensToExperts:
             rows = run(rows, their_weights.contiguous().view(torch.float32), places)
         rows = self._experts.all_to_all(rows, sent, received)
         out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
-        for of_rank, where in zip(rows.split(sent), tokens.split(sent), strict=True):
+        parts = torch.split_with_sizes(rows, sent), torch.split_with_sizes(tokens, sent)
+        for of_rank, where in zip(*parts, strict=True):
             out.index_add_(0, where, of_rank.float())
         return out.to(x.dtype)
 

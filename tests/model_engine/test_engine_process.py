@@ -49,6 +49,7 @@ class ScriptedCore:
         self.prompts: dict[str, list[int]] = {}
         self.num_steps = 0
         self.num_step_tokens = 0
+        self.patience_ms: int | None = None
         self.may_step = threading.Event()
         self.may_step.set()
         self.is_shut_down = False

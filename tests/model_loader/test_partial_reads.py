@@ -189,7 +189,7 @@ def test_every_rank_misses_an_expert(tmp_path: Path) -> None:
     save(tmp_path, **tensors)
     for rank in range(2):
         layer = create(replace(context(), experts=ParallelGroup(rank, 2)))
-        with pytest.raises(WeightError, match="lacks 1.up_proj"):
+        with pytest.raises(WeightError, match=r"lacks 1\.up_proj"):
             load(tmp_path, nn.ModuleDict({"a": layer}))
 
 
