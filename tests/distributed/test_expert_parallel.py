@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
@@ -85,12 +84,12 @@ def target(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
     byte_level_tokenizer: PreTrainedTokenizerFast,
-) -> Iterator[Target]:
+) -> Target:
     root = tmp_path_factory.mktemp("target")
     folder, speculation = write(request.param, root, byte_level_tokenizer)
     with create_engine(folder) as engine:
         alone = {setting: run(engine, setting) for setting in ("greedy", "top-p")}
-    yield Target(folder, speculation, alone)
+    return Target(folder, speculation, alone)
 
 
 def run(engine: LLM, setting: str) -> list[list[int]]:
