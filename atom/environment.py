@@ -62,6 +62,11 @@ def rank_variables() -> dict[str, str]:
     return {name: os.environ[name] for name in _RANK_VARIABLES if os.environ.get(name)}
 
 
+def engine_seat() -> str | None:
+    """`$ATOM_ENGINE_SEAT`: set by whoever starts several engines that share the experts."""
+    return os.environ.get("ATOM_ENGINE_SEAT")
+
+
 def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
     """This process's environment for a child, changed by `variables`."""
     return {**os.environ, **variables}

@@ -132,7 +132,8 @@ def place_of(ranks: Ranks, rank: int, config: EngineConfig, engine: int) -> Plac
     num_engines = config.parallel.data_parallel_size
     groups.append(ranks.group("experts", engine * size + rank, num_engines * size))
     groups.append(ranks.group("engines", engine, num_engines) if rank == 0 else SINGLE)
-    return Place(*groups, rank, size)
+    tensor, control, experts, of_engines = groups
+    return Place(tensor, control, rank, size, experts, of_engines)
 
 
 @contextmanager

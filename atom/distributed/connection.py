@@ -19,6 +19,7 @@ from atom.distributed.place import Place
 from atom.distributed.rank_environment import RankEnvironment, is_loopback
 from atom.distributed.rendezvous import RankCard
 from atom.distributed.reporter import RankReporter
+from atom.distributed.seat import Seat
 from atom.distributed.store import Store, await_key, own_address
 from atom.distributed.watch import RankWatch
 from atom.environment import set_default
@@ -45,6 +46,7 @@ class RankDriver:
         store: where the ranks have met.
         cards: of all ranks.
         launched: the ranks that this process has started.
+        seat: the engine's, among those that share the experts; None when none do.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class RankDriver:
         cards: Sequence[RankCard],
         device: torch.device,
         launched: Launched | None,
+        seat: Seat | None = None,
     ) -> None:
         self._store = store  # which lives as long as something holds it
         self._launched = launched
@@ -68,6 +71,10 @@ class RankDriver:
         store.set(_WATCH, self._watch.address.encode().decode())
         self._groups = ProcessGroups(store, host)
         self.place = _place(self._groups, environment, cards, device)
+        if seat is not None:
+            # Which lives as long as something holds it.
+            self._meeting = seat.open_store(environment.rank)
+            self.place = seat.join(self.place, self._groups.at(self._meeting), device)
         self._publisher.wait_connected(_CONNECT_SECONDS)
 
     def publish(self, data: bytes) -> None:
@@ -118,6 +125,7 @@ class RankFollower:
         environment: RankEnvironment,
         cards: Sequence[RankCard],
         device: torch.device,
+        seat: Seat | None = None,
     ) -> None:
         rank, first = environment.rank, cards[0]
         end = time.monotonic() + _CONNECT_SECONDS
@@ -133,6 +141,10 @@ class RankFollower:
             rank0_pid=first.pid if is_local else None,
         )
         self.place = _place(self._groups, environment, cards, device)
+        if seat is not None:
+            # Which lives as long as something holds it.
+            self._meeting = seat.open_store(environment.rank)
+            self.place = seat.join(self.place, self._groups.at(self._meeting), device)
 
     def receive(self) -> bytes | None:
         """What rank 0 published next; None when it has ended as it should.

@@ -58,6 +58,12 @@ class ProcessGroups:
         self._handles.append(handle)
         return ParallelGroup(rank, size, TorchCollectives(handle))
 
+    def at(self, store: Store) -> ProcessGroups:
+        """Makes groups of ranks that find each other elsewhere; they end with these."""
+        groups = ProcessGroups(store, self._address)
+        groups._handles = self._handles
+        return groups
+
     def abort(self) -> None:
         """End the groups, from any thread: nothing waits for the other ranks any more.
 

@@ -11,7 +11,9 @@ from atom.distributed.connection import RankDriver, RankFollower
 from atom.distributed.launch import Launched, LocalRanks
 from atom.distributed.rank_environment import RankEnvironment
 from atom.distributed.rendezvous import MEETING_SECONDS, meet, meet_as_first, refuse, refuse_all
+from atom.distributed.seat import Seat
 from atom.distributed.store import Store, host_store, listen, reach_store, scope
+from atom.environment import engine_seat
 from atom.model_engine.launched import (
     by_hand,
     instructions,
@@ -62,7 +64,7 @@ def join_as_follower(config: EngineConfig, environment: RankEnvironment) -> Rank
         refuse(store, f"rank {environment.rank}: {error}")
         raise
     cards = meet(store, card)
-    return RankFollower(store, environment, cards, _device(config, environment))
+    return RankFollower(store, environment, cards, _device(config, environment), _seat(config))
 
 
 def _check_devices(config: EngineConfig, number: int) -> None:
@@ -97,7 +99,8 @@ def _drive(
             refuse_all(store, f"rank 0: {error}", environment.world_size)
             raise
         cards = meet_as_first(store, card, launched.check if launched else lambda: None)
-        return RankDriver(store, environment, cards, _device(config, environment), launched)
+        device, seat = _device(config, environment), _seat(config)
+        return RankDriver(store, environment, cards, device, launched, seat)
     except BaseException:
         if launched is not None:
             launched.close()
@@ -116,6 +119,22 @@ def _drive_on_ray(config: EngineConfig) -> RankDriver:
         ranks.close()
         raise
     return _drive(config, scope(root, environment), environment, ranks)
+
+
+def _seat(config: EngineConfig) -> Seat | None:
+    """Raises:
+    ConfigError: when nobody has started the other engines that share the experts.
+    """
+    if not config.parallel.couples_engines:
+        return None
+    seat = Seat.taken(engine_seat())
+    if seat is None:
+        raise ConfigError(
+            f"data_parallel_size={config.parallel.data_parallel_size} engines that share the "
+            f"experts are processes of a server: use atom.entrypoints.openai_server, or "
+            f"tensor_parallel_size alone"
+        )
+    return seat
 
 
 def _device(config: EngineConfig, environment: RankEnvironment) -> torch.device:

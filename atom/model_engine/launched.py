@@ -61,6 +61,12 @@ def launched_environment(config: EngineConfig) -> RankEnvironment | None:
             f"rank, and the {parallel.num_replicas} replicas of --data-parallel-size share no "
             f"ranks: start a server for each, or one server without the launcher"
         )
+    if parallel.couples_engines:
+        raise ConfigError(
+            f"WORLD_SIZE={size} in the environment says that a launcher started this process as a "
+            f"rank, and the server starts the {parallel.data_parallel_size} engines that share "
+            f"the experts itself: start it without the launcher"
+        )
     if size != parallel.num_ranks:
         raise ConfigError(
             f"WORLD_SIZE={size} in the environment, but --tensor-parallel-size "
@@ -76,7 +82,7 @@ def by_hand(parallel: ParallelOptions) -> RankEnvironment:
     spans_machines = parallel.nnodes > 1
     return RankEnvironment(
         rank=0,
-        world_size=parallel.num_ranks,
+        world_size=parallel.tensor_parallel_size,
         local_rank=0,
         master_addr=parallel.master_addr or LOOPBACK,
         master_port=parallel.master_port or (DEFAULT_MASTER_PORT if spans_machines else 0),
@@ -85,7 +91,8 @@ def by_hand(parallel: ParallelOptions) -> RankEnvironment:
 
 
 def ranks_per_node(parallel: ParallelOptions) -> int:
-    return parallel.num_ranks // parallel.nnodes
+    """Of one engine."""
+    return parallel.tensor_parallel_size // parallel.nnodes
 
 
 def local_ranks(parallel: ParallelOptions, meeting: RankEnvironment) -> list[RankEnvironment]:

@@ -47,16 +47,21 @@ def on_coupled(
 
 
 def add(core: EngineCore, prompts: Sequence[list[int]], sampling: SamplingParams) -> None:
+    seed = sampling.seed or 0
     for i, prompt in enumerate(prompts):
-        core.add_request(EngineRequest(id=str(i), prompt_token_ids=prompt, params=sampling, seed=i))
+        core.add_request(
+            EngineRequest(id=str(i), prompt_token_ids=prompt, params=sampling, seed=seed)
+        )
 
 
 def serve(core: EngineCore) -> list[list[int]]:
     """Step until no engine has work -> the tokens of this one's requests."""
     tokens: dict[str, list[int]] = {}
-    while core.patience_ms == 0 or core.has_work:
+    is_over = False
+    while not is_over:
         for output in core.step().outputs:
             tokens.setdefault(output.id, []).extend(output.token_ids)
+        is_over = core.patience_ms != 0
     core.block_pool.check_integrity()
     assert core.block_pool.num_used == 0
     return [tokens[name] for name in sorted(tokens, key=int)]

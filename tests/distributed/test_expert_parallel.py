@@ -69,8 +69,8 @@ def write(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[
         checkpoints.kimi_k2(plain, vocab_size=len(tokenizer), hidden_size=HIDDEN + 16 * bool(form))
         tokenizer.save_pretrained(plain)
         draft = write_draft("mla", folder / "draft", len(tokenizer)) if not form else None
-        speculation = {"speculative_model": str(draft), "num_speculative_tokens": 3}
-        speculation = speculation if draft else {}
+        eagle = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": 3}
+        speculation = eagle if draft else {}
         settings, pack = FORMATS["int4 channel"]
         settings = settings | {"ignore": ["re:.*self_attn.*", "re:.*shared_experts.*", "lm_head"]}
         settings["ignore"].append(r"re:.*mlp\.(gate|up|gate_up|down)_proj.*")
@@ -196,7 +196,7 @@ def test_an_engine_ends_with_the_others(folder: Path) -> None:
 
 
 def test_idle_engines_exchange_less_often(folder: Path) -> None:
-    def use(index: int, core: EngineCore) -> list[int | None]:
+    def use(_: int, core: EngineCore) -> list[int | None]:
         patience = [core.patience_ms]
         for _ in range(6):
             core.step()
