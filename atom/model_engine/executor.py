@@ -113,7 +113,7 @@ class RanksExecutor:
             if failure is not None:
                 raise EngineDeadError(failure) from error
             raise
-        self._lockstep = Lockstep(driver.place.engines, self._worker.drafts_have_experts)
+        self._lockstep = Lockstep(driver.place.engines, self._worker.drafts_share_experts)
         self.limits = self._worker.limits
         self.eos_token_ids = self._worker.eos_token_ids
         self.lookahead = self._worker.lookahead

@@ -15,19 +15,19 @@ class Lockstep:
     """What the engines agree on before each step, by exchanging integers.
 
     - If any engine has a batch, all run a step; those without one compute a padding row.
-    - If the draft model has experts, all make as many drafts as the one that wants the most.
+    - If the draft models share experts, too, all make as many drafts as the one that wants the most.
     - An engine that ends says so, and the others run no step any more.
 
     An engine alone agrees with itself.
 
     Args:
         engines: the first ranks of all engines.
-        drafts_have_experts: whether the draft model shares experts, too.
+        drafts_share_experts: whether the draft model shares experts, too.
     """
 
-    def __init__(self, engines: ParallelGroup, drafts_have_experts: bool) -> None:
+    def __init__(self, engines: ParallelGroup, drafts_share_experts: bool) -> None:
         self._engines = engines
-        self._drafts_have_experts = drafts_have_experts
+        self._drafts_share_experts = drafts_share_experts
         self._num_quiet = 0
         self._has_ended = False
 
@@ -64,7 +64,7 @@ class Lockstep:
             return orders
         anyone = any(others for others, _, _ in every)
         self._num_quiet = 0 if anyone else self._num_quiet + 1
-        if self._drafts_have_experts:
+        if self._drafts_share_experts:
             most = max(num_drafts for _, num_drafts, _ in every)
             orders = msgspec.structs.replace(orders, num_drafts=most)
         return msgspec.structs.replace(orders, is_idle=anyone and not has_work)

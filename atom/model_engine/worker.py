@@ -83,7 +83,7 @@ class Worker:
     Attributes:
         ops: the implementations selected for the target's and the draft's ops.
         inputs: copies batches to the device.
-        drafts_have_experts: whether the draft model has any.
+        drafts_share_experts: whether the draft model has experts on other ranks.
 
     Args:
         place: this rank's.
@@ -126,7 +126,8 @@ class Worker:
             partial(create_model, source.hf_config), source, context, config.model
         )
         self._proposer = (proposer_factory or create_proposer)(config, self._model, source, context)
-        self.drafts_have_experts = _has_experts(self._proposer.draft_model)
+        of_draft = _experts(self._proposer.draft_model)
+        self.drafts_share_experts = any(experts.is_spread for experts in of_draft)
         self._check_experts(config, source, platform)
         self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
         self._graphs = _create_graph_runner(
@@ -177,7 +178,7 @@ class Worker:
         parallel = config.parallel
         if not parallel.enable_expert_parallel:
             return
-        if not _has_experts(self._model):
+        if not _experts(self._model):
             raise ConfigError(
                 f"enable_expert_parallel has no effect on {source.name}, which has no experts; "
                 f"leave it out"
@@ -366,8 +367,8 @@ def _expert_ranks(config: EngineConfig, place: Place, ranks: ParallelGroup) -> P
     return place.experts if place.is_coupled else ranks
 
 
-def _has_experts(model: nn.Module | None) -> bool:
-    return model is not None and any(isinstance(m, FusedMoE) for m in model.modules())
+def _experts(model: nn.Module | None) -> list[FusedMoE]:
+    return [] if model is None else [m for m in model.modules() if isinstance(m, FusedMoE)]
 
 
 def _take_threads(config: EngineConfig, place: Place, platform: Platform) -> AdaptedThreads | None:

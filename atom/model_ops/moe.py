@@ -142,6 +142,11 @@ class FusedMoE(nn.Module):
         parts = [part for part, of in _MATRICES.items() if of == matrix]
         return tuple(f"{i}.{part}" for i in range(self.num_experts) for part in parts)
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether other ranks hold some of the experts."""
+        return self._held.elsewhere > 0
+
     def holds(self, shard: str) -> bool:
         """Whether the shard's expert is one of this rank's."""
         return int(shard.partition(".")[0]) in self._held

@@ -61,9 +61,9 @@ def write(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[
     if family == "deepseek":
         write_target("deepseek_v3", plain, tokenizer)
         speculation: dict[str, Any] = MTP
-        settings = test_fp8.BLOCKS | {
-            "modules_to_not_convert": ["self_attn", "shared_experts", "layers.0.mlp", "eh_proj"]
-        }
+        plain_parts = ("self_attn", "mlp.shared_experts", "eh_proj", "shared_head.head")
+        kept = [f"model.layers.{i}.{part}" for i in range(5) for part in plain_parts]
+        settings = test_fp8.BLOCKS | {"modules_to_not_convert": ["model.layers.0.mlp", *kept]}
         pack = test_fp8.pack_blocks()
     else:
         checkpoints.kimi_k2(plain, vocab_size=len(tokenizer), hidden_size=HIDDEN + 16 * bool(form))
