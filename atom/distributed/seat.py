@@ -5,6 +5,7 @@ Each of these engines starts and watches its own ranks; whoever starts the engin
 
 from __future__ import annotations
 
+import socket
 from dataclasses import dataclass, replace
 
 import torch
@@ -57,5 +58,12 @@ class Seat:
         engines = SINGLE
         if place.is_first:
             engines = groups.of_host_tensors("engines", self.index, self.number)
-        num_local = place.num_local * self.number
-        return replace(place, experts=experts, engines=engines, num_local=num_local)
+        return replace(place, experts=experts, engines=engines)
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        port: int = probe.getsockname()[1]
+        return port

@@ -15,7 +15,7 @@ class Lockstep:
     """What the engines agree on before each step, by exchanging integers.
 
     - If any engine has a batch, all run a step; those without one compute a padding row.
-    - If the draft models share experts, too, all make as many drafts as the one that wants the most.
+    - If the draft models share experts, too, all make as many drafts as the one that wants most.
     - An engine that ends says so, and the others run no step any more.
 
     An engine alone agrees with itself.
