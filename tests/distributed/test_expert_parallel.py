@@ -155,19 +155,20 @@ def test_failures_stay_with_their_engine(folder: Path, monkeypatch: pytest.Monke
         if index == 0:
             fails.now = True
             add(core, REQUESTS[:1], params("greedy"))
-            refused += [r.message for r in core.step().refused]
+            while not refused:
+                refused += [r.message for r in core.step().refused]
             fails.now = False
             add(core, REQUESTS[1:2], params("greedy", logits_processors=[broken]))
             while not refused[1:]:
                 refused += [r.message for r in core.step().refused]
-        add(core, REQUESTS[:2], params("greedy", max_tokens=12))
+        add(core, REQUESTS[:2], params("greedy", max_tokens=60 if index else 12))
         return refused, serve(core)
 
     config = coupled_config(folder, 2, **MTP)
     (refused, first), (_, second) = on_coupled(config, use)
     assert "no such input" in refused[0]
     assert "no such token" in refused[1]
-    assert first == second
+    assert first == [tokens[:12] for tokens in second]
 
 
 def test_an_engine_ends_with_the_others(folder: Path) -> None:
