@@ -8,7 +8,7 @@ from typing import Protocol
 import msgspec
 
 from atom.batch import Orders, ScheduledBatch, StepOutput
-from atom.config import EngineConfig
+from atom.config import ConfigError, EngineConfig
 from atom.distributed.place import Place
 from atom.messages import EngineDeadError, EngineLimits
 from atom.model_engine.join import join_as_driver
@@ -107,6 +107,9 @@ class RanksExecutor:
         self._is_published = False
         try:
             self._worker = Worker(config, driver.place, publish=self._publish)
+        except ConfigError:
+            driver.close()
+            raise
         except Exception as error:
             failure = driver.failure()
             driver.close()

@@ -28,9 +28,12 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
 from atom.config import ConfigError
+from atom.distributed.parallel_state import ParallelGroup
+from atom.distributed.place import Place
 from atom.messages import EngineDeadError
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.input_builder import InputBuilder
+from atom.model_engine.worker import Worker
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 # Prompts are longer than a step, and two have the same first blocks.
@@ -211,5 +214,6 @@ def test_a_model_without_experts_is_refused(
     tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> None:
     llama = write_target("llama", tmp_path, byte_level_tokenizer)
-    with engines_of_threads(), pytest.raises(ConfigError, match="which has no experts"):
-        create_engine(llama, tensor_parallel_size=2, enable_expert_parallel=True)
+    config = coupled_config(llama, 1, tensor_parallel_size=2)
+    with pytest.raises(ConfigError, match="which has no experts"):
+        Worker(config, Place(ParallelGroup(0, 2)))
