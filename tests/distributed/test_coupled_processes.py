@@ -1,4 +1,4 @@
-"""Engines that share experts as processes, each with two ranks."""
+"""Engines that share experts, as processes."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -15,16 +14,15 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.distributed.seat import Seat, free_port
 
-# Prints the tokens of its prompts, or is busy until it is killed.
 _ENGINE = """
 import json, sys
 from distributed.coupled import add, coupled_config, serve
 from spec_decode.engines import params
 from atom.model_engine.engine_core import EngineCore
 
-prompts = json.loads(sys.argv[2])
-core = EngineCore(coupled_config(sys.argv[1], 2, tensor_parallel_size=2))
-add(core, prompts, params("greedy", max_tokens=100 if len(sys.argv) > 3 else 12))
+folder, size, max_tokens, prompts = sys.argv[1:]
+core = EngineCore(coupled_config(folder, 2, tensor_parallel_size=int(size)))
+add(core, json.loads(prompts), params("greedy", max_tokens=int(max_tokens)))
 print("started", flush=True)
 tokens = serve(core)
 core.shutdown()
@@ -32,9 +30,12 @@ print(json.dumps(tokens), flush=True)
 """
 
 
-def start(folder: Path, seat: Seat, prompts: list[list[int]], *more: str) -> subprocess.Popen[str]:
+def start(
+    folder: Path, seat: Seat, size: int, max_tokens: int, prompts: list[list[int]]
+) -> subprocess.Popen[str]:
+    numbers = str(size), str(max_tokens)
     return subprocess.Popen(
-        [sys.executable, "-c", _ENGINE, str(folder), json.dumps(prompts), *more],
+        [sys.executable, "-c", _ENGINE, str(folder), *numbers, json.dumps(prompts)],
         env={**os.environ, **seat.variables(), "PYTHONPATH": os.pathsep.join(sys.path)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -50,7 +51,7 @@ def folder(tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast) -> Pat
 @pytest.mark.slow
 def test_engines_meet_and_share(folder: Path) -> None:
     port, shares = free_port(), [PROMPTS[:3], PROMPTS[3:4]]
-    engines = [start(folder, Seat(i, 2, port), share) for i, share in enumerate(shares)]
+    engines = [start(folder, Seat(i, 2, port), 2, 12, share) for i, share in enumerate(shares)]
     outputs = [engine.communicate(timeout=180) for engine in engines]
     assert [engine.returncode for engine in engines] == [0, 0], outputs
     with create_engine(folder) as alone:
@@ -62,12 +63,11 @@ def test_engines_meet_and_share(folder: Path) -> None:
 @pytest.mark.slow
 def test_an_engine_that_dies_ends_the_other(folder: Path) -> None:
     port = free_port()
-    engines = [start(folder, Seat(i, 2, port), PROMPTS, "long") for i in range(2)]
+    engines = [start(folder, Seat(i, 2, port), 1, 110, PROMPTS[:2]) for i in range(2)]
     try:
         for engine in engines:
             assert engine.stdout is not None
             assert engine.stdout.readline() == "started\n"
-        time.sleep(0.3)
         engines[1].kill()
         _, errors = engines[0].communicate(timeout=60)
         assert engines[0].returncode == 1
