@@ -88,10 +88,17 @@ class Orders(msgspec.Struct, frozen=True):
     Attributes:
         batch: without what only the first rank needs, since it alone samples.
         num_drafts: drafts to make for each sampled sequence.
+        is_idle: the batch is empty, and other engines that share the experts compute: a padding row
+            goes along.
     """
 
     batch: ScheduledBatch
     num_drafts: int
+    is_idle: bool = False
+
+    @property
+    def is_nothing(self) -> bool:
+        return not (self.is_idle or self.batch.sequences or self.batch.freed_rows)
 
     @classmethod
     def of(cls, batch: ScheduledBatch, num_drafts: int) -> Orders:

@@ -74,6 +74,13 @@ class ParallelOptions(Options):
             )
         if self.nnodes > 1 and self.distributed_executor_backend == "ray":
             raise ConfigError("nnodes is for machines started by hand; Ray knows its own")
+        if self.couples_engines and self.nnodes > 1:
+            raise ConfigError(
+                "the engines of data_parallel_size that share experts are on one machine, and "
+                f"nnodes is {self.nnodes}"
+            )
+        if self.couples_engines and self.distributed_executor_backend == "ray":
+            raise ConfigError("engines that share experts are started by this program, not by Ray")
         if self.deterministic_collectives and self.num_ranks == 1:
             raise ConfigError("deterministic_collectives has no effect on a single rank")
 

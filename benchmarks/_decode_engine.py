@@ -86,6 +86,7 @@ class _Recorded:
     """An executor that remembers the last batch."""
 
     can_be_interrupted = True
+    patience_ms: int | None = None
 
     def __init__(self, inner: Worker) -> None:
         self._inner = inner

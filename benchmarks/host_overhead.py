@@ -85,6 +85,7 @@ class NullExecutor:
     """The engine's own runner around a null model."""
 
     can_be_interrupted = True
+    patience_ms: int | None = None
 
     def __init__(self, num_seqs: int, num_drafts: int, context: int) -> None:
         longest = context + ROOM

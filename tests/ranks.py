@@ -26,15 +26,16 @@ _TIMEOUT = timedelta(seconds=120)
 class Ranks:
     """Groups of ranks that meet by name."""
 
-    def __init__(self) -> None:
+    def __init__(self, timeout: timedelta = _TIMEOUT) -> None:
         self._store = dist.HashStore()
+        self._timeout = timeout
 
     def group(self, name: str, rank: int, size: int) -> ParallelGroup:
         """Blocks until all `size` ranks have asked for this name; each must ask in a thread."""
         if size == 1:
             return SINGLE
         store = dist.PrefixStore(name, self._store)
-        handle = dist.ProcessGroupGloo(store, rank, size, _TIMEOUT)
+        handle = dist.ProcessGroupGloo(store, rank, size, self._timeout)
         return ParallelGroup(rank, size, TorchCollectives(handle))
 
 
@@ -69,12 +70,13 @@ def run_threads(count: int, function: Callable[[int], Result]) -> list[Result]:
 class ThreadFollower:
     """A rank in a thread of its own, from its first moment to `None` in its queue."""
 
-    def __init__(self, config: EngineConfig, rank: int, ranks: Ranks) -> None:
+    def __init__(self, config: EngineConfig, rank: int, ranks: Ranks, engine: int) -> None:
         self.messages: queue.Queue[bytes | None] = queue.Queue()
         self.cause: str | None = None
         self._config = config
         self._rank = rank
         self._ranks = ranks
+        self._engine = engine
         self.thread = threading.Thread(target=self._run, daemon=True)
         self.thread.start()
 
@@ -88,17 +90,22 @@ class ThreadFollower:
         """Nothing is open."""
 
     def _run(self) -> None:
-        self.place = place_of(self._ranks, self._rank, self._config)
+        self.place = place_of(self._ranks, self._rank, self._config, self._engine)
         executor.follow(self._config, self)
 
 
 class ThreadDriver:
-    """The first rank, and the others as threads."""
+    """The first rank, and the others as threads.
 
-    def __init__(self, config: EngineConfig) -> None:
-        ranks, size = Ranks(), config.parallel.tensor_parallel_size
-        self.followers = [ThreadFollower(config, rank, ranks) for rank in range(1, size)]
-        self.place = place_of(ranks, 0, config)
+    Args:
+        ranks: where engines that share experts meet.
+        engine: the number of this one.
+    """
+
+    def __init__(self, config: EngineConfig, ranks: Ranks | None = None, engine: int = 0) -> None:
+        ranks, size = ranks or Ranks(), config.parallel.tensor_parallel_size
+        self.followers = [ThreadFollower(config, rank, ranks, engine) for rank in range(1, size)]
+        self.place = place_of(ranks, 0, config, engine)
 
     def publish(self, data: bytes) -> None:
         for follower in self.followers:
@@ -117,10 +124,15 @@ class ThreadDriver:
             follower.thread.join(10)
 
 
-def place_of(ranks: Ranks, rank: int, config: EngineConfig) -> Place:
+def place_of(ranks: Ranks, rank: int, config: EngineConfig, engine: int) -> Place:
     size = config.parallel.tensor_parallel_size
-    groups = [ranks.group(name, rank, size) for name in ("tensor", "control")]
-    return Place(*groups, rank, size)
+    groups = [ranks.group(f"{name} {engine}", rank, size) for name in ("tensor", "control")]
+    if not config.parallel.couples_engines:
+        return Place(*groups, local_rank=rank, num_local=size)
+    num_engines = config.parallel.data_parallel_size
+    groups.append(ranks.group("experts", engine * size + rank, num_engines * size))
+    groups.append(ranks.group("engines", engine, num_engines) if rank == 0 else SINGLE)
+    return Place(*groups, local_rank=rank, num_local=size)
 
 
 @contextmanager

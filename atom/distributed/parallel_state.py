@@ -56,6 +56,14 @@ class ParallelGroup:
             self._shared.broadcast(tensor)
         return tensor
 
+    def all_to_all(
+        self, tensor: torch.Tensor, received: Sequence[int], sent: Sequence[int]
+    ) -> torch.Tensor:
+        """Send `sent[r]` rows to rank r, in order -> `received[r]` rows of each rank r."""
+        out = tensor.new_empty((sum(received), *tensor.shape[1:]))
+        self._shared.all_to_all(out, tensor.contiguous(), received, sent)
+        return out
+
     def exchange(self, values: Sequence[int]) -> list[list[int]]:
         """The same number of integers of every rank; the group must be one of host tensors."""
         if self.size == 1:

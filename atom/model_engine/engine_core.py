@@ -97,6 +97,11 @@ class EngineCore:
         return self._scheduler.has_unfinished or self._grammar_queue.has_waiting
 
     @property
+    def patience_ms(self) -> int | None:
+        """Without work, `step` must be called after so long at the latest; None for never."""
+        return self.executor.patience_ms
+
+    @property
     def stats(self) -> EngineStats:
         stats = self._scheduler.stats()
         stats.num_waiting += self._grammar_queue.num_waiting

@@ -48,6 +48,8 @@ class Core(Protocol):
     @property
     def has_work(self) -> bool: ...
     @property
+    def patience_ms(self) -> int | None: ...
+    @property
     def num_step_tokens(self) -> int: ...
     @property
     def stats(self) -> EngineStats: ...
@@ -120,9 +122,12 @@ class EngineLoop:
         return core
 
     def _turn(self, core: Core, heart: Heart) -> bool:
-        """Handle all pending messages, waiting for one if idle; then run one step."""
+        """Handle all pending messages, waiting for one if idle; then run one step.
+
+        Without work, a step that other engines wait for is not reported.
+        """
         if not core.has_work:
-            self._requests.poll()
+            self._requests.poll(core.patience_ms)
         for message in self._receive():
             if not self._handle(core, message):
                 return False
@@ -130,6 +135,9 @@ class EngineLoop:
             with heart.step():
                 report = core.step()
             self._send(wire.Step(report))
+        elif core.patience_ms is not None:
+            with heart.step():
+                core.step()
         return True
 
     def _handle(self, core: Core, message: wire.ToEngine) -> bool:

@@ -13,6 +13,7 @@ from atom.distributed.place import Place
 from atom.messages import EngineDeadError, EngineLimits
 from atom.model_engine.causes import is_users
 from atom.model_engine.join import join_as_driver
+from atom.model_engine.lockstep import Lockstep
 from atom.model_engine.worker import Worker
 from atom.sampling.sampler import SamplingFailedError
 from atom.spec_decode.base import Lookahead
@@ -20,6 +21,7 @@ from atom.structured_output.cache import GrammarCache
 
 logger = logging.getLogger(__name__)
 
+_NOTHING = ScheduledBatch([], [], [])
 _encoder = msgspec.msgpack.Encoder()
 _orders: msgspec.msgpack.Decoder[Orders] = msgspec.msgpack.Decoder(Orders)
 
@@ -29,6 +31,8 @@ class Executor(Protocol):
 
     Attributes:
         can_be_interrupted: whether an interrupted step leaves the executor usable.
+        patience_ms: without work, run an empty batch after so long at the latest, since other
+            engines wait; None when none does.
     """
 
     limits: EngineLimits
@@ -38,6 +42,9 @@ class Executor(Protocol):
 
     @property
     def grammars(self) -> GrammarCache: ...
+
+    @property
+    def patience_ms(self) -> int | None: ...
 
     def step(self, batch: ScheduledBatch) -> StepOutput: ...
 
@@ -90,7 +97,8 @@ class RanksExecutor:
     """The first of several ranks: tells the others of each step and takes part in it.
 
     Once a step is published, an error on any rank ends the engine, since the ranks are no longer at
-    the same place. What one request may cause fails before, or after all ranks are through.
+    the same place. What one request may cause fails before, or after all ranks are through. The
+    same holds for other engines, if they share the experts.
     """
 
     can_be_interrupted = False
@@ -107,6 +115,7 @@ class RanksExecutor:
             if failure is not None:
                 raise EngineDeadError(failure) from error
             raise
+        self._lockstep = Lockstep(driver.place.engines, self._worker.drafts_share_experts)
         self.limits = self._worker.limits
         self.eos_token_ids = self._worker.eos_token_ids
         self.lookahead = self._worker.lookahead
@@ -114,6 +123,10 @@ class RanksExecutor:
     @property
     def grammars(self) -> GrammarCache:
         return self._worker.grammars
+
+    @property
+    def patience_ms(self) -> int | None:
+        return self._lockstep.patience_ms
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
         """Run a batch on all ranks.
@@ -126,19 +139,27 @@ class RanksExecutor:
             return self._worker.step(batch)
         except SamplingFailedError as error:
             raise error.cause from None
+        except EngineDeadError:
+            raise
         except Exception as error:
             if not self._is_published:
+                if self._lockstep.is_coupled and batch.sequences:
+                    self.step(_NOTHING)  # the other engines compute theirs
                 raise
             own = f"rank 0 raised {type(error).__name__}: {error}"
             raise EngineDeadError(self._driver.failure() or own) from error
 
     def shutdown(self) -> None:
+        self._lockstep.end()
         self._driver.close()
         self._worker.shutdown()
 
-    def _publish(self, orders: Orders) -> None:
-        self._driver.publish(_encoder.encode(orders))
-        self._is_published = True
+    def _publish(self, orders: Orders) -> Orders:
+        orders = self._lockstep.agree(orders)
+        if not orders.is_nothing:
+            self._driver.publish(_encoder.encode(orders))
+            self._is_published = True
+        return orders
 
 
 def create_executor(config: EngineConfig) -> Executor:
@@ -147,7 +168,7 @@ def create_executor(config: EngineConfig) -> Executor:
     Raises:
         ConfigError: when an option cannot be honoured, or other ranks were started otherwise.
     """
-    if config.parallel.tensor_parallel_size == 1:
+    if config.parallel.tensor_parallel_size == 1 and not config.parallel.couples_engines:
         return Worker(config)
     return RanksExecutor(config, join_as_driver(config))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import add
 
 import numpy as np
@@ -121,6 +121,7 @@ class InputBuilder:
         self._drafts = drafts
         self.staging = StagingBuffer(num_bytes, device)
         self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), device)
+        self._no_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self._graph_tables = None
         if plan is not None:
             shape = plan.batch_sizes[-1], plan.table_width
@@ -129,7 +130,18 @@ class InputBuilder:
     def graph_input(self, bucket: Bucket, query_len: int) -> ModelInput:
         """The inputs to capture a graph on: all padding, at the addresses that replays will use."""
         assert self._graph_tables is not None
-        size = bucket.batch_size
+        tables = self._graph_tables[: bucket.batch_size]
+        return self._padding(tables, query_len, bucket.max_context_len)
+
+    def padding(self) -> ModelInput:
+        """One padding row."""
+        row = self._padding(self._no_table, 1, 1)
+        return replace(row, attention=replace(row.attention, context_lens_cpu=(1,)))
+
+    def _padding(
+        self, block_tables: torch.Tensor, query_len: int, max_context_len: int
+    ) -> ModelInput:
+        size = len(block_tables)
         self.staging.restart()
         places = _Places(self.staging, size * query_len, size)
         places.pad(0, 0, query_len)
@@ -139,12 +151,12 @@ class InputBuilder:
             places.positions_there,
             AttentionMetadata(
                 slot_mapping=places.slots_there,
-                block_tables=self._graph_tables[:size],
+                block_tables=block_tables,
                 block_counts=places.block_counts_there,
                 context_lens=places.context_lens_there,
                 cu_seqlens_q=places.starts_there,
                 max_seqlen_q=query_len,
-                max_context_len=bucket.max_context_len,
+                max_context_len=max_context_len,
                 query_lens_cpu=(query_len,) * size,
                 context_lens_cpu=None,
             ),

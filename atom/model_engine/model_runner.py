@@ -33,7 +33,7 @@ class ModelRunner:
         forward: ForwardRunner,
         sampler: Sampler,
         drafter: Drafter,
-        publish: Callable[[Orders], None] | None = None,
+        publish: Callable[[Orders], Orders] | None = None,
     ) -> None:
         self._inputs = inputs
         self._forward = forward
@@ -50,7 +50,9 @@ class ModelRunner:
             num_drafts = self._drafter.begin(sum(s.wants_sample for s in batch.sequences))
         step = self._inputs.build(batch) if batch.sequences else None
         if self._publish is not None:
-            self._publish(Orders.of(batch, num_drafts))
+            orders = self._publish(Orders.of(batch, num_drafts))
+            self._drafter.follow(orders.num_drafts)
+            self._go_along(orders)
         if step is None:
             return StepOutput([])
         view, verified = self._verify(batch, step)
@@ -74,11 +76,22 @@ class ModelRunner:
         """This rank's part of a step whose tokens the first rank samples."""
         batch = orders.batch
         self._forget(batch)
+        self._drafter.follow(orders.num_drafts)
+        self._go_along(orders)
         if not batch.sequences:
             return
-        self._drafter.follow(orders.num_drafts)
         view, _ = self._verify(batch, self._inputs.build(batch))
         self._drafter.propose(view, None)
+
+    def _go_along(self, orders: Orders) -> None:
+        """Compute a padding row, and drafts after it, if other engines need this one's experts."""
+        if not orders.is_idle:
+            return
+        row = self._inputs.padding()
+        output = self._forward.run(row, None)
+        if orders.num_drafts:
+            first = torch.zeros_like(row.input_ids)
+            self._drafter.propose(VerifiedStep([], row, output, first, first, None), None)
 
     def _forget(self, batch: ScheduledBatch) -> None:
         self._sampler.forget(batch.freed_rows)

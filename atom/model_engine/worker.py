@@ -9,10 +9,12 @@ from dataclasses import replace
 from functools import partial
 
 import torch
+from torch import nn
 
 from atom.batch import Orders, ScheduledBatch, StepOutput
 from atom.config import ConfigError, EngineConfig, ModelOptions
 from atom.distributed.ordered import in_order
+from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.distributed.place import ALONE, Place
 from atom.graphs.capture import (
     GraphPlan,
@@ -42,6 +44,7 @@ from atom.model_loader.tokenizer import load_tokenizer
 from atom.model_loader.weights import build_model
 from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.moe import FusedMoE
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
@@ -80,14 +83,17 @@ class Worker:
     Attributes:
         ops: the implementations selected for the target's and the draft's ops.
         inputs: copies batches to the device.
+        drafts_share_experts: whether the draft model has experts on other ranks.
 
     Args:
         place: this rank's.
         proposer_factory: creates the proposer; None for the configured one.
-        publish: tells the other ranks what to do in this step, once this rank's inputs are built.
+        publish: tells the other ranks what to do in this step, once this rank's inputs are built;
+            returns what this rank does.
     """
 
     can_be_interrupted = True
+    patience_ms: int | None = None
 
     def __init__(
         self,
@@ -95,7 +101,7 @@ class Worker:
         place: Place = ALONE,
         *,
         proposer_factory: ProposerFactory | None = None,
-        publish: Callable[[Orders], None] | None = None,
+        publish: Callable[[Orders], Orders] | None = None,
     ) -> None:
         started = time.perf_counter()
         self._place = place
@@ -113,12 +119,16 @@ class Worker:
         if config.parallel.deterministic_collectives:
             ranks = in_order(ranks)
         context = LayerContext.create(dtype, context_len, platform, ranks)
+        context = replace(context, experts=_expert_ranks(config, place, ranks))
         storage = storage_dtype(config.cache, context)
         self.ops: OpTable = context.ops
         self._model = build_model(
             partial(create_model, source.hf_config), source, context, config.model
         )
         self._proposer = (proposer_factory or create_proposer)(config, self._model, source, context)
+        of_draft = _experts(self._proposer.draft_model)
+        self.drafts_share_experts = any(experts.is_spread for experts in of_draft)
+        self._check_experts(config, source, platform)
         self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
         self._graphs = _create_graph_runner(
             config, self._model, self._proposer.lookahead, platform, context_len
@@ -129,7 +139,7 @@ class Worker:
             self._proposer,
             captured=self._graphs is not None,
             # Other ranks must know the number of drafts before the step.
-            waiting_is_free=not platform.is_gpu and place.tensor.size == 1,
+            waiting_is_free=not platform.is_gpu and place.is_alone,
         )
         self.inputs, self._runner = self._create_runner(
             config, source, context, self._drafter, publish
@@ -158,6 +168,27 @@ class Worker:
         )
         if place.is_first:
             self._log(config, source, dtype, platform, storage, time.perf_counter() - started)
+
+    def _check_experts(self, config: EngineConfig, source: ModelSource, platform: Platform) -> None:
+        """Refuse expert parallelism that cannot be honoured.
+
+        Raises:
+            ConfigError: without experts, or with graphs of a step that the host has a part in.
+        """
+        parallel = config.parallel
+        if not parallel.enable_expert_parallel:
+            return
+        if not _experts(self._model):
+            raise ConfigError(
+                f"enable_expert_parallel has no effect on {source.name}, which has no experts; "
+                f"leave it out"
+            )
+        if self._place.is_coupled and platform.is_gpu and not config.graphs.enforce_eager:
+            raise ConfigError(
+                f"enable_expert_parallel with data_parallel_size={parallel.data_parallel_size} "
+                f"cannot capture graphs, since the host counts the rows that ranks exchange; add "
+                f"--enforce-eager"
+            )
 
     @property
     def grammars(self) -> GrammarCache:
@@ -207,7 +238,7 @@ class Worker:
         source: ModelSource,
         context: LayerContext,
         drafter: Drafter,
-        publish: Callable[[Orders], None] | None = None,
+        publish: Callable[[Orders], Orders] | None = None,
     ) -> tuple[InputBuilder, ModelRunner]:
         vocab_size = source.hf_config.get_text_config().vocab_size
         scheduler, device = config.scheduler, context.device
@@ -215,8 +246,15 @@ class Worker:
             scheduler.max_num_seqs, vocab_size, source.eos_token_ids, device, self._grammars
         )
         ops = SamplingOps.resolve(context.ops, vocab_size)
-        group = self._place.tensor
-        sampler = Sampler(self._model.compute_logits, rows, vocab_size, device, ops, group)
+        sampler = Sampler(
+            self._model.compute_logits,
+            rows,
+            vocab_size,
+            device,
+            ops,
+            self._place.tensor,
+            others_wait=not self._place.is_alone,
+        )
         forward = self._graphs or EagerRunner(self._model.forward)
         inputs = InputBuilder(
             forward,
@@ -320,6 +358,17 @@ class Worker:
     def shutdown(self) -> None:
         if self._grammars is not None:
             self._grammars.shutdown()
+
+
+def _expert_ranks(config: EngineConfig, place: Place, ranks: ParallelGroup) -> ParallelGroup:
+    """The ranks that hold whole experts; of size 1 if `ranks` split experts like layers."""
+    if not config.parallel.enable_expert_parallel:
+        return SINGLE
+    return place.experts if place.is_coupled else ranks
+
+
+def _experts(model: nn.Module | None) -> list[FusedMoE]:
+    return [] if model is None else [m for m in model.modules() if isinstance(m, FusedMoE)]
 
 
 def _take_threads(config: EngineConfig, place: Place, platform: Platform) -> AdaptedThreads | None:

@@ -92,6 +92,8 @@ def place_tensors(
 ) -> list[Placement]:
     """Place every tensor that is not ignored, and check that every parameter is filled.
 
+    Tensors that only other ranks load are checked, too, and have no placement.
+
     Raises:
         WeightError: for tensors that are missing, unexpected, duplicate, or of a dtype that needs a
             scale.
@@ -117,7 +119,8 @@ def place_tensors(
         filled[target_name].add(shard)
         if tensor.dtype not in _VALUE_TYPES and target.dtype in _NUMBERS:
             problems.append(f"{tensor.name} is stored as {tensor.dtype}, which has no plain values")
-        placements.append(Placement(tensor, target, shard))
+        if directory.holds(target_name, shard):
+            placements.append(Placement(tensor, target, shard))
     if unexpected:
         problems.append(f"unexpected tensors ({len(unexpected)}): {name_some(unexpected)}")
     if missing := _missing(directory, targets, filled):
@@ -163,6 +166,11 @@ class _Directory:
             return target.module.weight_shards(target.parameter_name)
         module = name.rpartition(".")[0].rpartition(".")[2]
         return self._mapping.packed[module]
+
+    def holds(self, name: str, shard: str | None) -> bool:
+        """Whether this rank loads a shard of a parameter."""
+        module = self._naming.get(name.rpartition(".")[0])
+        return module is None or shard is None or module.holds(shard)
 
     def _in_packed(self, name: str) -> tuple[str, str] | None:
         module, _, parameter = name.rpartition(".")

@@ -19,6 +19,7 @@ class LayerContext:
     dtype, device: of weights and activations.
     ops: selects the implementation of each op.
     group: ranks that share the weights.
+    experts: ranks that hold whole experts; of size 1 when `group` shares every expert.
     quant: how weights are stored.
     max_model_len: longest context; the size of rotary tables.
     """
@@ -28,6 +29,7 @@ class LayerContext:
     ops: OpTable
     max_model_len: int
     group: ParallelGroup = SINGLE
+    experts: ParallelGroup = SINGLE
     quant: QuantConfig = field(default_factory=UnquantizedConfig)
 
     @classmethod

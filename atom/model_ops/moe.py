@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atom.model_ops.expert_parallel import HeldExperts, create_spread
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import share_of, stack
 from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
@@ -59,11 +60,19 @@ class TopKRouter(nn.Module):
 
 
 class FusedMoE(nn.Module):
-    """The gated MLPs of all experts; the intermediate dimension is split over the ranks.
+    """The gated MLPs of all experts.
+
+    The ranks of the layer's group split the intermediate dimension of every expert, unless those of
+    `context.experts` hold whole ones.
 
     Attributes:
+        num_experts: of all ranks.
         w13_weight: [experts, 2 * inter, hidden], gate above up projection, if not quantised.
         w2_weight: [experts, hidden, inter], down projection, if not quantised.
+
+    Raises:
+        ValueError: when there are fewer experts than ranks to hold them, or the intermediate size
+            does not split.
     """
 
     w13_weight: nn.Parameter
@@ -80,7 +89,11 @@ class FusedMoE(nn.Module):
         super().__init__()
         self.num_experts = num_experts
         self._dtype = context.dtype
-        share = share_of(context.group, intermediate_size, "moe_intermediate_size")
+        self._held = HeldExperts(num_experts, context.experts)
+        self._spread = create_spread(self._held, context.experts, context.group)
+        share = Cut.whole(intermediate_size)
+        if context.experts.size == 1:
+            share = share_of(context.group, intermediate_size, "moe_intermediate_size")
         self._parts = {
             **stack({"gate_proj": share, "up_proj": share}, hidden_size),
             "down_proj": Part(Cut.whole(hidden_size), share),
@@ -89,7 +102,7 @@ class FusedMoE(nn.Module):
         method = context.quant.method_for(prefix, names, "experts")
         try:
             self._storages = {
-                matrix: MatrixStorage(self, parts, method, context, f"{matrix}_", num_experts)
+                matrix: MatrixStorage(self, parts, method, context, f"{matrix}_", self._held.count)
                 for matrix, parts in (
                     ("w13", [self._parts["gate_proj"], self._parts["up_proj"]]),
                     ("w2", [self._parts["down_proj"]]),
@@ -102,7 +115,7 @@ class FusedMoE(nn.Module):
             "moe_experts" if form is None else "quant_experts",
             context.dtype,
             form,
-            num_experts=num_experts,
+            num_experts=self._held.count,
             hidden_size=hidden_size,
             intermediate_size=share.size,
         )
@@ -129,14 +142,26 @@ class FusedMoE(nn.Module):
         parts = [part for part, of in _MATRICES.items() if of == matrix]
         return tuple(f"{i}.{part}" for i in range(self.num_experts) for part in parts)
 
+    @property
+    def is_spread(self) -> bool:
+        """Whether other ranks hold some of the experts."""
+        return self._held.elsewhere > 0
+
+    def holds(self, shard: str) -> bool:
+        """Whether the shard's expert is one of this rank's."""
+        return int(shard.partition(".")[0]) in self._held
+
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
         """Load one expert's tensor, or, without a shard, those of all experts, [experts, ...]."""
         matrix, _, stored = name.partition("_")
         storage = self._storages[matrix]
         if shard is not None:
             expert, _, part = shard.partition(".")
-            storage.load(stored, tensor, self._parts[part], int(expert))
-        elif matrix == "w2":
+            storage.load(stored, tensor, self._parts[part], int(expert) - self._held.first)
+            return
+        if self._held.elsewhere:
+            tensor = self._of_held(tensor)
+        if matrix == "w2":
             storage.load(stored, tensor, self._parts["down_proj"])
         else:
             # Gate and up are split over the ranks separately.
@@ -145,13 +170,22 @@ class FusedMoE(nn.Module):
             storage.load(stored, gate, self._parts["gate_proj"])
             storage.load(stored, up, self._parts["up_proj"])
 
+    def _of_held(self, tensor: torch.Tensor) -> torch.Tensor:
+        """This rank's experts' part of a tensor [experts, ...]."""
+        if not tensor.dim() or len(tensor) != self.num_experts:
+            raise ValueError(
+                f"the checkpoint holds shape {list(tensor.shape)}, the model wants one index for "
+                f"each of {self.num_experts} experts in front"
+            )
+        return tensor.narrow(0, self._held.first, self._held.count)
+
     @property
     def dequantised_bytes(self) -> int:
         """Of what takes the place of quantised weights; 0 if they stay quantised."""
         if not self._choice.dequantises:
             return 0
         sizes = (sum(s.rows) * s.columns for s in self._storages.values())
-        return self.num_experts * sum(sizes) * self._dtype.itemsize
+        return self._held.count * sum(sizes) * self._dtype.itemsize
 
     @property
     def quantised_bytes(self) -> int:
@@ -171,6 +205,10 @@ class FusedMoE(nn.Module):
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x [T, hidden], weights and expert ids [T, k] -> this rank's partial sum [T, hidden]."""
+        return self._spread(self._run, x, weights, ids)
+
+    def _run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+        """The same with ids among this rank's experts; their number for one elsewhere."""
         w13, w2 = self._prepared or (self.w13_weight, self.w2_weight)
-        out: torch.Tensor = self._experts(x, w13, w2, weights, ids)
+        out: torch.Tensor = self._experts(x, w13, w2, weights, ids, self._held.elsewhere)
         return out

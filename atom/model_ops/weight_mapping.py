@@ -66,3 +66,7 @@ class WeightNaming(WeightLoading, Protocol):
     def weight_shards(self, name: str) -> tuple[str, ...]:
         """All shards of parameter `name`; a single tensor without a shard may fill it instead."""
         ...
+
+    def holds(self, shard: str) -> bool:
+        """Whether this rank loads a shard, or only others do."""
+        ...

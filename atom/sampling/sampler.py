@@ -170,9 +170,12 @@ class Sampler:
         device: torch.device,
         ops: SamplingOps = TORCH_OPS,
         group: ParallelGroup = SINGLE,
+        *,
+        others_wait: bool = False,
     ) -> None:
         self._compute_logits = compute_logits
         self._group = group
+        self._others_wait = others_wait
         self._failure: Exception | None = None
         self._rows = rows
         self._edits = EditsBuilder(rows, vocab_size, device)
@@ -244,10 +247,10 @@ class Sampler:
     ) -> tuple[torch.Tensor, Logprobs | None]:
         """The first rank's tokens [R] int64, and its logprobs.
 
-        If choosing fails on the first of several ranks, the step goes on with no tokens, since the
-        others are in the middle of it; `raise_failure` raises the error afterwards.
+        If choosing fails while other ranks wait, the step goes on with no tokens, since they are in
+        the middle of it; `raise_failure` raises the error afterwards.
         """
-        if self._group.size == 1:
+        if not self._others_wait:
             return self._choose(plan, logits)
         sampled, logprobs = plan.logits_indices.new_full((len(logits),), -1), None
         if self._group.rank == 0:

@@ -79,15 +79,19 @@ class DraftChain:
         """Make the remaining drafts from the first ones [S] and their hidden states [S, hidden].
 
         Args:
-            num_drafts: at least 1.
+            num_drafts: at least 1. Without any sequence a padding row is computed: other ranks may
+                wait for this one's experts.
 
         Returns:
             [S, num_drafts] int64, the first drafts included.
         """
         if num_drafts == 1:
             return first[:, None]
-        more = self.run(self._start(step, first, hidden, num_drafts - 1), num_drafts - 1)
-        return torch.cat((first[:, None], more), dim=1)
+        start = self._start(step, first, hidden, num_drafts - 1)
+        if not len(first):
+            self.run(_padding(start), num_drafts - 1)
+            return first.new_empty((0, num_drafts))
+        return torch.cat((first[:, None], self.run(start, num_drafts - 1)), dim=1)
 
     def run(self, start: ChainStart, num_steps: int) -> torch.Tensor:
         """Draft `num_steps` more tokens: [S, num_steps] int64 target token ids, valid until the
@@ -148,6 +152,18 @@ class DraftChain:
             query_lens_cpu=(1,) * count,
             context_lens_cpu=None,
         )
+
+
+def _padding(like: ChainStart) -> ChainStart:
+    """One row without blocks, so it writes no KV."""
+    return ChainStart(
+        like.token_ids.new_zeros(1),
+        like.hidden.new_zeros(1, like.hidden.shape[1]),
+        like.positions.new_zeros(1),
+        like.block_tables.new_zeros(1, like.block_tables.shape[1]),
+        like.block_counts.new_zeros(1),
+        like.max_context_len,
+    )
 
 
 class _Graphs:

@@ -63,6 +63,8 @@ class Drafter:
 
     def follow(self, num_drafts: int) -> None:
         """Make as many drafts in the step that begins as another rank chose."""
+        if self._length is not None and num_drafts != self._count:
+            self._length.follow(num_drafts)
         self._count = num_drafts
 
     def forget(self, rows: Sequence[int]) -> None:

@@ -44,7 +44,7 @@ def create_proposer(
     if options is None:
         return NullProposer()
     if options.draft_tensor_parallel_size == 1:
-        context = replace(context, group=SINGLE)
+        context = replace(context, group=SINGLE, experts=SINGLE)
     build = proposer_builder(options.method)
     return build(options, config, target, source, context)
 

@@ -67,6 +67,10 @@ class DraftLength(Protocol):
         """
         ...
 
+    def follow(self, num_drafts: int) -> None:
+        """Another number is made in this step than was chosen: another engine wants more."""
+        ...
+
     def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
         """Learn from a finished step.
 
@@ -251,6 +255,9 @@ class AdaptiveLength:
         self._verified, self._asked = self._asked, self._choose(sources, drafts)
         self._made = self._asked if drafts else 0
         return self._asked
+
+    def follow(self, num_drafts: int) -> None:
+        self._asked = self._made = num_drafts
 
     def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
         for v in verifications:

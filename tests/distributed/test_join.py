@@ -164,8 +164,7 @@ def test_engines_that_share_experts(tiny_llama_dir: Path, monkeypatch: pytest.Mo
     """Two engines of one rank each: the first ranks know each other, and all share the experts."""
     options = {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_expert_parallel": True}
     own = config(tiny_llama_dir, **options)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        environments = coupled_engines(own.parallel, free.getsockname()[1])
+    environments = coupled_engines(own.parallel)
     mine = threading.local()
     monkeypatch.setattr(launched, "rank_variables", lambda: mine.variables)
 
@@ -186,8 +185,8 @@ def test_engines_that_share_experts(tiny_llama_dir: Path, monkeypatch: pytest.Mo
 
 def test_engines_that_share_experts_start_their_own_ranks() -> None:
     options = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
-    parallel = config(Path("any"), **options).parallel
-    first, second = coupled_engines(parallel, 1234)
+    parallel = config(Path("any"), master_port=1234, **options).parallel
+    first, second = coupled_engines(parallel)
     assert (first.rank, second.rank, second.local_rank, second.world_size) == (0, 2, 2, 4)
     [other] = coupled_others(parallel, second)
     assert (other.rank, other.local_rank, other.address) == (3, 3, "127.0.0.1:1234")

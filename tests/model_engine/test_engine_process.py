@@ -49,6 +49,7 @@ class ScriptedCore:
         self.prompts: dict[str, list[int]] = {}
         self.num_steps = 0
         self.num_step_tokens = 0
+        self.patience_ms: int | None = None
         self.may_step = threading.Event()
         self.may_step.set()
         self.is_shut_down = False
@@ -159,6 +160,22 @@ def frontend() -> Iterator[Frontend]:
     frontend = Frontend()
     yield frontend
     frontend.close()
+
+
+def test_steps_that_other_engines_wait_for_are_not_reported(frontend: Frontend) -> None:
+    frontend.start()
+    assert frontend.core is not None
+    frontend.core.patience_ms = 1
+    frontend.send(wire.Abort([]))  # wakes the loop
+    assert isinstance(frontend.receive(), wire.Step)
+    deadline = time.monotonic() + 5
+    while frontend.core.num_steps < 4 and time.monotonic() < deadline:
+        time.sleep(0.005)
+    assert frontend.core.num_steps >= 4
+    frontend.add("a", [1, 2])
+    step = frontend.until(lambda m: isinstance(m, wire.Step))
+    assert isinstance(step, wire.Step)
+    assert [o.id for o in step.report.outputs] == ["a"]
 
 
 def test_requests_run_until_aborted(frontend: Frontend) -> None:

@@ -19,6 +19,7 @@ from atom.config import ModelOptions
 from atom.distributed.parallel_state import ParallelGroup
 from atom.model_loader import weights as weights_module
 from atom.model_loader.checkpoint import list_tensors
+from atom.model_loader.errors import WeightError
 from atom.model_loader.layers import LayerQueue
 from atom.model_loader.placement import find_targets, place_tensors
 from atom.model_loader.source import ModelSource
@@ -160,6 +161,36 @@ def test_ranks_read_their_part(tmp_path: Path, kind: str, counted: type[FileTens
     for key, expected in whole.state_dict().items():
         values = torch.cat([part.state_dict()[key].flatten() for part in parts])
         assert torch.equal(values.sort().values, expected.flatten().sort().values)
+
+
+@pytest.mark.parametrize("kind", ["experts", "stacked experts"])
+def test_ranks_read_the_experts_that_they_hold(
+    tmp_path: Path, kind: str, counted: type[FileTensor]
+) -> None:
+    """Whole ones; the others' tensors are known, and not read."""
+    shapes, create = CUTS[kind]
+    save(tmp_path, **{f"a__{name}": random(*shape) for name, shape in shapes.items()})
+    num_bytes = sum(tensor.num_bytes for tensor in list_tensors(tmp_path))
+    whole = load(tmp_path, nn.ModuleDict({"a": create(context())}))["a"]
+    for rank in range(2):
+        counted.num_bytes = 0
+        ranks = ParallelGroup(rank, 2)
+        layer = create(replace(context(rank, 2), experts=ranks))
+        load(tmp_path, nn.ModuleDict({"a": layer}))
+        assert counted.num_bytes == num_bytes / 2
+        assert torch.equal(layer.w13_weight, whole.w13_weight[rank : rank + 1])
+        assert torch.equal(layer.w2_weight, whole.w2_weight[rank : rank + 1])
+
+
+def test_every_rank_misses_an_expert(tmp_path: Path) -> None:
+    shapes, create = CUTS["experts"]
+    tensors = {f"a__{name}": random(*shape) for name, shape in shapes.items()}
+    del tensors["a__1__up_proj__weight"]
+    save(tmp_path, **tensors)
+    for rank in range(2):
+        layer = create(replace(context(), experts=ParallelGroup(rank, 2)))
+        with pytest.raises(WeightError, match=r"lacks 1\.up_proj"):
+            load(tmp_path, nn.ModuleDict({"a": layer}))
 
 
 def test_scales_and_codes_are_read_in_part(tmp_path: Path, counted: type[FileTensor]) -> None:

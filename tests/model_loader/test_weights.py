@@ -276,6 +276,9 @@ class Experts(nn.Module):
         assert name == "stacked"
         return ("0", "1")
 
+    def holds(self, shard: str) -> bool:
+        return True
+
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
         assert name == "stacked"
         target = self.stacked.data if shard is None else self.stacked.data[int(shard)]

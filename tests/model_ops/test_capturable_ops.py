@@ -104,3 +104,8 @@ def test_experts_on_the_device(num_experts: int, tokens: int) -> None:
     expected = moe_experts(x, w13, w2, weights, ids)
     out = sum_experts_on_device(x, w13, w2, weights, ids, silu_and_mul)
     torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)
+    ids[0, 1], w13[0] = num_experts, float("nan")  # an expert elsewhere
+    ids[ids == 0] = 1
+    expected = moe_experts(x, w13, w2, weights, ids, 4)
+    out = sum_experts_on_device(x, w13, w2, weights, ids, silu_and_mul)
+    torch.testing.assert_close(out, expected, atol=1e-5, rtol=1e-5)

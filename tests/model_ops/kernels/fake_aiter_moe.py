@@ -130,8 +130,12 @@ def fused_moe(check: Check) -> torch.Tensor:
     check.that(hidden % step == 0 and inter % step == 0, "whole steps")
     inputs = _rounded(x, kind, arch)
     out = torch.zeros_like(x, dtype=torch.float32)
-    for expert in ids.unique().tolist():
-        tokens, place = (ids == expert).nonzero(as_tuple=True)
+    held = list(range(len(w1)))
+    if check.value("expert_mask") is not None:
+        held = check.integers("expert_mask", "G").nonzero()[:, 0].tolist()
+        check.that(len(held) == len(w1), "as many ids in the mask as experts")
+    for expert, id in enumerate(held):
+        tokens, place = (ids == id).nonzero(as_tuple=True)
         gate, up = F.linear(inputs[tokens], w1[expert]).chunk(2, dim=-1)
         between = _rounded(F.silu(gate) * up, kind, arch)
         out.index_add_(0, tokens, F.linear(between, w2[expert]) * weights[tokens, place, None])

@@ -103,6 +103,17 @@ def test_moe_experts(aiter: Aiter) -> None:
     aiter.called("shuffle_weight", "fused_moe")
 
 
+def test_experts_elsewhere_add_nothing(aiter: Aiter) -> None:
+    experts = aiter.ops.resolve("moe_experts", BF16, **SIZES)
+    prepared = prepare_experts(*expert_weights(aiter))
+    x, ids = random(aiter, 3, 256, seed=3), torch.tensor([[1, 8], [8, 8], [8, 7]]).to(aiter.device)
+    out = experts(x, *prepared, torch.ones(3, 2, device=aiter.device), ids, 24)
+    here = torch.tensor([[1], [0], [7]], device=aiter.device)
+    alone = experts(x, *prepared, torch.ones(3, 1, device=aiter.device), here)
+    check(out[0::2], alone[0::2].double(), 2**-8)
+    assert not out[1].any()
+
+
 def test_weights_are_shuffled_in_place_and_marked(aiter: Aiter) -> None:
     before = expert_weights(aiter)
     parameters = [torch.nn.Parameter(w.clone(), requires_grad=False) for w in before]

@@ -228,6 +228,22 @@ class TestExperts:
         ids = torch.full((19, 1), 4, device=device)
         assert_equals_the_definition(tiles_on(device)[0], (x, w13, w2, weights, ids))
 
+    @pytest.mark.parametrize("num_tokens", [3, 40])
+    def test_experts_elsewhere_add_nothing(self, num_tokens: int, device: torch.device) -> None:
+        x, w13, w2, weights, ids = problem(num_tokens, 5, device)
+        ids[1], ids[0, 1], ids[2, 0] = 5, 5, 5
+        expected = experts_by_definition(
+            x,
+            torch.cat((w13, torch.zeros_like(w13[:1]))),
+            torch.cat((w2, torch.zeros_like(w2[:1]))),
+            weights,
+            ids,
+        )
+        out = moe_experts.mixture(tiles_on(device)[0], x, w13, w2, weights, ids, 15)
+        assert not out[1].any()
+        error = (out.double().cpu() - expected).abs().max() / expected.abs().max()
+        assert error < TOLERANCE[out.dtype]
+
     def test_no_tokens(self, device: torch.device) -> None:
         x, w13, w2, weights, ids = problem(2, 3, device)
         out = moe_experts.mixture("cuda", x[:0], w13, w2, weights[:0], ids[:0])

@@ -105,18 +105,19 @@ def check(
     x = torch.randn(num_tokens, HIDDEN, generator=generator).to(device)
     weights = torch.rand(num_tokens, TOP_K, generator=generator).to(device)
     ids = torch.rand(num_tokens, EXPERTS, generator=generator).argsort(1)[:, :TOP_K].to(device)
+    ids[0, 0] = EXPERTS  # one of another rank's
     w13 = on(device, random_weights(form, scales, 2 * INTER, HIDDEN, 1))
     w2 = on(device, random_weights(form, scales, HIDDEN, INTER, 2))
     w13.column_order = column_order
     expected = reference.quant_experts(
-        x, *reference.prepare_experts(w13, w2, x.dtype), weights, ids
+        x, *reference.prepare_experts(w13, w2, x.dtype), weights, ids, 1
     )
     assert expected.abs().max() > 0.1
     if platform is None:
         platform = cpu_platform() if device.type == "cpu" else current_platform()
     tiles = [prepare_tiles(matrix, platform) for matrix in (w13, w2)]
     out = quant_experts.mixture(
-        kind if device.type == "cpu" else platform.kind, x, *tiles, weights, ids
+        kind if device.type == "cpu" else platform.kind, x, *tiles, weights, ids, 1
     )
     error = (out - expected).abs().max() / expected.abs().max()
     assert error < (2e-6 if form.activations is None or device.type == "cpu" else 2e-2)

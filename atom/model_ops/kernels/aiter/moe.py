@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 
 from atom.model_ops.kernels.aiter.probe import EntryPoint, function
@@ -32,7 +34,7 @@ _SOFTMAX = EntryPoint(
 FUSED = EntryPoint(
     "aiter.fused_moe:fused_moe",
     "hidden_states w1 w2 topk_weight topk_ids",
-    "quant_type w1_scale w2_scale",
+    "expert_mask quant_type w1_scale w2_scale",
 )
 
 # Group counts that the routing kernels are compiled for.
@@ -105,6 +107,7 @@ def moe_experts(
     w2: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    elsewhere: int = 0,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
@@ -115,5 +118,21 @@ def moe_experts(
         RuntimeError: for weights that were not shuffled.
     """
     check_shuffled(w13, w2)
-    out: torch.Tensor = function(FUSED)(x.contiguous(), w13, w2, weights, ids.to(torch.int32))
+    mask = held_experts(w13.shape[0], elsewhere, x.device)
+    given = x.contiguous(), w13, w2, weights, ids.to(torch.int32)
+    out: torch.Tensor = function(FUSED)(*given, expert_mask=mask)
     return out
+
+
+@lru_cache
+def held_experts(count: int, elsewhere: int, device: torch.device) -> torch.Tensor | None:
+    """aiter's mask [count + 1] int32 of the ids that are experts here; None if all are.
+
+    The last id, `count`, stands for all experts elsewhere. Created once, before any graph is
+    captured: the first step always runs eagerly.
+    """
+    if not elsewhere:
+        return None
+    mask = torch.ones(count + 1, dtype=torch.int32, device=device)
+    mask[count] = 0
+    return mask

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import torch
 
-from atom.model_ops.kernels.aiter.moe import FUSED
+from atom.model_ops.kernels.aiter.moe import FUSED, held_experts
 from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.quant import (
     E8M0_SHUFFLE,
@@ -79,6 +79,7 @@ def quant_experts(
     w2: AiterExperts,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    elsewhere: int = 0,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
@@ -91,6 +92,7 @@ def quant_experts(
         w2.codes,
         weights,
         ids.to(torch.int32),
+        expert_mask=held_experts(w13.codes.shape[0], elsewhere, x.device),
         quant_type=getattr(function(_QUANT_TYPE), w13.quant_type),
         w1_scale=w13.scale,
         w2_scale=w2.scale,

@@ -51,12 +51,18 @@ def moe_experts(
     w2: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    elsewhere: int = 0,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
     w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter]. Each expert's
     weights are read once, and only if a token chose it.
+
+    Args:
+        elsewhere: number of experts that other ranks hold; with any, the id `experts` stands for
+            one of them, and adds nothing.
     """
+    del elsewhere  # such an id adds nothing in any case
     return sum_experts(x, w13, w2, weights, ids, silu_and_mul)
 
 
@@ -72,16 +78,22 @@ def sum_experts(
     ids = ids.long()
     if x.device.type != "cpu" and torch.cuda.is_current_stream_capturing():
         return sum_experts_on_device(x, w13, w2, weights, ids, activate)
+    num_experts = w13.shape[0]
     if x.shape[0] == 1:
-        parts = [_expert(x, w13[e], w2[e], activate) for e in ids[0].tolist()]
+        none = torch.zeros_like(x)
+        parts = [
+            _expert(x, w13[e], w2[e], activate) if e < num_experts else none
+            for e in ids[0].tolist()
+        ]
         return _weighted_sum(torch.stack(parts, dim=1), weights).to(x.dtype)
     num_tokens, top_k = ids.shape
     pairs = ids.flatten()
     order = pairs.argsort(stable=True)
-    counts = torch.bincount(pairs, minlength=w13.shape[0]).tolist()
+    counts = torch.bincount(pairs, minlength=num_experts)[:num_experts].tolist()
     ends = list(accumulate(counts))
     sorted_x = x[order // top_k]
     results = torch.empty_like(sorted_x)
+    results[sum(counts) :] = 0.0  # of experts elsewhere
     for expert, (count, end) in enumerate(zip(counts, ends, strict=True)):
         if count:
             rows = slice(end - count, end)
@@ -106,13 +118,17 @@ def sum_experts_on_device(
     computed by every expert.
     """
     num_tokens, top_k = ids.shape
+    is_elsewhere = ids >= w13.shape[0]
+    ids = ids.masked_fill(is_elsewhere, 0)
     # A copy reads, writes and reads again what computing all experts reads once.
     if 3 * ids.numel() <= w13.shape[0]:
         visits = x.repeat_interleave(top_k, dim=0)[:, None]
-        results = _all_experts(visits, w13[ids.flatten()], w2[ids.flatten()], activate)
-        return _weighted_sum(results.view(num_tokens, top_k, -1), weights).to(x.dtype)
-    everyone = _all_experts(x.expand(w13.shape[0], *x.shape), w13, w2, activate).transpose(0, 1)
-    chosen = everyone.gather(1, ids[:, :, None].expand(-1, -1, everyone.shape[-1]))
+        chosen = _all_experts(visits, w13[ids.flatten()], w2[ids.flatten()], activate)
+        chosen = chosen.view(num_tokens, top_k, -1)
+    else:
+        every = _all_experts(x.expand(w13.shape[0], *x.shape), w13, w2, activate).transpose(0, 1)
+        chosen = every.gather(1, ids[:, :, None].expand(-1, -1, every.shape[-1]))
+    chosen = chosen.masked_fill(is_elsewhere[:, :, None], 0.0)
     return _weighted_sum(chosen, weights).to(x.dtype)
 
 

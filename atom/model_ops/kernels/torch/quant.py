@@ -71,8 +71,10 @@ def quant_experts(
     w2: DenseWeights,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    elsewhere: int = 0,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden]."""
+    del elsewhere  # an id beyond the experts adds nothing
 
     def between(gate_up: torch.Tensor) -> torch.Tensor:
         return w2.round_inputs(silu_and_mul(gate_up))

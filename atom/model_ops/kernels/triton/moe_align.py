@@ -50,7 +50,8 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
 
 
 def moe_align(ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlocks:
-    """Sort the pairs of expert ids [T, k] (contiguous, all in [0, num_experts)) into blocks.
+    """Sort the pairs of expert ids [T, k] (contiguous) into blocks; those whose id is `num_experts`
+    are left out.
 
     One launch with one program per expert and no host sync, so a graph can capture it. Pairs are
     ordered by expert, then by pair.
@@ -65,6 +66,7 @@ def moe_align(ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlocks
         experts,
         count,
         num_pairs,
+        num_experts,
         BINS=max(64, triton.next_power_of_2(num_experts)),
         BLOCK_M=block_m,
         CHUNK=next((chunk for chunk in _CHUNKS if chunk >= num_pairs), _CHUNKS[-1]),
@@ -80,6 +82,7 @@ def _align(
     experts_ptr,
     count_ptr,
     num_pairs,
+    num_experts,
     BINS: tl.constexpr,
     BLOCK_M: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -91,7 +94,7 @@ def _align(
     for start in range(0, num_pairs, CHUNK):
         inside = start + lanes < num_pairs
         ids = tl.load(ids_ptr + start + lanes, mask=inside, other=0).to(tl.int32)
-        visits += tl.histogram(ids, BINS, mask=inside)
+        visits += tl.histogram(ids, BINS, mask=inside & (ids < num_experts))
 
     bins = tl.arange(0, BINS)
     blocks = (visits + (BLOCK_M - 1)) // BLOCK_M

@@ -77,11 +77,13 @@ def moe_experts(
     w2: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    elsewhere: int = 0,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
     w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter]. ids [T, k] are
-    valid expert ids, weights [T, k] float32.
+    valid expert ids, or `experts` for one of the `elsewhere` that other ranks hold; weights [T, k]
+    float32.
 
     Accumulates in float32 and rounds to x's type where memory is written: after silu(gate) * up,
     after each expert, and at the end. No host sync.
@@ -89,7 +91,7 @@ def moe_experts(
     Raises:
         ValueError: when weights' rows are not contiguous.
     """
-    return mixture(current_platform().kind, x, w13, w2, weights, ids)
+    return mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere)
 
 
 def mixture(
@@ -99,6 +101,7 @@ def mixture(
     w2: torch.Tensor,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    elsewhere: int = 0,
 ) -> torch.Tensor:
     """`moe_experts` with the tiles of a platform `kind`."""
     if w13.stride(2) != 1 or w2.stride(2) != 1:
@@ -119,7 +122,7 @@ def mixture(
         tiles = choose_tiles(kind, blocks.block_m, num_pairs, out.shape[1], wide)
         grouped_product(activated, rows, out, blocks, tiles, 1, gated=False)
 
-    return mix(x, w13.shape[0], up, down, weights, ids)
+    return mix(x, w13.shape[0], up, down, weights, ids, elsewhere)
 
 
 def mix(
@@ -129,6 +132,7 @@ def mix(
     down: Callable[[Inputs, int, torch.Tensor, ExpertBlocks], None],
     weights: torch.Tensor,
     ids: torch.Tensor,
+    elsewhere: int = 0,
     largest_block: int = 128,
 ) -> torch.Tensor:
     """The sum of the experts' outputs, from their two products.
@@ -143,15 +147,17 @@ def mix(
     if not num_tokens:
         return out
     num_pairs = ids.numel()
-    block_m = min(choose_block_m(num_pairs, num_experts), largest_block)
-    blocks = moe_align(ids.contiguous(), num_experts, block_m)
+    block_m = min(choose_block_m(num_pairs, num_experts + elsewhere), largest_block)
+    ids = ids.contiguous()
+    blocks = moe_align(ids, num_experts, block_m)
+    bound = num_experts if elsewhere else None
     inputs = up(blocks)
     width = _slice_width(num_pairs, hidden, x.element_size())
     visits = x.new_empty(num_pairs, width)
     for start in range(0, hidden, width):
         part = visits[:, : min(width, hidden - start)]
         down(inputs, start, part, blocks)
-        _sum_visits(part, weights, out[:, start : start + width])
+        _sum_visits(part, weights, ids, bound, out[:, start : start + width])
     return out
 
 
@@ -203,13 +209,25 @@ def grouped_product(
     )
 
 
-def _sum_visits(visits: torch.Tensor, weights: torch.Tensor, out: torch.Tensor) -> None:
-    """visits [T * k, n], weights [T, k] -> out [T, n], summed in the order of k."""
+def _sum_visits(
+    visits: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    bound: int | None,
+    out: torch.Tensor,
+) -> None:
+    """visits [T * k, n], weights [T, k] -> out [T, n], summed in the order of k.
+
+    Args:
+        bound: only visits with smaller ids [T, k] were written; None if all were.
+    """
     num_tokens, features = out.shape
     _weighted_sum[(num_tokens, triton.cdiv(features, _SUM_BLOCK))](
         visits,
         weights,
+        ids,
         out,
+        bound,
         features,
         visits.stride(0),
         *weights.stride(),
@@ -319,7 +337,9 @@ def store_outputs(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED:
 def _weighted_sum(
     visits_ptr,
     weights_ptr,
+    ids_ptr,
     out_ptr,
+    bound,
     features,
     stride_visit,
     stride_token,
@@ -336,7 +356,10 @@ def _weighted_sum(
     for k in tl.static_range(TOP_K):
         weight = tl.load(weights_ptr + token * stride_token + k * stride_k)
         row_ptr = visits_ptr + (token * TOP_K + k) * stride_visit
-        total += weight * tl.load(row_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        written = inside
+        if bound is not None:
+            written = inside & (tl.load(ids_ptr + token * TOP_K + k) < bound)
+        total += weight * tl.load(row_ptr + columns, mask=written, other=0.0).to(tl.float32)
     tl.store(
         out_ptr + token * stride_out + columns,
         total.to(out_ptr.dtype.element_ty),

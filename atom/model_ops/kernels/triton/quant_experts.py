@@ -57,12 +57,13 @@ def quant_experts(
     w2: TileWeights,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    elsewhere: int = 0,
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
     As `moe_experts`; the inputs of both products are quantised as the format says.
     """
-    return mixture(current_platform().kind, x, w13, w2, weights, ids)
+    return mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere)
 
 
 def mixture(
@@ -72,6 +73,7 @@ def mixture(
     w2: TileWeights,
     weights: torch.Tensor,
     ids: torch.Tensor,
+    elsewhere: int = 0,
 ) -> torch.Tensor:
     """`quant_experts` with the tiles of a platform `kind`."""
     num_pairs, top_k = ids.numel(), ids.shape[1]
@@ -89,7 +91,7 @@ def mixture(
 
     # Products of codes have an accumulator more; on NVIDIA more than 64 pairs do not fit.
     largest = 64 if kind == "cuda" and "codes" in (w13.way, w2.way) else 128
-    return mix(x, w13.codes.shape[0], up, down, weights, ids, largest)
+    return mix(x, w13.codes.shape[0], up, down, weights, ids, elsewhere, largest)
 
 
 def grouped_product(
