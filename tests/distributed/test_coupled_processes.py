@@ -93,6 +93,7 @@ def test_the_server_starts_them(folder: Path) -> None:
         with ThreadPoolExecutor(4) as pool:
             requests = [{"model": folder.name, "prompt": prompt, **body} for prompt in PROMPTS[:4]]
             answers = list(pool.map(lambda r: server.post("/v1/completions", json=r), requests))
+        assert answers[0].status_code == 200, answers[0].text
         texts = [answer.json()["choices"][0]["text"] for answer in answers]
         with create_engine(folder) as alone:
             outputs = alone.generate(PROMPTS[:4], params("greedy", max_tokens=12))

@@ -15,6 +15,7 @@ from ranks import run_threads
 from atom.config import ConfigError, EngineConfig
 from atom.distributed.connection import RankDriver, RankFollower
 from atom.distributed.rank_environment import RankEnvironment
+from atom.entrypoints import llm, openai_server
 from atom.model_engine import join, launched
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.join import join_as_driver, join_as_follower
@@ -209,3 +210,14 @@ def test_too_few_devices(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"2 ranks of this machine need a GPU each.* sees 1"):
         join_as_driver(config(tiny_llama_dir))
+
+
+def test_another_rank_opens_no_server_and_returns_from_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (openai_server, llm):
+        monkeypatch.setattr(module, "run_as_follower_if_launched", lambda _: 7)
+    assert openai_server.main(["--model", "any"]) == 7
+    with pytest.raises(SystemExit) as ended:
+        llm.LLM("any")
+    assert ended.value.code == 7
