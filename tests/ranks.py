@@ -95,7 +95,7 @@ class ThreadFollower:
 
 
 class ThreadDriver:
-    """The first rank, and the others as threads.
+    """The first rank, and the others as threads, which are not watched.
 
     Args:
         ranks: where engines that share experts meet.
@@ -106,6 +106,8 @@ class ThreadDriver:
         ranks, size = ranks or Ranks(), config.parallel.tensor_parallel_size
         self.followers = [ThreadFollower(config, rank, ranks, engine) for rank in range(1, size)]
         self.place = place_of(ranks, 0, config, engine)
+
+    lost = None
 
     def publish(self, data: bytes) -> None:
         for follower in self.followers:

@@ -21,6 +21,8 @@ from atom.structured_output.cache import GrammarCache
 
 logger = logging.getLogger(__name__)
 
+# How often an engine without work looks after its ranks.
+_IDLE_MS = 1000
 _NOTHING = ScheduledBatch([], [], [])
 _encoder = msgspec.msgpack.Encoder()
 _orders: msgspec.msgpack.Decoder[Orders] = msgspec.msgpack.Decoder(Orders)
@@ -32,7 +34,7 @@ class Executor(Protocol):
     Attributes:
         can_be_interrupted: whether an interrupted step leaves the executor usable.
         patience_ms: without work, run an empty batch after so long at the latest, since other
-            engines wait; None when none does.
+            engines wait, or ranks may be lost; None when that is not needed.
     """
 
     limits: EngineLimits
@@ -56,9 +58,13 @@ class Driver(Protocol):
 
     Attributes:
         place: the first rank's.
+        lost: why another rank was lost; None if none was.
     """
 
     place: Place
+
+    @property
+    def lost(self) -> str | None: ...
 
     def publish(self, data: bytes) -> None:
         """Send to all other ranks, in order."""
@@ -126,7 +132,7 @@ class RanksExecutor:
 
     @property
     def patience_ms(self) -> int | None:
-        return self._lockstep.patience_ms
+        return self._lockstep.patience_ms if self._lockstep.is_coupled else _IDLE_MS
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
         """Run a batch on all ranks.
@@ -134,6 +140,10 @@ class RanksExecutor:
         Raises:
             EngineDeadError: when a rank failed or was lost.
         """
+        if (lost := self._driver.lost) is not None:
+            raise EngineDeadError(lost)
+        if batch == _NOTHING and not self._lockstep.is_coupled:
+            return StepOutput([])
         self._is_published = False
         try:
             return self._worker.step(batch)

@@ -85,11 +85,13 @@ class _Slot:
 class ReplicaSet:
     """Watches over at least one replica.
 
-    Without `relaunch`, the death of one is that of all: a single one is not restarted, and engines
-    that share experts cannot be one by one.
+    A single one is never restarted: its death is that of the engine.
 
     Attributes:
         death: why there is no replica left, and will be none; None while there is.
+
+    Args:
+        relaunch: None for engines that share experts: none can go on without the others.
     """
 
     def __init__(
@@ -130,10 +132,10 @@ class ReplicaSet:
         if self.death is not None:
             return self.death
         problems = [slot.problem for slot in self._slots]
-        if self._relaunch is None:
-            return next((problem for problem in problems if problem is not None), None)
         if None in problems:
             return None
+        if len(problems) == 1:
+            return problems[0]
         return "; ".join(f"replica {index}: {text}" for index, text in enumerate(problems))
 
     @property
@@ -157,20 +159,23 @@ class ReplicaSet:
         self._listener.on_refused(sequence_id, error)
 
     def on_stuck(self, replica: Replica, trouble: str) -> None:
-        if self._relaunch is None:
+        if len(self._slots) == 1:
             self._listener.on_stuck(replica, trouble)
         else:
             replica.give_up(trouble)
 
     def on_dead(self, replica: Replica, reason: str) -> None:
         slot = self._slots[replica.index]
-        if self._relaunch is None:
+        is_last = len(self._slots) == 1 or self._relaunch is None
+        if is_last:
             logger.error("%s", reason)
-            slot.end = reason
-            self.death = self.death or reason
+            slot.end = self.death = self.death or reason
         else:
             self._restart_later(slot, reason)
         self._listener.on_lost(replica, reason)
+        if is_last:
+            for other in self.living:
+                other.give_up(reason)
 
     def _restart_later(self, slot: _Slot, reason: str) -> None:
         """Restart when the policy says so, or give up."""
@@ -188,11 +193,11 @@ class ReplicaSet:
             self.death = f"every replica failed too often; the last one since {reason}"
 
     async def _restart(self, slot: _Slot, delay: float) -> None:
-        assert self._relaunch is not None
         index = slot.replica.index
         if slot.replica.is_open:
             await slot.replica.kill()
         await asyncio.sleep(delay)
+        assert self._relaunch is not None
         try:
             client, ready = await self._relaunch(index)
         except Exception as error:
