@@ -110,7 +110,8 @@ class EngineCore:
     def step(self) -> StepReport:
         """Run one batch and report its results.
 
-        If all requests wait for their grammars, first waits briefly for one of them.
+        If all requests wait for their grammars, first waits briefly for one of them, unless other
+        engines wait for this one.
 
         A batch that fails is given back to the scheduler, which finds the sequence that caused it.
         If the model is interrupted (by a `BaseException` that is no `Exception`, while
@@ -122,7 +123,7 @@ class EngineCore:
                 batch failed, or scheduling failed.
         """
         self._check_alive()
-        if not self._scheduler.has_unfinished:
+        if not self._scheduler.has_unfinished and self.patience_ms != 0:
             self._grammar_queue.wait()
         with self._ends_the_engine():
             self._refused += self._grammar_queue.release(self._scheduler.add)

@@ -171,6 +171,9 @@ class ReplicaSet:
         else:
             self._restart_later(slot, reason)
         self._listener.on_lost(replica, reason)
+        if self._relaunch is None:
+            for other in self.living:
+                other.give_up(reason)
 
     def _restart_later(self, slot: _Slot, reason: str) -> None:
         """Restart when the policy says so, or give up."""

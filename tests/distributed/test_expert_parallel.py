@@ -82,7 +82,21 @@ def write(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[
     return plain, speculation
 
 
-@pytest.fixture(scope="module", params=["deepseek", "kimi", "deepseek fp8", "kimi int4"])
+def cases(layouts: list[Any], fast: dict[str, Any]) -> list[Any]:
+    """Every target in every layout; `fast` has those that always run."""
+    return [
+        pytest.param(
+            name,
+            layout,
+            marks=() if fast.get(name) == layout else pytest.mark.slow,
+            id=f"{name} {layout}",
+        )
+        for name in ("deepseek", "kimi", "deepseek fp8", "kimi int4")
+        for layout in layouts
+    ]
+
+
+@pytest.fixture(scope="module")
 def target(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -99,7 +113,11 @@ def run(engine: LLM, setting: str) -> list[list[int]]:
     return generate(engine, params(setting, max_tokens=12), REQUESTS)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("target", "size"),
+    cases([2, 4], {"deepseek": 2, "kimi": 4, "kimi int4": 2}),
+    indirect=["target"],
+)
 def test_ranks_of_one_engine(target: Target, size: int) -> None:
     options = {"tensor_parallel_size": size, "enable_expert_parallel": True}
     with (
@@ -110,9 +128,14 @@ def test_ranks_of_one_engine(target: Target, size: int) -> None:
             assert run(engine, setting) == target.alone[setting]
 
 
-@pytest.mark.parametrize(("engines", "size"), [(2, 1), (2, 2), (4, 1)])
-def test_engines_share_experts(target: Target, engines: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    cases([(2, 1), (2, 2), (4, 1)], {"deepseek": (2, 1), "kimi": (2, 2), "deepseek fp8": (2, 1)}),
+    indirect=["target"],
+)
+def test_engines_share_experts(target: Target, layout: tuple[int, int]) -> None:
     """They end at different times; the last one has nothing at first, then all."""
+    engines, size = layout
     config = coupled_config(
         target.folder, engines, tensor_parallel_size=size, **target.speculation, **CHUNKED
     )

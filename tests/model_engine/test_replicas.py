@@ -109,20 +109,24 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine()
 
 
+def create(machine: Machine, tokenizer: PreTrainedTokenizerFast, **options: Any) -> AsyncEngine:
+    return AsyncEngine(
+        [(each, wire.Ready(LIMITS, EngineStats(), 0.0)) for each in machine.engines],  # type: ignore[misc]
+        machine.relaunch,
+        engine_config(max_num_seqs=4, data_parallel_size=2, **options),
+        "stub",
+        "llama",
+        tokenizer,
+        6,
+        None,
+    )
+
+
 @pytest_asyncio.fixture
 async def engine(
     machine: Machine, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> AsyncIterator[AsyncEngine]:
-    engine = AsyncEngine(
-        [(each, wire.Ready(LIMITS, EngineStats(), 0.0)) for each in machine.engines],  # type: ignore[misc]
-        machine.relaunch,
-        engine_config(max_num_seqs=4, data_parallel_size=2),
-        "stub",
-        "llama",
-        byte_level_tokenizer,
-        6,
-        None,
-    )
+    engine = create(machine, byte_level_tokenizer)
     yield engine
     machine.may_start.set()
     await engine.shutdown(0)
@@ -346,3 +350,19 @@ async def test_a_shutdown_while_a_replica_restarts(engine: AsyncEngine, machine:
     machine.may_start.set()
     await asyncio.sleep(0.01)
     assert len(engine.replicas.living) == 1  # it was not started again
+
+
+async def test_engines_that_share_experts_end_together(
+    machine: Machine, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    engine = create(machine, byte_level_tokenizer, enable_expert_parallel=True)
+    readers = [Reader(engine, name) for name in "ab"]
+    await started(machine, *"ab")
+    machine.engines[0].dies("the device is lost")
+    assert await engine.wait_dead() == "the device is lost"
+    for reader in readers:
+        with pytest.raises(EngineDeadError, match="the device is lost"):
+            await reader.task
+    assert engine.trouble == "the device is lost"
+    await engine.shutdown(0)
+    assert not any(each.is_open for each in machine.engines)
