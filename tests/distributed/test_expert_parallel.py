@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from distributed.coupled import add, coupled_config, on_coupled, serve
 from models import checkpoints
 from quantised import test_fp8
@@ -32,8 +33,12 @@ from atom.distributed.parallel_state import ParallelGroup
 from atom.distributed.place import Place
 from atom.messages import EngineDeadError
 from atom.model_engine.engine_core import EngineCore
+from atom.model_engine.expert_ranks import check_experts
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.worker import Worker
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.moe import FusedMoE
+from atom.platform import Platform
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 # Prompts are longer than a step, and two have the same first blocks.
@@ -240,3 +245,14 @@ def test_a_model_without_experts_is_refused(
     config = coupled_config(llama, 1, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="which has no experts"):
         Worker(config, Place(ParallelGroup(0, 2)))
+
+
+def test_graphs_of_engines_that_share_experts_are_refused(folder: Path) -> None:
+    config, gpu = coupled_config(folder, 2), Platform("cuda", "sm90", True)
+    place = Place(experts=ParallelGroup(0, 2))
+    context = replace(LayerContext.create(torch.float32, 8), experts=place.experts)
+    experts = FusedMoE(4, 8, 8, context, "experts")
+    with pytest.raises(ConfigError, match="add --enforce-eager"):
+        check_experts(config, place, gpu, "it", experts)
+    check_experts(coupled_config(folder, 2, enforce_eager=True), place, gpu, "it", experts)
+    check_experts(config, Place(ParallelGroup(0, 2)), gpu, "it", experts)
