@@ -173,7 +173,7 @@ class ReplicaSet:
         else:
             self._restart_later(slot, reason)
         self._listener.on_lost(replica, reason)
-        if is_last:
+        if self._relaunch is None:
             for other in self.living:
                 other.give_up(reason)
 

@@ -9,12 +9,10 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from torch import nn
 
 from atom.batch import Orders, ScheduledBatch, StepOutput
 from atom.config import ConfigError, EngineConfig, ModelOptions
 from atom.distributed.ordered import in_order
-from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.distributed.place import ALONE, Place
 from atom.graphs.capture import (
     GraphPlan,
@@ -36,6 +34,7 @@ from atom.kv_cache.paged import PagedCache
 from atom.messages import EngineLimits
 from atom.model_engine.context_len import resolve_max_model_len
 from atom.model_engine.cpu_threads import AdaptedThreads
+from atom.model_engine.expert_ranks import check_experts, expert_ranks, has_spread_experts
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
@@ -44,7 +43,6 @@ from atom.model_loader.tokenizer import load_tokenizer
 from atom.model_loader.weights import build_model
 from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.moe import FusedMoE
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
@@ -119,16 +117,15 @@ class Worker:
         if config.parallel.deterministic_collectives:
             ranks = in_order(ranks)
         context = LayerContext.create(dtype, context_len, platform, ranks)
-        context = replace(context, experts=_expert_ranks(config, place, ranks))
+        context = replace(context, experts=expert_ranks(config, place, ranks))
         storage = storage_dtype(config.cache, context)
         self.ops: OpTable = context.ops
         self._model = build_model(
             partial(create_model, source.hf_config), source, context, config.model
         )
+        check_experts(config, place, platform, source.name, self._model)
         self._proposer = (proposer_factory or create_proposer)(config, self._model, source, context)
-        of_draft = _experts(self._proposer.draft_model)
-        self.drafts_share_experts = any(experts.is_spread for experts in of_draft)
-        self._check_experts(config, source, platform)
+        self.drafts_share_experts = has_spread_experts(self._proposer.draft_model)
         self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
         self._graphs = _create_graph_runner(
             config, self._model, self._proposer.lookahead, platform, context_len
@@ -168,27 +165,6 @@ class Worker:
         )
         if place.is_first:
             self._log(config, source, dtype, platform, storage, time.perf_counter() - started)
-
-    def _check_experts(self, config: EngineConfig, source: ModelSource, platform: Platform) -> None:
-        """Refuse expert parallelism that cannot be honoured.
-
-        Raises:
-            ConfigError: without experts, or with graphs of a step that the host has a part in.
-        """
-        parallel = config.parallel
-        if not parallel.enable_expert_parallel:
-            return
-        if not _experts(self._model):
-            raise ConfigError(
-                f"enable_expert_parallel has no effect on {source.name}, which has no experts; "
-                f"leave it out"
-            )
-        if self._place.is_coupled and platform.is_gpu and not config.graphs.enforce_eager:
-            raise ConfigError(
-                f"enable_expert_parallel with data_parallel_size={parallel.data_parallel_size} "
-                f"cannot capture graphs, since the host counts the rows that ranks exchange; add "
-                f"--enforce-eager"
-            )
 
     @property
     def grammars(self) -> GrammarCache:
@@ -358,17 +334,6 @@ class Worker:
     def shutdown(self) -> None:
         if self._grammars is not None:
             self._grammars.shutdown()
-
-
-def _expert_ranks(config: EngineConfig, place: Place, ranks: ParallelGroup) -> ParallelGroup:
-    """The ranks that hold whole experts; of size 1 if `ranks` split experts like layers."""
-    if not config.parallel.enable_expert_parallel:
-        return SINGLE
-    return place.experts if place.is_coupled else ranks
-
-
-def _experts(model: nn.Module | None) -> list[FusedMoE]:
-    return [] if model is None else [m for m in model.modules() if isinstance(m, FusedMoE)]
 
 
 def _take_threads(config: EngineConfig, place: Place, platform: Platform) -> AdaptedThreads | None:

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from distributed.coupled import add, coupled_config, on_coupled, serve
 from models import checkpoints
 from quantised import test_fp8
@@ -32,8 +33,12 @@ from atom.distributed.parallel_state import ParallelGroup
 from atom.distributed.place import Place
 from atom.messages import EngineDeadError
 from atom.model_engine.engine_core import EngineCore
+from atom.model_engine.expert_ranks import check_experts
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.worker import Worker
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.moe import FusedMoE
+from atom.platform import Platform
 
 MTP = {"method": "mtp", "num_speculative_tokens": 3}
 # Prompts are longer than a step, and two have the same first blocks.
@@ -82,7 +87,21 @@ def write(name: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> tuple[
     return plain, speculation
 
 
-@pytest.fixture(scope="module", params=["deepseek", "kimi", "deepseek fp8", "kimi int4"])
+def cases(layouts: list[Any], fast: dict[str, Any]) -> list[Any]:
+    """Every target in every layout; `fast` has those that always run."""
+    return [
+        pytest.param(
+            name,
+            layout,
+            marks=() if fast.get(name) == layout else pytest.mark.slow,
+            id=f"{name} {layout}",
+        )
+        for name in ("deepseek", "kimi", "deepseek fp8", "kimi int4")
+        for layout in layouts
+    ]
+
+
+@pytest.fixture(scope="module")
 def target(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -99,7 +118,11 @@ def run(engine: LLM, setting: str) -> list[list[int]]:
     return generate(engine, params(setting, max_tokens=12), REQUESTS)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize(
+    ("target", "size"),
+    cases([2, 4], {"deepseek": 2, "kimi": 4, "kimi int4": 2}),
+    indirect=["target"],
+)
 def test_ranks_of_one_engine(target: Target, size: int) -> None:
     options = {"tensor_parallel_size": size, "enable_expert_parallel": True}
     with (
@@ -110,9 +133,14 @@ def test_ranks_of_one_engine(target: Target, size: int) -> None:
             assert run(engine, setting) == target.alone[setting]
 
 
-@pytest.mark.parametrize(("engines", "size"), [(2, 1), (2, 2), (4, 1)])
-def test_engines_share_experts(target: Target, engines: int, size: int) -> None:
+@pytest.mark.parametrize(
+    ("target", "layout"),
+    cases([(2, 1), (2, 2), (4, 1)], {"deepseek": (2, 1), "kimi": (2, 2), "deepseek fp8": (2, 1)}),
+    indirect=["target"],
+)
+def test_engines_share_experts(target: Target, layout: tuple[int, int]) -> None:
     """They end at different times; the last one has nothing at first, then all."""
+    engines, size = layout
     config = coupled_config(
         target.folder, engines, tensor_parallel_size=size, **target.speculation, **CHUNKED
     )
@@ -217,3 +245,14 @@ def test_a_model_without_experts_is_refused(
     config = coupled_config(llama, 1, tensor_parallel_size=2)
     with pytest.raises(ConfigError, match="which has no experts"):
         Worker(config, Place(ParallelGroup(0, 2)))
+
+
+def test_graphs_of_engines_that_share_experts_are_refused(folder: Path) -> None:
+    config, gpu = coupled_config(folder, 2), Platform("cuda", "sm90", True)
+    place = Place(experts=ParallelGroup(0, 2))
+    context = replace(LayerContext.create(torch.float32, 8), experts=place.experts)
+    experts = FusedMoE(4, 8, 8, context, "experts")
+    with pytest.raises(ConfigError, match="add --enforce-eager"):
+        check_experts(config, place, gpu, "it", experts)
+    check_experts(coupled_config(folder, 2, enforce_eager=True), place, gpu, "it", experts)
+    check_experts(config, Place(ParallelGroup(0, 2)), gpu, "it", experts)

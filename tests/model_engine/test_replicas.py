@@ -109,11 +109,11 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     return Machine()
 
 
-def create(machine: Machine, tokenizer: PreTrainedTokenizerFast, restarts: bool) -> AsyncEngine:
+def create(machine: Machine, tokenizer: PreTrainedTokenizerFast, **options: Any) -> AsyncEngine:
     return AsyncEngine(
         [(each, wire.Ready(LIMITS, EngineStats(), 0.0)) for each in machine.engines],  # type: ignore[misc]
-        machine.relaunch if restarts else None,
-        engine_config(max_num_seqs=4, data_parallel_size=2),
+        machine.relaunch,
+        engine_config(max_num_seqs=4, data_parallel_size=2, **options),
         "stub",
         "llama",
         tokenizer,
@@ -126,7 +126,7 @@ def create(machine: Machine, tokenizer: PreTrainedTokenizerFast, restarts: bool)
 async def engine(
     machine: Machine, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> AsyncIterator[AsyncEngine]:
-    engine = create(machine, byte_level_tokenizer, restarts=True)
+    engine = create(machine, byte_level_tokenizer)
     yield engine
     machine.may_start.set()
     await engine.shutdown(0)
@@ -355,7 +355,7 @@ async def test_a_shutdown_while_a_replica_restarts(engine: AsyncEngine, machine:
 async def test_engines_that_share_experts_end_together(
     machine: Machine, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> None:
-    engine = create(machine, byte_level_tokenizer, restarts=False)
+    engine = create(machine, byte_level_tokenizer, enable_expert_parallel=True)
     readers = [Reader(engine, name) for name in "ab"]
     await started(machine, *"ab")
     machine.engines[0].dies("the device is lost")

@@ -17,12 +17,15 @@ LITE_ROUTING = Routing(64, 6, "softmax")
 
 @dataclass(frozen=True)
 class Experts:
-    """One rank's experts: how many, of how many a token visits, hidden and intermediate size."""
+    """One rank's experts: how many, of how many a token visits, hidden and intermediate size, and
+    how many experts other ranks hold.
+    """
 
     experts: int
     top_k: int
     hidden: int
     inter: int
+    elsewhere: int = 0
 
     def arguments(self, query: OpQuery, num_tokens: int) -> tuple[object, ...]:
         # Weights of a real size are never touched, hence cost no memory.
@@ -32,10 +35,12 @@ class Experts:
             torch.empty(self.experts, self.hidden, self.inter, dtype=query.dtype),
             torch.empty(num_tokens, self.top_k),
             torch.empty(num_tokens, self.top_k, dtype=torch.int64),
+            self.elsewhere,
         )
 
 
 KIMI_TP8 = Experts(384, 8, 7168, 256)
+KIMI_EP8 = Experts(48, 8, 7168, 2048, elsewhere=336)
 LITE = Experts(64, 6, 2048, 1408)
 LITE_TP8 = Experts(64, 6, 2048, 176)
 
@@ -72,6 +77,7 @@ CASES: tuple[Case, ...] = (
     _route("deepseek v3", V3_ROUTING, True),
     _route("deepseek v2 lite", LITE_ROUTING, False),
     *(_experts("kimi tp8", KIMI_TP8, tokens) for tokens in (1, 64, 1024, 8192)),
+    _experts("kimi ep8", KIMI_EP8, 64),
     *(_experts("deepseek v2 lite", LITE, tokens) for tokens in (64, 2048)),
     _experts("deepseek v2 lite tp8", LITE_TP8, 64),
     _experts("deepseek v2 lite float16", LITE, 512, torch.float16),
