@@ -26,7 +26,7 @@ from atom.messages import (
 from atom.model_engine.engine_client import EngineClient
 from atom.model_engine.mailbox import Mailbox
 from atom.model_engine.replica import Replica
-from atom.model_engine.replica_placement import place_replicas
+from atom.model_engine.replica_placement import place_engines
 from atom.model_engine.replica_set import Relaunch, ReplicaSet, StartedEngine
 from atom.model_engine.router import Router
 from atom.model_engine.total_stats import common_limits, total_stats
@@ -99,7 +99,7 @@ class AsyncEngine:
     def __init__(
         self,
         engines: Sequence[StartedEngine],
-        relaunch: Relaunch | None,
+        relaunch: Relaunch,
         config: EngineConfig,
         model_name: str,
         model_type: str,
@@ -120,7 +120,8 @@ class AsyncEngine:
         self._is_closing = False
         self._dead: asyncio.Future[str] = asyncio.get_running_loop().create_future()
         self._shutdown_lock = asyncio.Lock()
-        self._replicas = ReplicaSet(engines, relaunch, self)
+        restarts = len(engines) > 1 and not config.parallel.couples_engines
+        self._replicas = ReplicaSet(engines, relaunch if restarts else None, self)
         remembers = len(engines) > 1 and config.cache.enable_prefix_caching
         num_blocks = self.limits.num_blocks if remembers else 0
         self._router = Router(len(engines), self.limits.block_size, num_blocks)
@@ -142,7 +143,7 @@ class AsyncEngine:
             ConfigError, WeightError: when an option or the checkpoint is wrong.
             EngineDeadError: when an engine failed otherwise; its log says more.
         """
-        placements = place_replicas(config)
+        placements = place_engines(config)
         clients = [EngineClient(placement) for placement in placements]
         try:
             # The engine processes import their modules in the meantime.
@@ -168,7 +169,7 @@ class AsyncEngine:
         logger.info("%s", describe_defaults(source.sampling_defaults))
         return cls(
             list(zip(clients, readies, strict=True)),
-            None if config.parallel.couples_engines else relaunch,
+            relaunch,
             config,
             source.name,
             source.hf_config.model_type,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import signal
+import socket
 import threading
 from dataclasses import replace
 
@@ -103,15 +104,18 @@ def local_ranks(parallel: ParallelOptions, meeting: RankEnvironment) -> list[Ran
     return [each for each in every if each.rank != 0]
 
 
-def coupled_engines(parallel: ParallelOptions, port: int) -> list[RankEnvironment]:
-    """The first ranks of engines that share experts, which the server starts on this machine.
-
-    Args:
-        port: a free one, for the ranks to meet.
-    """
-    size = parallel.tensor_parallel_size
+def coupled_engines(parallel: ParallelOptions) -> list[RankEnvironment]:
+    """The first ranks of engines that share experts, which the server starts on this machine."""
+    size, port = parallel.tensor_parallel_size, parallel.master_port or _free_port()
     firsts = range(0, parallel.num_ranks, size)
     return [RankEnvironment(first, parallel.num_ranks, first, master_port=port) for first in firsts]
+
+
+def _free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind((LOOPBACK, 0))
+        return int(probe.getsockname()[1])
 
 
 def coupled_others(parallel: ParallelOptions, first: RankEnvironment) -> list[RankEnvironment]:

@@ -1,4 +1,4 @@
-"""What each replica of an engine gets of the machine: GPUs, processors, and memory."""
+"""What each of a server's engines gets of the machine: GPUs, processors, and memory."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from dataclasses import dataclass
 import torch
 
 from atom.config import DEFAULT_CPU_MEMORY_UTILIZATION, ConfigError, EngineConfig
-from atom.distributed.rank_environment import free_port
 from atom.environment import environment_with, visible_devices
 from atom.model_engine.launched import coupled_engines
 from atom.platform import cpus_by_core, default_num_threads, num_gpus
@@ -18,7 +17,7 @@ from atom.platform import cpus_by_core, default_num_threads, num_gpus
 @dataclass(frozen=True)
 class Placement:
     """Attributes:
-    config: the engine's own; it is no replica of anything, but may share experts.
+    config: the engine's own; a replica's knows nothing of the others.
     cpus: the processors it keeps to; any when empty.
     environment: its process's; None for this process's own.
     name: what its log calls it.
@@ -30,8 +29,10 @@ class Placement:
     name: str = "engine"
 
 
-def place_replicas(config: EngineConfig) -> list[Placement]:
-    """Divide the machine; a single engine gets all of it.
+def place_engines(config: EngineConfig) -> list[Placement]:
+    """Divide the machine: replicas get shares, and a single engine all of it.
+
+    Engines that share experts divide it themselves, since they know of each other.
 
     Raises:
         ConfigError: when there are not enough GPUs, or the replicas would lie on several machines.
@@ -39,7 +40,10 @@ def place_replicas(config: EngineConfig) -> list[Placement]:
     parallel = config.parallel
     number = parallel.num_replicas
     if parallel.couples_engines:
-        return _coupled(config)
+        return [
+            Placement(config, environment=environment_with(first.variables()), name=f"engine {i}")
+            for i, first in enumerate(coupled_engines(parallel))
+        ]
     if number == 1:
         return [Placement(config)]
     if parallel.nnodes > 1:
@@ -56,15 +60,6 @@ def place_replicas(config: EngineConfig) -> list[Placement]:
     return [
         dataclasses.replace(each, name=f"engine {index}")
         for index, each in enumerate(divide(own, number))
-    ]
-
-
-def _coupled(config: EngineConfig) -> list[Placement]:
-    """Engines that share experts: their ranks know each other, and divide the machine."""
-    firsts = coupled_engines(config.parallel, config.parallel.master_port or free_port())
-    return [
-        Placement(config, environment=environment_with(first.variables()), name=f"engine {index}")
-        for index, first in enumerate(firsts)
     ]
 
 

@@ -85,13 +85,11 @@ class _Slot:
 class ReplicaSet:
     """Watches over at least one replica.
 
-    A single one is never restarted: its death is that of the engine.
+    Without `relaunch`, the death of one is that of all: a single one is not restarted, and engines
+    that share experts cannot be one by one.
 
     Attributes:
         death: why there is no replica left, and will be none; None while there is.
-
-    Args:
-        relaunch: None for engines that share experts: none can go on without the others.
     """
 
     def __init__(
@@ -132,10 +130,10 @@ class ReplicaSet:
         if self.death is not None:
             return self.death
         problems = [slot.problem for slot in self._slots]
+        if self._relaunch is None:
+            return next((problem for problem in problems if problem is not None), None)
         if None in problems:
             return None
-        if len(problems) == 1:
-            return problems[0]
         return "; ".join(f"replica {index}: {text}" for index, text in enumerate(problems))
 
     @property
@@ -159,17 +157,17 @@ class ReplicaSet:
         self._listener.on_refused(sequence_id, error)
 
     def on_stuck(self, replica: Replica, trouble: str) -> None:
-        if len(self._slots) == 1:
+        if self._relaunch is None:
             self._listener.on_stuck(replica, trouble)
         else:
             replica.give_up(trouble)
 
     def on_dead(self, replica: Replica, reason: str) -> None:
         slot = self._slots[replica.index]
-        is_last = len(self._slots) == 1 or self._relaunch is None
-        if is_last:
+        if self._relaunch is None:
             logger.error("%s", reason)
-            slot.end = self.death = self.death or reason
+            slot.end = reason
+            self.death = self.death or reason
         else:
             self._restart_later(slot, reason)
         self._listener.on_lost(replica, reason)
@@ -193,11 +191,11 @@ class ReplicaSet:
             self.death = f"every replica failed too often; the last one since {reason}"
 
     async def _restart(self, slot: _Slot, delay: float) -> None:
+        assert self._relaunch is not None
         index = slot.replica.index
         if slot.replica.is_open:
             await slot.replica.kill()
         await asyncio.sleep(delay)
-        assert self._relaunch is not None
         try:
             client, ready = await self._relaunch(index)
         except Exception as error:

@@ -1,20 +1,52 @@
-"""Engines that share experts, as processes behind one frontend."""
+"""Engines that share experts, as processes."""
 
 from __future__ import annotations
 
-import asyncio
+import json
 import os
-import signal
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import psutil
 import pytest
 from distributed.coupled import coupled_config
+from entrypoints.openai.server_process import ServerProcess
 from spec_decode.engines import PROMPTS, create_engine, generate, params, write_target
 from transformers import PreTrainedTokenizerFast
 
 from atom.config import ConfigError
-from atom.messages import EngineDeadError
-from atom.model_engine.async_engine import AsyncEngine
+from atom.distributed.rank_environment import RankEnvironment
+from atom.model_engine.launched import coupled_engines
+
+_ENGINE = """
+import json, sys
+from distributed.coupled import add, coupled_config, serve
+from spec_decode.engines import params
+from atom.model_engine.engine_core import EngineCore
+
+folder, size, max_tokens, prompts = sys.argv[1:]
+core = EngineCore(coupled_config(folder, 2, tensor_parallel_size=int(size)))
+add(core, json.loads(prompts), params("greedy", max_tokens=int(max_tokens)))
+print("started", flush=True)
+tokens = serve(core)
+core.shutdown()
+print(json.dumps(tokens), flush=True)
+"""
+
+
+def start(
+    folder: Path, first: RankEnvironment, max_tokens: int, prompts: list[list[int]]
+) -> subprocess.Popen[str]:
+    numbers = str(first.world_size // 2), str(max_tokens)
+    return subprocess.Popen(
+        [sys.executable, "-c", _ENGINE, str(folder), *numbers, json.dumps(prompts)],
+        env={**os.environ, **first.variables(), "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
 
 
 @pytest.fixture
@@ -22,50 +54,58 @@ def folder(tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast) -> Pat
     return write_target("deepseek_v3", tmp_path, byte_level_tokenizer)
 
 
-async def tokens(
-    engine: AsyncEngine,
-    name: str,
-    prompt: list[int],
-    count: int = 12,
-    begun: asyncio.Event | None = None,
-) -> list[int]:
-    found: list[int] = []
-    async for output in engine.generate(name, prompt, params("greedy", max_tokens=count)):
-        found += output.outputs[0].token_ids
-        if begun is not None:
-            begun.set()
-    return found
+@pytest.mark.slow
+def test_engines_meet_and_share(folder: Path) -> None:
+    shares = [PROMPTS[:3], PROMPTS[3:4]]
+    firsts = coupled_engines(coupled_config(folder, 2, tensor_parallel_size=2).parallel)
+    engines = [start(folder, *each) for each in zip(firsts, (12, 12), shares, strict=True)]
+    outputs = [engine.communicate(timeout=180) for engine in engines]
+    assert [engine.returncode for engine in engines] == [0, 0], outputs
+    with create_engine(folder) as alone:
+        for (out, _), share in zip(outputs, shares, strict=True):
+            tokens = json.loads(out.splitlines()[-1])
+            assert tokens == generate(alone, params("greedy", max_tokens=12), share)
 
 
 @pytest.mark.slow
-async def test_they_serve_together_and_end_together(folder: Path) -> None:
-    """Two engines of two ranks each; then one is killed in the middle of a request of both."""
-    config = coupled_config(folder, 2, tensor_parallel_size=2)
-    engine = await AsyncEngine.start(config)
+def test_an_engine_that_dies_ends_the_other(folder: Path) -> None:
+    firsts = coupled_engines(coupled_config(folder, 2).parallel)
+    engines = [start(folder, first, 110, PROMPTS[:2]) for first in firsts]
     try:
-        first = await asyncio.gather(
-            *(tokens(engine, str(i), prompt) for i, prompt in enumerate(PROMPTS[:5]))
-        )
-        with create_engine(folder) as alone:
-            assert first == generate(alone, params("greedy", max_tokens=12), PROMPTS[:5])
-        await asyncio.sleep(0.5)  # without work
-        begun = [asyncio.Event() for _ in range(2)]
-        running = [
-            asyncio.create_task(tokens(engine, f"long {i}", PROMPTS[i], 110, event))
-            for i, event in enumerate(begun)
-        ]
-        await asyncio.gather(*(event.wait() for event in begun))
-        assert len(engine.pids) == 2
-        os.kill(engine.pids[1], signal.SIGKILL)
-        await asyncio.wait_for(engine.wait_dead(), 60)
-        for task in running:
-            with pytest.raises(EngineDeadError):
-                await task
-        assert engine.pids == []
+        for engine in engines:
+            assert engine.stdout is not None
+            assert engine.stdout.readline() == "started\n"
+        engines[1].kill()
+        _, errors = engines[0].communicate(timeout=60)
+        assert engines[0].returncode == 1
+        assert "EngineDeadError" in errors
     finally:
-        await engine.shutdown(0)
+        for engine in engines:
+            engine.kill()
 
 
-def test_a_program_of_its_own_has_no_others(folder: Path) -> None:
-    with pytest.raises(ConfigError, match="several engines that share the experts, which only"):
+@pytest.mark.slow
+def test_the_server_starts_them(folder: Path) -> None:
+    flags = ("--data-parallel-size", "2", "--enable-expert-parallel", "--dtype", "float32")
+    server = ServerProcess(folder, *flags, "--served-model-name", "m").wait_ready()
+    body = {"max_tokens": 12, "temperature": 0, "ignore_eos": True}
+    try:
+        with ThreadPoolExecutor(4) as pool:
+            requests = [{"model": "m", "prompt": prompt, **body} for prompt in PROMPTS[:4]]
+            answers = list(pool.map(lambda r: server.post("/v1/completions", json=r), requests))
+        assert answers[0].status_code == 200, answers[0].text
+        texts = [answer.json()["choices"][0]["text"] for answer in answers]
+        with create_engine(folder) as alone:
+            outputs = alone.generate(PROMPTS[:4], params("greedy", max_tokens=12))
+        assert texts == [output.outputs[0].text for output in outputs]
+        first, second = psutil.Process(server._process.pid).children()
+        second.kill()
+        server.wait_exit(20)
+        first.wait(10)
+    finally:
+        server.stop()
+
+
+def test_alone_they_are_refused(folder: Path) -> None:
+    with pytest.raises(ConfigError, match="share the experts, which only the server starts"):
         create_engine(folder, data_parallel_size=2, enable_expert_parallel=True)

@@ -15,6 +15,7 @@ from ranks import run_threads
 from atom.config import ConfigError, EngineConfig
 from atom.distributed.connection import RankDriver, RankFollower
 from atom.distributed.rank_environment import RankEnvironment
+from atom.entrypoints import llm, openai_server
 from atom.model_engine import join, launched
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.join import join_as_driver, join_as_follower
@@ -164,8 +165,7 @@ def test_engines_that_share_experts(tiny_llama_dir: Path, monkeypatch: pytest.Mo
     """Two engines of one rank each: the first ranks know each other, and all share the experts."""
     options = {"tensor_parallel_size": 1, "data_parallel_size": 2, "enable_expert_parallel": True}
     own = config(tiny_llama_dir, **options)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        environments = coupled_engines(own.parallel, free.getsockname()[1])
+    environments = coupled_engines(own.parallel)
     mine = threading.local()
     monkeypatch.setattr(launched, "rank_variables", lambda: mine.variables)
 
@@ -186,8 +186,8 @@ def test_engines_that_share_experts(tiny_llama_dir: Path, monkeypatch: pytest.Mo
 
 def test_engines_that_share_experts_start_their_own_ranks() -> None:
     options = {"tensor_parallel_size": 2, "data_parallel_size": 2, "enable_expert_parallel": True}
-    parallel = config(Path("any"), **options).parallel
-    first, second = coupled_engines(parallel, 1234)
+    parallel = config(Path("any"), master_port=1234, **options).parallel
+    first, second = coupled_engines(parallel)
     assert (first.rank, second.rank, second.local_rank, second.world_size) == (0, 2, 2, 4)
     [other] = coupled_others(parallel, second)
     assert (other.rank, other.local_rank, other.address) == (3, 3, "127.0.0.1:1234")
@@ -210,3 +210,14 @@ def test_too_few_devices(tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(ConfigError, match=r"2 ranks of this machine need a GPU each.* sees 1"):
         join_as_driver(config(tiny_llama_dir))
+
+
+def test_another_rank_opens_no_server_and_returns_from_no_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for module in (openai_server, llm):
+        monkeypatch.setattr(module, "run_as_follower_if_launched", lambda _: 7)
+    assert openai_server.main(["--model", "any"]) == 7
+    with pytest.raises(SystemExit) as ended:
+        llm.LLM("any")
+    assert ended.value.code == 7

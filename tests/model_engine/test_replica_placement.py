@@ -13,7 +13,7 @@ from atom.config import ConfigError
 from atom.model_engine import replica_placement
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_client import EngineClient
-from atom.model_engine.replica_placement import Placement, place_replicas
+from atom.model_engine.replica_placement import Placement, place_engines
 
 
 @pytest.fixture
@@ -28,45 +28,36 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.usefixtures("machine")
 def test_a_single_engine_has_all() -> None:
-    config = engine_config()
-    (placement,) = place_replicas(config)
-    assert placement.config == config
-    assert (placement.cpus, placement.environment) == ((), None)
-
-
-def test_engines_that_share_experts_know_their_first_ranks() -> None:
-    options = {"tensor_parallel_size": 2, "data_parallel_size": 2}
-    config = engine_config(enable_expert_parallel=True, **options)
-    placements = place_replicas(config)
-    environments = [dict(placement.environment or {}) for placement in placements]
-    assert [(each["RANK"], each["WORLD_SIZE"]) for each in environments] == [("0", "4"), ("2", "4")]
-    assert len({each["MASTER_PORT"] for each in environments}) == 1
-    assert all(placement.config == config for placement in placements)
+    config = engine_config(enable_expert_parallel=True, data_parallel_size=2)
+    for each in (engine_config(), config):
+        (placement,) = place_engines(each)
+        assert placement.config == each
+        assert (placement.cpus, placement.environment) == ((), None)
 
 
 @pytest.mark.usefixtures("machine")
 def test_processors_and_memory_are_divided() -> None:
-    placements = place_replicas(engine_config(data_parallel_size=2))
+    placements = place_engines(engine_config(data_parallel_size=2))
     assert [placement.cpus for placement in placements] == [(0, 3, 1), (4, 2, 5)]
     for placement in placements:
         assert placement.config.cache.gpu_memory_utilization == pytest.approx(0.15)
         assert placement.config.parallel.num_replicas == 1
-    (given, _) = place_replicas(engine_config(data_parallel_size=2, num_threads=4))
+    (given, _) = place_engines(engine_config(data_parallel_size=2, num_threads=4))
     assert (given.cpus, given.config.parallel.num_threads) == ((), 4)
-    (share, *_) = place_replicas(engine_config(data_parallel_size=3, gpu_memory_utilization=0.6))
+    (share, *_) = place_engines(engine_config(data_parallel_size=3, gpu_memory_utilization=0.6))
     assert share.config.cache.gpu_memory_utilization == pytest.approx(0.2)
 
 
 def test_a_quota_is_divided_into_threads(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(replica_placement, "cpus_by_core", list)
     machine.setattr(replica_placement, "default_num_threads", lambda: 5)
-    for placement in place_replicas(engine_config(data_parallel_size=2)):
+    for placement in place_engines(engine_config(data_parallel_size=2)):
         assert (placement.cpus, placement.config.parallel.num_threads) == ((), 2)
     for config in (
         engine_config(data_parallel_size=7),
         engine_config(data_parallel_size=2, tensor_parallel_size=2),
     ):
-        assert place_replicas(config)[-1].config.parallel.num_threads == 1
+        assert place_engines(config)[-1].config.parallel.num_threads == 1
 
 
 @pytest.mark.parametrize(
@@ -100,7 +91,7 @@ def test_each_replica_sees_its_gpus(
     for variable, value in given.items():
         machine.setenv(variable, value)
     config = engine_config(data_parallel_size=2, tensor_parallel_size=2)
-    placements = place_replicas(config)
+    placements = place_engines(config)
     assert [(each.environment or {})[name] for each in placements] == expected
     for placement in placements:
         assert (placement.environment or {})["PATH"] == os.environ["PATH"]
@@ -111,11 +102,11 @@ def test_each_replica_sees_its_gpus(
 def test_what_cannot_be_placed(machine: pytest.MonkeyPatch) -> None:
     machine.setattr(replica_placement, "num_gpus", lambda: 3)
     with pytest.raises(ConfigError, match="need 4, and 3 are visible"):
-        place_replicas(engine_config(data_parallel_size=2, tensor_parallel_size=2))
+        place_engines(engine_config(data_parallel_size=2, tensor_parallel_size=2))
     with pytest.raises(ConfigError, match="on one machine, and nnodes is 2"):
-        place_replicas(engine_config(data_parallel_size=2, nnodes=2, master_addr="h"))
+        place_engines(engine_config(data_parallel_size=2, nnodes=2, master_addr="h"))
     with pytest.raises(ConfigError, match="master_port of its own"):
-        place_replicas(engine_config(data_parallel_size=2, master_port=1234))
+        place_engines(engine_config(data_parallel_size=2, master_port=1234))
 
 
 async def test_the_process_keeps_to_its_place() -> None:
