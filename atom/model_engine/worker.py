@@ -11,7 +11,7 @@ from functools import partial
 import torch
 
 from atom.batch import Orders, ScheduledBatch, StepOutput
-from atom.config import ConfigError, EngineConfig, ModelOptions
+from atom.config import ConfigError, EngineConfig
 from atom.distributed.ordered import in_order
 from atom.distributed.place import ALONE, Place
 from atom.graphs.capture import (
@@ -33,41 +33,33 @@ from atom.kv_cache.memory import estimate_graph_bytes, kv_cache_budget
 from atom.kv_cache.paged import PagedCache
 from atom.messages import EngineLimits
 from atom.model_engine.context_len import resolve_max_model_len
-from atom.model_engine.cpu_threads import AdaptedThreads
 from atom.model_engine.expert_ranks import check_experts, expert_ranks, has_spread_experts
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.worker_setup import (
+    create_grammars,
+    dtype_name,
+    fit_context,
+    resolve_dtype,
+    take_threads,
+)
 from atom.model_loader.source import ModelSource, resolve_model
-from atom.model_loader.tokenizer import load_tokenizer
 from atom.model_loader.weights import build_model
 from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
-from atom.platform import Platform, default_num_threads, select_platform
+from atom.platform import Platform, select_platform
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler, SamplingOps
 from atom.spec_decode.base import Lookahead, Proposer
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter, create_proposer
-from atom.structured_output.base import GrammarBackend
 from atom.structured_output.cache import GrammarCache
-from atom.structured_output.trial_client import TrialProcess
-from atom.structured_output.tried_compiler import TriedCompiler
-from atom.structured_output.vocabulary import read_vocabulary
-from atom.structured_output.xgrammar_backend import XGrammarBackend
-from atom.structured_output.xgrammar_import import INSTALL_HINT, missing_packages
 
 logger = logging.getLogger(__name__)
-
-DTYPES_BY_NAME = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
 
 # (config, target model, its source, layer context) -> proposer
 ProposerFactory = Callable[[EngineConfig, CausalLM, ModelSource, LayerContext], Proposer]
@@ -106,7 +98,7 @@ class Worker:
         platform = select_platform(config.device)
         if platform.is_gpu:
             torch.cuda.set_device(place.local_rank)
-        self._threads = _take_threads(config, place, platform)
+        self._threads = take_threads(config, place, platform)
         source = resolve_model(config.model)
         dtype = resolve_dtype(config.model.dtype, source)
         text_config = source.hf_config.get_text_config()
@@ -130,7 +122,7 @@ class Worker:
         self._graphs = _create_graph_runner(
             config, self._model, self._proposer.lookahead, platform, context_len
         )
-        self._grammars = _create_grammars(config.model, source) if place.is_first else None
+        self._grammars = create_grammars(config.model, source) if place.is_first else None
         self._drafter = create_drafter(
             config.speculative,
             self._proposer,
@@ -154,14 +146,14 @@ class Worker:
             self._graphs.capture(self.inputs.graph_input)
             self._proposer.capture(self._graphs.plan)
         self.limits = EngineLimits(
-            max_model_len=_fit_context(config, context_len, num_blocks, storage),
+            max_model_len=fit_context(config, context_len, num_blocks, storage),
             num_blocks=num_blocks,
             block_size=config.cache.block_size,
             vocab_size=text_config.vocab_size,
             max_logprobs=(
                 text_config.vocab_size if config.max_logprobs == -1 else config.max_logprobs
             ),
-            kv_cache_dtype=_name(storage),
+            kv_cache_dtype=dtype_name(storage),
         )
         if place.is_first:
             self._log(config, source, dtype, platform, storage, time.perf_counter() - started)
@@ -187,14 +179,14 @@ class Worker:
         logger.info(
             "%s in %s on %s (%s)%s: context %d, %d KV blocks of %d tokens in %s, ready in %.1f s",
             source.name,
-            _name(dtype),
+            dtype_name(dtype),
             platform.kind,
             platform.arch,
             f", {self._place.tensor.size} ranks" if self._place.tensor.size > 1 else "",
             self.limits.max_model_len,
             self.limits.num_blocks,
             config.cache.block_size,
-            _name(storage),
+            dtype_name(storage),
             seconds,
         )
 
@@ -336,36 +328,6 @@ class Worker:
             self._grammars.shutdown()
 
 
-def _take_threads(config: EngineConfig, place: Place, platform: Platform) -> AdaptedThreads | None:
-    """Set the number of CPU threads; None if it will not follow what other programs leave."""
-    if platform.is_gpu:
-        return None
-    if config.parallel.num_threads is not None:
-        torch.set_num_threads(config.parallel.num_threads)
-    elif place.num_local > 1:
-        torch.set_num_threads(max(default_num_threads() // place.num_local, 1))
-    else:
-        return AdaptedThreads()
-    return None
-
-
-def _create_grammars(options: ModelOptions, source: ModelSource) -> GrammarCache:
-    if missing := missing_packages():
-        logger.warning(
-            "requests for structured output will be refused: %s not installed; run: %s",
-            " and ".join(missing),
-            INSTALL_HINT,
-        )
-    create_backend = partial(_create_grammar_backend, options, source)
-    return GrammarCache(TriedCompiler(create_backend, TrialProcess()))
-
-
-def _create_grammar_backend(options: ModelOptions, source: ModelSource) -> GrammarBackend:
-    vocab_size = source.hf_config.get_text_config().vocab_size
-    tokenizer = load_tokenizer(source, options)
-    return XGrammarBackend(read_vocabulary(tokenizer, vocab_size, source.eos_token_ids))
-
-
 def _create_graph_runner(
     config: EngineConfig,
     model: CausalLM,
@@ -395,39 +357,3 @@ def _create_graph_runner(
         platform.device,
     )
     return GraphRunner(model.forward, plan, tuple(sorted({1, 1 + lookahead.num_tokens})))
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
-
-
-def resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
-    """The dtype of the `--dtype` option; `auto` means the checkpoint's."""
-    if name == "auto":
-        return source.default_dtype
-    return DTYPES_BY_NAME[name]
-
-
-def _fit_context(
-    config: EngineConfig, context_len: int, num_blocks: int, storage: torch.dtype
-) -> int:
-    """The context length, reduced to what the KV cache can hold.
-
-    Raises:
-        ConfigError: when the user asked for more than fits.
-    """
-    capacity = num_blocks * config.cache.block_size
-    if capacity >= context_len:
-        return context_len
-    if config.model.max_model_len is not None:
-        raise ConfigError(
-            f"max_model_len={context_len} needs {context_len} tokens of KV cache and there is "
-            f"memory for {capacity} in {_name(storage)}; lower it, or raise --kv-cache-memory"
-        )
-    logger.warning(
-        "the KV cache holds %d tokens in %s, so the context is that instead of %d",
-        capacity,
-        _name(storage),
-        context_len,
-    )
-    return capacity

@@ -19,7 +19,7 @@ from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import EngineRequest, FinishReason, RequestRefusedError
-from atom.model_engine import worker
+from atom.model_engine import worker, worker_setup
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.grammar_queue import GrammarQueue
 from atom.structured_output.base import Grammar, GrammarError
@@ -105,7 +105,7 @@ class SharedTrials(TrialProcess):
 def shared_trials(trials: TrialProcess) -> Iterator[None]:
     """All engines here have one vocabulary; a process for each would take minutes in all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "TrialProcess", partial(SharedTrials, trials))
+        patch.setattr(worker_setup, "TrialProcess", partial(SharedTrials, trials))
         yield
 
 

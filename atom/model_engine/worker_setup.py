@@ -1,0 +1,97 @@
+"""What a worker is set up with besides its model: threads, grammars, a dtype, a context length."""
+
+from __future__ import annotations
+
+import logging
+from functools import partial
+
+import torch
+
+from atom.config import ConfigError, EngineConfig, ModelOptions
+from atom.distributed.place import Place
+from atom.model_engine.cpu_threads import AdaptedThreads
+from atom.model_loader.source import ModelSource
+from atom.model_loader.tokenizer import load_tokenizer
+from atom.platform import Platform, default_num_threads
+from atom.structured_output.base import GrammarBackend
+from atom.structured_output.cache import GrammarCache
+from atom.structured_output.trial_client import TrialProcess
+from atom.structured_output.tried_compiler import TriedCompiler
+from atom.structured_output.vocabulary import read_vocabulary
+from atom.structured_output.xgrammar_backend import XGrammarBackend
+from atom.structured_output.xgrammar_import import INSTALL_HINT, missing_packages
+
+logger = logging.getLogger(__name__)
+
+DTYPES_BY_NAME = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
+    """The dtype of the `--dtype` option; `auto` means the checkpoint's."""
+    if name == "auto":
+        return source.default_dtype
+    return DTYPES_BY_NAME[name]
+
+
+def take_threads(config: EngineConfig, place: Place, platform: Platform) -> AdaptedThreads | None:
+    """Set the number of CPU threads; None if it will not follow what other programs leave."""
+    if platform.is_gpu:
+        return None
+    if config.parallel.num_threads is not None:
+        torch.set_num_threads(config.parallel.num_threads)
+    elif place.num_local > 1:
+        torch.set_num_threads(max(default_num_threads() // place.num_local, 1))
+    else:
+        return AdaptedThreads()
+    return None
+
+
+def create_grammars(options: ModelOptions, source: ModelSource) -> GrammarCache:
+    if missing := missing_packages():
+        logger.warning(
+            "requests for structured output will be refused: %s not installed; run: %s",
+            " and ".join(missing),
+            INSTALL_HINT,
+        )
+    create_backend = partial(_create_grammar_backend, options, source)
+    return GrammarCache(TriedCompiler(create_backend, TrialProcess()))
+
+
+def _create_grammar_backend(options: ModelOptions, source: ModelSource) -> GrammarBackend:
+    vocab_size = source.hf_config.get_text_config().vocab_size
+    tokenizer = load_tokenizer(source, options)
+    return XGrammarBackend(read_vocabulary(tokenizer, vocab_size, source.eos_token_ids))
+
+
+def fit_context(
+    config: EngineConfig, context_len: int, num_blocks: int, storage: torch.dtype
+) -> int:
+    """The context length, reduced to what the KV cache can hold.
+
+    Raises:
+        ConfigError: when the user asked for more than fits.
+    """
+    capacity = num_blocks * config.cache.block_size
+    if capacity >= context_len:
+        return context_len
+    if config.model.max_model_len is not None:
+        raise ConfigError(
+            f"max_model_len={context_len} needs {context_len} tokens of KV cache and there is "
+            f"memory for {capacity} in {dtype_name(storage)}; lower it, or raise --kv-cache-memory"
+        )
+    logger.warning(
+        "the KV cache holds %d tokens in %s, so the context is that instead of %d",
+        capacity,
+        dtype_name(storage),
+        context_len,
+    )
+    return capacity
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` of `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
