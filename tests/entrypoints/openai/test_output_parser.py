@@ -152,6 +152,11 @@ def test_any_soup_is_read_alike_however_it_is_cut(
         assert read(create_parser(spelling.name, reasons=reasons), chunks, reason) == whole
 
 
+def test_no_marker_in_a_string_of_what_is_no_call_is_content() -> None:
+    message = create_parser("llama3_json").parse_complete('{"a<|python_tag|>": 1} b', "stop")
+    assert message.content == '{"a": 1} b'
+
+
 @pytest.mark.parametrize("reasons", [False, True])
 @SPELLED
 @FEW

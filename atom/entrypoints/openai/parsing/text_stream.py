@@ -43,6 +43,10 @@ class Markers:
     def find(self, text: str, start: int) -> re.Match[str] | None:
         return self._pattern.search(text, start)
 
+    def without(self, text: str) -> str:
+        """The text without them."""
+        return self._pattern.sub("", text)
+
     def next_after(self, text: str, start: int) -> bool | None:
         """Whether a marker, or nothing, follows `start`; None while that is not certain."""
         if self._pattern.match(text, start):

@@ -51,6 +51,6 @@ class Hermes(ToolFormat):
                 return marker
             if not call.has_begun:
                 if not text.at_end:  # otherwise it was cut before the name was whole
-                    out.content(call.raw)
+                    out.content(self.all.without(call.raw))
                 break
         return (yield from text.until(self.all, out.content))

@@ -50,7 +50,7 @@ class Llama3Json(ToolFormat):
             call = JsonCall(text, out, keys=_KEYS, accepts=self._is_tool, is_eager=False)
             yield from call.read()
             if not call.has_begun:
-                out.content("".join(space) + call.raw)
+                out.content("".join(space) + self.all.without(call.raw))
                 return
             if call.is_open:
                 yield from text.until(_NOTHING, out.arguments)
