@@ -5,7 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import TypeVar
 from unittest.mock import patch
@@ -91,7 +91,8 @@ class ThreadFollower:
 
     def _run(self) -> None:
         self.place = place_of(self._ranks, self._rank, self._config, self._engine)
-        executor.follow(self._config, self)
+        with suppress(Exception):  # the driver has its cause
+            executor.follow(self._config, self)
 
 
 class ThreadDriver:
@@ -107,7 +108,7 @@ class ThreadDriver:
         self.followers = [ThreadFollower(config, rank, ranks, engine) for rank in range(1, size)]
         self.place = place_of(ranks, 0, config, engine)
 
-    lost = None
+    lost: str | None = None
 
     def publish(self, data: bytes) -> None:
         for follower in self.followers:

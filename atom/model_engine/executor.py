@@ -146,7 +146,7 @@ class RanksExecutor:
             return StepOutput([])
         self._is_published = False
         try:
-            return self._worker.step(batch)
+            output = self._worker.step(batch)
         except SamplingFailedError as error:
             raise error.cause from None
         except EngineDeadError:
@@ -158,6 +158,10 @@ class RanksExecutor:
                 raise
             own = f"rank 0 raised {type(error).__name__}: {error}"
             raise EngineDeadError(self._driver.failure() or own) from error
+        # A collective that was ended with the lost rank leaves anything in its tensors.
+        if (lost := self._driver.lost) is not None:
+            raise EngineDeadError(lost)
+        return output
 
     def shutdown(self) -> None:
         self._lockstep.end()

@@ -53,7 +53,7 @@ from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, select_platform
 from atom.sampling.rows import SamplingRows
-from atom.sampling.sampler import Sampler, SamplingOps
+from atom.sampling.sampler import Sampler, SamplingFailedError, SamplingOps
 from atom.spec_decode.base import Lookahead, Proposer
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter, create_proposer
@@ -109,7 +109,10 @@ class Worker:
         if config.parallel.deterministic_collectives:
             ranks = in_order(ranks)
         context = LayerContext.create(dtype, context_len, platform, ranks)
-        context = replace(context, experts=expert_ranks(config, place, ranks))
+        # With its index: another thread's current device is the first one.
+        device = torch.device("cuda", place.local_rank) if platform.is_gpu else context.device
+        experts = expert_ranks(config, place, ranks)
+        context = replace(context, device=device, experts=experts)
         storage = storage_dtype(config.cache, context)
         self.ops: OpTable = context.ops
         self._model = build_model(
@@ -117,6 +120,9 @@ class Worker:
         )
         check_experts(config, place, platform, source.name, self._model)
         self._proposer = (proposer_factory or create_proposer)(config, self._model, source, context)
+        # Ranks load at their own speed. Whoever failed is noticed here: the first collective on a
+        # GPU would wait for it for ever.
+        place.control.exchange([0])
         self.drafts_share_experts = has_spread_experts(self._proposer.draft_model)
         self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
         self._graphs = _create_graph_runner(
@@ -294,7 +300,10 @@ class Worker:
                     runner.step(batch)
                 else:
                     runner.follow(Orders.of(batch, most))
-        except torch.OutOfMemoryError as error:
+        except (torch.OutOfMemoryError, SamplingFailedError) as failed:
+            error = failed.cause if isinstance(failed, SamplingFailedError) else failed
+            if not isinstance(error, torch.OutOfMemoryError):
+                raise error from None
             scheduler = config.scheduler
             raise KVCacheMemoryError(
                 f"the device has no memory for the largest step that the options allow "

@@ -39,13 +39,11 @@ def resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
 
 def take_threads(config: EngineConfig, place: Place, platform: Platform) -> AdaptedThreads | None:
     """Set the number of CPU threads; None if it will not follow what other programs leave."""
-    if platform.is_gpu:
-        return None
     if config.parallel.num_threads is not None:
         torch.set_num_threads(config.parallel.num_threads)
     elif place.num_local > 1:
         torch.set_num_threads(max(default_num_threads() // place.num_local, 1))
-    else:
+    elif not platform.is_gpu:
         return AdaptedThreads()
     return None
 

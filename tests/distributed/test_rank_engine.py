@@ -7,11 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks import engines_of_threads
+from ranks import ThreadDriver, engines_of_threads
 from spec_decode.engines import PROMPTS, SETTINGS, create_engine, generate, params, write_target
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
+from atom.batch import ScheduledBatch, StepOutput
+from atom.distributed.parallel_state import ParallelGroup
+from atom.kv_cache.paged import PagedCache
+from atom.messages import EngineDeadError
+from atom.model_engine.executor import RanksExecutor
 
 
 @pytest.fixture(scope="module")
@@ -59,3 +64,39 @@ def test_a_request_that_fails_while_sampling_ends_alone(pair: LLM) -> None:
     with pytest.raises(Exception, match="no such thing"):
         pair.generate([PROMPTS[0]], params("greedy", logits_processors=[broken]))
     assert generate(pair, params("greedy"))
+
+
+def test_a_rank_that_is_lost_in_a_step_spoils_its_tokens(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Which are those of collectives that were ended, not of the model."""
+    with engines_of_threads(), create_engine(folder, tensor_parallel_size=2) as engine:
+        executor = engine.engine.core.executor
+        assert isinstance(executor, RanksExecutor)
+        step = executor._worker.step
+
+        def lose(batch: ScheduledBatch) -> StepOutput:
+            output = step(batch)
+            monkeypatch.setattr(ThreadDriver, "lost", "rank 1 was killed")
+            return output
+
+        monkeypatch.setattr(executor._worker, "step", lose)
+        with pytest.raises(EngineDeadError, match="rank 1 was killed"):
+            generate(engine, params("greedy"))
+
+
+def test_a_rank_that_fails_while_loading_ends_the_start(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At the first exchange after it, before anything on the devices waits for the rank."""
+    exchanged: list[int] = []
+
+    def exchange(group: ParallelGroup, _: list[int]) -> list[list[int]]:
+        exchanged.append(group.rank)
+        raise RuntimeError("Connection closed by peer")
+
+    monkeypatch.setattr(ParallelGroup, "exchange", exchange)
+    monkeypatch.setattr(PagedCache, "allocate_kv_cache_tensors", None)
+    with engines_of_threads(), pytest.raises(Exception, match=r"closed by peer"):
+        create_engine(folder, tensor_parallel_size=2)
+    assert exchanged
