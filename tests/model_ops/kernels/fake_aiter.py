@@ -63,17 +63,24 @@ class FakeAiter:
     """
 
     def __init__(
-        self, *extra_dtypes: torch.dtype, missing: Sequence[str] = (), arch: str = "gfx942"
+        self,
+        *extra_dtypes: torch.dtype,
+        missing: Sequence[str] = (),
+        arch: str = "gfx942",
+        version: str | None = "0.1.20",
     ) -> None:
         """Args:
         extra_dtypes: types of activations that it takes beside bfloat16 and float16.
         missing: entry points that this aiter does not have.
+        version: None for an aiter that does not tell.
         """
         self.calls: list[Call] = []
         self.arch = arch
         self.split_table = functools.lru_cache(fake_aiter_kernels.split_table)
         self._extra_dtypes = frozenset(extra_dtypes)
         self._modules: dict[str, dict[str, Any]] = {"aiter": {}}
+        if version is not None:
+            self._modules["aiter._version"] = {"__version__": version}
         for name, entry in SIGNATURES.items():
             module = self._modules.setdefault(entry["module"], {})
             if name not in missing:

@@ -106,6 +106,40 @@ def test_what_it_refuses(changes: dict[str, int], reason: str, fake: FakeAiter) 
     assert reason in table.describe()
 
 
+@pytest.mark.parametrize(
+    ("version", "sums", "norms"),
+    [
+        ("0.1.20.post1", True, True),
+        ("0.1.21.dev46+ge4048607a5", True, True),  # built from what follows 0.1.20
+        ("0.1.19.post1", True, True),
+        ("0.1.20.dev1+g9312ef7c01", True, False),  # built from what follows 0.1.19
+        ("0.1.19.post1.dev1", True, False),
+        ("0.1.19", True, False),
+        ("0.1.17rc0", True, False),
+        ("0.1.16", True, False),
+        ("0.1.16.dev3", False, False),
+        ("0.1.15.post3", False, False),
+        ("main", False, False),
+        (None, False, False),
+    ],
+)
+def test_releases_without_the_last_barrier_are_refused(
+    version: str | None, sums: bool, norms: bool
+) -> None:
+    shape = {"size": SIZE, "num_ranks": 2, "peer_access": True}
+    for op, runs, since in (
+        ("all_reduce", sums, "0.1.16"),
+        ("all_reduce_add_rms_norm", norms, "0.1.19.post1"),
+    ):
+        table = OpTable(MI300X, OPS)
+        with probe.replaced(FakeAiter(version=version).library):
+            table.resolve(op, BF16, **shape)
+        report = table.describe()
+        told = f"not aiter: before {since} its kernels end while other ranks still read"
+        assert (told in report) is not runs
+        assert runs or f"this aiter is {version or 'of an unknown version'}" in report
+
+
 def test_sums_in_a_fixed_order_are_not_left_to_it(fake: FakeAiter) -> None:
     def choose(group: ParallelGroup) -> str:
         created = context(in_order(replace(group, peer_access=True)))

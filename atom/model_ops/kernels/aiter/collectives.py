@@ -3,11 +3,13 @@
 Each rank has a staging buffer that the others have opened. A call copies its input there, so that
 tensors may lie anywhere and calls may be captured in graphs; then all ranks read all buffers.
 Assumes that such a copy is complete before another rank reads it, and that a buffer is overwritten
-only when all have read it: the kernels wait for each other at both ends.
+only when all have read it: the kernels wait for each other at both ends. They do so since the
+releases below; ranks of older ones may read what belongs to the next sum, without any error.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from functools import partial as bound
 from weakref import WeakKeyDictionary
@@ -15,6 +17,7 @@ from weakref import WeakKeyDictionary
 import torch
 
 from atom.distributed.parallel_state import ParallelGroup
+from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.support import requires
 from atom.model_ops.kernels.torch import collectives
@@ -40,6 +43,11 @@ _FUSED = EntryPoint(
 )
 _SETUP = (_META_SIZE, _ALLOCATE_META, _ALLOCATE_DATA, _GET_HANDLE, _INIT, _REGISTER)
 
+# Since when the kernels wait for each other before they end (#3514, #4346).
+_SINCE = "0.1.16"
+_FUSED_SINCE = "0.1.19.post1"
+_VERSION = re.compile(r"(\d+)\.(\d+)\.(\d+)(?:\.?post(\d+))?(?P<early>\.?(?:dev|rc|a|b)\d*)?")
+
 # Beyond that bandwidth counts, not latency, and the group's own collectives run.
 _STAGED_BYTES = 32 * 2**20
 # Two intermediate results of a sum in two stages lie behind the flags.
@@ -53,8 +61,13 @@ _ONE_STAGE = 128 * 7168 * 2
 _PACK = 8
 
 
-def _refuses(ranks: tuple[int, ...], sizes: range, query: OpQuery) -> str | None:
+def _refuses(ranks: tuple[int, ...], sizes: range, since: str, query: OpQuery) -> str | None:
     shape = query.shape
+    if not _is_since(version := probe.version(), since):
+        return (
+            f"before {since} its kernels end while other ranks still read their input, which "
+            f"makes wrong sums; this aiter is {version or 'of an unknown version'}"
+        )
     if not shape["peer_access"]:
         return "reads other ranks' memory: all must be on one machine, and any order of sums do"
     if shape["num_ranks"] not in ranks:
@@ -67,11 +80,31 @@ def _refuses(ranks: tuple[int, ...], sizes: range, query: OpQuery) -> str | None
     return None
 
 
+def _is_since(version: str | None, since: str) -> bool:
+    known, wanted = _release(version or ""), _release(since)
+    return known is not None and wanted is not None and known >= wanted
+
+
+def _release(version: str) -> tuple[int, ...] | None:
+    """The release that a version has all of; None when it cannot be told.
+
+    A development version is named after the release that follows it.
+    """
+    if (found := _VERSION.match(version)) is None:
+        return None
+    numbers = [int(number or 0) for number in found.groups()[:4]]
+    if found["early"]:
+        numbers[3 if found[4] else 2] -= 1
+    return tuple(numbers)
+
+
 refuses_all_reduce = requires(
-    _ALL_REDUCE, *_SETUP, also=bound(_refuses, (2, 4, 6, 8), range(_PACK, 2**20, _PACK))
+    _ALL_REDUCE, *_SETUP, also=bound(_refuses, (2, 4, 6, 8), range(_PACK, 2**20, _PACK), _SINCE)
 )
 refuses_add_norm = requires(
-    _FUSED, *_SETUP, also=bound(_refuses, (2, 4, 8), range(64 * _PACK, 2048 * _PACK + 1, _PACK))
+    _FUSED,
+    *_SETUP,
+    also=bound(_refuses, (2, 4, 8), range(64 * _PACK, 2048 * _PACK + 1, _PACK), _FUSED_SINCE),
 )
 
 

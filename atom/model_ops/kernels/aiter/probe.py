@@ -74,8 +74,8 @@ class _Findings:
         return self._functions[entry]
 
     def _look_up(self, entry: EntryPoint) -> Function | str:
-        whole = self._module("aiter")
-        contents = whole if isinstance(whole, str) else self._module(entry.module)
+        whole = self.module("aiter")
+        contents = whole if isinstance(whole, str) else self.module(entry.module)
         if isinstance(contents, str):
             return contents
         function = contents.get(entry.name)
@@ -83,7 +83,8 @@ class _Findings:
             return f"this aiter has no {entry.module}.{entry.name}"
         return _changed(entry, function) or function
 
-    def _module(self, name: str) -> Mapping[str, Any] | str:
+    def module(self, name: str) -> Mapping[str, Any] | str:
+        """A module's contents, or why it cannot be imported."""
         if name not in self._modules:
             try:
                 self._modules[name] = self.library.load(name)
@@ -91,6 +92,14 @@ class _Findings:
                 what = " ".join(str(error).split())
                 self._modules[name] = f"import {name}: {type(error).__name__}: {what}"
         return self._modules[name]
+
+
+def version() -> str | None:
+    """aiter's version, from the module that its build writes; None when it does not tell."""
+    findings = _findings()
+    contents = "no aiter" if findings is None else findings.module("aiter._version")
+    told = None if isinstance(contents, str) else contents.get("__version__")
+    return told if isinstance(told, str) else None
 
 
 def refusal(*entries: EntryPoint) -> str | None:
