@@ -225,7 +225,8 @@ class Sampler:
     def sample(self, plan: SamplePlan, hidden_states: torch.Tensor) -> Verified:
         """Sample every row of logits, and verify the drafts."""
         self._rows.update()
-        prompt_logprobs = [self._prompt_logprobs(hidden_states, own) for own in plan.prompts]
+        in_parts = [self._prompt_logprobs(hidden_states, own) for own in plan.prompts]
+        prompt_logprobs = [_joined(parts) for parts in in_parts if parts]
         if not plan.states:
             none = plan.logits_indices
             return Verified(none, none.view(0, 1), none, None, prompt_logprobs)
@@ -357,15 +358,15 @@ class Sampler:
         own = staging.put(rows[layout.owners])
         return lambda: self._rows.metadata(own, predicted, needs)
 
-    def _prompt_logprobs(self, hidden_states: torch.Tensor, own: PromptRows) -> Logprobs:
-        """Logprobs of a prompt's tokens."""
+    def _prompt_logprobs(self, hidden_states: torch.Tensor, own: PromptRows) -> list[Logprobs]:
+        """Of a prompt's tokens, in parts; empty on a rank that only takes part in the logits."""
         parts = []
         for start in range(0, own.num_targets, _PROMPT_LOGPROB_ROWS):
             end = min(start + _PROMPT_LOGPROB_ROWS, own.num_targets)
             logits = self._compute_logits(hidden_states[own.first + start : own.first + end])
-            parts.append(compute_logprobs(logits, own.targets[start:end], own.wanted))
-        columns = zip(*(part.tensors for part in parts), strict=True)
-        return Logprobs(*(torch.cat(column) for column in columns))
+            if self._group.rank == 0:
+                parts.append(compute_logprobs(logits, own.targets[start:end], own.wanted))
+        return parts
 
     def _take_logprobs(
         self, plan: SamplePlan, token_ids: list[list[int]], arrays: Iterator[np.ndarray]
@@ -379,6 +380,11 @@ class Sampler:
                     own = [next(rows) for _ in range(plan.layout.num_drafts[s] + 1)]
                     results[s] = own[: len(tokens)]
         return results
+
+
+def _joined(parts: Sequence[Logprobs]) -> Logprobs:
+    columns = zip(*(part.tensors for part in parts), strict=True)
+    return Logprobs(*(torch.cat(column) for column in columns))
 
 
 def _put_penalised(

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from models import checkpoints
 from ranks import ThreadDriver, engines_of_threads
 from spec_decode.engines import PROMPTS, SETTINGS, create_engine, generate, params, write_target
 from transformers import PreTrainedTokenizerFast
@@ -17,6 +20,8 @@ from atom.distributed.parallel_state import ParallelGroup
 from atom.kv_cache.paged import PagedCache
 from atom.messages import EngineDeadError
 from atom.model_engine.executor import RanksExecutor
+from atom.sampling import sampler
+from atom.sampling.logprobs import Logprobs, compute_logprobs
 
 
 @pytest.fixture(scope="module")
@@ -43,9 +48,22 @@ def test_the_same_tokens(alone: LLM, pair: LLM, setting: str) -> None:
     assert generate(pair, params(setting)) == generate(alone, params(setting))
 
 
-def test_logprobs_come_from_the_first_rank(alone: LLM, pair: LLM) -> None:
-    sampling = params("greedy", logprobs=2, prompt_logprobs=1, max_tokens=4)
-    [own], [other] = (engine.generate([PROMPTS[3]], sampling) for engine in (alone, pair))
+@pytest.mark.parametrize("setting", ["greedy", "warm"])
+def test_logprobs_come_from_the_first_rank(
+    alone: LLM, pair: LLM, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a prompt that is computed in several parts; other ranks compute none."""
+    threads = []
+
+    def recorded(*args: Any) -> Logprobs:
+        threads.append(threading.get_ident())
+        return compute_logprobs(*args)
+
+    monkeypatch.setattr(sampler, "compute_logprobs", recorded)
+    sampling = params(setting, logprobs=2, prompt_logprobs=1, max_tokens=4)
+    prompt = checkpoints.prompt(80, seed=30)
+    [own], [other] = (engine.generate([prompt], sampling) for engine in (alone, pair))
+    assert set(threads) == {threading.get_ident()}
     for mine, theirs in zip(
         [*own.prompt_logprobs[1:], *own.outputs[0].logprobs],
         [*other.prompt_logprobs[1:], *other.outputs[0].logprobs],
