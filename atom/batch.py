@@ -88,12 +88,14 @@ class Orders(msgspec.Struct, frozen=True):
     Attributes:
         batch: without what only the first rank needs, since it alone samples.
         num_drafts: drafts to make for each sampled sequence.
+        is_greedy: every sampled row takes the argmax, which all ranks find together.
         is_idle: the batch is empty, and other engines that share the experts compute: a padding row
             goes along.
     """
 
     batch: ScheduledBatch
     num_drafts: int
+    is_greedy: bool = False
     is_idle: bool = False
 
     @property
@@ -101,9 +103,9 @@ class Orders(msgspec.Struct, frozen=True):
         return not (self.is_idle or self.batch.sequences or self.batch.freed_rows)
 
     @classmethod
-    def of(cls, batch: ScheduledBatch, num_drafts: int) -> Orders:
+    def of(cls, batch: ScheduledBatch, num_drafts: int, is_greedy: bool = False) -> Orders:
         new = [_without_sampling(sequence) for sequence in batch.new]
-        return cls(ScheduledBatch(batch.sequences, new, batch.freed_rows), num_drafts)
+        return cls(ScheduledBatch(batch.sequences, new, batch.freed_rows), num_drafts, is_greedy)
 
 
 def _without_sampling(new: NewSequence) -> NewSequence:

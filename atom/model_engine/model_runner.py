@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -50,7 +51,8 @@ class ModelRunner:
             num_drafts = self._drafter.begin(sum(s.wants_sample for s in batch.sequences))
         step = self._inputs.build(batch) if batch.sequences else None
         if self._publish is not None:
-            orders = self._publish(Orders.of(batch, num_drafts))
+            is_greedy = step is not None and step.sample.is_greedy
+            orders = self._publish(Orders.of(batch, num_drafts, is_greedy))
             self._drafter.follow(orders.num_drafts)
             self._go_along(orders)
         if step is None:
@@ -80,7 +82,10 @@ class ModelRunner:
         self._go_along(orders)
         if not batch.sequences:
             return
-        view, _ = self._verify(batch, self._inputs.build(batch))
+        step = self._inputs.build(batch)
+        # How tokens are chosen is known to the first rank alone.
+        sample = replace(step.sample, is_greedy=orders.is_greedy)
+        view, _ = self._verify(batch, replace(step, sample=sample))
         self._drafter.propose(view, None)
 
     def _go_along(self, orders: Orders) -> None:

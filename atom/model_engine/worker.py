@@ -228,6 +228,9 @@ class Worker:
             ops,
             self._place.tensor,
             others_wait=not self._place.is_alone,
+            choose_greedily=(
+                self._model.output_head.choose_greedily if self._place.tensor.size > 1 else None
+            ),
         )
         forward = self._graphs or EagerRunner(self._model.forward)
         inputs = InputBuilder(

@@ -76,6 +76,10 @@ class ParallelLMHead(DequantisedMatrix):
         """[R, hidden] -> [R] int64: `argmax` of the logits, which are not gathered for it."""
         return self._logits.argmax(hidden_states, self.weight)
 
+    def choose_greedily(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """`argmax`, and -1 where the largest logit is not finite, as `choose_tokens` has it."""
+        return self._logits.choose_greedily(hidden_states, self.weight)
+
 
 class TiedLMHead(nn.Module):
     """Output head with the weights of the embedding."""
@@ -98,6 +102,10 @@ class TiedLMHead(nn.Module):
     def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R] int64, as `ParallelLMHead`."""
         return self._logits.argmax(hidden_states, self._embedding[0].weight)
+
+    def choose_greedily(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R] int64, as `ParallelLMHead`."""
+        return self._logits.choose_greedily(hidden_states, self._embedding[0].weight)
 
 
 OutputHead = ParallelLMHead | TiedLMHead
@@ -128,20 +136,28 @@ class _VocabParallelLogits:
         return self._group.all_gather(logits)[:, : self._vocab_size].contiguous()
 
     def argmax(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] and this rank's weight -> [R] int64; of equal logits, the lowest id.
+        """[R, hidden] and this rank's weight -> [R] int64; of equal logits, the lowest id."""
+        logits: torch.Tensor = self._product(hidden_states, weight)
+        return logits.argmax(dim=-1) if self._group.size == 1 else self._largest(logits)[0]
+
+    def choose_greedily(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        """`argmax`, and -1 where the largest logit is not finite."""
+        token, logit = self._largest(self._product(hidden_states, weight))
+        return token.masked_fill_(~logit.isfinite(), -1)
+
+    def _largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Own logits -> [R] int64, and [R] float32: the largest of all ranks, of which NaN is one.
 
         The ranks exchange one logit and its id per row, as [R, 2] int32.
         """
-        logits: torch.Tensor = self._product(hidden_states, weight)
-        if self._group.size == 1:
-            return logits.argmax(dim=-1)
         token = logits.argmax(dim=-1, keepdim=True)
         logit = logits.gather(-1, token).view(torch.int32)
         pair = torch.cat((logit, (token + self._own.start).int()), dim=-1)
         pairs = self._group.all_gather(pair).view(-1, self._group.size, 2)
         # The first of equal ones is that of the lowest rank, which has the lowest ids.
-        rank = pairs[..., 0].view(torch.float32).argmax(dim=-1, keepdim=True)
-        return pairs[..., 1].gather(-1, rank)[:, 0].long()
+        every = pairs[..., 0].view(torch.float32)
+        rank = every.argmax(dim=-1, keepdim=True)
+        return pairs[..., 1].gather(-1, rank)[:, 0].long(), every.gather(-1, rank)[:, 0]
 
 
 def vocab_share(group: ParallelGroup, vocab_size: int) -> Cut:

@@ -105,6 +105,7 @@ class SamplePlan:
         logprob_rows: [L] int64, and how many most likely tokens to report for each; None without.
         penalised: indices [n] int64 into S, and their `TokenCounts` slots; None without.
         prompts: the sequences with prompt logprobs.
+        is_greedy: every row takes the argmax of its logits, and nothing else is read of them.
     """
 
     layout: RowLayout
@@ -117,6 +118,7 @@ class SamplePlan:
     logprob_rows: tuple[torch.Tensor, list[int]] | None
     penalised: tuple[torch.Tensor, torch.Tensor] | None
     prompts: list[PromptRows]
+    is_greedy: bool
 
     def last_rows(self, num_accepted: torch.Tensor) -> torch.Tensor:
         """[S] int64: the row of the forward pass from which each newest token was sampled."""

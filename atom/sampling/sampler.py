@@ -156,10 +156,15 @@ class Sampled:
 class Sampler:
     """From hidden states to tokens.
 
-    All ranks of a group compute the logits. The first chooses the tokens, and the others get them.
+    All ranks of a group compute the logits. The first chooses the tokens, and the others get them;
+    greedy steps need neither: the ranks find the tokens together.
 
     Each step calls `lay_out`, then, after `staging.send`, `sample`, and `take` once the results are
     on the host.
+
+    Args:
+        choose_greedily: the tokens of greedy rows as all ranks find them, from hidden states; None
+            on a rank that has all logits.
     """
 
     def __init__(
@@ -172,10 +177,12 @@ class Sampler:
         group: ParallelGroup = SINGLE,
         *,
         others_wait: bool = False,
+        choose_greedily: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._compute_logits = compute_logits
         self._group = group
         self._others_wait = others_wait
+        self._choose_greedily = choose_greedily
         self._failure: Exception | None = None
         self._rows = rows
         self._edits = EditsBuilder(rows, vocab_size, device)
@@ -216,6 +223,7 @@ class Sampler:
             logprob_rows=put_logprob_rows(layout, states, needs & Needs.LOGPROBS, staging),
             penalised=_put_penalised(states, needs & Needs.PENALTIES, staging),
             prompts=self._put_prompts(sequences, everyone & Needs.PROMPT_LOGPROBS, ends, staging),
+            is_greedy=not together & (Needs.TEMPERATURE | Needs.LOGPROBS | EDITS),
         )
 
     def forget(self, rows: Sequence[int]) -> None:
@@ -230,8 +238,7 @@ class Sampler:
         if not plan.states:
             none = plan.logits_indices
             return Verified(none, none.view(0, 1), none, None, prompt_logprobs)
-        logits = self._compute_logits(hidden_states[plan.logits_indices])
-        sampled, logprobs = self._choose_together(plan, logits)
+        sampled, logprobs = self._choose_together(plan, hidden_states[plan.logits_indices])
         if plan.drafts is None:
             tokens, accepted = sampled[:, None], torch.zeros_like(sampled)
         else:
@@ -244,13 +251,16 @@ class Sampler:
         return Verified(sampled, tokens, accepted, logprobs, prompt_logprobs)
 
     def _choose_together(
-        self, plan: SamplePlan, logits: torch.Tensor
+        self, plan: SamplePlan, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, Logprobs | None]:
-        """The first rank's tokens [R] int64, and its logprobs.
+        """The tokens [R] int64 on every rank, and on the first the logprobs.
 
         If choosing fails while other ranks wait, the step goes on with no tokens, since they are in
         the middle of it; `raise_failure` raises the error afterwards.
         """
+        if plan.is_greedy and self._choose_greedily is not None:
+            return self._choose_greedily(hidden_states), None
+        logits = self._compute_logits(hidden_states)
         if not self._others_wait:
             return self._choose(plan, logits)
         sampled, logprobs = plan.logits_indices.new_full((len(logits),), -1), None

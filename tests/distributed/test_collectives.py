@@ -9,8 +9,10 @@ from ranks import run_ranks
 from atom.distributed.ordered import in_order
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.model_ops.embedding import ParallelLMHead, TiedLMHead, VocabParallelEmbedding
+from atom.model_ops.kernels.torch.sampling import choose_tokens
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm
+from atom.model_ops.metadata import SamplingMetadata
 from atom.platform import cpu_platform
 
 HIDDEN = 16
@@ -118,7 +120,8 @@ def test_argmax_over_a_split_vocabulary(size: int, is_tied: bool) -> None:
         with torch.inference_mode():
             none = hidden[:0]
             assert head(none).shape == (0, VOCAB)
-            assert head.argmax(none).shape == (0,)
+            assert head.argmax(none).shape == head.choose_greedily(none).shape == (0,)
+            assert torch.equal(head.choose_greedily(hidden), head.argmax(hidden))
             embedded = embedding(torch.arange(VOCAB))
             return head(hidden), head.argmax(hidden), embedded
 
@@ -133,12 +136,14 @@ def test_argmax_over_a_split_vocabulary(size: int, is_tied: bool) -> None:
 @pytest.mark.parametrize("size", [2, 3, 4])
 @torch.inference_mode()
 def test_argmax_of_ties_and_of_what_is_no_number(size: int) -> None:
-    def chosen(group: ParallelGroup) -> torch.Tensor:
+    def chosen(group: ParallelGroup) -> tuple[torch.Tensor, torch.Tensor]:
         head = ParallelLMHead(VOCAB, len(TIES), context(group), "lm_head")
         own = head._logits._own
         head._logits._product = lambda hidden, _: hidden[:, own.start : own.start + own.size]
         with torch.inference_mode():
-            return head.argmax(TIES)
+            return head.argmax(TIES), head.choose_greedily(TIES)
 
-    for token in run_ranks(size, chosen):
+    for token, chosen_token in run_ranks(size, chosen):
         assert torch.equal(token, TIES.argmax(dim=-1))
+        assert torch.equal(chosen_token, choose_tokens(TIES, SamplingMetadata()))
+    assert choose_tokens(TIES, SamplingMetadata()).tolist() == [0, 3, 9, 0, 4, -1, -1, -1]

@@ -17,6 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.batch import ScheduledBatch, StepOutput
 from atom.distributed.parallel_state import ParallelGroup
+from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.paged import PagedCache
 from atom.messages import EngineDeadError
 from atom.model_engine.executor import RanksExecutor
@@ -46,6 +47,56 @@ def pair(folder: Path) -> Iterator[LLM]:
 @pytest.mark.parametrize("setting", SETTINGS)
 def test_the_same_tokens(alone: LLM, pair: LLM, setting: str) -> None:
     assert generate(pair, params(setting)) == generate(alone, params(setting))
+
+
+def test_greedy_and_sampled_rows_of_one_step(alone: LLM, pair: LLM) -> None:
+    """And steps that change from the one to the other."""
+    settings = [*SETTINGS] * 4
+    sampling = [params(setting, max_tokens=4 + 2 * i) for i, setting in enumerate(settings)]
+    expected, got = (
+        [output.outputs[0].token_ids for output in engine.generate(PROMPTS, sampling)]
+        for engine in (alone, pair)
+    )
+    assert got == expected
+
+
+def test_greedy_rows_exchange_no_logits(
+    alone: LLM, pair: LLM, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One logit of each rank, and nothing else after the model."""
+    expected = generate(alone, params("greedy"))
+    gathered, gather = set(), ParallelGroup.all_gather
+
+    def recorded(group: ParallelGroup, tensor: torch.Tensor) -> torch.Tensor:
+        gathered.add((tensor.dtype, tensor.shape[-1]))
+        return gather(group, tensor)
+
+    monkeypatch.setattr(ParallelGroup, "all_gather", recorded)
+    monkeypatch.setattr(ParallelGroup, "broadcast", None)
+    assert generate(pair, params("greedy")) == expected
+    assert gathered == {(torch.int32, 2)}
+
+
+@pytest.mark.parametrize("setting", ["greedy", "warm"])
+def test_logits_that_are_not_numbers(alone: LLM, pair: LLM, setting: str) -> None:
+    """Of the request amid others whose prompt has the token; the rank that embeds it spoils it."""
+    poison, prompts = 7, [[5, 9, 11], [5, 7, 11], [4, 3]]
+    executor = pair.engine.core.executor
+    assert isinstance(executor, RanksExecutor)
+    weight = executor._worker._model.token_embedding.weight
+    kept = weight[poison].clone()
+    expected = alone.generate([prompts[0], prompts[2]], params(setting))
+    try:
+        with torch.inference_mode():
+            weight[poison] = torch.nan
+        with pytest.raises(GenerationError, match="1 of 3 prompts failed; prompt 1") as caught:
+            pair.generate(prompts, params(setting))
+    finally:
+        with torch.inference_mode():
+            weight[poison] = kept
+    assert "no token can be chosen after 0 tokens" in str(caught.value.errors[1])
+    results = [result for result in caught.value.results if result is not None]
+    assert [r.outputs[0].token_ids for r in results] == [r.outputs[0].token_ids for r in expected]
 
 
 @pytest.mark.parametrize("setting", ["greedy", "warm"])
