@@ -105,6 +105,9 @@ class RanksExecutor:
     Once a step is published, an error on any rank ends the engine, since the ranks are no longer at
     the same place. What one request may cause fails before, or after all ranks are through. The
     same holds for other engines, if they share the experts.
+
+    Attributes:
+        ops: the implementations selected on this rank.
     """
 
     can_be_interrupted = False
@@ -125,6 +128,7 @@ class RanksExecutor:
         self.limits = self._worker.limits
         self.eos_token_ids = self._worker.eos_token_ids
         self.lookahead = self._worker.lookahead
+        self.ops = self._worker.ops
 
     @property
     def grammars(self) -> GrammarCache:
@@ -176,7 +180,7 @@ class RanksExecutor:
         return orders
 
 
-def create_executor(config: EngineConfig) -> Executor:
+def create_executor(config: EngineConfig) -> Worker | RanksExecutor:
     """The executor of a configuration: this process alone, or as the first of several ranks.
 
     Raises:

@@ -2,21 +2,32 @@
 
 from __future__ import annotations
 
-from atom.config import EngineConfig
-from atom.model_engine.worker import Worker
+from dataclasses import replace
+
+from atom.config import ConfigError, EngineConfig
+from atom.model_engine.executor import create_executor
 
 
 def describe_ops(config: EngineConfig) -> str:
-    """The engine's op table, as text.
+    """The op table of the engine's first rank, as text; replicas all have the same.
 
-    Loads the model and allocates the KV cache as for serving, since the choice depends on their
-    sizes.
+    Starts all ranks, which load the model and allocate the KV cache as for serving, since the
+    choice depends on their sizes.
 
     Raises:
         ConfigError: when the model or an option cannot be honoured.
+        EngineDeadError: when a rank is lost.
         OpUnavailableError: when an `ATOM_OP_*` override cannot be honoured.
     """
-    executor = Worker(config)
+    if config.parallel.couples_engines:
+        raise ConfigError(
+            f"the {config.parallel.data_parallel_size} engines of --data-parallel-size that share "
+            f"experts are started by the server alone, which logs the table of ops: leave out "
+            f"--show-ops"
+        )
+    if config.parallel.num_replicas > 1:
+        config = replace(config, parallel=replace(config.parallel, data_parallel_size=1))
+    executor = create_executor(config)
     try:
         return executor.ops.describe()
     finally:

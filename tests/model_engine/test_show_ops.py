@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from ranks import engines_of_threads
 
 from atom.entrypoints import openai_server
 from atom.examples import simple_inference
@@ -27,6 +28,36 @@ def test_the_table_is_printed(
     assert {"linear", "rms_norm", "rope", "kv_cache_write", "prefill_attention"} <= set(runs)
     assert runs["paged_attention"] == "torch"
     assert any("the cache holds torch.float8_e4m3fn" in line for line in lines)
+
+
+def test_the_table_is_the_first_ranks(
+    tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(tiny_llama_dir), "--kv-cache-memory", "1MB", "--show-ops"]
+    tables = []
+    for size in ("1", "2"):
+        with engines_of_threads():
+            assert openai_server.main([*given, "--num-threads", "1", "-tp", size]) == 0
+        tables.append({line.split()[0] for line in capsys.readouterr().out.splitlines()})
+    alone, first = tables
+    assert first - alone == {"all_reduce", "all_reduce_add_rms_norm"}
+
+
+def test_one_replica_stands_for_all(
+    tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(tiny_llama_dir), "--num-threads", "1", "--kv-cache-memory", "1MB"]
+    with engines_of_threads():
+        assert openai_server.main([*given, "-tp", "2", "-dp", "2", "--show-ops"]) == 0
+    assert "all_reduce_add_rms_norm" in capsys.readouterr().out
+
+
+def test_engines_that_share_experts_are_refused(
+    tiny_llama_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    given = ["--model", str(tiny_llama_dir), "-dp", "2", "--enable-expert-parallel"]
+    assert openai_server.main([*given, "--show-ops"]) == 1
+    assert "which logs the table of ops" in capsys.readouterr().err
 
 
 def test_failures_are_told(
