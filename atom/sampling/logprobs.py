@@ -34,6 +34,12 @@ class Logprobs:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         return self.token_ids, self.values, self.ranks
 
+    @classmethod
+    def joined(cls, parts: Sequence[Logprobs]) -> Logprobs:
+        """The rows of all parts, which have the same n."""
+        columns = zip(*(part.tensors for part in parts), strict=True)
+        return cls(*(torch.cat(column) for column in columns))
+
 
 def compute_logprobs(logits: torch.Tensor, token_ids: torch.Tensor, num_logprobs: int) -> Logprobs:
     """Logprobs of given tokens and of the most likely ones.

@@ -164,6 +164,17 @@ def put_logprob_rows(
     return staging.put(mine), counts
 
 
+def put_penalised(
+    states: Sequence[SequenceState], wanted: np.ndarray, staging: StagingBuffer
+) -> tuple[torch.Tensor, torch.Tensor] | None:
+    """Indices [n] into S of sequences with penalties, and their `TokenCounts` slots."""
+    chosen = np.flatnonzero(wanted)
+    if not len(chosen):
+        return None
+    slots = [states[s].penalty_slot for s in chosen.tolist()]
+    return staging.put(chosen), staging.put(np.array(slots))
+
+
 def put_prompt(
     index: int,
     sequence: ScheduledSequence,

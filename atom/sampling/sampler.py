@@ -25,6 +25,7 @@ from atom.sampling.plan import (
     RowLayout,
     SamplePlan,
     put_logprob_rows,
+    put_penalised,
     put_prompt,
     sampled_rows,
 )
@@ -221,7 +222,7 @@ class Sampler:
             create_metadata=self._put_metadata(layout, rows, positions, together, staging),
             create_edits=self._put_edits(sequences, layout, states, needs & EDITS, staging),
             logprob_rows=put_logprob_rows(layout, states, needs & Needs.LOGPROBS, staging),
-            penalised=_put_penalised(states, needs & Needs.PENALTIES, staging),
+            penalised=put_penalised(states, needs & Needs.PENALTIES, staging),
             prompts=self._put_prompts(sequences, everyone & Needs.PROMPT_LOGPROBS, ends, staging),
             is_greedy=not together & (Needs.TEMPERATURE | Needs.LOGPROBS | EDITS),
         )
@@ -234,7 +235,7 @@ class Sampler:
         """Sample every row of logits, and verify the drafts."""
         self._rows.update()
         in_parts = [self._prompt_logprobs(hidden_states, own) for own in plan.prompts]
-        prompt_logprobs = [_joined(parts) for parts in in_parts if parts]
+        prompt_logprobs = [Logprobs.joined(parts) for parts in in_parts if parts]
         if not plan.states:
             none = plan.logits_indices
             return Verified(none, none.view(0, 1), none, None, prompt_logprobs)
@@ -390,19 +391,3 @@ class Sampler:
                     own = [next(rows) for _ in range(plan.layout.num_drafts[s] + 1)]
                     results[s] = own[: len(tokens)]
         return results
-
-
-def _joined(parts: Sequence[Logprobs]) -> Logprobs:
-    columns = zip(*(part.tensors for part in parts), strict=True)
-    return Logprobs(*(torch.cat(column) for column in columns))
-
-
-def _put_penalised(
-    states: Sequence[SequenceState], wanted: np.ndarray, staging: StagingBuffer
-) -> tuple[torch.Tensor, torch.Tensor] | None:
-    """Indices [n] into S of sequences with penalties, and their `TokenCounts` slots."""
-    chosen = np.flatnonzero(wanted)
-    if not len(chosen):
-        return None
-    slots = [states[s].penalty_slot for s in chosen.tolist()]
-    return staging.put(chosen), staging.put(np.array(slots))
