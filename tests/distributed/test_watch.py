@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atom.distributed import heartbeats, reporter, watch
+from atom.distributed import heartbeats
 from atom.distributed.channel import ChannelError
 from atom.distributed.heartbeats import RankFailure, WatchAddress
 from atom.distributed.local_process import LocalProcess
@@ -112,8 +112,8 @@ def tell(process: Process, line: str) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is noticed after one second."""
-    monkeypatch.setattr(watch, "SILENCE_SECONDS", QUICK)
-    monkeypatch.setattr(reporter, "SILENCE_SECONDS", QUICK)
+    for name in ("SILENCE_SECONDS", "FIRST_STEP_SECONDS", "STOPPED_SECONDS"):
+        monkeypatch.setattr(heartbeats, name, QUICK)
 
 
 def test_a_rank_that_raises_says_why(stack: ExitStack) -> None:
@@ -193,7 +193,7 @@ def test_a_stopped_rank_is_silent_and_can_be_killed(stack: ExitStack, start: Sta
 def test_a_short_stop_is_no_failure(
     stack: ExitStack, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "SILENCE_SECONDS", 2.5)
+    monkeypatch.setattr(heartbeats, "FIRST_STEP_SECONDS", 2.5)
     process = start("report", 1)
     watched, heard = open_watch(stack, [1])
     begin(process, watched, 1)
