@@ -76,9 +76,7 @@ class TorchCollectives:
         received: Sequence[int],
         sent: Sequence[int],
     ) -> None:
-        work = self._handle.alltoall_base(
-            out, tensor, list(received), list(sent), self._exchange
-        )
+        work = self._handle.alltoall_base(out, tensor, list(received), list(sent), self._exchange)
         _wait(work)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
