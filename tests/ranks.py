@@ -109,6 +109,7 @@ class ThreadDriver:
         self.place = place_of(ranks, 0, config, engine)
 
     lost: str | None = None
+    is_awaited = True
 
     def publish(self, data: bytes) -> None:
         for follower in self.followers:
@@ -120,7 +121,7 @@ class ThreadDriver:
                 return f"rank {rank} raised {follower.cause}"
         return None
 
-    def close(self) -> None:
+    def close(self, cause: str | None = None) -> None:
         for follower in self.followers:
             follower.messages.put(None)
         for follower in self.followers:

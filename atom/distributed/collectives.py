@@ -1,15 +1,17 @@
 """Collectives: operations in which all ranks of a group take part, in the same order.
 
-On a GPU they run on the current stream, and can be captured in a graph.
+On a GPU they run on the current stream, and can be captured in a graph. A torch without `asyncOp`
+in its options has a stream of its own for them, which the current one waits for.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
+from torch._C._distributed_c10d import AllgatherOptions, AllToAllOptions
 
 
 class Collectives(Protocol):
@@ -49,17 +51,23 @@ class TorchCollectives:
 
     def __init__(self, handle: dist.ProcessGroup) -> None:
         self._handle = handle
+        self._sum = _on_current_stream(dist.AllreduceOptions())
+        self._gather = _on_current_stream(AllgatherOptions())
+        self._scatter = _on_current_stream(dist.ReduceScatterOptions())
+        self._exchange = _on_current_stream(AllToAllOptions())
+        self._copy = _on_current_stream(dist.BroadcastOptions())
+        self._copy.rootRank = 0
 
     # The methods of the group itself: the functions of torch.distributed know only groups that
     # were registered for the whole process.
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        self._handle.allreduce([tensor]).wait()
+        _wait(self._handle.allreduce([tensor], self._sum))
 
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._handle._allgather_base(out, tensor).wait()
+        _wait(self._handle._allgather_base(out, tensor, self._gather))
 
     def reduce_scatter_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
-        self._handle._reduce_scatter_base(out, tensor, dist.ReduceScatterOptions()).wait()
+        _wait(self._handle._reduce_scatter_base(out, tensor, self._scatter))
 
     def all_to_all(
         self,
@@ -68,7 +76,20 @@ class TorchCollectives:
         received: Sequence[int],
         sent: Sequence[int],
     ) -> None:
-        self._handle.alltoall_base(out, tensor, list(received), list(sent)).wait()
+        work = self._handle.alltoall_base(out, tensor, list(received), list(sent), self._exchange)
+        _wait(work)
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        self._handle.broadcast(tensor, 0).wait()
+        _wait(self._handle.broadcast([tensor], self._copy))
+
+
+def _on_current_stream(options: Any) -> Any:
+    if hasattr(options, "asyncOp"):
+        options.asyncOp = False
+    return options
+
+
+def _wait(work: dist.Work | None) -> None:
+    """NCCL returns no work for what is on the current stream; gloo always does."""
+    if work is not None:
+        work.wait()

@@ -9,7 +9,8 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -20,10 +21,10 @@ from atom.distributed.heartbeats import RankFailure, WatchAddress
 from atom.distributed.launch import Launched
 from atom.distributed.parallel_state import SINGLE
 from atom.distributed.place import Place
-from atom.distributed.rank_environment import RankEnvironment, is_loopback
+from atom.distributed.rank_environment import RankEnvironment
 from atom.distributed.rendezvous import RankCard
 from atom.distributed.reporter import RankReporter
-from atom.distributed.store import Store, await_key, own_address
+from atom.distributed.store import Store, await_key, interface_of, own_address
 from atom.distributed.watch import RankWatch
 from atom.environment import set_default
 
@@ -35,6 +36,8 @@ _CONNECT_SECONDS = 60.0
 _CAUSE_SECONDS = 1.5
 # What waits in a collective for a rank that is gone may be beyond help.
 _LAST_SECONDS = 10.0
+# At an orderly end, for communicators to end before the process does.
+_ABORT_SECONDS = 2.0
 _ORDERS, _WATCH = "orders", "watch"
 
 
@@ -44,6 +47,10 @@ class RankLostError(RuntimeError):
 
 class RankDriver:
     """The connection of an engine's first rank to its others.
+
+    Attributes:
+        is_awaited: whether the program waits for a step, or for the engine to be built. If it still
+            does `_LAST_SECONDS` after another rank was lost, the process ends.
 
     Args:
         store: where the ranks have met.
@@ -65,21 +72,30 @@ class RankDriver:
         self._store = store  # which lives as long as something holds it
         self._launched = launched
         self._is_closed = False
+        self._exiting: threading.Timer | None = None
+        self._num_steps = 0
+        self.is_awaited = True
         host = own_address(environment)
         first = environment.rank
         me, *others = cards[first : first + size]
         local = {card.rank: card.pid for card in others if card.machine == me.machine}
         remote = [card.rank for card in others if card.rank not in local]
         self._publisher = Publisher.create(list(local), remote, host)
-        self._watch = RankWatch(host, [*local, *remote], self._on_failure, local_pids=local)
+        self._watch = RankWatch(
+            host,
+            [*local, *remote],
+            self._on_failure,
+            local_pids=local,
+            count_steps=lambda: self._num_steps,
+        )
         self._groups = ProcessGroups(store, host)
         try:
             store.set(f"{_ORDERS}/{first}", self._publisher.address.encode().decode())
             store.set(f"{_WATCH}/{first}", self._watch.address.encode().decode())
             self.place = _place(self._groups, environment, cards, size, device)
             self._publisher.wait_connected(_CONNECT_SECONDS)
-        except BaseException:
-            self.close()
+        except BaseException as error:
+            self.close(f"{type(error).__name__}: {error}")
             raise
         # A program that just ends is no failure.
         atexit.register(self.close)
@@ -90,6 +106,7 @@ class RankDriver:
         Raises:
             ChannelError: when one of them is gone.
         """
+        self._num_steps += 1
         self._publisher.send(data)
 
     @property
@@ -105,17 +122,22 @@ class RankDriver:
             time.sleep(0.02)
         return self.lost
 
-    def close(self) -> None:
-        """End the other ranks."""
+    def close(self, cause: str | None = None) -> None:
+        """End the other ranks, because of `cause` or as it should be.
+
+        What holds graphs must be gone before an orderly end.
+        """
         if self._is_closed:
             return
         self._is_closed = True
         atexit.unregister(self.close)
         self._publisher.close()
-        self._watch.close()
-        self._groups.abort()
+        self._watch.close(cause)
+        if self._exiting is not None:
+            self._exiting.cancel()
         if self._launched is not None:
             self._launched.close()
+        self._groups.abort(_ABORT_SECONDS if cause is None else 0)
 
     def _describe(self, failure: RankFailure) -> str:
         words = None if self._launched is None else self._launched.last_words(failure.rank)
@@ -123,15 +145,26 @@ class RankDriver:
         return failure.describe() + said
 
     def _on_failure(self, failure: RankFailure) -> None:
-        """End what waits for the lost rank; the step in progress then fails."""
+        """End what waits for the lost rank; the step in progress then fails.
+
+        A kernel that spins for another rank's does not, nor gloo while the other is silent.
+        """
+        self._exiting = _after(_LAST_SECONDS, partial(self._give_up, failure))
         if failure.how == "silent" and failure.is_local and failure.pid is not None:
             # Gloo waits for a process that is stopped, and not for one that is gone.
             with contextlib.suppress(ProcessLookupError):
                 os.kill(failure.pid, signal.SIGKILL)
+        self._publisher.close()
         if self._launched is not None:
             self._launched.kill()
         self._groups.abort()
-        self._publisher.close()
+
+    def _give_up(self, failure: RankFailure) -> None:
+        if self.is_awaited and not self._is_closed:
+            logger.critical(
+                "%s, and this rank still waits for it; it ends", self._describe(failure)
+            )
+            _exit(1)
 
 
 class RankFollower:
@@ -151,6 +184,8 @@ class RankFollower:
         is_local = cards[rank].machine == first.machine
         self._failure: RankFailure | None = None
         self._has_ended = False
+        self._exiting: threading.Timer | None = None
+        self._num_steps = 0
         orders = await_key(store, f"{_ORDERS}/{first.rank}", end)
         self._subscriber = Subscriber.connect(Address.decode(orders), rank)
         self._groups = ProcessGroups(store, own_address(environment))
@@ -159,6 +194,7 @@ class RankFollower:
             rank,
             self._on_rank0_gone,
             rank0_pid=first.pid if is_local else None,
+            count_steps=lambda: self._num_steps,
         )
         self.place = _place(self._groups, environment, cards, size, device)
 
@@ -169,7 +205,9 @@ class RankFollower:
             RankLostError: when it has failed, or is gone.
         """
         try:
-            return self._subscriber.receive()
+            data = self._subscriber.receive()
+            self._num_steps += 1
+            return data
         except ChannelClosedError:
             end = time.monotonic() + _CAUSE_SECONDS
             while self._failure is None and time.monotonic() < end and not self._has_ended:
@@ -186,18 +224,43 @@ class RankFollower:
         self._reporter.close()
         self._subscriber.close()
         self._groups.abort()
+        if self._exiting is not None:
+            self._exiting.cancel()
 
     def _on_rank0_gone(self, failure: RankFailure | None) -> None:
-        self._has_ended = True
-        if failure is None:
-            return
+        # This rank may wait for a kernel, or in a collective of gloo, which cannot be ended.
+        status = 0 if failure is None else 1
+        self._exiting = _after(_LAST_SECONDS, partial(_exit, status))
         self._failure = failure
-        self._groups.abort()
-        self._subscriber.close()
-        # A collective of gloo cannot be ended when the other side is silent.
-        timer = threading.Timer(_LAST_SECONDS, os._exit, (1,))
-        timer.daemon = True
-        timer.start()
+        self._has_ended = True
+        if failure is not None:
+            self._subscriber.close()
+            self._groups.abort()
+
+
+def _after(seconds: float, action: Callable[[], None]) -> threading.Timer:
+    timer = threading.Timer(seconds, action)
+    timer.daemon = True
+    timer.start()
+    return timer
+
+
+def _exit(status: int) -> None:
+    os._exit(status)
+
+
+def _set_up_nccl(address: str) -> None:
+    """Defaults for NCCL and RCCL, unless the user has set them.
+
+    Args:
+        address: of this machine, as the other ranks reach it.
+    """
+    if (interface := interface_of(address)) is not None:
+        set_default("NCCL_SOCKET_IFNAME", f"={interface}")
+    # The watch finds out why a collective failed, which torch would end the process for.
+    set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
+    # Torch would record every collective.
+    set_default("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
 
 
 def _place(
@@ -209,9 +272,7 @@ def _place(
 ) -> Place:
     rank, world_size = environment.rank, environment.world_size
     engine, number = divmod(rank, size)
-    if is_loopback(environment.master_addr):
-        # Nothing of one machine's ranks listens where others could connect.
-        set_default("NCCL_SOCKET_IFNAME", "lo")
+    _set_up_nccl(own_address(environment))
     tensor = groups.of_device_tensors(f"tensor/{engine}", number, size, device)
     control = groups.of_host_tensors(f"control/{engine}", number, size)
     experts = engines = SINGLE

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+import time
 from datetime import timedelta
 from typing import Any
 
@@ -30,6 +32,7 @@ class ProcessGroups:
         self._store = store
         self._address = address
         self._handles: list[Any] = []
+        self._aborting: list[threading.Thread] = []
 
     def of_host_tensors(self, name: str, rank: int, size: int) -> ParallelGroup:
         """Over gloo; waits until all ranks have asked for this name."""
@@ -51,18 +54,32 @@ class ProcessGroups:
             return self.of_host_tensors(name, rank, size)
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = _TIMEOUT
-        store = PrefixStore(name, self._store)
+        # A connection of its own, as the first collective may wait in it for a rank that loads.
+        store = PrefixStore(name, self._store).clone()  # type: ignore[attr-defined]
+        store.set_timeout(_TIMEOUT)
         return self._keep(dist.ProcessGroupNCCL(store, rank, size, options), rank, size)
 
     def _keep(self, handle: Any, rank: int, size: int) -> ParallelGroup:
         self._handles.append(handle)
         return ParallelGroup(rank, size, TorchCollectives(handle))
 
-    def abort(self) -> None:
+    def abort(self, wait_s: float = 0) -> None:
         """End the groups, from any thread: nothing waits for the other ranks any more.
 
-        An orderly end of NCCL's would wait for graphs that hold its kernels. Gloo notices that a
-        rank is gone by itself, and ends with the last that holds a group.
+        NCCL's abort returns once there is no graph any more that has captured one of the group's
+        collectives, which may be never. So threads see to it, which also keep the groups from
+        being freed: that would wait for the same.
+
+        Args:
+            wait_s: how long to wait for it.
         """
-        for handle in self._handles:
-            handle.abort()
+        if not self._aborting:
+            self._aborting = [
+                threading.Thread(target=handle.abort, name="abort-group", daemon=True)
+                for handle in self._handles
+            ]
+            for thread in self._aborting:
+                thread.start()
+        end = time.monotonic() + wait_s
+        for thread in self._aborting:
+            thread.join(max(end - time.monotonic(), 0))

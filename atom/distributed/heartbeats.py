@@ -12,9 +12,14 @@ from typing import Literal
 import msgspec
 
 BEAT_SECONDS = 0.5
-# A rank that is silent for so long is stopped, or its machine is gone.
-SILENCE_SECONDS = 4.0
-SILENCE = f"is silent for {SILENCE_SECONDS:g} s (stopped, or its machine is gone)"
+# A rank that is silent for so long is stopped, or its machine is gone. Loading, and the compilers
+# that its first step calls, may keep the GIL for a while.
+SILENCE_SECONDS = 10.0
+FIRST_STEP_SECONDS = 60.0
+# After so long, a process of this machine is asked whether it is stopped.
+STOPPED_SECONDS = 4.0
+# A rank that has not come to rank 0's step for so long is named in the log.
+BEHIND_SECONDS = 30.0
 # Until the first sign of life.
 CONNECT_SECONDS = 60.0
 # How often a watching thread wakes up, and when it has to assume that it was stopped itself.
@@ -24,6 +29,19 @@ STALL_SECONDS = 1.0
 SETTLE_SECONDS = 0.3
 # For the last messages, when a rank ends.
 LINGER_MS = 2000
+
+
+def longest_silence(num_steps: int) -> float:
+    """How long a rank that has begun so many steps may be silent, in seconds."""
+    return SILENCE_SECONDS if num_steps > 1 else FIRST_STEP_SECONDS
+
+
+def describe_silence(num_steps: int) -> str:
+    return f"is silent for {longest_silence(num_steps):g} s (stopped, or its machine is gone)"
+
+
+def describe_stop() -> str:
+    return f"is silent for {STOPPED_SECONDS:g} s, since its process is stopped"
 
 
 class WatchAddress(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -1,10 +1,12 @@
-"""Notices that a process of this machine has ended, and why, without waiting for it."""
+"""Notices that a process of this machine has ended, and why, or is stopped."""
 
 from __future__ import annotations
 
 import os
 import select
 import sys
+
+import psutil
 
 
 class LocalProcess:
@@ -35,6 +37,14 @@ class LocalProcess:
             poll.register(self._descriptor, select.POLLIN)
             return bool(poll.poll(0))
         return self._peek() is not None or not _exists(self.pid)
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether a signal keeps it from running, such as SIGSTOP."""
+        try:
+            return bool(psutil.Process(self.pid).status() == psutil.STATUS_STOPPED)
+        except psutil.Error:
+            return False
 
     def describe_exit(self) -> str:
         """How it ended; known for a child that nobody has waited for, as it is not reaped here."""

@@ -19,13 +19,12 @@ from dataclasses import dataclass
 
 import zmq
 
+from atom.distributed import heartbeats
 from atom.distributed.heartbeats import (
     BEAT_SECONDS,
     CONNECT_SECONDS,
     LINGER_MS,
     SETTLE_SECONDS,
-    SILENCE,
-    SILENCE_SECONDS,
     TURN_SECONDS,
     Goodbye,
     Heartbeat,
@@ -37,7 +36,10 @@ from atom.distributed.heartbeats import (
     Turns,
     WatchAddress,
     decode,
+    describe_silence,
+    describe_stop,
     encode,
+    longest_silence,
 )
 from atom.distributed.local_process import LocalProcess
 from atom.distributed.tcp_socket import close_socket, create_socket
@@ -78,7 +80,9 @@ class RankReporter:
         self._rank0 = LocalProcess(rank0_pid) if rank0_pid is not None else None
         self._rank0_ended_at: float | None = None
         self._rank0_sender: Sender | None = None
-        self._deadline = time.monotonic() + CONNECT_SECONDS
+        self._rank0_step = 0
+        self._heard_at = time.monotonic()
+        self._deadline = self._heard_at + CONNECT_SECONDS
         self._last_words: Message = Goodbye(self._me)
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="rank-reporter", daemon=True)
@@ -113,7 +117,8 @@ class RankReporter:
         while not self._stopping.is_set():
             now, stalled = turns.next()
             if stalled:
-                self._deadline = max(self._deadline, now + SILENCE_SECONDS)
+                self._deadline = max(self._deadline, now + longest_silence(self._rank0_step))
+                self._heard_at = now
             if now >= next_beat:
                 next_beat = now + BEAT_SECONDS
                 socket.send(encode(Heartbeat(self._me, self._count_steps())))
@@ -133,8 +138,11 @@ class RankReporter:
                 logger.warning("%s sent what rank 0 never does; ignored", self._address.endpoint)
                 continue
             self._rank0_sender = message.sender
-            self._deadline = now + SILENCE_SECONDS
+            self._heard_at = now
             match message:
+                case Heartbeat(step=step):
+                    self._rank0_step = step
+                    self._deadline = now + longest_silence(step)
                 case Goodbye():
                     return _Gone(None)
                 case RankFailed(cause=cause):
@@ -146,11 +154,14 @@ class RankReporter:
                 self._rank0_ended_at = now  # its last words may still come
             elif now >= self._rank0_ended_at + SETTLE_SECONDS:
                 return self._fail("died", self._rank0.describe_exit())
+        is_silent = now - self._heard_at >= heartbeats.STOPPED_SECONDS
+        if is_silent and self._rank0 is not None and self._rank0.is_stopped:
+            return self._fail("silent", describe_stop())
         if now < self._deadline:
             return None
         if self._rank0_sender is None:
             return self._fail("silent", f"was not heard of for {CONNECT_SECONDS:g} s")
-        return self._fail("silent", SILENCE)
+        return self._fail("silent", describe_silence(self._rank0_step))
 
     def _fail(self, how: How, cause: str) -> _Gone:
         pid = self._rank0.pid if self._rank0 else None

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
+import psutil
 from torch._C._distributed_c10d import PrefixStore as PrefixStore
 from torch._C._distributed_c10d import Store as Store
 from torch._C._distributed_c10d import TCPStore
@@ -154,6 +155,14 @@ def own_address(environment: RankEnvironment) -> str:
     with socket.socket(family, kind, protocol) as probe:  # nothing is sent
         probe.connect(address)
         return str(probe.getsockname()[0])
+
+
+def interface_of(address: str) -> str | None:
+    """The network interface that has this address of this machine; None if none has."""
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(each.address.partition("%")[0] == address.partition("%")[0] for each in addresses):
+            return str(name).partition(":")[0]
+    return None
 
 
 def _resolve(host: str, port: int, kind: socket.SocketKind) -> tuple[Any, ...]:

@@ -24,14 +24,13 @@ from dataclasses import dataclass
 
 import zmq
 
+from atom.distributed import heartbeats
 from atom.distributed.channel import ChannelError
 from atom.distributed.heartbeats import (
     BEAT_SECONDS,
     CONNECT_SECONDS,
     LINGER_MS,
     SETTLE_SECONDS,
-    SILENCE,
-    SILENCE_SECONDS,
     TURN_SECONDS,
     Goodbye,
     Heartbeat,
@@ -43,7 +42,10 @@ from atom.distributed.heartbeats import (
     Turns,
     WatchAddress,
     decode,
+    describe_silence,
+    describe_stop,
     encode,
+    longest_silence,
 )
 from atom.distributed.local_process import LocalProcess
 from atom.distributed.tcp_socket import bind_tcp, close_socket, create_socket
@@ -58,15 +60,26 @@ _LIKELY_CAUSES: tuple[How, ...] = ("died", "silent", "raised")
 
 @dataclass
 class _Rank:
-    """What rank 0 knows about a rank: it has to be heard again before `deadline`."""
+    """What rank 0 knows about a rank: it has to be heard again before `deadline`.
+
+    Attributes:
+        behind_since: when it was first seen at `step` while rank 0 had begun a later one.
+    """
 
     rank: int
     deadline: float
+    heard_at: float
     process: LocalProcess | None
     sender: Sender | None = None
     identity: bytes | None = None
     step: int = 0
+    behind_since: float | None = None
+    was_named: bool = False
     has_left: bool = False
+
+    def is_stopped(self, now: float) -> bool:
+        is_silent = now - self.heard_at >= heartbeats.STOPPED_SECONDS
+        return is_silent and self.process is not None and self.process.is_stopped
 
     def fail(self, how: How, cause: str) -> RankFailure:
         pid = self.process.pid if self.process else None
@@ -108,9 +121,11 @@ class RankWatch:
             raise
         self.address = WatchAddress(endpoint, secrets.token_bytes(16))
         self._me = Sender.here(0, self.address.token)
-        deadline, pids = time.monotonic() + connect_s, local_pids or {}
+        now, pids = time.monotonic(), local_pids or {}
         self._ranks = {
-            rank: _Rank(rank, deadline, LocalProcess(pids[rank]) if rank in pids else None)
+            rank: _Rank(
+                rank, now + connect_s, now, LocalProcess(pids[rank]) if rank in pids else None
+            )
             for rank in ranks
         }
         self._failures: dict[int, RankFailure] = {}
@@ -163,7 +178,8 @@ class RankWatch:
     def _start_anew(self, now: float) -> None:
         """This thread did not run for a while: perhaps the others did not either."""
         for rank in self._ranks.values():
-            rank.deadline = max(rank.deadline, now + SILENCE_SECONDS)
+            rank.deadline = max(rank.deadline, now + longest_silence(rank.step))
+            rank.heard_at = now
 
     def _receive(self, now: float) -> None:
         while True:
@@ -178,17 +194,34 @@ class RankWatch:
             self._handle(self._ranks[message.sender.rank], identity, message, now)
 
     def _handle(self, rank: _Rank, identity: bytes, message: Message, now: float) -> None:
-        rank.sender = message.sender
+        rank.sender = sender = message.sender
         match message:
             case Heartbeat(step=step):
-                rank.identity, rank.step = identity, step
-                rank.deadline = now + SILENCE_SECONDS
+                self._note_progress(rank, sender, step, now)
+                rank.identity, rank.heard_at = identity, now
+                rank.deadline = now + longest_silence(step)
             case Goodbye():
                 rank.has_left = True
                 self._failures.pop(rank.rank, None)
             case RankFailed(cause=cause):
                 rank.has_left = True
                 self._note(rank.fail("raised", cause), now)
+
+    def _note_progress(self, rank: _Rank, sender: Sender, step: int, now: float) -> None:
+        """Name a rank in the log, once, that does not come to rank 0's step."""
+        if step != rank.step or step >= self._count_steps():
+            rank.behind_since, rank.was_named = None, False
+        elif rank.behind_since is None:
+            rank.behind_since = now
+        elif not rank.was_named and now - rank.behind_since > heartbeats.BEHIND_SECONDS:
+            rank.was_named = True
+            logger.warning(
+                "rank %d (pid %d on host %s) is behind: it has begun %d steps, and rank 0 %d, "
+                "for %.0f s",
+                *(rank.rank, sender.pid, sender.host, step, self._count_steps()),
+                now - rank.behind_since,
+            )
+        rank.step = step
 
     def _send(self, message: Message, now: float) -> None:
         for rank in self._ranks.values():
@@ -207,6 +240,8 @@ class RankWatch:
             return
         if rank.process is not None and rank.process.has_ended:
             self._note(rank.fail("died", rank.process.describe_exit()), now)
+        elif rank.is_stopped(now):
+            self._note(rank.fail("silent", describe_stop()), now)
         elif now >= rank.deadline:
             self._note(self._describe_silence(rank), now)
 
@@ -215,7 +250,7 @@ class RankWatch:
             return rank.fail("silent", f"has not connected within {self._connect_s:g} s")
         if rank.identity is None:
             return rank.fail("died", "has lost its connection without a word: its process is gone")
-        return rank.fail("silent", SILENCE)
+        return rank.fail("silent", describe_silence(rank.step))
 
     def _note(self, failure: RankFailure, now: float) -> None:
         self._failures[failure.rank] = failure

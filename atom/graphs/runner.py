@@ -123,6 +123,10 @@ class GraphRunner:
             self._replays[key] = self.plan.backend.capture(work)
         logger.info("captured %d graphs in %.1f s", len(keys), time.perf_counter() - started)
 
+    def release(self) -> None:
+        """Drop all graphs; every step runs eagerly then."""
+        self._replays.clear()
+
     def _allocate_outputs(self, largest: ModelOutput) -> None:
         """Allocate outputs for the largest bucket; smaller ones use their first rows."""
         hidden = torch.empty_like(largest.hidden_states)

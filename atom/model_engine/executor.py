@@ -59,9 +59,12 @@ class Driver(Protocol):
     Attributes:
         place: the first rank's.
         lost: why another rank was lost; None if none was.
+        is_awaited: whether the program waits for a step, or for the engine to be built. If that is
+            still so long after a rank was lost, the process ends.
     """
 
     place: Place
+    is_awaited: bool
 
     @property
     def lost(self) -> str | None: ...
@@ -74,8 +77,8 @@ class Driver(Protocol):
         """Why another rank was lost, after waiting briefly for the cause; None if none was."""
         ...
 
-    def close(self) -> None:
-        """End the other ranks."""
+    def close(self, cause: str | None = None) -> None:
+        """End the other ranks, because of `cause` or as it should be."""
         ...
 
 
@@ -115,12 +118,13 @@ class RanksExecutor:
     def __init__(self, config: EngineConfig, driver: Driver) -> None:
         self._driver = driver
         self._is_published = False
+        self._failure: str | None = None
         try:
             self._worker = Worker(config, driver.place, publish=self._publish)
         except Exception as error:
             # What is wrong for one rank is mostly wrong for all.
             failure = None if is_users(error) else driver.failure()
-            driver.close()
+            driver.close(failure or _describe(error))
             if failure is not None:
                 raise EngineDeadError(failure) from error
             raise
@@ -129,6 +133,7 @@ class RanksExecutor:
         self.eos_token_ids = self._worker.eos_token_ids
         self.lookahead = self._worker.lookahead
         self.ops = self._worker.ops
+        driver.is_awaited = False
 
     @property
     def grammars(self) -> GrammarCache:
@@ -142,10 +147,21 @@ class RanksExecutor:
         """Run a batch on all ranks.
 
         Raises:
-            EngineDeadError: when a rank failed or was lost.
+            EngineDeadError: when a rank failed or was lost; the other ranks are ended then.
         """
-        if (lost := self._driver.lost) is not None:
-            raise EngineDeadError(lost)
+        self._driver.is_awaited = True
+        try:
+            return self._step(batch)
+        except EngineDeadError as error:
+            self._failure = str(error)
+            self._driver.close(self._failure)
+            raise
+        finally:
+            self._driver.is_awaited = False
+
+    def _step(self, batch: ScheduledBatch) -> StepOutput:
+        if (failure := self._failure or self._driver.lost) is not None:
+            raise EngineDeadError(failure)
         if batch == _NOTHING and not self._lockstep.is_coupled:
             return StepOutput([])
         self._is_published = False
@@ -158,10 +174,9 @@ class RanksExecutor:
         except Exception as error:
             if not self._is_published:
                 if self._lockstep.is_coupled and batch.sequences:
-                    self.step(_NOTHING)  # the other engines compute theirs
+                    self._step(_NOTHING)  # the other engines compute theirs
                 raise
-            own = f"rank 0 raised {type(error).__name__}: {error}"
-            raise EngineDeadError(self._driver.failure() or own) from error
+            raise EngineDeadError(self._driver.failure() or _describe(error)) from error
         # A collective that was ended with the lost rank leaves anything in its tensors.
         if (lost := self._driver.lost) is not None:
             raise EngineDeadError(lost)
@@ -169,8 +184,8 @@ class RanksExecutor:
 
     def shutdown(self) -> None:
         self._lockstep.end()
-        self._driver.close()
         self._worker.shutdown()
+        self._driver.close()
 
     def _publish(self, orders: Orders) -> Orders:
         orders = self._lockstep.agree(orders)
@@ -178,6 +193,10 @@ class RanksExecutor:
             self._driver.publish(_encoder.encode(orders))
             self._is_published = True
         return orders
+
+
+def _describe(error: Exception) -> str:
+    return f"rank 0 raised {type(error).__name__}: {error}"
 
 
 def create_executor(config: EngineConfig) -> Worker | RanksExecutor:
@@ -201,6 +220,7 @@ def follow(config: EngineConfig, follower: Follower) -> None:
         worker = Worker(config, follower.place)
         while (data := follower.receive()) is not None:
             worker.follow(_orders.decode(data))
+        worker.shutdown()
     except Exception as error:
         follower.failed(f"{type(error).__name__}: {error}")
         raise

@@ -6,6 +6,7 @@ open: the process ends when it closes.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -80,4 +81,9 @@ def _exit_with_parent() -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    status = main()
+    logging.shutdown()
+    with contextlib.suppress(OSError):
+        sys.stdout.flush()
+    # Without destructors: one of a process group may wait for other ranks for ever.
+    os._exit(status)

@@ -336,6 +336,10 @@ class Worker:
         self._runner.follow(orders)
 
     def shutdown(self) -> None:
+        """Run no step any more. Graphs go first, as they keep the ranks' communicators."""
+        if self._graphs is not None:
+            self._graphs.release()
+        self._proposer.release_graphs()
         if self._grammars is not None:
             self._grammars.shutdown()
 

@@ -77,6 +77,10 @@ class Proposer(Protocol):
         """Capture graphs where possible. The KV cache must be bound and must not move."""
         ...
 
+    def release_graphs(self) -> None:
+        """Drop what was captured."""
+        ...
+
     def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
         """[S, num_drafts] int64 drafts. With 0 drafts it only writes its KV."""
         ...
@@ -95,6 +99,9 @@ class NullProposer:
 
     def capture(self, plan: GraphPlan) -> None:
         """Nothing to capture."""
+
+    def release_graphs(self) -> None:
+        """There are none."""
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
         return step.next_token_ids.new_empty((len(step.last_rows), 0))

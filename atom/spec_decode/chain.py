@@ -73,6 +73,9 @@ class DraftChain:
         if self._num_steps:
             self._graphs = _Graphs(plan, hidden, self._num_steps, self.run_eagerly)
 
+    def release_graphs(self) -> None:
+        self._graphs = None
+
     def extend(
         self, step: VerifiedStep, first: torch.Tensor, hidden: torch.Tensor, num_drafts: int
     ) -> torch.Tensor:

@@ -45,6 +45,9 @@ class EagleProposer:
     def capture(self, plan: GraphPlan) -> None:
         self._chain.capture(plan, self._draft.norm.weight)
 
+    def release_graphs(self) -> None:
+        self._chain.release_graphs()
+
     def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
         metadata = step.model_input.attention
         hidden = self._draft.fuse(step.model_output.aux_hidden_states)

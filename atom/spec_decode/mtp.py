@@ -44,6 +44,9 @@ class MTPProposer:
         layer = next(m for m in self._mtp.modules() if isinstance(m, MTPLayer))
         self._chain.capture(plan, layer.enorm.weight)
 
+    def release_graphs(self) -> None:
+        self._chain.release_graphs()
+
     def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
         rows = (
             step.next_token_ids,

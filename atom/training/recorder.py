@@ -34,6 +34,9 @@ class FeatureRecorder:
     def capture(self, plan: GraphPlan) -> None:
         """Nothing to capture."""
 
+    def release_graphs(self) -> None:
+        """There are none."""
+
     def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
         output = step.model_output
         rows = torch.cat((*output.aux_hidden_states, output.hidden_states), dim=-1).cpu()

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
 from ranks import run_ranks
 
+from atom.distributed.collectives import TorchCollectives
 from atom.distributed.ordered import in_order
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.model_ops.embedding import ParallelLMHead, TiedLMHead, VocabParallelEmbedding
@@ -46,6 +50,28 @@ def test_a_norm_completes_the_sum_of_the_layer_before(dtype: torch.dtype) -> Non
         expected = alone.add(total, residual)
         assert torch.equal(normed, expected[0])
         assert torch.equal(summed, expected[1])
+
+
+def test_nccl_is_asked_for_the_current_stream() -> None:
+    """Then it returns nothing to wait for."""
+
+    class Group:
+        def __getattr__(self, name: str) -> Callable[..., None]:
+            def call(*given: Any) -> None:
+                asked[name] = given[-1].asyncOp
+
+            return call
+
+    asked: dict[str, bool] = {}
+    rows = torch.zeros(2)
+    collectives = TorchCollectives(Group())
+    collectives.all_reduce(rows)
+    collectives.all_gather_into(rows, rows)
+    collectives.reduce_scatter_into(rows, rows)
+    collectives.all_to_all(rows, rows, [2], [2])
+    collectives.broadcast(rows)
+    assert len(asked) == 5
+    assert not any(asked.values())
 
 
 def test_the_table_of_ops_has_the_collectives() -> None:

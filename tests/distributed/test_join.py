@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import socket
 import threading
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,8 +15,11 @@ import torch
 from ranks import run_threads
 
 from atom.config import ConfigError, EngineConfig
-from atom.distributed.connection import RankDriver, RankFollower
+from atom.distributed import connection, groups
+from atom.distributed.connection import RankDriver, RankFollower, RankLostError
+from atom.distributed.groups import ProcessGroups
 from atom.distributed.rank_environment import RankEnvironment
+from atom.distributed.store import Store, host_store, listen
 from atom.entrypoints import llm, openai_server
 from atom.model_engine import join, launched
 from atom.model_engine.arg_utils import engine_config
@@ -88,6 +93,129 @@ def test_a_failed_rank_is_named_with_its_cause(pair: tuple[RankDriver, RankFollo
     assert failure is not None
     assert failure.startswith("rank 1 (pid ")
     assert failure.endswith("raised ValueError: no such thing")
+
+
+@pytest.fixture
+def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """The statuses that the process would have ended with, soon after another rank is gone."""
+    statuses: list[int] = []
+    monkeypatch.setattr(connection, "_exit", statuses.append)
+    monkeypatch.setattr(connection, "_LAST_SECONDS", 0.5)
+    return statuses
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.02)
+
+
+def test_a_rank_ends_that_does_not_come_to_the_end(
+    exits: list[int], pair: tuple[RankDriver, RankFollower]
+) -> None:
+    """It may wait for its device, in a step that rank 0 has left."""
+    pair[0].close()
+    wait_for(lambda: exits == [0])
+
+
+def test_a_rank_that_comes_to_the_end_is_not_ended(
+    exits: list[int], pair: tuple[RankDriver, RankFollower]
+) -> None:
+    driver, follower = pair
+    driver.close()
+    assert follower.receive() is None
+    follower.close()
+    time.sleep(0.8)
+    assert exits == []
+
+
+def test_the_others_learn_why_rank_0_fails(
+    exits: list[int], pair: tuple[RankDriver, RankFollower]
+) -> None:
+    driver, follower = pair
+    driver.close("rank 0 raised ValueError: no such thing")
+    with pytest.raises(RankLostError, match=r"rank 0 .* ValueError: no such thing"):
+        follower.receive()
+    wait_for(lambda: exits == [1])
+
+
+@pytest.mark.parametrize("is_awaited", [True, False])
+def test_rank_0_ends_if_it_still_waits_for_a_lost_rank(
+    exits: list[int],
+    pair: tuple[RankDriver, RankFollower],
+    is_awaited: bool,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    driver, follower = pair
+    driver.is_awaited = is_awaited
+    follower.failed("ValueError: no such thing")
+    wait_for(lambda: driver.lost is not None)
+    time.sleep(0.8)
+    assert exits == ([1] if is_awaited else [])
+    assert ("no such thing, and this rank still waits for it" in caplog.text) == is_awaited
+
+
+class Stuck:
+    """A process group whose collectives are held by graphs."""
+
+    def __init__(self) -> None:
+        self.may_end = threading.Event()
+
+    def abort(self) -> None:
+        self.may_end.wait()
+
+
+def test_nothing_waits_for_communicators(
+    exits: list[int], pair: tuple[RankDriver, RankFollower], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(connection, "_ABORT_SECONDS", 0.1)
+    stuck = Stuck()
+    for each in pair:
+        each._groups._handles.insert(0, stuck)
+    began = time.monotonic()
+    pair[0].close()
+    assert pair[1].receive() is None
+    pair[1].close()
+    assert time.monotonic() - began < 5
+    assert exits == []
+    stuck.may_end.set()
+
+
+def test_steps_are_counted(pair: tuple[RankDriver, RankFollower]) -> None:
+    driver, follower = pair
+    for _ in range(3):
+        driver.publish(b"step")
+        follower.receive()
+    wait_for(lambda: driver._watch.steps == {1: 3})
+    wait_for(lambda: follower._reporter._rank0_step == 3)
+
+
+def test_nccl_uses_the_interface_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
+        monkeypatch.setenv(name, "")  # so that it is restored
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
+    connection._set_up_nccl("127.0.0.1")
+    assert os.environ["NCCL_SOCKET_IFNAME"] in ("=lo", "=lo0")
+    assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
+    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
+
+
+def test_communicators_wait_for_ranks_that_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Group:
+        class Options:
+            pass
+
+        def __init__(self, store: Store, *_: object) -> None:
+            self.store = store
+
+    monkeypatch.setattr(groups.dist, "ProcessGroupNCCL", Group, raising=False)
+    root = host_store(listen(RankEnvironment(0, 2, 0)))
+    made = ProcessGroups(root, "127.0.0.1")
+    made.of_device_tensors("tensor", 0, 2, torch.device("cuda"))
+    assert made._handles[0].store.timeout.total_seconds() == 1800
+    assert root.timeout.total_seconds() == 60
 
 
 def test_the_checkpoints_of_the_ranks_are_compared(

@@ -154,6 +154,35 @@ def test_a_rank_that_is_lost_in_a_step_spoils_its_tokens(
             generate(engine, params("greedy"))
 
 
+def test_a_failure_of_rank_0_is_told_to_the_others(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    causes: list[str | None] = []
+    close = ThreadDriver.close
+
+    def note(driver: ThreadDriver, cause: str | None = None) -> None:
+        causes.append(cause)
+        close(driver, cause)
+
+    monkeypatch.setattr(ThreadDriver, "close", note)
+    with engines_of_threads(), create_engine(folder, tensor_parallel_size=2) as engine:
+        executor = engine.engine.core.executor
+        assert isinstance(executor, RanksExecutor)
+        step = executor._worker.step
+
+        def fail(batch: ScheduledBatch) -> StepOutput:
+            assert executor._driver.is_awaited
+            step(batch)
+            raise ValueError("no such thing")
+
+        monkeypatch.setattr(executor._worker, "step", fail)
+        for _ in range(2):  # and nothing is published to nobody
+            with pytest.raises(EngineDeadError, match="rank 0 raised ValueError: no such thing"):
+                generate(engine, params("greedy"))
+        assert not executor._driver.is_awaited
+    assert causes[0] == "rank 0 raised ValueError: no such thing"
+
+
 def test_a_rank_that_fails_while_loading_ends_the_start(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from atom.distributed import heartbeats, reporter, watch
+from atom.distributed import heartbeats
 from atom.distributed.channel import ChannelError
 from atom.distributed.heartbeats import RankFailure, WatchAddress
 from atom.distributed.local_process import LocalProcess
@@ -112,8 +112,8 @@ def tell(process: Process, line: str) -> None:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence is noticed after one second."""
-    monkeypatch.setattr(watch, "SILENCE_SECONDS", QUICK)
-    monkeypatch.setattr(reporter, "SILENCE_SECONDS", QUICK)
+    for name in ("SILENCE_SECONDS", "FIRST_STEP_SECONDS", "STOPPED_SECONDS"):
+        monkeypatch.setattr(heartbeats, name, QUICK)
 
 
 def test_a_rank_that_raises_says_why(stack: ExitStack) -> None:
@@ -179,21 +179,32 @@ def test_the_rank_that_died_is_blamed_not_the_one_that_raised_for_it(
     assert heard.failure().rank == 1
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_stopped_rank_is_silent_and_can_be_killed(stack: ExitStack, start: Start) -> None:
+@pytest.mark.parametrize(
+    ("is_local", "limit"), [(True, "STOPPED_SECONDS"), (False, "FIRST_STEP_SECONDS")]
+)
+def test_a_stopped_rank_is_silent(
+    stack: ExitStack, start: Start, monkeypatch: pytest.MonkeyPatch, is_local: bool, limit: str
+) -> None:
+    """One of this machine is asked for its state long before, and can be killed."""
+    monkeypatch.setattr(heartbeats, limit, QUICK)
     process = start("report", 1)
-    watched, heard = open_watch(stack, [1], local_pids={1: process.pid})
+    watched, heard = open_watch(stack, [1], local_pids={1: process.pid} if is_local else {})
     begin(process, watched, 1)
     process.send_signal(signal.SIGSTOP)
     failure = heard.failure()
-    assert (failure.how, failure.pid, failure.is_local) == ("silent", process.pid, True)
+    assert (failure.how, failure.pid, failure.is_local) == ("silent", process.pid, is_local)
     assert "stopped" in failure.describe()
+
+
+def test_a_rank_may_be_silent_for_longer_until_its_first_step_is_through() -> None:
+    assert heartbeats.longest_silence(0) == heartbeats.longest_silence(1) == 60
+    assert heartbeats.longest_silence(2) == 10
 
 
 def test_a_short_stop_is_no_failure(
     stack: ExitStack, start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(watch, "SILENCE_SECONDS", 2.5)
+    monkeypatch.setattr(heartbeats, "FIRST_STEP_SECONDS", 2.5)
     process = start("report", 1)
     watched, heard = open_watch(stack, [1])
     begin(process, watched, 1)
@@ -246,6 +257,18 @@ def test_steps_are_reported(stack: ExitStack) -> None:
     wait_until(lambda: watched.steps == {1: 17})
 
 
+def test_a_rank_that_stays_behind_is_named(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeats, "BEHIND_SECONDS", 0.2)
+    watched, heard = open_watch(stack, [1, 2], count_steps=lambda: 5)
+    open_reporter(stack, watched.address, 1, count_steps=lambda: 5)
+    open_reporter(stack, watched.address, 2, count_steps=lambda: 4)
+    wait_until(lambda: "it has begun 4 steps, and rank 0 5" in caplog.text)
+    assert heard.nothing(0.6)
+    assert [record.args[0] for record in caplog.records] == [2]
+
+
 def test_rank_0_says_goodbye_or_why_it_fails(stack: ExitStack) -> None:
     for cause, words in ((None, None), ("rank 2 was killed", "has ended: rank 2 was killed")):
         watched, _ = open_watch(stack, [1])
@@ -267,12 +290,17 @@ def test_a_killed_rank_0_is_noticed_at_once_on_its_machine(stack: ExitStack, sta
     assert time.monotonic() - began < 2
 
 
-@pytest.mark.usefixtures("quick")
-def test_a_stopped_rank_0_is_silent(stack: ExitStack, start: Start) -> None:
+@pytest.mark.parametrize(
+    ("is_local", "limit"), [(True, "STOPPED_SECONDS"), (False, "FIRST_STEP_SECONDS")]
+)
+def test_a_stopped_rank_0_is_silent(
+    stack: ExitStack, start: Start, monkeypatch: pytest.MonkeyPatch, is_local: bool, limit: str
+) -> None:
+    monkeypatch.setattr(heartbeats, limit, QUICK)
     rank0 = start("watch", 1)
     assert rank0.stdout is not None
     address = WatchAddress.decode(rank0.stdout.readline().encode())
-    reporting, heard = open_reporter(stack, address, 1)
+    reporting, heard = open_reporter(stack, address, 1, rank0_pid=rank0.pid if is_local else None)
     wait_until(lambda: reporting._rank0_sender is not None)
     rank0.send_signal(signal.SIGSTOP)
     failure = heard.failure()

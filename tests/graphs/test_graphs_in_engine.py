@@ -115,6 +115,10 @@ def test_a_captured_chain_proposes_the_same_drafts(
     assert generate(graphed, sampling, PROMPTS[:7]) == generate(eager, sampling, PROMPTS[:7])
     assert replays["_Graphs"] > 0
     assert recorders[0] == recorders[1]
+    graphed.shutdown()
+    ended = graphed.engine.core.executor
+    assert not ended._graphs._replays, "communicators cannot end while graphs hold them"
+    assert ended._proposer._chain._graphs is None
 
 
 def test_padding_leaves_the_pool_alone(
