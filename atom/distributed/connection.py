@@ -260,7 +260,7 @@ def _set_up_nccl(address: str) -> None:
     # The watch finds out why a collective failed, which torch would end the process for.
     set_default("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
     # Torch would record every collective.
-    set_default("TORCH_NCCL_TRACE_BUFFER_SIZE", "0")
+    set_default("TORCH_FR_BUFFER_SIZE", "0")
 
 
 def _place(
@@ -272,7 +272,8 @@ def _place(
 ) -> Place:
     rank, world_size = environment.rank, environment.world_size
     engine, number = divmod(rank, size)
-    _set_up_nccl(own_address(environment))
+    if device.type == "cuda":
+        _set_up_nccl(own_address(environment))
     tensor = groups.of_device_tensors(f"tensor/{engine}", number, size, device)
     control = groups.of_host_tensors(f"control/{engine}", number, size)
     experts = engines = SINGLE

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import torch
 
 from atom.distributed.collectives import Collectives
+from atom.options import ConfigError
 
 
 @dataclass(frozen=True)
@@ -30,10 +31,13 @@ class ParallelGroup:
         """This rank's share of `total`.
 
         Raises:
-            ValueError: when `total` does not split evenly.
+            ConfigError: when `total` does not split evenly.
         """
         if total % self.size:
-            raise ValueError(f"{what}={total} does not split over {self.size} ranks")
+            raise ConfigError(
+                f"{what}={total} does not split over {self.size} ranks; change "
+                f"--tensor-parallel-size"
+            )
         return total // self.size
 
     def all_reduce(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from atom.config import ConfigError
 from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import LayerKind
@@ -204,7 +205,10 @@ class QKVParallelLinear(LinearBase):
         self.num_heads = context.group.divide(num_heads, "num_attention_heads")
         replicas = max(1, size // num_kv_heads)
         if num_kv_heads * replicas % size:
-            raise ValueError(f"num_key_value_heads={num_kv_heads} does not split over {size} ranks")
+            raise ConfigError(
+                f"num_key_value_heads={num_kv_heads} does not split over {size} ranks; change "
+                f"--tensor-parallel-size"
+            )
         self.num_kv_heads = num_kv_heads * replicas // size
         q, kv = self.num_heads * head_dim, self.num_kv_heads * head_dim
         kv_rows = Cut(rank // replicas * kv, kv, num_kv_heads * head_dim)
@@ -250,7 +254,7 @@ def share_of(group: ParallelGroup, total: int, what: str) -> Cut:
     """This rank's share of a dimension.
 
     Raises:
-        ValueError: when it does not split evenly.
+        ConfigError: when it does not split evenly.
     """
     size = group.divide(total, what)
     return Cut(group.rank * size, size, total)

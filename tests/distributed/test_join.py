@@ -195,11 +195,11 @@ def test_nccl_uses_the_interface_of_the_address(monkeypatch: pytest.MonkeyPatch)
     for name in ("NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.setenv(name, "")  # so that it is restored
         monkeypatch.delenv(name)
-    monkeypatch.setenv("TORCH_NCCL_TRACE_BUFFER_SIZE", "7")
+    monkeypatch.setenv("TORCH_FR_BUFFER_SIZE", "7")
     connection._set_up_nccl("127.0.0.1")
     assert os.environ["NCCL_SOCKET_IFNAME"] in ("=lo", "=lo0")
     assert os.environ["TORCH_NCCL_ASYNC_ERROR_HANDLING"] == "0"
-    assert os.environ["TORCH_NCCL_TRACE_BUFFER_SIZE"] == "7"
+    assert os.environ["TORCH_FR_BUFFER_SIZE"] == "7"
 
 
 def test_communicators_wait_for_ranks_that_load(monkeypatch: pytest.MonkeyPatch) -> None:
