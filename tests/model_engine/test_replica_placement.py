@@ -28,11 +28,22 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.mark.usefixtures("machine")
 def test_a_single_engine_has_all() -> None:
-    config = engine_config(enable_expert_parallel=True, data_parallel_size=2)
-    for each in (engine_config(), config):
-        (placement,) = place_engines(each)
-        assert placement.config == each
-        assert (placement.cpus, placement.environment) == ((), None)
+    config = engine_config()
+    (placement,) = place_engines(config)
+    assert placement.config == config
+    assert (placement.cpus, placement.environment) == ((), None)
+
+
+@pytest.mark.usefixtures("machine")
+def test_engines_that_share_experts_divide_the_machine_themselves() -> None:
+    options = {"data_parallel_size": 2, "tensor_parallel_size": 3, "enable_expert_parallel": True}
+    config = engine_config(master_port=1234, **options)
+    placements = place_engines(config)
+    assert [placement.config for placement in placements] == [config] * 2
+    assert [placement.cpus for placement in placements] == [()] * 2
+    variables = [dict(placement.environment or {}) for placement in placements]
+    assert [each["RANK"] for each in variables] == ["0", "3"]
+    assert {(each["WORLD_SIZE"], each["MASTER_PORT"]) for each in variables} == {("6", "1234")}
 
 
 @pytest.mark.usefixtures("machine")

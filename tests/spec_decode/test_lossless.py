@@ -70,7 +70,7 @@ def _grid() -> Iterator[object]:
             yield pytest.param(target, method, k, rest, id=name, marks=pytest.mark.slow)
 
 
-@pytest.mark.parametrize(("target", "method", "k", "settings"), _grid())
+@pytest.mark.parametrize(("target", "method", "k", "settings"), [*_grid()])
 def test_tokens_equal_those_without_speculation(
     targets: Targets, target: str, method: str, k: int, settings: list[str]
 ) -> None:
