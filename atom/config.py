@@ -289,16 +289,16 @@ class SpeculativeOptions(Options):
             raise ConfigError(f"method {self.method} needs a draft model")
         if not method.takes_draft_model and self.model is not None:
             raise ConfigError(f"method {self.method} takes no draft model, got {self.model!r}")
-        if not method.takes_draft_model:
-            of_draft = {
-                "draft_aux_layer_convention": self.aux_layer_convention,
-                "draft_tensor_parallel_size": self.draft_tensor_parallel_size,
-            }
-            for name, value in of_draft.items():
-                if value is not None:
-                    raise ConfigError(
-                        f"method {self.method} takes no draft model, so {name} would have no effect"
-                    )
+        if not method.takes_draft_model and self.aux_layer_convention is not None:
+            raise ConfigError(
+                f"method {self.method} takes no draft model, so draft_aux_layer_convention would "
+                f"have no effect"
+            )
+        if method.takes_ngram_bounds and self.draft_tensor_parallel_size is not None:
+            raise ConfigError(
+                f"method {self.method} has no draft, so draft_tensor_parallel_size would have no "
+                f"effect"
+            )
         if self.lookup and not method.takes_lookup:
             others = methods_that(lambda m: m.takes_lookup)
             raise ConfigError(

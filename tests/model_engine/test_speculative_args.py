@@ -88,6 +88,10 @@ def test_the_shortest_suffix_depends_on_what_is_beside_the_lookup() -> None:
             "draft_aux_layer_convention would have no effect",
         ),
         (
+            {"method": "ngram", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
+            "draft_tensor_parallel_size would have no effect",
+        ),
+        (
             {"method": "ngram", "num_speculative_tokens": 3, "speculative_lookup": True},
             "method ngram is a lookup already",
         ),
