@@ -81,8 +81,19 @@ class ParallelOptions(Options):
             )
         if self.couples_engines and self.distributed_executor_backend == "ray":
             raise ConfigError("engines that share experts are started by this program, not by Ray")
-        if self.deterministic_collectives and self.num_ranks == 1:
-            raise ConfigError("deterministic_collectives has no effect on a single rank")
+        if self.num_ranks == 1:
+            self._refuse_for_single_rank()
+
+    def _refuse_for_single_rank(self) -> None:
+        given = {
+            "deterministic_collectives": self.deterministic_collectives,
+            "distributed_executor_backend": self.distributed_executor_backend != "mp",
+            "master_addr": self.master_addr is not None,
+            "master_port": self.master_port is not None,
+        }
+        for name, is_given in given.items():
+            if is_given:
+                raise ConfigError(f"{name} has no effect on a single rank")
 
     @property
     def num_ranks(self) -> int:

@@ -36,6 +36,11 @@ def server(*flags: str) -> ServerOptions:
         (["--max-model-len", "8q"], "error: max_model_len: expected a number such as 4096"),
         (["--max-model-len", "1"], "error: max_model_len must be an integer of at least 2"),
         (["--kv-cache-dtype", "fp8_e5m2"], "invalid choice: 'fp8_e5m2'"),
+        (["--master-port", "9"], "error: master_port has no effect on a single rank"),
+        (
+            ["--distributed-executor-backend", "ray"],
+            "error: distributed_executor_backend has no effect on a single rank",
+        ),
         (["-tp", "0"], "error: tensor_parallel_size must be an integer of at least 1"),
         (["--uds", "s", "--port", "1"], "error: --uds is instead of --host and --port"),
         (["--root-path", "llm"], "error: --root-path must be a path such as /llm"),

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from atom.config import ConfigError
 from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import DequantisedMatrix
@@ -164,11 +165,11 @@ def vocab_share(group: ParallelGroup, vocab_size: int) -> Cut:
     """This rank's tokens: as many on every rank, and what is left on the last.
 
     Raises:
-        ValueError: when nothing is left.
+        ConfigError: when nothing is left.
     """
     share = -(-vocab_size // group.size)
     if (left := vocab_size - share * (group.size - 1)) < 1:
-        raise ValueError(
+        raise ConfigError(
             f"vocab_size={vocab_size} does not split over {group.size} ranks: with {share} tokens "
             f"each, none is left for the last"
         )

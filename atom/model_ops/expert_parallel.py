@@ -11,6 +11,7 @@ from typing import Protocol
 
 import torch
 
+from atom.config import ConfigError
 from atom.distributed.parallel_state import ParallelGroup
 
 # (x [T, hidden], weights [T, k], ids [T, k] of this rank's experts) -> [T, hidden]
@@ -26,13 +27,13 @@ class HeldExperts:
         elsewhere: number of experts that other ranks hold.
 
     Raises:
-        ValueError: when there are fewer experts than ranks.
+        ConfigError: when there are fewer experts than ranks.
     """
 
     def __init__(self, num_experts: int, ranks: ParallelGroup) -> None:
         self._few, self._num_larger = divmod(num_experts, ranks.size)
         if not self._few:
-            raise ValueError(
+            raise ConfigError(
                 f"the model's {num_experts} experts do not spread over {ranks.size} ranks; each "
                 f"must hold one"
             )
