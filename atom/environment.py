@@ -47,6 +47,13 @@ def cxx_compiler() -> str | None:
     return os.environ.get("CXX") or None
 
 
+def cpu_arch() -> str:
+    """`$ATOM_CPU_ARCH`: the processor that the CPU kernels are compiled for, by its name in the
+    compiler, such as `haswell`; this machine's by default.
+    """
+    return os.environ.get("ATOM_CPU_ARCH") or "native"
+
+
 def triton_is_interpreted() -> bool:
     """`$TRITON_INTERPRET`, Triton's own variable, which it reads when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -561,20 +563,45 @@ def test_a_missing_or_failing_compiler_is_a_reason(tmp_path: Path) -> None:
 
 
 def test_a_build_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atom.model_ops.kernels.native.build._compile", None)
+    monkeypatch.setattr("atom.model_ops.kernels.native.build._run", None)
     assert build(cache_dir() / "native").exists()
 
 
-def test_the_kernels_run_on_the_threads_of_torch() -> None:
-    torch.set_num_threads(3)
+def test_a_caller_keeps_its_helpers() -> None:
     big = random(512, 512)
-    big @ big
-    tasks, maps = Path("/proc/self/task"), Path("/proc/self/maps")
+    tasks = Path("/proc/self/task")
+
+    def call() -> None:
+        torch.set_num_threads(3)
+        for _ in range(20):
+            linear.linear(big, big, None)
+
+    call()
     before = len(list(tasks.iterdir()))
-    for _ in range(20):
-        linear.linear(big, big, None)
-        big @ big
+    call()
     assert len(list(tasks.iterdir())) == before
-    library = next(line.split()[-1] for line in maps.read_text().splitlines() if "/native/" in line)
-    needed = subprocess.run(["ldd", library], capture_output=True, text=True, check=True).stdout
-    assert "omp" not in needed
+    other = threading.Thread(target=call)
+    other.start()
+    other.join()
+    deadline = time.monotonic() + 10
+    while len(list(tasks.iterdir())) > before and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(list(tasks.iterdir())) == before  # helpers end with their caller
+
+
+def test_a_forked_process_works_without_helpers() -> None:
+    code = (
+        "import os, torch\n"
+        "from atom.model_ops.kernels.native.linear import linear\n"
+        "x = torch.ones(256, 256)\n"
+        "torch.set_num_threads(3)\n"
+        "linear(x, x, None)\n"
+        "child = os.fork()\n"
+        "if child == 0:\n"
+        "    os._exit(0 if bool((linear(x, x, None) == 256).all()) else 1)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))\n"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert done.stdout.strip() == "0"

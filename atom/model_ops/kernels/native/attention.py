@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from struct import Struct
-
 import torch
 
 from atom.model_ops.kernels.native.bindings import (
+    Kernels,
     constant,
-    kernel,
-    kernels,
     mismatch,
+    num_threads,
     rows_apart,
 )
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
-_pack_write = Struct("5P5q").pack
-_pack_attention = Struct("7P11qd").pack
+_write = Kernels("kv_cache_write", "5P5q")
+_attention = Kernels("paged_attention", "7P11qd")
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -65,9 +63,7 @@ def kv_cache_write(
     pointers = slot_mapping.data_ptr(), k.data_ptr(), v.data_ptr()
     caches = key.data_ptr(), value.data_ptr()
     sizes = rows, kv_heads * head_dim * item, num_blocks * block_size
-    wrong = kernel("kv_cache_write")(
-        _pack_write(*pointers, *caches, *sizes, k_stride * item, v_stride * item)
-    )
+    wrong = _write(None, *pointers, *caches, *sizes, k_stride * item, v_stride * item)
     if wrong:
         raise IndexError(
             f"slot {int(slot_mapping[wrong - 1])} lies beyond a cache of "
@@ -120,8 +116,8 @@ def paged_attention(
     pointers = q.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
     indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
     shape = tokens, heads, kv_heads, head_dim, num_blocks, block_size, width, sequences
-    limits = stride, sliding_window or 0, torch.get_num_threads(), scale
-    wrong = kernels("paged_attention")[dtype](_pack_attention(*pointers, *indices, *shape, *limits))
+    limits = stride, sliding_window or 0, num_threads(), scale
+    wrong = _attention(dtype, *pointers, *indices, *shape, *limits)
     if wrong:
         raise IndexError(_describe(metadata, wrong - 1, num_blocks))
     return out

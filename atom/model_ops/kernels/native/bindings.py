@@ -1,16 +1,18 @@
-"""Shared by the native ops: kernel lookup, support checks, tensor layouts.
+"""Shared by the native ops: kernels, support checks, tensor layouts.
 
 A call has about two microseconds of overhead. Arguments are packed into one block of 8-byte fields
-in the order of the C++ struct. A kernel returns 0, or 1 + the index of the row or sequence that is
-out of range.
+in the order of the C++ struct, pointers first. A kernel returns 0, or 1 + the index of the row or
+sequence that is out of range.
 """
 
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Callable
 from ctypes import c_char_p, c_int64
-from typing import Any
+from struct import Struct
+from typing import Any, Protocol
 
 import torch
 
@@ -20,6 +22,56 @@ from atom.model_ops.registry import OpQuery
 Kernel = Callable[[bytes], int]
 
 _NAMES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
+
+
+class Listener(Protocol):
+    """Learns of the kernels that its thread calls."""
+
+    def called(self, kernel: str, block: bytes, num_pointers: int) -> None:
+        """A kernel was called with arguments `block`, which begin with so many pointers."""
+        ...
+
+
+class _Listening(threading.local):
+    listener: Listener | None = None
+
+
+listening = _Listening()
+
+
+def num_threads() -> int:
+    """The number of threads to give a kernel; 0, the program's, while one is recorded."""
+    return torch.get_num_threads() if listening.listener is None else 0
+
+
+class Kernels:
+    """The kernels of one op, by dtype.
+
+    Attributes:
+        op: their name in the library, without the dtype.
+
+    Args:
+        layout: of their arguments, such as `4P5q`: pointers, then integers and doubles.
+    """
+
+    def __init__(self, op: str, layout: str) -> None:
+        self.op = op
+        self._pack = Struct(layout).pack
+        self._num_pointers = int(layout.partition("P")[0])
+        self._kernels: dict[torch.dtype | None, tuple[str, Kernel]] = {}
+
+    def __call__(self, dtype: torch.dtype | None, *arguments: float) -> int:
+        """Call the kernel for `dtype`, or the only one if None. 0, or 1 + the index of what is out
+        of range.
+        """
+        if dtype not in self._kernels:
+            name = self.op if dtype is None else f"{self.op}_{_NAMES[dtype]}"
+            self._kernels[dtype] = name, kernel(name)
+        name, function = self._kernels[dtype]
+        block = self._pack(*arguments)
+        if (listener := listening.listener) is not None:
+            listener.called(name, block, self._num_pointers)
+        return function(block)
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -33,15 +85,6 @@ def refuses(query: OpQuery) -> str | None:
     if query.dtype == torch.float16 and not constant("has_float16"):
         return "built without float16 conversion"
     return None
-
-
-@functools.cache
-def kernels(op: str) -> dict[torch.dtype, Kernel]:
-    """The kernels of one op, by storage dtype."""
-    names = dict(_NAMES)
-    if not constant("has_float16"):
-        del names[torch.float16]
-    return {dtype: kernel(f"{op}_{name}") for dtype, name in names.items()}
 
 
 @functools.cache

@@ -10,11 +10,12 @@ import platform
 import shutil
 import subprocess
 import tempfile
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
-from atom.environment import cache_dir, cxx_compiler
+from atom.environment import cache_dir, cpu_arch, cxx_compiler
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 _COMPILERS = ("c++", "g++", "clang++")
@@ -24,12 +25,13 @@ _FLAGS = (
     "-O3",
     "-std=c++17",
     "-fPIC",
+    "-pthread",
     "-fvisibility=hidden",
     "-fno-math-errno",
     "-fno-trapping-math",
     "-ffp-contract=off",
 )
-_NATIVE_FLAG = {"x86_64": "-march=native", "aarch64": "-mcpu=native"}
+_PROCESSOR_FLAG = {"x86_64": "-march", "aarch64": "-mcpu"}
 _TIMEOUT_SECONDS = 300
 
 
@@ -52,44 +54,46 @@ class NativeBuild:
 def native_build() -> NativeBuild:
     """The kernels of this process: compiled at the first start on a machine, then cached."""
     try:
-        team = _torch_thread_team()
-        library = ctypes.CDLL(str(build(cache_dir() / "native")))
+        return NativeBuild(ctypes.CDLL(str(build(cache_dir() / "native"))), None)
     except (NativeBuildError, OSError) as error:
         return NativeBuild(None, str(error))
-    library.atom_use_team(team)
-    return NativeBuild(library, None)
-
-
-def _torch_thread_team() -> ctypes.c_void_p:
-    """The fork function of the OpenMP runtime that torch uses.
-
-    A process may contain several OpenMP runtimes; the kernels must use torch's threads.
-    """
-    import torch
-
-    try:
-        torch_library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
-        return ctypes.cast(torch_library.GOMP_parallel, ctypes.c_void_p)
-    except (OSError, AttributeError) as error:
-        raise NativeBuildError(f"torch's OpenMP runtime cannot be shared: {error}") from error
 
 
 def build(folder: Path) -> Path:
     """Compile into `folder` unless the result is there; returns the path of the shared library.
 
-    Its name is a digest of sources, compiler, flags and processor. Concurrent builds are safe: the
-    finished file is moved into place atomically.
+    File names are digests of sources, compiler, flags and processor, and each source has an object
+    file of its own, so a change recompiles what it touches. Concurrent builds are safe: finished
+    files are moved into place atomically.
 
     Raises:
         NativeBuildError: when there is no compiler or compiling fails.
     """
     compiler = _find_compiler()
-    flags = [*_FLAGS, _native_flag()]
-    target = folder / f"{_digest(compiler, flags)}.so"
-    if not target.exists():
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            os.replace(_compile(compiler, flags, Path(scratch)), target)
+    flags = [*_FLAGS, _processor_flag()]
+    identity = [compiler, _identity(Path(compiler)), *flags, _processor()]
+    headers = [part for header in sorted(SOURCE_DIR.glob("*.h")) for part in _content(header)]
+    objects = {
+        source: folder / f"{_digest([*identity, *headers, *_content(source)])}.o"
+        for source in sorted(SOURCE_DIR.glob("*.cpp"))
+    }
+    target = folder / f"{_digest(path.name for path in objects.values())}.so"
+    if target.exists():
+        return target
+    folder.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+
+        def compile_one(source: Path, target: Path) -> None:
+            if not target.exists():
+                result = Path(scratch) / target.name
+                _run([compiler, *flags, "-c", str(source), "-o", str(result)])
+                os.replace(result, target)
+
+        with ThreadPoolExecutor(len(objects)) as pool:
+            list(pool.map(compile_one, objects.keys(), objects.values()))
+        library = Path(scratch) / target.name
+        _run([compiler, "-shared", "-pthread", *map(str, objects.values()), "-o", str(library)])
+        os.replace(library, target)
     return target
 
 
@@ -103,21 +107,28 @@ def _find_compiler() -> str:
     )
 
 
-def _native_flag() -> str:
+def _processor_flag() -> str:
     machine = platform.machine()
-    if machine not in _NATIVE_FLAG:
+    if machine not in _PROCESSOR_FLAG:
         raise NativeBuildError(
-            f"native kernels are written for {' and '.join(_NATIVE_FLAG)}, not {machine}"
+            f"native kernels are written for {' and '.join(_PROCESSOR_FLAG)}, not {machine}"
         )
-    return _NATIVE_FLAG[machine]
+    return f"{_PROCESSOR_FLAG[machine]}={cpu_arch()}"
 
 
-def _digest(compiler: str, flags: list[str]) -> str:
+def _identity(compiler: Path) -> str:
+    """Changes when the compiler does; quicker than to ask for its version."""
+    stat = compiler.resolve().stat()
+    return f"{compiler.resolve()} {stat.st_size} {stat.st_mtime_ns}"
+
+
+def _content(source: Path) -> tuple[str, str]:
+    return source.name, source.read_text()
+
+
+def _digest(parts: Iterable[str]) -> str:
     digest = hashlib.sha256()
-    for source in sorted(SOURCE_DIR.iterdir()):
-        digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    version = _run([compiler, "--version"])
-    for part in (compiler, version, *flags, _processor()):
+    for part in parts:
         digest.update(part.encode() + b"\0")
     return digest.hexdigest()
 
@@ -132,23 +143,9 @@ def _processor() -> str:
     return "\n".join(sorted({line for line in lines if line.startswith(wanted)}))
 
 
-def _compile(compiler: str, flags: list[str], scratch: Path) -> Path:
-    sources = sorted(SOURCE_DIR.glob("*.cpp"))
-    objects = [scratch / f"{source.stem}.o" for source in sources]
-    commands = [
-        [compiler, *flags, "-c", str(source), "-o", str(out)]
-        for source, out in zip(sources, objects, strict=True)
-    ]
-    with ThreadPoolExecutor(len(commands)) as pool:
-        list(pool.map(_run, commands))
-    library = scratch / "kernels.so"
-    _run([compiler, "-shared", *map(str, objects), "-o", str(library)])
-    return library
-
-
-def _run(command: list[str]) -> str:
+def _run(command: list[str]) -> None:
     try:
-        done = subprocess.run(
+        subprocess.run(
             command, capture_output=True, text=True, check=True, timeout=_TIMEOUT_SECONDS
         )
     except subprocess.CalledProcessError as error:
@@ -156,4 +153,3 @@ def _run(command: list[str]) -> str:
         raise NativeBuildError(f"{command[0]} failed: {first}") from error
     except subprocess.TimeoutExpired as error:
         raise NativeBuildError(f"{command[0]} took over {_TIMEOUT_SECONDS} s") from error
-    return done.stdout

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from struct import Struct
-
 import torch
 
-from atom.model_ops.kernels.native.bindings import kernels, mismatch, rows_apart
+from atom.model_ops.kernels.native.bindings import (
+    Kernels,
+    mismatch,
+    num_threads,
+    rows_apart,
+)
 
-_pack_norm = Struct("5P5qdq").pack
-_pack_silu = Struct("2P4q").pack
-_pack_rope = Struct("6P9q").pack
+_norm = Kernels("rms_norm", "5P5qdq")
+_silu = Kernels("silu_and_mul", "2P4q")
+_rope = Kernels("rope", "6P9q")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -22,7 +25,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     x, layout = _norm_rows(x, size)
     out = x.new_empty(*shape)
     pointers = x.data_ptr(), 0, weight.data_ptr(), out.data_ptr(), 0
-    kernels("rms_norm")[x.dtype](_pack_norm(*pointers, *layout, size, eps, torch.get_num_threads()))
+    _norm(x.dtype, *pointers, *layout, size, eps, num_threads())
     return out
 
 
@@ -46,9 +49,7 @@ def add_rms_norm(
     out, total = x.new_empty(*shape), x.new_empty(*shape)
     inputs = x.data_ptr(), residual.data_ptr(), weight.data_ptr()
     outputs = out.data_ptr(), total.data_ptr()
-    kernels("rms_norm")[dtype](
-        _pack_norm(*inputs, *outputs, *layout, size, eps, torch.get_num_threads())
-    )
+    _norm(dtype, *inputs, *outputs, *layout, size, eps, num_threads())
     return out, total
 
 
@@ -71,9 +72,7 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     if not x.is_contiguous():
         x, stride = rows_apart(x)
     out = x.new_empty(rows, size)
-    kernels("silu_and_mul")[x.dtype](
-        _pack_silu(x.data_ptr(), out.data_ptr(), rows, size, stride, torch.get_num_threads())
-    )
+    _silu(x.dtype, x.data_ptr(), out.data_ptr(), rows, size, stride, num_threads())
     return out
 
 
@@ -116,17 +115,8 @@ def rope(
     k_out = q.new_empty(rows, kv_heads, head_dim)
     inputs = positions.data_ptr(), cos_sin.data_ptr(), q.data_ptr(), k.data_ptr()
     sizes = rows, heads, kv_heads, head_dim, rotary_dim, table_rows
-    wrong = kernels("rope")[dtype](
-        _pack_rope(
-            *inputs,
-            q_out.data_ptr(),
-            k_out.data_ptr(),
-            *sizes,
-            q_stride,
-            k_stride,
-            torch.get_num_threads(),
-        )
-    )
+    outputs = q_out.data_ptr(), k_out.data_ptr()
+    wrong = _rope(dtype, *inputs, *outputs, *sizes, q_stride, k_stride, num_threads())
     if wrong:
         raise IndexError(
             f"position {int(positions[wrong - 1])} lies outside the rotary table, which "

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
-from struct import Struct
-
 import torch
 import torch.nn.functional as F
 
-from atom.model_ops.kernels.native.bindings import constant, kernels, mismatch, rows_apart
+from atom.model_ops.kernels.native.bindings import (
+    Kernels,
+    constant,
+    mismatch,
+    num_threads,
+    rows_apart,
+)
 from atom.model_ops.registry import OpQuery
 
 # From this many rows on, torch is faster on processors with AMX.
 _AMX_FROM_ROWS = 64
-_pack = Struct("4P5q").pack
+_linear = Kernels("linear", "4P5q")
+_logits = Kernels("logits", "4P5q")
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -31,7 +36,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     """
     if x.shape[0] >= _AMX_FROM_ROWS and x.dtype is torch.bfloat16 and constant("has_amx"):
         return F.linear(x, weight, bias)
-    return _multiply("linear", x, weight, bias, x.dtype)
+    return _multiply(_linear, x, weight, bias, x.dtype)
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -42,11 +47,11 @@ def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: when shapes or data types differ.
     """
-    return _multiply("logits", x, weight, None, torch.float32)
+    return _multiply(_logits, x, weight, None, torch.float32)
 
 
 def _multiply(
-    op: str,
+    kernels: Kernels,
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
@@ -56,16 +61,16 @@ def _multiply(
     outs, weight_size = weight.shape
     dtype = x.dtype
     if size != weight_size or dtype is not weight.dtype or not weight.is_contiguous():
-        raise mismatch(op, x=x, weight=weight)
+        raise mismatch(kernels.op, x=x, weight=weight)
     bias_at = 0
     if bias is not None:
         if bias.numel() != outs or bias.dtype is not dtype:
-            raise mismatch(op, weight=weight, bias=bias)
+            raise mismatch(kernels.op, weight=weight, bias=bias)
         bias_at = bias.data_ptr()
     stride = size
     if not x.is_contiguous():
         x, stride = rows_apart(x)
     out = x.new_empty(rows, outs, dtype=out_dtype)
     pointers = x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr()
-    kernels(op)[dtype](_pack(*pointers, rows, size, outs, stride, torch.get_num_threads()))
+    kernels(dtype, *pointers, rows, size, outs, stride, num_threads())
     return out

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from struct import Struct
-
 import torch
 
-from atom.model_ops.kernels.native.bindings import kernel, mismatch
+from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
 
-_pack = Struct("3P4q").pack
+_mask = Kernels("mask_tokens", "3P4q")
 
 
 def mask_tokens(scores: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | None) -> None:
@@ -35,8 +33,6 @@ def mask_tokens(scores: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | 
         raise mismatch("mask_tokens", scores=scores, rows=rows)
     rows_at = 0 if rows is None else rows.data_ptr()
     pointers = scores.data_ptr(), words.data_ptr(), rows_at
-    if wrong := kernel("mask_tokens")(
-        _pack(*pointers, count, num_rows, vocab_size, torch.get_num_threads())
-    ):
+    if wrong := _mask(None, *pointers, count, num_rows, vocab_size, num_threads()):
         assert rows is not None
         raise IndexError(f"row {int(rows[wrong - 1])} of {num_rows} rows of scores")

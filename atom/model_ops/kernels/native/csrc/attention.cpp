@@ -475,7 +475,7 @@ int64_t Attention<T>::run() {
     longest = std::max(longest, chunks);
     work += chunks * kChunk * rows(u) * a.head_dim;
   }
-  const int64_t threads = work < kSerialWork ? 1 : a.threads;
+  const int64_t threads = work < kSerialWork ? 1 : team_size(a.threads);
   if (threads > 1 && longest > 1 && int64_t(units.size()) < 2 * threads) {
     run_divided(units, threads);
   } else {

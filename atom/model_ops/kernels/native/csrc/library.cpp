@@ -2,8 +2,6 @@
 #include "parallel.h"
 #include "simd.h"
 
-ATOM_EXPORT void atom_use_team(atom::Team team) { atom::team = team; }
-
 ATOM_EXPORT int64_t atom_lanes() { return atom::kLanes; }
 
 ATOM_EXPORT int64_t atom_has_float16() { return atom::kHasFloat16; }

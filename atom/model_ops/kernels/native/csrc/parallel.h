@@ -1,6 +1,9 @@
-// Threads and scratch memory. Work runs on the threads of the OpenMP runtime that torch has
-// loaded, through the entry that compilers call: a second pool of spinning threads would fight
-// with torch's for the processors.
+// Threads and scratch memory.
+//
+// Every thread that calls kernels has a team of helpers of its own. The caller publishes a phase
+// (a set of tasks); helpers that are awake enter it and take tasks beside the caller. The caller waits
+// only for helpers that have entered, never for one to come: a helper that sleeps, or whose
+// processor another program took, costs nothing but its help.
 #pragma once
 
 #include <algorithm>
@@ -8,19 +11,18 @@
 #include <chrono>
 #include <cstdint>
 #include <cstdlib>
-#include <thread>
 
 #define ATOM_EXPORT extern "C" __attribute__((visibility("default")))
 
 namespace atom {
 
-// `GOMP_parallel`: calls function(data) on that many threads and waits for all.
-using Team = void (*)(void (*function)(void*), void* data, unsigned threads, unsigned flags);
+// Threads that a call may take when its arguments say 0: those of the program that is running.
+inline thread_local int64_t program_threads = 1;
 
-// Set once, before any kernel runs.
-inline Team team = nullptr;
+// How many threads a call may take, from its arguments.
+inline int64_t team_size(int64_t threads) { return threads == 0 ? program_threads : threads; }
 
-// Deals the tasks of one call. Every thread starts on a range of its own, neighbours in memory,
+// Deals the tasks of one phase. Every thread starts on a range of its own, neighbours in memory,
 // and then helps with others' ranges: a thread that lost its processor to another program holds
 // up one task and not its share of all.
 class TaskQueue {
@@ -69,80 +71,40 @@ inline int64_t nanoseconds() {
   return std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-// Whether threads are worth it. A team starts and ends with its last thread, and where other programs
-// keep the processors busy, that one may wait for milliseconds to run at all, hundreds of times
-// a step. When waiting costs more than the other threads bring, the caller works alone for a
-// while, then tries again.
-class Company {
- public:
-  bool alone(int64_t now) const { return now < alone_until_; }
-
-  // busy: how long the caller worked in a team; waited: how long for the others, before and
-  // after.
-  void record(int64_t now, int64_t busy, int64_t waited, int64_t threads) {
-    busy_ += busy;
-    waited_ += waited;
-    if (waited_ > kPatience + (threads - 1) * busy_) {
-      pause_ = std::clamp(2 * pause_, kShortestPause, kLongestPause);
-      alone_until_ = now + pause_;
-      busy_ = waited_ = 0;
-    } else if (busy_ > kMemory) {
-      pause_ = 0;
-      busy_ /= 2;
-      waited_ /= 2;
-    }
-  }
-
- private:
-  static constexpr int64_t kMillisecond = 1'000'000;
-  static constexpr int64_t kPatience = kMillisecond / 2;
-  static constexpr int64_t kMemory = 20 * kMillisecond;
-  static constexpr int64_t kShortestPause = 50 * kMillisecond;
-  static constexpr int64_t kLongestPause = 1000 * kMillisecond;
-
-  int64_t busy_ = 0, waited_ = 0, pause_ = 0, alone_until_ = 0;
+// One phase: `work(data)` takes tasks until there are none.
+struct Phase {
+  void (*work)(void* data);
+  void* data;
 };
 
-inline Company& company() {
-  static thread_local Company mine;
-  return mine;
-}
+// Runs a phase on the caller and on up to `threads` - 1 helpers; returns when all its tasks are done.
+void run_phase(const Phase& phase, int64_t threads);
 
-// Runs `worker(hand)` on every thread. The runtime ends and restarts threads when the size
-// of a team changes, so it is either all of them or the caller alone.
+// Runs `worker(hand)` on several threads, each of which takes tasks from its hand until none is left.
+// threads: 0 for those of the running program.
 template <class Worker>
 void run_tasks(int64_t tasks, int64_t threads, const Worker& worker) {
-  const int64_t start = threads <= 1 || tasks <= 1 ? 0 : nanoseconds();
-  if (start == 0 || company().alone(start)) {
-    TaskQueue queue(tasks, 1);
-    TaskQueue::Hand hand(queue);
-    worker(hand);
-    return;
-  }
-  TaskQueue queue(tasks, threads);
+  threads = std::min(team_size(threads), tasks);
   struct Shared {
     const Worker& worker;
-    TaskQueue& queue;
-    std::thread::id caller;
-    int64_t entered, finished;
-  } shared{worker, queue, std::this_thread::get_id(), start, start};
-  team(
-      [](void* data) {
-        auto* s = static_cast<Shared*>(data);
-        const bool caller = std::this_thread::get_id() == s->caller;
-        if (caller) s->entered = nanoseconds();
-        TaskQueue::Hand hand(s->queue);
-        s->worker(hand);
-        if (caller) s->finished = nanoseconds();
-      },
-      &shared, static_cast<unsigned>(threads), 0);
-  const int64_t end = nanoseconds(), busy = shared.finished - shared.entered;
-  company().record(end, busy, end - start - busy, threads);
+    TaskQueue queue;
+  } shared{worker, {tasks, threads}};
+  const auto work = [](void* data) {
+    auto* s = static_cast<Shared*>(data);
+    TaskQueue::Hand hand(s->queue);
+    s->worker(hand);
+  };
+  if (threads <= 1) {
+    work(&shared);
+  } else {
+    run_phase({work, &shared}, threads);
+  }
 }
 
 // `body(begin, end)` over equal shares of [0, count).
 template <class Body>
 void run_shares(int64_t count, int64_t threads, const Body& body) {
+  threads = team_size(threads);
   const int64_t shares = threads <= 1 ? 1 : (count < 4 * threads ? count : 4 * threads);
   run_tasks(shares, threads, [&](TaskQueue::Hand& hand) {
     for (int64_t i; hand.take(i);) body(count * i / shares, count * (i + 1) / shares);
