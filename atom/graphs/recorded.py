@@ -1,0 +1,93 @@
+"""Steps on a CPU that are recorded when they recur.
+
+There are no buckets: a program is for exact addresses and shapes, so nothing is padded and nothing
+is captured before it is needed. The inputs of a step lie in a staging buffer, which hands out the
+same addresses for the same shapes.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterable
+from typing import Any, TypeVar, cast
+
+import torch
+
+from atom.model_ops.kernels.native.program import Arena, Program, record
+from atom.model_ops.kernels.native.recorder import NotRecordableError
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+# Programs, and shapes that were seen once.
+_MOST_PROGRAMS, _MOST_SEEN = 256, 4096
+
+
+class StepRecorder:
+    """Replays work that it has seen before with the same tensors.
+
+    Work runs eagerly the first time and is recorded the second time. What cannot be recorded runs
+    eagerly for ever, and the log says why.
+    """
+
+    def __init__(self) -> None:
+        self._arena = Arena()
+        self._seen: OrderedDict[Hashable, None] = OrderedDict()
+        self._programs: OrderedDict[Hashable, tuple[Any, Program]] = OrderedDict()
+        self._refused: dict[str, str] = {}
+
+    def run(
+        self,
+        name: str,
+        key: Hashable,
+        inputs: Iterable[torch.Tensor | None],
+        work: Callable[[], T],
+        results: Callable[[T], Iterable[torch.Tensor]],
+    ) -> T:
+        """What `work` returns; its tensors are valid until the next run of the same name.
+
+        Args:
+            name: of a kind of work, which always calls the same ops.
+            key: everything but the contents of tensors on which `work` depends.
+            inputs: the tensors that `work` reads and that are not the same in every step.
+            results: the tensors of what it returns.
+        """
+        if name in self._refused:
+            return work()
+        where = (name, key, tuple(None if t is None else (t.data_ptr(), t.shape) for t in inputs))
+        if where in self._programs:
+            self._programs.move_to_end(where)
+            result, program = self._programs[where]
+            program.replay()
+            return cast(T, result)
+        if where not in self._seen:
+            self._seen[where] = None
+            if len(self._seen) > _MOST_SEEN:
+                self._seen.popitem(last=False)
+            return work()
+        return self._record(name, where, work, results)
+
+    def _record(
+        self,
+        name: str,
+        where: Hashable,
+        work: Callable[[], T],
+        results: Callable[[T], Iterable[torch.Tensor]],
+    ) -> T:
+        try:
+            result, program = record(work, results, self._arena)
+        except NotRecordableError as error:
+            self._refused[name] = str(error)
+            logger.info("%s runs op by op: %s", name, error)
+            return work()
+        self._programs[where] = result, program
+        if len(self._programs) > _MOST_PROGRAMS:
+            self._programs.popitem(last=False)
+        return result
+
+    def release(self) -> None:
+        """Drop all programs."""
+        self._programs.clear()
+        self._seen.clear()
