@@ -7,6 +7,7 @@ sequence that is out of range.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import threading
 from collections.abc import Callable
@@ -94,6 +95,11 @@ def kernel(name: str) -> Kernel:
     function.restype = c_int64
     call: Kernel = function
     return call
+
+
+def address(name: str) -> int:
+    """Where a kernel lies in memory."""
+    return int(ctypes.cast(_symbol(name), ctypes.c_void_p).value or 0)
 
 
 @functools.cache

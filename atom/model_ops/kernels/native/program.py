@@ -7,7 +7,6 @@ where those that are not needed at the same time share their place.
 
 from __future__ import annotations
 
-import ctypes
 from bisect import bisect_right
 from collections.abc import Callable, Iterable
 from struct import Struct
@@ -16,7 +15,7 @@ from typing import TypeVar
 import numpy as np
 import torch
 
-from atom.model_ops.kernels.native.bindings import kernel, listening
+from atom.model_ops.kernels.native.bindings import address, kernel, listening
 from atom.model_ops.kernels.native.recorder import Call, Recorder
 
 T = TypeVar("T")
@@ -58,10 +57,10 @@ class Program:
         moved = [_move(call, places, base) for call in calls]
         self._blocks = np.frombuffer(b"".join(moved), dtype=np.uint8).copy()
         steps = np.empty((len(calls), 2), dtype=np.uint64)
-        address = self._blocks.ctypes.data
+        at = self._blocks.ctypes.data
         for i, (call, block) in enumerate(zip(calls, moved, strict=True)):
-            steps[i] = ctypes.cast(kernel(call.kernel), ctypes.c_void_p).value, address
-            address += len(block)
+            steps[i] = address(call.kernel), at
+            at += len(block)
         self._steps, self._failed = steps, np.zeros(1, dtype=np.int64)
         self._run = kernel("run_program")
 

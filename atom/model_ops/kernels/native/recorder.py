@@ -73,7 +73,7 @@ class Call:
     places: tuple[Place | None, ...]
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets torch allocate and make views, turns copies into kernels and refuses everything else.
 
     Attributes:
@@ -86,7 +86,7 @@ class Recorder(TorchDispatchMode):
         return False
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         # All memory allocated while recording stays, so that no two tensors have one address.
         self._storages: list[torch.UntypedStorage] = []
