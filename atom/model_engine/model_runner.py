@@ -116,15 +116,13 @@ class ModelRunner:
         """The proposer's input; None when it reads none."""
         if step.next_token_ids is None:
             return None
-        plan = step.sample
-        # -1 means that no token could be chosen: the sequence ends, and its drafts are unused.
-        step.next_token_ids[plan.logits_indices] = verified.sampled.clamp(min=0)
+        last_rows = self._sampler.place(step.sample, verified, step.next_token_ids)
         return VerifiedStep(
             batch.sequences,
             step.model_input,
             output,
             step.next_token_ids,
-            plan.last_rows(verified.num_accepted),
+            last_rows,
             step.sampled,
         )
 

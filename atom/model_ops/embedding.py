@@ -28,6 +28,7 @@ class VocabParallelEmbedding(nn.Module):
         self.vocab_size = vocab_size
         self._own = vocab_share(context.group, vocab_size)
         self.weight = context.empty(self._own.size, hidden_size)
+        self._lookup = context.ops.resolve("embedding", context.dtype, size=hidden_size)
         if self.group.size > 1:
             self._all_reduce = context.ops.resolve(
                 "all_reduce",
@@ -50,10 +51,11 @@ class VocabParallelEmbedding(nn.Module):
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, hidden]."""
         if self.group.size == 1:
-            return F.embedding(input_ids, self.weight)
+            own: torch.Tensor = self._lookup(input_ids, self.weight)
+            return own
         local = input_ids - self._own.start
         absent = (local < 0) | (local >= self._own.size)
-        part = F.embedding(local.masked_fill(absent, 0), self.weight)
+        part: torch.Tensor = self._lookup(local.masked_fill(absent, 0), self.weight)
         part.masked_fill_(absent[:, None], 0)
         out: torch.Tensor = self._all_reduce(part, self.group)
         return out
@@ -125,6 +127,7 @@ class _VocabParallelLogits:
         self._product = context.ops.resolve(
             "logits", context.dtype, in_features=hidden_size, out_features=self._own.size
         )
+        self._argmax = context.ops.resolve("argmax", torch.float32, vocab_size=self._own.size)
 
     def gather(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[R, hidden] and this rank's weight -> [R, vocab] float32."""
@@ -139,7 +142,10 @@ class _VocabParallelLogits:
     def argmax(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """[R, hidden] and this rank's weight -> [R] int64; of equal logits, the lowest id."""
         logits: torch.Tensor = self._product(hidden_states, weight)
-        return logits.argmax(dim=-1) if self._group.size == 1 else self._largest(logits)[0]
+        if self._group.size > 1:
+            return self._largest(logits)[0]
+        tokens: torch.Tensor = self._argmax(logits)
+        return tokens
 
     def choose_greedily(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """`argmax`, and -1 where the largest logit is not finite."""

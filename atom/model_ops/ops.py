@@ -195,6 +195,18 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "torch.quant:quant_experts", prepare="torch.quant:prepare_experts", dequantises=True
         ),
     ),
+    "embedding": (
+        _kernel("native.gather:embedding"),
+        _kernel("torch.gather:embedding"),
+    ),
+    "argmax": (
+        _kernel("native.sampling:argmax"),
+        _kernel("torch.sampling:argmax"),
+    ),
+    "sampling_options": (
+        _kernel("native.gather:sampling_options"),
+        _kernel("torch.gather:sampling_options"),
+    ),
     "choose_tokens": (
         _kernel("triton.choose_tokens:choose_tokens", "triton.choose_tokens:refuses"),
         _kernel("torch.sampling:choose_tokens"),
@@ -203,5 +215,17 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("native.sampling:mask_tokens"),
         _kernel("triton.mask_tokens:mask_tokens"),
         _kernel("torch.sampling:mask_tokens"),
+    ),
+    "verify_drafts": (
+        _kernel("native.speculation:verify_drafts"),
+        _kernel("torch.speculation:verify_drafts"),
+    ),
+    "place_samples": (
+        _kernel("native.speculation:place_samples"),
+        _kernel("torch.speculation:place_samples"),
+    ),
+    "advance_drafts": (
+        _kernel("native.speculation:advance_drafts"),
+        _kernel("torch.speculation:advance_drafts"),
     ),
 }

@@ -13,11 +13,12 @@ from atom.graphs.staging import StagingBuffer
 from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling.edits import LogitEdits, SampledRows
 from atom.sampling.rows import SequenceState
-from atom.sampling.verify import NO_DRAFT
 from atom.sampling_params import ALL_LOGPROBS
 
 # Tokens of a vocabulary.
 _MORE_THAN_ANY = 2**31
+# Padding of drafts; equals no sampled token.
+NO_DRAFT = -2
 
 
 @dataclass(frozen=True)
@@ -119,16 +120,6 @@ class SamplePlan:
     penalised: tuple[torch.Tensor, torch.Tensor] | None
     prompts: list[PromptRows]
     is_greedy: bool
-
-    def last_rows(self, num_accepted: torch.Tensor) -> torch.Tensor:
-        """[S] int64: the row of the forward pass from which each newest token was sampled."""
-        if self.drafts is None:
-            return self.logits_indices
-        if self.table is None:
-            rows = self.logits_indices.view(self.drafts.shape[0], -1)
-        else:
-            rows = self.logits_indices[self.table]
-        return rows.gather(1, num_accepted[:, None])[:, 0]
 
 
 def sampled_rows(

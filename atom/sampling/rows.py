@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from weakref import WeakValueDictionary
 
@@ -84,6 +84,9 @@ class SequenceState:
         self.output_token_ids += token_ids
         return len(token_ids) if self.grammar is None else self.grammar.advance(token_ids)
 
+
+# The op `sampling_options`.
+OptionsOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 # Rows of the options tensor.
 _TEMPERATURE, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION, _TOP_K = range(7)
@@ -182,7 +185,7 @@ class SamplingRows:
             self._seeds.index_copy_(0, rows, seeds)
 
     def metadata(
-        self, rows: torch.Tensor, positions: torch.Tensor, needs: Needs
+        self, rows: torch.Tensor, positions: torch.Tensor, needs: Needs, gather: OptionsOp
     ) -> SamplingMetadata:
         """Sampling options for rows of logits; those that no row needs are None.
 
@@ -190,16 +193,18 @@ class SamplingRows:
             rows: [R] int64, the sequence row of each.
             positions: [R] int64, of the tokens to sample.
             needs: of all rows combined.
+            gather: the op `sampling_options`.
         """
         if not needs & Needs.TEMPERATURE:
             return SamplingMetadata()
-        options = self._options.index_select(1, rows).unbind(0)
+        own, seeds = gather(self._options, self._seeds, rows)
+        options = own.unbind(0)
         return SamplingMetadata(
             temperature=options[_TEMPERATURE],
             top_k=options[_TOP_K].view(torch.int32) if needs & Needs.TOP_K else None,
             top_p=options[_TOP_P] if needs & Needs.TOP_P else None,
             min_p=options[_MIN_P] if needs & Needs.MIN_P else None,
-            seeds=self._seeds.index_select(0, rows),
+            seeds=seeds,
             positions=positions,
         )
 

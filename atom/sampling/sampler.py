@@ -15,7 +15,7 @@ from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.staging import StagingBuffer
 from atom.messages import TokenLogprobs
-from atom.model_ops.kernels.torch import sampling
+from atom.model_ops.kernels.torch import gather, sampling, speculation
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpTable
 from atom.sampling.edits import EditsBuilder, LogitEdits
@@ -29,9 +29,8 @@ from atom.sampling.plan import (
     put_prompt,
     sampled_rows,
 )
-from atom.sampling.rows import EDITS, Needs, SamplingRows, SequenceState
+from atom.sampling.rows import EDITS, Needs, OptionsOp, SamplingRows, SequenceState
 from atom.sampling.token_counts import TokenCounts
-from atom.sampling.verify import count_accepted
 
 # Prompt logprobs are computed for this many rows at a time, since logits are large.
 _PROMPT_LOGPROB_ROWS = 64
@@ -60,16 +59,19 @@ class SamplingFailedError(Exception):
 
 @dataclass(frozen=True)
 class SamplingOps:
-    """The sampling ops of a platform; defaults are in plain torch.
-
-    `choose_tokens` maps scores [R, V] to tokens [R]; `mask_tokens` modifies float32 scores in
-    place.
-    """
+    """The ops of these names, as a platform has them; defaults are in plain torch."""
 
     choose_tokens: Callable[[torch.Tensor, SamplingMetadata], torch.Tensor] = sampling.choose_tokens
     mask_tokens: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None] = (
         sampling.mask_tokens
     )
+    sampling_options: OptionsOp = gather.sampling_options
+    verify_drafts: Callable[
+        [torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
+    ] = speculation.verify_drafts
+    place_samples: Callable[
+        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
+    ] = speculation.place_samples
 
     @classmethod
     def resolve(cls, ops: OpTable, vocab_size: int) -> SamplingOps:
@@ -77,6 +79,9 @@ class SamplingOps:
         return cls(
             ops.resolve("choose_tokens", torch.float32, vocab_size=vocab_size),
             ops.resolve("mask_tokens", torch.float32, vocab_size=vocab_size),
+            ops.resolve("sampling_options", torch.float32),
+            ops.resolve("verify_drafts", torch.float32),
+            ops.resolve("place_samples", torch.float32),
         )
 
 
@@ -240,16 +245,31 @@ class Sampler:
             none = plan.logits_indices
             return Verified(none, none.view(0, 1), none, None, prompt_logprobs)
         sampled, logprobs = self._choose_together(plan, hidden_states[plan.logits_indices])
-        if plan.drafts is None:
-            tokens, accepted = sampled[:, None], torch.zeros_like(sampled)
-        else:
-            shape = plan.drafts.shape[0], plan.drafts.shape[1] + 1
-            tokens = sampled.view(shape) if plan.table is None else sampled[plan.table]
-            accepted = count_accepted(tokens, plan.drafts)
+        tokens, accepted = self._ops.verify_drafts(sampled, plan.drafts, plan.table)
         if plan.penalised is not None:
             own, slots = plan.penalised
             self._rows.counts.add(slots, tokens[own], accepted[own] + 1)
         return Verified(sampled, tokens, accepted, logprobs, prompt_logprobs)
+
+    def place(
+        self, plan: SamplePlan, verified: Verified, next_token_ids: torch.Tensor
+    ) -> torch.Tensor:
+        """Write the sampled tokens behind the rows of the forward pass that they follow.
+
+        Args:
+            next_token_ids: [T] int64. It gets 0 where no token could be chosen: the sequence ends,
+                and its drafts are unused.
+
+        Returns:
+            [S] int64: the row from which each newest token was sampled.
+        """
+        return self._ops.place_samples(
+            next_token_ids,
+            plan.logits_indices,
+            verified.sampled,
+            verified.num_accepted,
+            plan.table,
+        )
 
     def _choose_together(
         self, plan: SamplePlan, hidden_states: torch.Tensor
@@ -367,7 +387,7 @@ class Sampler:
         # A row predicts the token at the next position.
         predicted = staging.put(positions[layout.logits_indices] + 1)
         own = staging.put(rows[layout.owners])
-        return lambda: self._rows.metadata(own, predicted, needs)
+        return lambda: self._rows.metadata(own, predicted, needs, self._ops.sampling_options)
 
     def _prompt_logprobs(self, hidden_states: torch.Tensor, own: PromptRows) -> list[Logprobs]:
         """Of a prompt's tokens, in parts; empty on a rank that only takes part in the logits."""

@@ -12,6 +12,7 @@ from functools import partial
 import torch
 
 from atom.graphs.capture import Bucket, GraphPlan, fill_rows
+from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata
 from atom.spec_decode.base import VerifiedStep
 
@@ -20,6 +21,11 @@ from atom.spec_decode.base import VerifiedStep
 PredictOp = Callable[
     [int, torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata],
     tuple[torch.Tensor, torch.Tensor],
+]
+# The op of this name.
+AdvanceOp = Callable[
+    [torch.Tensor, int, torch.Tensor, torch.Tensor, int, int],
+    tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ]
 
 
@@ -30,7 +36,7 @@ class ChainStart:
     Attributes:
         token_ids: [S] int64; the first drafts.
         hidden: [S, hidden]; the hidden states that go with them.
-        positions: [S] int64; positions of the next step's rows.
+        positions: [S] int64; of the rows that the first drafts were made from.
         block_tables: [S, max_blocks] int32.
         block_counts: [S] int32; blocks of each sequence.
         max_context_len: upper bound of the context lengths in the last step.
@@ -53,12 +59,19 @@ class DraftChain:
     Args:
         predict: one draft step, which also writes the draft's KV.
         num_drafts: the maximum number of drafts, including the first.
+        advance: the op `advance_drafts`.
     """
 
     def __init__(
-        self, predict: PredictOp, num_drafts: int, block_size: int, max_model_len: int
+        self,
+        predict: PredictOp,
+        num_drafts: int,
+        block_size: int,
+        max_model_len: int,
+        advance: AdvanceOp = advance_drafts,
     ) -> None:
         self._predict = predict
+        self._advance_drafts = advance
         self._num_steps = num_drafts - 1
         self._block_size = block_size
         self._max_model_len = max_model_len
@@ -111,7 +124,7 @@ class DraftChain:
         token_ids, hidden = start.token_ids, start.hidden
         drafts = token_ids.new_empty((len(token_ids), num_steps))
         for i in range(num_steps):
-            positions, metadata = self._advance(start, i)
+            positions, metadata = self._advance(start, i + 1)
             token_ids, hidden = self._predict(i + 1, token_ids, hidden, positions, metadata)
             drafts[:, i] = token_ids
         return drafts
@@ -127,7 +140,7 @@ class DraftChain:
         tables, counts = metadata.block_tables, metadata.block_counts
         if step.sampled is not None:
             tables, counts = tables[step.sampled], counts[step.sampled]
-        positions = step.model_input.positions[step.last_rows] + 1
+        positions = step.model_input.positions[step.last_rows]
         longest = min(metadata.max_context_len + num_steps, self._max_model_len)
         return ChainStart(token_ids, hidden, positions, tables, counts, longest)
 
@@ -137,19 +150,22 @@ class DraftChain:
         Beyond its blocks or `max_model_len`, a sequence stays at its last position with slot -1:
         the scheduler never verifies those drafts.
         """
-        tables, device = start.block_tables, start.block_tables.device
-        limit = (start.block_counts.long() * self._block_size).clamp(max=self._max_model_len)
-        wanted = start.positions + step
-        inside = wanted.minimum(limit - 1).clamp(min=0)
-        blocks = tables.long().gather(1, (inside // self._block_size)[:, None])[:, 0]
-        slots = blocks * self._block_size + inside % self._block_size
+        tables = start.block_tables
         count, capacity = tables.shape[0], tables.shape[1] * self._block_size
-        return inside, AttentionMetadata(
-            slot_mapping=torch.where(wanted < limit, slots, -1),
+        positions, slots, context_lens, starts = self._advance_drafts(
+            start.positions,
+            step,
+            tables,
+            start.block_counts,
+            self._block_size,
+            self._max_model_len,
+        )
+        return positions, AttentionMetadata(
+            slot_mapping=slots,
             block_tables=tables,
             block_counts=start.block_counts,
-            context_lens=(inside + 1).int(),
-            cu_seqlens_q=torch.arange(count + 1, dtype=torch.int32, device=device),
+            context_lens=context_lens,
+            cu_seqlens_q=starts,
             max_seqlen_q=1,
             max_context_len=min(start.max_context_len, capacity),
             query_lens_cpu=(1,) * count,

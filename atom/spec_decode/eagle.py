@@ -9,10 +9,11 @@ from torch import nn
 
 from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
+from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata
 from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.base import Lookahead, VerifiedStep
-from atom.spec_decode.chain import DraftChain
+from atom.spec_decode.chain import AdvanceOp, DraftChain
 
 
 class EagleProposer:
@@ -34,13 +35,16 @@ class EagleProposer:
         num_speculative_tokens: int,
         block_size: int,
         max_model_len: int,
+        advance: AdvanceOp = advance_drafts,
     ) -> None:
         self.lookahead = Lookahead(num_speculative_tokens, kv_depends_on_successor=True)
         self.draft_model: nn.Module | None = draft
         self.aux_layer_ids = draft.aux_layer_ids
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._draft = draft
-        self._chain = DraftChain(self._predict, num_speculative_tokens, block_size, max_model_len)
+        self._chain = DraftChain(
+            self._predict, num_speculative_tokens, block_size, max_model_len, advance
+        )
 
     def capture(self, plan: GraphPlan) -> None:
         self._chain.capture(plan, self._draft.norm.weight)

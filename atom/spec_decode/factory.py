@@ -107,6 +107,7 @@ def create_eagle3(
         options.num_speculative_tokens,
         config.cache.block_size,
         context.max_model_len,
+        context.ops.resolve("advance_drafts", context.dtype),
     )
 
 
@@ -128,6 +129,7 @@ def create_mtp(
         options.num_speculative_tokens,
         block_size,
         context.max_model_len,
+        context.ops.resolve("advance_drafts", context.dtype),
     )
 
 

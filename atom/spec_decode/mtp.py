@@ -9,10 +9,11 @@ from torch import nn
 
 from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
+from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata
 from atom.models.deepseek_mtp import DeepseekMTP, MTPLayer
 from atom.spec_decode.base import Lookahead, VerifiedStep
-from atom.spec_decode.chain import DraftChain
+from atom.spec_decode.chain import AdvanceOp, DraftChain
 
 
 class MTPProposer:
@@ -33,12 +34,15 @@ class MTPProposer:
         num_speculative_tokens: int,
         block_size: int,
         max_model_len: int,
+        advance: AdvanceOp = advance_drafts,
     ) -> None:
         self.lookahead = Lookahead(num_speculative_tokens, kv_depends_on_successor=True)
         self.draft_model: nn.Module | None = mtp
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._mtp = mtp
-        self._chain = DraftChain(self._predict, num_speculative_tokens, block_size, max_model_len)
+        self._chain = DraftChain(
+            self._predict, num_speculative_tokens, block_size, max_model_len, advance
+        )
 
     def capture(self, plan: GraphPlan) -> None:
         layer = next(m for m in self._mtp.modules() if isinstance(m, MTPLayer))

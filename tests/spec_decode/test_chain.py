@@ -39,14 +39,14 @@ class Recorder:
 
 
 def start_at(positions: Sequence[int], tables: list[list[int]]) -> ChainStart:
-    """Chains at `positions` over block tables of any length."""
+    """Chains whose first tokens are at `positions`, over block tables of any length."""
     width = max(map(len, tables))
     count = len(positions)
     generator = torch.Generator().manual_seed(sum(positions))
     return ChainStart(
         token_ids=torch.randint(0, VOCAB, (count,), generator=generator),
         hidden=torch.randn(count, HIDDEN, generator=generator),
-        positions=torch.tensor(positions),
+        positions=torch.tensor(positions) - 1,
         block_tables=torch.tensor([t + [0] * (width - len(t)) for t in tables], dtype=torch.int32),
         block_counts=torch.tensor([len(t) for t in tables], dtype=torch.int32),
         max_context_len=min(max(positions) + STEPS, MAX_MODEL_LEN),

@@ -126,6 +126,7 @@ class Eagle3Draft(nn.Module, ABC):
         if parts.d2t:
             offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=context.device)
             self.d2t = nn.Parameter(offsets, requires_grad=False)
+        self._target_ids: torch.Tensor | None = None
         self._parts = parts
 
     @abstractmethod
@@ -217,4 +218,9 @@ class Eagle3Draft(nn.Module, ABC):
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Convert draft token ids to target ids, same shape; `d2t` has offsets."""
-        return draft_ids if self.d2t is None else draft_ids + self.d2t[draft_ids]
+        if self.d2t is None:
+            return draft_ids
+        if self._target_ids is None:
+            draft_vocabulary = torch.arange(len(self.d2t), device=self.d2t.device)
+            self._target_ids = draft_vocabulary + self.d2t
+        return self._target_ids[draft_ids]

@@ -1,4 +1,4 @@
-"""Grammar masks on logits, in one pass over the masked rows."""
+"""Sampling: masks, the largest, and the race, each in as few passes over the scores as it needs."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import torch
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
 
 _mask = Kernels("mask_tokens", "3P4q")
+_argmax = Kernels("argmax", "2P3q")
 
 
 def mask_tokens(scores: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | None) -> None:
@@ -36,3 +37,18 @@ def mask_tokens(scores: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | 
     if wrong := _mask(None, *pointers, count, num_rows, vocab_size, num_threads()):
         assert rows is not None
         raise IndexError(f"row {int(rows[wrong - 1])} of {num_rows} rows of scores")
+
+
+def argmax(scores: torch.Tensor) -> torch.Tensor:
+    """Where each row of scores [R, V] float32 is largest: [R] int64. NaN is largest, and of equal
+    scores the lowest id.
+
+    Raises:
+        ValueError: when the data type does not fit.
+    """
+    num_rows, vocab_size = scores.shape
+    if scores.dtype is not torch.float32 or not scores.is_contiguous() or not vocab_size:
+        raise mismatch("argmax", scores=scores)
+    token_ids = scores.new_empty(num_rows, dtype=torch.int64)
+    _argmax(None, scores.data_ptr(), token_ids.data_ptr(), num_rows, vocab_size, num_threads())
+    return token_ids

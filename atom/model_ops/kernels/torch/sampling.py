@@ -99,6 +99,13 @@ def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
     return token_ids
 
 
+def argmax(scores: torch.Tensor) -> torch.Tensor:
+    """Where each row of scores [R, V] is largest: [R] int64. NaN is largest, and of equal scores
+    the lowest id.
+    """
+    return scores.argmax(dim=-1)
+
+
 def _take(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """The selected rows; not copied if they are all rows."""
     return scores if rows.numel() == scores.shape[0] else scores[rows]

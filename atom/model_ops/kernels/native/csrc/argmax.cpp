@@ -1,0 +1,34 @@
+// The token with the largest score of each row.
+#include "sampling.h"
+
+namespace atom {
+namespace {
+
+struct ArgmaxArgs {
+  const float* scores;  // [rows, vocab_size]
+  int64_t* token_ids;   // [rows]
+  int64_t rows, vocab_size, threads;
+};
+
+int64_t argmax(const ArgmaxArgs& a) {
+  const int64_t parts = num_parts(a.vocab_size);
+  static thread_local Scratch scratch;
+  auto* extents = scratch.get<Extent>(a.rows * parts);
+  run_rows(
+      a.rows, parts, a.threads,
+      [&](int64_t row, int64_t p) {
+        const Span span = part_of(p, a.vocab_size);
+        extents[row * parts + p] =
+            measure(a.scores + row * a.vocab_size + span.begin, span.end - span.begin);
+      },
+      [&](int64_t row) {
+        a.token_ids[row] =
+            find_largest(a.scores + row * a.vocab_size, a.vocab_size, extents + row * parts).token;
+      });
+  return 0;
+}
+
+}  // namespace
+}  // namespace atom
+
+ATOM_EXPORT int64_t atom_argmax(const atom::ArgmaxArgs* args) { return atom::argmax(*args); }

@@ -1,0 +1,157 @@
+// Small steps around the model, a few numbers for each row: gathers, verification, positions.
+#include <algorithm>
+#include <cstring>
+
+#include "parallel.h"
+
+namespace atom {
+namespace {
+
+struct VerifyArgs {
+  const int64_t* sampled;  // [rows]
+  const int64_t* drafts;   // [count, most] or null
+  const int64_t* table;    // [count, most + 1] rows of `sampled`, or null: they follow each other
+  int64_t* token_ids;      // [count, most + 1], written where there is a table
+  int64_t* accepted;       // [count]
+  int64_t count, most, rows;
+};
+
+// 0, or 1 + the sequence with a row that does not exist.
+int64_t verify_drafts(const VerifyArgs& a) {
+  const int64_t width = a.most + 1;
+  for (int64_t s = 0; s < a.count; ++s) {
+    const int64_t* own = a.sampled + s * width;
+    if (a.table != nullptr) {
+      for (int64_t i = s * width; i < (s + 1) * width; ++i) {
+        if (a.table[i] < 0 || a.table[i] >= a.rows) return s + 1;
+        a.token_ids[i] = a.sampled[a.table[i]];
+      }
+      own = a.token_ids + s * width;
+    }
+    const int64_t* drafts = a.drafts + s * a.most;
+    int64_t accepted = 0;
+    while (accepted < a.most && own[accepted] == drafts[accepted]) ++accepted;
+    a.accepted[s] = accepted;
+  }
+  return 0;
+}
+
+struct PlaceArgs {
+  int64_t* next_token_ids;        // [tokens]
+  const int64_t* logits_indices;  // [rows] of the forward pass
+  const int64_t* sampled;         // [rows]
+  const int64_t* accepted;        // [count]
+  const int64_t* table;           // [count, width] rows of logits, or null
+  int64_t* last_rows;             // [count]
+  int64_t tokens, rows, count, width;
+};
+
+// 0, or 1 + the row or sequence that does not exist.
+int64_t place_samples(const PlaceArgs& a) {
+  for (int64_t r = 0; r < a.rows; ++r) {
+    if (a.logits_indices[r] < 0 || a.logits_indices[r] >= a.tokens) return r + 1;
+    a.next_token_ids[a.logits_indices[r]] = std::max(a.sampled[r], int64_t{0});
+  }
+  for (int64_t s = 0; s < a.count; ++s) {
+    if (a.accepted[s] < 0 || a.accepted[s] >= a.width) return s + 1;
+    int64_t row = s * a.width + a.accepted[s];
+    if (a.table != nullptr) row = a.table[row];
+    if (row < 0 || row >= a.rows) return s + 1;
+    a.last_rows[s] = a.logits_indices[row];
+  }
+  return 0;
+}
+
+struct AdvanceArgs {
+  const int64_t* positions;     // [count]
+  const int32_t* block_tables;  // [count, width], rows `stride` entries apart
+  const int32_t* block_counts;  // [count]
+  int64_t* inside;              // [count]
+  int64_t* slots;               // [count]
+  int32_t* context_lens;        // [count]
+  int32_t* starts;              // [count + 1]
+  int64_t count, stride, width, distance, block_size, max_model_len;
+};
+
+// 0, or 1 + the sequence with more blocks than its table.
+int64_t advance_drafts(const AdvanceArgs& a) {
+  a.starts[0] = 0;
+  for (int64_t s = 0; s < a.count; ++s) {
+    if (a.block_counts[s] > a.width) return s + 1;
+    const int64_t limit = std::min(a.block_counts[s] * a.block_size, a.max_model_len);
+    const int64_t wanted = a.positions[s] + a.distance;
+    const int64_t inside = std::max(std::min(wanted, limit - 1), int64_t{0});
+    a.inside[s] = inside;
+    a.slots[s] = -1;
+    if (wanted >= 0 && wanted < limit) {
+      const int64_t block = a.block_tables[s * a.stride + inside / a.block_size];
+      a.slots[s] = block * a.block_size + inside % a.block_size;
+    }
+    a.context_lens[s] = int32_t(inside + 1);
+    a.starts[s + 1] = int32_t(s + 1);
+  }
+  return 0;
+}
+
+struct OptionsArgs {
+  const uint32_t* options;  // [kinds, capacity]
+  const int64_t* seeds;     // [capacity]
+  const int64_t* rows;      // [count]
+  uint32_t* own_options;    // [kinds, count]
+  int64_t* own_seeds;       // [count]
+  int64_t kinds, capacity, count;
+};
+
+// 0, or 1 + the entry whose row does not exist.
+int64_t sampling_options(const OptionsArgs& a) {
+  for (int64_t i = 0; i < a.count; ++i) {
+    const int64_t row = a.rows[i];
+    if (row < 0 || row >= a.capacity) return i + 1;
+    a.own_seeds[i] = a.seeds[row];
+    for (int64_t k = 0; k < a.kinds; ++k) {
+      a.own_options[k * a.count + i] = a.options[k * a.capacity + row];
+    }
+  }
+  return 0;
+}
+
+struct EmbeddingArgs {
+  const int64_t* ids;  // [count]
+  const char* weight;  // [rows, row_bytes]
+  char* out;           // [count, row_bytes]
+  int64_t count, rows, row_bytes, threads;
+};
+
+// 0, or 1 + the entry whose row does not exist.
+int64_t embedding(const EmbeddingArgs& a) {
+  for (int64_t i = 0; i < a.count; ++i) {
+    if (a.ids[i] < 0 || a.ids[i] >= a.rows) return i + 1;
+  }
+  constexpr int64_t kSerialBytes = 1 << 17;
+  const int64_t threads = a.count * a.row_bytes < kSerialBytes ? 1 : a.threads;
+  run_shares(a.count, threads, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) {
+      std::memcpy(a.out + i * a.row_bytes, a.weight + a.ids[i] * a.row_bytes, a.row_bytes);
+    }
+  });
+  return 0;
+}
+
+}  // namespace
+}  // namespace atom
+
+ATOM_EXPORT int64_t atom_verify_drafts(const atom::VerifyArgs* args) {
+  return atom::verify_drafts(*args);
+}
+ATOM_EXPORT int64_t atom_place_samples(const atom::PlaceArgs* args) {
+  return atom::place_samples(*args);
+}
+ATOM_EXPORT int64_t atom_advance_drafts(const atom::AdvanceArgs* args) {
+  return atom::advance_drafts(*args);
+}
+ATOM_EXPORT int64_t atom_sampling_options(const atom::OptionsArgs* args) {
+  return atom::sampling_options(*args);
+}
+ATOM_EXPORT int64_t atom_embedding(const atom::EmbeddingArgs* args) {
+  return atom::embedding(*args);
+}

@@ -1,0 +1,56 @@
+"""Rows of tables, checked and copied in one call."""
+
+from __future__ import annotations
+
+import torch
+
+from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
+
+_embedding = Kernels("embedding", "3P4q")
+_options = Kernels("sampling_options", "5P3q")
+
+
+def embedding(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """input_ids [T] int64, weight [V, hidden] -> [T, hidden].
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: for an id outside the table.
+    """
+    (count,), (rows, size) = input_ids.shape, weight.shape
+    if input_ids.dtype is not torch.int64 or not weight.is_contiguous():
+        raise mismatch("embedding", input_ids=input_ids, weight=weight)
+    if not input_ids.is_contiguous():
+        input_ids = input_ids.contiguous()
+    out = weight.new_empty(count, size)
+    pointers = input_ids.data_ptr(), weight.data_ptr(), out.data_ptr()
+    row_bytes = size * weight.element_size()
+    if wrong := _embedding(None, *pointers, count, rows, row_bytes, num_threads()):
+        raise IndexError(f"token {int(input_ids[wrong - 1])} is outside 0..{rows - 1}")
+    return out
+
+
+def sampling_options(
+    options: torch.Tensor, seeds: torch.Tensor, rows: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """options [kinds, N] float32 and seeds [N] int64 of rows [R] int64: [kinds, R] and [R].
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: for a row outside the tables.
+    """
+    (kinds, capacity), (count,) = options.shape, rows.shape
+    if (
+        options.dtype is not torch.float32
+        or seeds.dtype is not torch.int64
+        or rows.dtype is not torch.int64
+        or seeds.shape != (capacity,)
+        or not (options.is_contiguous() and seeds.is_contiguous() and rows.is_contiguous())
+    ):
+        raise mismatch("sampling_options", options=options, seeds=seeds, rows=rows)
+    own_options, own_seeds = options.new_empty(kinds, count), seeds.new_empty(count)
+    inputs = options.data_ptr(), seeds.data_ptr(), rows.data_ptr()
+    outputs = own_options.data_ptr(), own_seeds.data_ptr()
+    if wrong := _options(None, *inputs, *outputs, kinds, capacity, count):
+        raise IndexError(f"row {int(rows[wrong - 1])} is outside 0..{capacity - 1}")
+    return own_options, own_seeds

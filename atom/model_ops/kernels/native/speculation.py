@@ -1,0 +1,123 @@
+"""The steps between sampling and the next drafts, a call each."""
+
+from __future__ import annotations
+
+import torch
+
+from atom.model_ops.kernels.native.bindings import Kernels, mismatch
+
+_verify = Kernels("verify_drafts", "5P3q")
+_place = Kernels("place_samples", "6P4q")
+_advance = Kernels("advance_drafts", "7P6q")
+
+
+def verify_drafts(
+    sampled: torch.Tensor, drafts: torch.Tensor | None, table: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """sampled [R] -> each sequence's tokens [S, k + 1], and how many drafts [S] are accepted.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: when the table names a row that does not exist.
+    """
+    num_rows = sampled.numel()
+    count, most = (num_rows, 0) if drafts is None else drafts.shape
+    if not _are_integers(sampled, drafts, table) or (
+        num_rows != count * (most + 1) if table is None else table.shape != (count, most + 1)
+    ):
+        raise _mismatch("verify_drafts", sampled=sampled, drafts=drafts, table=table)
+    accepted = sampled.new_empty(count)
+    token_ids = sampled.view(count, most + 1) if table is None else torch.empty_like(table)
+    inputs = sampled.data_ptr(), _at(drafts), _at(table)
+    outputs = token_ids.data_ptr(), accepted.data_ptr()
+    if wrong := _verify(None, *inputs, *outputs, count, most, num_rows):
+        assert table is not None
+        raise IndexError(f"sequence {wrong - 1} has rows {table[wrong - 1].tolist()} of {num_rows}")
+    return token_ids, accepted
+
+
+def place_samples(
+    next_token_ids: torch.Tensor,
+    logits_indices: torch.Tensor,
+    sampled: torch.Tensor,
+    num_accepted: torch.Tensor,
+    table: torch.Tensor | None,
+) -> torch.Tensor:
+    """Write sampled tokens behind their rows, in place -> the row [S] of each newest token.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: for a row that does not exist.
+    """
+    num_rows, count = logits_indices.numel(), num_accepted.numel()
+    width = num_rows // max(count, 1) if table is None else table.shape[1]
+    given = next_token_ids, logits_indices, sampled, num_accepted, table
+    if (
+        not _are_integers(*given)
+        or sampled.numel() != num_rows
+        or (num_rows != count * width if table is None else table.shape[0] != count)
+    ):
+        names = "next_token_ids", "logits_indices", "sampled", "num_accepted", "table"
+        raise _mismatch("place_samples", **dict(zip(names, given, strict=True)))
+    last_rows = num_accepted.new_empty(count)
+    tokens = next_token_ids.data_ptr(), logits_indices.data_ptr(), sampled.data_ptr()
+    pointers = *tokens, num_accepted.data_ptr(), _at(table), last_rows.data_ptr()
+    sizes = next_token_ids.numel(), num_rows, count, width
+    if wrong := _place(None, *pointers, *sizes):
+        raise IndexError(f"row or sequence {wrong - 1}: no such row of {num_rows} rows of logits")
+    return last_rows
+
+
+def advance_drafts(
+    positions: torch.Tensor,
+    distance: int,
+    block_tables: torch.Tensor,
+    block_counts: torch.Tensor,
+    block_size: int,
+    max_model_len: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Positions, slots, context lengths and starts of one token of each sequence, `distance`
+    positions further.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: when a sequence has more blocks than its table.
+    """
+    count, width = block_tables.shape
+    if (
+        positions.shape != (count,)
+        or block_counts.shape != (count,)
+        or positions.dtype is not torch.int64
+        or block_counts.dtype is not torch.int32
+        or block_tables.dtype is not torch.int32
+        or not (positions.is_contiguous() and block_counts.is_contiguous())
+        or block_tables.stride(1) != 1
+    ):
+        raise mismatch(
+            "advance_drafts",
+            positions=positions,
+            block_tables=block_tables,
+            block_counts=block_counts,
+        )
+    inside, slots = torch.empty_like(positions), torch.empty_like(positions)
+    lens, starts = torch.empty_like(block_counts), block_counts.new_empty(count + 1)
+    inputs = positions.data_ptr(), block_tables.data_ptr(), block_counts.data_ptr()
+    outputs = inside.data_ptr(), slots.data_ptr(), lens.data_ptr(), starts.data_ptr()
+    shape = count, block_tables.stride(0), width
+    sizes = *shape, distance, block_size, max_model_len
+    if wrong := _advance(None, *inputs, *outputs, *sizes):
+        have = int(block_counts[wrong - 1])
+        raise IndexError(f"sequence {wrong - 1} has {have} blocks, its table {width}")
+    return inside, slots, lens, starts
+
+
+def _are_integers(*tensors: torch.Tensor | None) -> bool:
+    return all(t is None or (t.dtype is torch.int64 and t.is_contiguous()) for t in tensors)
+
+
+def _mismatch(op: str, **tensors: torch.Tensor | None) -> ValueError:
+    return mismatch(op, **{name: t for name, t in tensors.items() if t is not None})
+
+
+def _at(x: torch.Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
