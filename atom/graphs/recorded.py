@@ -14,8 +14,10 @@ from typing import Any, TypeVar, cast
 
 import torch
 
+from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.program import Arena, Program, record
 from atom.model_ops.kernels.native.recorder import NotRecordableError
+from atom.platform import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -23,6 +25,13 @@ T = TypeVar("T")
 
 # Programs, and shapes that were seen once.
 _MOST_PROGRAMS, _MOST_SEEN = 256, 4096
+
+
+def create_recorder(platform: Platform) -> StepRecorder | None:
+    """A recorder on a CPU that has native kernels, else None."""
+    if platform.is_gpu or native_build().reason is not None:
+        return None
+    return StepRecorder()
 
 
 class StepRecorder:

@@ -27,11 +27,12 @@ class BlockTables:
     def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
         self.on_device = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
         self._on_host = np.zeros((num_rows, width), dtype=np.int32)
+        self._grown: tuple[np.ndarray, np.ndarray] | None = None
         self._update: tuple[torch.Tensor, torch.Tensor] | None = None
 
-    def grow(self, sequences: Sequence[ScheduledSequence], staging: StagingBuffer) -> None:
-        """Append the new block ids; on the device only after `staging.send` and `update`."""
-        self._update = None
+    def grow(self, sequences: Sequence[ScheduledSequence]) -> None:
+        """Append the new block ids; on the device only after `stage` and `update`."""
+        self._grown = None
         grown = [s for s in sequences if s.new_block_ids]
         if not grown:
             return
@@ -41,10 +42,17 @@ class BlockTables:
         ids = np.array([id for s in grown for id in s.new_block_ids], dtype=np.int32)
         places = _ranges(starts, sizes)
         self._on_host.reshape(-1)[places] = ids
-        self._update = staging.put(places), staging.put(ids, torch.int32)
+        self._grown = places, ids
+
+    def stage(self, staging: StagingBuffer) -> None:
+        """Copy the appended ids to the device."""
+        self._update = None
+        if self._grown is not None:
+            places, ids = self._grown
+            self._update = staging.put(places), staging.put(ids, torch.int32)
 
     def update(self) -> None:
-        """Write the appended ids to the device tables."""
+        """Write the appended ids to the device tables, after `staging.send`."""
         if self._update is not None:
             self.on_device.view(-1).index_copy_(0, *self._update)
 

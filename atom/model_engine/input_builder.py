@@ -33,6 +33,8 @@ class StepInput:
         next_token_ids: [T] int64, the known token after each row; undefined for sampled rows. None
             without a proposer that reads steps.
         sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
+        recurs: whether other steps have the same shapes, as steps that decode do, and all that
+            differs between them is in tensors.
     """
 
     model_input: ModelInput
@@ -40,6 +42,7 @@ class StepInput:
     sample: SamplePlan
     next_token_ids: torch.Tensor | None
     sampled: torch.Tensor | None
+    recurs: bool
 
 
 class _Places:
@@ -98,6 +101,7 @@ class InputBuilder:
         max_num_tokens, max_num_seqs: limits of a step.
         max_model_len: limit of a context.
         drafts: whether to compute `next_token_ids`, which proposers read.
+        in_place: whether the inputs of steps with the same shapes are at the same addresses.
     """
 
     def __init__(
@@ -112,6 +116,7 @@ class InputBuilder:
         block_size: int,
         device: torch.device,
         drafts: bool,
+        in_place: bool = False,
     ) -> None:
         most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
         num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
@@ -122,6 +127,9 @@ class InputBuilder:
         self.staging = StagingBuffer(num_bytes, device)
         self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), device)
         self._no_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
+        self._step_tables = None
+        if in_place:
+            self._step_tables = torch.zeros_like(self._tables.on_device).view(-1)
         self._graph_tables = None
         if plan is not None:
             shape = plan.batch_sizes[-1], plan.table_width
@@ -177,7 +185,7 @@ class InputBuilder:
         places = _Places(self.staging, tokens, size)
         if graph is not None:
             places.pad(shape.num_tokens, shape.num_sequences, graph.query_len)
-        self._tables.grow(sequences, self.staging)
+        self._tables.grow(sequences)
         self._fill(places, sequences, shape)
         input_ids = places.input_ids[: shape.num_tokens]
         next_token_ids = self._put_successors(input_ids, sequences, shape)
@@ -188,15 +196,18 @@ class InputBuilder:
         sampled = None
         if len(indices) != len(sequences):
             sampled = self.staging.put(np.array(indices, dtype=np.int64))
+        # Last, since their number changes between steps that are otherwise the same.
+        self._tables.stage(self.staging)
         self.staging.send()
         self._tables.update()
-        return StepInput(
-            self._model_input(places, sequences, shape, graph),
-            graph,
-            sample,
-            next_token_ids,
-            sampled,
+        recurs = (
+            sampled is None
+            and sample.is_plain
+            and not batch.new
+            and shape.longest_query <= MAX_DECODE_QUERIES
         )
+        model_input = self._model_input(places, sequences, shape, graph)
+        return StepInput(model_input, graph, sample, next_token_ids, sampled, recurs)
 
     def _fill(self, places: _Places, sequences: Sequence[ScheduledSequence], shape: _Shape) -> None:
         count, size = shape.num_sequences, self._block_size
@@ -210,6 +221,14 @@ class InputBuilder:
         places.block_counts[:count] = [s.num_blocks for s in sequences]
         places.starts[0] = 0
         places.starts[1 : count + 1] = shape.ends
+
+    def _select_tables(self, tables: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
+        """The block tables [B, width] of rows [B]; wider and in one place if `in_place`."""
+        if self._step_tables is None:
+            return tables[:, :width].index_select(0, rows)
+        width = min(1 << (width - 1).bit_length(), tables.shape[1])
+        out = self._step_tables[: len(rows) * width].view(len(rows), width)
+        return torch.index_select(tables[:, :width], 0, rows, out=out)
 
     def _put_successors(
         self, input_ids: np.ndarray, sequences: Sequence[ScheduledSequence], shape: _Shape
@@ -233,7 +252,7 @@ class InputBuilder:
         tables = self._tables.on_device
         if graph is None:
             width = max(s.num_blocks for s in sequences)
-            block_tables = tables[:, :width].index_select(0, places.rows_there)
+            block_tables = self._select_tables(tables, places.rows_there, width)
         else:
             assert self._graph_tables is not None
             out = self._graph_tables[: graph.batch_size]

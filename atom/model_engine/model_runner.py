@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 from atom.batch import Orders, ScheduledBatch, SequenceResult, StepOutput
+from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import ForwardRunner
 from atom.graphs.staging import bring_to_host
 from atom.model_engine.input_builder import InputBuilder, StepInput
@@ -15,6 +16,29 @@ from atom.model_ops.metadata import ModelOutput
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import VerifiedStep
 from atom.spec_decode.drafter import Drafter, Found
+
+
+@dataclass(frozen=True)
+class _Computed:
+    """Attributes:
+    last_rows: as in `VerifiedStep`; None when the proposer reads no steps.
+    """
+
+    output: ModelOutput
+    verified: Verified
+    last_rows: torch.Tensor | None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        rows = [] if self.last_rows is None else [self.last_rows]
+        states = [self.output.hidden_states, *self.output.aux_hidden_states]
+        return [*states, self.verified.sampled, *self.verified.tensors, *rows]
+
+
+def _with_unknown_lengths(step: StepInput) -> StepInput:
+    """The step as ops must take it where lengths differ between replays."""
+    metadata = replace(step.model_input.attention, context_lens_cpu=None)
+    return replace(step, model_input=replace(step.model_input, attention=metadata))
 
 
 class ModelRunner:
@@ -26,6 +50,7 @@ class ModelRunner:
     Args:
         publish: called with what other ranks must do, after all that can fail because of a request
             and before the model runs; None when there are no others.
+        recorder: replays steps that recur; None if every step runs op by op.
     """
 
     def __init__(
@@ -35,7 +60,9 @@ class ModelRunner:
         sampler: Sampler,
         drafter: Drafter,
         publish: Callable[[Orders], Orders] | None = None,
+        recorder: StepRecorder | None = None,
     ) -> None:
+        self._recorder = recorder
         self._inputs = inputs
         self._forward = forward
         self._sampler = sampler
@@ -106,25 +133,43 @@ class ModelRunner:
         self, batch: ScheduledBatch, step: StepInput
     ) -> tuple[VerifiedStep | None, Verified]:
         """Run the target, sample and verify -> the proposer's input, and the result."""
-        output = self._forward.run(step.model_input, step.graph)
-        verified = self._sampler.sample(step.sample, output.hidden_states)
-        return self._verified_step(batch, step, output, verified), verified
-
-    def _verified_step(
-        self, batch: ScheduledBatch, step: StepInput, output: ModelOutput, verified: Verified
-    ) -> VerifiedStep | None:
-        """The proposer's input; None when it reads none."""
+        if self._recorder is None or not step.recurs:
+            done = self._compute(step)
+        else:
+            plan, model_input = step.sample, step.model_input
+            done = self._recorder.run(
+                f"a step{'' if plan.is_greedy else ' that samples'}",
+                (plan.needs, model_input.attention.max_seqlen_q),
+                (
+                    *(model_input.input_ids, model_input.positions, step.next_token_ids),
+                    *model_input.attention.tensors,
+                    *plan.tensors,
+                ),
+                lambda: self._compute(_with_unknown_lengths(step)),
+                lambda done: done.tensors,
+            )
         if step.next_token_ids is None:
-            return None
-        last_rows = self._sampler.place(step.sample, verified, step.next_token_ids)
-        return VerifiedStep(
+            return None, done.verified
+        assert done.last_rows is not None
+        view = VerifiedStep(
             batch.sequences,
             step.model_input,
-            output,
+            done.output,
             step.next_token_ids,
-            last_rows,
+            done.last_rows,
             step.sampled,
+            step.recurs,
         )
+        return view, done.verified
+
+    def _compute(self, step: StepInput) -> _Computed:
+        """The device's part of a step without the drafts."""
+        output = self._forward.run(step.model_input, step.graph)
+        verified = self._sampler.sample(step.sample, output.hidden_states)
+        last_rows = None
+        if step.next_token_ids is not None:
+            last_rows = self._sampler.place(step.sample, verified, step.next_token_ids)
+        return _Computed(output, verified, last_rows)
 
     def _look_up(self, batch: ScheduledBatch, step: StepInput) -> Found:
         plan = step.sample

@@ -20,6 +20,7 @@ from atom.graphs.capture import (
     default_batch_sizes,
     default_context_bounds,
 )
+from atom.graphs.recorded import create_recorder
 from atom.graphs.runner import EagerRunner, GraphRunner
 from atom.kv_cache.base import (
     KVCacheBuilder,
@@ -129,12 +130,17 @@ class Worker:
             config, self._model, self._proposer.lookahead, platform, context_len
         )
         self._grammars = create_grammars(config.model, source) if place.is_first else None
+        # Ranks wait for each other in the middle of a step.
+        self._recorder = None
+        if place.is_alone and not config.graphs.enforce_eager:
+            self._recorder = create_recorder(platform)
         self._drafter = create_drafter(
             config.speculative,
             self._proposer,
             captured=self._graphs is not None,
             # Other ranks must know the number of drafts before the step.
             waiting_is_free=not platform.is_gpu and place.is_alone,
+            recorder=self._recorder,
         )
         self.inputs, self._runner = self._create_runner(
             config, source, context, self._drafter, publish
@@ -243,8 +249,9 @@ class Worker:
             block_size=config.cache.block_size,
             device=device,
             drafts=self._proposer.reads_steps,
+            in_place=self._recorder is not None,
         )
-        return inputs, ModelRunner(inputs, forward, sampler, drafter, publish)
+        return inputs, ModelRunner(inputs, forward, sampler, drafter, publish, self._recorder)
 
     def _allocate_kv_cache(
         self,
@@ -339,6 +346,8 @@ class Worker:
         """Run no step any more. Graphs go first, as they keep the ranks' communicators."""
         if self._graphs is not None:
             self._graphs.release()
+        if self._recorder is not None:
+            self._recorder.release()
         self._proposer.release_graphs()
         if self._grammars is not None:
             self._grammars.shutdown()

@@ -46,6 +46,12 @@ class AttentionMetadata:
         default_factory=dict, init=False, repr=False, compare=False
     )
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors."""
+        tables = self.block_tables, self.block_counts
+        return self.slot_mapping, *tables, self.context_lens, self.cu_seqlens_q
+
     def derive(self, key: Hashable, compute: Callable[[], _T]) -> _T:
         """The result of `compute`, which is called once per key and shared by all layers.
 

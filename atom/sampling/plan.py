@@ -10,9 +10,8 @@ import torch
 
 from atom.batch import ScheduledSequence
 from atom.graphs.staging import StagingBuffer
-from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling.edits import LogitEdits, SampledRows
-from atom.sampling.rows import SequenceState
+from atom.sampling.rows import Needs, SequenceState
 from atom.sampling_params import ALL_LOGPROBS
 
 # Tokens of a vocabulary.
@@ -102,7 +101,10 @@ class SamplePlan:
         logits_indices: [R] int64.
         table: [S, k + 1] int64; None when all have k drafts.
         drafts: [S, k] int64; None when no sequence has any.
-        create_metadata, create_edits: call after the send; None without edits.
+        rows, positions: [R] int64: the sequence row of each row of logits, and the position of the
+            token that it predicts; None when every row is greedy.
+        needs: of all sequences together.
+        create_edits: call after the send; None without edits.
         logprob_rows: [L] int64, and how many most likely tokens to report for each; None without.
         penalised: indices [n] int64 into S, and their `TokenCounts` slots; None without.
         prompts: the sequences with prompt logprobs.
@@ -114,12 +116,25 @@ class SamplePlan:
     logits_indices: torch.Tensor
     table: torch.Tensor | None
     drafts: torch.Tensor | None
-    create_metadata: Callable[[], SamplingMetadata]
+    rows: torch.Tensor | None
+    positions: torch.Tensor | None
+    needs: Needs
     create_edits: Callable[[], LogitEdits] | None
     logprob_rows: tuple[torch.Tensor, list[int]] | None
     penalised: tuple[torch.Tensor, torch.Tensor] | None
     prompts: list[PromptRows]
     is_greedy: bool
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether all that sampling reads is in tensors: no edits, logprobs or penalties."""
+        special = (self.create_edits, self.logprob_rows, self.penalised)
+        return bool(self.states) and not self.prompts and all(part is None for part in special)
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """What a plain plan reads."""
+        return self.logits_indices, self.table, self.drafts, self.rows, self.positions
 
 
 def sampled_rows(

@@ -185,17 +185,21 @@ class SamplingRows:
             self._seeds.index_copy_(0, rows, seeds)
 
     def metadata(
-        self, rows: torch.Tensor, positions: torch.Tensor, needs: Needs, gather: OptionsOp
+        self,
+        rows: torch.Tensor | None,
+        positions: torch.Tensor | None,
+        needs: Needs,
+        gather: OptionsOp,
     ) -> SamplingMetadata:
         """Sampling options for rows of logits; those that no row needs are None.
 
         Args:
-            rows: [R] int64, the sequence row of each.
-            positions: [R] int64, of the tokens to sample.
+            rows: [R] int64, the sequence row of each; None when every row is greedy.
+            positions: [R] int64, of the tokens to sample; None likewise.
             needs: of all rows combined.
             gather: the op `sampling_options`.
         """
-        if not needs & Needs.TEMPERATURE:
+        if rows is None:
             return SamplingMetadata()
         own, seeds = gather(self._options, self._seeds, rows)
         options = own.unbind(0)

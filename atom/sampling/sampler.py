@@ -216,6 +216,7 @@ class Sampler:
         everyone = self._rows.needs[rows]
         rows, needs = rows[layout.indices], everyone[layout.indices]
         together = Needs(int(np.bitwise_or.reduce(needs)))
+        is_random = bool(together & Needs.TEMPERATURE)
         states = self._rows.states(rows)
         table = layout.table()
         return SamplePlan(
@@ -224,7 +225,10 @@ class Sampler:
             logits_indices=staging.put(layout.logits_indices),
             table=None if table is None else staging.put(table),
             drafts=staging.put(layout.drafts(token_ids)) if layout.most else None,
-            create_metadata=self._put_metadata(layout, rows, positions, together, staging),
+            # A row predicts the token at the next position.
+            rows=staging.put(rows[layout.owners]) if is_random else None,
+            positions=staging.put(positions[layout.logits_indices] + 1) if is_random else None,
+            needs=together,
             create_edits=self._put_edits(sequences, layout, states, needs & EDITS, staging),
             logprob_rows=put_logprob_rows(layout, states, needs & Needs.LOGPROBS, staging),
             penalised=put_penalised(states, needs & Needs.PENALTIES, staging),
@@ -296,7 +300,10 @@ class Sampler:
         self, plan: SamplePlan, logits: torch.Tensor
     ) -> tuple[torch.Tensor, Logprobs | None]:
         edits = None if plan.create_edits is None else plan.create_edits()
-        sampled = choose(logits, plan.create_metadata(), edits, self._rows.counts, self._ops)
+        metadata = self._rows.metadata(
+            plan.rows, plan.positions, plan.needs, self._ops.sampling_options
+        )
+        sampled = choose(logits, metadata, edits, self._rows.counts, self._ops)
         if plan.logprob_rows is None:
             return sampled, None
         rows, wanted = plan.logprob_rows
@@ -373,21 +380,6 @@ class Sampler:
             for i in chosen
             if (prompt := put_prompt(i, sequences[i], self._rows[sequences[i].row], ends, staging))
         ]
-
-    def _put_metadata(
-        self,
-        layout: RowLayout,
-        rows: np.ndarray,
-        positions: np.ndarray,
-        needs: Needs,
-        staging: StagingBuffer,
-    ) -> Callable[[], SamplingMetadata]:
-        if not needs & Needs.TEMPERATURE:
-            return SamplingMetadata
-        # A row predicts the token at the next position.
-        predicted = staging.put(positions[layout.logits_indices] + 1)
-        own = staging.put(rows[layout.owners])
-        return lambda: self._rows.metadata(own, predicted, needs, self._ops.sampling_options)
 
     def _prompt_logprobs(self, hidden_states: torch.Tensor, own: PromptRows) -> list[Logprobs]:
         """Of a prompt's tokens, in parts; empty on a rank that only takes part in the logits."""

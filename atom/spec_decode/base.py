@@ -29,6 +29,7 @@ class VerifiedStep:
         last_rows: [S] int64; for each sampled sequence, the row from which its newest token was
             sampled.
         sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
+        recurs: whether other steps have the same shapes, and all that differs is in tensors.
     """
 
     sequences: Sequence[ScheduledSequence]
@@ -37,6 +38,14 @@ class VerifiedStep:
     next_token_ids: torch.Tensor
     last_rows: torch.Tensor
     sampled: torch.Tensor | None
+    recurs: bool = False
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """All tensors, of a step that recurs."""
+        rows = self.model_input.input_ids, self.model_input.positions, self.next_token_ids
+        output = self.model_output.hidden_states, *self.model_output.aux_hidden_states
+        return *rows, *self.model_input.attention.tensors, *output, self.last_rows
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from atom.batch import ScheduledBatch, StepOutput
+from atom.graphs.recorded import StepRecorder
 from atom.spec_decode.base import Proposer, VerifiedStep
 from atom.spec_decode.lengths import DraftLength, Verification
 from atom.spec_decode.lookup import Lookup
@@ -33,6 +34,7 @@ class Drafter:
         source: the proposer's name in the statistics.
         length: chooses the number of drafts; None for the maximum.
         waiting_is_free: whether a host sync costs nothing (the device is the CPU).
+        recorder: replays the proposer's work in steps that recur.
     """
 
     def __init__(
@@ -43,10 +45,12 @@ class Drafter:
         length: DraftLength | None,
         *,
         waiting_is_free: bool,
+        recorder: StepRecorder | None = None,
     ) -> None:
         self.proposer = proposer
         self.looks = lookup is not None
         self.looks_first = self.looks and waiting_is_free
+        self._recorder = recorder
         self._source = source
         self._lookup = lookup
         self._length = length
@@ -93,7 +97,13 @@ class Drafter:
             self._count = self._choose(sources, needed) if sources else 0
         if step is None:
             return None
-        return self.proposer.propose(step, self._count if needed else 0)
+        count = self._count if needed else 0
+        if self._recorder is None or not step.recurs:
+            return self.proposer.propose(step, count)
+        kind = "drafting" if count else "writing the draft's cache"
+        return self._recorder.run(
+            kind, count, step.tensors, lambda: self.proposer.propose(step, count), lambda t: [t]
+        )
 
     def merge(self, found: Found, made: np.ndarray | None) -> list[tuple[list[int], str]]:
         """The drafts of each sampled sequence, and their source."""

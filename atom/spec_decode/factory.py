@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from atom.config import EngineConfig, SpeculativeOptions
 from atom.distributed.parallel_state import SINGLE
+from atom.graphs.recorded import StepRecorder
 from atom.kv_cache.base import storage_dtype
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
@@ -62,6 +63,7 @@ def create_drafter(
     *,
     captured: bool,
     waiting_is_free: bool,
+    recorder: StepRecorder | None,
 ) -> Drafter:
     """Create the drafter: proposer, lookup and draft length.
 
@@ -70,6 +72,7 @@ def create_drafter(
             for all drafts (`GraphRunner`); other numbers would run eagerly, so the adaptive length
             is then none or all.
         waiting_is_free: whether the device is the CPU, where a host sync costs nothing.
+        recorder: replays steps that recur; None if every step runs op by op.
     """
     most = proposer.lookahead.num_tokens
     if options is None:
@@ -84,7 +87,14 @@ def create_drafter(
     length: DraftLength | None = None
     if options.adaptive:
         length = AdaptiveLength((0, most) if captured else spread_lengths(most))
-    return Drafter(proposer, options.method, lookup, length, waiting_is_free=waiting_is_free)
+    return Drafter(
+        proposer,
+        options.method,
+        lookup,
+        length,
+        waiting_is_free=waiting_is_free,
+        recorder=recorder,
+    )
 
 
 def create_eagle3(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
 from atom.sampling.plan import SamplePlan
+from atom.sampling.rows import Needs
 from atom.sampling.sampler import Sampler, Verified
 
 
@@ -203,8 +203,8 @@ def test_sampling_spends_all_that_it_can(
     create_engine(folders("llama"), max_logprobs=5)
     assert len(plans) == 2
     for plan in plans:
-        metadata = plan.create_metadata()
-        assert all(getattr(metadata, f.name) is not None for f in fields(metadata))
+        filters = Needs.TEMPERATURE | Needs.TOP_K | Needs.TOP_P | Needs.MIN_P
+        assert plan.needs & filters == filters
         assert plan.create_edits is not None
         edits = plan.create_edits()
         num_rows = len(plan.logits_indices)
