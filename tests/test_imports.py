@@ -43,6 +43,21 @@ def test_the_offline_api_needs_neither_triton_nor_aiter() -> None:
     subprocess.run([sys.executable, "-c", program], cwd=ROOT, check=True)
 
 
+def test_a_start_does_without_the_compiler_of_torch(tiny_llama_dir: Path) -> None:
+    """And without transformers' models: both take longer than the rest of a start."""
+    program = """
+import sys
+from atom import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", kv_cache_memory="1MiB")
+assert llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=2))
+slow = ("torch._dynamo", "torch._inductor", "sympy", "triton", "xgrammar", "fastapi")
+print(*(name for name in (*slow, "transformers.models", "matplotlib") if name in sys.modules))
+"""
+    command = [sys.executable, "-c", program, str(tiny_llama_dir)]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert found.split() == []
+
+
 @pytest.mark.parametrize("path", FILES, ids=name_of)
 def test_parses_on_python_3_10(path: Path) -> None:
     ast.parse(path.read_text(encoding="utf-8"), feature_version=(3, 10))

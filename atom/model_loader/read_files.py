@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from atom.config import ConfigError
-from atom.models.config_file import check_regular, is_there, read_json
+from atom.models.config_file import check_regular, is_there, read_json, read_json_object
+from atom.models.hf_configs import is_built_in
 
 # Also what transformers opens when it reads a configuration and a tokenizer.
 _OPENED = (
@@ -22,6 +23,7 @@ _OPENED = (
 )
 # One of these is in every published tokenizer; tokenizer_config.json alone names only its class.
 _TOKENIZERS = ("tokenizer.json", "tokenizer.model", "tiktoken.model", "vocab.json", "vocab.txt")
+_PLAIN = ("TokenizersBackend", "PreTrainedTokenizerFast")
 _TEMPLATES = ("*.jinja", "additional_chat_templates/*.jinja")
 # Small JSON files that Python parses; too deep nesting would raise without naming the file.
 _PARSED = (
@@ -62,6 +64,21 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
             f"there, or name one with --tokenizer FOLDER_OR_HUB_ID"
         )
     try:
+        if _is_plain(folder):
+            return PreTrainedTokenizerFast.from_pretrained(folder)
+        # Reads the source of every model in transformers, so only for what needs it.
+        from transformers import AutoTokenizer
+
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each tokenizer class raises its own kinds
         raise ConfigError(f"no tokenizer could be loaded from {folder}: {error}") from error
+
+
+def _is_plain(folder: Path) -> bool:
+    """Whether tokenizer.json says all, and `AutoTokenizer` would come to the same class."""
+    files = [folder / name for name in ("tokenizer.json", "tokenizer_config.json", "config.json")]
+    if not all(is_there(path) for path in files):
+        return False
+    tokenizer, model = (read_json_object(path) for path in files[1:])
+    plain = tokenizer.get("tokenizer_class") in _PLAIN and "auto_map" not in tokenizer
+    return plain and is_built_in(model.get("model_type"))

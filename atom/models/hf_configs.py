@@ -1,16 +1,205 @@
-"""Configuration classes for model types that transformers does not have."""
+"""Configurations of the model types that have a model class here.
 
-from __future__ import annotations
+`AutoConfig` would read the same fields, but the module of any of transformers' own configurations
+imports torch's compiler, which takes longer than all else that a start does.
+"""
 
-from transformers import AutoConfig, DeepseekV3Config
+# No annotations from __future__: `strict` checks values against types, not against their names.
+import copy
+from typing import Any, ClassVar
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PretrainedConfig
 
 
-class KimiK2Config(DeepseekV3Config):  # type: ignore[misc]  # transformers is untyped here
+@strict
+class LlamaConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is untyped here
+    """Llama's fields; `head_dim` and `num_key_value_heads` follow from others when absent."""
+
+    model_type = "llama"
+
+    vocab_size: int = 32000
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if self.head_dim is None:
+            self.head_dim = self.hidden_size // self.num_attention_heads
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+
+@strict
+class Qwen3Config(PretrainedConfig):  # type: ignore[misc]
+    """Qwen3's fields; layers from `max_window_layers` on have a window, if one is used."""
+
+    model_type = "qwen3"
+
+    vocab_size: int = 151936
+    hidden_size: int = 4096
+    intermediate_size: int = 22016
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = 32
+    head_dim: int = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 32768
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool = False
+    use_sliding_window: bool = False
+    sliding_window: int | None = 4096
+    max_window_layers: int = 28
+    layer_types: list[str] | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        if not self.use_sliding_window:
+            self.sliding_window = None
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        if self.layer_types is None:
+            first = (
+                self.num_hidden_layers if self.sliding_window is None else self.max_window_layers
+            )
+            self.layer_types = [
+                "full_attention" if layer < first else "sliding_attention"
+                for layer in range(self.num_hidden_layers)
+            ]
+        super().__post_init__(**kwargs)
+
+
+@strict
+class DeepseekV2Config(PretrainedConfig):  # type: ignore[misc]
+    """DeepSeek-V2's fields; `head_dim` means the rotary dimensions."""
+
+    model_type = "deepseek_v2"
+    attribute_map: ClassVar[dict[str, str]] = {"num_experts": "n_routed_experts"}
+
+    vocab_size: int = 102400
+    hidden_size: int = 4096
+    intermediate_size: int = 11008
+    moe_intermediate_size: int = 1407
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 2048
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    attention_bias: bool = False
+    mlp_bias: bool = False
+    head_dim: int | None = None
+    first_k_dense_replace: int = 0
+    kv_lora_rank: int = 512
+    q_lora_rank: int | None = 1536
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int = 128
+    n_routed_experts: int = 64
+    n_shared_experts: int = 2
+    n_group: int | None = None
+    topk_group: int | None = None
+    topk_method: str | None = "greedy"
+    norm_topk_prob: bool | None = False
+    num_experts_per_tok: int | None = None
+    routed_scaling_factor: float = 1.0
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.head_dim = self.qk_rope_head_dim
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+
+@strict
+class DeepseekV3Config(PretrainedConfig):  # type: ignore[misc]
+    """DeepSeek-V3's fields; `head_dim` means the rotary dimensions."""
+
+    model_type = "deepseek_v3"
+    attribute_map: ClassVar[dict[str, str]] = {
+        "num_local_experts": "n_routed_experts",
+        "num_mtp_layers": "num_nextn_predict_layers",
+    }
+
+    vocab_size: int = 129280
+    hidden_size: int = 7168
+    intermediate_size: int = 18432
+    moe_intermediate_size: int = 2048
+    num_hidden_layers: int = 61
+    num_attention_heads: int = 128
+    num_key_value_heads: int | None = 128
+    hidden_act: str = "silu"
+    max_position_embeddings: int = 4096
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    rope_parameters: dict[str, Any] | None = None
+    rope_interleave: bool | None = True
+    attention_bias: bool = False
+    head_dim: int | None = None
+    first_k_dense_replace: int | None = 3
+    kv_lora_rank: int = 512
+    q_lora_rank: int | None = 1536
+    qk_nope_head_dim: int = 128
+    qk_rope_head_dim: int = 64
+    v_head_dim: int | None = 128
+    n_routed_experts: int = 256
+    n_shared_experts: int = 1
+    n_group: int | None = 8
+    topk_group: int | None = 4
+    norm_topk_prob: bool | None = True
+    num_experts_per_tok: int | None = 8
+    routed_scaling_factor: float = 2.5
+    num_nextn_predict_layers: int = 1
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        self.head_dim = self.qk_rope_head_dim
+        if self.num_key_value_heads is None:
+            self.num_key_value_heads = self.num_attention_heads
+        super().__post_init__(**kwargs)
+
+
+class KimiK2Config(DeepseekV3Config):
     """Kimi-K2's text model, which is DeepSeek-V3."""
 
     model_type = "kimi_k2"
 
 
+_CONFIGS: dict[str, type[PretrainedConfig]] = {
+    config.model_type: config
+    for config in (LlamaConfig, Qwen3Config, DeepseekV2Config, DeepseekV3Config, KimiK2Config)
+}
+
+
+def is_built_in(model_type: object) -> bool:
+    """Whether a configuration of this type is read without transformers' own classes."""
+    return isinstance(model_type, str) and model_type in _CONFIGS
+
+
+def built_in_config(raw: dict[str, Any]) -> PretrainedConfig:
+    """The configuration of a `config.json` whose type `is_built_in`.
+
+    Raises:
+        Exception: when a field has the wrong type, of the kinds that transformers raises.
+    """
+    return _CONFIGS[raw["model_type"]].from_dict(copy.deepcopy(raw))
+
+
 def register_model_types() -> None:
-    """Register them with `AutoConfig`; may be called repeatedly."""
+    """Let `AutoConfig` read the types that transformers lacks; may be called repeatedly."""
+    from transformers import AutoConfig
+
     AutoConfig.register(KimiK2Config.model_type, KimiK2Config, exist_ok=True)

@@ -1,0 +1,68 @@
+"""Configurations read here against transformers' own classes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig
+
+from atom.config import ConfigError, ModelOptions
+from atom.model_loader.source import resolve_model
+from atom.models.hf_configs import built_in_config, is_built_in
+
+YARN = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+SIZES = {"num_hidden_layers": 3, "hidden_size": 48, "num_attention_heads": 4, "dtype": "bfloat16"}
+WINDOW = {"use_sliding_window": True, "sliding_window": 16, "max_window_layers": 1}
+EXPERTS = {
+    "n_routed_experts": 8,
+    "qk_rope_head_dim": 8,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields"),
+    [
+        ("llama", {}),
+        ("llama", {**SIZES, "num_key_value_heads": 2, "rope_theta": 5e5}),
+        ("llama", {**SIZES, "head_dim": 16, "rope_scaling": YARN, "eos_token_id": [1, 2]}),
+        ("qwen3", {}),
+        ("qwen3", {**SIZES, **WINDOW, "rope_parameters": {"rope_theta": 1e6}}),
+        ("deepseek_v2", {}),
+        ("deepseek_v2", {**SIZES, **EXPERTS, "q_lora_rank": None, "rope_scaling": YARN}),
+        ("deepseek_v3", {}),
+        ("deepseek_v3", {**SIZES, **EXPERTS, "num_nextn_predict_layers": 2}),
+        ("deepseek_v3", {**SIZES, "num_mtp_layers": 0, "quantization_config": {"a": 1}}),
+    ],
+)
+def test_fields_are_those_of_transformers(
+    model_type: str, fields: dict[str, Any], tmp_path: Path
+) -> None:
+    raw = {"model_type": model_type, "architectures": ["A"], **fields}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    before = json.dumps(raw)
+
+    ours, theirs = built_in_config(raw), AutoConfig.from_pretrained(tmp_path)
+
+    assert json.dumps(raw) == before
+    # Theirs have defaults for training besides.
+    assert set(raw) - {"rope_scaling", "rope_theta", "num_mtp_layers"} <= set(ours.to_dict())
+    for name in ours.to_dict():
+        if name != "_name_or_path":
+            assert getattr(ours, name) == getattr(theirs, name), name
+
+
+def test_a_field_of_the_wrong_type_is_refused(tmp_path: Path) -> None:
+    raw = {"model_type": "llama", "architectures": ["LlamaForCausalLM"], "hidden_act": 3}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    with pytest.raises(ConfigError, match=r"config\.json of type llama: .*hidden_act"):
+        resolve_model(ModelOptions(str(tmp_path), load_format="dummy"))
+
+
+@pytest.mark.parametrize("model_type", ["kimi_k25", "mistral", None, ["llama"]])
+def test_other_types_are_left_to_transformers(model_type: object) -> None:
+    assert not is_built_in(model_type)
