@@ -67,7 +67,7 @@ def _find(path: str) -> Any:
 OPS: dict[str, tuple[Implementation, ...]] = {
     "linear": (
         _kernel("aiter.linear:linear", "aiter.linear:refuses"),
-        _kernel("native.linear:linear", "native.linear:refuses"),
+        _kernel("native.linear:linear"),
         _kernel("torch.linear:linear"),
     ),
     "quant_linear": (
@@ -78,7 +78,6 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         ),
         _kernel(
             "native.quant:quant_linear",
-            "native.linear:refuses",
             prepare="torch.quant:prepare_linear",
             dequantises=True,
         ),
@@ -92,7 +91,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     # aiter's product rounds to the type of the weights first for shapes that it has not tuned.
     "logits": (
-        _kernel("native.linear:logits", "native.linear:refuses"),
+        _kernel("native.linear:logits"),
         _kernel("torch.linear:logits"),
     ),
     "rms_norm": (

@@ -3,39 +3,21 @@
 from __future__ import annotations
 
 import torch
-import torch.nn.functional as F
 
-from atom.model_ops.kernels.native.bindings import (
-    Kernels,
-    constant,
-    mismatch,
-    num_threads,
-    rows_apart,
-)
-from atom.model_ops.registry import OpQuery
+from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads, rows_apart
 
-# From this many rows on, torch is faster on processors with AMX.
-_AMX_FROM_ROWS = 64
 _linear = Kernels("linear", "4P5q")
 _logits = Kernels("logits", "4P5q")
-
-
-def refuses(query: OpQuery) -> str | None:
-    size = query.shape["in_features"]
-    return f"in_features={size} is no multiple of 32" if size % 32 else None
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """x [M, K], weight [N, K], bias [N] -> x @ weight.T + bias, [M, N].
 
-    Accumulates in float32 and rounds once. Results do not depend on M, except on processors with
-    AMX, where many bfloat16 rows are computed by torch.
+    Accumulates in float32 and rounds once. A row's result has the same bits for every M.
 
     Raises:
         ValueError: when shapes or data types differ.
     """
-    if x.shape[0] >= _AMX_FROM_ROWS and x.dtype is torch.bfloat16 and constant("has_amx"):
-        return F.linear(x, weight, bias)
     return _multiply(_linear, x, weight, bias, x.dtype)
 
 

@@ -64,26 +64,44 @@ ATOM_INLINE void multiply_add(vfloat (&acc)[R * G], const bfloat16* const (&w)[R
 }
 #endif
 
-// sums[g * R + r] = w[r] . x[g] over `count` elements, a multiple of kDotStep.
+// One step of all sums, kDotStep elements of each row.
+template <class T, int R, int G>
+ATOM_INLINE void dot_step(vfloat (&acc)[R * G], const T* const (&w)[R], int64_t k,
+                          const Packed<T>* x, int64_t x_stride) {
+  if constexpr (std::is_same_v<T, Packed<T>> && !std::is_same_v<T, float>) {
+    multiply_add<R, G>(acc, w, k, x, x_stride);
+  } else {
+    vfloat part[R];
+    ATOM_UNROLL for (int r = 0; r < R; ++r) part[r] = load_first(w[r] + k);
+    multiply_add<R, G>(acc, part, x, x_stride);
+    ATOM_UNROLL for (int r = 0; r < R; ++r) part[r] = load_second(w[r] + k);
+    multiply_add<R, G>(acc, part, x + kLanes, x_stride);
+  }
+}
+
+// sums[g * R + r] = w[r] . x[g] over `count` elements; those of x are followed by zeros up to a
+// multiple of kDotStep.
 // `ahead`: bytes from what is read to what is fetched from memory meanwhile; 0 fetches nothing.
 template <class T, int R, int G>
 ATOM_INLINE void dot_tile(const T* const (&w)[R], const Packed<T>* x, int64_t x_stride,
                           int64_t count, int64_t ahead, float (&sums)[R * G]) {
   vfloat acc[R * G] = {};
-  for (int64_t k = 0; k < count; k += kDotStep) {
+  int64_t k = 0;
+  for (; k + kDotStep <= count; k += kDotStep) {
     if (ahead != 0) {
       ATOM_UNROLL for (int r = 0; r < R; ++r)
           __builtin_prefetch(reinterpret_cast<const char*>(w[r] + k) + ahead);
     }
-    if constexpr (std::is_same_v<T, Packed<T>> && !std::is_same_v<T, float>) {
-      multiply_add<R, G>(acc, w, k, x + k, x_stride);
-    } else {
-      vfloat part[R];
-      ATOM_UNROLL for (int r = 0; r < R; ++r) part[r] = load_first(w[r] + k);
-      multiply_add<R, G>(acc, part, x + k, x_stride);
-      ATOM_UNROLL for (int r = 0; r < R; ++r) part[r] = load_second(w[r] + k);
-      multiply_add<R, G>(acc, part, x + k + kLanes, x_stride);
+    dot_step<T, R, G>(acc, w, k, x + k, x_stride);
+  }
+  if (k < count) {
+    T rest[R][kDotStep] = {};
+    const T* rows[R];
+    ATOM_UNROLL for (int r = 0; r < R; ++r) {
+      std::memcpy(rest[r], w[r] + k, (count - k) * sizeof(T));
+      rows[r] = rest[r];
     }
+    dot_step<T, R, G>(acc, rows, 0, x + k, x_stride);
   }
   // Four sums or more are worth the shuffles of eight.
   constexpr int tile = R * G, wide = (tile + 4) / 8 * 8;

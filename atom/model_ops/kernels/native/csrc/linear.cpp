@@ -3,8 +3,7 @@
 
 #define ATOM_LINEAR(name, type)                                          \
   ATOM_EXPORT int64_t atom_linear_##name(const atom::LinearArgs* args) { \
-    atom::linear<type>(*args);                                           \
-    return 0;                                                            \
+    return atom::linear<type>(*args);                                    \
   }
 
 ATOM_LINEAR(float32, float)

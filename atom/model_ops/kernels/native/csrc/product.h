@@ -1,0 +1,154 @@
+// Products of activation rows with the rows of a weight matrix, in float32.
+//
+// A product packs activations once and then multiplies them, a chunk of rows at a time, with panels
+// of weight rows. A sum has the same bits whatever rows, panels and threads it is computed with.
+//
+//     with_product<T>(rows, size, [&](const auto& product) {
+//       product.pack(x, stride, 0, rows, packed);  // packed_bytes() of memory
+//       typename std::decay_t<decltype(product)>::Session session(product);
+//       multiply(product, packed, weight, begin, end, [&](m, count, n, outs, sums) { ... });
+//     });
+#pragma once
+
+#include <algorithm>
+
+#include "dot.h"
+
+namespace atom {
+
+// Weight rows that are multiplied together, and the stride of their sums.
+constexpr int64_t kPanel = 32;
+
+// Brings a chunk's share of the panel behind this one from memory.
+template <class T>
+ATOM_INLINE void fetch_next_panel(const T* weight, int64_t size, int64_t first, int64_t count,
+                                  int64_t rows) {
+  const int64_t bytes = kPanel * size * int64_t(sizeof(T));
+  const char* next = reinterpret_cast<const char*>(weight) + bytes;
+  for (int64_t i = bytes * first / rows; i < bytes * (first + count) / rows; i += 64) {
+    __builtin_prefetch(next + i, 0, 2);
+  }
+}
+
+}  // namespace atom
+
+#include "product_tiles.h"
+
+namespace atom {
+
+// By vectors of the processor's width.
+template <class T>
+class VectorProduct {
+ public:
+  using Weight = T;
+
+  // Rows are packed in multiples of these.
+  static constexpr int64_t kPackRows = 1;
+  // Rows that `multiply` takes at most.
+  static constexpr int64_t kMostChunk = kTileRows;
+  // Packed activations that stay within a second-level cache, and their number.
+  static constexpr int64_t kBlockBytes = 256 * 1024;
+  static constexpr int64_t kMostBlockRows = 20 * kTileRows;
+
+  VectorProduct(int64_t rows, int64_t size)
+      : rows_(rows), size_(size), stride_((size + kDotStep - 1) / kDotStep * kDotStep) {}
+
+  int64_t packed_bytes() const { return rows_ * stride_ * int64_t(sizeof(Packed<T>)); }
+
+  // Rows first to last, `stride` elements apart from x on.
+  void pack(const T* x, int64_t stride, int64_t first, int64_t last, void* packed) const {
+    auto* out = static_cast<Packed<T>*>(packed);
+    const int64_t whole = size_ / kDotStep * kDotStep;
+    for (int64_t m = first; m < last; ++m) {
+      atom::pack(x + m * stride, out + m * stride_, whole);
+      if (whole == size_) continue;
+      T rest[kDotStep] = {};
+      std::memcpy(rest, x + m * stride + whole, (size_ - whole) * sizeof(T));
+      atom::pack(rest, out + m * stride_ + whole, kDotStep);
+    }
+  }
+
+  struct Session {
+    explicit Session(const VectorProduct&) {}
+  };
+
+  template <class Visit>
+  void for_chunks(const Visit& visit) const {
+    for_row_groups(rows_, [&](auto count, int64_t first) { visit(first, int64_t{count}); });
+  }
+
+  void multiply(const void* packed, int64_t first, int64_t count, const T* weight, int64_t outs,
+                float* sums) const {
+    const auto* x = static_cast<const Packed<T>*>(packed) + first * stride_;
+    // One chunk of rows passes too fast for that: it fetches just ahead of itself.
+    if (rows_ > kTileRows) fetch_next_panel(weight, size_, first, count, rows_);
+    for_row_groups(count, [&](auto rows, int64_t) { panel<decltype(rows)::value>(x, weight, outs, sums); });
+  }
+
+ private:
+  // Bytes between reading and prefetching a weight row: far enough to hide memory, near
+  // enough to stay in the first-level cache.
+  static constexpr int64_t kAheadBytes = 2048;
+
+  // One row of weights at a time streams fastest from memory; several at a time load fewer
+  // activations, which counts once the processor rather than memory is the limit.
+  static constexpr int64_t kOneWeightRowUpTo = 2;
+#if defined(__AVX512F__) || defined(__aarch64__)
+  static constexpr int64_t kTwoWeightRowsUpTo = 16;
+#else
+  static constexpr int64_t kTwoWeightRowsUpTo = std::numeric_limits<int64_t>::max();  // 16 registers
+#endif
+
+  template <int G>
+  void panel(const Packed<T>* x, const T* weight, int64_t outs, float* sums) const {
+    int64_t n = 0;
+    if (rows_ > kTwoWeightRowsUpTo) {
+      for (; n + 4 <= outs; n += 4) tile<4, G>(x, weight + n * size_, sums + n);
+    }
+    if (rows_ > kOneWeightRowUpTo) {
+      for (; n + 2 <= outs; n += 2) tile<2, G>(x, weight + n * size_, sums + n);
+    }
+    for (; n < outs; ++n) tile<1, G>(x, weight + n * size_, sums + n);
+  }
+
+  template <int R, int G>
+  ATOM_INLINE void tile(const Packed<T>* x, const T* weight, float* sums) const {
+    const T* w[R];
+    for (int r = 0; r < R; ++r) w[r] = weight + r * size_;
+    float found[R * G];
+    dot_tile<T, R, G>(w, x, stride_, size_, rows_ > kTileRows ? 0 : kAheadBytes * R, found);
+    ATOM_UNROLL for (int g = 0; g < G; ++g)
+        std::memcpy(sums + g * kPanel, found + g * R, sizeof(float) * R);
+  }
+
+  int64_t rows_, size_, stride_;
+};
+
+// Calls `use(product)` with the product that this processor has for T.
+template <class T, class Use>
+void with_product(int64_t rows, int64_t size, const Use& use) {
+#if defined(ATOM_AMX)
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    if (amx::is_permitted()) return use(TileProduct(rows, size));
+  }
+#endif
+  use(VectorProduct<T>(rows, size));
+}
+
+// All rows times weight rows begin to end. Calls `store(m, count, n, outs, sums)` for rows m to
+// m + count and weight rows n to n + outs: sums[i * kPanel + r] is that of row m + i with n + r.
+template <class Product, class Store>
+ATOM_INLINE void multiply(const Product& product, const void* packed,
+                          const typename Product::Weight* weight, int64_t size, int64_t begin,
+                          int64_t end, const Store& store) {
+  alignas(64) float sums[Product::kMostChunk * kPanel];
+  for (int64_t n = begin; n < end; n += kPanel) {
+    const int64_t outs = std::min(kPanel, end - n);
+    product.for_chunks([&](int64_t m, int64_t count) {
+      product.multiply(packed, m, count, weight + n * size, outs, sums);
+      store(m, count, n, outs, sums);
+    });
+  }
+}
+
+}  // namespace atom
