@@ -76,8 +76,18 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "aiter.quant_linear:refuses",
             prepare="aiter.quant_linear:prepare_linear",
         ),
+        # Of two with the same name, the first supported one is used: codes stay as they are if possible.
         _kernel(
             "native.quant:quant_linear",
+<<<<<<< HEAD
+=======
+            "native.quant_pack:refuses",
+            prepare="native.quant_pack:prepare",
+        ),
+        _kernel(
+            "native.quant:dense_linear",
+            "native.linear:refuses",
+>>>>>>> h-int
             prepare="torch.quant:prepare_linear",
             dequantises=True,
         ),
@@ -93,6 +103,19 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "logits": (
         _kernel("native.linear:logits"),
         _kernel("torch.linear:logits"),
+    ),
+    "quant_logits": (
+        _kernel(
+            "native.quant:quant_logits",
+            "native.quant_pack:refuses",
+            prepare="native.quant_pack:prepare",
+        ),
+        _kernel(
+            "native.quant:dense_logits",
+            prepare="torch.quant:prepare_linear",
+            dequantises=True,
+        ),
+        _kernel("torch.quant:quant_logits", prepare="torch.quant:prepare_linear", dequantises=True),
     ),
     "rms_norm": (
         _kernel("aiter.elementwise:rms_norm", "aiter.elementwise:refuses_norm"),

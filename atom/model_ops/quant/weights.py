@@ -1,25 +1,33 @@
 """Quantised weights as the ops get them, whatever the checkpoint's format.
 
     W[o, i] = (q[o, i] - z[o, i // columns]) * scale[o // rows, i // columns] * row_scale[o]
+              + offset[o, i // columns]
 
-A format has the factors that it needs. Scales of a whole tensor are expanded to `row_scale`, so
-that matrices with different ones can be stacked.
+A format has the terms that it needs. Scales of a whole tensor are expanded to `row_scale`, so that
+matrices with different ones can be stacked. Where scales have scales, `scale` and `offset` stand
+for `scale * super_scale[o, i // super_columns]` and `offset * super_offset[o, i // super_columns]`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields, is_dataclass, replace
+from fractions import Fraction
 from typing import Literal
 
 import torch
 
-Codes = Literal["int4", "int8", "fp8", "fp4"]
-ScaleType = Literal["float", "e8m0", "e4m3"]
+Codes = Literal["int4", "int6", "int8", "fp8", "fp4"]
+ScaleType = Literal["float", "e8m0", "e4m3", "int8"]
 
 # e2m1: bit 3 is the sign.
 FP4_VALUES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-# int4 codes are stored without a sign; this one stands for zero if there are no zero points.
+# int4 and int6 codes are stored without a sign; these stand for zero if there are neither zero
+# points nor offsets.
 INT4_ZERO = 8
+INT6_ZERO = 32
+_IMPLICIT_ZEROS: Mapping[str, int] = {"int4": INT4_ZERO, "int6": INT6_ZERO}
+_CODES_PER_BYTE = {"int4": Fraction(2), "fp4": Fraction(2), "int6": Fraction(4, 3)}
 
 
 @dataclass(frozen=True)
@@ -53,12 +61,17 @@ class WeightFormat:
     """How quantised weights are stored and multiplied.
 
     Attributes:
-        codes: `int4` and `fp4` are two to a byte.
+        codes: `int4` and `fp4` are two to a byte, `int6` four to three bytes.
         rows, columns: block of weights that shares one `scale`; 0, 0 without such scales.
-        scale_type: `e8m0` bytes b are 2^(b - 127), `e4m3` is float8_e4m3fn.
+        scale_type: `e8m0` bytes b are 2^(b - 127), `e4m3` is float8_e4m3fn, `int8` numbers have
+            scales themselves.
         has_zeros: whether there are zero points (of integers).
         has_row_scale: whether there is one scale per output.
         activations: None if inputs are not quantised.
+        has_offsets: whether there is an offset for each group of inputs; `rows` is 1. Codes of
+            integers then count from 0.
+        super_columns: inputs that share a scale of their `int8` scales, and of their offsets; 0
+            without such scales.
     """
 
     codes: Codes
@@ -68,10 +81,28 @@ class WeightFormat:
     has_zeros: bool = False
     has_row_scale: bool = False
     activations: Activations | None = None
+    has_offsets: bool = False
+    super_columns: int = 0
 
     def __post_init__(self) -> None:
         if self.has_zeros and not self.columns:
             raise ValueError("zero points belong to groups of inputs: `columns` is missing")
+        if self.has_offsets and (self.rows != 1 or self.has_zeros or self.has_row_scale):
+            raise ValueError("offsets belong to groups of inputs with one scale and no zero point")
+        if (self.scale_type == "int8") != bool(self.super_columns):
+            raise ValueError("int8 scales have scales, and only they: `super_columns`")
+        if self.super_columns and (self.rows != 1 or self.super_columns % self.columns):
+            raise ValueError("scales that share a scale belong to whole groups of inputs")
+
+    @property
+    def codes_per_byte(self) -> Fraction:
+        """Four thirds for `int6`."""
+        return _CODES_PER_BYTE.get(self.codes, Fraction(1))
+
+    @property
+    def zero(self) -> int:
+        """The code that stands for zero if there are no zero points."""
+        return 0 if self.has_offsets else _IMPLICIT_ZEROS.get(self.codes, 0)
 
     @property
     def has_input_scale(self) -> bool:
@@ -82,10 +113,14 @@ class WeightFormat:
     def __str__(self) -> str:
         block = f" group {self.columns}" if self.rows == 1 else f" block {self.rows}x{self.columns}"
         parts = [self.codes + (block if self.columns else " channel")]
-        if self.scale_type != "float":
+        if self.super_columns:
+            parts.append(f"of {self.super_columns}")
+        elif self.scale_type != "float":
             parts.append(self.scale_type)
         if self.has_zeros:
             parts.append("with zeros")
+        if self.has_offsets:
+            parts.append("with offsets")
         parts.append("weight-only" if self.activations is None else f"x {self.activations}")
         return " ".join(parts)
 
@@ -96,14 +131,19 @@ class QuantWeights:
 
     Attributes:
         codes: int8 or float8_e4m3fn [out, in]; int4 and fp4: uint8 [out, in / 2], element 2j in the
-            low four bits of byte j. int4 codes are 0..15.
+            low four bits of byte j. int4 codes are 0..15. int6: uint8 [out, 3 * in / 4] of values
+            0..63; of each row first the low four bits, as int4, in in / 2 bytes, then the high two
+            bits, element 4j in the lowest bits of byte j.
         scale: [ceil(out / rows), ceil(in / columns)], float16, bfloat16 or float32; uint8 for
-            `e8m0`, float8_e4m3fn for `e4m3`.
+            `e8m0`, float8_e4m3fn for `e4m3`, int8.
         zeros: [out, ceil(in / columns)]: uint8 of 0..16 for int4, int8 for int8; float16 if they
             lie between codes.
         row_scale: float32 [out].
         input_scale: float32 [], for static and `e4m3` activation scales.
         column_order: int64 [in]; the product is of `x[..., column_order]` and these columns.
+        offset: [out, ceil(in / columns)], of the dtype of `scale`.
+        super_scale, super_offset: float16 [out, ceil(in / super_columns)]; the latter if there are
+            offsets.
     """
 
     format: WeightFormat
@@ -113,12 +153,15 @@ class QuantWeights:
     row_scale: torch.Tensor | None = None
     input_scale: torch.Tensor | None = None
     column_order: torch.Tensor | None = None
+    offset: torch.Tensor | None = None
+    super_scale: torch.Tensor | None = None
+    super_offset: torch.Tensor | None = None
 
     @property
     def shape(self) -> tuple[int, int]:
         """out, in of one matrix."""
         out, stored = self.codes.shape[-2:]
-        return out, stored * (2 if self.format.codes in ("int4", "fp4") else 1)
+        return out, int(stored * self.format.codes_per_byte)
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """The tensors that there are, by name."""
@@ -137,13 +180,17 @@ class QuantWeights:
             scale=cut(self.scale),
             zeros=cut(self.zeros),
             row_scale=cut(self.row_scale),
+            offset=cut(self.offset),
+            super_scale=cut(self.super_scale),
+            super_offset=cut(self.super_offset),
         )
 
 
 def dequantise(weights: QuantWeights, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     """The matrix [..., out, in], rounded once to `dtype`; columns in the order of the inputs.
 
-    The products are computed in float32, or in float64 if that is asked for.
+    The products are computed in float32, or in float64 if that is asked for. Scales are multiplied
+    with their scales first, as in GGUF.
     """
     wide = torch.float64 if dtype is torch.float64 else torch.float32
     values = _code_values(weights, wide)
@@ -151,13 +198,17 @@ def dequantise(weights: QuantWeights, dtype: torch.dtype = torch.float32) -> tor
     form = weights.format
     if weights.zeros is not None:
         values = values - _spread(weights.zeros.to(wide), 1, form.columns, out, columns)
-    elif form.codes == "int4":
-        values = values - INT4_ZERO
+    elif form.zero:
+        values = values - form.zero
     if weights.scale is not None:
         scale = scale_values(weights.scale, form.scale_type, wide)
+        scale = _scaled(scale, weights.super_scale, form)
         values = values * _spread(scale, form.rows, form.columns, out, columns)
     if weights.row_scale is not None:
         values = values * weights.row_scale.to(wide)[..., None]
+    if weights.offset is not None:
+        offset = _scaled(weights.offset.to(wide), weights.super_offset, form)
+        values = values + _spread(offset, 1, form.columns, out, columns)
     if weights.column_order is not None:
         values = values[..., weights.column_order.argsort()]
     return values.to(dtype)
@@ -193,14 +244,39 @@ def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
     return codes[..., ::2] | (codes[..., 1::2] << 4)
 
 
+def unpack_int6(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., 3n] as `QuantWeights` has int6 codes -> uint8 [..., 4n] of values 0..63."""
+    middle = packed.shape[-1] // 3 * 2
+    low, high = packed[..., :middle], packed[..., middle:]
+    pairs = torch.stack([(high >> shift) & 3 for shift in (0, 2, 4, 6)], dim=-1)
+    return unpack_nibbles(low) | (pairs.flatten(-2) << 4)
+
+
+def pack_int6(codes: torch.Tensor) -> torch.Tensor:
+    """uint8 [..., 4n] of values 0..63 -> uint8 [..., 3n]."""
+    high = codes >> 4
+    high = high[..., ::4] | (high[..., 1::4] << 2) | (high[..., 2::4] << 4) | (high[..., 3::4] << 6)
+    return torch.cat((pack_nibbles(codes & 15), high), dim=-1)
+
+
 def _code_values(weights: QuantWeights, dtype: torch.dtype) -> torch.Tensor:
     codes = weights.codes
     if weights.format.codes == "int4":
         return unpack_nibbles(codes).to(dtype)
+    if weights.format.codes == "int6":
+        return unpack_int6(codes).to(dtype)
     if weights.format.codes == "fp4":
         positive = torch.tensor(FP4_VALUES, dtype=dtype, device=codes.device)
         return torch.cat((positive, -positive))[unpack_nibbles(codes).long()]
     return codes.to(dtype)
+
+
+def _scaled(numbers: torch.Tensor, scale: torch.Tensor | None, form: WeightFormat) -> torch.Tensor:
+    """Numbers [..., out, groups], times their scales if there are any."""
+    if scale is None:
+        return numbers
+    wide = scale.to(numbers.dtype).repeat_interleave(form.super_columns // form.columns, dim=-1)
+    return numbers * wide[..., : numbers.shape[-1]]
 
 
 def _spread(blocks: torch.Tensor, rows: int, columns: int, out: int, size: int) -> torch.Tensor:

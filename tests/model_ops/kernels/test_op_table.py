@@ -9,7 +9,7 @@ import torch
 from fake_aiter import FakeAiter
 
 from atom.model_ops.kernels.aiter import probe
-from atom.model_ops.kernels.aiter.quant import FP8_CHANNEL
+from atom.model_ops.kernels.aiter.quant import FP8_CHANNEL, INT8_CHANNEL
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import PLAIN, Implementation, OpQuery
@@ -44,8 +44,7 @@ SIZES = {
 }
 
 
-# A format that every implementation of an op on quantised weights takes.
-FORMATS = dict.fromkeys(("quant_linear", "quant_experts"), FP8_CHANNEL)
+QUANTISED = ("quant_linear", "quant_experts", "quant_logits")
 
 
 @pytest.mark.parametrize(
@@ -59,8 +58,12 @@ def test_every_line_of_the_table_answers_and_resolves(op: str, entry: Implementa
     platforms = {"aiter": MI300X, "gluon": MI300X, "native": cpu_platform()}
     platform = platforms.get(entry.name, current_platform())
     dtype = torch.float32 if op == "moe_route" else torch.bfloat16
+    weights = None
+    if op in QUANTISED:  # native kernels multiply codes of integers
+        is_packed = entry.name == "native" and not entry.dequantises
+        weights = INT8_CHANNEL if is_packed else FP8_CHANNEL
     with probe.replaced(FakeAiter().library):
-        reason = entry.supports(OpQuery(platform, dtype, SIZES, torch.bfloat16, FORMATS.get(op)))
+        reason = entry.supports(OpQuery(platform, dtype, SIZES, torch.bfloat16, weights))
     [reference] = [other for other in OPS[op] if other.name == "torch"]
     parameters = inspect.signature(entry.load()).parameters
     assert list(parameters) == list(inspect.signature(reference.load()).parameters)

@@ -1,13 +1,76 @@
-"""Products with quantised weights, which are dequantised once, when they are loaded."""
+"""Products with packed quantised weights, and with those that are dequantised when loaded."""
 
 from __future__ import annotations
 
 import torch
 
-from atom.model_ops.kernels.native.linear import linear
+from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads, rows_apart
+from atom.model_ops.kernels.native.linear import linear, logits
+from atom.model_ops.kernels.native.quant_pack import PackedWeights
 from atom.model_ops.kernels.torch.quant import DenseWeights
 
+_linear = Kernels("quant_linear", "9P14qdq")
+_logits = Kernels("quant_logits", "9P14qdq")
 
-def quant_linear(x: torch.Tensor, weights: DenseWeights, bias: torch.Tensor | None) -> torch.Tensor:
-    """x [M, in] -> [M, out]."""
+
+def quant_linear(
+    x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None
+) -> torch.Tensor:
+    """x [M, in] -> [M, out].
+
+    Codes are multiplied with codes where the format quantises inputs, else with float32 numbers;
+    sums of groups are float32. A row's result has the same bits for every M.
+
+    Raises:
+        ValueError: when shapes or data types differ.
+    """
+    return _multiply(_linear, x, weights, bias, x.dtype)
+
+
+def quant_logits(x: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
+    """x [R, in] -> [R, out] float32: the sums of `quant_linear` as they are.
+
+    Raises:
+        ValueError: when shapes differ.
+    """
+    return _multiply(_logits, x, weights, None, torch.float32)
+
+
+def dense_linear(x: torch.Tensor, weights: DenseWeights, bias: torch.Tensor | None) -> torch.Tensor:
+    """x [M, in] -> [M, out], of dequantised weights."""
     return linear(weights.round_inputs(x), weights.weight, bias)
+
+
+def dense_logits(x: torch.Tensor, weights: DenseWeights) -> torch.Tensor:
+    """x [R, in] -> [R, out] float32, of dequantised weights."""
+    return logits(weights.round_inputs(x), weights.weight)
+
+
+def _multiply(
+    kernels: Kernels,
+    x: torch.Tensor,
+    weights: PackedWeights,
+    bias: torch.Tensor | None,
+    out_dtype: torch.dtype,
+) -> torch.Tensor:
+    rows, size = x.shape
+    outs = weights.out_features
+    if size != weights.in_features:
+        raise mismatch(kernels.op, x=x, codes=weights.codes)
+    if bias is not None and (bias.numel() != outs or bias.dtype is not x.dtype):
+        raise mismatch(kernels.op, x=x, bias=bias)
+    x, stride = rows_apart(x)
+    out = x.new_empty(rows, outs, dtype=out_dtype)
+    kernels(
+        x.dtype,
+        x.data_ptr(),
+        *weights.addresses(),
+        0 if bias is None else bias.data_ptr(),
+        out.data_ptr(),
+        rows,
+        stride,
+        *weights.sizes,
+        weights.fixed_scale,
+        num_threads(),
+    )
+    return out

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from atom.model_ops.kernels.torch.elementwise import silu_and_mul
-from atom.model_ops.kernels.torch.linear import linear
+from atom.model_ops.kernels.torch.linear import linear, logits
 from atom.model_ops.kernels.torch.moe import sum_experts
 from atom.model_ops.kernels.torch.quantise import requantise
 from atom.model_ops.quant.weights import Activations, QuantWeights, dequantise
@@ -63,6 +63,11 @@ def _dense_experts(weights: QuantWeights, dtype: torch.dtype) -> DenseWeights:
 def quant_linear(x: torch.Tensor, weights: DenseWeights, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., in] -> [..., out]."""
     return linear(weights.round_inputs(x), weights.weight, bias)
+
+
+def quant_logits(x: torch.Tensor, weights: DenseWeights) -> torch.Tensor:
+    """x [R, in] -> [R, out] float32: the sums of `quant_linear` as they are."""
+    return logits(weights.round_inputs(x), weights.weight)
 
 
 def quant_experts(

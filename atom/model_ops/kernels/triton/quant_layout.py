@@ -123,6 +123,8 @@ def refuses_tiles(
     form: WeightFormat, rows: int | None, inputs: int | None, platform: Platform
 ) -> str | None:
     """Why no tile of these weights can be read, or None."""
+    if form.has_offsets or form.super_columns or form.codes == "int6":
+        return f"kernels do not read {form}: int6 codes, offsets, or scales that have scales"
     whole = inputs is not None and form.columns >= inputs
     aligned = form.columns % PART == 0 or (form.columns >= 16 and PART % form.columns == 0)
     if form.columns and not whole and not aligned:

@@ -1,0 +1,161 @@
+// Linear layers and logits with quantised weights.
+#include <algorithm>
+
+#include "parallel.h"
+#include "quant_codes.h"
+#include "quant_rows.h"
+#include "quant_tiles.h"
+
+namespace atom {
+namespace {
+
+struct QuantLinearArgs {
+  const void* x;                // [rows, in_features], rows `x_stride` elements apart
+  const uint8_t* codes;         // as in QuantMatrix
+  const void* scale;
+  const void* shift;
+  const float16* super_scale;
+  const float16* super_offset;
+  const int32_t* order;         // as in QuantInputs
+  const void* bias;             // [outs] of the type of x, or null
+  void* out;                    // [rows, outs]
+  int64_t rows, x_stride, in_features, inputs, outs;
+  int64_t bits, middle, group, super_group;
+  Number scale_type, shift_type;
+  int64_t has_offsets, span, input_group;
+  double fixed_scale;
+  int64_t threads;
+};
+
+// Below this many multiplications one thread is done before others have woken up.
+constexpr int64_t kSerialWork = 1 << 16;
+// Up to so many rows each thread packs them for itself.
+constexpr int64_t kPackAlone = 2;
+// Rows of inputs that pass by all weights before the next ones do.
+constexpr int64_t kBlockRows = 256;
+// From so many rows on tiles are faster.
+constexpr int64_t kTilesFrom = 12;
+constexpr int64_t kTaskBytes = 16 * 1024;
+
+int64_t groups_of(int64_t inputs, int64_t group) {
+  return group == 0 ? 0 : (inputs + group - 1) / group;
+}
+
+QuantMatrix matrix_of(const QuantLinearArgs& a) {
+  return {a.codes,      a.scale,      a.shift,     a.super_scale, a.super_offset,
+          a.bits,       a.inputs,     a.outs,      a.middle,      a.group,
+          groups_of(a.in_features, a.group),      a.super_group, groups_of(a.in_features, a.super_group),
+          a.scale_type, a.shift_type, a.has_offsets};
+}
+
+template <class T, class Out>
+class Product {
+ public:
+  explicit Product(const QuantLinearArgs& a)
+      : a_(a), w_(matrix_of(a)),
+        with_tiles_(a.rows >= kTilesFrom && (a.input_group != 0 || std::is_same_v<T, bfloat16>) &&
+                    has_tiles()),
+        inputs_{a.x,           a.order,       a.x_stride,    a.in_features, a.inputs, a.span,
+                a.input_group, a.fixed_scale, with_tiles_} {}
+
+  void run() {
+    const bool serial = a_.rows * a_.inputs * a_.outs < kSerialWork;
+    threads_ = serial ? 1 : a_.threads;
+    if (a_.rows <= kPackAlone) return multiply(0, a_.rows, nullptr);
+    static thread_local Scratch scratch;
+    const int64_t most = std::min(kBlockRows, (a_.rows + kTileSide - 1) / kTileSide * kTileSide);
+    auto* packed = scratch.get<uint8_t>(packed_bytes(most));
+    for (int64_t first = 0; first < a_.rows; first += kBlockRows) {
+      const int64_t rows = std::min(kBlockRows, a_.rows - first);
+      run_shares(rows, threads_, [&](int64_t begin, int64_t end) {
+        for (int64_t row = begin; row < end; ++row) pack(first, row, most, packed);
+      });
+      multiply(first, rows, packed);
+    }
+  }
+
+ private:
+  int64_t packed_bytes(int64_t rows) const {
+    return rows * (inputs_.row_bytes() + inputs_.spans() * int64_t(sizeof(Span)));
+  }
+  Span* spans(uint8_t* packed, int64_t rows) const {
+    return reinterpret_cast<Span*>(packed + rows * inputs_.row_bytes());
+  }
+  void pack(int64_t first, int64_t row, int64_t rows, uint8_t* packed) const {
+    pack_row<T>(inputs_, first + row, packed + row * inputs_.row_bytes(),
+                spans(packed, rows) + row * inputs_.spans());
+  }
+
+  // packed: the rows, in a block as for kBlockRows of them, or null.
+  void multiply(int64_t first, int64_t rows, uint8_t* shared) const {
+    const int64_t panels = w_.panels(), together = std::max<int64_t>(
+        with_tiles_ ? 2 : 1, kTaskBytes / std::max<int64_t>(1, w_.panel_bytes()) / 2 * 2);
+    const int64_t most =
+        shared == nullptr ? rows : std::min(kBlockRows, (a_.rows + kTileSide - 1) / kTileSide * kTileSide);
+    run_tasks((panels + together - 1) / together, threads_, [&](TaskQueue::Hand& hand) {
+      static thread_local Scratch alone, sums;
+      uint8_t* packed = shared;
+      if (packed == nullptr) {
+        packed = alone.get<uint8_t>(packed_bytes(most));
+        for (int64_t row = 0; row < rows; ++row) pack(first, row, most, packed);
+      }
+      const QuantRows x = inputs_.rows(packed, spans(packed, most));
+      float* panel_sums = sums.get<float>(rows * 2 * kLanes);
+      if (with_tiles_) begin_tiles(x);
+      for (int64_t task; hand.take(task);) {
+        const int64_t end = std::min((task + 1) * together, panels);
+        for (int64_t panel = task * together; panel < end;) {
+          if (with_tiles_) {
+            multiply_two_panels(w_, panel, x, rows, panel_sums);
+            finish(first, rows, panel, std::min<int64_t>(2, end - panel), 2, panel_sums);
+            panel += 2;
+          } else {
+            multiply_panel(w_, panel, x, 0, rows, panel_sums);
+            finish(first, rows, panel, 1, 1, panel_sums);
+            panel += 1;
+          }
+        }
+      }
+      if (with_tiles_) end_tiles();
+    });
+  }
+
+  // Stores `count` panels of sums, which lie [rows, apart, kLanes].
+  void finish(int64_t first, int64_t rows, int64_t panel, int64_t count, int64_t apart,
+              const float* sums) const {
+    for (int64_t i = 0; i < count; ++i) {
+      const int64_t n = (panel + i) * kLanes, left = a_.outs - n;
+      const vfloat bias =
+          a_.bias == nullptr ? vfloat{} : load_some(static_cast<const T*>(a_.bias) + n, left);
+      for (int64_t m = 0; m < rows; ++m) {
+        store_some(static_cast<Out*>(a_.out) + (first + m) * a_.outs + n,
+                   load(sums + (m * apart + i) * kLanes) + bias, left);
+      }
+    }
+  }
+
+  const QuantLinearArgs& a_;
+  const QuantMatrix w_;
+  const bool with_tiles_;
+  const QuantInputs inputs_;
+  int64_t threads_ = 1;
+};
+
+}  // namespace
+}  // namespace atom
+
+#define ATOM_QUANT(name, type)                                                        \
+  ATOM_EXPORT int64_t atom_quant_linear_##name(const atom::QuantLinearArgs* args) {   \
+    atom::Product<type, type>(*args).run();                                           \
+    return 0;                                                                         \
+  }                                                                                   \
+  ATOM_EXPORT int64_t atom_quant_logits_##name(const atom::QuantLinearArgs* args) {   \
+    atom::Product<type, float>(*args).run();                                          \
+    return 0;                                                                         \
+  }
+
+ATOM_QUANT(float32, float)
+ATOM_QUANT(bfloat16, atom::bfloat16)
+#if defined(__F16C__) || defined(__aarch64__)
+ATOM_QUANT(float16, atom::float16)
+#endif

@@ -1,0 +1,107 @@
+// Products of few rows, with vectors.
+#include "quant_span.h"
+
+namespace atom {
+namespace {
+
+// Bytes between reading and prefetching codes.
+constexpr int64_t kAheadCodes = 2048;
+
+// sums[r] += the products of so many units of codes with row r.
+template <class C, int R>
+ATOM_INLINE void sum_units(const uint8_t* codes, int64_t units, const int8_t* x, int64_t stride,
+                           vint (&sums)[R]) {
+  vint others[R] = {};  // shorter chains of sums
+  for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += C::kUnit) {
+    for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kAheadCodes);
+    ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
+      const vint quad = C::quad(codes, j);
+      ATOM_UNROLL for (int r = 0; r < R; ++r) {
+        vint& sum = j % 2 == 0 ? sums[r] : others[r];
+        sum = dot4<C>(sum, quad, splat(raw<int32_t>(x + r * stride + 4 * j)));
+      }
+    }
+  }
+  ATOM_UNROLL for (int r = 0; r < R; ++r) sums[r] += others[r];
+}
+
+// As tiles of bfloat16 sum: of each unit the even inputs and the odd ones, then both.
+template <class C, int R>
+ATOM_INLINE void sum_units(const uint8_t* codes, int64_t units, const float* x, int64_t stride,
+                           vfloat (&sums)[R]) {
+  for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += C::kUnit) {
+    vfloat parts[2][R] = {};
+    for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kAheadCodes);
+    ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
+      const vint quad = C::quad(codes, j);
+      ATOM_UNROLL for (int i = 0; i < 4; ++i) {
+        vfloat w = number<C>(quad, i);
+        ATOM_IN_REGISTER(w);
+        ATOM_UNROLL for (int r = 0; r < R; ++r) {
+          parts[i % 2][r] = fma(w, splat(x[r * stride + 4 * j + i]), parts[i % 2][r]);
+        }
+      }
+    }
+    ATOM_UNROLL for (int r = 0; r < R; ++r) sums[r] += parts[0][r] + parts[1][r];
+  }
+}
+
+// out[r * kLanes] = one panel of weights times row `first` + r.
+template <class C, bool kInteger, int R>
+void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
+                   float* out) {
+  using Input = std::conditional_t<kInteger, int8_t, float>;
+  using Sum = std::conditional_t<kInteger, vint, vfloat>;
+  const Input* x = static_cast<const Input*>(rows.inputs) + first * rows.stride;
+  const int64_t spans = w.inputs / rows.span, units = rows.span / C::kUnit;
+  const uint8_t* codes = w.codes + panel * w.panel_bytes();
+  vfloat totals[R] = {};
+  for (int64_t span = 0; span < spans; ++span) {
+    Sum sums[R] = {};
+    sum_units<C, R>(codes, units, x, rows.stride, sums);
+    const Factors factors = load_factors(w, panel, span * rows.span);
+    ATOM_UNROLL for (int r = 0; r < R; ++r) {
+      totals[r] = add_span<kInteger>(totals[r], sums[r], w, factors,
+                                     rows.spans[(first + r) * spans + span], kTaken<C, kInteger>);
+    }
+    codes += units * C::kBytes;
+    x += rows.span;
+  }
+  ATOM_UNROLL for (int r = 0; r < R; ++r) store(out + r * kLanes, totals[r]);
+}
+
+template <class C, bool kInteger>
+void multiply_panel(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
+                    int64_t count, float* out) {
+  int64_t r = 0;
+#if defined(__AVX512F__) || defined(__aarch64__)
+  for (; r + 8 <= count; r += 8) {
+    multiply_rows<C, kInteger, 8>(w, panel, rows, first + r, out + r * kLanes);
+  }
+#endif
+  for (; r + 4 <= count; r += 4) {
+    multiply_rows<C, kInteger, 4>(w, panel, rows, first + r, out + r * kLanes);
+  }
+  for (; r + 2 <= count; r += 2) {
+    multiply_rows<C, kInteger, 2>(w, panel, rows, first + r, out + r * kLanes);
+  }
+  if (r < count) multiply_rows<C, kInteger, 1>(w, panel, rows, first + r, out + r * kLanes);
+}
+
+}  // namespace
+
+void multiply_panel(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
+                    int64_t count, float* out) {
+  const auto of_codes = [&](auto codes) {
+    using C = decltype(codes);
+    rows.is_integer ? multiply_panel<C, true>(w, panel, rows, first, count, out)
+                    : multiply_panel<C, false>(w, panel, rows, first, count, out);
+  };
+  switch (w.bits) {
+    case 4: return of_codes(Codes<4>{});
+    case 6: return of_codes(Codes<6>{});
+    default: return of_codes(Codes<8>{});
+  }
+}
+
+}  // namespace atom

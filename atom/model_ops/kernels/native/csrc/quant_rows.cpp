@@ -1,0 +1,125 @@
+#include "quant_rows.h"
+
+#include <algorithm>
+#include <cmath>
+
+#include "parallel.h"
+#include "quant_codes.h"
+
+namespace atom {
+namespace {
+
+constexpr float kLimit = 127, kSmallestScale = 1e-12f;
+constexpr int64_t kSpare = 16;  // vectors may reach beyond the end of a row
+
+ATOM_INLINE bool any(vint mask) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return _mm512_test_epi32_mask((__m512i)mask, (__m512i)mask) != 0;
+#elif defined(__AVX2__) && defined(__FMA__)
+  return _mm256_movemask_ps((__m256)mask) != 0;
+#else
+  return (mask[0] | mask[1] | mask[2] | mask[3]) != 0;
+#endif
+}
+
+ATOM_INLINE vfloat magnitude(vfloat v) { return (vfloat)((vuint)v & 0x7fffffffu); }
+
+// The numbers of a row in the product's order, zeros at the end.
+template <class T>
+void gather(const QuantInputs& how, const T* x, float* out) {
+  int64_t i = 0;
+  if (how.order != nullptr) {
+    for (; i < how.in_features; ++i) out[i] = load_one(x + how.order[i]);
+  } else {
+    for (; i + kLanes <= how.in_features; i += kLanes) store(out + i, load(x + i));
+    for (; i < how.in_features; ++i) out[i] = load_one(x + i);
+  }
+  std::fill(out + i, out + how.inputs + kSpare, 0.0f);
+}
+
+// amax / 127 of a group, at least 1e-12; NaN where a number is not finite, as all of its products.
+float scale_of(const float* x, int64_t count) {
+  vint largest = {};  // as integers, which have the order of magnitudes, and NaN above all
+  for (int64_t i = 0; i < count; i += kLanes) {
+    const vint bits = (vint)magnitude(load(x + i));
+    largest = bits > largest ? bits : largest;
+  }
+  int32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits = std::max<int32_t>(bits, largest[i]);
+  const float amax = raw<float>(&bits);
+  if (!(amax <= std::numeric_limits<float>::max())) return std::numeric_limits<float>::quiet_NaN();
+  return std::max(amax / kLimit, kSmallestScale);
+}
+
+// x / scale, rounded to the nearest integer, ties to even. Divisions take long: products with
+// the inverse do where they are not too near to a tie.
+ATOM_INLINE vint quantise(vfloat x, vfloat scale, vfloat inverse) {
+  const vfloat magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  const auto rounded = [&](vfloat v) {
+    return min(max(v, splat(-kLimit)), splat(kLimit)) + magic;
+  };
+  const vfloat product = x * inverse;
+  vfloat shifted = rounded(product);
+  if (any((vint)(magnitude(product - (shifted - magic)) > 0.4999f))) shifted = rounded(x / scale);
+  return (vint)shifted - (vint)magic;
+}
+
+void quantise_row(const QuantInputs& how, const float* x, int8_t* codes, Span* spans) {
+  typedef int8_t bytes __attribute__((vector_size(kLanes)));
+  for (int64_t begin = 0; begin < how.inputs; begin += how.group) {
+    const int64_t end = std::min(begin + how.group, how.inputs);
+    const float scale =
+        how.fixed_scale != 0 ? float(how.fixed_scale) : scale_of(x + begin, end - begin);
+    const vfloat divisor = splat(scale), inverse = splat(1 / scale);
+    for (int64_t from = begin; from < end; from += how.span) {
+      vint sum = {};
+      for (int64_t i = from; i < from + how.span; i += kLanes) {
+        const vint code = quantise(load(x + i), divisor, inverse);
+        const bytes narrow = __builtin_convertvector(code, bytes);
+        std::memcpy(codes + i, &narrow, sizeof narrow);
+        sum += code;
+      }
+      Span& span = spans[from / how.span];
+      span.scale = scale;
+      span.code_sum = 0;
+      for (int i = 0; i < kLanes; ++i) span.code_sum += sum[i];
+    }
+  }
+}
+
+void sum_spans(const QuantInputs& how, const float* x, Span* spans) {
+  for (int64_t from = 0; from < how.inputs; from += how.span) {
+    vfloat total = {};
+    for (int64_t i = from; i < from + how.span; i += kLanes) total += load(x + i);
+    spans[from / how.span] = {1, {}};
+    spans[from / how.span].sum = sum(total);
+  }
+}
+
+}  // namespace
+
+template <class T>
+void pack_row(const QuantInputs& how, int64_t row, void* packed, Span* spans) {
+  static thread_local Scratch scratch;
+  const T* x = static_cast<const T*>(how.x) + row * how.x_stride;
+  if (how.group != 0 || how.as_bfloat16) {
+    float* numbers = scratch.get<float>(how.inputs + kSpare);
+    gather(how, x, numbers);
+    if (how.group != 0) return quantise_row(how, numbers, static_cast<int8_t*>(packed), spans);
+    sum_spans(how, numbers, spans);
+    bfloat16* out = static_cast<bfloat16*>(packed);
+    for (int64_t i = 0; i < how.inputs; i += kLanes) store(out + i, load(numbers + i));
+  } else {
+    float* numbers = static_cast<float*>(packed);
+    gather(how, x, numbers);
+    sum_spans(how, numbers, spans);
+  }
+}
+
+template void pack_row<float>(const QuantInputs&, int64_t, void*, Span*);
+template void pack_row<bfloat16>(const QuantInputs&, int64_t, void*, Span*);
+#if defined(__F16C__) || defined(__aarch64__)
+template void pack_row<float16>(const QuantInputs&, int64_t, void*, Span*);
+#endif
+
+}  // namespace atom

@@ -1,0 +1,196 @@
+// Products of many rows on the processor's matrix tiles (AMX): 16 rows of inputs by 64 bytes,
+// times 16 quads of codes (or twice as many pairs of bfloat16), which are tiles as they lie.
+// Of each span the tiles' sums leave and become what `add_span` makes of them.
+#include "quant_tiles.h"
+
+#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512VNNI__) && defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include <algorithm>
+
+#include "parallel.h"
+#include "quant_span.h"
+
+namespace atom {
+namespace {
+
+constexpr int64_t kSide = kTileSide;
+constexpr int64_t kLineBytes = 64;
+
+// The kernel hands out the tiles' registers on request, to the whole process.
+bool is_permitted() {
+  constexpr int64_t kRequest = 0x1023, kTileData = 18;
+  static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
+  return granted;
+}
+
+struct alignas(64) TileConfig {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
+int64_t element_bytes(const QuantRows& x) { return x.is_integer ? 1 : 2; }
+
+// Bytes of a row of inputs that one product of tiles consumes.
+int64_t depth_bytes(const QuantRows& x) { return std::min(kLineBytes, x.span * element_bytes(x)); }
+
+// Codes of a panel as bytes, [inputs / 4, kSide, 4].
+template <class C>
+void unpack_bytes(const QuantMatrix& w, const uint8_t* codes, uint8_t* out) {
+  for (int64_t i = 0; i < w.inputs; i += C::kUnit, codes += C::kBytes) {
+    ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j, out += kQuadBytes) {
+      const vint quad = C::quad(codes, j);
+      std::memcpy(out, &quad, sizeof quad);
+    }
+  }
+}
+
+// Codes of a panel as bfloat16, which is exact, [inputs / 2, kSide, 2].
+template <class C>
+void unpack_numbers(const QuantMatrix& w, const uint8_t* codes, uint8_t* out) {
+  for (int64_t i = 0; i < w.inputs; i += C::kUnit, codes += C::kBytes) {
+    ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
+      const vint quad = C::quad(codes, j);
+      ATOM_UNROLL for (int k = 0; k < 4; k += 2, out += kQuadBytes) {
+        const vuint even = (vuint)number<C>(quad, k), odd = (vuint)number<C>(quad, k + 1);
+        const vuint pair = (even >> 16) | odd;
+        std::memcpy(out, &pair, sizeof pair);
+      }
+    }
+  }
+}
+
+// One panel's codes as tiles: where they lie, or unpacked to `spare`.
+template <class C>
+const uint8_t* tiles_of(const QuantMatrix& w, int64_t panel, bool is_integer, uint8_t* spare) {
+  const uint8_t* codes = w.codes + panel * w.panel_bytes();
+  if (!is_integer) {
+    unpack_numbers<C>(w, codes, spare);
+    return spare;
+  }
+  if (C::kFillsByte) return codes;
+  unpack_bytes<C>(w, codes, spare);
+  return spare;
+}
+
+// The four products of two blocks of rows `x` with two panels over `steps` times `depth` bytes.
+template <bool kInteger>
+ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride,
+                                const uint8_t* const (&w)[2], int64_t steps, int64_t depth,
+                                int32_t (&sums)[4][kSide * kSide]) {
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  _tile_zero(3);
+  for (int64_t step = 0; step < steps; ++step) {
+    const int64_t at = step * depth;
+    _tile_loadd(4, x[0] + at, stride);
+    _tile_loadd(6, w[0] + at * kSide, kLineBytes);
+    _tile_loadd(7, w[1] + at * kSide, kLineBytes);
+    _tile_loadd(5, x[1] + at, stride);
+    if constexpr (kInteger) {
+      _tile_dpbsud(0, 4, 6);
+      _tile_dpbsud(1, 4, 7);
+      _tile_dpbsud(2, 5, 6);
+      _tile_dpbsud(3, 5, 7);
+    } else {
+      _tile_dpbf16ps(0, 4, 6);
+      _tile_dpbf16ps(1, 4, 7);
+      _tile_dpbf16ps(2, 5, 6);
+      _tile_dpbf16ps(3, 5, 7);
+    }
+  }
+  _tile_stored(0, sums[0], kLineBytes);
+  _tile_stored(1, sums[1], kLineBytes);
+  _tile_stored(2, sums[2], kLineBytes);
+  _tile_stored(3, sums[3], kLineBytes);
+}
+
+template <class C, bool kInteger>
+void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
+  using Sum = std::conditional_t<kInteger, vint, vfloat>;
+  static thread_local Scratch scratch;
+  const int64_t panel_bytes = w.inputs * kSide * element_bytes(x);
+  auto* spare = scratch.get<uint8_t>(2 * panel_bytes);
+  const int64_t second = std::min(panel + 1, w.panels() - 1);
+  const uint8_t* const codes[2] = {
+      tiles_of<C>(w, panel, kInteger, spare),
+      second == panel ? spare : tiles_of<C>(w, second, kInteger, spare + panel_bytes)};
+  const int64_t spans = w.inputs / x.span, span_bytes = x.span * element_bytes(x);
+  const int64_t stride = x.stride * element_bytes(x), depth = depth_bytes(x);
+  const auto* inputs = static_cast<const uint8_t*>(x.inputs);
+  std::fill(out, out + rows * 2 * kSide, 0.0f);
+  alignas(64) int32_t sums[4][kSide * kSide];
+  for (int64_t row = 0; row < rows; row += 2 * kSide) {
+    const int64_t below = row + kSide < rows ? row + kSide : row;
+    for (int64_t span = 0; span < spans; ++span) {
+      const int64_t at = span * span_bytes;
+      const uint8_t* const from[2] = {inputs + row * stride + at, inputs + below * stride + at};
+      const uint8_t* const of[2] = {codes[0] + at * kSide, codes[1] + at * kSide};
+      multiply_tiles<kInteger>(from, stride, of, span_bytes / depth, depth, sums);
+      for (int64_t half = 0; half < 2; ++half) {
+        const Factors factors = load_factors(w, half == 0 ? panel : second, span * x.span);
+        for (int64_t m = row; m < std::min(row + 2 * kSide, rows); ++m) {
+          const int32_t* sum = sums[(m - row) / kSide * 2 + half] + (m - row) % kSide * kSide;
+          float* to = out + (2 * m + half) * kSide;
+          store(to, add_span<kInteger>(load(to), raw<Sum>(sum), w, factors,
+                                       x.spans[m * spans + span], kTaken<C, kInteger>));
+        }
+      }
+    }
+  }
+}
+
+template <class C>
+void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
+  x.is_integer ? multiply<C, true>(w, panel, x, rows, out)
+               : multiply<C, false>(w, panel, x, rows, out);
+}
+
+}  // namespace
+
+bool has_tiles() { return is_permitted(); }
+
+void begin_tiles(const QuantRows& x) {
+  TileConfig config;
+  const int64_t depth = depth_bytes(x);
+  for (int i = 0; i < 8; ++i) {
+    config.row_bytes[i] = i == 4 || i == 5 ? depth : kLineBytes;
+    config.rows[i] = i < 6 ? kSide : depth / 4;
+  }
+  // Compilers take the instruction for one that reads 8 bytes.
+  asm volatile("" : : "r"(&config) : "memory");
+  _tile_loadconfig(&config);
+}
+
+void end_tiles() { _tile_release(); }
+
+void multiply_two_panels(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows,
+                         float* out) {
+  switch (w.bits) {
+    case 4: return multiply<Codes<4>>(w, panel, x, rows, out);
+    case 6: return multiply<Codes<6>>(w, panel, x, rows, out);
+    default: return multiply<Codes<8>>(w, panel, x, rows, out);
+  }
+}
+
+}  // namespace atom
+
+#else
+
+#include <cstdlib>
+
+namespace atom {
+
+bool has_tiles() { return false; }
+void begin_tiles(const QuantRows&) {}
+void end_tiles() {}
+void multiply_two_panels(const QuantMatrix&, int64_t, const QuantRows&, int64_t, float*) {
+  std::abort();
+}
+
+}  // namespace atom
+
+#endif

@@ -1,0 +1,197 @@
+"""Quantised weights in the layout that the kernels stream: see `csrc/quant_codes.h`."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from atom.model_ops.kernels.native.bindings import constant
+from atom.model_ops.quant.weights import (
+    Activations,
+    QuantWeights,
+    WeightFormat,
+    unpack_int6,
+    unpack_nibbles,
+)
+from atom.model_ops.registry import OpQuery
+
+BITS = {"int4": 4, "int6": 6, "int8": 8}
+# `Number` in csrc/quant_matrix.h.
+_NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3}
+# Inputs in the smallest piece of a matrix.
+_UNITS = {"int4": 32, "int6": 16, "int8": 32}
+_TILE = 64
+# Sums of products of codes stay within 32 bits.
+_MOST_INPUTS = 1 << 16
+# Codes that are unpacked at a time.
+_PART_CODES = 1 << 24
+
+
+@dataclass(frozen=True)
+class PackedWeights:
+    """Quantised weights [out_features, in_features] in panels of `lanes` outputs; those of all
+    experts with a leading dimension.
+
+    Attributes:
+        codes: uint8 [panels, bytes].
+        scale: [panels, groups, lanes]; of what a row has one of, a group is all inputs.
+        shift: zero points (float16) or offsets, as `scale`; None without them.
+        super_scale, super_offset: float16 [panels, super groups, lanes], or None.
+        order: int32 [in_features]: which input is multiplied with each column; None for its own.
+        sizes: what the kernels are told of them, in the order of `QuantLinearArgs`: in_features,
+            inputs (filled up with zeros), out_features, bits, the code of zero, inputs per group
+            and super group, dtypes of scale and shift, whether shifts are offsets, inputs that
+            share all scales, inputs per scale of theirs (0 if they stay numbers).
+        fixed_scale: of all inputs; 0 where scales are computed.
+    """
+
+    codes: torch.Tensor
+    scale: torch.Tensor
+    shift: torch.Tensor | None
+    super_scale: torch.Tensor | None
+    super_offset: torch.Tensor | None
+    order: torch.Tensor | None
+    sizes: tuple[int, ...]
+    fixed_scale: float
+
+    def addresses(self) -> tuple[int, ...]:
+        """Of the tensors, in their order; 0 for those that there are not."""
+        tensors = self.scale, self.shift, self.super_scale, self.super_offset, self.order
+        return self.codes.data_ptr(), *(0 if t is None else t.data_ptr() for t in tensors)
+
+    @property
+    def in_features(self) -> int:
+        return self.sizes[0]
+
+    @property
+    def out_features(self) -> int:
+        return self.sizes[2]
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why weights of this format cannot be multiplied packed; None if they can."""
+    form, size = query.weights, query.shape["in_features"]
+    assert form is not None
+    if form.codes not in BITS or form.scale_type not in ("float", "int8"):
+        return f"reads int4, int6 and int8 with plain scales, not {form}"
+    if form.columns and form.has_row_scale:
+        return f"reads scales of groups or of rows, not both: {form}"
+    if size > _MOST_INPUTS:
+        return f"in_features={size} is more than {_MOST_INPUTS}"
+    if reason := _refuses_inputs(form.activations):
+        return reason
+    unit = _UNITS[form.codes]
+    sizes = {"weights": form.columns, "inputs": _input_group(form.activations)}
+    for of, group in sizes.items():
+        if group < size and (group % unit or (group > unit and group % _TILE and group != 32)):
+            return f"{form.codes} {of} in groups of {group}, not {unit} or a multiple of {_TILE}"
+    smaller, larger = sorted(group or size for group in sizes.values())
+    if smaller < size and larger < size and larger % smaller:
+        return f"weights in groups of {form.columns}, inputs of {sizes['inputs']}"
+    if not constant("has_float16") and (form.has_zeros or form.super_columns):
+        return "built without float16 conversion"
+    return None
+
+
+def _refuses_inputs(how: Activations | None) -> str | None:
+    if how is None or (how.codes == "int8" and how.scale_type == "float"):
+        return None
+    return f"inputs become int8 or stay as they are, not {how}"
+
+
+def _input_group(how: Activations | None) -> int:
+    return 0 if how is None else how.group
+
+
+def prepare(weights: QuantWeights, dtype: torch.dtype) -> PackedWeights:
+    """Pack a matrix, or those of all experts; none of its numbers changes."""
+    del dtype
+    form = weights.format
+    out, columns = weights.shape
+    group = min(form.columns or columns, columns)
+    how = form.activations
+    input_group = min(how.group or columns, columns) if how is not None else columns
+    span = min(group, input_group)
+    if span == columns:
+        span = math.ceil(columns / _TILE) * _TILE
+    inputs = math.ceil(columns / span) * span
+    shift = weights.zeros.half() if weights.zeros is not None else weights.offset
+    scale = weights.row_scale[..., None] if weights.scale is None else _per_output(weights)
+    assert scale is not None
+    order = weights.column_order
+    middle = 128 if form.codes == "int8" else 0 if form.has_zeros else form.zero
+    sizes = (
+        *(columns, inputs, out, BITS[form.codes], middle),
+        *(inputs if group == columns else group, form.super_columns),
+        *(_NUMBERS[scale.dtype], 0 if shift is None else _NUMBERS[shift.dtype]),
+        *(form.has_offsets, span),
+        0 if how is None else inputs if input_group == columns else input_group,
+    )
+    fixed = how is not None and how.is_static and weights.input_scale is not None
+    return PackedWeights(
+        _pack_codes(weights, inputs),
+        _in_panels(scale),
+        None if shift is None else _in_panels(shift),
+        None if weights.super_scale is None else _in_panels(weights.super_scale),
+        None if weights.super_offset is None else _in_panels(weights.super_offset),
+        None if order is None else order.to(torch.int32),
+        sizes,
+        weights.input_scale.item() if fixed and weights.input_scale is not None else 0.0,
+    )
+
+
+def _per_output(weights: QuantWeights) -> torch.Tensor:
+    """Scales of blocks of outputs -> of each, [..., out, groups]."""
+    assert weights.scale is not None
+    rows = min(weights.format.rows, weights.shape[0])
+    return weights.scale.repeat_interleave(rows, dim=-2)[..., : weights.shape[0], :]
+
+
+def _in_panels(values: torch.Tensor) -> torch.Tensor:
+    """[..., out, n] -> [..., panels, n, lanes]; outputs that there are not are 0."""
+    lanes = constant("lanes")
+    out, count = values.shape[-2:]
+    padded = torch.nn.functional.pad(values, (0, 0, 0, -out % lanes))
+    return padded.view(*values.shape[:-2], -1, lanes, count).transpose(-1, -2).contiguous()
+
+
+def _pack_codes(weights: QuantWeights, inputs: int) -> torch.Tensor:
+    """-> uint8 [..., panels, bytes], part by part."""
+    codes, kind, lanes = weights.codes, weights.format.codes, constant("lanes")
+    out = codes.shape[-2]
+    panels = math.ceil(out / lanes)
+    packed = codes.new_empty(
+        *codes.shape[:-2], panels, lanes * inputs * BITS[kind] // 8, dtype=torch.uint8
+    )
+    step = max(1, _PART_CODES // (inputs * lanes))
+    matrices = codes.view(-1, *codes.shape[-2:])
+    for matrix, target in zip(matrices, packed.view(-1, *packed.shape[-2:]), strict=True):
+        for panel in range(0, panels, step):
+            rows = _unpack(matrix[panel * lanes : (panel + step) * lanes], kind)
+            missing = 0, inputs - rows.shape[1], 0, -rows.shape[0] % lanes
+            quads = torch.nn.functional.pad(rows, missing).view(-1, lanes, inputs // 4, 4)
+            target[panel : panel + step] = _pack_quads(quads.transpose(1, 2), kind)
+    return packed
+
+
+def _unpack(codes: torch.Tensor, kind: str) -> torch.Tensor:
+    """-> uint8 [out, in]; int8 codes are 128 above their values."""
+    if kind == "int8":
+        return codes.view(torch.uint8) ^ 0x80
+    return unpack_int6(codes) if kind == "int6" else unpack_nibbles(codes)
+
+
+def _pack_quads(quads: torch.Tensor, kind: str) -> torch.Tensor:
+    """uint8 [panels, inputs / 4, lanes, 4] -> [panels, bytes]."""
+    if kind == "int8":
+        return quads.flatten(1)
+    low = quads & 15
+    pairs = low[:, ::2] | (low[:, 1::2] << 4)
+    if kind == "int4":
+        return pairs.flatten(1)
+    high = quads >> 4
+    high = high[:, ::4] | (high[:, 1::4] << 2) | (high[:, 2::4] << 4) | (high[:, 3::4] << 6)
+    units = torch.stack((pairs[:, ::2], pairs[:, 1::2], high), dim=2)
+    return units.flatten(1)
