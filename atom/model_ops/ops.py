@@ -79,15 +79,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         # Of two with the same name, the first supported one is used: codes stay as they are if possible.
         _kernel(
             "native.quant:quant_linear",
-<<<<<<< HEAD
-=======
             "native.quant_pack:refuses",
             prepare="native.quant_pack:prepare",
         ),
         _kernel(
             "native.quant:dense_linear",
-            "native.linear:refuses",
->>>>>>> h-int
             prepare="torch.quant:prepare_linear",
             dequantises=True,
         ),
