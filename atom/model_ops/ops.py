@@ -226,6 +226,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("torch.gather:sampling_options"),
     ),
     "choose_tokens": (
+        _kernel("native.sampling:choose_tokens"),
         _kernel("triton.choose_tokens:choose_tokens", "triton.choose_tokens:refuses"),
         _kernel("torch.sampling:choose_tokens"),
     ),

@@ -5,9 +5,21 @@ from __future__ import annotations
 import torch
 
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
+from atom.model_ops.metadata import SamplingMetadata
 
 _mask = Kernels("mask_tokens", "3P4q")
 _argmax = Kernels("argmax", "2P3q")
+_choose = Kernels("choose_tokens", "8P3q")
+
+# Of temperature, top_k, top_p, min_p, seeds and positions.
+_OPTION_TYPES = (
+    torch.float32,
+    torch.int32,
+    torch.float32,
+    torch.float32,
+    torch.int64,
+    torch.int64,
+)
 
 
 def mask_tokens(scores: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | None) -> None:
@@ -52,3 +64,36 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
     token_ids = scores.new_empty(num_rows, dtype=torch.int64)
     _argmax(None, scores.data_ptr(), token_ids.data_ptr(), num_rows, vocab_size, num_threads())
     return token_ids
+
+
+def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
+    """The token of each row of scores [R, V] float32: [R] int64, -1 where no token can be chosen.
+
+    The same token in every batch and by any number of threads. It is torch's, unless the winner or
+    a filter's limit is decided by the last bit of an exponential or a logarithm.
+
+    Raises:
+        ValueError: when shapes or data types do not fit, or temperatures are given without seeds
+            or positions.
+    """
+    m = metadata
+    if m.temperature is not None and (m.seeds is None or m.positions is None):
+        raise ValueError("temperature needs seeds and positions")
+    num_rows, vocab_size = scores.shape
+    if scores.dtype is not torch.float32 or not scores.is_contiguous() or not vocab_size:
+        raise mismatch("choose_tokens", scores=scores)
+    token_ids = scores.new_empty(num_rows, dtype=torch.int64)
+    options = m.temperature, m.top_k, m.top_p, m.min_p, m.seeds, m.positions
+    pointers = [
+        0 if option is None else _address(option, dtype, num_rows)
+        for option, dtype in zip(options, _OPTION_TYPES, strict=True)
+    ]
+    addresses = scores.data_ptr(), *pointers, token_ids.data_ptr()
+    _choose(None, *addresses, num_rows, vocab_size, num_threads())
+    return token_ids
+
+
+def _address(option: torch.Tensor, dtype: torch.dtype, num_rows: int) -> int:
+    if option.dtype is not dtype or option.shape != (num_rows,) or not option.is_contiguous():
+        raise mismatch("choose_tokens", option=option)
+    return option.data_ptr()

@@ -14,17 +14,16 @@ int64_t argmax(const ArgmaxArgs& a) {
   const int64_t parts = num_parts(a.vocab_size);
   static thread_local Scratch scratch;
   auto* extents = scratch.get<Extent>(a.rows * parts);
-  run_rows(
-      a.rows, parts, a.threads,
-      [&](int64_t row, int64_t p) {
-        const Span span = part_of(p, a.vocab_size);
-        extents[row * parts + p] =
-            measure(a.scores + row * a.vocab_size + span.begin, span.end - span.begin);
-      },
-      [&](int64_t row) {
-        a.token_ids[row] =
-            find_largest(a.scores + row * a.vocab_size, a.vocab_size, extents + row * parts).token;
-      });
+  const auto measure_part = [&](int64_t row, int64_t p) {
+    const Span span = part_of(p, a.vocab_size);
+    const float* scores = a.scores + row * a.vocab_size + span.begin;
+    extents[row * parts + p] = measure(scores, span.end - span.begin);
+  };
+  const auto finish = [&](int64_t row) {
+    const float* scores = a.scores + row * a.vocab_size;
+    a.token_ids[row] = find_largest(scores, a.vocab_size, extents + row * parts).token;
+  };
+  run_rows(a.rows, a.vocab_size, a.threads, Pass{measure_part, finish});
   return 0;
 }
 

@@ -26,29 +26,48 @@ inline Span part_of(int64_t part, int64_t vocab_size) {
   return {part * kPart, std::min((part + 1) * kPart, vocab_size)};
 }
 
-// Calls part(row, p) for all parts of all rows, and finish(row) after those of a row.
+// A pass over rows: part(row, p) for all parts of a row, then finish(row).
 template <class Part, class Finish>
-void run_rows(int64_t rows, int64_t parts, int64_t threads, const Part& part,
-              const Finish& finish) {
-  threads = team_size(threads);
-  if (parts == 1 || threads == 1 || rows >= 4 * threads) {
-    run_tasks(rows, threads, [&](TaskQueue::Hand& hand) {
-      for (int64_t row; hand.take(row);) {
-        for (int64_t p = 0; p < parts; ++p) part(row, p);
-        finish(row);
+struct Pass {
+  Part part;
+  Finish finish;
+
+  void run(int64_t row, int64_t parts) const {
+    for (int64_t p = 0; p < parts; ++p) part(row, p);
+    finish(row);
+  }
+
+  void run_split(int64_t rows, int64_t parts, int64_t threads) const {
+    static thread_local std::vector<int> of_caller;
+    std::vector<int>& unfinished = of_caller;  // other threads have their own
+    unfinished.assign(rows, int(parts));
+    run_tasks(rows * parts, threads, [&](TaskQueue::Hand& hand) {
+      for (int64_t task; hand.take(task);) {
+        const int64_t row = task / parts;
+        part(row, task % parts);
+        if (__atomic_sub_fetch(&unfinished[row], 1, __ATOMIC_ACQ_REL) == 0) finish(row);
       }
     });
+  }
+};
+template <class Part, class Finish>
+Pass(Part, Finish) -> Pass<Part, Finish>;
+
+// Whether a thread has rows of its own; otherwise the threads share each row.
+inline bool has_whole_rows(int64_t rows, int64_t vocab_size, int64_t threads) {
+  threads = team_size(threads);
+  return threads == 1 || num_parts(vocab_size) == 1 || rows >= 4 * threads;
+}
+
+template <class... Passes>
+void run_rows(int64_t rows, int64_t vocab_size, int64_t threads, const Passes&... passes) {
+  const int64_t parts = num_parts(vocab_size);
+  if (!has_whole_rows(rows, vocab_size, threads)) {
+    (passes.run_split(rows, parts, threads), ...);
     return;
   }
-  static thread_local std::vector<int> unfinished_of_caller;
-  std::vector<int>& unfinished = unfinished_of_caller;  // other threads have their own
-  unfinished.assign(rows, int(parts));
-  run_tasks(rows * parts, threads, [&](TaskQueue::Hand& hand) {
-    for (int64_t task; hand.take(task);) {
-      const int64_t row = task / parts;
-      part(row, task % parts);
-      if (__atomic_sub_fetch(&unfinished[row], 1, __ATOMIC_ACQ_REL) == 0) finish(row);
-    }
+  run_tasks(rows, threads, [&](TaskQueue::Hand& hand) {
+    for (int64_t row; hand.take(row);) (passes.run(row, parts), ...);
   });
 }
 

@@ -1,0 +1,175 @@
+// Samples a token for each row: the largest score, or the winner of a race among the tokens
+// that min_p, top_k and top_p keep.
+#include "filter.h"
+
+namespace atom {
+namespace {
+
+struct ChooseArgs {
+  const float* scores;       // [rows, vocab_size]
+  const float* temperature;  // [rows]; not above 0 for the largest. Null: all rows
+  const int32_t* top_k;      // [rows] or null, like the others below
+  const float* top_p;
+  const float* min_p;
+  const int64_t* seeds;  // [rows]
+  const int64_t* positions;
+  int64_t* token_ids;  // [rows]; -1 where there is none
+  int64_t rows, vocab_size, threads;
+};
+
+// What is known of a row between the passes.
+struct Row {
+  bool is_random, is_filtered;
+  float width;  // of all its scores
+  Odds odds;
+  Limits limits;
+};
+
+// What a part of a random row yields: its winner, or its likely tokens and the sum of weights.
+struct PartResult {
+  Race race;
+  int64_t count;
+  double total;
+};
+
+class Chooser {
+ public:
+  explicit Chooser(const ChooseArgs& args)
+      : a(args),
+        parts(num_parts(args.vocab_size)),
+        whole(has_whole_rows(args.rows, args.vocab_size, args.threads)) {
+    static thread_local Scratch of_extents, of_rows, of_results, of_tokens;
+    extents = of_extents.get<Extent>(a.rows * parts);
+    rows = of_rows.get<Row>(a.rows);
+    if (a.temperature == nullptr) return;
+    results = of_results.get<PartResult>(a.rows * parts);
+    const bool filters = a.top_k != nullptr || a.top_p != nullptr;
+    if (filters && !whole) tokens = of_tokens.get<int32_t>(a.rows * a.vocab_size);
+  }
+
+  void run() {
+    const auto measure = [this](int64_t row, int64_t p) { this->measure(row, p); };
+    const auto open = [this](int64_t row) { this->open(row); };
+    const auto visit = [this](int64_t row, int64_t p) { this->visit(row, p); };
+    const auto decide = [this](int64_t row) { this->decide(row); };
+    if (a.temperature == nullptr) {
+      run_rows(a.rows, a.vocab_size, a.threads, Pass{measure, open});
+    } else {
+      run_rows(a.rows, a.vocab_size, a.threads, Pass{measure, open}, Pass{visit, decide});
+    }
+  }
+
+ private:
+  const float* scores(int64_t row) const { return a.scores + row * a.vocab_size; }
+
+  // Room for all tokens of a row, seen by every thread that works on it.
+  int32_t* tokens_of(int64_t row) const {
+    static thread_local Scratch own;
+    return whole ? own.get<int32_t>(a.vocab_size) : tokens + row * a.vocab_size;
+  }
+
+  void measure(int64_t row, int64_t p) {
+    const Span span = part_of(p, a.vocab_size);
+    extents[row * parts + p] = atom::measure(scores(row) + span.begin, span.end - span.begin);
+  }
+
+  // The token of a greedy row; the options of another.
+  void open(int64_t r) {
+    const Largest found = find_largest(scores(r), a.vocab_size, extents + r * parts);
+    const float largest = found.extent.largest;
+    Row& row = rows[r];
+    row.is_random = false;
+    a.token_ids[r] = std::isfinite(largest) ? found.token : -1;
+    if (a.temperature == nullptr || !(a.temperature[r] > 0) || a.token_ids[r] < 0) return;
+    row.is_random = true;
+    row.width = largest - found.extent.smallest;
+    row.odds = {scores(r),
+                a.vocab_size,
+                largest,
+                a.temperature[r],
+                a.min_p == nullptr ? 0 : a.min_p[r],
+                Keys(a.seeds[r], a.positions[r])};
+    row.limits = {a.top_k == nullptr ? a.vocab_size : a.top_k[r],
+                  a.top_p == nullptr ? 1 : a.top_p[r]};
+    row.is_filtered = row.limits.top_k < a.vocab_size || row.limits.top_p < 1;
+  }
+
+  void visit(int64_t r, int64_t p) {
+    const Row& row = rows[r];
+    if (!row.is_random) return;
+    PartResult& result = results[r * parts + p];
+    const Span span = part_of(p, a.vocab_size);
+    if (row.is_filtered) {
+      result.total = 0;
+      double* total = row.limits.top_k < a.vocab_size ? nullptr : &result.total;
+      result.count = collect(row.odds, span, kFirstReach, tokens_of(r) + span.begin, total);
+    } else {
+      result.race = Race(row.odds);
+      result.race.enter(a.token_ids[r]);  // the most likely one sets the bar
+      result.race.run(span.begin, span.end);
+    }
+  }
+
+  void decide(int64_t r) {
+    const Row& row = rows[r];
+    if (!row.is_random) return;
+    Race race(row.odds);
+    if (row.is_filtered) {
+      run_filtered(r, race);
+    } else {
+      for (int64_t p = 0; p < parts; ++p) race.join(results[r * parts + p].race);
+    }
+    a.token_ids[r] = race.winner();
+  }
+
+  void run_filtered(int64_t r, Race& race) const {
+    const Row& row = rows[r];
+    int32_t* found = tokens_of(r);
+    int64_t count = 0;
+    double total = 0;
+    for (int64_t p = 0; p < parts; ++p) {
+      const PartResult& part = results[r * parts + p];
+      std::memmove(found + count, found + p * kPart, part.count * sizeof(int32_t));
+      count += part.count;
+      total += part.total;
+    }
+    if (keep(row, kFirstReach, found, count, total, race)) return;
+    count = collect(row.odds, {0, a.vocab_size}, kReach, found, nullptr);
+    keep(row, kReach, found, count, total, race);
+  }
+
+  // Runs the race of the tokens that the filters keep. False if more than the given ones may be.
+  bool keep(const Row& row, float reach, const int32_t* found, int64_t count, double total,
+            Race& race) const {
+    static thread_local Scratch scratch;
+    const float width = std::min(reach * row.odds.temperature, row.width);
+    Candidates candidates(row.odds, found, count, width, scratch);
+    const auto [top_k, top_p] = row.limits;
+    Candidates::Cut cut = {~uint64_t{0}, 0, false};
+    if (top_k < a.vocab_size) {
+      cut = candidates.cut(top_k, kInfinity);
+      total = cut.mass;
+    }
+    if (reach < kReach && top_k < a.vocab_size && !cut.found) return false;
+    if (top_p < 1) cut = candidates.cut(top_k, double(top_p) * total);
+    if (reach < kReach && !cut.found) return false;
+    candidates.run(cut.end, race);
+    return true;
+  }
+
+  const ChooseArgs& a;
+  const int64_t parts;
+  const bool whole;
+  Extent* extents;
+  Row* rows;
+  PartResult* results = nullptr;
+  int32_t* tokens = nullptr;
+};
+
+}  // namespace
+}  // namespace atom
+
+ATOM_EXPORT int64_t atom_choose_tokens(const atom::ChooseArgs* args) {
+  atom::Chooser(*args).run();
+  return 0;
+}
