@@ -26,16 +26,20 @@ SIZES = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
 
 
 @pytest.fixture(scope="module")
-def target(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
+def target(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Path:
     folder = tmp_path_factory.mktemp("target")
-    checkpoints.llama(folder, vocab_size=len(tokenizer), **SIZES)
-    tokenizer.save_pretrained(folder)
+    checkpoints.llama(folder, vocab_size=len(byte_level_tokenizer), **SIZES)
+    byte_level_tokenizer.save_pretrained(folder)
     return folder
 
 
 @pytest.fixture(scope="module")
-def draft(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokenizerFast) -> Path:
-    raw = dict(draft_bench.MHA) | SIZES | {"vocab_size": len(tokenizer)}
+def draft(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    raw = dict(draft_bench.MHA) | SIZES | {"vocab_size": len(byte_level_tokenizer)}
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     folder = tmp_path_factory.mktemp("draft")
     return draft_bench.write_draft(folder, raw, draft_bench.draft_tensors(raw))

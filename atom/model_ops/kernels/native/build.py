@@ -7,6 +7,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import shutil
 import subprocess
 import tempfile
@@ -33,6 +34,7 @@ _FLAGS = (
 )
 _PROCESSOR_FLAG = {"x86_64": "-march", "aarch64": "-mcpu"}
 _TIMEOUT_SECONDS = 300
+_INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
 
 class NativeBuildError(RuntimeError):
@@ -72,9 +74,8 @@ def build(folder: Path) -> Path:
     compiler = _find_compiler()
     flags = [*_FLAGS, _processor_flag()]
     identity = [compiler, _identity(Path(compiler)), *flags, _processor()]
-    headers = [part for header in sorted(SOURCE_DIR.glob("*.h")) for part in _content(header)]
     objects = {
-        source: folder / f"{_digest([*identity, *headers, *_content(source)])}.o"
+        source: folder / f"{_digest([*identity, *_content(source)])}.o"
         for source in sorted(SOURCE_DIR.glob("*.cpp"))
     }
     target = folder / f"{_digest(path.name for path in objects.values())}.so"
@@ -122,8 +123,16 @@ def _identity(compiler: Path) -> str:
     return f"{compiler.resolve()} {stat.st_size} {stat.st_mtime_ns}"
 
 
-def _content(source: Path) -> tuple[str, str]:
-    return source.name, source.read_text()
+def _content(source: Path) -> list[str]:
+    """The texts of a source and of all our headers that it includes."""
+    texts: dict[str, str] = {}
+    waiting = [source.name]
+    while waiting:
+        name = waiting.pop()
+        if name not in texts:
+            texts[name] = (SOURCE_DIR / name).read_text()
+            waiting += _INCLUDE.findall(texts[name])
+    return [part for name in sorted(texts) for part in (name, texts[name])]
 
 
 def _digest(parts: Iterable[str]) -> str:
