@@ -330,13 +330,13 @@ class SpeculativeOptions(Options):
 
 @dataclass(frozen=True)
 class GraphOptions(Options):
-    """Replaying captured work on a GPU instead of launching each kernel.
+    """Replaying captured work instead of launching each kernel.
 
     `capture_sizes` ascend.
     """
 
     enforce_eager: bool = option(
-        False, "capture no CUDA or HIP graphs; on a CPU there are none, so every step is eager"
+        False, "capture no CUDA or HIP graphs, and record no steps on a CPU: run op by op"
     )
     capture_sizes: tuple[int, ...] | None = option(
         None,
