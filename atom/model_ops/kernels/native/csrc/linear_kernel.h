@@ -25,6 +25,39 @@ constexpr int64_t kSerialWork = 1 << 16;
 // Activations of so few bytes are packed by the caller alone.
 constexpr int64_t kSerialPacking = 64 * 1024;
 
+// What is below the smallest normal number becomes 0 where a processor's own conversion does that.
+template <class T>
+ATOM_INLINE void store_rounded(T* out, vfloat sums) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)sums);
+    std::memcpy(out, &rounded, sizeof rounded);
+    return;
+  }
+#endif
+  store(out, sums);
+}
+
+// out[i * stride + r] = sums[i * kPanel + r] + bias[r]
+template <class T, class Out>
+ATOM_INLINE void store_sums(const float* sums, int64_t count, int64_t outs, const T* bias,
+                            Out* out, int64_t stride) {
+  for (int64_t r = 0; r < outs; r += kLanes) {
+    const vfloat add = bias == nullptr ? vfloat{} : load_some(bias + r, outs - r);
+    if (outs - r >= kLanes) {
+      for (int64_t i = 0; i < count; ++i) {
+        store_rounded(out + i * stride + r, load(sums + i * kPanel + r) + add);
+      }
+      continue;
+    }
+    for (int64_t i = 0; i < count; ++i) {
+      Out whole[kLanes];
+      store_rounded(whole, load(sums + i * kPanel + r) + add);
+      std::memcpy(out + i * stride + r, whole, (outs - r) * sizeof(Out));
+    }
+  }
+}
+
 // Rows from `first` on, all that `product` has.
 template <class T, class Out, class Product>
 void linear_block(const LinearArgs& a, const Product& product, int64_t first, int64_t rows) {
@@ -48,13 +81,8 @@ void linear_block(const LinearArgs& a, const Product& product, int64_t first, in
       const int64_t begin = panel * kPanel, end = std::min(begin + kPanel, a.out_features);
       multiply(product, packed, weight, size, begin, end,
                [&](int64_t m, int64_t count, int64_t n, int64_t outs, const float* sums) {
-                 for (int64_t j = 0; j < outs; j += kLanes) {
-                   const vfloat add = bias ? load_some(bias + n + j, outs - j) : vfloat{};
-                   for (int64_t i = 0; i < count; ++i) {
-                     store_some(out + (m + i) * a.out_features + n + j,
-                                load(sums + i * kPanel + j) + add, outs - j);
-                   }
-                 }
+                 store_sums(sums, count, outs, bias == nullptr ? nullptr : bias + n,
+                            out + m * a.out_features + n, a.out_features);
                });
     }
   });

@@ -20,7 +20,7 @@ class TileProduct {
 
   static constexpr int64_t kPackRows = amx::kSide;
   static constexpr int64_t kMostChunk = 4 * amx::kSide;
-  static constexpr int64_t kBlockBytes = 1024 * 1024;
+  static constexpr int64_t kBlockBytes = 512 * 1024;
   static constexpr int64_t kMostBlockRows = 1024;
 
   TileProduct(int64_t rows, int64_t size)
