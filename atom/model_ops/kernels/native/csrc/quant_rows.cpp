@@ -44,8 +44,7 @@ float scale_of(const float* x, int64_t count) {
     const vint bits = (vint)magnitude(load(x + i));
     largest = bits > largest ? bits : largest;
   }
-  int32_t bits = 0;
-  for (int i = 0; i < kLanes; ++i) bits = std::max<int32_t>(bits, largest[i]);
+  const int32_t bits = maximum(largest);
   const float amax = raw<float>(&bits);
   if (!(amax <= std::numeric_limits<float>::max())) return std::numeric_limits<float>::quiet_NaN();
   return std::max(amax / kLimit, kSmallestScale);
@@ -65,24 +64,23 @@ ATOM_INLINE vint quantise(vfloat x, vfloat scale, vfloat inverse) {
 }
 
 void quantise_row(const QuantInputs& how, const float* x, int8_t* codes, Span* spans) {
-  typedef int8_t bytes __attribute__((vector_size(kLanes)));
   for (int64_t begin = 0; begin < how.inputs; begin += how.group) {
     const int64_t end = std::min(begin + how.group, how.inputs);
     const float scale =
         how.fixed_scale != 0 ? float(how.fixed_scale) : scale_of(x + begin, end - begin);
     const vfloat divisor = splat(scale), inverse = splat(1 / scale);
     for (int64_t from = begin; from < end; from += how.span) {
-      vint sum = {};
+      vint sums = {};
       for (int64_t i = from; i < from + how.span; i += kLanes) {
         const vint code = quantise(load(x + i), divisor, inverse);
-        const bytes narrow = __builtin_convertvector(code, bytes);
-        std::memcpy(codes + i, &narrow, sizeof narrow);
-        sum += code;
+        store_bytes(codes + i, code);
+        sums += code;
       }
       Span& span = spans[from / how.span];
+      const int32_t code_sum = sum(sums);
       span.scale = scale;
-      span.code_sum = 0;
-      for (int i = 0; i < kLanes; ++i) span.code_sum += sum[i];
+      span.sum = float(code_sum);
+      span.first_code = -int32_t(how.excess) * code_sum;
     }
   }
 }
@@ -91,12 +89,19 @@ void sum_spans(const QuantInputs& how, const float* x, Span* spans) {
   for (int64_t from = 0; from < how.inputs; from += how.span) {
     vfloat total = {};
     for (int64_t i = from; i < from + how.span; i += kLanes) total += load(x + i);
-    spans[from / how.span] = {1, {}};
-    spans[from / how.span].sum = sum(total);
+    Span& span = spans[from / how.span];
+    span.scale = 1;
+    span.sum = sum(total);
+    span.first = float(-how.excess) * span.sum;
   }
 }
 
 }  // namespace
+
+int64_t excess_of(const QuantMatrix& w, bool is_integer) {
+  const int64_t taken = is_integer ? kTaken<Codes<8>, true> : kTaken<Codes<8>, false>;
+  return w.bits == 8 ? w.middle - taken : w.middle;
+}
 
 template <class T>
 void pack_row(const QuantInputs& how, int64_t row, void* packed, Span* spans) {

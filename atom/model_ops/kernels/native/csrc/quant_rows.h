@@ -14,6 +14,7 @@ struct QuantInputs {
   int64_t span;
   int64_t group;       // inputs that share a scale if they become integers; 0 if not
   double fixed_scale;  // of all inputs, or 0 to compute scales
+  int64_t excess;      // of every code of the weights: see `excess_of`
   bool as_bfloat16;    // as tiles want bfloat16 that does not become integers
 
   int64_t stride() const { return inputs + 64; }  // rows are in different lines of caches
@@ -23,6 +24,9 @@ struct QuantInputs {
     return {packed, of_spans, stride(), span, group != 0};
   }
 };
+
+// What products of few rows do not subtract from the codes of the weights but from sums.
+int64_t excess_of(const QuantMatrix& w, bool is_integer);
 
 // Packs row `row` of x to `packed`, [inputs], and its spans.
 template <class T>
