@@ -19,6 +19,7 @@ struct QuantInputs {
 
   int64_t stride() const { return inputs + 64; }  // rows are in different lines of caches
   int64_t spans() const { return inputs / span; }
+  int64_t groups() const { return group == 0 ? 0 : (inputs + group - 1) / group; }
   int64_t row_bytes() const { return stride() * (group != 0 ? 1 : as_bfloat16 ? 2 : 4); }
   QuantRows rows(const void* packed, const Span* of_spans) const {
     return {packed, of_spans, stride(), span, group != 0};
