@@ -31,7 +31,7 @@ def test_weights_are_dequantised_beside_those_still_stored(
     folder = write(tmp_path).folder
     dense = sum(p.nbytes for p in load_model(folder, 8).parameters())
     plain = re.search(r"take ([0-9.]+) GB in float32, and", needed(folder, monkeypatch))
-    message = needed(folder, monkeypatch, quantization="int4")
+    message = needed(folder, monkeypatch, quantization="mxfp4")
     found = re.search(r"take ([0-9.]+) GB as stored, up to ([0-9.]+) GB while layers", message)
     assert plain is not None
     assert found is not None

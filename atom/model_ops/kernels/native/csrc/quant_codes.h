@@ -22,6 +22,60 @@ constexpr int64_t kQuadBytes = 4 * kLanes;
 ATOM_INLINE vint splat(int32_t value) { return value - vint{}; }
 ATOM_INLINE vfloat convert(vint v) { return __builtin_convertvector(v, vfloat); }
 
+// kLanes signed bytes. Compilers convert them one by one unless they are told how.
+ATOM_INLINE vint load_bytes(const int8_t* p) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  return (vint)_mm512_cvtepi8_epi32(raw<__m128i>(p));
+#elif defined(__AVX2__) && defined(__FMA__)
+  return (vint)_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i*)p));
+#else
+  vint out;
+  for (int i = 0; i < kLanes; ++i) out[i] = p[i];
+  return out;
+#endif
+}
+ATOM_INLINE void store_bytes(int8_t* p, vint v) {  // of -128..127
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  _mm_storeu_si128((__m128i*)p, _mm512_cvtepi32_epi8((__m512i)v));
+#elif defined(__AVX2__) && defined(__FMA__)
+  const __m128i low = _mm256_castsi256_si128((__m256i)v);
+  const __m128i words = _mm_packs_epi32(low, _mm256_extracti128_si256((__m256i)v, 1));
+  _mm_storel_epi64((__m128i*)p, _mm_packs_epi16(words, words));
+#else
+  for (int i = 0; i < kLanes; ++i) p[i] = int8_t(v[i]);
+#endif
+}
+
+#if defined(__AVX2__) && defined(__FMA__)
+// Joins the lanes of v by an operation on four lanes at a time.
+template <class Join>
+ATOM_INLINE int32_t fold(vint v, const Join& join) {
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const __m256i low = _mm512_castsi512_si256((__m512i)v);
+  const __m256i high = _mm512_extracti64x4_epi64((__m512i)v, 1);
+  __m128i four = join(join(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)),
+                      join(_mm256_castsi256_si128(high), _mm256_extracti128_si256(high, 1)));
+#else
+  const __m256i eight = (__m256i)v;
+  __m128i four = join(_mm256_castsi256_si128(eight), _mm256_extracti128_si256(eight, 1));
+#endif
+  four = join(four, _mm_shuffle_epi32(four, 0x4e));
+  return _mm_cvtsi128_si32(join(four, _mm_shuffle_epi32(four, 0xb1)));
+}
+ATOM_INLINE int32_t sum(vint v) {
+  return fold(v, [](__m128i a, __m128i b) { return _mm_add_epi32(a, b); });
+}
+ATOM_INLINE int32_t maximum(vint v) {
+  return fold(v, [](__m128i a, __m128i b) { return _mm_max_epi32(a, b); });
+}
+#else
+ATOM_INLINE int32_t sum(vint v) { return (v[0] + v[1]) + (v[2] + v[3]); }
+ATOM_INLINE int32_t maximum(vint v) {
+  const int32_t a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+  return a > b ? a : b;
+}
+#endif
+
 // Codes of so many bits, all stored without a sign. `quad(unit, j)` is quad j of a unit.
 template <int kBits>
 struct Codes;

@@ -33,8 +33,8 @@ constexpr int64_t kSerialWork = 1 << 16;
 constexpr int64_t kPackAlone = 2;
 // Rows of inputs that pass by all weights before the next ones do.
 constexpr int64_t kBlockRows = 256;
-// From so many rows on tiles are faster.
-constexpr int64_t kTilesFrom = 12;
+// From so many rows on tiles are faster: their sums leave once a span.
+int64_t tiles_from(int64_t span) { return span > 64 ? 12 : 28; }
 constexpr int64_t kTaskBytes = 16 * 1024;
 
 int64_t groups_of(int64_t inputs, int64_t group) {
@@ -53,10 +53,10 @@ class Product {
  public:
   explicit Product(const QuantLinearArgs& a)
       : a_(a), w_(matrix_of(a)),
-        with_tiles_(a.rows >= kTilesFrom && (a.input_group != 0 || std::is_same_v<T, bfloat16>) &&
+        with_tiles_(a.rows >= tiles_from(a.span) && (a.input_group != 0 || std::is_same_v<T, bfloat16>) &&
                     has_tiles()),
         inputs_{a.x,           a.order,       a.x_stride,    a.in_features, a.inputs, a.span,
-                a.input_group, a.fixed_scale, with_tiles_} {}
+                a.input_group, a.fixed_scale, excess_of(w_, a.input_group != 0), with_tiles_} {}
 
   void run() {
     const bool serial = a_.rows * a_.inputs * a_.outs < kSerialWork;

@@ -28,12 +28,13 @@ struct QuantMatrix {
   int64_t panel_bytes() const { return bits * inputs * kLanes / 8; }
 };
 
-// What a row's span of inputs is multiplied with, and the sum of its codes (or numbers).
+// Of a row's span of inputs: what its products are multiplied with, the sum of its codes (or
+// numbers), and what to begin with: that sum times what codes are too large by.
 struct Span {
-  float scale;
+  float scale, sum;
   union {
-    int32_t code_sum;
-    float sum;
+    int32_t first_code;
+    float first;
   };
 };
 

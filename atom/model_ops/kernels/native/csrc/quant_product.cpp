@@ -11,18 +11,21 @@ constexpr int64_t kAheadCodes = 2048;
 template <class C, int R>
 ATOM_INLINE void sum_units(const uint8_t* codes, int64_t units, const int8_t* x, int64_t stride,
                            vint (&sums)[R]) {
-  vint others[R] = {};  // shorter chains of sums
+  constexpr bool kTwoChains = R <= 2;
+  vint others[R] = {};
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += C::kUnit) {
     for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kAheadCodes);
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       const vint quad = C::quad(codes, j);
       ATOM_UNROLL for (int r = 0; r < R; ++r) {
-        vint& sum = j % 2 == 0 ? sums[r] : others[r];
+        vint& sum = kTwoChains && j % 2 != 0 ? others[r] : sums[r];
         sum = dot4<C>(sum, quad, splat(raw<int32_t>(x + r * stride + 4 * j)));
       }
     }
   }
-  ATOM_UNROLL for (int r = 0; r < R; ++r) sums[r] += others[r];
+  if (kTwoChains) {
+    ATOM_UNROLL for (int r = 0; r < R; ++r) sums[r] += others[r];
+  }
 }
 
 // As tiles of bfloat16 sum: of each unit the even inputs and the odd ones, then both.
@@ -55,17 +58,25 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
   const Input* x = static_cast<const Input*>(rows.inputs) + first * rows.stride;
   const int64_t spans = w.inputs / rows.span, units = rows.span / C::kUnit;
   const uint8_t* codes = w.codes + panel * w.panel_bytes();
+  const Span* of_spans = rows.spans + first * spans;
+  const Shifts shifts(w);
   vfloat totals[R] = {};
-  for (int64_t span = 0; span < spans; ++span) {
-    Sum sums[R] = {};
+  for (int64_t span = 0; span < spans; ++span, codes += units * C::kBytes, x += rows.span) {
+    Sum sums[R];
+    ATOM_UNROLL for (int r = 0; r < R; ++r) {
+      const Span& of = of_spans[r * spans + span];
+      if constexpr (kInteger) sums[r] = splat(of.first_code);
+      else sums[r] = Sum{};
+    }
     sum_units<C, R>(codes, units, x, rows.stride, sums);
     const Factors factors = load_factors(w, panel, span * rows.span);
     ATOM_UNROLL for (int r = 0; r < R; ++r) {
-      totals[r] = add_span<kInteger>(totals[r], sums[r], w, factors,
-                                     rows.spans[(first + r) * spans + span], kTaken<C, kInteger>);
+      const Span& of = of_spans[r * spans + span];
+      vfloat products;
+      if constexpr (kInteger) products = convert(sums[r]);
+      else products = sums[r] + of.first;
+      totals[r] = add_span<kInteger>(totals[r], products, factors, of, shifts);
     }
-    codes += units * C::kBytes;
-    x += rows.span;
   }
   ATOM_UNROLL for (int r = 0; r < R; ++r) store(out + r * kLanes, totals[r]);
 }

@@ -37,18 +37,25 @@ void gather(const QuantInputs& how, const T* x, float* out) {
   std::fill(out + i, out + how.inputs + kSpare, 0.0f);
 }
 
-// amax / 127 of a group, at least 1e-12; NaN where a number is not finite, as all of its products.
-float scale_of(const float* x, int64_t count) {
-  vint largest = {};  // as integers, which have the order of magnitudes, and NaN above all
-  for (int64_t i = 0; i < count; i += kLanes) {
-    const vint bits = (vint)magnitude(load(x + i));
-    largest = bits > largest ? bits : largest;
+// The scales of a row's groups: amax / 127, at least 1e-12; NaN where a number is not finite, as all
+// products with it.
+void compute_scales(const QuantInputs& how, const float* x, int64_t groups, float* scales) {
+  for (int64_t g = 0; g < groups; ++g) {
+    vint largest = {};  // as integers, which have the order of magnitudes, and NaN above all
+    const int64_t end = std::min((g + 1) * how.group, how.inputs);
+    for (int64_t i = g * how.group; i < end; i += kLanes) {
+      const vint bits = (vint)magnitude(load(x + i));
+      largest = bits > largest ? bits : largest;
+    }
+    const int32_t bits = maximum(largest);
+    scales[g] = raw<float>(&bits);
   }
-  int32_t bits = 0;
-  for (int i = 0; i < kLanes; ++i) bits = std::max<int32_t>(bits, largest[i]);
-  const float amax = raw<float>(&bits);
-  if (!(amax <= std::numeric_limits<float>::max())) return std::numeric_limits<float>::quiet_NaN();
-  return std::max(amax / kLimit, kSmallestScale);
+  for (int64_t g = 0; g < groups; g += kLanes) {
+    const vfloat amax = load(scales + g);
+    const vint is_finite = amax <= std::numeric_limits<float>::max();
+    const vfloat scale = max(amax / kLimit, splat(kSmallestScale));
+    store(scales + g, select(is_finite, scale, splat(std::numeric_limits<float>::quiet_NaN())));
+  }
 }
 
 // x / scale, rounded to the nearest integer, ties to even. Divisions take long: products with
@@ -64,26 +71,30 @@ ATOM_INLINE vint quantise(vfloat x, vfloat scale, vfloat inverse) {
   return (vint)shifted - (vint)magic;
 }
 
-void quantise_row(const QuantInputs& how, const float* x, int8_t* codes, Span* spans) {
-  typedef int8_t bytes __attribute__((vector_size(kLanes)));
-  for (int64_t begin = 0; begin < how.inputs; begin += how.group) {
-    const int64_t end = std::min(begin + how.group, how.inputs);
-    const float scale =
-        how.fixed_scale != 0 ? float(how.fixed_scale) : scale_of(x + begin, end - begin);
-    const vfloat divisor = splat(scale), inverse = splat(1 / scale);
-    for (int64_t from = begin; from < end; from += how.span) {
-      vint sum = {};
-      for (int64_t i = from; i < from + how.span; i += kLanes) {
-        const vint code = quantise(load(x + i), divisor, inverse);
-        const bytes narrow = __builtin_convertvector(code, bytes);
-        std::memcpy(codes + i, &narrow, sizeof narrow);
-        sum += code;
-      }
-      Span& span = spans[from / how.span];
-      span.scale = scale;
-      span.code_sum = 0;
-      for (int i = 0; i < kLanes; ++i) span.code_sum += sum[i];
+// scales: room for those of all groups, and as many inverses.
+void quantise_row(const QuantInputs& how, const float* x, float* scales, int8_t* codes,
+                  Span* spans) {
+  const int64_t groups = how.groups();
+  float* inverses = scales + groups + kSpare;
+  if (how.fixed_scale != 0) {
+    std::fill(scales, scales + groups, float(how.fixed_scale));
+  } else {
+    compute_scales(how, x, groups, scales);
+  }
+  for (int64_t g = 0; g < groups; g += kLanes) store(inverses + g, 1 / load(scales + g));
+  for (int64_t span = 0; span < how.spans(); ++span) {
+    const int64_t begin = span * how.span, group = begin / how.group;
+    const vfloat scale = splat(scales[group]), inverse = splat(inverses[group]);
+    vint sums = {};
+    for (int64_t i = begin; i < begin + how.span; i += kLanes) {
+      const vint code = quantise(load(x + i), scale, inverse);
+      store_bytes(codes + i, code);
+      sums += code;
     }
+    const int32_t code_sum = sum(sums);
+    spans[span].scale = scales[group];
+    spans[span].sum = float(code_sum);
+    spans[span].first_code = -int32_t(how.excess) * code_sum;
   }
 }
 
@@ -91,21 +102,31 @@ void sum_spans(const QuantInputs& how, const float* x, Span* spans) {
   for (int64_t from = 0; from < how.inputs; from += how.span) {
     vfloat total = {};
     for (int64_t i = from; i < from + how.span; i += kLanes) total += load(x + i);
-    spans[from / how.span] = {1, {}};
-    spans[from / how.span].sum = sum(total);
+    Span& span = spans[from / how.span];
+    span.scale = 1;
+    span.sum = sum(total);
+    span.first = float(-how.excess) * span.sum;
   }
 }
 
 }  // namespace
+
+int64_t excess_of(const QuantMatrix& w, bool is_integer) {
+  const int64_t taken = is_integer ? kTaken<Codes<8>, true> : kTaken<Codes<8>, false>;
+  return w.bits == 8 ? w.middle - taken : w.middle;
+}
 
 template <class T>
 void pack_row(const QuantInputs& how, int64_t row, void* packed, Span* spans) {
   static thread_local Scratch scratch;
   const T* x = static_cast<const T*>(how.x) + row * how.x_stride;
   if (how.group != 0 || how.as_bfloat16) {
-    float* numbers = scratch.get<float>(how.inputs + kSpare);
+    float* numbers = scratch.get<float>(how.inputs + kSpare + 2 * (how.groups() + kSpare));
+    float* scales = numbers + how.inputs + kSpare;
     gather(how, x, numbers);
-    if (how.group != 0) return quantise_row(how, numbers, static_cast<int8_t*>(packed), spans);
+    if (how.group != 0) {
+      return quantise_row(how, numbers, scales, static_cast<int8_t*>(packed), spans);
+    }
     sum_spans(how, numbers, spans);
     bfloat16* out = static_cast<bfloat16*>(packed);
     for (int64_t i = 0; i < how.inputs; i += kLanes) store(out + i, load(numbers + i));

@@ -7,14 +7,12 @@
 namespace atom {
 
 ATOM_INLINE vfloat load_numbers(const void* from, int64_t at, Number type) {
-  typedef int8_t bytes __attribute__((vector_size(kLanes)));
   switch (type) {
     case Number::kBfloat16: return load(static_cast<const bfloat16*>(from) + at);
 #if defined(__F16C__) || defined(__aarch64__)
     case Number::kFloat16: return load(static_cast<const float16*>(from) + at);
 #endif
-    case Number::kInt8:
-      return __builtin_convertvector(raw<bytes>(static_cast<const int8_t*>(from) + at), vfloat);
+    case Number::kInt8: return convert(load_bytes(static_cast<const int8_t*>(from) + at));
     default: return load(static_cast<const float*>(from) + at);
   }
 }
@@ -36,25 +34,20 @@ ATOM_INLINE Factors load_factors(const QuantMatrix& w, int64_t panel, int64_t in
   return f;
 }
 
-// total + one span's part of it, where products are sums of codes times inputs. `taken` was
-// subtracted from the codes already.
-template <bool kInteger, class Products>
-ATOM_INLINE vfloat add_span(vfloat total, Products products, const QuantMatrix& w, const Factors& f,
-                            const Span& x, int32_t taken) {
-  const int32_t middle = int32_t(w.middle) - taken;
-  vfloat part, scale = f.scale;
-  float sum;
-  if constexpr (kInteger) {
-    part = convert(products - splat(middle * x.code_sum));
-    scale *= x.scale;
-    sum = float(x.code_sum);
-  } else {
-    part = fma(splat(float(-middle)), splat(x.sum), products);
-    sum = x.sum;
-  }
-  if (w.shift != nullptr && !w.has_offsets) part = fma(-f.shift, splat(sum), part);
-  total = fma(part, scale, total);
-  if (w.has_offsets) total = fma(f.shift, splat(kInteger ? sum * x.scale : sum), total);
+// Which shifts there are.
+struct Shifts {
+  explicit Shifts(const QuantMatrix& w)
+      : are_zeros(w.shift != nullptr && !w.has_offsets), are_offsets(w.has_offsets != 0) {}
+  bool are_zeros, are_offsets;
+};
+
+// total + what one span adds, where `products` are sums of codes times inputs.
+template <bool kInteger>
+ATOM_INLINE vfloat add_span(vfloat total, vfloat products, const Factors& f, const Span& x,
+                            Shifts shifts) {
+  if (shifts.are_zeros) products = fma(-f.shift, splat(x.sum), products);
+  total = fma(products, kInteger ? f.scale * x.scale : f.scale, total);
+  if (shifts.are_offsets) total = fma(f.shift, splat(kInteger ? x.sum * x.scale : x.sum), total);
   return total;
 }
 

@@ -36,13 +36,17 @@ int64_t element_bytes(const QuantRows& x) { return x.is_integer ? 1 : 2; }
 // Bytes of a row of inputs that one product of tiles consumes.
 int64_t depth_bytes(const QuantRows& x) { return std::min(kLineBytes, x.span * element_bytes(x)); }
 
-// Codes of a panel as bytes, [inputs / 4, kSide, 4].
+// Whether codes are tiles as they lie.
+template <class C, bool kInteger>
+constexpr bool kAreTiles = kInteger && C::kFillsByte;
+
+// Codes of a panel as signed bytes, [inputs / 4, kSide, 4].
 template <class C>
 void unpack_bytes(const QuantMatrix& w, const uint8_t* codes, uint8_t* out) {
+  const __m512i middle = _mm512_set1_epi8(int8_t(w.middle));
   for (int64_t i = 0; i < w.inputs; i += C::kUnit, codes += C::kBytes) {
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j, out += kQuadBytes) {
-      const vint quad = C::quad(codes, j);
-      std::memcpy(out, &quad, sizeof quad);
+      _mm512_store_si512(out, _mm512_sub_epi8((__m512i)C::quad(codes, j), middle));
     }
   }
 }
@@ -62,21 +66,8 @@ void unpack_numbers(const QuantMatrix& w, const uint8_t* codes, uint8_t* out) {
   }
 }
 
-// One panel's codes as tiles: where they lie, or unpacked to `spare`.
-template <class C>
-const uint8_t* tiles_of(const QuantMatrix& w, int64_t panel, bool is_integer, uint8_t* spare) {
-  const uint8_t* codes = w.codes + panel * w.panel_bytes();
-  if (!is_integer) {
-    unpack_numbers<C>(w, codes, spare);
-    return spare;
-  }
-  if (C::kFillsByte) return codes;
-  unpack_bytes<C>(w, codes, spare);
-  return spare;
-}
-
 // The four products of two blocks of rows `x` with two panels over `steps` times `depth` bytes.
-template <bool kInteger>
+template <class C, bool kInteger>
 ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride,
                                 const uint8_t* const (&w)[2], int64_t steps, int64_t depth,
                                 int32_t (&sums)[4][kSide * kSide]) {
@@ -90,11 +81,16 @@ ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride,
     _tile_loadd(6, w[0] + at * kSide, kLineBytes);
     _tile_loadd(7, w[1] + at * kSide, kLineBytes);
     _tile_loadd(5, x[1] + at, stride);
-    if constexpr (kInteger) {
+    if constexpr (kAreTiles<C, kInteger>) {
       _tile_dpbsud(0, 4, 6);
       _tile_dpbsud(1, 4, 7);
       _tile_dpbsud(2, 5, 6);
       _tile_dpbsud(3, 5, 7);
+    } else if constexpr (kInteger) {
+      _tile_dpbssd(0, 4, 6);
+      _tile_dpbssd(1, 4, 7);
+      _tile_dpbssd(2, 5, 6);
+      _tile_dpbssd(3, 5, 7);
     } else {
       _tile_dpbf16ps(0, 4, 6);
       _tile_dpbf16ps(1, 4, 7);
@@ -108,36 +104,58 @@ ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride,
   _tile_stored(3, sums[3], kLineBytes);
 }
 
+// Adds one span's products of up to 32 rows with a panel to their totals, which lie 32 apart.
+template <class C, bool kInteger>
+void add_products(const int32_t (&sums)[4][kSide * kSide], int64_t half, int64_t rows,
+                  const Factors& factors, const Span* x, int64_t spans, Shifts shifts,
+                  float* totals) {
+  for (int64_t m = 0; m < rows; ++m) {
+    const int32_t* at = sums[m / kSide * 2 + half] + m % kSide * kSide;
+    vfloat products;
+    if constexpr (kAreTiles<C, kInteger>) products = convert(raw<vint>(at) + x[m * spans].first_code);
+    else if constexpr (kInteger) products = convert(raw<vint>(at));
+    else products = raw<vfloat>(at) + x[m * spans].first;
+    float* total = totals + m * 2 * kSide;
+    store(total, add_span<kInteger>(load(total), products, factors, x[m * spans], shifts));
+  }
+}
+
 template <class C, bool kInteger>
 void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
-  using Sum = std::conditional_t<kInteger, vint, vfloat>;
   static thread_local Scratch scratch;
   const int64_t panel_bytes = w.inputs * kSide * element_bytes(x);
-  auto* spare = scratch.get<uint8_t>(2 * panel_bytes);
-  const int64_t second = std::min(panel + 1, w.panels() - 1);
-  const uint8_t* const codes[2] = {
-      tiles_of<C>(w, panel, kInteger, spare),
-      second == panel ? spare : tiles_of<C>(w, second, kInteger, spare + panel_bytes)};
+  const int64_t panels[2] = {panel, std::min(panel + 1, w.panels() - 1)};
+  const uint8_t* codes[2];
+  for (int64_t half = 0; half < 2; ++half) {
+    codes[half] = w.codes + panels[half] * w.panel_bytes();
+    if constexpr (!kAreTiles<C, kInteger>) {
+      auto* unpacked = scratch.get<uint8_t>(2 * panel_bytes) + half * panel_bytes;
+      if constexpr (kInteger) unpack_bytes<C>(w, codes[half], unpacked);
+      else unpack_numbers<C>(w, codes[half], unpacked);
+      codes[half] = unpacked;
+    }
+  }
   const int64_t spans = w.inputs / x.span, span_bytes = x.span * element_bytes(x);
   const int64_t stride = x.stride * element_bytes(x), depth = depth_bytes(x);
-  const auto* inputs = static_cast<const uint8_t*>(x.inputs);
+  const Shifts shifts(w);
   std::fill(out, out + rows * 2 * kSide, 0.0f);
-  alignas(64) int32_t sums[4][kSide * kSide];
+  alignas(64) int32_t sums[2][4][kSide * kSide];
   for (int64_t row = 0; row < rows; row += 2 * kSide) {
-    const int64_t below = row + kSide < rows ? row + kSide : row;
-    for (int64_t span = 0; span < spans; ++span) {
-      const int64_t at = span * span_bytes;
-      const uint8_t* const from[2] = {inputs + row * stride + at, inputs + below * stride + at};
-      const uint8_t* const of[2] = {codes[0] + at * kSide, codes[1] + at * kSide};
-      multiply_tiles<kInteger>(from, stride, of, span_bytes / depth, depth, sums);
-      for (int64_t half = 0; half < 2; ++half) {
-        const Factors factors = load_factors(w, half == 0 ? panel : second, span * x.span);
-        for (int64_t m = row; m < std::min(row + 2 * kSide, rows); ++m) {
-          const int32_t* sum = sums[(m - row) / kSide * 2 + half] + (m - row) % kSide * kSide;
-          float* to = out + (2 * m + half) * kSide;
-          store(to, add_span<kInteger>(load(to), raw<Sum>(sum), w, factors,
-                                       x.spans[m * spans + span], kTaken<C, kInteger>));
-        }
+    const auto* first = static_cast<const uint8_t*>(x.inputs) + row * stride;
+    const uint8_t* second = row + kSide < rows ? first + kSide * stride : first;
+    // The tiles of a span run beside what is left to do for the span before.
+    for (int64_t span = 0; span <= spans; ++span) {
+      if (span < spans) {
+        const int64_t at = span * span_bytes;
+        const uint8_t* const inputs[2] = {first + at, second + at};
+        const uint8_t* const of[2] = {codes[0] + at * kSide, codes[1] + at * kSide};
+        multiply_tiles<C, kInteger>(inputs, stride, of, span_bytes / depth, depth, sums[span % 2]);
+      }
+      for (int64_t half = 0; half < 2 && span > 0; ++half) {
+        add_products<C, kInteger>(sums[(span - 1) % 2], half, std::min(2 * kSide, rows - row),
+                               load_factors(w, panels[half], (span - 1) * x.span),
+                               x.spans + row * spans + span - 1, spans, shifts,
+                               out + (2 * row + half) * kSide);
       }
     }
   }
