@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from struct import Struct
-
 import torch
 
 from atom.model_ops.kernels.native.attention import describe_sequence, refuses_storage
 from atom.model_ops.kernels.native.bindings import (
+    Kernels,
     constant,
-    kernel,
-    kernels,
     mismatch,
+    num_threads,
     rows_apart,
 )
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
-_pack_write = Struct("4P6q").pack
-_pack_attention = Struct("7P12qd").pack
+_write = Kernels("mla_cache_write", "4P6q")
+_attention = Kernels("mla_attention", "7P12qd")
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -60,9 +58,7 @@ def mla_cache_write(
     item = dtype.itemsize
     pointers = slot_mapping.data_ptr(), latent.data_ptr(), k_rope.data_ptr(), cache.data_ptr()
     sizes = rows, rank * item, (width - rank) * item, num_blocks * block_size
-    wrong = kernel("mla_cache_write")(
-        _pack_write(*pointers, *sizes, latent_stride * item, rope_stride * item)
-    )
+    wrong = _write(None, *pointers, *sizes, latent_stride * item, rope_stride * item)
     if wrong:
         raise IndexError(
             f"slot {int(slot_mapping[wrong - 1])} lies beyond a cache of "
@@ -113,11 +109,7 @@ def mla_attention(
     indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
     shape = tokens, heads, nope, rope, up_rows - nope, rank
     paged = num_blocks, block_size, table_width, sequences
-    wrong = kernels("mla_attention")[dtype](
-        _pack_attention(
-            *pointers, *indices, *shape, *paged, stride, torch.get_num_threads(), scale
-        )
-    )
+    wrong = _attention(dtype, *pointers, *indices, *shape, *paged, stride, num_threads(), scale)
     if wrong:
         raise IndexError(describe_sequence(metadata, wrong - 1, num_blocks))
     return out

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from struct import Struct
-
 import torch
 
-from atom.model_ops.kernels.native.bindings import kernel, kernels, mismatch, rows_apart
+from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads, rows_apart
 from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
 
-_pack_route = Struct("4P9qd").pack
-_pack_experts = Struct("6P8q").pack
+_route = Kernels("moe_route", "4P9qd")
+_experts = Kernels("moe_experts", "6P8q")
 
 
 def refuses_experts(query: OpQuery) -> str | None:
@@ -43,21 +41,9 @@ def moe_route(
     bias_at = 0 if bias is None else bias.data_ptr()
     groups = routing.num_groups, routing.top_groups
     flags = routing.scoring == "softmax", routing.group_score == "top2_sum", routing.renormalize
-    kernel("moe_route")(
-        _pack_route(
-            logits.data_ptr(),
-            bias_at,
-            weights.data_ptr(),
-            ids.data_ptr(),
-            rows,
-            experts,
-            routing.top_k,
-            *groups,
-            *flags,
-            torch.get_num_threads(),
-            routing.scaling,
-        )
-    )
+    pointers = logits.data_ptr(), bias_at, weights.data_ptr(), ids.data_ptr()
+    sizes = rows, experts, routing.top_k, *groups, *flags
+    _route(None, *pointers, *sizes, num_threads(), routing.scaling)
     return weights, ids
 
 
@@ -100,8 +86,8 @@ def moe_experts(
     out = x.new_empty(rows, hidden)
     matrices = x.data_ptr(), w13.data_ptr(), w2.data_ptr()
     choices = weights.data_ptr(), ids.data_ptr()
-    sizes = rows, hidden, inter, experts, top_k, stride, ids.itemsize, torch.get_num_threads()
-    wrong = kernels("moe_experts")[dtype](_pack_experts(*matrices, *choices, out.data_ptr(), *sizes))
+    sizes = rows, hidden, inter, experts, top_k, stride, ids.itemsize, num_threads()
+    wrong = _experts(dtype, *matrices, *choices, out.data_ptr(), *sizes)
     if wrong:
         raise IndexError(f"token {wrong - 1} has experts {ids[wrong - 1].tolist()}")
     return out
