@@ -139,6 +139,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("triton.activation:silu_and_mul"),
         _kernel("torch.elementwise:silu_and_mul"),
     ),
+    "add": (
+        _kernel("native.elementwise:add"),
+        _kernel("torch.elementwise:add"),
+    ),
     "rope": (
         _kernel("aiter.elementwise:rope", "aiter.elementwise:refuses_rope"),
         _kernel("native.elementwise:rope"),
