@@ -139,6 +139,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("triton.activation:silu_and_mul"),
         _kernel("torch.elementwise:silu_and_mul"),
     ),
+    "add": (
+        _kernel("native.elementwise:add"),
+        _kernel("torch.elementwise:add"),
+    ),
     "rope": (
         _kernel("aiter.elementwise:rope", "aiter.elementwise:refuses_rope"),
         _kernel("native.elementwise:rope"),
@@ -170,21 +174,25 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "mla_cache_write": (
         _kernel("aiter.cache_write:mla_cache_write", "aiter.cache_write:refuses_latent"),
+        _kernel("native.mla:mla_cache_write", "native.attention:refuses_storage"),
         _kernel("triton.mla_cache_write:mla_cache_write", "triton.support:refuses_storage"),
         _kernel("torch.mla:mla_cache_write"),
     ),
     "mla_decode": (
         _kernel("aiter.mla:mla_decode", "aiter.mla:refuses_decode"),
+        _kernel("native.mla:mla_attention", "native.mla:refuses"),
         _kernel("triton.mla_decode:mla_decode", "triton.mla_decode:refuses"),
         _kernel("torch.mla:mla_attention"),
     ),
     "mla_prefill": (
         _kernel("aiter.mla:mla_prefill", "aiter.mla:refuses_prefill"),
+        _kernel("native.mla:mla_attention", "native.mla:refuses"),
         _kernel("triton.mla_prefill:mla_prefill", "triton.mla_decode:refuses"),
         _kernel("torch.mla:mla_attention"),
     ),
     "moe_route": (
         _kernel("aiter.moe:moe_route", "aiter.moe:refuses_route"),
+        _kernel("native.moe:moe_route"),
         _kernel("triton.moe_route:moe_route", "triton.moe_route:refuses"),
         _kernel("torch.moe:moe_route"),
     ),
@@ -194,6 +202,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "aiter.moe:refuses_experts",
             prepare="aiter.moe:prepare_experts",
         ),
+        _kernel("native.moe:moe_experts", "native.moe:refuses_experts"),
         _kernel("triton.moe_experts:moe_experts", "triton.moe_align:refuses"),
         _kernel("torch.moe:moe_experts"),
     ),

@@ -159,6 +159,7 @@ class DeepseekV2MoE(nn.Module):
             f"{prefix}.experts",
         )
         self.shared_experts = None
+        self._add = context.ops.resolve("add", context.dtype)
         if config.n_shared_experts:
             size = config.moe_intermediate_size * config.n_shared_experts
             self.shared_experts = LlamaMLP(
@@ -190,7 +191,7 @@ class DeepseekV2MoE(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         out: torch.Tensor = self.experts(x, *self.gate(x))
         if self.shared_experts is not None:
-            out += self.shared_experts(x)
+            out = self._add(out, self.shared_experts(x))
         return out
 
 

@@ -119,7 +119,7 @@ def paged_attention(
     limits = stride, sliding_window or 0, num_threads(), scale
     wrong = _attention(dtype, *pointers, *indices, *shape, *limits)
     if wrong:
-        raise IndexError(_describe(metadata, wrong - 1, num_blocks))
+        raise IndexError(describe_sequence(metadata, wrong - 1, num_blocks))
     return out
 
 
@@ -127,7 +127,8 @@ def _is_index(x: torch.Tensor) -> bool:
     return x.dtype is torch.int32 and x.is_contiguous()
 
 
-def _describe(metadata: AttentionMetadata, sequence: int, num_blocks: int) -> str:
+def describe_sequence(metadata: AttentionMetadata, sequence: int, num_blocks: int) -> str:
+    """The numbers of a sequence that a kernel cannot read."""
     queries = metadata.cu_seqlens_q[sequence : sequence + 2].tolist()
     return (
         f"sequence {sequence} has context length {int(metadata.context_lens[sequence])}, "

@@ -13,7 +13,8 @@ from atom.model_ops.kernels.native.bindings import (
 
 _norm = Kernels("rms_norm", "5P5qdq")
 _silu = Kernels("silu_and_mul", "2P4q")
-_rope = Kernels("rope", "6P9q")
+_add = Kernels("add", "2P2q")
+_rope = Kernels("rope", "6P12q")
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -76,6 +77,15 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return out
 
 
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x + y in the memory of x, which is returned."""
+    same = x.shape == y.shape and x.dtype is y.dtype
+    if not same or not x.is_contiguous() or not y.is_contiguous():
+        raise mismatch("add", x=x, y=y)
+    _add(x.dtype, x.data_ptr(), y.data_ptr(), x.numel(), num_threads())
+    return x
+
+
 def rope(
     positions: torch.Tensor,
     q: torch.Tensor,
@@ -107,25 +117,17 @@ def rope(
         or not cos_sin.is_contiguous()
     ):
         raise mismatch("rope", positions=positions, q=q, k=k, cos_sin=cos_sin)
-    if interleaved:
-        q, k = _pairs_to_halves(q, rotary_dim), _pairs_to_halves(k, rotary_dim)
-    q, q_stride = rows_apart(q)
-    k, k_stride = rows_apart(k)
+    q, k = (x if x.stride(2) == 1 else x.contiguous() for x in (q, k))
     q_out = q.new_empty(rows, heads, head_dim)
     k_out = q.new_empty(rows, kv_heads, head_dim)
     inputs = positions.data_ptr(), cos_sin.data_ptr(), q.data_ptr(), k.data_ptr()
     sizes = rows, heads, kv_heads, head_dim, rotary_dim, table_rows
+    strides = *q.stride()[:2], *k.stride()[:2]
     outputs = q_out.data_ptr(), k_out.data_ptr()
-    wrong = _rope(dtype, *inputs, *outputs, *sizes, q_stride, k_stride, num_threads())
+    wrong = _rope(dtype, *inputs, *outputs, *sizes, *strides, interleaved, num_threads())
     if wrong:
         raise IndexError(
             f"position {int(positions[wrong - 1])} lies outside the rotary table, which "
             f"has {table_rows}"
         )
     return q_out, k_out
-
-
-def _pairs_to_halves(x: torch.Tensor, rotary_dim: int) -> torch.Tensor:
-    """x0 x1 x2 x3 ... -> x0 x2 ... x1 x3 ..., in the rotary dimensions of each head."""
-    pairs = x[..., :rotary_dim]
-    return torch.cat((pairs[..., 0::2], pairs[..., 1::2], x[..., rotary_dim:]), dim=-1)

@@ -22,6 +22,11 @@ def silu_and_mul(x: torch.Tensor) -> torch.Tensor:
     return F.silu(gate) * up
 
 
+def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """x + y in the memory of x, which is returned."""
+    return x.add_(y)
+
+
 def rope(
     positions: torch.Tensor,
     q: torch.Tensor,

@@ -95,23 +95,63 @@ int64_t silu_and_mul(const GateArgs& a) {
   return 0;
 }
 
-struct RopeArgs {
-  const int64_t* positions;  // [rows]
-  const float* cos_sin;      // [table_rows, rotary_dim]: cosines, then sines
-  const void* q;             // [rows, q_heads, head_dim], rows q_stride elements apart
-  const void* k;
-  void* q_out;  // contiguous
-  void* k_out;
-  int64_t rows, q_heads, k_heads, head_dim, rotary_dim, table_rows, q_stride, k_stride, threads;
+struct AddArgs {
+  void* x;  // [count], the sum afterwards
+  const void* y;
+  int64_t count, threads;
 };
 
 template <class T>
-void rotate_head(const T* x, const float* table, T* out, int64_t head_dim, int64_t rotary_dim) {
+int64_t add(const AddArgs& a) {
+  run_shares(a.count, threads_for(a.count, a.threads), [&](int64_t begin, int64_t end) {
+    T* x = static_cast<T*>(a.x);
+    const T* y = static_cast<const T*>(a.y);
+    for (int64_t i = begin; i < end; i += kLanes) {
+      store_some(x + i, load_some(x + i, end - i) + load_some(y + i, end - i), end - i);
+    }
+  });
+  return 0;
+}
+
+struct RopeArgs {
+  const int64_t* positions;  // [rows]
+  const float* cos_sin;      // [table_rows, rotary_dim]: cosines, then sines
+  const void* q;             // [rows, q_heads, head_dim], with these strides in elements
+  const void* k;
+  void* q_out;  // contiguous
+  void* k_out;
+  int64_t rows, q_heads, k_heads, head_dim, rotary_dim, table_rows;
+  int64_t q_stride, q_head_stride, k_stride, k_head_stride;
+  int64_t interleaved;  // pairs are neighbours in the input
+  int64_t threads;
+};
+
+// Neighbouring pairs -> the first of each, and the second.
+template <class T>
+ATOM_INLINE void load_pairs(const T* x, int64_t count, vfloat& first, vfloat& second) {
+  float a[kLanes] = {}, b[kLanes] = {};
+  for (int64_t i = 0; i < std::min<int64_t>(count, kLanes); ++i) {
+    a[i] = load_one(x + 2 * i);
+    b[i] = load_one(x + 2 * i + 1);
+  }
+  first = load(a);
+  second = load(b);
+}
+
+template <class T>
+void rotate_head(const T* x, const float* table, T* out, int64_t head_dim, int64_t rotary_dim,
+                 bool interleaved) {
   const int64_t half = rotary_dim / 2;
   for (int64_t i = 0; i < half; i += kLanes) {
     const int64_t count = half - i;
     const vfloat cos = load_some(table + i, count), sin = load_some(table + half + i, count);
-    const vfloat a = load_some(x + i, count), b = load_some(x + half + i, count);
+    vfloat a, b;
+    if (interleaved) {
+      load_pairs(x + 2 * i, count, a, b);
+    } else {
+      a = load_some(x + i, count);
+      b = load_some(x + half + i, count);
+    }
     store_some(out + i, fma(a, cos, -(b * sin)), count);
     store_some(out + half + i, fma(b, cos, a * sin), count);
   }
@@ -129,16 +169,16 @@ int64_t rope(const RopeArgs& a) {
   run_shares(a.rows, threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       const float* table = a.cos_sin + a.positions[t] * a.rotary_dim;
-      for (int64_t h = 0; h < a.q_heads; ++h) {
-        rotate_head(static_cast<const T*>(a.q) + t * a.q_stride + h * a.head_dim, table,
-                    static_cast<T*>(a.q_out) + (t * a.q_heads + h) * a.head_dim, a.head_dim,
-                    a.rotary_dim);
-      }
-      for (int64_t h = 0; h < a.k_heads; ++h) {
-        rotate_head(static_cast<const T*>(a.k) + t * a.k_stride + h * a.head_dim, table,
-                    static_cast<T*>(a.k_out) + (t * a.k_heads + h) * a.head_dim, a.head_dim,
-                    a.rotary_dim);
-      }
+      const auto rotate = [&](const void* x, int64_t heads, int64_t stride, int64_t head_stride,
+                              void* out) {
+        for (int64_t h = 0; h < heads; ++h) {
+          rotate_head(static_cast<const T*>(x) + t * stride + h * head_stride, table,
+                      static_cast<T*>(out) + (t * heads + h) * a.head_dim, a.head_dim,
+                      a.rotary_dim, a.interleaved != 0);
+        }
+      };
+      rotate(a.q, a.q_heads, a.q_stride, a.q_head_stride, a.q_out);
+      rotate(a.k, a.k_heads, a.k_stride, a.k_head_stride, a.k_out);
     }
   });
   return 0;
@@ -211,6 +251,9 @@ int64_t mask_tokens(const MaskArgs& a) {
   }                                                                           \
   ATOM_EXPORT int64_t atom_silu_and_mul_##name(const atom::GateArgs* args) {  \
     return atom::silu_and_mul<type>(*args);                                   \
+  }                                                                           \
+  ATOM_EXPORT int64_t atom_add_##name(const atom::AddArgs* args) {            \
+    return atom::add<type>(*args);                                            \
   }                                                                           \
   ATOM_EXPORT int64_t atom_rope_##name(const atom::RopeArgs* args) {          \
     return atom::rope<type>(*args);                                           \

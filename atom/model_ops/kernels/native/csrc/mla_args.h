@@ -1,0 +1,37 @@
+// Arguments of latent attention, the same for all types of data.
+#pragma once
+
+#include <cstdint>
+
+namespace atom {
+
+struct MlaArgs {
+  const void* q;       // [tokens, heads, nope + rope], tokens q_stride elements apart
+  const void* latent;  // [num_blocks, block_size, rank + rope]
+  const void* up;      // [heads, nope + v, rank]
+  void* out;           // [tokens, heads, v]
+  const int32_t* block_tables;  // [sequences, table_width]
+  const int32_t* context_lens;  // [sequences]
+  const int32_t* cu_seqlens_q;  // [sequences + 1]
+  int64_t tokens, heads, nope, rope, v, rank, num_blocks, block_size, table_width, sequences;
+  int64_t q_stride, threads;
+  double scale;
+};
+
+// 0, or 1 + the sequence whose lengths or blocks make no sense.
+inline int64_t find_impossible(const MlaArgs& a) {
+  for (int64_t s = 0; s < a.sequences; ++s) {
+    const int64_t context = a.context_lens[s];
+    const int64_t queries = int64_t(a.cu_seqlens_q[s + 1]) - a.cu_seqlens_q[s];
+    const int64_t blocks = (context + a.block_size - 1) / a.block_size;
+    if (a.cu_seqlens_q[s] < 0 || queries < 0 || a.cu_seqlens_q[s + 1] > a.tokens) return s + 1;
+    if (queries > context || blocks > a.table_width) return s + 1;
+    for (int64_t i = 0; i < blocks; ++i) {
+      const int32_t block = a.block_tables[s * a.table_width + i];
+      if (block < 0 || block >= a.num_blocks) return s + 1;
+    }
+  }
+  return 0;
+}
+
+}  // namespace atom

@@ -1,0 +1,115 @@
+"""Latent attention that reads the cache in place."""
+
+from __future__ import annotations
+
+import torch
+
+from atom.model_ops.kernels.native.attention import describe_sequence, refuses_storage
+from atom.model_ops.kernels.native.bindings import (
+    Kernels,
+    constant,
+    mismatch,
+    num_threads,
+    rows_apart,
+)
+from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+from atom.model_ops.registry import OpQuery
+
+_write = Kernels("mla_cache_write", "4P6q")
+_attention = Kernels("mla_attention", "7P12qd")
+
+
+def refuses(query: OpQuery) -> str | None:
+    if reason := refuses_storage(query):
+        return reason
+    rank, step = query.shape["kv_lora_rank"], 2 * constant("lanes")
+    return f"kv_lora_rank={rank} is no multiple of {step}" if rank % step else None
+
+
+def mla_cache_write(
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    slot_mapping: torch.Tensor,
+) -> None:
+    """Write latent [T, rank] and k_rope [T, rope] to their slots; negative slots are skipped.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: for a slot beyond the cache.
+    """
+    cache = kv_cache.latent
+    num_blocks, block_size, width = cache.shape
+    rows, rank = latent.shape
+    dtype = cache.dtype
+    if (
+        k_rope.shape != (rows, width - rank)
+        or latent.dtype is not dtype
+        or k_rope.dtype is not dtype
+        or not cache.is_contiguous()
+        or slot_mapping.numel() != rows
+        or slot_mapping.dtype is not torch.int64
+        or not slot_mapping.is_contiguous()
+    ):
+        operands = {"latent": latent, "k_rope": k_rope, "cache": cache, "slots": slot_mapping}
+        raise mismatch("mla_cache_write", **operands)
+    latent, latent_stride = rows_apart(latent)
+    k_rope, rope_stride = rows_apart(k_rope)
+    item = dtype.itemsize
+    pointers = slot_mapping.data_ptr(), latent.data_ptr(), k_rope.data_ptr(), cache.data_ptr()
+    sizes = rows, rank * item, (width - rank) * item, num_blocks * block_size
+    wrong = _write(None, *pointers, *sizes, latent_stride * item, rope_stride * item)
+    if wrong:
+        raise IndexError(
+            f"slot {int(slot_mapping[wrong - 1])} lies beyond a cache of "
+            f"{num_blocks} blocks of {block_size} tokens"
+        )
+
+
+def mla_attention(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> torch.Tensor:
+    """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
+
+    up_proj [heads, nope + v, rank] is absorbed, whatever the number of queries: results depend on
+    the query's own sequence only, bit for bit. Rows of tokens beyond the last sequence are zero.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: when a sequence's lengths or block ids are out of range.
+    """
+    tokens, heads, head_dim = q.shape
+    up_heads, up_rows, rank = up_proj.shape
+    cache = kv_cache.latent
+    num_blocks, block_size, width = cache.shape
+    rope = width - rank
+    nope = head_dim - rope
+    tables, lens, starts = metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q
+    sequences, table_width = tables.shape
+    dtype = q.dtype
+    if (
+        up_heads != heads
+        or not 0 <= rope < width
+        or not 0 < nope < up_rows
+        or up_proj.dtype is not dtype
+        or cache.dtype is not dtype
+        or not up_proj.is_contiguous()
+        or not cache.is_contiguous()
+    ):
+        raise mismatch("mla_attention", q=q, latent=cache, up_proj=up_proj)
+    if not all(x.dtype is torch.int32 and x.is_contiguous() for x in (tables, lens, starts)):
+        raise mismatch("mla_attention", tables=tables, context_lens=lens, starts=starts)
+    q, stride = rows_apart(q)
+    out = q.new_empty(tokens, heads, up_rows - nope)
+    pointers = q.data_ptr(), cache.data_ptr(), up_proj.data_ptr(), out.data_ptr()
+    indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
+    shape = tokens, heads, nope, rope, up_rows - nope, rank
+    paged = num_blocks, block_size, table_width, sequences
+    wrong = _attention(dtype, *pointers, *indices, *shape, *paged, stride, num_threads(), scale)
+    if wrong:
+        raise IndexError(describe_sequence(metadata, wrong - 1, num_blocks))
+    return out

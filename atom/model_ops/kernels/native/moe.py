@@ -1,0 +1,93 @@
+"""Mixture of experts: the choice, and the experts' products with each weight read once."""
+
+from __future__ import annotations
+
+import torch
+
+from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads, rows_apart
+from atom.model_ops.registry import OpQuery
+from atom.model_ops.routing import Routing
+
+_route = Kernels("moe_route", "4P9qd")
+_experts = Kernels("moe_experts", "6P8q")
+
+
+def refuses_experts(query: OpQuery) -> str | None:
+    for name in ("hidden_size", "intermediate_size"):
+        if query.shape[name] % 32:
+            return f"{name}={query.shape[name]} is no multiple of 32"
+    return None
+
+
+def moe_route(
+    logits: torch.Tensor, correction_bias: torch.Tensor | None, routing: Routing
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """logits [T, experts] float32 -> weights [T, k] float32, ids [T, k] int32, the best first.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+    """
+    rows, experts = logits.shape
+    bias = correction_bias
+    if (
+        experts != routing.num_experts
+        or logits.dtype is not torch.float32
+        or (bias is not None and (bias.numel() != experts or bias.dtype is not torch.float32))
+    ):
+        raise mismatch("moe_route", logits=logits, **({} if bias is None else {"bias": bias}))
+    logits = logits.contiguous()
+    weights = logits.new_empty(rows, routing.top_k)
+    ids = logits.new_empty(rows, routing.top_k, dtype=torch.int32)
+    bias_at = 0 if bias is None else bias.data_ptr()
+    groups = routing.num_groups, routing.top_groups
+    flags = routing.scoring == "softmax", routing.group_score == "top2_sum", routing.renormalize
+    pointers = logits.data_ptr(), bias_at, weights.data_ptr(), ids.data_ptr()
+    sizes = rows, experts, routing.top_k, *groups, *flags
+    _route(None, *pointers, *sizes, num_threads(), routing.scaling)
+    return weights, ids
+
+
+def moe_experts(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int = 0,
+) -> torch.Tensor:
+    """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
+
+    w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter]. Sums are in
+    float32; what is between the products is rounded once. A row's result has the same bits in every
+    batch. Ids from `experts` on add nothing.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: for a negative id.
+    """
+    del elsewhere  # such an id adds nothing in any case
+    rows, hidden = x.shape
+    experts, inter = w13.shape[0], w2.shape[-1]
+    top_k = ids.shape[-1]
+    dtype = x.dtype
+    if (
+        w13.shape != (experts, 2 * inter, hidden)
+        or w2.shape != (experts, hidden, inter)
+        or weights.shape != (rows, top_k)
+        or ids.shape != weights.shape
+        or w13.dtype is not dtype
+        or w2.dtype is not dtype
+        or weights.dtype is not torch.float32
+        or ids.dtype not in (torch.int32, torch.int64)
+        or not all(t.is_contiguous() for t in (w13, w2, weights, ids))
+    ):
+        raise mismatch("moe_experts", x=x, w13=w13, w2=w2, weights=weights, ids=ids)
+    x, stride = rows_apart(x)
+    out = x.new_empty(rows, hidden)
+    matrices = x.data_ptr(), w13.data_ptr(), w2.data_ptr()
+    choices = weights.data_ptr(), ids.data_ptr()
+    sizes = rows, hidden, inter, experts, top_k, stride, ids.itemsize, num_threads()
+    wrong = _experts(dtype, *matrices, *choices, out.data_ptr(), *sizes)
+    if wrong:
+        raise IndexError(f"token {wrong - 1} has experts {ids[wrong - 1].tolist()}")
+    return out
