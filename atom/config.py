@@ -30,7 +30,8 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 LOAD_STRATEGIES = ("lazy", "prefetch")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
-QUANTIZATIONS = ("fp8", "int8", "int4", "mxfp4")
+QUANTIZATIONS = ("auto", "none", "fp8", "int8", "int4", "mxfp4")
+ACTIVATIONS = ("auto", "int8", "float")
 AUX_LAYER_CONVENTIONS = ("boundary", "output")
 MAX_SPECULATIVE_TOKENS = 15
 DEFAULT_NGRAM_MAX = 4
@@ -137,12 +138,18 @@ class ModelOptions(Options):
         "auto", "type of weights and activations", choices=DTYPES, spellings=DTYPE_SPELLINGS
     )
     load_format: str = option("auto", "how the weights are stored", choices=LOAD_FORMATS)
-    quantization: str | None = option(
-        None,
-        "quantise the weights of a floating-point checkpoint when they are loaded; those of the "
-        "draft keep their format",
+    quantization: str = option(
+        "auto",
+        "auto: weights as they are stored; none: those of a GGUF file in --dtype; others: quantise "
+        "the weights of a floating-point checkpoint, or of a GGUF file, when they are loaded",
         short="-q",
         choices=QUANTIZATIONS,
+    )
+    activations: str = option(
+        "auto",
+        "inputs of products with quantised integer weights, where the checkpoint does not round "
+        "them: int8 (CPUs only) or float; auto is int8 where a CPU has kernels for it",
+        choices=ACTIVATIONS,
     )
     quantization_ignore: tuple[str, ...] | None = option(
         None,
@@ -174,10 +181,15 @@ class ModelOptions(Options):
         super().__post_init__()
         if self.quantization_ignore is None:
             return
-        if self.quantization is None:
+        if not self.quantises:
             raise ConfigError("quantization_ignore has no effect without quantization")
         for pattern in self.quantization_ignore:
             check_pattern("quantization_ignore", pattern)
+
+    @property
+    def quantises(self) -> bool:
+        """Whether `quantization` names a format."""
+        return self.quantization not in ("auto", "none")
 
 
 @dataclass(frozen=True)

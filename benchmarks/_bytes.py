@@ -14,7 +14,7 @@ import torch
 
 from atom.kv_cache.builders import attention_layers
 from atom.model_ops.embedding import VocabParallelEmbedding
-from atom.model_ops.linear import LinearBase
+from atom.model_ops.linear import PreparedMatrix
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.moe import FusedMoE
 from atom.models.base import CausalLM
@@ -113,20 +113,24 @@ class ModelBytes:
 
 def model_bytes(model: CausalLM) -> ModelBytes:
     """The sizes of a model whose KV cache is bound."""
-    layers = [m for m in model.modules() if isinstance(m, (LinearBase, FusedMoE))]
+    layers = [m for m in model.modules() if isinstance(m, (PreparedMatrix, FusedMoE))]
     total = sum(_bytes(parameter) for parameter in model.parameters())
     total += sum(layer.quantised_bytes for layer in layers)
     embeddings = [m for m in model.modules() if isinstance(m, VocabParallelEmbedding)]
     experts = [layer for layer in layers if isinstance(layer, FusedMoE)]
     own_head = any(True for _ in model.output_head.parameters())
-    left_out = sum(_bytes(e.weight) for e in embeddings) if own_head else 0
+    left_out = sum(_matrix_bytes(e) for e in embeddings) if own_head else 0
     left_out += sum(_expert_bytes(layer) * layer.num_experts for layer in experts)
     return ModelBytes(
         always=total - left_out,
-        embedding_row=_bytes(model.token_embedding.weight[0]),
+        embedding_row=_matrix_bytes(model.token_embedding) // model.token_embedding.out_features,
         expert=tuple(_expert_bytes(layer) for layer in experts),
         cached_token=_cached_token_bytes(model),
     )
+
+
+def _matrix_bytes(matrix: PreparedMatrix) -> int:
+    return sum(_bytes(parameter) for parameter in matrix.parameters()) + matrix.quantised_bytes
 
 
 def _expert_bytes(layer: FusedMoE) -> int:

@@ -122,6 +122,7 @@ def weights_of(options: EngineOptions) -> WeightBytes:
     import torch
 
     from atom.model_engine.worker_setup import resolve_dtype
+    from atom.model_loader.quantization import on_platform
     from atom.model_loader.sketch import weight_bytes
     from atom.model_loader.source import resolve_model
     from atom.model_ops.layer_context import LayerContext
@@ -132,7 +133,12 @@ def weights_of(options: EngineOptions) -> WeightBytes:
     source = resolve_model(config.model)
     dtype = resolve_dtype(config.model.dtype, source)
     context = LayerContext.create(dtype, 1, select_platform(config.device))
-    meta = dataclasses.replace(context, device=torch.device("meta"), quant=source.quantization)
+    meta = dataclasses.replace(
+        context,
+        device=torch.device("meta"),
+        quant=on_platform(source.quantization, context.ops.platform),
+        activations=config.model.activations,
+    )
     return weight_bytes(create_model(source.hf_config, meta))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.quant.names import names_module
 from atom.models.config_file import is_there, read_json_object
+from atom.platform import Platform
 
 logger = logging.getLogger(__name__)
 
@@ -55,15 +57,32 @@ def choose_quantization(folder: Path, raw: Mapping[str, Any], options: ModelOpti
     Raises:
         ConfigError, WeightError: as `read_quantization`; and when the options are of no use.
     """
+    chosen = _choose(folder, raw, options)
+    if options.activations != "auto" and isinstance(chosen, UnquantizedConfig):
+        raise ConfigError(
+            f"{folder}: the weights are not quantised, so --activations {options.activations} "
+            f"would have no effect; leave it out"
+        )
+    return chosen
+
+
+def _choose(folder: Path, raw: Mapping[str, Any], options: ModelOptions) -> QuantConfig:
     stored = read_quantization(folder, raw, with_weights=options.load_format != "dummy")
-    if options.quantization is None:
+    if options.quantization == "auto":
         return stored
     if isinstance(stored, UnquantizedConfig):
+        if not options.quantises:
+            return stored
         ignored = options.quantization_ignore or ()
         _check_ignored(ignored, folder, options)
         return OnlineConfig(options.quantization, ignored)
     path, stated = _stated(folder, raw)
     method = stated.get("quant_method") if isinstance(stated, dict) else None
+    if not options.quantises:
+        raise ConfigError(
+            f"{path}: the weights are quantised (quant_method={method!r}), and --quantization none "
+            f"is for weights that are not, and for GGUF files; leave it out"
+        )
     if method != options.quantization:
         raise ConfigError(
             f"{path}: the weights are quantised already (quant_method={method!r}), so they cannot "
@@ -75,6 +94,15 @@ def choose_quantization(folder: Path, raw: Mapping[str, Any], options: ModelOpti
             f"effect; leave it out"
         )
     return stored
+
+
+def on_platform(quantization: QuantConfig, platform: Platform) -> QuantConfig:
+    """Online quantisation to integers includes embedding and head on a CPU, which reads the head
+    in every step and has a product for it.
+    """
+    if not isinstance(quantization, OnlineConfig) or platform.is_gpu:
+        return quantization
+    return replace(quantization, with_vocabulary=quantization.name in ("int8", "int4"))
 
 
 def _check_ignored(patterns: Iterable[str], folder: Path, options: ModelOptions) -> None:

@@ -155,7 +155,13 @@ def _from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
     file = read_gguf(path)
     automatic = automatic_dtype(file)
     dtype = automatic if options.dtype == "auto" else _DTYPES[options.dtype]
-    return converted_folder(file, dtype, with_tokenizer=options.tokenizer is None), automatic
+    folder = converted_folder(
+        file,
+        dtype,
+        with_tokenizer=options.tokenizer is None,
+        keeps_blocks=options.quantization == "auto",
+    )
+    return folder, automatic
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -27,6 +27,7 @@ from atom.model_loader.dummy import fill_with_dummy_weights
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.layers import LayerQueue
 from atom.model_loader.placement import Placement, find_targets, place_tensors, raise_if_any
+from atom.model_loader.quantization import on_platform
 from atom.model_loader.read_ahead import ReadAhead
 from atom.model_loader.sketch import M, check_fit
 from atom.model_loader.source import ModelSource
@@ -59,7 +60,8 @@ def build_model(
     Raises:
         ConfigError, WeightError: as `check_fit` and `load_weights`.
     """
-    context = replace(context, quant=source.quantization)
+    quant = on_platform(source.quantization, context.ops.platform)
+    context = replace(context, quant=quant, activations=options.activations)
     is_dummy = options.load_format == "dummy"
     check_fit(create, None if is_dummy else list_tensors(source.path), source, context)
     model = create(context)

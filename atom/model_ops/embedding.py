@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -9,26 +11,70 @@ from torch import nn
 from atom.config import ConfigError
 from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import DequantisedMatrix
+from atom.model_ops.linear import PreparedMatrix
+from atom.model_ops.quant.base import LayerKind
 from atom.model_ops.quant.storage import Cut, Part
-from atom.model_ops.weights import copy_weight
+from atom.model_ops.registry import OpUnavailableError
 
 
-class VocabParallelEmbedding(nn.Module):
-    """Token embedding, split over the ranks by vocabulary.
+class VocabMatrix(PreparedMatrix):
+    """A row per token of this rank's share of the vocabulary.
 
     Attributes:
         vocab_size: of all ranks.
-        weight: [own tokens, hidden].
+        weight: [own tokens, hidden], if it is not quantised.
     """
 
-    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
-        super().__init__()
-        self.group = context.group
+    def __init__(
+        self, vocab_size: int, hidden_size: int, context: LayerContext, prefix: str, kind: LayerKind
+    ) -> None:
+        own = vocab_share(context.group, vocab_size)
+        part = Part(own, Cut.whole(hidden_size))
+        super().__init__({None: part}, False, context, prefix, kind)
         self.vocab_size = vocab_size
-        self._own = vocab_share(context.group, vocab_size)
-        self.weight = context.empty(self._own.size, hidden_size)
-        self._lookup = context.ops.resolve("embedding", context.dtype, size=hidden_size)
+        self._own = own
+        if kind == "head" or self.storage.format is not None:
+            self.resolve("logits", context, prefix)
+        self._lookup = self._resolve_lookup(context)
+
+    def _resolve_lookup(self, context: LayerContext) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Rows by their number on this rank, [T] int64 -> [T, hidden]."""
+        if self.storage.format is None:
+            lookup = context.ops.resolve("embedding", context.dtype, size=self.in_features)
+            return lambda ids: lookup(ids, self.weight)
+        # It reads what the product's implementation prepares.
+        query = self.choice.query
+        found = context.ops.resolve_weights(
+            "quant_embedding", query.dtype, query.weights, **query.shape
+        )
+        if found.name != self.choice.name:
+            raise OpUnavailableError(
+                f"quant_logits of {query.weights} is computed by {self.choice.name} and "
+                f"quant_embedding by {found.name}, and they read the same weights; choose the "
+                f"same with ATOM_OP_QUANT_LOGITS and ATOM_OP_QUANT_EMBEDDING"
+            )
+        return lambda ids: found.function(ids, self._prepared, self._dtype)
+
+    def own_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R, own tokens] float32."""
+        weights = self.weight if self.storage.format is None else self._prepared
+        logits: torch.Tensor = self.choice.function(hidden_states, weights)
+        return logits
+
+    def dense(self) -> torch.Tensor:
+        """All rows of this rank as numbers, [own tokens, hidden]; a copy if they are quantised."""
+        if self.storage.format is None:
+            return self.weight.data
+        return self._lookup(torch.arange(self._own.size, device=self.storage.device))
+
+
+class VocabParallelEmbedding(VocabMatrix):
+    """Token embedding, split over the ranks by vocabulary."""
+
+    def __init__(
+        self, vocab_size: int, hidden_size: int, context: LayerContext, prefix: str
+    ) -> None:
+        super().__init__(vocab_size, hidden_size, context, prefix, "embedding")
         if self.group.size > 1:
             self._all_reduce = context.ops.resolve(
                 "all_reduce",
@@ -38,50 +84,38 @@ class VocabParallelEmbedding(nn.Module):
                 peer_access=self.group.peer_access,
             )
 
-    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        if name != "weight" or shard is not None:
-            raise ValueError(f"an embedding has a weight only, not {name} {shard or ''}")
-        wanted = [self.vocab_size, self.weight.shape[1]]
-        if list(tensor.shape) != wanted:
-            raise ValueError(
-                f"the checkpoint holds shape {list(tensor.shape)}, the model wants {wanted}"
-            )
-        copy_weight(self.weight, tensor.narrow(0, self._own.start, self._own.size))
-
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, hidden]."""
         if self.group.size == 1:
-            own: torch.Tensor = self._lookup(input_ids, self.weight)
-            return own
+            return self._lookup(input_ids)
         local = input_ids - self._own.start
         absent = (local < 0) | (local >= self._own.size)
-        part: torch.Tensor = self._lookup(local.masked_fill(absent, 0), self.weight)
+        part = self._lookup(local.masked_fill(absent, 0))
         part.masked_fill_(absent[:, None], 0)
         out: torch.Tensor = self._all_reduce(part, self.group)
         return out
 
 
-class ParallelLMHead(DequantisedMatrix):
+class ParallelLMHead(VocabMatrix):
     """Output head, split over the ranks by vocabulary."""
 
     def __init__(
         self, vocab_size: int, hidden_size: int, context: LayerContext, prefix: str
     ) -> None:
-        part = Part(vocab_share(context.group, vocab_size), Cut.whole(hidden_size))
-        super().__init__({None: part}, False, context, prefix, "head")
-        self._logits = _VocabParallelLogits(vocab_size, hidden_size, context)
+        super().__init__(vocab_size, hidden_size, context, prefix, "head")
+        self._logits = _VocabParallelLogits(self, context)
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab] float32: the product is never rounded to the weights' type."""
-        return self._logits.gather(hidden_states, self.weight)
+        return self._logits.gather(hidden_states)
 
     def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R] int64: `argmax` of the logits, which are not gathered for it."""
-        return self._logits.argmax(hidden_states, self.weight)
+        return self._logits.argmax(hidden_states)
 
     def choose_greedily(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`argmax`, and -1 where the largest logit is not finite, as `choose_tokens` has it."""
-        return self._logits.choose_greedily(hidden_states, self.weight)
+        return self._logits.choose_greedily(hidden_states)
 
 
 class TiedLMHead(nn.Module):
@@ -89,26 +123,31 @@ class TiedLMHead(nn.Module):
 
     def __init__(self, embedding: VocabParallelEmbedding, context: LayerContext) -> None:
         super().__init__()
+        if embedding.storage.format is None:
+            embedding.resolve("logits", context, "the tied head")
         # In a tuple, so that it is not registered as a submodule again.
         self._embedding = (embedding,)
-        hidden_size = embedding.weight.shape[1]
-        self._logits = _VocabParallelLogits(embedding.vocab_size, hidden_size, context)
+        self._logits = _VocabParallelLogits(embedding, context)
 
     @property
     def weight(self) -> torch.Tensor:
         return self._embedding[0].weight
 
+    def dense(self) -> torch.Tensor:
+        """As `VocabMatrix`."""
+        return self._embedding[0].dense()
+
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab] float32, as `ParallelLMHead`."""
-        return self._logits.gather(hidden_states, self._embedding[0].weight)
+        return self._logits.gather(hidden_states)
 
     def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R] int64, as `ParallelLMHead`."""
-        return self._logits.argmax(hidden_states, self._embedding[0].weight)
+        return self._logits.argmax(hidden_states)
 
     def choose_greedily(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R] int64, as `ParallelLMHead`."""
-        return self._logits.choose_greedily(hidden_states, self._embedding[0].weight)
+        return self._logits.choose_greedily(hidden_states)
 
 
 OutputHead = ParallelLMHead | TiedLMHead
@@ -117,21 +156,19 @@ OutputHead = ParallelLMHead | TiedLMHead
 class _VocabParallelLogits:
     """Logits of a vocabulary that the ranks share."""
 
-    def __init__(self, vocab_size: int, hidden_size: int, context: LayerContext) -> None:
+    def __init__(self, matrix: VocabMatrix, context: LayerContext) -> None:
         self._group = context.group
-        self._vocab_size = vocab_size
-        self._own = vocab_share(context.group, vocab_size)
+        self._vocab_size = matrix.vocab_size
+        self._own = vocab_share(context.group, matrix.vocab_size)
         # The first rank has as many tokens as any.
-        self._padding = vocab_share(ParallelGroup(0, context.group.size), vocab_size).size
+        self._padding = vocab_share(ParallelGroup(0, context.group.size), matrix.vocab_size).size
         self._padding -= self._own.size
-        self._product = context.ops.resolve(
-            "logits", context.dtype, in_features=hidden_size, out_features=self._own.size
-        )
+        self._product = matrix.own_logits
         self._argmax = context.ops.resolve("argmax", torch.float32, vocab_size=self._own.size)
 
-    def gather(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] and this rank's weight -> [R, vocab] float32."""
-        logits: torch.Tensor = self._product(hidden_states, weight)
+    def gather(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R, vocab] float32."""
+        logits = self._product(hidden_states)
         if self._group.size == 1:
             return logits
         if self._padding:
@@ -139,17 +176,17 @@ class _VocabParallelLogits:
         # The last rank's padding is cut off.
         return self._group.all_gather(logits)[:, : self._vocab_size].contiguous()
 
-    def argmax(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] and this rank's weight -> [R] int64; of equal logits, the lowest id."""
-        logits: torch.Tensor = self._product(hidden_states, weight)
+    def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[R, hidden] -> [R] int64; of equal logits, the lowest id."""
+        logits = self._product(hidden_states)
         if self._group.size > 1:
             return self._largest(logits)[0]
         tokens: torch.Tensor = self._argmax(logits)
         return tokens
 
-    def choose_greedily(self, hidden_states: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    def choose_greedily(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`argmax`, and -1 where the largest logit is not finite."""
-        token, logit = self._largest(self._product(hidden_states, weight))
+        token, logit = self._largest(self._product(hidden_states))
         return token.masked_fill_(~logit.isfinite(), -1)
 
     def _largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -21,6 +21,7 @@ class LayerContext:
     group: ranks that share the weights.
     experts: ranks that hold whole experts; of size 1 when `group` shares every expert.
     quant: how weights are stored.
+    activations: how the inputs of products with quantised weights are rounded: `--activations`.
     max_model_len: longest context; the size of rotary tables.
     """
 
@@ -31,6 +32,7 @@ class LayerContext:
     group: ParallelGroup = SINGLE
     experts: ParallelGroup = SINGLE
     quant: QuantConfig = field(default_factory=UnquantizedConfig)
+    activations: str = "auto"
 
     @classmethod
     def create(

@@ -17,8 +17,10 @@ from atom.config import ConfigError
 from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import LayerKind
+from atom.model_ops.quant.inputs import resolve_product, take_weights
 from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
 from atom.model_ops.quant.weights import dequantise, held_bytes
+from atom.model_ops.registry import OpChoice
 from atom.model_ops.weights import copy_weight
 
 
@@ -93,7 +95,48 @@ class StackedMatrix(nn.Module):
         return self.out_features * self.in_features * self._dtype.itemsize
 
 
-class LinearBase(StackedMatrix):
+class PreparedMatrix(StackedMatrix):
+    """Quantised weights are converted once, after loading, to what the op of their product reads.
+
+    Attributes:
+        choice: the op and its implementation, once `resolve` was called.
+    """
+
+    choice: OpChoice
+    _prepared: Any = None
+
+    def resolve(self, op: str, context: LayerContext, prefix: str) -> None:
+        """Choose the implementation of `op`, or of that for quantised weights.
+
+        Raises:
+            ConfigError: when its inputs cannot be rounded as `--activations` says.
+        """
+        try:
+            self.choice = resolve_product(
+                op,
+                self.storage.format,
+                context,
+                in_features=self.in_features,
+                out_features=self.out_features,
+            )
+        except ConfigError as error:
+            raise ConfigError(f"{prefix}: {error}") from error
+        self._dequantises = self.choice.dequantises
+
+    @property
+    def quantised_bytes(self) -> int:
+        """Of weights that are no parameters but in the form that the op made of quantised ones."""
+        return held_bytes(self._prepared)
+
+    def process_after_loading(self) -> None:
+        if self.storage.format is None:
+            return
+        self._prepared = take_weights(self.storage, self.choice)
+        if self.choice.prepare is not None:
+            self._prepared = self.choice.prepare(self._prepared, self._dtype)
+
+
+class LinearBase(PreparedMatrix):
     """A product with its input."""
 
     def __init__(
@@ -104,28 +147,8 @@ class LinearBase(StackedMatrix):
         prefix: str,
     ) -> None:
         super().__init__(parts, bias, context, prefix)
-        self._choice = context.ops.resolve_weights(
-            "linear" if self.storage.format is None else "quant_linear",
-            context.dtype,
-            self.storage.format,
-            in_features=self.in_features,
-            out_features=self.out_features,
-        )
-        self._product = self._choice.function
-        self._dequantises = self._choice.dequantises
-        self._prepared: Any = None
-
-    @property
-    def quantised_bytes(self) -> int:
-        """Of weights that are no parameters but in the form that the op made of quantised ones."""
-        return held_bytes(self._prepared)
-
-    def process_after_loading(self) -> None:
-        if self.storage.format is None:
-            return
-        self._prepared = self.storage.take()
-        if self._choice.prepare is not None:
-            self._prepared = self._choice.prepare(self._prepared, self._dtype)
+        self.resolve("linear", context, prefix)
+        self._product = self.choice.function
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""

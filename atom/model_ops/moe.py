@@ -12,6 +12,7 @@ from torch import nn
 from atom.model_ops.expert_parallel import HeldExperts, create_spread
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import share_of, stack
+from atom.model_ops.quant.inputs import resolve_product, take_weights
 from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
 from atom.model_ops.quant.weights import held_bytes
 from atom.model_ops.routing import Routing
@@ -111,10 +112,10 @@ class FusedMoE(nn.Module):
         except ValueError as error:
             raise ValueError(f"{prefix}: {error}") from error
         form = self._storages["w13"].format
-        self._choice = context.ops.resolve_weights(
-            "moe_experts" if form is None else "quant_experts",
-            context.dtype,
+        self._choice = resolve_product(
+            "moe_experts",
             form,
+            context,
             num_experts=self._held.count,
             hidden_size=hidden_size,
             intermediate_size=share.size,
@@ -196,7 +197,7 @@ class FusedMoE(nn.Module):
         """Convert quantised weights, and all to the layout that the op reads."""
         w13, w2 = self._storages.values()
         if w13.format is not None:
-            self._prepared = w13.take(), w2.take()
+            self._prepared = take_weights(w13, self._choice), take_weights(w2, self._choice)
             if self._choice.prepare is not None:
                 self._prepared = self._choice.prepare(*self._prepared, self._dtype)
         elif self._choice.prepare is not None:

@@ -76,7 +76,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "aiter.quant_linear:refuses",
             prepare="aiter.quant_linear:prepare_linear",
         ),
-        # Of two with the same name, the first supported one is used: codes stay as they are if possible.
+        # Of two with the same name, the first supported one is used: codes stay if possible.
         _kernel(
             "native.quant:quant_linear",
             "native.quant_pack:refuses",
@@ -100,6 +100,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("native.linear:logits"),
         _kernel("torch.linear:logits"),
     ),
+    # Both read what the one `prepare` of an implementation makes.
     "quant_logits": (
         _kernel(
             "native.quant:quant_logits",
@@ -112,6 +113,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             dequantises=True,
         ),
         _kernel("torch.quant:quant_logits", prepare="torch.quant:prepare_linear", dequantises=True),
+    ),
+    "quant_embedding": (
+        _kernel("native.quant_embedding:quant_embedding", "native.quant_pack:refuses"),
+        _kernel("native.quant:dense_embedding", "native.linear:refuses"),
+        _kernel("torch.quant:quant_embedding"),
     ),
     "rms_norm": (
         _kernel("aiter.elementwise:rms_norm", "aiter.elementwise:refuses_norm"),

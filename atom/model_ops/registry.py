@@ -126,6 +126,12 @@ class OpTable:
         """
         return self._plain_choice(op, OpQuery(self.platform, dtype, shape, weights=weights))
 
+    def consider(
+        self, op: str, dtype: torch.dtype, weights: WeightFormat, /, **shape: int
+    ) -> OpChoice:
+        """What `resolve_weights` would choose; it is not recorded."""
+        return self._choose(op, OpQuery(self.platform, dtype, shape, weights=weights), PLAIN)
+
     def _plain_choice(self, op: str, query: OpQuery) -> OpChoice:
         key = (op, query.dtype, query.storage, query.weights, *sorted(query.shape.items()))
         if key not in self._choices:

@@ -85,7 +85,9 @@ class MTPLayer(DeepseekV3DecoderLayer):
         self.shared_head = SharedHead(size, eps, context)
         embedding, head = target.token_embedding, target.output_head
         if parts.embed_tokens:
-            embedding = VocabParallelEmbedding(config.vocab_size, size, context)
+            embedding = VocabParallelEmbedding(
+                config.vocab_size, size, context, f"{prefix}.embed_tokens"
+            )
             self.embed_tokens = embedding
         if parts.head:
             head = ParallelLMHead(config.vocab_size, size, context, f"{prefix}.shared_head.head")

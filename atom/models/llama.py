@@ -200,7 +200,9 @@ class LlamaModel(nn.Module):
         prefix: str,
     ) -> None:
         super().__init__()
-        self.embed_tokens = VocabParallelEmbedding(config.vocab_size, config.hidden_size, context)
+        self.embed_tokens = VocabParallelEmbedding(
+            config.vocab_size, config.hidden_size, context, f"{prefix}.embed_tokens"
+        )
         self._layers = tuple(
             layer_class(config, i, context, f"{prefix}.layers.{i}")
             for i in range(config.num_hidden_layers)

@@ -11,7 +11,6 @@ from atom.config import EngineConfig
 from atom.model_engine.worker_setup import resolve_dtype
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
-from atom.model_ops.embedding import OutputHead
 from atom.model_ops.layer_context import LayerContext
 from atom.models.llama import LlamaMLP
 from atom.models.registry import create_model
@@ -43,8 +42,7 @@ def load_target_parts(config: EngineConfig, source: ModelSource) -> TargetParts:
     context = LayerContext.create(dtype, 1, select_platform(config.device))
     create = partial(create_model, source.hf_config)
     target = build_model(create, source, context, config.model)
-    embedding = target.token_embedding.weight.data
-    head = _head_weight(target.output_head, embedding)
+    embedding, head = target.token_embedding.dense(), target.output_head.dense()
     mlps = [module for module in target.modules() if isinstance(module, LlamaMLP)]
     dense = [mlp for mlp in mlps if mlp.gate_up_proj.storage.format is None]
     gate = up = None
@@ -52,8 +50,3 @@ def load_target_parts(config: EngineConfig, source: ModelSource) -> TargetParts:
         gate, up = (t.clone() for t in dense[-1].gate_up_proj.weight.data.float().chunk(2))
     norm = target.final_norm.weight.data.float().clone()
     return TargetParts(embedding, head, norm, gate, up, target.default_aux_layer_ids())
-
-
-def _head_weight(head: OutputHead, embedding: torch.Tensor) -> torch.Tensor:
-    own = dict(head.named_parameters()).get("weight")
-    return embedding if own is None else own.data

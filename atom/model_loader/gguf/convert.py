@@ -12,8 +12,11 @@ import json
 import logging
 import shutil
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import BinaryIO
 
 import torch
 from filelock import FileLock
@@ -29,10 +32,17 @@ from atom.model_loader.gguf.config import (
     head_dim,
 )
 from atom.model_loader.gguf.file import GGUFFile
-from atom.model_loader.gguf.tensors import ConvertedTensor, plan_tensors, read_chunks
+from atom.model_loader.gguf.kept import KeptBlocks, choose_kept
+from atom.model_loader.gguf.tensors import (
+    ConvertedTensor,
+    plan_tensors,
+    read_blocks,
+    read_values,
+)
 from atom.model_loader.gguf.tokenizer import write_tokenizer
 from atom.model_loader.safetensors_writer import TensorSpec, write_checkpoint
 from atom.model_loader.threads import one_torch_thread
+from atom.model_ops.quant.formats.gguf import TYPES, config_of, stored_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -42,11 +52,14 @@ _MAX_SHARD_BYTES = 4 * 1000**3
 _SPARE_BYTES = 64 * 1000**2
 
 
-def converted_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool) -> Path:
+def converted_folder(
+    file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, keeps_blocks: bool = False
+) -> Path:
     """The Hugging Face folder of a GGUF file, converted now if it is not in the cache.
 
     Args:
-        dtype: of the weights in the folder.
+        dtype: of the weights in the folder that are plain numbers.
+        keeps_blocks: quantised matrices keep their bits, where there is a format for them.
         with_tokenizer: false when the user gives another tokenizer; the file's vocabulary then need
             not be supported.
 
@@ -55,7 +68,7 @@ def converted_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool) -
         WeightError: when the file is damaged.
     """
     check_architecture(file)
-    suffix = "" if with_tokenizer else "-bare"
+    suffix = ("-kept" if keeps_blocks else "") + ("" if with_tokenizer else "-bare")
     dtype_name = str(dtype).removeprefix("torch.")
     cache = cache_dir() / "gguf"
     try:
@@ -69,7 +82,7 @@ def converted_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool) -
             if locked:
                 _remove_left_behind(folder)
             if not folder.is_dir():
-                _convert(file, dtype, with_tokenizer, folder)
+                _convert(file, dtype, with_tokenizer, keeps_blocks, folder)
     except OSError as error:
         raise ConfigError(
             f"cannot write the converted {file.path.name} to {cache}: {error}; "
@@ -97,11 +110,13 @@ def _lock(folder: Path) -> Iterator[bool]:
         lock.release()
 
 
-def _convert(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, folder: Path) -> None:
+def _convert(
+    file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, keeps_blocks: bool, folder: Path
+) -> None:
     temporary = folder.parent / f"{_temporary_prefix(folder)}{uuid.uuid4().hex}"
     temporary.mkdir()
     try:
-        _write_folder(file, dtype, with_tokenizer, temporary)
+        _write_folder(file, dtype, with_tokenizer, keeps_blocks, temporary)
         try:
             temporary.rename(folder)
         except OSError:
@@ -123,10 +138,16 @@ def _remove_left_behind(folder: Path) -> None:
             shutil.rmtree(entry, ignore_errors=True)
 
 
-def _write_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, folder: Path) -> None:
+def _write_folder(
+    file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, keeps_blocks: bool, folder: Path
+) -> None:
     config = config_dict(file, dtype)
     tensors = plan_tensors(file, head_dim(file))
-    needed = sum(t.source.num_elements for t in tensors) * dtype.itemsize + _SPARE_BYTES
+    kept = choose_kept(tensors) if keeps_blocks else KeptBlocks({}, {})
+    if kept.types:
+        config["quantization_config"] = config_of(kept.types, kept.dequantised)
+    written = [each for tensor in tensors for each in _written(tensor, kept, dtype)]
+    needed = sum(each.spec.num_bytes for each in written) + _SPARE_BYTES
     make_room(folder.parent, needed, cache_limit())
     free = shutil.disk_usage(folder).free
     if free < needed:
@@ -135,24 +156,43 @@ def _write_folder(file: GGUFFile, dtype: torch.dtype, with_tokenizer: bool, fold
     _write_json(folder / "generation_config.json", generation_config_dict(file))
     if with_tokenizer:
         write_tokenizer(file, folder)
-    _write_weights(file, tensors, dtype, folder)
+    _write_weights(file, written, folder)
 
 
 def _write_json(path: Path, content: dict[str, object]) -> None:
     path.write_text(json.dumps(content, indent=2) + "\n")
 
 
-def _write_weights(
-    file: GGUFFile, tensors: list[ConvertedTensor], dtype: torch.dtype, folder: Path
-) -> None:
-    by_name = {tensor.name: tensor for tensor in tensors}
-    specs = [TensorSpec(tensor.name, tensor.source.shape) for tensor in tensors]
-    total = sum(spec.num_bytes(dtype) for spec in specs)
+@dataclass(frozen=True)
+class _Written:
+    """A tensor of the folder, and how it is read."""
+
+    spec: TensorSpec
+    read: Callable[[BinaryIO], Iterator[torch.Tensor]]
+
+
+def _written(tensor: ConvertedTensor, kept: KeptBlocks, dtype: torch.dtype) -> Iterator[_Written]:
+    """A matrix whose blocks are kept is several tensors, others are one of plain numbers."""
+    module = tensor.name.removesuffix(".weight")
+    if module not in kept.types:
+        spec = TensorSpec(tensor.name, tensor.source.shape, dtype)
+        yield _Written(spec, partial(read_values, tensor=tensor, dtype=dtype))
+        return
+    rows, columns = tensor.source.shape
+    for part, stored in stored_tensors(TYPES[kept.types[module]]).items():
+        shape = rows, columns // stored.axes[1].per
+        spec = TensorSpec(f"{module}.{part}", shape, stored.dtype)
+        yield _Written(spec, partial(read_blocks, tensor=tensor, part=part))
+
+
+def _write_weights(file: GGUFFile, written: Sequence[_Written], folder: Path) -> None:
+    by_name = {each.spec.name: each for each in written}
+    specs = [each.spec for each in written]
     with (
         one_torch_thread(),
         file.path.open("rb") as handle,
         tqdm(
-            total=total,
+            total=sum(spec.num_bytes for spec in specs),
             unit="B",
             unit_scale=True,
             desc=f"Converting {file.path.name}",
@@ -161,8 +201,8 @@ def _write_weights(
     ):
 
         def read(spec: TensorSpec) -> Iterator[torch.Tensor]:
-            for piece in read_chunks(handle, by_name[spec.name], dtype):
+            for piece in by_name[spec.name].read(handle):
                 yield piece
-                bar.update(piece.numel() * piece.element_size())
+                bar.update(piece.nbytes)
 
-        write_checkpoint(folder, specs, dtype, read, _MAX_SHARD_BYTES)
+        write_checkpoint(folder, specs, read, _MAX_SHARD_BYTES)

@@ -1,4 +1,4 @@
-"""GGUF tensors as Hugging Face tensors: names, order of rows, values.
+"""GGUF tensors as Hugging Face tensors: names, order of rows, values or blocks.
 
 Sources: `gguf.constants.TENSOR_NAMES` for names, `gguf.quants` for dequantisation.
 """
@@ -18,6 +18,7 @@ from gguf.quants import dequantize
 
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.gguf.blocks import read_part
 from atom.model_loader.gguf.file import GGUFFile, GGUFTensor
 from atom.model_ops.finite import check_finite
 
@@ -127,7 +128,7 @@ def automatic_dtype(file: GGUFFile) -> torch.dtype:
     return _FLOAT_KINDS[elements.most_common(1)[0][0]]
 
 
-def read_chunks(
+def read_values(
     handle: BinaryIO, tensor: ConvertedTensor, dtype: torch.dtype
 ) -> Iterator[torch.Tensor]:
     """The tensor's values row by row, in chunks of a few million elements.
@@ -135,6 +136,27 @@ def read_chunks(
     Raises:
         WeightError: when a value is NaN or infinite, or would be infinite in `dtype`.
     """
+    name = f"{handle.name}: {tensor.source.name}"
+    for raw in _read_rows(handle, tensor):
+        values = torch.from_numpy(dequantize(raw, tensor.source.kind))
+        yield _narrowed(values, dtype, name)
+
+
+def read_blocks(handle: BinaryIO, tensor: ConvertedTensor, part: str) -> Iterator[torch.Tensor]:
+    """One tensor `part` of a matrix whose blocks are kept, in the same chunks.
+
+    Raises:
+        WeightError: when a scale is NaN or infinite.
+    """
+    kind = tensor.source.kind
+    for raw in _read_rows(handle, tensor):
+        values = read_part(kind.name, part, torch.from_numpy(raw), GGML_QUANT_SIZES[kind][1])
+        _check_finite(values, f"{handle.name}: {tensor.source.name}")
+        yield values
+
+
+def _read_rows(handle: BinaryIO, tensor: ConvertedTensor) -> Iterator[np.ndarray]:
+    """Bytes of rows, [rows, bytes of a row], in Hugging Face's order."""
     source = tensor.source
     block, block_bytes = GGML_QUANT_SIZES[source.kind]
     # A vector is read as a column, so that its elements can be reordered like rows.
@@ -151,8 +173,7 @@ def read_chunks(
         raw = np.fromfile(handle, np.uint8, count * row_bytes).reshape(count, row_bytes)
         if tensor.interleaved_head_dim:
             raw = _halves_apart(raw, tensor.interleaved_head_dim)
-        values = torch.from_numpy(dequantize(raw, source.kind))
-        yield _narrowed(values, dtype, f"{handle.name}: {source.name}")
+        yield raw
 
 
 def _halves_apart(rows: np.ndarray, head_dim: int) -> np.ndarray:
@@ -161,11 +182,15 @@ def _halves_apart(rows: np.ndarray, head_dim: int) -> np.ndarray:
     return np.ascontiguousarray(pairs.swapaxes(1, 2)).reshape(rows.shape)
 
 
-def _narrowed(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+def _check_finite(values: torch.Tensor, name: str) -> None:
     try:
         check_finite(values)
     except ValueError as error:
         raise WeightError(f"{name}: {error}") from None
+
+
+def _narrowed(values: torch.Tensor, dtype: torch.dtype, name: str) -> torch.Tensor:
+    _check_finite(values, name)
     narrowed = values.to(dtype)
     if dtype == torch.float16 and bool((narrowed.isinf() & values.isfinite()).any()):
         raise WeightError(

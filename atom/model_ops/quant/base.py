@@ -16,7 +16,7 @@ import torch
 from atom.config import ConfigError
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 
-LayerKind = Literal["linear", "experts", "head"]
+LayerKind = Literal["linear", "experts", "head", "embedding"]
 
 _LARGEST_SIZE = 1 << 16
 

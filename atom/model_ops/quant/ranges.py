@@ -8,8 +8,8 @@ from atom.model_ops.finite import may_be_infinite
 from atom.model_ops.quant.weights import QuantWeights, ScaleType, dequantise, scale_values
 
 _PART_SIZE = 1 << 24
-# Of a code, less the middle for int4.
-_LARGEST_CODES = {"int4": 15, "int8": 128, "fp4": 6, "fp8": 448}
+# Of a code, less the middle for int4 and int6.
+_LARGEST_CODES = {"int4": 15, "int6": 63, "int8": 128, "fp4": 6, "fp8": 448}
 
 
 def check_range(weights: QuantWeights, dtype: torch.dtype) -> None:
@@ -38,6 +38,11 @@ def _bound(weights: QuantWeights) -> float:
         bound *= _largest(weights.scale, weights.format.scale_type)
     if weights.row_scale is not None:
         bound *= _largest(weights.row_scale)
+    if weights.super_scale is not None:
+        bound *= _largest(weights.super_scale)
+    if weights.offset is not None:
+        offset = _largest(weights.offset)
+        bound += offset * (1 if weights.super_offset is None else _largest(weights.super_offset))
     return bound
 
 

@@ -78,7 +78,7 @@ class MatrixStorage:
         self._prefix = prefix
         self._experts = () if num_experts is None else (num_experts,)
         self._method = method
-        self._device = context.device
+        self.device = context.device
         plain = {"weight": StoredTensor((OUT, IN), context.dtype, "numbers")}
         self.stored = dict(plain if method is None else method.stored)
         if has_bias:
@@ -154,7 +154,7 @@ class MatrixStorage:
         if self.stored[name].is_derived:
             raise ValueError("--quantization computes it, and the checkpoint has one already")
         if any(stored.is_derived for stored in self.stored.values()):
-            tensor = self._shaped(tensor, (OUT, IN), part, expert).to(self._device)
+            tensor = self._shaped(tensor, (OUT, IN), part, expert).to(self.device)
         for stored_name, stored in self._method.read(name, tensor).items():
             if stored is not tensor and not tensor.is_meta:
                 check_finite(tensor)  # what was made of it need not show
@@ -188,7 +188,7 @@ class MatrixStorage:
         shape = [self._size(axis) for axis in stored.axes]
         per_part = () if any(axis.of == "out" for axis in stored.axes) else (len(self._parts),)
         size = *self._experts, *per_part, *shape
-        values = torch.empty(*size, dtype=stored.dtype, device=self._device)
+        values = torch.empty(*size, dtype=stored.dtype, device=self.device)
         if stored.is_optional or stored.is_derived or stored.holds == "shape":
             if not values.is_meta:
                 values.fill_(stored.fill)

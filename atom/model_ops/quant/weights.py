@@ -281,5 +281,6 @@ def _scaled(numbers: torch.Tensor, scale: torch.Tensor | None, form: WeightForma
 
 def _spread(blocks: torch.Tensor, rows: int, columns: int, out: int, size: int) -> torch.Tensor:
     """One number per block -> one per weight, [..., out, size]."""
-    wide = blocks.repeat_interleave(min(columns, size), dim=-1)[..., :size]
+    columns = min(columns, size)
+    wide = blocks[..., None].expand(*blocks.shape, columns).flatten(-2)[..., :size]
     return wide if rows == 1 else wide.repeat_interleave(min(rows, out), dim=-2)[..., :out, :]

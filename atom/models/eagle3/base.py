@@ -119,7 +119,9 @@ class Eagle3Draft(nn.Module, ABC):
         self._shared_embedding: tuple[VocabParallelEmbedding, ...] = ()
         self._shared_head: tuple[OutputHead, ...] = ()
         if parts.embed_tokens:
-            self.embed_tokens = VocabParallelEmbedding(config.vocab_size, size, context)
+            self.embed_tokens = VocabParallelEmbedding(
+                config.vocab_size, size, context, "embed_tokens"
+            )
         if parts.lm_head:
             self.lm_head = ParallelLMHead(config.draft_vocab_size, size, context, "lm_head")
         self.d2t = None

@@ -8,6 +8,9 @@ from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_thread
 from atom.model_ops.kernels.native.linear import linear, logits
 from atom.model_ops.kernels.native.quant_pack import PackedWeights
 from atom.model_ops.kernels.torch.quant import DenseWeights
+from atom.model_ops.kernels.torch.quant import quant_embedding as dense_embedding
+
+__all__ = ["dense_embedding", "dense_linear", "dense_logits", "quant_linear", "quant_logits"]
 
 _linear = Kernels("quant_linear", "9P14qdq")
 _logits = Kernels("quant_logits", "9P14qdq")

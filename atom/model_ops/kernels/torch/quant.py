@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -23,23 +23,32 @@ class DenseWeights:
     Attributes:
         weight: [out, in], or [experts, out, in].
         activations: how inputs are rounded before the product.
+        input_order: of the inputs whose groups are rounded; None for their own.
     """
 
     weight: torch.Tensor
     activations: Activations | None
     input_scale: torch.Tensor | None
+    input_order: torch.Tensor | None = None
 
     def round_inputs(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> the numbers that the product gets, as dtype of the weights."""
         if self.activations is None:
             return x
+        if self.input_order is not None:
+            x = x[..., self.input_order]
         return requantise(x, self.activations, self.input_scale).to(x.dtype)
 
 
 def prepare_linear(weights: QuantWeights, dtype: torch.dtype) -> DenseWeights:
     """Dequantise the weights to `dtype`."""
+    order, how = weights.column_order, weights.format.activations
+    if how is None or not how.group:
+        order = None
+    else:
+        weights = replace(weights, column_order=None)
     dense = dequantise(weights, dtype).contiguous()
-    return DenseWeights(dense, weights.format.activations, weights.input_scale)
+    return DenseWeights(dense, how, weights.input_scale, order)
 
 
 def prepare_experts(
@@ -68,6 +77,11 @@ def quant_linear(x: torch.Tensor, weights: DenseWeights, bias: torch.Tensor | No
 def quant_logits(x: torch.Tensor, weights: DenseWeights) -> torch.Tensor:
     """x [R, in] -> [R, out] float32: the sums of `quant_linear` as they are."""
     return logits(weights.round_inputs(x), weights.weight)
+
+
+def quant_embedding(ids: torch.Tensor, weights: DenseWeights, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of what `quant_logits` multiplies: ids [T] int64 -> [T, in] of `dtype`."""
+    return torch.nn.functional.embedding(ids, weights.weight).to(dtype)
 
 
 def quant_experts(

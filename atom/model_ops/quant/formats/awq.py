@@ -75,7 +75,7 @@ class AwqConfig:
     def method_for(
         self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
     ) -> QuantMethod | None:
-        if kind == "head" and not self._has_head:
+        if kind == "embedding" or (kind == "head" and not self._has_head):
             return None
         if same_for_all(prefix, parts, self._find) is None:
             return None

@@ -100,6 +100,8 @@ class CompressedTensorsConfig:
     def method_for(
         self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
     ) -> QuantMethod | None:
+        if kind == "embedding":
+            return None
         scheme = self._scheme(prefix, parts, self._is_linear(prefix, kind))
         if scheme is None:
             return None

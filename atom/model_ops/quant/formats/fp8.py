@@ -70,7 +70,7 @@ class Fp8Config:
     def method_for(
         self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
     ) -> QuantMethod | None:
-        if kind == "head" or prefix in self.ignored:
+        if kind in ("head", "embedding") or prefix in self.ignored:
             return None
         if same_for_all(prefix, parts, self._format_of) is None:
             return None

@@ -56,7 +56,7 @@ class GptqConfig:
     def method_for(
         self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
     ) -> QuantMethod | None:
-        if kind == "head" and not self.has_head:
+        if kind == "embedding" or (kind == "head" and not self.has_head):
             return None
         scheme = same_for_all(prefix, parts, self._scheme_of)
         if scheme is None:

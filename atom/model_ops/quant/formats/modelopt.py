@@ -117,6 +117,8 @@ class ModelOptConfig:
     def method_for(
         self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
     ) -> QuantMethod | None:
+        if kind == "embedding":
+            return None
         found = same_for_all(prefix, parts, self._algorithm) or self.layers.get(prefix)
         header = find_header(self.headers, prefix, parts, "weight_scale")
         if found is None or prefix in self.excluded:

@@ -173,21 +173,25 @@ METHODS: Mapping[str, QuantMethod] = {
 class OnlineConfig:
     """Every linear layer and expert is quantised, but those that `ignored` names.
 
-    Embeddings, heads and routers never are, nor projections from latents, which attention reads as
-    numbers.
+    Routers never are, nor projections from latents, which attention reads as numbers.
 
     Attributes:
         name: one of `METHODS`.
         ignored: patterns of `names_module`.
+        with_vocabulary: embedding and head are quantised, too, to `int8` whatever `name` is.
     """
 
     name: str
     ignored: tuple[str, ...] = ()
+    with_vocabulary: bool = False
 
     def method_for(
         self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
     ) -> QuantMethod | None:
-        if kind == "head" or prefix.endswith(".kv_b_proj"):
+        if kind in ("head", "embedding"):
+            is_quantised = self.with_vocabulary and self._name_for(prefix) is not None
+            return METHODS["int8"] if is_quantised else None
+        if prefix.endswith(".kv_b_proj"):
             return None
         found = same_for_all(prefix, parts, self._name_for)
         return None if found is None else METHODS[found]

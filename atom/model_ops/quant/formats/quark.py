@@ -64,7 +64,7 @@ class QuarkConfig:
     def method_for(
         self, prefix: str, parts: Sequence[str] = (), kind: LayerKind = "linear"
     ) -> QuantMethod | None:
-        if prefix in self._exclude:
+        if kind == "embedding" or prefix in self._exclude:
             return None
         # Some lists name a single expert for all.
         if kind == "experts" and any(name in self._exclude for name in parts):

@@ -14,6 +14,7 @@ _MODULES = {
     "awq": "awq",
     "compressed-tensors": "compressed_tensors",
     "fp8": "fp8",
+    "gguf": "gguf",
     "gptq": "gptq",
     "modelopt": "modelopt",
     "mxfp4": "mxfp4",

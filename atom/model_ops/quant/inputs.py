@@ -1,0 +1,84 @@
+"""How the inputs of a product with quantised weights are rounded: `--activations`."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from atom.config import ConfigError
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.quant.storage import MatrixStorage
+from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
+from atom.model_ops.registry import OpChoice
+
+_GROUP = 32
+_OF_QUANTISED = {
+    "linear": "quant_linear",
+    "logits": "quant_logits",
+    "moe_experts": "quant_experts",
+}
+_INTEGERS = ("int4", "int6", "int8")
+
+
+def resolve_product(
+    op: str, form: WeightFormat | None, context: LayerContext, /, **shape: int
+) -> OpChoice:
+    """The choice for `op`, or for that of weights which are quantised to `form`.
+
+    Its query has the format with the inputs as they are rounded. `auto` rounds them to int8 on a
+    CPU where integer weights are multiplied as integers then.
+
+    Args:
+        shape: as the op has it.
+
+    Raises:
+        ConfigError: when `context.activations` cannot be honoured.
+        OpUnavailableError: when no implementation runs.
+    """
+    ops, dtype, wanted = context.ops, context.dtype, context.activations
+    if form is None:
+        return ops.resolve_weights(op, dtype, None, **shape)
+    op = _OF_QUANTISED[op]
+    if wanted == "int8":
+        form = _with_int8(form, ops.platform.kind)
+    elif wanted == "float" and form.activations is not None:
+        raise ConfigError(
+            f"the checkpoint says that its inputs are rounded to {form.activations}; leave "
+            f"--activations float out"
+        )
+    elif wanted == "auto" and ops.platform.kind == "cpu" and _is_weight_only(form):
+        rounded = int8_inputs(form)
+        if not ops.consider(op, dtype, rounded, **shape).dequantises:
+            form = rounded
+    return ops.resolve_weights(op, dtype, form, **shape)
+
+
+def take_weights(storage: MatrixStorage, choice: OpChoice) -> QuantWeights:
+    """The converted weights of a layer, with the inputs of the choice that was made for it."""
+    weights = storage.take()
+    assert choice.query.weights is not None
+    activations = choice.query.weights.activations
+    return replace(weights, format=replace(weights.format, activations=activations))
+
+
+def int8_inputs(form: WeightFormat) -> WeightFormat:
+    """Weights of integers with inputs in int8: scales of 32 inputs for grouped weights, of a token
+    for those with a scale per output.
+    """
+    return replace(form, activations=Activations("int8", _GROUP if form.columns else 0))
+
+
+def _is_weight_only(form: WeightFormat) -> bool:
+    return form.activations is None and form.codes in _INTEGERS
+
+
+def _with_int8(form: WeightFormat, platform: str) -> WeightFormat:
+    if form.activations is not None and form.activations.codes == "int8":
+        return form
+    if not _is_weight_only(form):
+        raise ConfigError(f"weights in {form} are not multiplied with int8 inputs")
+    if platform != "cpu":
+        raise ConfigError(
+            f"inputs of weights in {form} are rounded to int8 on a CPU only, not on {platform}; "
+            f"leave --activations int8 out"
+        )
+    return int8_inputs(form)
