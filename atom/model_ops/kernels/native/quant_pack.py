@@ -11,7 +11,6 @@ from atom.model_ops.kernels.native.bindings import constant
 from atom.model_ops.quant.weights import (
     Activations,
     QuantWeights,
-    WeightFormat,
     unpack_int6,
     unpack_nibbles,
 )
@@ -118,8 +117,11 @@ def prepare(weights: QuantWeights, dtype: torch.dtype) -> PackedWeights:
         span = math.ceil(columns / _TILE) * _TILE
     inputs = math.ceil(columns / span) * span
     shift = weights.zeros.half() if weights.zeros is not None else weights.offset
-    scale = weights.row_scale[..., None] if weights.scale is None else _per_output(weights)
-    assert scale is not None
+    if weights.scale is not None:
+        scale = _per_output(weights)
+    else:
+        assert weights.row_scale is not None
+        scale = weights.row_scale[..., None]
     order = weights.column_order
     middle = 128 if form.codes == "int8" else 0 if form.has_zeros else form.zero
     sizes = (
