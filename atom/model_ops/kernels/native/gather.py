@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
+from atom.model_ops.kernels.native.bindings import Kernels, mismatch
+from atom.model_ops.kernels.native.movement import gather_rows
 
-_embedding = Kernels("embedding", "3P4q")
 _options = Kernels("sampling_options", "5P3q")
 
 
@@ -17,17 +17,7 @@ def embedding(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         ValueError: when shapes or data types do not fit.
         IndexError: for an id outside the table.
     """
-    (count,), (rows, size) = input_ids.shape, weight.shape
-    if input_ids.dtype is not torch.int64 or not weight.is_contiguous():
-        raise mismatch("embedding", input_ids=input_ids, weight=weight)
-    if not input_ids.is_contiguous():
-        input_ids = input_ids.contiguous()
-    out = weight.new_empty(count, size)
-    pointers = input_ids.data_ptr(), weight.data_ptr(), out.data_ptr()
-    row_bytes = size * weight.element_size()
-    if wrong := _embedding(None, *pointers, count, rows, row_bytes, num_threads()):
-        raise IndexError(f"token {int(input_ids[wrong - 1])} is outside 0..{rows - 1}")
-    return out
+    return gather_rows(weight, input_ids.contiguous())
 
 
 def sampling_options(

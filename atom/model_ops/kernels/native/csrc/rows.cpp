@@ -1,6 +1,5 @@
 // Small steps around the model, a few numbers for each row: gathers, verification, positions.
 #include <algorithm>
-#include <cstring>
 
 #include "parallel.h"
 
@@ -115,28 +114,6 @@ int64_t sampling_options(const OptionsArgs& a) {
   return 0;
 }
 
-struct EmbeddingArgs {
-  const int64_t* ids;  // [count]
-  const char* weight;  // [rows, row_bytes]
-  char* out;           // [count, row_bytes]
-  int64_t count, rows, row_bytes, threads;
-};
-
-// 0, or 1 + the entry whose row does not exist.
-int64_t embedding(const EmbeddingArgs& a) {
-  for (int64_t i = 0; i < a.count; ++i) {
-    if (a.ids[i] < 0 || a.ids[i] >= a.rows) return i + 1;
-  }
-  constexpr int64_t kSerialBytes = 1 << 17;
-  const int64_t threads = a.count * a.row_bytes < kSerialBytes ? 1 : a.threads;
-  run_shares(a.count, threads, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      std::memcpy(a.out + i * a.row_bytes, a.weight + a.ids[i] * a.row_bytes, a.row_bytes);
-    }
-  });
-  return 0;
-}
-
 }  // namespace
 }  // namespace atom
 
@@ -151,7 +128,4 @@ ATOM_EXPORT int64_t atom_advance_drafts(const atom::AdvanceArgs* args) {
 }
 ATOM_EXPORT int64_t atom_sampling_options(const atom::OptionsArgs* args) {
   return atom::sampling_options(*args);
-}
-ATOM_EXPORT int64_t atom_embedding(const atom::EmbeddingArgs* args) {
-  return atom::embedding(*args);
 }
