@@ -84,7 +84,6 @@ class Chooser {
     row.is_random = true;
     row.width = largest - found.extent.smallest;
     row.odds = {scores(r),
-                a.vocab_size,
                 largest,
                 a.temperature[r],
                 a.min_p == nullptr ? 0 : a.min_p[r],
@@ -145,14 +144,15 @@ class Chooser {
     const float width = std::min(reach * row.odds.temperature, row.width);
     Candidates candidates(row.odds, found, count, width, scratch);
     const auto [top_k, top_p] = row.limits;
+    const bool has_all = reach >= kReach;
     Candidates::Cut cut = {~uint64_t{0}, 0, false};
     if (top_k < a.vocab_size) {
       cut = candidates.cut(top_k, kInfinity);
+      if (!cut.found && !has_all) return false;
       total = cut.mass;
     }
-    if (reach < kReach && top_k < a.vocab_size && !cut.found) return false;
     if (top_p < 1) cut = candidates.cut(top_k, double(top_p) * total);
-    if (reach < kReach && !cut.found) return false;
+    if (!cut.found && !has_all) return false;
     candidates.run(cut.end, race);
     return true;
   }

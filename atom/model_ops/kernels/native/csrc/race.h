@@ -63,7 +63,6 @@ ATOM_INLINE vfloat load_scores(const float* scores, int64_t count) {
 // The options of a random row, and its most likely token's score.
 struct Odds {
   const float* scores;
-  int64_t vocab_size;
   float largest, temperature, min_p;
   Keys keys;
 
@@ -71,12 +70,12 @@ struct Odds {
   ATOM_INLINE vfloat exponent(vfloat scores) const { return (scores - largest) / temperature; }
 };
 
-// The fastest of the tokens that took part. Of the many that cannot win only a bound is computed,
-// of the others the numbers as they are: correctly rounded, so that they are those of any
-// other implementation but for its own errors.
+// The best of the tokens that took part. Of the many that cannot win only a bound is computed, of
+// the others the numbers as they are: rounded once, so that they are those of any other
+// implementation but for its own errors.
 class Race {
  public:
-  explicit Race(const Odds& odds) : odds_(odds) { slow_down(); }
+  explicit Race(const Odds& odds) : odds_(odds) { raise_bar(); }
 
   int64_t winner() const { return winner_; }
 
@@ -118,11 +117,11 @@ class Race {
     if (value < best_ || (value == best_ && (token > winner_ || value == 0))) return;
     best_ = value;
     winner_ = token;
-    slow_down();
+    raise_bar();
   }
 
-  // Raises the bar, by less than what the bounds of weight and noise may be wrong.
-  void slow_down() {
+  // To the best, less than that by more than the bounds of weight and noise may be wrong.
+  void raise_bar() {
     constexpr float kSlack = 1.0f - 1e-3f;
     constexpr float kLongest = 22.19f;  // v is at least 2^-32
     bar_ = best_ * kSlack;

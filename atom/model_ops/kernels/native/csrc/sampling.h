@@ -56,7 +56,7 @@ Pass(Part, Finish) -> Pass<Part, Finish>;
 // Whether a thread has rows of its own; otherwise the threads share each row.
 inline bool has_whole_rows(int64_t rows, int64_t vocab_size, int64_t threads) {
   threads = team_size(threads);
-  return threads == 1 || num_parts(vocab_size) == 1 || rows >= 4 * threads;
+  return threads == 1 || num_parts(vocab_size) == 1 || rows >= 2 * threads;
 }
 
 template <class... Passes>
