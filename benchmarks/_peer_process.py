@@ -1,0 +1,133 @@
+"""The engines of compare_peers.py, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from _peer_setup import ENVIRONMENTS
+
+from atom.model_loader.source import embedded_model
+
+_PROGRAM = Path(__file__).with_name("_peer_worker.py")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Attributes:
+    engine: of `_peer_worker.ENGINES`.
+    bits: of its weights.
+    model: its path, given the home folder; None is the embedded one.
+    options: of the engine besides.
+    """
+
+    name: str
+    engine: str
+    bits: int
+    model: Callable[[Path], Path | None]
+    options: dict[str, Any]
+
+
+def _ours(bits: int, model: str | None, **options: Any) -> list[Peer]:
+    def path(home: Path) -> Path | None:
+        return None if model is None else home / model
+
+    return [
+        Peer(f"atom-{bits}{suffix}", "atom", bits, path, {**options, "speculates": bool(suffix)})
+        for suffix in ("", "-drafts")
+    ]
+
+
+def _theirs(engine: str, bits: int, file: str) -> Peer:
+    return Peer(f"{engine}-{bits}", engine, bits, lambda home: home / file, {})
+
+
+_ALL = [
+    *_ours(16, "smollm2"),
+    *_ours(8, "smollm2", quantization="int8"),
+    *_ours(4, None),
+    _theirs("transformers", 16, "smollm2"),
+    _theirs("llama.cpp", 16, "smollm2-bf16.gguf"),
+    _theirs("llama.cpp", 8, "smollm2-q8_0.gguf"),
+    Peer("llama.cpp-4", "llama.cpp", 4, lambda _: embedded_model(), {}),
+    _theirs("openvino", 16, "ov_fp16"),
+    _theirs("openvino", 8, "ov_int8"),
+    _theirs("openvino", 4, "ov_int4"),
+]
+PEERS = {peer.name: peer for peer in _ALL}
+# Reads memory and computes nothing.
+PROBE = Peer("bandwidth", "bandwidth", 0, lambda _: None, {})
+
+
+class Worker:
+    """A running engine."""
+
+    def __init__(self, peer: Peer, process: subprocess.Popen[str]) -> None:
+        self.peer, self._process = peer, process
+        self.versions: dict[str, str] = self._answer()["versions"]
+
+    @classmethod
+    def start(cls, peer: Peer, home: Path, threads: int) -> Worker:
+        """Start it and wait until its model is loaded.
+
+        Raises:
+            RuntimeError: when it ends instead.
+        """
+        environment = ENVIRONMENTS.get(peer.engine)
+        python = sys.executable if environment is None else str(environment.python(home))
+        model = peer.model(home)
+        options = {**peer.options, "num_threads": threads, "model": model and str(model)}
+        command = [python, str(_PROGRAM), peer.engine, json.dumps(options)]
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        print(f"starting {peer.name} ...", file=sys.stderr, flush=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+        )
+        return cls(peer, process)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> float:
+        """Seconds that `max_tokens` tokens for every prompt take.
+
+        Raises:
+            RuntimeError: when the engine fails.
+        """
+        assert self._process.stdin is not None
+        request = {"prompts": prompts, "max_tokens": max_tokens}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return float(self._answer()["seconds"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": "it ended"}
+        if "error" in answer:
+            raise RuntimeError(f"{self.peer.name}: {answer['error']}")
+        return answer
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
