@@ -101,18 +101,20 @@ def llama_cpp(options: dict[str, Any]) -> Generate:
     quiet = ll.llama_log_callback(lambda *_: None)
     ll.llama_log_set(quiet, None)
     ll.llama_backend_init()
-    model = ll.llama_model_load_from_file(
-        options["model"].encode(), ll.llama_model_default_params()
-    )
+    params = ll.llama_model_default_params()
+    params.use_extra_bufts = options["extra_buffers"]
+    model = ll.llama_model_load_from_file(options["model"].encode(), params)
+    if model is None:
+        raise RuntimeError(f"llama.cpp cannot load {options['model']}")
     size = ll.llama_vocab_n_tokens(ll.llama_model_get_vocab(model))
     batch = ll.llama_batch_init(_CONTEXT * _SEQUENCES, 0, 1)
 
     def context(sequences: int) -> Any:
-        params = ll.llama_context_default_params()
-        params.n_ctx, params.n_seq_max = _CONTEXT * sequences, sequences
-        params.n_batch, params.n_ubatch = _CONTEXT * sequences, 512
-        params.n_threads = params.n_threads_batch = options["num_threads"]
-        return ll.llama_init_from_model(model, params)
+        of = ll.llama_context_default_params()
+        of.n_ctx, of.n_seq_max = _CONTEXT * sequences, sequences
+        of.n_batch, of.n_ubatch = _CONTEXT * sequences, 512
+        of.n_threads = of.n_threads_batch = options["num_threads"]
+        return ll.llama_init_from_model(model, of)
 
     contexts = {n: context(n) for n in (1, _SEQUENCES)}
 

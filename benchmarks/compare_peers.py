@@ -238,6 +238,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         versions: dict[str, str] = {}
         for worker in workers.values():
             versions |= {f"{worker.peer.engine}: {k}": v for k, v in worker.versions.items()}
+            if worker.peer.fallback is not None and worker.options == worker.peer.fallback:
+                versions[worker.peer.name] = f"crashed, so with {worker.options}"
     found = contest.found
     low, *_, high = sorted(found.bandwidth)
     middle = statistics.median(found.bandwidth)

@@ -107,8 +107,26 @@ def test_a_worker_answers_and_fails(benchmark_module: Module, tmp_path: Path) ->
     with process.Worker.start(process.PROBE, tmp_path, 1) as worker:
         assert worker.generate([[0]], 1) > 0
     missing = process.Peer("gone", "atom", 16, lambda home: home / "gone", {"speculates": False})
-    with pytest.raises(RuntimeError, match="gone: it ended"):
+    with pytest.raises(RuntimeError, match="gone: it ended with status 1"):
         process.Worker.start(missing, tmp_path, 1)
+
+
+def test_an_engine_that_crashes_starts_otherwise(
+    benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = benchmark_module("_peer_process")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "if json.loads(sys.argv[2])['extra_buffers']: os.abort()\n"
+        "print(json.dumps({'versions': {'a': '1'}}), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    monkeypatch.setattr(process, "_PROGRAM", program)
+    monkeypatch.setattr(process, "ENVIRONMENTS", {})
+    with process.Worker.start(process.PEERS["llama.cpp-8"], tmp_path, 1) as worker:
+        assert worker.options == {"extra_buffers": False}
+        assert worker.versions == {"a": "1"}
 
 
 @pytest.mark.parametrize(("name", "kind"), [("bf16", "BF16"), ("q8_0", "Q8_0")])
