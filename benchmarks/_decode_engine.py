@@ -15,11 +15,12 @@ from typing import Any
 import torch
 from _bytes import model_bytes
 
-from atom.batch import ScheduledBatch, StepOutput
+from atom.batch import ScheduledBatch, SequenceResult, StepOutput
 from atom.config import EngineConfig
 from atom.messages import EngineRequest
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
+from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.worker import Worker
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
@@ -54,6 +55,9 @@ class Setup:
     kv_cache_dtype: str
     device: str
     num_threads: int | None = None
+    load_format: str = "dummy"
+    quantization: str | None = None
+    kv_cache_memory: int | None = None
 
     def engine_config(self) -> EngineConfig:
         options: dict[str, Any] = {}
@@ -63,11 +67,13 @@ class Setup:
                 "draft_model": str(self.folders[1]),
                 "num_speculative_tokens": self.num_drafts,
             }
+        if self.quantization is not None:
+            options["quantization"] = self.quantization
         if not self.eager:
             options["cudagraph_capture_sizes"] = list(self.batch_sizes)
         return engine_config(
             model=str(self.folders[0]),
-            load_format="dummy",
+            load_format=self.load_format,
             dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype,
             device=self.device,
@@ -77,13 +83,18 @@ class Setup:
             enable_prefix_caching=False,
             enforce_eager=self.eager,
             num_threads=self.num_threads,
+            kv_cache_memory=self.kv_cache_memory,
             seed=0,
             **options,
         )
 
 
 class _Recorded:
-    """An executor that remembers the last batch."""
+    """An executor that remembers the last batch.
+
+    Attributes:
+        pretends: takes any token for the next one and computes nothing; the cache stays empty.
+    """
 
     can_be_interrupted = True
     patience_ms: int | None = None
@@ -96,9 +107,15 @@ class _Recorded:
         self.grammars = inner.grammars
         self.inputs = inner.inputs
         self.last = ScheduledBatch([], [], [])
+        self.pretends = False
 
     def step(self, batch: ScheduledBatch) -> StepOutput:
         self.last = batch
+        if self.pretends:
+            if batch.sequences:
+                self.inputs.build(batch)
+            tokens: list[list[int]] = [[1] if s.wants_sample else [] for s in batch.sequences]
+            return StepOutput([SequenceResult(token_ids) for token_ids in tokens])
         return self._inner.step(batch)
 
     def shutdown(self) -> None:
@@ -131,15 +148,37 @@ class DecodeEngine:
         self._core = EngineCore(config, self._executor)
         self._ids: list[str] = []
 
-    def start(self, batch_size: int) -> None:
-        """Compute `batch_size` prompts, until all of them decode."""
+    @property
+    def last_batch(self) -> ScheduledBatch:
+        return self._executor.last
+
+    @property
+    def inputs(self) -> InputBuilder:
+        return self._executor.inputs
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """How many tokens all sequences together may have."""
+        limits = self._core.limits
+        return limits.num_blocks * limits.block_size
+
+    def start(self, batch_size: int, prompt_len: int | None = None, pretend: bool = False) -> None:
+        """Compute `batch_size` prompts, until all of them decode.
+
+        Args:
+            prompt_len: instead of the setup's.
+            pretend: compute nothing. Steps after it take as long as they would; their tokens mean
+                nothing.
+        """
+        prompt_len = prompt_len or self._setup.prompt_len
+        self._executor.pretends = pretend
         rng = random.Random(batch_size)
-        room = self._core.limits.max_model_len - self._setup.prompt_len
+        room = self._core.limits.max_model_len - prompt_len
         params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
         self._ids = [f"{batch_size}-{i}" for i in range(batch_size)]
         vocab = self._core.limits.vocab_size
         for name in self._ids:
-            prompt = [rng.randrange(vocab) for _ in range(self._setup.prompt_len)]
+            prompt = [rng.randrange(vocab) for _ in range(prompt_len)]
             self._core.add_request(
                 EngineRequest(id=name, prompt_token_ids=prompt, params=params, seed=batch_size)
             )
@@ -148,6 +187,7 @@ class DecodeEngine:
             report = self._core.step()
             report.check()
             waiting -= {o.id for o in report.outputs if o.token_ids}
+        self._executor.pretends = False
 
     def step(self) -> int:
         """One step of all sequences; how many tokens it gave them.

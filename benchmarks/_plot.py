@@ -54,3 +54,31 @@ def _draw_speeds(axis: Any, group: Sequence[Mapping[str, Any]]) -> None:
     axis.set_xticks(range(len(group)), [r["arm"] for r in group], rotation=30, ha="right")
     axis.axhline(1, color="black", linewidth=0.8)
     axis.grid(axis="y", alpha=0.3)
+
+
+def plot_steps(points: Mapping[int, Sequence[tuple[int, float, float]]], path: Path) -> None:
+    """Milliseconds of a decode step over the batch size, measured and at the roofline.
+
+    Args:
+        points: by context length: (batch size, seconds, seconds at the roofline).
+        path: of the PNG; its folder must exist.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axis = figure.subplots()
+    for context, found in points.items():
+        batches, seconds, least = zip(*found, strict=True)
+        (line,) = axis.plot(
+            batches, [1e3 * s for s in seconds], marker="o", label=f"{context} tokens"
+        )
+        axis.plot(batches, [1e3 * s for s in least], linestyle=":", color=line.get_color())
+    axis.set(xlabel="sequences", ylabel="ms a step (dotted: roofline)")
+    axis.set_xscale("log", base=2)
+    axis.set_yscale("log")
+    axis.grid(alpha=0.3)
+    axis.legend(fontsize=8)
+    figure.savefig(path, dpi=120)
+    print(f"wrote {path}", file=sys.stderr)

@@ -1,0 +1,160 @@
+"""The engines of compare_peers.py, each in a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from _peer_setup import ENVIRONMENTS
+
+from atom.model_loader.source import embedded_model
+
+_PROGRAM = Path(__file__).with_name("_peer_worker.py")
+
+
+@dataclass(frozen=True)
+class Peer:
+    """Attributes:
+    engine: of `_peer_worker.ENGINES`.
+    bits: of its weights.
+    model: its path, given the home folder; None is the embedded one.
+    options: of the engine besides.
+    fallback: those with which it starts when it crashes with `options`.
+    """
+
+    name: str
+    engine: str
+    bits: int
+    model: Callable[[Path], Path | None]
+    options: dict[str, Any]
+    fallback: dict[str, Any] | None = None
+
+
+def _ours(bits: int, model: str | None, **options: Any) -> list[Peer]:
+    def path(home: Path) -> Path | None:
+        return None if model is None else home / model
+
+    return [
+        Peer(f"atom-{bits}{suffix}", "atom", bits, path, {**options, "speculates": bool(suffix)})
+        for suffix in ("", "-drafts")
+    ]
+
+
+def _theirs(engine: str, bits: int, file: str) -> Peer:
+    return Peer(f"{engine}-{bits}", engine, bits, lambda home: home / file, {})
+
+
+def _llama_cpp(bits: int, model: Callable[[Path], Path]) -> Peer:
+    """Its AMX kernels, which read weights from buffers of their own, crash on virtual machines
+    (ggml-org/llama.cpp#20824).
+    """
+    with_amx, without = {"extra_buffers": True}, {"extra_buffers": False}
+    return Peer(f"llama.cpp-{bits}", "llama.cpp", bits, model, with_amx, without)
+
+
+_ALL = [
+    *_ours(16, "smollm2"),
+    *_ours(8, "smollm2", quantization="int8"),
+    *_ours(4, None),
+    _theirs("transformers", 16, "smollm2"),
+    _llama_cpp(16, lambda home: home / "smollm2-bf16.gguf"),
+    _llama_cpp(8, lambda home: home / "smollm2-q8_0.gguf"),
+    _llama_cpp(4, lambda _: embedded_model()),
+    _theirs("openvino", 16, "ov_fp16"),
+    _theirs("openvino", 8, "ov_int8"),
+    _theirs("openvino", 4, "ov_int4"),
+]
+PEERS = {peer.name: peer for peer in _ALL}
+# Reads memory and computes nothing.
+PROBE = Peer("bandwidth", "bandwidth", 0, lambda _: None, {})
+
+
+class Worker:
+    """A running engine.
+
+    Attributes:
+        options: with which it started.
+    """
+
+    def __init__(self, peer: Peer, process: subprocess.Popen[str], options: dict[str, Any]) -> None:
+        self.peer, self.options, self._process = peer, options, process
+        self.versions: dict[str, str] = self._answer()["versions"]
+
+    @classmethod
+    def start(cls, peer: Peer, home: Path, threads: int) -> Worker:
+        """Start it and wait until its model is loaded.
+
+        Raises:
+            RuntimeError: when it ends instead.
+        """
+        try:
+            return cls._started(peer, peer.options, home, threads)
+        except RuntimeError as error:
+            if peer.fallback is None:
+                raise
+            print(f"{error}; once more with {peer.fallback}", file=sys.stderr, flush=True)
+            return cls._started(peer, peer.fallback, home, threads)
+
+    @classmethod
+    def _started(cls, peer: Peer, given: dict[str, Any], home: Path, threads: int) -> Worker:
+        environment = ENVIRONMENTS.get(peer.engine)
+        python = sys.executable if environment is None else str(environment.python(home))
+        model = peer.model(home)
+        options = {**given, "num_threads": threads, "model": model and str(model)}
+        command = [python, str(_PROGRAM), peer.engine, json.dumps(options)]
+        variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        print(f"starting {peer.name} ...", file=sys.stderr, flush=True)
+        process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables
+        )
+        return cls(peer, process, given)
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> float:
+        """Seconds that `max_tokens` tokens for every prompt take.
+
+        Raises:
+            RuntimeError: when the engine fails.
+        """
+        assert self._process.stdin is not None
+        request = {"prompts": prompts, "max_tokens": max_tokens}
+        self._process.stdin.write(json.dumps(request) + "\n")
+        self._process.stdin.flush()
+        return float(self._answer()["seconds"])
+
+    def _answer(self) -> dict[str, Any]:
+        assert self._process.stdout is not None
+        line = self._process.stdout.readline()
+        answer: dict[str, Any] = json.loads(line) if line else {"error": self._end()}
+        if "error" in answer:
+            raise RuntimeError(f"{self.peer.name}: {answer['error']}")
+        return answer
+
+    def _end(self) -> str:
+        return f"it ended with status {self._process.wait()}"
+
+    def __enter__(self) -> Worker:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        try:
+            self._process.wait(30)
+        except subprocess.TimeoutExpired:
+            self._process.kill()

@@ -1,0 +1,137 @@
+"""Environments of the peers, and the embedded model in the format of each."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+import torch
+from gguf import GGMLQuantizationType, GGUFReader, GGUFValueType, GGUFWriter
+from gguf.quants import dequantize, quantize
+
+from atom.model_loader.gguf.convert import converted_folder
+from atom.model_loader.gguf.file import read_gguf
+from atom.model_loader.source import embedded_model
+
+
+@dataclass(frozen=True)
+class Environment:
+    """Attributes:
+    folder: in the home folder.
+    packages: what pip installs.
+    built: a file that is there afterwards.
+    variables: for the installation.
+    """
+
+    folder: str
+    packages: tuple[str, ...]
+    built: str
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def python(self, home: Path) -> Path:
+        return home / self.folder / "bin" / "python"
+
+
+ENVIRONMENTS = {
+    "transformers": Environment("venv", ("torch", "transformers", "accelerate"), "transformers"),
+    "llama.cpp": Environment(
+        "venv_lc", ("llama-cpp-python", "numpy"), "llama_cpp", {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
+    ),
+    "openvino": Environment(
+        "venv_ov", ("torch", "openvino-genai", "optimum-intel[openvino]"), "openvino_genai"
+    ),
+}
+# GGUF's number of a file's type.
+_GGUF_TYPES = {"bf16": (GGMLQuantizationType.BF16, 32), "q8_0": (GGMLQuantizationType.Q8_0, 7)}
+_OPENVINO_FORMATS = {
+    "fp16": (),
+    "int8": (),
+    "int4": ("--ratio", "1.0", "--group-size", "64"),
+}
+
+
+def set_up(home: Path, engines: Sequence[str], packages: Mapping[str, Sequence[str]]) -> None:
+    """Make what is missing in `home`.
+
+    Args:
+        packages: instead of an environment's own, such as pinned versions, by engine.
+
+    Raises:
+        subprocess.CalledProcessError: when an installation or an export fails.
+    """
+    home.mkdir(parents=True, exist_ok=True)
+    for engine in engines:
+        environment = ENVIRONMENTS[engine]
+        _install(home, environment, packages.get(engine, environment.packages))
+    folder = home / "smollm2"
+    if not folder.is_dir():
+        _say(f"the model in {folder}")
+        converted = converted_folder(read_gguf(embedded_model()), torch.bfloat16, True)
+        shutil.copytree(converted, folder)
+    if "llama.cpp" in engines:
+        for name in _GGUF_TYPES:
+            if not (path := home / f"smollm2-{name}.gguf").exists():
+                _say(f"the model in {path}")
+                write_gguf(embedded_model(), path, name)
+    if "openvino" in engines:
+        for name in _OPENVINO_FORMATS:
+            _export_openvino(home, name)
+
+
+def _install(home: Path, environment: Environment, packages: Sequence[str]) -> None:
+    python = environment.python(home)
+    libraries = python.parents[1] / "lib"
+    if any(libraries.glob(f"python*/site-packages/{environment.built}")):
+        return
+    _say(f"{', '.join(packages)} in {python.parents[1]}")
+    _run(sys.executable, "-m", "venv", str(python.parents[1]))
+    _run(str(python), "-m", "pip", "-q", "install", *packages, **environment.variables)
+
+
+def _export_openvino(home: Path, name: str) -> None:
+    folder = home / f"ov_{name}"
+    if (folder / "openvino_model.bin").exists():
+        return
+    _say(f"the model in {folder}")
+    program = ENVIRONMENTS["openvino"].python(home).with_name("optimum-cli")
+    task = ("-m", str(home / "smollm2"), "--task", "text-generation-with-past")
+    weights = ("--weight-format", name, *_OPENVINO_FORMATS[name])
+    _run(str(program), "export", "openvino", *task, *weights, str(folder), HF_HUB_OFFLINE="1")
+
+
+def write_gguf(source: Path, target: Path, name: str) -> None:
+    """A GGUF file with the same numbers, rounded to another type (`bf16` or `q8_0`)."""
+    kind, file_type = _GGUF_TYPES[name]
+    reader = GGUFReader(source)
+    temporary = target.with_suffix(".part")
+    writer = GGUFWriter(temporary, str(reader.fields["general.architecture"].contents()))
+    for key, value in reader.fields.items():
+        if not key.startswith("GGUF.") and key not in ("general.architecture", "general.file_type"):
+            inner = value.types[-1] if value.types[0] == GGUFValueType.ARRAY else None
+            writer.add_key_value(key, value.contents(), value.types[0], sub_type=inner)
+    writer.add_file_type(file_type)
+    for tensor in reader.tensors:
+        numbers = dequantize(tensor.data, tensor.tensor_type).astype(np.float32)
+        if numbers.ndim == 1:  # a norm
+            writer.add_tensor(tensor.name, numbers)
+        else:
+            writer.add_tensor(tensor.name, quantize(numbers, kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    temporary.rename(target)
+
+
+def _say(what: str) -> None:
+    print(f"setting up {what} ...", file=sys.stderr, flush=True)
+
+
+def _run(*command: str, **variables: str) -> None:
+    subprocess.run(command, check=True, env={**os.environ, **variables})

@@ -1,0 +1,276 @@
+"""This engine beside llama.cpp, OpenVINO GenAI and transformers, on one CPU and in turns.
+
+python benchmarks/compare_peers.py setup --home DIR        # 15 minutes and 6 GB
+python benchmarks/compare_peers.py run --home DIR --seconds 900 --with-neighbour
+python benchmarks/compare_peers.py run --home DIR --only atom-4 llama.cpp-4 --prompts gsm8k.jsonl
+
+`setup` makes an environment for each peer and exports the embedded model for it. `run` starts one
+process an engine; they take turns on the same tokens, a bandwidth probe between. Decode speed is
+the tokens after the first over the time beyond that of a first token alone; medians are printed.
+A run is thrown away when other processes took more than a tenth of a processor. Linux only.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from _cpu_facts import cpu_features
+from _peer_process import PEERS, PROBE, Peer, Worker
+from _peer_setup import ENVIRONMENTS, set_up
+from _quiet import OtherWork, neighbour
+from _report import (
+    environment,
+    environment_markdown,
+    markdown_table,
+    read_conversations,
+    read_text,
+    write_json,
+    write_text,
+)
+
+CASES = ("decode-1", "decode-8", "prefill")
+_MOST_FOREIGN_CORES = 0.1
+_ATTEMPTS = 4
+_BANDWIDTH_READS = 5
+_BYTES_OF_A_READ = 4 << 27
+
+
+@dataclass
+class Found:
+    """Attributes:
+    speeds: tokens/s of every clean run, by engine and case.
+    kept: the share of `decode-1` kept beside a neighbour, by engine.
+    bandwidth: bytes/s.
+    discarded: runs that others disturbed.
+    """
+
+    speeds: dict[str, dict[str, list[float]]] = field(default_factory=dict)
+    kept: dict[str, list[float]] = field(default_factory=dict)
+    bandwidth: list[float] = field(default_factory=list)
+    discarded: int = 0
+    rounds: int = 0
+
+
+class Contest:
+    """All engines, started; `found` grows round by round."""
+
+    def __init__(self, args: argparse.Namespace, workers: dict[str, Worker], probe: Worker) -> None:
+        self._args, self._workers, self._probe = args, workers, probe
+        self._chats, self._text = _prompts(args)
+        self.found = Found({name: {case: [] for case in CASES} for name in workers})
+
+    def round(self) -> None:
+        """Every engine once; the prompts change from round to round."""
+        number = self.found.rounds
+        cases = [case for case in CASES if case in self._args.cases]
+        order = list(self._workers)
+        for name in order if number % 2 else reversed(order):
+            self._measure_bandwidth()
+            for case in cases:
+                if (speed := self._clean(name, case, number)) is not None:
+                    self.found.speeds[name][case].append(speed)
+            if self._args.with_neighbour:
+                self._beside_neighbour(name, number)
+        self._measure_bandwidth()
+        self.found.rounds += 1
+
+    def _measure_bandwidth(self) -> None:
+        seconds = self._probe.generate([[0]], _BANDWIDTH_READS)
+        self.found.bandwidth.append(_BANDWIDTH_READS * _BYTES_OF_A_READ / seconds)
+
+    def _beside_neighbour(self, name: str, number: int) -> None:
+        with neighbour() as pid:
+            slow = self._clean(name, "decode-1", number, pid)
+        fast = self._clean(name, "decode-1", number)
+        if slow and fast:
+            self.found.kept.setdefault(name, []).append(slow / fast)
+
+    def _clean(self, name: str, case: str, number: int, *known: int) -> float | None:
+        """Tokens/s of a run that nobody disturbed; None when every attempt was disturbed."""
+        worker = self._workers[name]
+        for _ in range(_ATTEMPTS):
+            others = OtherWork((worker.pid, *known))
+            speed = self._speed(worker, case, number)
+            if others.cores() <= _MOST_FOREIGN_CORES or self._args.any_load:
+                return speed
+            self.found.discarded += 1
+            time.sleep(1)
+        return None
+
+    def _speed(self, worker: Worker, case: str, number: int) -> float:
+        if case == "prefill":
+            # Another beginning in each round, so that nothing could have been cached.
+            start = 37 * number % len(self._text)
+            prompt = (self._text[start:] + self._text[:start])[: self._args.prefill_tokens]
+            return len(prompt) / worker.generate([prompt], 1)
+        count = 1 if case == "decode-1" else 8
+        chats = [self._chats[(number * count + i) % len(self._chats)] for i in range(count)]
+        to_first = worker.generate(chats, 1)
+        tokens: int = self._args.max_tokens
+        rest = worker.generate(chats, tokens) - to_first
+        return count * (tokens - 1) / rest
+
+
+def _prompts(args: argparse.Namespace) -> tuple[list[list[int]], list[int]]:
+    """Chats, and a long text, as tokens."""
+    from atom.model_loader.read_files import read_tokenizer
+
+    tokenizer = read_tokenizer(args.home / "smollm2", trust_remote_code=False)
+    chats = [
+        tokenizer.encode(
+            tokenizer.apply_chat_template(c, tokenize=False, add_generation_prompt=True)
+        )
+        for c in read_conversations(args.prompts, None)
+    ]
+    text = tokenizer.encode(read_text(Path(__file__)))
+    return chats, text * -(-args.prefill_tokens // len(text))
+
+
+def rows(found: Found, peers: Sequence[Peer], cases: Sequence[str]) -> list[dict[str, Any]]:
+    """Medians of every engine, and ours over the best peer's of as many bits."""
+    medians = {
+        name: {case: statistics.median(speeds[case]) for case in cases if speeds[case]}
+        for name, speeds in found.speeds.items()
+    }
+    made: list[dict[str, Any]] = []
+    for peer in peers:
+        row: dict[str, Any] = {"engine": peer.name, "bits": peer.bits, "speeds": medians[peer.name]}
+        if peer.engine == "atom":
+            rivals = [p.name for p in peers if p.engine != "atom" and p.bits == peer.bits]
+            row["ratios"] = {
+                case: speed / best
+                for case, speed in row["speeds"].items()
+                if (best := max((medians[r].get(case, 0.0) for r in rivals), default=0.0))
+            }
+        if peer.name in found.kept:
+            row["kept"] = statistics.median(found.kept[peer.name])
+        row["runs"] = {case: len(values) for case, values in found.speeds[peer.name].items()}
+        made.append(row)
+    return made
+
+
+def to_markdown(report: dict[str, Any]) -> str:
+    """The table of a report, and where it was made."""
+    cases, results = report["cases"], report["results"]
+    with_kept = any("kept" in row for row in results)
+    header = ["engine", "bits", *(f"{case} tok/s" for case in cases)]
+    header += ["kept beside a neighbour"] if with_kept else []
+    lines = []
+    for row in results:
+        cells = [row["engine"], row["bits"]]
+        for case in cases:
+            ratio = row.get("ratios", {}).get(case)
+            speed = row["speeds"].get(case)
+            cells.append("" if speed is None else f"{speed:.1f}")
+            cells[-1] += "" if ratio is None or speed is None else f" ({ratio:.2f}x)"
+        if with_kept:
+            cells.append(f"{row['kept']:.2f}" if "kept" in row else "")
+        lines.append(cells)
+    note = (
+        f"In brackets: over the best peer of as many bits. {report['rounds']} rounds; "
+        f"{report['discarded']} runs were thrown away because others computed."
+    )
+    return "\n\n".join(
+        (markdown_table(header, lines), note, environment_markdown(report["environment"]))
+    )
+
+
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    commands = parser.add_subparsers(dest="command", required=True)
+    setup = commands.add_parser("setup", help="make the peers' environments and models")
+    setup.add_argument("--only", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
+    setup.add_argument(
+        "--packages", nargs="+", action="append", default=[], metavar=("ENGINE", "PACKAGE"),
+        help="what pip installs for one peer, such as: --packages openvino torch==2.13.0 "
+        "openvino-genai 'optimum-intel[openvino]'",
+    )  # fmt: skip
+    run = commands.add_parser("run", help="measure")
+    run.add_argument("--only", nargs="+", choices=PEERS, default=list(PEERS))
+    run.add_argument("--cases", nargs="+", choices=CASES, default=CASES)
+    run.add_argument("--seconds", type=float, default=600, help="begin no round later (600)")
+    run.add_argument(
+        "--prompts", type=Path, help="JSONL with questions; a few of ours when omitted"
+    )
+    run.add_argument("--max-tokens", type=int, default=64, help="of an answer (64)")
+    run.add_argument("--prefill-tokens", type=int, default=512, help="(512)")
+    run.add_argument("--num-threads", type=int, help="of every engine; all processors when omitted")
+    run.add_argument("--with-neighbour", action="store_true", help="also beside a busy process")
+    run.add_argument("--any-load", action="store_true", help="a rehearsal: throw no run away")
+    run.add_argument("--output-json", type=Path)
+    run.add_argument("--output-md", type=Path)
+    for command in (setup, run):
+        command.add_argument("--home", type=Path, required=True, help="folder of the peers")
+    args = parser.parse_args(argv)
+    if args.command == "setup":
+        if unknown := [name for name, *_ in args.packages if name not in ENVIRONMENTS]:
+            parser.error(f"--packages {unknown[0]}: the peers are {', '.join(ENVIRONMENTS)}")
+        args.packages = {name: packages for name, *packages in args.packages}
+    return args
+
+
+def run(args: argparse.Namespace) -> dict[str, Any]:
+    """Measure until the time is over, one round at least; the report."""
+    from atom.platform import default_num_threads
+
+    threads = args.num_threads or default_num_threads()
+    peers = [PEERS[name] for name in args.only]
+    with contextlib.ExitStack() as stack:
+        probe = stack.enter_context(Worker.start(PROBE, args.home, threads))
+        workers = {
+            peer.name: stack.enter_context(Worker.start(peer, args.home, threads)) for peer in peers
+        }
+        contest = Contest(args, workers, probe)
+        began = time.monotonic()
+        while not contest.found.rounds or time.monotonic() - began < args.seconds:
+            contest.round()
+            print(f"round {contest.found.rounds} done", file=sys.stderr, flush=True)
+        versions: dict[str, str] = {}
+        for worker in workers.values():
+            versions |= {f"{worker.peer.engine}: {k}": v for k, v in worker.versions.items()}
+            if worker.peer.fallback is not None and worker.options == worker.peer.fallback:
+                versions[worker.peer.name] = f"crashed, so with {worker.options}"
+    found = contest.found
+    low, *_, high = sorted(found.bandwidth)
+    middle = statistics.median(found.bandwidth)
+    facts = environment() | versions | {
+        "threads": threads,
+        "features": cpu_features(),
+        "read bandwidth": f"{middle / 1e9:.1f} GB/s ({low / 1e9:.1f} to {high / 1e9:.1f})",
+    }  # fmt: skip
+    return {
+        "environment": facts,
+        "cases": list(args.cases),
+        "rounds": found.rounds,
+        "discarded": found.discarded,
+        "results": rows(found, peers, args.cases),
+        "speeds": found.speeds,
+        "kept": found.kept,
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = parse_args(argv)
+    if args.command == "setup":
+        set_up(args.home, args.only, args.packages)
+        return 0
+    report = run(args)
+    markdown = to_markdown(report)
+    print(markdown)
+    write_text(args.output_md, markdown + "\n")
+    write_json(args.output_json, report)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

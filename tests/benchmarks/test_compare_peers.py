@@ -1,0 +1,194 @@
+"""The comparison with other engines: arithmetic, files, processes. No peer runs here."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from argparse import Namespace
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+
+Module = Callable[[str], Any]
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+class FakeWorker:
+    """Takes a second for a prompt, and `step` for every token after the first."""
+
+    def __init__(self, step: float) -> None:
+        self.pid, self._step = 0, step
+        self.asked: list[tuple[int, int]] = []
+
+    def generate(self, prompts: list[list[int]], max_tokens: int) -> float:
+        self.asked.append((len(prompts), max_tokens))
+        return 1 + self._step * (max_tokens - 1)
+
+
+@pytest.fixture
+def contest(
+    benchmark_module: Module, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[Any, dict[str, FakeWorker]]]:
+    peers = benchmark_module("compare_peers")
+    monkeypatch.setattr(peers, "_prompts", lambda _: ([[1], [2], [3]], [5, 6, 7] * 30))
+    monkeypatch.setattr(peers.time, "sleep", lambda _: None)
+
+    def make(busy: list[float], **options: Any) -> tuple[Any, dict[str, FakeWorker]]:
+        class Others:
+            def __init__(self, _: object) -> None:
+                pass
+
+            def cores(self) -> float:
+                return busy.pop(0) if busy else 0.0
+
+        monkeypatch.setattr(peers, "OtherWork", Others)
+        args = Namespace(cases=peers.CASES, with_neighbour=False, any_load=False)
+        args.max_tokens, args.prefill_tokens = 11, 50
+        vars(args).update(options)
+        workers = {"atom-8": FakeWorker(0.1), "llama.cpp-8": FakeWorker(0.2)}
+        return peers.Contest(args, workers, FakeWorker(0.0)), workers
+
+    return make
+
+
+def test_speeds_of_a_round(contest: Any) -> None:
+    made, workers = contest([])
+    made.round()
+    ours = made.found.speeds["atom-8"]
+    assert ours["decode-1"] == [pytest.approx(10)]
+    assert ours["decode-8"] == [pytest.approx(80)]
+    assert ours["prefill"] == [50]
+    assert workers["atom-8"].asked == [(1, 1), (1, 11), (8, 1), (8, 11), (1, 1)]
+    assert len(made.found.bandwidth) == 3
+
+
+def test_disturbed_runs_are_thrown_away(contest: Any) -> None:
+    made, _ = contest([0.5, 0.0, *[0.2] * 4], cases=("decode-1",))
+    made.round()
+    counts = {name: len(speeds["decode-1"]) for name, speeds in made.found.speeds.items()}
+    assert sorted(counts.values()) == [0, 1]
+    assert made.found.discarded == 5
+    made, _ = contest([0.5] * 2, cases=("decode-1",), any_load=True)
+    made.round()
+    assert made.found.discarded == 0
+
+
+def test_the_table(benchmark_module: Module) -> None:
+    peers = benchmark_module("compare_peers")
+    speeds = {
+        "atom-8": [90.0, 100.0, 300.0],
+        "llama.cpp-8": [50.0],
+        "openvino-8": [80.0],
+        "transformers-16": [400.0],
+    }
+    found = peers.Found(
+        {name: {"decode-1": values, "prefill": []} for name, values in speeds.items()},
+        kept={"atom-8": [0.9, 0.7, 0.8]},
+    )
+    chosen = [peers.PEERS[name] for name in speeds]
+    rows = peers.rows(found, chosen, ["decode-1", "prefill"])
+    assert rows[0]["ratios"] == {"decode-1": 1.25}
+    report = {"cases": ["decode-1", "prefill"], "results": rows, "rounds": 3, "discarded": 2}
+    text = peers.to_markdown({**report, "environment": {"cpu": "some"}})
+    assert "| atom-8 | 8 | 100.0 (1.25x) |  | 0.80 |" in text
+    assert "| openvino-8 | 8 | 80.0 |  |  |" in text
+    assert "2 runs were thrown away" in text
+
+
+def test_a_worker_answers_and_fails(benchmark_module: Module, tmp_path: Path) -> None:
+    """The bandwidth probe, which needs no environment; then an engine without its model."""
+    process = benchmark_module("_peer_process")
+    with process.Worker.start(process.PROBE, tmp_path, 1) as worker:
+        assert worker.generate([[0]], 1) > 0
+    missing = process.Peer("gone", "atom", 16, lambda home: home / "gone", {"speculates": False})
+    with pytest.raises(RuntimeError, match="gone: it ended with status 1"):
+        process.Worker.start(missing, tmp_path, 1)
+
+
+def test_an_engine_that_crashes_starts_otherwise(
+    benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    process = benchmark_module("_peer_process")
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import json, os, sys\n"
+        "if json.loads(sys.argv[2])['extra_buffers']: os.abort()\n"
+        "print(json.dumps({'versions': {'a': '1'}}), flush=True)\n"
+        "sys.stdin.read()\n"
+    )
+    monkeypatch.setattr(process, "_PROGRAM", program)
+    monkeypatch.setattr(process, "ENVIRONMENTS", {})
+    with process.Worker.start(process.PEERS["llama.cpp-8"], tmp_path, 1) as worker:
+        assert worker.options == {"extra_buffers": False}
+        assert worker.versions == {"a": "1"}
+
+
+@pytest.mark.parametrize(("name", "kind"), [("bf16", "BF16"), ("q8_0", "Q8_0")])
+def test_numbers_of_a_file_are_rounded(
+    benchmark_module: Module, tmp_path: Path, name: str, kind: str
+) -> None:
+    matrix = np.linspace(-1, 1, 64 * 4, dtype=np.float32).reshape(4, 64)
+    writer = GGUFWriter(tmp_path / "a.gguf", "llama")
+    writer.add_uint32("llama.block_count", 1)
+    writer.add_array("tokenizer.ggml.tokens", ["a", "b"])
+    writer.add_tensor("blk.0.ffn_up.weight", matrix)
+    writer.add_tensor("norm.weight", matrix[0])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    benchmark_module("_peer_setup").write_gguf(tmp_path / "a.gguf", tmp_path / "b.gguf", name)
+    read = GGUFReader(tmp_path / "b.gguf")
+    assert read.fields["llama.block_count"].contents() == 1
+    assert read.fields["tokenizer.ggml.tokens"].contents() == ["a", "b"]
+    up, norm = sorted(read.tensors, key=lambda tensor: str(tensor.name))
+    assert up.tensor_type is GGMLQuantizationType[kind]
+    from gguf.quants import dequantize
+
+    np.testing.assert_allclose(dequantize(up.data, up.tensor_type), matrix, atol=0.01)
+    np.testing.assert_array_equal(norm.data, matrix[0])
+
+
+def test_setup_keeps_what_is_there(
+    benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    setup = benchmark_module("_peer_setup")
+    commands: list[tuple[str, ...]] = []
+    monkeypatch.setattr(setup, "_run", lambda *command, **_: commands.append(command))
+    (tmp_path / "smollm2").mkdir()
+    (tmp_path / "ov_int8").mkdir()
+    (tmp_path / "ov_int8" / "openvino_model.bin").touch()
+    setup.set_up(tmp_path, ["openvino"], {"openvino": ["openvino-genai==1"]})
+    made, installed, *exports = commands
+    assert made[-1] == str(tmp_path / "venv_ov")
+    assert installed[-1] == "openvino-genai==1"
+    assert [command[-1] for command in exports] == [
+        str(tmp_path / "ov_fp16"),
+        str(tmp_path / "ov_int4"),
+    ]
+
+
+@linux
+def test_work_of_others(benchmark_module: Module) -> None:
+    quiet = benchmark_module("_quiet")
+    with quiet.neighbour() as pid:
+        all_but_us, all_but_both = quiet.OtherWork(()), quiet.OtherWork((pid,))
+        time.sleep(0.5)
+        assert all_but_us.cores() > all_but_both.cores()
+    assert not Path(f"/proc/{pid}").exists()
+
+
+def test_options(benchmark_module: Module, capsys: pytest.CaptureFixture[str]) -> None:
+    parse = benchmark_module("compare_peers").parse_args
+    args = parse(["setup", "--home", "x", "--packages", "openvino", "a", "b"])
+    assert args.packages == {"openvino": ["a", "b"]}
+    with pytest.raises(SystemExit):
+        parse(["setup", "--home", "x", "--packages", "vllm", "a"])
+    assert "the peers are transformers, llama.cpp, openvino" in capsys.readouterr().err
+    assert json.dumps(parse(["run", "--home", "x"]).only)
