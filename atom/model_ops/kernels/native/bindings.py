@@ -104,7 +104,7 @@ def address(name: str) -> int:
 
 @functools.cache
 def constant(name: str) -> int:
-    """A build property: `lanes`, `has_float16`, `has_amx`."""
+    """A build property: `lanes`, `has_float16`."""
     function = _symbol(name)
     function.restype = c_int64
     return int(function())
