@@ -208,7 +208,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "aiter.moe:refuses_experts",
             prepare="aiter.moe:prepare_experts",
         ),
-        _kernel("native.moe:moe_experts", "native.moe:refuses_experts"),
+        _kernel("native.moe:moe_experts"),
         _kernel("triton.moe_experts:moe_experts", "triton.moe_align:refuses"),
         _kernel("torch.moe:moe_experts"),
     ),

@@ -196,7 +196,7 @@ def test_of_equal_experts_the_first_are_chosen() -> None:
 
 # ---- experts ------------------------------------------------------------------------------
 
-EXPERTS, HIDDEN, INTER, TOP_K = 8, 96, 64, 3
+EXPERTS, HIDDEN, INTER, TOP_K = 8, 104, 44, 3
 
 
 def matrices(dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

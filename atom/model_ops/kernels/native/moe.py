@@ -5,18 +5,10 @@ from __future__ import annotations
 import torch
 
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads, rows_apart
-from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
 
 _route = Kernels("moe_route", "4P9qd")
 _experts = Kernels("moe_experts", "6P8q")
-
-
-def refuses_experts(query: OpQuery) -> str | None:
-    for name in ("hidden_size", "intermediate_size"):
-        if query.shape[name] % 32:
-            return f"{name}={query.shape[name]} is no multiple of 32"
-    return None
 
 
 def moe_route(

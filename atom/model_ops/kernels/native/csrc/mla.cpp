@@ -6,9 +6,9 @@ namespace {
 
 template <class T>
 int64_t attend(const MlaArgs& args) {
-#ifdef ATOM_TILE_PRODUCTS
+#if defined(ATOM_AMX)
   if constexpr (std::is_same_v<T, bfloat16>) {
-    if (Tiles::is_permitted()) return LatentAttention<T, Tiles>(args).run();
+    if (amx::is_permitted()) return LatentAttention<T, Tiles>(args).run();
   }
 #endif
   return LatentAttention<T, Vectors<T>>(args).run();

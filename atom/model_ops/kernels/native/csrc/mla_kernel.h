@@ -14,7 +14,7 @@
 #include "arena.h"
 #include "mla_args.h"
 #include "mla_softmax.h"
-#include "products_tiles.h"
+#include "latent_tiles.h"
 
 namespace atom {
 namespace {
@@ -158,7 +158,7 @@ void LatentAttention<T, P>::gather(const Unit& unit, int64_t index, T* copies,
 template <class T, class P>
 void LatentAttention<T, P>::pack_queries(const Unit& unit, PackedVectors* out) const {
   const T* rows = wide_row(unit.first_token, unit.first_head);
-  for (int64_t r = 0; r < unit.rows(); ++r) P::pack_vector(rows + r * width, r, 0, width, width, out);
+  for (int64_t r = 0; r < unit.rows(); ++r) P::pack_vector(rows + r * width, r, width, out);
 }
 
 // Joins one chunk to the state.
@@ -257,9 +257,9 @@ void LatentAttention<T, P>::leave(int64_t head, int64_t first, int64_t count) co
     w_uv.first = memory.copy;
   }
   for (int64_t i = 0; i < count; ++i) {
-    P::pack_vector(wide_row(first + i, head), i, 0, a.rank, a.rank, memory.seen);
+    P::pack_vector(wide_row(first + i, head), i, a.rank, memory.seen);
   }
-  P::dots(w_uv, memory.seen, count, a.rank, memory.sums, rows, up(head + 1) + a.nope * a.rank);
+  P::dots(w_uv, memory.seen, count, a.rank, memory.sums, rows);
   for (int64_t i = 0; i < count; ++i) {
     T* out = static_cast<T*>(a.out) + ((first + i) * a.heads + head) * a.v;
     for (int64_t d = 0; d < a.v; d += kLanes) {
@@ -274,12 +274,11 @@ template <class Body>
 void LatentAttention<T, P>::for_heads(int64_t tokens, int64_t threads, const Body& body) const {
   const int64_t blocks = (tokens + kTokens - 1) / kTokens;
   run_tasks(a.heads * blocks, threads, [&](TaskQueue::Hand& hand) {
-    P::begin();
+    const typename P::Session session;
     for (int64_t task; hand.take(task);) {
       const int64_t first = task % blocks * kTokens;
       body(task / blocks, first, std::min(kTokens, tokens - first));
     }
-    P::end();
   });
 }
 
@@ -288,7 +287,7 @@ template <class T, class P>
 void LatentAttention<T, P>::run_whole(int64_t threads) const {
   const int64_t count = int64_t(units->size());
   run_tasks(count, threads, [&](TaskQueue::Hand& hand) {
-    P::begin();
+    const typename P::Session session;
     for (int64_t task; hand.take(task);) {
       const Unit& unit = (*units)[count - 1 - task];  // later queries see more: longest first
       const int64_t rows = unit.rows();
@@ -302,7 +301,6 @@ void LatentAttention<T, P>::run_whole(int64_t threads) const {
       }
       write_seen(unit, state);
     }
-    P::end();
   });
 }
 
@@ -326,7 +324,7 @@ void LatentAttention<T, P>::run_divided(int64_t threads) const {
   const int64_t *first = starts.data(), *offset = memory.data();
   int* left = unfinished.data();  // the names above are other threads' own inside of tasks
   run_tasks(starts[count], threads, [&](TaskQueue::Hand& hand) {
-    P::begin();
+    const typename P::Session session;
     for (int64_t task; hand.take(task);) {
       const int64_t u = std::upper_bound(first, first + count + 1, task) - first - 1;
       const Unit& unit = (*units)[u];
@@ -344,7 +342,6 @@ void LatentAttention<T, P>::run_divided(int64_t threads) const {
       }
       write_seen(unit, whole);
     }
-    P::end();
   });
 }
 

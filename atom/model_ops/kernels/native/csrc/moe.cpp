@@ -3,10 +3,9 @@
 // A token's sum runs over its experts in the order of their ids, in float32, so its bits do not
 // depend on other tokens.
 #include <tuple>
-#include <utility>
 
 #include "arena.h"
-#include "products_tiles.h"
+#include "product.h"
 
 namespace atom {
 namespace {
@@ -21,22 +20,18 @@ struct ExpertsArgs {
   int64_t rows, hidden, inter, experts, top_k, x_stride, id_bytes, threads;
 };
 
-// Features that are computed together; hidden and inter are multiples of it.
-constexpr int64_t kPanel = 32;
-// Tokens of one expert that are.
-constexpr int64_t kBlock = 64;
-// Tokens whose packed activations are kept at a time.
+// Tokens whose activations are kept at a time.
 constexpr int64_t kMostRows = 1024;
 // Multiplications below which one thread is done before others have woken up.
 constexpr int64_t kSerialWork = 1 << 16;
-// Tokens that one thread packs before others have woken up.
-constexpr int64_t kSerialPack = 16;
+// Activations of so few bytes are packed by the caller alone.
+constexpr int64_t kSerialPacking = 64 * 1024;
 
 // The tokens of one expert.
 struct Visited {
   int64_t expert;
   int64_t first, count;  // in the list of visits
-  int64_t x, h;          // where its packed inputs and activations begin
+  int64_t x, h;          // where its packed inputs and activations begin, in bytes
 };
 
 struct Visit {
@@ -44,7 +39,7 @@ struct Visit {
   float weight;
 };
 
-template <class T, class P>
+template <class T, class Product>
 class Experts {
  public:
   explicit Experts(const ExpertsArgs& args) : a(args) {}
@@ -55,7 +50,7 @@ class Experts {
       if (id(i) < 0) return 1 + i / a.top_k;
     }
     const int64_t work = a.rows * a.top_k * a.hidden * a.inter;
-    const int64_t threads = work < kSerialWork ? 1 : team_size(a.threads);
+    const int64_t threads = work < kSerialWork ? 1 : std::max<int64_t>(1, team_size(a.threads));
     for (int64_t begin = 0; begin < a.rows; begin += kMostRows) {
       run_rows(begin, std::min(begin + kMostRows, a.rows), threads);
     }
@@ -63,15 +58,21 @@ class Experts {
   }
 
  private:
-  using PackedVectors = typename P::PackedVectors;
+  using Session = typename Product::Session;
 
   struct Work {
     Visited* experts;
     Visit* visits;
     int64_t *first, *next;  // [experts + 1]
-    PackedVectors *x, *h;   // of each expert's visits
-    int64_t num_experts;
+    int64_t num_experts, num_visits;
+    int64_t x_bytes, h_bytes;
+    char *x, *h;  // packed, expert by expert
+    T* plain_h;   // [visits, inter]
   };
+
+  // The products of one expert's visits.
+  Product into(const Visited& e) const { return Product(e.count, a.hidden); }
+  Product out_of(const Visited& e) const { return Product(e.count, a.inter); }
 
   int64_t id(int64_t i) const {
     return a.id_bytes == 4 ? static_cast<const int32_t*>(a.ids)[i]
@@ -86,148 +87,151 @@ class Experts {
 
   void run_rows(int64_t begin, int64_t end, int64_t threads) const;
   void group(int64_t begin, int64_t end, Work& work) const;
-  void activate(const Work& work, int64_t index, int64_t panel, float* sums) const;
-  void sum(const Work& work, int64_t begin, int64_t end, int64_t panel, float* sums,
-           float* total) const;
+  void pack_inputs(const Work& work, const Visited& e) const;
+  void activate(const Work& work, const Visited& e, int64_t panel) const;
+  void sum(const Work& work, int64_t begin, int64_t end, int64_t first, int64_t last) const;
 
   const ExpertsArgs& a;
 };
 
 // Sorts the visits of rows [begin, end) by expert, then by row.
-template <class T, class P>
-void Experts<T, P>::group(int64_t begin, int64_t end, Work& work) const {
+template <class T, class Product>
+void Experts<T, Product>::group(int64_t begin, int64_t end, Work& work) const {
   std::fill(work.first, work.first + a.experts + 1, 0);
   for (int64_t i = begin * a.top_k; i < end * a.top_k; ++i) {
     if (id(i) < a.experts) ++work.first[id(i) + 1];
   }
-  int64_t x = 0, h = 0;
-  work.num_experts = 0;
   for (int64_t e = 0; e < a.experts; ++e) {
     const int64_t count = work.first[e + 1];
     work.first[e + 1] += work.first[e];
     work.next[e] = work.first[e];
     if (count == 0) continue;
-    work.experts[work.num_experts++] = {e, work.first[e], count, x, h};
-    x += P::packed_size(count, a.hidden);
-    h += P::packed_size(count, a.inter);
+    Visited& expert = work.experts[work.num_experts++];
+    expert = {e, work.first[e], count, work.x_bytes, work.h_bytes};
+    work.x_bytes += (into(expert).packed_bytes() + 63) / 64 * 64;
+    work.h_bytes += (out_of(expert).packed_bytes() + 63) / 64 * 64;
   }
+  work.num_visits = work.first[a.experts];
   for (int64_t i = begin * a.top_k; i < end * a.top_k; ++i) {
     if (id(i) < a.experts) work.visits[work.next[id(i)]++] = {i / a.top_k, a.weights[i]};
   }
 }
 
-template <class T, class P>
-void Experts<T, P>::run_rows(int64_t begin, int64_t end, int64_t threads) const {
+template <class T, class Product>
+void Experts<T, Product>::run_rows(int64_t begin, int64_t end, int64_t threads) const {
   static thread_local Scratch list_scratch, packed_scratch;
-  const int64_t visits = (end - begin) * a.top_k, most = std::min(visits, a.experts);
+  const int64_t visits = (end - begin) * a.top_k;
   Work work = carve(list_scratch, [&](Arena& arena) {
     Work w{};
-    w.experts = arena.take<Visited>(most);
+    w.experts = arena.take<Visited>(std::min(visits, a.experts));
     w.visits = arena.take<Visit>(visits);
     w.first = arena.take<int64_t>(a.experts + 1);
     w.next = arena.take<int64_t>(a.experts + 1);
     return w;
   });
   group(begin, end, work);
-  // Each expert's visits may be padded to a whole tile.
-  const int64_t padded = P::packed_size(1, 1) == 1 ? visits : visits + most * kRowGroup;
-  std::tie(work.x, work.h) = carve(packed_scratch, [&](Arena& arena) {
-    return std::pair{arena.take<PackedVectors>(P::packed_size(padded, a.hidden)),
-                     arena.take<PackedVectors>(P::packed_size(padded, a.inter))};
+  std::tie(work.x, work.h, work.plain_h) = carve(packed_scratch, [&](Arena& arena) {
+    return std::tuple{arena.take<char>(work.x_bytes), arena.take<char>(work.h_bytes),
+                      arena.take<T>(work.num_visits * a.inter)};
   });
-  run_tasks(work.num_experts, end - begin <= kSerialPack ? 1 : threads, [&](TaskQueue::Hand& hand) {
-    for (int64_t index; hand.take(index);) {
-      const Visited& e = work.experts[index];
-      for (int64_t g = 0; g < e.count; ++g) {
-        const T* x = static_cast<const T*>(a.x) + work.visits[e.first + g].row * a.x_stride;
-        P::pack_vector(x, g, 0, a.hidden, a.hidden, work.x + e.x);
-      }
-    }
-  });
-  const int64_t inter_panels = a.inter / kPanel;
-  run_tasks(work.num_experts * inter_panels, threads, [&](TaskQueue::Hand& hand) {
-    static thread_local Scratch scratch;
-    float* const sums = scratch.get<float>(2 * kBlock * kPanel);
-    P::begin();
+  const auto for_experts = [&](int64_t bytes, const auto& body) {
+    run_shares(work.num_experts, bytes < kSerialPacking ? 1 : threads,
+               [&](int64_t first, int64_t last) {
+                 for (int64_t i = first; i < last; ++i) body(work.experts[i]);
+               });
+  };
+  for_experts(work.x_bytes, [&](const Visited& e) { pack_inputs(work, e); });
+  const int64_t panels = (a.inter + kPanel - 1) / kPanel;
+  run_tasks(work.num_experts * panels, threads, [&](TaskQueue::Hand& hand) {
     for (int64_t task; hand.take(task);) {
-      activate(work, task / inter_panels, task % inter_panels * kPanel, sums);
+      activate(work, work.experts[task / panels], task % panels * kPanel);
     }
-    P::end();
   });
-  run_tasks(a.hidden / kPanel, threads, [&](TaskQueue::Hand& hand) {
-    static thread_local Scratch scratch;
-    float* const sums = scratch.get<float>((kBlock + end - begin) * kPanel);
-    P::begin();
+  for_experts(work.h_bytes, [&](const Visited& e) {
+    out_of(e).pack(work.plain_h + e.first * a.inter, a.inter, 0, e.count, work.h + e.h);
+  });
+  // A few panels at a time stream better than one.
+  const int64_t width = kPanel * std::clamp<int64_t>(a.hidden / kPanel / (8 * threads), 1, 4);
+  run_tasks((a.hidden + width - 1) / width, threads, [&](TaskQueue::Hand& hand) {
     for (int64_t task; hand.take(task);) {
-      sum(work, begin, end, task * kPanel, sums, sums + kBlock * kPanel);
+      sum(work, begin, end, task * width, std::min((task + 1) * width, a.hidden));
     }
-    P::end();
   });
 }
 
-// h = silu(gate) * up of one expert's visits, features [panel, panel + kPanel).
-template <class T, class P>
-void Experts<T, P>::activate(const Work& work, int64_t index, int64_t panel, float* sums) const {
-  const Visited& e = work.experts[index];
-  const MatrixRows<T> gate{w13(e.expert, panel), kPanel, a.hidden};
-  const MatrixRows<T> up{w13(e.expert, a.inter + panel), kPanel, a.hidden};
-  float* const ups = sums + kBlock * kPanel;
-  for (int64_t first = 0; first < e.count; first += kBlock) {
-    const int64_t count = std::min(kBlock, e.count - first);
-    const PackedVectors* x = work.x + e.x + P::packed_size(first, a.hidden);
-    P::dots(gate, x, count, a.hidden, sums, kPanel, w13(e.expert, panel + kPanel));
-    P::dots(up, x, count, a.hidden, ups, kPanel, w13(e.expert, a.inter + panel + kPanel));
-    for (int64_t g = 0; g < count; ++g) {
-      alignas(64) T h[kPanel];
-      for (int64_t i = 0; i < kPanel; i += kLanes) {
-        const vfloat v = load(sums + g * kPanel + i);
-        store(h + i, v / (exp(-v) + 1.0f) * load(ups + g * kPanel + i));
-      }
-      P::pack_vector(h, first + g, panel, kPanel, a.inter, work.h + e.h);
-    }
+template <class T, class Product>
+void Experts<T, Product>::pack_inputs(const Work& work, const Visited& e) const {
+  static thread_local Scratch scratch;
+  T* const rows = scratch.get<T>(e.count * a.hidden);
+  for (int64_t i = 0; i < e.count; ++i) {
+    const T* x = static_cast<const T*>(a.x) + work.visits[e.first + i].row * a.x_stride;
+    std::memcpy(rows + i * a.hidden, x, a.hidden * sizeof(T));
   }
+  into(e).pack(rows, a.hidden, 0, e.count, work.x + e.x);
 }
 
-// out of rows [begin, end), features [panel, panel + kPanel).
-template <class T, class P>
-void Experts<T, P>::sum(const Work& work, int64_t begin, int64_t end, int64_t panel, float* sums,
-                        float* total) const {
-  std::fill(total, total + (end - begin) * kPanel, 0.0f);
+// h = silu(gate) * up of one expert's visits, a panel of features.
+template <class T, class Product>
+void Experts<T, Product>::activate(const Work& work, const Visited& e, int64_t panel) const {
+  const Product product = into(e);
+  const Session session(product);
+  const T* gate = static_cast<const T*>(a.w13) + (e.expert * 2 * a.inter + panel) * a.hidden;
+  const T* up = gate + a.inter * a.hidden;
+  const int64_t outs = std::min(kPanel, a.inter - panel);
+  alignas(64) float gates[Product::kMostChunk * kPanel], ups[Product::kMostChunk * kPanel];
+  product.for_chunks([&](int64_t first, int64_t count) {
+    product.multiply(work.x + e.x, first, count, gate, outs, gates);
+    product.multiply(work.x + e.x, first, count, up, outs, ups);
+    for (int64_t i = 0; i < count; ++i) {
+      T* h = work.plain_h + (e.first + first + i) * a.inter + panel;
+      for (int64_t j = 0; j < outs; j += kLanes) {
+        const vfloat g = load(gates + i * kPanel + j);
+        store_some(h + j, g / (exp(-g) + 1.0f) * load(ups + i * kPanel + j), outs - j);
+      }
+    }
+  });
+}
+
+// Features [first, last) of what rows [begin, end) get.
+template <class T, class Product>
+void Experts<T, Product>::sum(const Work& work, int64_t begin, int64_t end, int64_t first,
+                              int64_t last) const {
+  static thread_local Scratch scratch;
+  const int64_t width = (last - first + kPanel - 1) / kPanel * kPanel;
+  float* const totals = scratch.get<float>((end - begin) * width);
+  std::fill(totals, totals + (end - begin) * width, 0.0f);
   for (int64_t index = 0; index < work.num_experts; ++index) {
     const Visited& e = work.experts[index];
-    const bool is_last = index + 1 == work.num_experts;
-    const T* next = is_last ? w2(work.experts[0].expert, panel + kPanel)
-                            : w2(work.experts[index + 1].expert, panel);
-    const MatrixRows<T> down{w2(e.expert, panel), kPanel, a.inter};
-    for (int64_t first = 0; first < e.count; first += kBlock) {
-      const int64_t count = std::min(kBlock, e.count - first);
-      P::dots(down, work.h + e.h + P::packed_size(first, a.inter), count, a.inter, sums, kPanel,
-              next);
-      for (int64_t g = 0; g < count; ++g) {
-        const Visit& visit = work.visits[e.first + first + g];
-        float* to = total + (visit.row - begin) * kPanel;
-        for (int64_t i = 0; i < kPanel; i += kLanes) {
-          store(to + i, fma(load(sums + g * kPanel + i), splat(visit.weight), load(to + i)));
-        }
-      }
-    }
+    const Product product = out_of(e);
+    const Session session(product);
+    const T* w2 = static_cast<const T*>(a.w2) + e.expert * a.hidden * a.inter;
+    multiply(product, work.h + e.h, w2, a.inter, first, last,
+             [&](int64_t m, int64_t count, int64_t n, int64_t outs, const float* sums) {
+               for (int64_t i = 0; i < count; ++i) {
+                 const Visit& visit = work.visits[e.first + m + i];
+                 float* to = totals + (visit.row - begin) * width + n - first;
+                 for (int64_t j = 0; j < outs; j += kLanes) {
+                   store(to + j, fma(load(sums + i * kPanel + j), splat(visit.weight),
+                                     load(to + j)));
+                 }
+               }
+             });
   }
   for (int64_t row = begin; row < end; ++row) {
-    T* out = static_cast<T*>(a.out) + row * a.hidden + panel;
-    for (int64_t i = 0; i < kPanel; i += kLanes) {
-      store(out + i, load(total + (row - begin) * kPanel + i));
+    T* out = static_cast<T*>(a.out) + row * a.hidden;
+    for (int64_t n = first; n < last; n += kLanes) {
+      store_some(out + n, load(totals + (row - begin) * width + n - first), last - n);
     }
   }
 }
 
 template <class T>
 int64_t experts(const ExpertsArgs& args) {
-#ifdef ATOM_TILE_PRODUCTS
-  if constexpr (std::is_same_v<T, bfloat16>) {
-    if (Tiles::is_permitted()) return Experts<T, Tiles>(args).run();
-  }
-#endif
-  return Experts<T, Vectors<T>>(args).run();
+  int64_t wrong = 0;
+  with_product<T>(0, 0, [&](const auto& product) {
+    wrong = Experts<T, std::decay_t<decltype(product)>>(args).run();
+  });
+  return wrong;
 }
 
 }  // namespace

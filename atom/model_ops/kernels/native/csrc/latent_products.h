@@ -1,10 +1,9 @@
-// The two products that latent attention and experts are made of, on whatever the processor
-// multiplies with:
+// The two products that latent attention is made of, on whatever the processor multiplies with:
 //
-//   dots: out[g][i] = row[i] . x[g]                 a layer's outputs, attention scores
-//   mix:  out[g]    = sum over i of w[g][i] row[i]  attention's values
+//   dots: out[g][i] = row[i] . x[g]                 scores, and the way back to a head's values
+//   mix:  out[g]    = sum over i of w[g][i] row[i]  the way into the latent space, and the values
 //
-// Here with vectors; products_tiles.h has them with tiles of bfloat16. Every result is a sum in an
+// Here with vectors; latent_tiles.h has them with tiles of bfloat16. Every result is a sum in an
 // order of its own, whatever stands beside it.
 #pragma once
 
@@ -47,37 +46,27 @@ struct Vectors {
   using Weight = float;
   using PackedVectors = Packed<T>;
 
-  static void begin() {}
-  static void end() {}
+  struct Session {};
 
   // Elements of `count` packed vectors of `size` elements.
   static int64_t packed_size(int64_t count, int64_t size) { return count * size; }
 
-  // Puts elements [at, at + count) of vector g among packed ones. All sizes are multiples of
-  // kDotStep.
-  static void pack_vector(const T* x, int64_t g, int64_t at, int64_t count, int64_t size,
-                          Packed<T>* out) {
-    pack(x, out + g * size + at, count);
+  // Packs a vector of `size` elements, a multiple of kDotStep, to place g.
+  static void pack_vector(const T* x, int64_t g, int64_t size, Packed<T>* out) {
+    pack(x, out + g * size, size);
   }
 
   // out[g * out_stride + i] for all rows i and each of `count` vectors of `size` elements.
-  // next: the memory to read after this matrix, if its rows are to be fetched ahead.
   template <class Rows>
   static void dots(const Rows& rows, const Packed<T>* x, int64_t count, int64_t size, float* out,
-                   int64_t out_stride, const void* next = nullptr) {
+                   int64_t out_stride) {
     for_row_groups(count, [&](auto group, int64_t first) {
       constexpr int G = decltype(group)::value;
       const Packed<T>* vectors = x + first * size;
       float* to = out + first * out_stride;
-      const int64_t ahead = next != nullptr && first == 0 ? kAheadBytes : 0;
       int64_t i = 0;
-      if (kRegisters == 32 && count > 16) {
-        for (; i + 4 <= rows.count; i += 4) tile<4, G>(rows, i, vectors, size, to, out_stride, ahead);
-      }
-      if (count > 2 || next == nullptr) {
-        for (; i + 2 <= rows.count; i += 2) tile<2, G>(rows, i, vectors, size, to, out_stride, ahead);
-      }
-      for (; i < rows.count; ++i) tile<1, G>(rows, i, vectors, size, to, out_stride, ahead);
+      for (; i + 2 <= rows.count; i += 2) tile<2, G>(rows, i, vectors, size, to, out_stride);
+      if (i < rows.count) tile<1, G>(rows, i, vectors, size, to, out_stride);
     });
   }
 
@@ -113,21 +102,13 @@ struct Vectors {
   static void put(T* out, vfloat first, vfloat second) { store_pair(out, first, second); }
 
  private:
-#if defined(__AVX512F__) || defined(__aarch64__)
-  static constexpr int kRegisters = 32;
-#else
-  static constexpr int kRegisters = 16;
-#endif
-  // From what is read of a row to what is fetched.
-  static constexpr int64_t kAheadBytes = 2048;
-
   template <int R, int G, class Rows>
   static void tile(const Rows& rows, int64_t i, const Packed<T>* x, int64_t size, float* out,
-                   int64_t out_stride, int64_t ahead) {
+                   int64_t out_stride) {
     const T* row[R];
     for (int r = 0; r < R; ++r) row[r] = rows.at(i + r);
     float sums[R * G];
-    dot_tile<T, R, G>(row, x, size, size, ahead * R, sums);
+    dot_tile<T, R, G>(row, x, size, size, 0, sums);
     ATOM_UNROLL for (int g = 0; g < G; ++g)
         std::memcpy(out + g * out_stride + i, sums + R * g, R * sizeof(float));
   }
