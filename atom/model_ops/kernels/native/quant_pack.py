@@ -7,13 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from atom.model_ops.kernels.native.bindings import constant
-from atom.model_ops.quant.weights import (
-    Activations,
-    QuantWeights,
-    unpack_int6,
-    unpack_nibbles,
-)
+from atom.model_ops.kernels.native.bindings import Kernels, constant, num_threads
+from atom.model_ops.quant.weights import Activations, QuantWeights
 from atom.model_ops.registry import OpQuery
 
 BITS = {"int4": 4, "int6": 6, "int8": 8}
@@ -24,8 +19,7 @@ _UNITS = {"int4": 32, "int6": 16, "int8": 32}
 _TILE = 64
 # Sums of products of codes stay within 32 bits.
 _MOST_INPUTS = 1 << 16
-# Codes that are unpacked at a time.
-_PART_CODES = 1 << 24
+_pack = Kernels("quant_pack", "2P5q")
 
 
 @dataclass(frozen=True)
@@ -117,11 +111,7 @@ def prepare(weights: QuantWeights, dtype: torch.dtype) -> PackedWeights:
         span = math.ceil(columns / _TILE) * _TILE
     inputs = math.ceil(columns / span) * span
     shift = weights.zeros.half() if weights.zeros is not None else weights.offset
-    if weights.scale is not None:
-        scale = _per_output(weights)
-    else:
-        assert weights.row_scale is not None
-        scale = weights.row_scale[..., None]
+    scale = _per_output(weights)
     order = weights.column_order
     middle = 128 if form.codes == "int8" else 0 if form.has_zeros else form.zero
     sizes = (
@@ -145,8 +135,10 @@ def prepare(weights: QuantWeights, dtype: torch.dtype) -> PackedWeights:
 
 
 def _per_output(weights: QuantWeights) -> torch.Tensor:
-    """Scales of blocks of outputs -> of each, [..., out, groups]."""
-    assert weights.scale is not None
+    """Scales of outputs, or of blocks of them -> of each, [..., out, groups]."""
+    if weights.scale is None:
+        assert weights.row_scale is not None
+        return weights.row_scale[..., None]
     rows = min(weights.format.rows, weights.shape[0])
     return weights.scale.repeat_interleave(rows, dim=-2)[..., : weights.shape[0], :]
 
@@ -160,40 +152,16 @@ def _in_panels(values: torch.Tensor) -> torch.Tensor:
 
 
 def _pack_codes(weights: QuantWeights, inputs: int) -> torch.Tensor:
-    """-> uint8 [..., panels, bytes], part by part."""
-    codes, kind, lanes = weights.codes, weights.format.codes, constant("lanes")
-    out = codes.shape[-2]
-    panels = math.ceil(out / lanes)
+    """-> uint8 [..., panels, bytes]; int8 codes are stored 128 above their values."""
+    bits, lanes = BITS[weights.format.codes], constant("lanes")
+    codes = weights.codes.contiguous()
+    out, columns = weights.shape
+    matrices = codes.shape[:-2]
     packed = codes.new_empty(
-        *codes.shape[:-2], panels, lanes * inputs * BITS[kind] // 8, dtype=torch.uint8
+        *matrices, math.ceil(out / lanes), lanes * inputs * bits // 8, dtype=torch.uint8
     )
-    step = max(1, _PART_CODES // (inputs * lanes))
-    matrices = codes.view(-1, *codes.shape[-2:])
-    for matrix, target in zip(matrices, packed.view(-1, *packed.shape[-2:]), strict=True):
-        for panel in range(0, panels, step):
-            rows = _unpack(matrix[panel * lanes : (panel + step) * lanes], kind)
-            missing = 0, inputs - rows.shape[1], 0, -rows.shape[0] % lanes
-            quads = torch.nn.functional.pad(rows, missing).view(-1, lanes, inputs // 4, 4)
-            target[panel : panel + step] = _pack_quads(quads.transpose(1, 2), kind)
+    sources, targets = codes.view(-1, *codes.shape[-2:]), packed.view(-1, *packed.shape[-2:])
+    for source, target in zip(sources, targets, strict=True):
+        pointers = source.data_ptr(), target.data_ptr()
+        _pack(None, *pointers, out, columns, inputs, bits, num_threads())
     return packed
-
-
-def _unpack(codes: torch.Tensor, kind: str) -> torch.Tensor:
-    """-> uint8 [out, in]; int8 codes are 128 above their values."""
-    if kind == "int8":
-        return codes.view(torch.uint8) ^ 0x80
-    return unpack_int6(codes) if kind == "int6" else unpack_nibbles(codes)
-
-
-def _pack_quads(quads: torch.Tensor, kind: str) -> torch.Tensor:
-    """uint8 [panels, inputs / 4, lanes, 4] -> [panels, bytes]."""
-    if kind == "int8":
-        return quads.flatten(1)
-    low = quads & 15
-    pairs = low[:, ::2] | (low[:, 1::2] << 4)
-    if kind == "int4":
-        return pairs.flatten(1)
-    high = quads >> 4
-    high = high[:, ::4] | (high[:, 1::4] << 2) | (high[:, 2::4] << 4) | (high[:, 3::4] << 6)
-    units = torch.stack((pairs[:, ::2], pairs[:, 1::2], high), dim=2)
-    return units.flatten(1)
