@@ -123,7 +123,7 @@ class Attention {
     State state(memory, unit.rows, head_dim);
     state.clear();
     Chunk chunks[2];
-    const int64_t head_bytes = a.head_dim * (a.is_fp8() ? 1 : int64_t(sizeof(T)));
+    const int64_t head_bytes = a.head_bytes(sizeof(T));
     gather(a, head_bytes, unit, task.chunk_begin, chunks[0]);
     for (int64_t c = task.chunk_begin; c < task.chunk_end; ++c) {
       const int64_t at = (c - task.chunk_begin) % 2;

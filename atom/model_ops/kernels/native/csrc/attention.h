@@ -25,6 +25,8 @@ struct AttentionArgs {
 
   int64_t group() const { return heads / kv_heads; }
   bool is_fp8() const { return key_scale != nullptr; }
+  // Of the cache; `item`: bytes of an element of q.
+  int64_t head_bytes(int64_t item) const { return head_dim * (is_fp8() ? 1 : item); }
 };
 
 constexpr int64_t kChunk = 64;
@@ -79,24 +81,39 @@ inline void gather(const AttentionArgs& a, int64_t head_bytes, const Unit& unit,
   }
 }
 
-// Fetches one head's bytes while others are worked on.
+// Fetches `bytes` of memory while others are worked on, into the second cache: a chunk of several
+// heads is larger than the first.
 ATOM_INLINE void prefetch(const char* p, int64_t bytes) {
-  for (int64_t d = 0; d < bytes; d += 64) __builtin_prefetch(p + d);
+  for (int64_t d = 0; d < bytes; d += 64) __builtin_prefetch(p + d, 0, 2);
 }
 
+// Fetches the rows of a chunk's keys or values in equal steps, in the order of their addresses: all
+// heads of a token, then the next token.
+class Fetcher {
+ public:
+  Fetcher(const char* const* rows, int64_t bytes, int64_t steps)
+      : rows_(rows), bytes_(bytes), steps_(steps) {}
+
+  void step() {
+    for (due_ += kChunk; due_ >= steps_; due_ -= steps_) prefetch(rows_[row_++], bytes_);
+  }
+
+ private:
+  const char* const* rows_;
+  int64_t bytes_, steps_, due_ = 0, row_ = 0;
+};
+
 // One head's rows [begin, end) of a chunk's keys or values, `padded` elements each: where they lie
-// if `in_place`, else converted to `memory`. `next`: the chunk to fetch meanwhile.
+// if `in_place`, else converted to `memory`.
 template <class T>
-void unpack(const AttentionArgs& a, const char* const* from, const char* const* next,
-            int64_t head, const Chunk& chunk, bool in_place, int64_t padded, T* memory,
-            const T** rows) {
-  const int64_t bytes = a.head_dim * (a.is_fp8() ? 1 : int64_t(sizeof(T)));
+void unpack(const AttentionArgs& a, const char* const* from, int64_t head, const Chunk& chunk,
+            bool in_place, int64_t padded, T* memory, const T** rows) {
+  const int64_t bytes = a.head_bytes(sizeof(T));
   const int64_t offset = head * bytes;
   for (int64_t i = chunk.begin; i < chunk.end; ++i) {
     rows[i] = in_place ? reinterpret_cast<const T*>(from[i] + offset) : memory + i * padded;
   }
   if (in_place) return;
-  for (int64_t i = chunk.begin; i < chunk.end; ++i) prefetch(next[i] + offset, bytes);
   if (a.is_fp8()) {
     widen(from, offset, chunk.begin, chunk.end, a.head_dim, memory, padded);
     return;

@@ -25,7 +25,7 @@ class Tiles {
   static int64_t size(int64_t rows, int64_t head_dim) {
     const int64_t padded = round_up(rows, kSide), heads = std::min(rows, kSide);
     return kChunk * kSide + kSide * head_dim + kChunk * head_dim + padded * kChunk / 2 +
-           6 * padded + std::max(padded, heads * kSide) * head_dim / 2;
+           6 * padded + head_dim / 2 + std::max(padded, heads * kSide) * head_dim / 2;
   }
 
   Tiles(const AttentionArgs& args, float* memory, const Unit& unit_, int64_t head_dim_)
@@ -41,7 +41,9 @@ class Tiles {
     keep = total + padded;
     admit = keep + padded;
     queries = reinterpret_cast<int32_t*>(admit + padded);
-    q = reinterpret_cast<uint32_t*>(queries + padded);
+    zeros = reinterpret_cast<bfloat16*>(queries + padded);
+    std::memset(static_cast<void*>(zeros), 0, head_dim * sizeof(bfloat16));
+    q = reinterpret_cast<uint32_t*>(zeros + head_dim);
     in_place = !a.is_fp8() && a.head_dim == head_dim;
     // Many rows read keys many times: beside each other, they do not evict each other.
     keys_in_place = in_place && unit.rows <= kSide && a.block_size % kSide == 0;
@@ -52,19 +54,22 @@ class Tiles {
 
   void attend(const Chunk& chunk, const Chunk& next, State& state) const {
     const bfloat16* keys[kChunk];
+    const int64_t bytes = unit.kv_heads * a.head_bytes(sizeof(bfloat16));
+    Fetcher next_keys(next.key, bytes, head_tiles() * unit.kv_heads * kChunk / kDepth);
     for (int64_t row = 0; row < unit.rows; row += kSide) {
       for (int64_t h = 0; h < unit.kv_heads; ++h) {
         if (row == 0) {
-          unpack(a, chunk.key, next.key, h, chunk, keys_in_place, head_dim, rows_memory, keys);
+          unpack(a, chunk.key, h, chunk, keys_in_place, head_dim, rows_memory, keys);
         }
-        score(chunk, row == 0 && keys_in_place ? next.key : nullptr, h, keys,
-              q + (h * head_tiles() * kSide + row) * head_dim / 2, scores + h * unit.head_rows);
+        score(chunk, keys, q + (h * head_tiles() * kSide + row) * head_dim / 2,
+              scores + h * unit.head_rows, next_keys);
       }
       soften(chunk, row);
     }
     join_peaks(peak, total, unit.rows, keep, admit, state);
+    Fetcher next_values(next.value, bytes, unit.kv_heads * kChunk / 2);
     for (int64_t h = 0; h < unit.kv_heads; ++h) {
-      pack_values(chunk, next, h);
+      pack_values(chunk, h, next_values);
       for (int64_t r = 0; r < unit.head_rows; r += kSide) {
         weigh_values(chunk, h * unit.head_rows + r, std::min(kSide, unit.head_rows - r), state);
       }
@@ -118,19 +123,16 @@ class Tiles {
   }
 
   // out[key][row] for up to 16 rows, 32 keys at a time.
-  void score(const Chunk& chunk, const char* const* next, int64_t head,
-             const bfloat16* const* keys, const uint32_t* x, float* out) const {
+  void score(const Chunk& chunk, const bfloat16* const* keys, const uint32_t* x, float* out,
+             Fetcher& next) const {
     const int64_t stride = keys_in_place ? a.kv_heads * head_dim : head_dim;
-    const int64_t bytes = a.head_dim * sizeof(bfloat16);
     settle(x);
     for (int64_t i = chunk.begin / kDepth * kDepth; i < chunk.end; i += kDepth) {
       const bfloat16* first = tile_of(keys, chunk, i, stride);
       const bfloat16* second = tile_of(keys, chunk, i + kSide, stride);
       if (first == nullptr) first = second;
       if (second == nullptr) second = first;
-      for (int64_t j = i; next != nullptr && j < i + kDepth; ++j) {
-        prefetch(next[j] + head * bytes, bytes);
-      }
+      next.step();
       _tile_zero(0);
       _tile_zero(1);
       for (int64_t d = 0; d < head_dim; d += kDepth) {
@@ -196,24 +198,20 @@ class Tiles {
 
   // pairs[key / 2][element]: two keys' values beside each other; of 32 elements first the even, then
   // the odd ones. Values that are not in use are 0.
-  void pack_values(const Chunk& chunk, const Chunk& next, int64_t head) const {
+  void pack_values(const Chunk& chunk, int64_t head, Fetcher& next) const {
     const bfloat16* values[kChunk];
-    unpack(a, chunk.value, next.value, head, chunk, in_place, head_dim, rows_memory, values);
-    const int64_t bytes = a.head_dim * sizeof(bfloat16);
+    unpack(a, chunk.value, head, chunk, in_place, head_dim, rows_memory, values);
     const int64_t from = chunk.begin / kDepth * kDepth, stop = round_up(chunk.end, kDepth);
+    for (int64_t i = from; i < chunk.begin; ++i) values[i] = zeros;
+    for (int64_t i = chunk.end; i < stop; ++i) values[i] = zeros;
     for (int64_t i = from; i < stop; i += 2) {
-      if (in_place) {
-        prefetch(next.value[i] + head * bytes, bytes);
-        prefetch(next.value[i + 1] + head * bytes, bytes);
-      }
-      const bool has_first = i >= chunk.begin && i < chunk.end;
-      const bool has_second = i + 1 >= chunk.begin && i + 1 < chunk.end;
+      const bfloat16 *first = values[i], *second = values[i + 1];
       uint32_t* to = pairs + i / 2 * head_dim;
+      next.step();
       for (int64_t d = 0; d < head_dim; d += kDepth) {
-        const vuint first = has_first ? raw<vuint>(values[i] + d) : vuint{};
-        const vuint second = has_second ? raw<vuint>(values[i + 1] + d) : vuint{};
-        store_bits(to + d, (first & 0xffffu) | second << 16);
-        store_bits(to + d + kSide, first >> 16 | (second & 0xffff0000u));
+        const vuint low = raw<vuint>(first + d), high = raw<vuint>(second + d);
+        store_bits(to + d, (low & 0xffffu) | high << 16);
+        store_bits(to + d + kSide, low >> 16 | (high & 0xffff0000u));
       }
     }
   }
@@ -259,6 +257,7 @@ class Tiles {
   float *peak, *total;       // [rows] of the chunk
   float *keep, *admit;       // [rows] factors of the state and of the chunk
   int32_t* queries;          // [rows]
+  bfloat16* zeros;           // [head_dim]
   uint32_t* q;
 };
 

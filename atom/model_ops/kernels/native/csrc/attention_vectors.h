@@ -7,17 +7,13 @@
 
 namespace atom {
 
-// Scores of G rows with all keys. `next`: the keys of `bytes` bytes to fetch meanwhile, or null.
+// Scores of G rows with all keys.
 template <class T, int G>
-void score_rows(const T* const* keys, int64_t begin, int64_t end, const char* const* next,
-                int64_t offset, int64_t bytes, const Packed<T>* q, int64_t head_dim,
-                float* scores) {
+void score_rows(const T* const* keys, int64_t begin, int64_t end, const Packed<T>* q,
+                int64_t head_dim, float* scores, Fetcher& next) {
   int64_t i = begin;
   for (; i + 2 <= end; i += 2) {
-    if (next != nullptr) {
-      prefetch(next[i] + offset, bytes);
-      prefetch(next[i + 1] + offset, bytes);
-    }
+    next.step();
     const T* two[2] = {keys[i], keys[i + 1]};
     float sums[2 * G];
     dot_tile<T, 2, G>(two, q, head_dim, head_dim, 0, sums);
@@ -60,16 +56,14 @@ ATOM_INLINE void soften_row(float* scores, int64_t from, int64_t end, int64_t lo
   total_out = sum(total);
 }
 
-// Adds `P` pairs of vectors of the values, weighted, to G rows of the state. `next`: the values
-// to fetch meanwhile, where kFetch.
-template <class T, int G, int P, bool kFetch>
-ATOM_INLINE void weigh_columns(const T* const* values, int64_t begin, int64_t end,
-                               const char* const* next, int64_t offset, int64_t bytes, int64_t at,
-                               const float* weights, const float* keep, const float* admit,
+// Adds `P` pairs of vectors of the values, weighted, to G rows of the state.
+template <class T, int G, int P>
+ATOM_INLINE void weigh_columns(const T* const* values, int64_t begin, int64_t end, int64_t at,
+                               Fetcher& next, const float* weights, const float* keep, const float* admit,
                                float* acc, int64_t head_dim) {
   vfloat sums[G][2 * P] = {};
   for (int64_t i = begin; i < end; ++i) {
-    if (kFetch) prefetch(next[i] + offset, bytes);
+    next.step();
     vfloat v[2 * P];
     ATOM_UNROLL for (int p = 0; p < P; ++p) {
       v[2 * p] = load_first(values[i] + at + p * 2 * kLanes);
@@ -151,15 +145,14 @@ class Vectors {
   }
 
   void score(const Chunk& chunk, const Chunk& next) const {
-    const int64_t bytes = a.head_dim * sizeof(T);
+    Fetcher next_keys = fetcher(next.key, kChunk / 2);
     const T* keys[kChunk];
     for (int64_t h = 0; h < unit.kv_heads; ++h) {
-      unpack(a, chunk.key, next.key, h, chunk, in_place, head_dim, rows_memory, keys);
+      unpack(a, chunk.key, h, chunk, in_place, head_dim, rows_memory, keys);
       for_row_groups(unit.head_rows, [&](auto size, int64_t first) {
         const int64_t row = h * unit.head_rows + first;
-        score_rows<T, decltype(size)::value>(
-            keys, chunk.begin, chunk.end, in_place && first == 0 ? next.key : nullptr, h * bytes,
-            bytes, q + row * head_dim, head_dim, scores + row * kChunk);
+        score_rows<T, decltype(size)::value>(keys, chunk.begin, chunk.end, q + row * head_dim,
+                                             head_dim, scores + row * kChunk, next_keys);
       });
     }
   }
@@ -178,10 +171,10 @@ class Vectors {
   }
 
   void weigh_values(const Chunk& chunk, const Chunk& next, State& state) const {
-    const int64_t bytes = a.head_dim * sizeof(T);
+    Fetcher next_values = fetcher(next.value, kChunk * (head_dim / (2 * kLanes)));
     const T* values[kChunk];
     for (int64_t h = 0; h < unit.kv_heads; ++h) {
-      unpack(a, chunk.value, next.value, h, chunk, in_place, head_dim, rows_memory, values);
+      unpack(a, chunk.value, h, chunk, in_place, head_dim, rows_memory, values);
       for_row_groups(unit.head_rows, [&](auto size, int64_t first) {
         constexpr int G = decltype(size)::value;
         constexpr int P = G <= 3 ? 2 : 1;  // as many sums as registers
@@ -189,21 +182,22 @@ class Vectors {
         const float* weights = scores + row * kChunk;
         float* acc = state.acc + row * head_dim;
         int64_t d = 0;
-        const auto columns = [&](auto pairs, auto fetch) {
-          weigh_columns<T, G, decltype(pairs)::value, decltype(fetch)::value>(
-              values, chunk.begin, chunk.end, next.value, h * bytes, bytes, d, weights,
-              keep + row, admit + row, acc, head_dim);
-          d += decltype(pairs)::value * 2 * kLanes;
-        };
-        if (in_place && first == 0) columns(std::integral_constant<int, 1>{}, std::true_type{});
-        while (d + 2 * P * kLanes <= head_dim) {
-          columns(std::integral_constant<int, P>{}, std::false_type{});
+        for (; d + 2 * P * kLanes <= head_dim; d += 2 * P * kLanes) {
+          weigh_columns<T, G, P>(values, chunk.begin, chunk.end, d, next_values, weights,
+                                 keep + row, admit + row, acc, head_dim);
         }
-        while (P > 1 && d < head_dim) {
-          columns(std::integral_constant<int, 1>{}, std::false_type{});
+        for (; P > 1 && d < head_dim; d += 2 * kLanes) {
+          weigh_columns<T, G, 1>(values, chunk.begin, chunk.end, d, next_values, weights,
+                                 keep + row, admit + row, acc, head_dim);
         }
       });
     }
+  }
+
+  // `steps`: for a group of rows.
+  Fetcher fetcher(const char* const* rows, int64_t steps) const {
+    const int64_t groups = unit.kv_heads * ((unit.head_rows + kTileRows - 1) / kTileRows);
+    return Fetcher(rows, unit.kv_heads * a.head_bytes(sizeof(T)), groups * steps);
   }
 
   const AttentionArgs& a;
