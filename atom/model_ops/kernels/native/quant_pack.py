@@ -11,7 +11,6 @@ from atom.model_ops.kernels.native.bindings import constant
 from atom.model_ops.quant.weights import (
     Activations,
     QuantWeights,
-    WeightFormat,
     unpack_int6,
     unpack_nibbles,
 )

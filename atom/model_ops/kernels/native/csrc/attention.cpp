@@ -171,9 +171,9 @@ class Attention {
 template <class T>
 int64_t paged_attention(const AttentionArgs& a) {
   if (const int64_t wrong = check(a)) return wrong;
-#if defined(ATOM_HAS_TILES)
+#if defined(ATOM_AMX)
   if constexpr (std::is_same_v<T, bfloat16>) {
-    has_tiles() ? Attention<Tiles>(a).run() : Attention<Vectors<T>>(a).run();
+    amx::is_permitted() ? Attention<Tiles>(a).run() : Attention<Vectors<T>>(a).run();
   } else {
     Attention<Vectors<T>>(a).run();
   }

@@ -8,9 +8,12 @@
 #include "amx.h"
 #include "attention.h"
 
-#if defined(ATOM_HAS_TILES)
+#if defined(ATOM_AMX)
 
 namespace atom {
+
+using amx::kDepth;
+using amx::kSide;
 
 // The steps of one thread on one unit after the other.
 class Tiles {
@@ -29,7 +32,7 @@ class Tiles {
   }
 
   Tiles(const AttentionArgs& args, float* memory, const Unit& unit_, int64_t head_dim_)
-      : a(args), unit(unit_), head_dim(head_dim_) {
+      : a(args), unit(unit_), head_dim(head_dim_), session(config()) {
     const int64_t padded = round_up(unit.rows, kSide);
     scores = memory;
     sums = scores + kChunk * kSide;
@@ -47,10 +50,8 @@ class Tiles {
     in_place = !a.is_fp8() && a.head_dim == head_dim;
     // Many rows read keys many times: beside each other, they do not evict each other.
     keys_in_place = in_place && unit.rows <= kSide && a.block_size % kSide == 0;
-    configure();
     pack_queries();
   }
-  ~Tiles() { _tile_release(); }
 
   void attend(const Chunk& chunk, const Chunk& next, State& state) const {
     const bfloat16* keys[kChunk];
@@ -87,12 +88,13 @@ class Tiles {
 
   // Tiles 0 to 3 are of scores: two sums, queries, keys. 4 to 7 are of the output: two sums,
   // weights, values. Both are as narrow as the unit has rows.
-  void configure() const {
-    TileConfig config;
-    for (int i : {0, 1, 2}) config.row_bytes[i] = uint16_t(4 * tile_rows());
-    for (int i : {4, 5, 6}) config.rows[i] = uint8_t(tile_rows());
-    settle(&config);
-    _tile_loadconfig(&config);
+  amx::Config config() const {
+    amx::Config config;
+    for (int i = 0; i < 8; ++i) {
+      config.row_bytes[i] = uint16_t(i < 3 ? 4 * tile_rows() : amx::kRowBytes);
+      config.rows[i] = uint8_t(i >= 4 && i < 7 ? tile_rows() : kSide);
+    }
+    return config;
   }
 
   // q[head][tile of rows][pair of elements][row], and each row's query.
@@ -126,24 +128,23 @@ class Tiles {
   void score(const Chunk& chunk, const bfloat16* const* keys, const uint32_t* x, float* out,
              Fetcher& next) const {
     const int64_t stride = keys_in_place ? a.kv_heads * head_dim : head_dim;
-    settle(x);
     for (int64_t i = chunk.begin / kDepth * kDepth; i < chunk.end; i += kDepth) {
       const bfloat16* first = tile_of(keys, chunk, i, stride);
       const bfloat16* second = tile_of(keys, chunk, i + kSide, stride);
       if (first == nullptr) first = second;
       if (second == nullptr) second = first;
       next.step();
-      _tile_zero(0);
-      _tile_zero(1);
+      amx::zero<0>();
+      amx::zero<1>();
       for (int64_t d = 0; d < head_dim; d += kDepth) {
-        _tile_loadd(2, x + d / 2 * kSide, 64);
-        _tile_loadd(3, first + d, stride * sizeof(bfloat16));
-        _tile_dpbf16ps(0, 3, 2);
-        _tile_loadd(3, second + d, stride * sizeof(bfloat16));
-        _tile_dpbf16ps(1, 3, 2);
+        amx::load<2>(x + d / 2 * kSide, 64);
+        amx::load<3>(first + d, stride * sizeof(bfloat16));
+        amx::multiply_add<0, 3, 2>();
+        amx::load<3>(second + d, stride * sizeof(bfloat16));
+        amx::multiply_add<1, 3, 2>();
       }
-      _tile_stored(0, out + i * kSide, 64);
-      _tile_stored(1, out + (i + kSide) * kSide, 64);
+      amx::store<0>(out + i * kSide, 64);
+      amx::store<1>(out + (i + kSide) * kSide, 64);
     }
   }
 
@@ -175,7 +176,7 @@ class Tiles {
     const vfloat shift = select(top == splat(kNothing), vfloat{}, top);
     vfloat sums_of[4] = {};
     for (int64_t i = from; i < stop; i += kDepth) {
-      alignas(64) uint32_t packed[kSide * kSide];
+      __m512i packed[kSide];
       for (int64_t j = 0; j < kSide; j += 2) {
         vuint bits[4];
         ATOM_UNROLL for (int n = 0; n < 4; ++n) {
@@ -183,13 +184,12 @@ class Tiles {
           sums_of[n] += p;
           bits[n] = (vuint)p + 0x8000u;
         }
-        store_bits(packed + j * kSide, bits[0] >> 16 | (bits[1] & 0xffff0000u));
-        store_bits(packed + (j + 1) * kSide, bits[2] >> 16 | (bits[3] & 0xffff0000u));
+        packed[j] = (__m512i)(bits[0] >> 16 | (bits[1] & 0xffff0000u));
+        packed[j + 1] = (__m512i)(bits[2] >> 16 | (bits[3] & 0xffff0000u));
       }
-      __m512 rows[kSide];
-      transpose(reinterpret_cast<const float*>(packed), rows);
       bfloat16* out = weights + row * kChunk + i;
-      ATOM_UNROLL for (int r = 0; r < kSide; ++r) _mm512_storeu_ps(out + r * kChunk, rows[r]);
+      amx::transpose(packed);
+      ATOM_UNROLL for (int r = 0; r < kSide; ++r) _mm512_storeu_si512(out + r * kChunk, packed[r]);
     }
     store(total + row, (sums_of[0] + sums_of[1]) + (sums_of[2] + sums_of[3]));
   }
@@ -219,20 +219,19 @@ class Tiles {
   // Adds the weighted values to `count` rows of the state.
   void weigh_values(const Chunk& chunk, int64_t row, int64_t count, State& state) const {
     const bfloat16* from = weights + row * kChunk;
-    settle(from);
     for (int64_t d = 0; d < head_dim; d += kDepth) {
-      _tile_zero(4);
-      _tile_zero(5);
+      amx::zero<4>();
+      amx::zero<5>();
       for (int64_t i = chunk.begin / kDepth * kDepth; i < chunk.end; i += kDepth) {
         const uint32_t* values = pairs + i / 2 * head_dim + d;
-        _tile_loadd(6, from + i, kChunk * sizeof(bfloat16));
-        _tile_loadd(7, values, head_dim * sizeof(uint32_t));
-        _tile_dpbf16ps(4, 6, 7);
-        _tile_loadd(7, values + kSide, head_dim * sizeof(uint32_t));
-        _tile_dpbf16ps(5, 6, 7);
+        amx::load<6>(from + i, kChunk * sizeof(bfloat16));
+        amx::load<7>(values, head_dim * sizeof(uint32_t));
+        amx::multiply_add<4, 6, 7>();
+        amx::load<7>(values + kSide, head_dim * sizeof(uint32_t));
+        amx::multiply_add<5, 6, 7>();
       }
-      _tile_stored(4, sums + d, head_dim * sizeof(float));
-      _tile_stored(5, sums + d + kSide, head_dim * sizeof(float));
+      amx::store<4>(sums + d, head_dim * sizeof(float));
+      amx::store<5>(sums + d + kSide, head_dim * sizeof(float));
     }
     join(sums, row, count, state);
   }
@@ -248,6 +247,7 @@ class Tiles {
   const AttentionArgs& a;
   const Unit& unit;
   const int64_t head_dim;    // a multiple of kStep; elements beyond the real ones are 0
+  const amx::Session session;
   bool in_place, keys_in_place;
   float* scores;             // [kChunk, 16]
   float* sums;               // [16, head_dim]
