@@ -159,7 +159,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "kv_cache_write": (
         _kernel("aiter.cache_write:kv_cache_write_packed", "aiter.layout:refuses_packed", PACKED),
         _kernel("aiter.cache_write:kv_cache_write", "aiter.cache_write:refuses_plain"),
-        _kernel("native.attention:kv_cache_write", "native.attention:refuses_storage"),
+        _kernel("native.attention:kv_cache_write", "native.attention:refuses"),
         _kernel("triton.cache_write:kv_cache_write", "triton.support:refuses_storage"),
         _kernel("torch.attention:kv_cache_write"),
     ),

@@ -14,18 +14,14 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from atom.environment import cache_dir
-from atom.model_ops.kernels.native import attention, bindings, elementwise, linear
+from atom.model_ops.kernels.native import bindings, elementwise, linear
 from atom.model_ops.kernels.native import sampling as native_sampling
 from atom.model_ops.kernels.native.build import NativeBuild, build, native_build
-from atom.model_ops.kernels.torch import attention as torch_attention
 from atom.model_ops.kernels.torch import elementwise as torch_elementwise
 from atom.model_ops.kernels.torch import linear as torch_linear
 from atom.model_ops.kernels.torch import sampling as torch_sampling
-from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpQuery, OpTable
 from atom.platform import Platform, current_platform
@@ -303,221 +299,6 @@ def test_masks_that_fit_no_scores_are_refused() -> None:
             op(scores, words, torch.tensor([bad]))
 
 
-# ---- attention ----------------------------------------------------------------------------
-
-
-def paged(
-    lens: list[tuple[int, int]],
-    kv_heads: int,
-    head_dim: int,
-    block_size: int,
-    dtype: torch.dtype = torch.float32,
-    seed: int = 0,
-) -> tuple[KVCacheTensor, AttentionMetadata]:
-    """A pool with shuffled blocks for sequences of (query length, context length)."""
-    blocks = [-(-context // block_size) for _, context in lens]
-    order = torch.randperm(sum(blocks) + 3, generator=torch.Generator().manual_seed(seed)).tolist()
-    tables = torch.zeros(len(lens), max(blocks, default=0), dtype=torch.int32)
-    for row, count in zip(tables, blocks, strict=True):
-        row[:count] = torch.tensor([order.pop() for _ in range(count)])
-    shape = (sum(blocks) + 3, block_size, kv_heads, head_dim)
-    cache = KVCacheTensor(
-        random(*shape, dtype=dtype, seed=seed + 1), random(*shape, dtype=dtype, seed=seed + 2)
-    )
-    queries = [q for q, _ in lens]
-    contexts = [c for _, c in lens]
-    metadata = AttentionMetadata(
-        slot_mapping=torch.empty(0, dtype=torch.int64),
-        block_tables=tables,
-        block_counts=torch.tensor(blocks, dtype=torch.int32),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        cu_seqlens_q=torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32),
-        max_seqlen_q=max(queries, default=0),
-        max_context_len=max(contexts, default=0),
-        query_lens_cpu=tuple(queries),
-        context_lens_cpu=tuple(contexts),
-    )
-    return cache, metadata
-
-
-def exact_attention(
-    q: torch.Tensor,
-    cache: KVCacheTensor,
-    metadata: AttentionMetadata,
-    scale: float,
-    window: int | None,
-) -> torch.Tensor:
-    out, start = [], 0
-    for b, (queries, context) in enumerate(
-        zip(metadata.query_lens_cpu, metadata.context_lens_cpu, strict=True)
-    ):
-        blocks = metadata.block_tables[b].long()
-        key = cache.key[blocks].flatten(0, 1)[:context].double()
-        value = cache.value[blocks].flatten(0, 1)[:context].double()
-        group = q.shape[1] // key.shape[1]
-        key, value = key.repeat_interleave(group, 1), value.repeat_interleave(group, 1)
-        scores = torch.einsum("qhd,khd->hqk", q[start : start + queries].double(), key) * scale
-        last = torch.arange(context - queries, context)[:, None]
-        keys = torch.arange(context)
-        seen = keys <= last
-        if window is not None:
-            seen &= keys > last - window
-        weights = scores.masked_fill(~seen, -float("inf")).softmax(-1)
-        out.append(torch.einsum("hqk,khd->qhd", weights, value))
-        start += queries
-    return torch.cat(out) if out else q.double()
-
-
-RAGGED = [(1, 1), (1, 200), (4, 131), (3, 3), (70, 70), (50, 300), (1, 64), (16, 65)]
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (4, 4), (8, 1)])
-def test_attention_equals_the_exact_one(
-    dtype: torch.dtype, head_dim: int, heads: int, kv_heads: int
-) -> None:
-    if reason := attention.refuses(OpQuery(CPU, dtype, {"head_dim": head_dim}, dtype)):
-        pytest.skip(reason)
-    op = attention.paged_attention
-    for block_size, window in ((16, None), (128, 40)):
-        cache, metadata = paged(RAGGED, kv_heads, head_dim, block_size, dtype)
-        q = random(sum(n for n, _ in RAGGED), heads, head_dim, dtype=dtype, seed=9)
-        got = op(q, cache, metadata, head_dim**-0.5, window)
-        exact = exact_attention(q, cache, metadata, head_dim**-0.5, window)
-        assert_near(got, exact, dtype)
-        if dtype != torch.float16:
-            theirs = torch_attention.paged_attention(q, cache, metadata, head_dim**-0.5, window)
-            error = (theirs.double() - exact).abs().max()
-            assert (got.double() - exact).abs().max() <= 1.2 * error + ATOL[torch.float32]
-
-
-sequences = st.lists(
-    st.tuples(st.integers(1, 40), st.integers(0, 300)).map(lambda p: (p[0], p[0] + p[1])),
-    min_size=1,
-    max_size=5,
-)
-
-
-@settings(deadline=None, max_examples=25)
-@given(
-    lens=sequences,
-    block_size=st.sampled_from([1, 7, 16, 48, 128]),
-    window=st.none() | st.integers(1, 350),
-    heads=st.sampled_from([(1, 1), (6, 2), (15, 3)]),
-    seed=st.integers(0, 1000),
-)
-def test_attention_over_any_lengths(
-    lens: list[tuple[int, int]],
-    block_size: int,
-    window: int | None,
-    heads: tuple[int, int],
-    seed: int,
-) -> None:
-    cache, metadata = paged(lens, heads[1], 64, block_size, seed=seed)
-    q = random(sum(n for n, _ in lens), heads[0], 64, seed=seed + 7)
-    got = attention.paged_attention(q, cache, metadata, 0.125, window)
-    assert_near(got, exact_attention(q, cache, metadata, 0.125, window), torch.float32)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("window", [None, 100])
-def test_a_query_has_the_same_bits_in_every_batch(dtype: torch.dtype, window: int | None) -> None:
-    """Alone, beside other queries of its sequence, and beside other sequences."""
-    op = attention.paged_attention
-    context = 333
-    cache, alone = paged([(context, context)], 3, 64, 16, dtype)
-    q = random(context, 9, 64, dtype=dtype, seed=5)
-    whole = op(q, cache, alone, 0.125, window)
-    torch.set_num_threads(2)  # deals the chunks of one query's context to several tasks
-    for stop in (1, 64, 65, 200, context):
-        for queries in (1, 2, 5, 16, 64):
-            if queries > stop:
-                continue
-            part = q[stop - queries : stop]
-            one = batch_of([(queries, stop, alone.block_tables[0])])
-            assert torch.equal(op(part, cache, one, 0.125, window), whole[stop - queries : stop])
-            two = batch_of([(7, 7, alone.block_tables[0]), (queries, stop, alone.block_tables[0])])
-            mixed = op(torch.cat((q[:7], part)), cache, two, 0.125, window)
-            assert torch.equal(mixed[7:], whole[stop - queries : stop])
-            assert torch.equal(mixed[:7], whole[:7])
-
-
-def batch_of(rows: list[tuple[int, int, torch.Tensor]]) -> AttentionMetadata:
-    queries = tuple(n for n, _, _ in rows)
-    contexts = tuple(c for _, c, _ in rows)
-    return AttentionMetadata(
-        slot_mapping=torch.empty(0, dtype=torch.int64),
-        block_tables=torch.stack([table for _, _, table in rows]),
-        block_counts=torch.tensor([-(-c // 16) for c in contexts], dtype=torch.int32),
-        context_lens=torch.tensor(contexts, dtype=torch.int32),
-        cu_seqlens_q=torch.tensor([0, *queries], dtype=torch.int32).cumsum(0, dtype=torch.int32),
-        max_seqlen_q=max(queries),
-        max_context_len=max(contexts),
-        query_lens_cpu=queries,
-        context_lens_cpu=contexts,
-    )
-
-
-def test_attention_never_reads_what_a_query_may_not_see() -> None:
-    cache, metadata = paged([(3, 50)], 2, 64, 16)
-    q = random(3, 4, 64)
-    op = attention.paged_attention
-    want = op(q, cache, metadata, 0.125, 20)
-    for position in (*range(28), *range(50, 64)):  # before the window, after the context
-        block = metadata.block_tables[0, position // 16]
-        cache.key[block, position % 16] = float("nan")
-        cache.value[block, position % 16] = float("nan")
-    assert torch.equal(op(q, cache, metadata, 0.125, 20), want)
-
-
-def test_attention_survives_huge_scores() -> None:
-    cache, metadata = paged([(2, 100)], 1, 64, 16)
-    q = random(2, 1, 64) * 1e4
-    got = attention.paged_attention(q, cache, metadata, 1.0, None)
-    assert_near(got, exact_attention(q, cache, metadata, 1.0, None), torch.float32)
-
-
-def test_rows_beyond_the_last_sequence_are_zero() -> None:
-    cache, metadata = paged([(2, 10)], 1, 64, 16)
-    out = attention.paged_attention(random(5, 1, 64), cache, metadata, 0.125, None)
-    assert torch.equal(out[2:], torch.zeros(3, 1, 64))
-    assert bool((out[:2] != 0).any())
-
-
-def test_attention_refuses_what_makes_no_sense() -> None:
-    op = attention.paged_attention
-    cache, metadata = paged([(1, 20), (2, 40)], 1, 64, 16)
-    q = random(3, 1, 64)
-    metadata.block_tables[1, 2] = 99
-    with pytest.raises(IndexError, match=r"sequence 1 has context length 40.*99"):
-        op(q, cache, metadata, 1.0, None)
-    metadata.block_tables[1, 2] = 0
-    metadata.context_lens[0] = 2000
-    with pytest.raises(IndexError, match="sequence 0 has context length 2000"):
-        op(q, cache, metadata, 1.0, None)
-    metadata.context_lens[0] = 20
-    for wrong in (q.bfloat16(), random(3, 1, 32)):
-        with pytest.raises(ValueError, match="paged_attention"):
-            op(wrong, cache, metadata, 1.0, None)
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_kv_cache_write_skips_padding(dtype: torch.dtype) -> None:
-    shape = (5, 16, 3, 64)
-    ours = KVCacheTensor(torch.zeros(shape, dtype=dtype), torch.zeros(shape, dtype=dtype))
-    theirs = KVCacheTensor(ours.key.clone(), ours.value.clone())
-    fused = random(7, 9, 64, dtype=dtype)
-    k, v = fused[:, :3], fused[:, 3:6]
-    slots = torch.tensor([3, -1, 79, 16, -1, 0, 44])
-    attention.kv_cache_write(k, v, ours, slots)
-    torch_attention.kv_cache_write(k, v, theirs, slots)
-    assert torch.equal(ours.key, theirs.key)
-    assert torch.equal(ours.value, theirs.value)
-    with pytest.raises(IndexError, match=r"slot 80 .* 5 blocks of 16"):
-        attention.kv_cache_write(k[:1], v[:1], ours, torch.tensor([80]))
-
-
 def test_threads_change_no_bit() -> None:
     weight, x = random(300, 576), random(200, 576, seed=1)
     table, positions = random(200, 64, seed=2), torch.arange(200)
@@ -554,9 +335,7 @@ def test_the_table_prefers_native_kernels_on_a_cpu(op: str) -> None:
 
 def test_the_table_says_why_a_shape_is_refused() -> None:
     table = OpTable(CPU, OPS)
-    table.resolve("paged_attention", torch.float32, torch.float32, head_dim=20)
     table.resolve("kv_cache_write", torch.float32, torch.bfloat16, head_dim=64)
-    assert "not native: head_dim=20 is no multiple of" in table.describe()
     assert "not native: the cache holds torch.bfloat16" in table.describe()
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from typing import TypeGuard
+
 import torch
 
 from atom.model_ops.kernels.native.bindings import (
     Kernels,
-    constant,
     mismatch,
     num_threads,
     rows_apart,
@@ -14,19 +15,12 @@ from atom.model_ops.kernels.native.bindings import (
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
-_write = Kernels("kv_cache_write", "5P5q")
-_attention = Kernels("paged_attention", "7P11qd")
+_write = Kernels("kv_cache_write", "7P6q")
+_attention = Kernels("paged_attention", "9P11qd")
 
 
 def refuses(query: OpQuery) -> str | None:
-    if reason := refuses_storage(query):
-        return reason
-    size, step = query.shape["head_dim"], 2 * constant("lanes")
-    return f"head_dim={size} is no multiple of {step}" if size % step else None
-
-
-def refuses_storage(query: OpQuery) -> str | None:
-    if query.storage is query.dtype:
+    if query.storage in (query.dtype, torch.float8_e4m3fn):
         return None
     return f"the cache holds {query.storage}, the model computes in {query.dtype}"
 
@@ -40,30 +34,26 @@ def kv_cache_write(
         ValueError: when shapes or data types do not fit.
         IndexError: for a slot beyond the cache.
     """
-    key, value = kv_cache.key, kv_cache.value
+    key = kv_cache.key
     num_blocks, block_size, kv_heads, head_dim = key.shape
     shape = k.shape
     rows = shape[0]
-    dtype = key.dtype
+    dtype = k.dtype
     if (
         shape != (rows, kv_heads, head_dim)
         or v.shape != shape
-        or k.dtype is not dtype
         or v.dtype is not dtype
-        or not key.is_contiguous()
-        or not value.is_contiguous()
         or slot_mapping.numel() != rows
         or slot_mapping.dtype is not torch.int64
         or not slot_mapping.is_contiguous()
     ):
         raise mismatch("kv_cache_write", k=k, v=v, key=key, slot_mapping=slot_mapping)
+    caches = _cache_pointers("kv_cache_write", kv_cache, k)
     k, k_stride = rows_apart(k)
     v, v_stride = rows_apart(v)
-    item = dtype.itemsize
     pointers = slot_mapping.data_ptr(), k.data_ptr(), v.data_ptr()
-    caches = key.data_ptr(), value.data_ptr()
-    sizes = rows, kv_heads * head_dim * item, num_blocks * block_size
-    wrong = _write(None, *pointers, *caches, *sizes, k_stride * item, v_stride * item)
+    sizes = rows, kv_heads * head_dim, num_blocks * block_size, k_stride, v_stride
+    wrong = _write(dtype, *pointers, *caches, *sizes, num_threads())
     if wrong:
         raise IndexError(
             f"slot {int(slot_mapping[wrong - 1])} lies beyond a cache of "
@@ -82,7 +72,11 @@ def paged_attention(
 
     The last query of a sequence sits at the last position of its context. Results depend on the
     query's own sequence only, bit for bit, whatever the batch and the number of queries. Rows of
-    tokens beyond the last sequence are zero.
+    tokens beyond the last sequence are zero. Weights of values are rounded to bfloat16 where the
+    processor multiplies tiles of that.
+
+    Args:
+        scale: of the scores; positive.
 
     Raises:
         ValueError: when shapes or data types do not fit.
@@ -98,29 +92,50 @@ def paged_attention(
     )
     sequences, width = tables.shape
     dtype = q.dtype
-    if (
-        key_dim != head_dim
-        or heads % kv_heads
-        or key.dtype is not dtype
-        or value.dtype is not dtype
-        or not key.is_contiguous()
-        or not value.is_contiguous()
-    ):
+    if key_dim != head_dim or heads % kv_heads:
         raise mismatch("paged_attention", q=q, key=key, value=value)
     if not (_is_index(tables) and _is_index(lens) and _is_index(starts)):
         raise mismatch("paged_attention", tables=tables, context_lens=lens, starts=starts)
+    key_at, value_at, *scales = _cache_pointers("paged_attention", kv_cache, q)
     stride = heads * head_dim
     if not q.is_contiguous():
         q, stride = rows_apart(q)
     out = q.new_empty(tokens, heads, head_dim)
-    pointers = q.data_ptr(), key.data_ptr(), value.data_ptr(), out.data_ptr()
+    pointers = q.data_ptr(), key_at, value_at, out.data_ptr()
     indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
     shape = tokens, heads, kv_heads, head_dim, num_blocks, block_size, width, sequences
     limits = stride, sliding_window or 0, num_threads(), scale
-    wrong = _attention(dtype, *pointers, *indices, *shape, *limits)
+    wrong = _attention(dtype, *pointers, *indices, *scales, *shape, *limits)
     if wrong:
         raise IndexError(describe_sequence(metadata, wrong - 1, num_blocks))
     return out
+
+
+def _cache_pointers(op: str, kv_cache: KVCacheTensor, x: torch.Tensor) -> tuple[int, int, int, int]:
+    """Addresses of keys, values and their scales; the latter are 0 unless the cache is FP8.
+
+    Raises:
+        ValueError: when the cache does not hold what an op computing in x's type can read.
+    """
+    key, value = kv_cache.key, kv_cache.value
+    scales = kv_cache.key_scale, kv_cache.value_scale
+    fits = key.is_contiguous() and value.is_contiguous() and value.shape == key.shape
+    if fits and key.dtype is value.dtype is x.dtype and scales == (None, None):
+        return key.data_ptr(), value.data_ptr(), 0, 0
+    if fits and key.dtype is value.dtype is torch.float8_e4m3fn:
+        key_scale, value_scale = scales
+        if _is_scale(key_scale) and _is_scale(value_scale):
+            return (
+                key.data_ptr(),
+                value.data_ptr(),
+                key_scale.data_ptr(),
+                value_scale.data_ptr(),
+            )
+    raise mismatch(op, x=x, key=key, value=value)
+
+
+def _is_scale(x: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+    return x is not None and x.dtype is torch.float32 and x.shape == (1,)
 
 
 def _is_index(x: torch.Tensor) -> bool:

@@ -32,9 +32,16 @@ inline bool is_permitted() {
   return granted;
 }
 
+struct alignas(64) Config {
+  uint8_t palette = 1, start_row = 0, reserved[14] = {};
+  uint16_t row_bytes[16] = {};
+  uint8_t rows[16] = {};
+};
+
 // What a thread that uses tiles keeps alive meanwhile.
 class Session {
  public:
+  explicit Session(const Config& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
   // columns: 4-byte columns of tiles 0 to 3, the sums, and of tiles 5 to 7, the right operands.
   // Tile 4 and, where all have 16 columns, any other can be a left operand.
   explicit Session(int64_t columns = kSide) {
@@ -48,13 +55,6 @@ class Session {
   ~Session() { asm volatile("tilerelease"); }
   Session(const Session&) = delete;
   Session& operator=(const Session&) = delete;
-
- private:
-  struct alignas(64) Config {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {};
-    uint8_t rows[16] = {};
-  };
 };
 
 // Assembler, since compilers' own words for these do not say that they read memory.

@@ -1,4 +1,4 @@
-// Normalisation, gated activation, rotation, cache writes and masks: float32 inside, rounded once.
+// Normalisation, gated activation, rotation and masks: float32 inside, rounded once.
 #include <algorithm>
 #include <cmath>
 
@@ -184,29 +184,6 @@ int64_t rope(const RopeArgs& a) {
   return 0;
 }
 
-struct CacheWriteArgs {
-  const int64_t* slots;  // [rows]; a negative one writes nothing
-  const char* key;       // [rows, row_bytes], rows key_stride bytes apart
-  const char* value;
-  char* key_cache;  // [num_slots, row_bytes]
-  char* value_cache;
-  int64_t rows, row_bytes, num_slots, key_stride, value_stride;
-};
-
-// 0, or 1 + the row whose slot lies outside the cache.
-int64_t kv_cache_write(const CacheWriteArgs& a) {
-  for (int64_t t = 0; t < a.rows; ++t) {
-    if (a.slots[t] >= a.num_slots) return t + 1;
-  }
-  for (int64_t t = 0; t < a.rows; ++t) {
-    const int64_t slot = a.slots[t];
-    if (slot < 0) continue;
-    std::memcpy(a.key_cache + slot * a.row_bytes, a.key + t * a.key_stride, a.row_bytes);
-    std::memcpy(a.value_cache + slot * a.row_bytes, a.value + t * a.value_stride, a.row_bytes);
-  }
-  return 0;
-}
-
 struct MaskArgs {
   uint32_t* scores;       // [num_rows, vocab_size]: bits of float32, changed in place
   const uint32_t* words;  // [count, ceil(vocab_size / 32)]: a bit allows a token
@@ -264,10 +241,6 @@ ATOM_DEFINE(atom::bfloat16, bfloat16)
 #if defined(__F16C__) || defined(__aarch64__)
 ATOM_DEFINE(atom::float16, float16)
 #endif
-
-ATOM_EXPORT int64_t atom_kv_cache_write(const atom::CacheWriteArgs* args) {
-  return atom::kv_cache_write(*args);
-}
 
 ATOM_EXPORT int64_t atom_mask_tokens(const atom::MaskArgs* args) {
   return atom::mask_tokens(*args);
