@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from atom.model_ops.kernels.native.attention import describe_sequence, refuses_storage
+from atom.model_ops.kernels.native.attention import describe_sequence
 from atom.model_ops.kernels.native.bindings import (
     Kernels,
     constant,
@@ -20,8 +20,8 @@ _attention = Kernels("mla_attention", "7P12qd")
 
 
 def refuses(query: OpQuery) -> str | None:
-    if reason := refuses_storage(query):
-        return reason
+    if query.storage is not query.dtype:
+        return f"the cache holds {query.storage}, the model computes in {query.dtype}"
     rank, step = query.shape["kv_lora_rank"], 2 * constant("lanes")
     return f"kv_lora_rank={rank} is no multiple of {step}" if rank % step else None
 
