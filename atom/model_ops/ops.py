@@ -180,7 +180,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "mla_cache_write": (
         _kernel("aiter.cache_write:mla_cache_write", "aiter.cache_write:refuses_latent"),
-        _kernel("native.mla:mla_cache_write", "native.attention:refuses_storage"),
+        _kernel("native.mla:mla_cache_write", "native.mla:refuses_storage"),
         _kernel("triton.mla_cache_write:mla_cache_write", "triton.support:refuses_storage"),
         _kernel("torch.mla:mla_cache_write"),
     ),

@@ -19,9 +19,15 @@ _write = Kernels("mla_cache_write", "4P6q")
 _attention = Kernels("mla_attention", "7P12qd")
 
 
+def refuses_storage(query: OpQuery) -> str | None:
+    if query.storage is query.dtype:
+        return None
+    return f"the cache holds {query.storage}, the model computes in {query.dtype}"
+
+
 def refuses(query: OpQuery) -> str | None:
-    if query.storage is not query.dtype:
-        return f"the cache holds {query.storage}, the model computes in {query.dtype}"
+    if reason := refuses_storage(query):
+        return reason
     rank, step = query.shape["kv_lora_rank"], 2 * constant("lanes")
     return f"kv_lora_rank={rank} is no multiple of {step}" if rank % step else None
 
