@@ -99,9 +99,15 @@ def _input_group(how: Activations | None) -> int:
 
 
 def prepare(weights: QuantWeights, dtype: torch.dtype) -> PackedWeights:
-    """Pack a matrix, or those of all experts; none of its numbers changes."""
+    """Pack a matrix, or those of all experts; none of its numbers changes.
+
+    Raises:
+        ValueError: when groups of inputs share scales and the columns are in another order.
+    """
     del dtype
     form = weights.format
+    if weights.column_order is not None and _input_group(form.activations):
+        raise ValueError(f"inputs in the order of their groups are none in that of columns: {form}")
     out, columns = weights.shape
     group = min(form.columns or columns, columns)
     how = form.activations

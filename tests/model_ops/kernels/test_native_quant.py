@@ -1,0 +1,370 @@
+"""Native products with packed integer weights, against float64 and against other batches."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from atom.model_ops.kernels.native import quant, quant_pack
+from atom.model_ops.kernels.native.build import SOURCE_DIR, native_build
+from atom.model_ops.kernels.torch import quant as torch_quant
+from atom.model_ops.kernels.torch.quantise import requantise
+from atom.model_ops.ops import OPS
+from atom.model_ops.quant.weights import (
+    Activations,
+    QuantWeights,
+    WeightFormat,
+    dequantise,
+    pack_int6,
+)
+from atom.model_ops.registry import OpQuery, OpTable
+from atom.platform import cpu_platform
+
+REASON = native_build().reason
+pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no native kernels: {REASON}")
+
+TOKEN, GROUP = Activations("int8"), Activations("int8", 32)
+ROW = WeightFormat("int8", has_row_scale=True)
+INT8 = WeightFormat("int8", 1, 32)
+INT4 = WeightFormat("int4", 1, 32)
+FORMATS = {
+    "int8 rows": ROW,
+    "int8": INT8,
+    "int8 zeros": WeightFormat("int8", 1, 64, has_zeros=True),
+    "int8 blocks": WeightFormat("int8", 128, 128),
+    "int4": INT4,
+    "int4 zeros": WeightFormat("int4", 1, 128, has_zeros=True),
+    "int4 offsets": WeightFormat("int4", 1, 32, has_offsets=True),
+    "int4 of 256": WeightFormat("int4", 1, 32, "int8", has_offsets=True, super_columns=256),
+    "int6 of 256": WeightFormat("int6", 1, 16, "int8", super_columns=256),
+}
+INPUTS = {"float": None, "token": TOKEN, "group": GROUP}
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
+def weights(
+    form: WeightFormat, out: int, size: int, dtype: torch.dtype = torch.float16, seed: int = 0
+) -> QuantWeights:
+    """Random ones, with codes of all values."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def integers(low: int, high: int, *shape: int) -> torch.Tensor:
+        return torch.randint(low, high, shape, generator=generator)
+
+    def numbers(*shape: int) -> torch.Tensor:
+        return torch.rand(shape, generator=generator) / 64
+
+    if form.codes == "int8":
+        codes = integers(-128, 128, out, size).to(torch.int8)
+    elif form.codes == "int4":
+        codes = integers(0, 256, out, size // 2).to(torch.uint8)
+    else:
+        codes = pack_int6(integers(0, 64, out, size).to(torch.uint8))
+    result = QuantWeights(form, codes)
+    if form.has_row_scale:
+        return replace(result, row_scale=numbers(out))
+    groups = out, -(-size // form.columns)
+    result.scale = numbers(-(-out // form.rows), groups[1]).to(dtype)
+    if form.has_zeros:
+        low, high = (0, 17) if form.codes == "int4" else (-128, 128)
+        kind = torch.uint8 if form.codes == "int4" else torch.int8
+        result.zeros = integers(low, high, *groups).to(kind)
+    if form.has_offsets:
+        result.offset = -numbers(*groups).to(dtype) * 8
+    if form.super_columns:
+        result.scale = integers(-32, 64, *groups).to(torch.int8)
+        above = out, -(-size // form.super_columns)
+        result.super_scale = numbers(*above).half() / 16
+        if form.has_offsets:
+            result.offset = integers(0, 64, *groups).to(torch.int8)
+            result.super_offset = -numbers(*above).half() / 4
+    return result
+
+
+def inputs(rows: int, size: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(rows, size, generator=generator).to(dtype)
+
+
+def exact(x: torch.Tensor, of: QuantWeights) -> torch.Tensor:
+    how = of.format.activations
+    rounded = x if how is None else requantise(x, how, of.input_scale)
+    return rounded.double() @ dequantise(of, torch.float64).T
+
+
+def assert_exact(got: torch.Tensor, x: torch.Tensor, of: QuantWeights) -> None:
+    """float32 sums of some hundred terms."""
+    expected = exact(x, of)
+    assert got.dtype is torch.float32
+    assert (got - expected).abs().max() < 1e-5 * expected.abs().mean()
+
+
+def query(form: WeightFormat, size: int, dtype: torch.dtype = torch.bfloat16) -> OpQuery:
+    shape = {"in_features": size, "out_features": 64}
+    return OpQuery(cpu_platform(), dtype, shape, weights=form)
+
+
+@pytest.mark.parametrize("how", INPUTS)
+@pytest.mark.parametrize("name", FORMATS)
+def test_products_are_exact_and_the_same_in_every_batch(name: str, how: str) -> None:
+    """Few rows, and many of bfloat16, which are tiles' where the processor has them."""
+    form = replace(FORMATS[name], activations=INPUTS[how])
+    for out, size in ((37, 512), (70, 288)):
+        size = size if form.columns <= 32 or size % form.columns == 0 else 576
+        if form.super_columns:
+            size = 512
+        of = weights(form, out, size)
+        assert quant_pack.refuses(query(form, size)) is None
+        packed = quant_pack.prepare(of, torch.bfloat16)
+        for dtype in (torch.float32, torch.bfloat16):
+            x = inputs(70, size, dtype)
+            torch.set_num_threads(1)
+            everything = quant.quant_logits(x, packed)
+            assert_exact(everything, x, of)
+            torch.set_num_threads(2)
+            for rows in (0, 1, 2, 3, 7, 12, 17, 29, 32, 69):
+                assert torch.equal(quant.quant_logits(x[:rows], packed), everything[:rows])
+                assert torch.equal(
+                    quant.quant_logits(x[70 - rows :], packed), everything[70 - rows :]
+                )
+
+
+def test_any_number_of_rows_and_threads() -> None:
+    of = weights(replace(INT4, activations=GROUP), 100, 96)
+    packed = quant_pack.prepare(of, torch.float32)
+    x = inputs(300, 96)
+    everything = quant.quant_logits(x, packed)
+    assert_exact(everything, x, of)
+    for rows in range(1, 71):
+        torch.set_num_threads(rows % 3 + 1)
+        assert torch.equal(quant.quant_logits(x[:rows], packed), everything[:rows])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_bias_and_output_have_the_dtype_of_inputs(dtype: torch.dtype) -> None:
+    of = weights(replace(ROW, activations=TOKEN), 50, 70)  # 70 inputs are filled up
+    packed = quant_pack.prepare(of, dtype)
+    x, bias = inputs(5, 140, dtype)[:, 3:73], inputs(1, 50, dtype)[0]
+    sums = quant.quant_logits(x, packed)
+    assert_exact(sums, x, of)
+    assert torch.equal(quant.quant_linear(x, packed, None), sums.to(dtype))
+    assert torch.equal(quant.quant_linear(x, packed, bias), (sums + bias.float()).to(dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_scales_of_any_dtype(dtype: torch.dtype) -> None:
+    of = weights(replace(INT8, activations=GROUP), 40, 64, dtype)
+    x = inputs(3, 64)
+    assert_exact(quant.quant_logits(x, quant_pack.prepare(of, torch.float32)), x, of)
+
+
+def test_zero_points_between_codes() -> None:
+    of = weights(WeightFormat("int4", 1, 32, has_zeros=True), 40, 64, torch.bfloat16)
+    of.zeros = torch.linspace(0, 15, 80).view(40, 2).half()
+    x = inputs(3, 64)
+    assert_exact(quant.quant_logits(x, quant_pack.prepare(of, torch.float32)), x, of)
+
+
+@pytest.mark.parametrize("how", [None, TOKEN], ids=str)
+def test_columns_in_another_order(how: Activations | None) -> None:
+    of = weights(replace(INT4, activations=how), 40, 128)
+    of.column_order = torch.randperm(128, generator=torch.Generator().manual_seed(3))
+    x = inputs(3, 128)
+    assert_exact(quant.quant_logits(x, quant_pack.prepare(of, torch.float32)), x, of)
+
+
+def test_groups_of_inputs_have_one_order() -> None:
+    of = weights(replace(INT4, activations=GROUP), 40, 128)
+    of.column_order = torch.arange(128)
+    with pytest.raises(ValueError, match="order of their groups"):
+        quant_pack.prepare(of, torch.float32)
+
+
+def test_static_scales_of_inputs_clip() -> None:
+    form = replace(ROW, activations=Activations("int8", is_static=True))
+    of = replace(weights(form, 40, 64), input_scale=torch.tensor(0.011))
+    x = inputs(3, 64)
+    assert (x.abs() > 127 * 0.011).any()
+    assert_exact(quant.quant_logits(x, quant_pack.prepare(of, torch.float32)), x, of)
+
+
+def test_the_largest_codes_do_not_saturate() -> None:
+    """Pairs of 255 * 127 exceed 16 bits, in which some processors add pairs."""
+    form = replace(ROW, activations=TOKEN)
+    codes = torch.tensor([[-128], [127], [-127]], dtype=torch.int8).expand(3, 128).contiguous()
+    of = QuantWeights(form, codes, row_scale=torch.ones(3))
+    x = torch.tensor([[127.0], [-127.0]]).expand(2, 128)
+    got = quant.quant_logits(x, quant_pack.prepare(of, torch.float32))
+    assert torch.equal(got.double(), x.double() @ codes.double().T)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("how", INPUTS)
+def test_inputs_that_are_not_finite_give_no_numbers(how: str, value: float) -> None:
+    packed = quant_pack.prepare(
+        weights(replace(INT8, activations=INPUTS[how]), 33, 64), torch.float32
+    )
+    x = inputs(40, 64)
+    clean = quant.quant_logits(x, packed)
+    x[7, 5] = value
+    got = quant.quant_logits(x, packed)
+    assert not got[7].isfinite().any()
+    got[7] = clean[7]
+    assert torch.equal(got, clean)
+
+
+def test_rows_of_zeros() -> None:
+    packed = quant_pack.prepare(weights(replace(INT8, activations=GROUP), 33, 64), torch.float32)
+    assert not quant.quant_logits(torch.zeros(2, 64), packed).any()
+
+
+@pytest.mark.parametrize("name", ["int8 rows", "int4 zeros", "int6 of 256"])
+def test_experts_are_packed_as_matrices_are(name: str) -> None:
+    matrices = [weights(FORMATS[name], 20, 256, seed=seed) for seed in range(2)]
+    stacked = QuantWeights(
+        FORMATS[name],
+        **{key: torch.stack([m.tensors()[key] for m in matrices]) for key in matrices[0].tensors()},
+    )
+    packed = quant_pack.prepare(stacked, torch.float32)
+    for expert, matrix in enumerate(matrices):
+        alone = quant_pack.prepare(matrix, torch.float32)
+        assert torch.equal(packed.codes[expert], alone.codes)
+        assert torch.equal(packed.scale[expert], alone.scale)
+        assert packed.sizes == alone.sizes
+
+
+def test_packed_weights_take_the_bytes_of_their_codes() -> None:
+    form = replace(FORMATS["int4 of 256"], activations=GROUP)
+    packed = quant_pack.prepare(weights(form, 64, 512), torch.bfloat16)
+    assert packed.codes.nbytes == 64 * 512 // 2
+    assert packed.scale.nbytes == 64 * 16
+
+
+@pytest.mark.parametrize(
+    ("form", "size", "reason"),
+    [
+        (WeightFormat("fp8", has_row_scale=True), 64, "not fp8"),
+        (WeightFormat("int4", 1, 16), 64, "groups of 16, not 32 or a multiple of 64"),
+        (WeightFormat("int8", 1, 96), 192, "groups of 96"),
+        (replace(INT8, activations=Activations("fp8")), 64, "not fp8 per token"),
+        (
+            replace(WeightFormat("int8", 1, 192), activations=Activations("int8", 128)),
+            384,
+            "of 192",
+        ),
+        (ROW, 1 << 17, "in_features=131072 is more than 65536"),
+    ],
+    ids=["fp8", "small groups", "uneven", "inputs", "across", "large"],
+)
+def test_what_is_refused(form: WeightFormat, size: int, reason: str) -> None:
+    refusal = quant_pack.refuses(query(form, size))
+    assert refusal is not None
+    assert reason in refusal
+    table = OpTable(cpu_platform(), OPS)
+    choice = table.resolve_weights(
+        "quant_linear", torch.bfloat16, form, in_features=size, out_features=64
+    )
+    assert choice.dequantises
+
+
+@pytest.mark.parametrize("op", ["quant_linear", "quant_logits"])
+def test_the_table_chooses_packed_weights(op: str) -> None:
+    form = replace(ROW, activations=TOKEN)
+    table = OpTable(cpu_platform(), OPS)
+    choice = table.resolve_weights(op, torch.bfloat16, form, in_features=64, out_features=64)
+    assert (choice.name, choice.dequantises, choice.note) == ("native", False, "")
+
+
+def test_logits_in_torch_are_sums_of_rounded_inputs() -> None:
+    of = weights(replace(INT8, activations=GROUP), 40, 64)
+    x = inputs(3, 64)
+    assert_exact(torch_quant.quant_logits(x, torch_quant.prepare_linear(of, torch.float32)), x, of)
+
+
+# Every quad of extreme codes times every quad of extreme inputs.
+_DOT_CHECK = """
+#include <cstdio>
+#include "quant_codes.h"
+using namespace atom;
+template <class C>
+int check(int most) {
+  const int codes[] = {0, 1, 127, 128, 129, 254, 255}, inputs[] = {-127, -126, -1, 0, 1, 126, 127};
+  int wrong = 0;
+  for (int i = 0; i < 7 * 7 * 7 * 7; ++i) {
+    uint8_t w[4];
+    for (int b = 0, rest = i; b < 4; ++b, rest /= 7) w[b] = codes[rest % 7] % (most + 1);
+    for (int j = 0; j < 7 * 7 * 7 * 7; ++j) {
+      int8_t x[4];
+      int sum = 5;
+      for (int b = 0, rest = j; b < 4; ++b, rest /= 7) {
+        x[b] = int8_t(inputs[rest % 7]);
+        sum += (w[b] - kTaken<C, true>) * x[b];
+      }
+      const vint got = dot4<C>(splat(5), splat(raw<int32_t>(w)), splat(raw<int32_t>(x)));
+      for (int lane = 0; lane < kLanes; ++lane) wrong += got[lane] != sum;
+    }
+    for (int b = 0; b < 4; ++b) {
+      wrong += number<C>(splat(raw<int32_t>(w)), b)[0] != w[b] - kTaken<C, false>;
+    }
+  }
+  return wrong;
+}
+int main() {
+  const int wrong = check<Codes<8>>(255) + check<Codes<6>>(63) + check<Codes<4>>(15);
+  std::printf("%d wrong with %d lanes", wrong, kLanes);
+  return wrong != 0;
+}
+"""
+_ARCHES = [("haswell", "avx2", 8), ("skylake-avx512", "avx512bw", 16)]
+
+
+def needs(feature: str) -> None:
+    cpuinfo = Path("/proc/cpuinfo")
+    if platform.machine() != "x86_64" or feature not in cpuinfo.read_text().split():
+        pytest.skip(f"this processor has no {feature}")
+
+
+@pytest.mark.parametrize(("arch", "feature", "lanes"), _ARCHES)
+def test_products_of_bytes_on_older_processors(
+    arch: str, feature: str, lanes: int, tmp_path: Path
+) -> None:
+    needs(feature)
+    compiler = shutil.which("c++") or shutil.which("g++")
+    assert compiler is not None
+    (tmp_path / "check.cpp").write_text(_DOT_CHECK)
+    command = [compiler, "-O1", "-std=c++17", f"-march={arch}", f"-I{SOURCE_DIR}", "check.cpp"]
+    subprocess.run([*command, "-o", "check"], cwd=tmp_path, check=True)
+    done = subprocess.run([tmp_path / "check"], capture_output=True, text=True)
+    assert done.stdout == f"0 wrong with {lanes} lanes"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("arch", "feature"),
+    [("haswell", "avx2"), ("skylake-avx512", "avx512bw"), ("cascadelake", "avx512_vnni")],
+)
+def test_kernels_compiled_for_an_older_processor(arch: str, feature: str) -> None:
+    needs(feature)
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", __file__],
+        env=os.environ | {"ATOM_CPU_ARCH": arch},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout
