@@ -74,6 +74,10 @@ def test_disturbed_runs_are_thrown_away(contest: Any) -> None:
     counts = {name: len(speeds["decode-1"]) for name, speeds in made.found.speeds.items()}
     assert sorted(counts.values()) == [0, 1]
     assert made.found.discarded == 5
+    made, workers = contest([], cases=("decode-1",))
+    workers["atom-8"]._step = -0.01
+    made.round()
+    assert made.found.speeds["atom-8"]["decode-1"] == []
     made, _ = contest([0.5] * 2, cases=("decode-1",), any_load=True)
     made.round()
     assert made.found.discarded == 0
