@@ -44,7 +44,7 @@ SIZES = {
 }
 
 
-QUANTISED = ("quant_linear", "quant_experts", "quant_logits")
+QUANTISED = ("quant_linear", "quant_experts", "quant_logits", "quant_embedding")
 
 
 @pytest.mark.parametrize(
