@@ -3,10 +3,9 @@
 // Of each span the tiles' sums leave and become what `add_span` makes of them.
 #include "quant_tiles.h"
 
-#if defined(__AMX_INT8__) && defined(__AMX_BF16__) && defined(__AVX512VNNI__) && defined(__linux__)
-#include <sys/syscall.h>
-#include <unistd.h>
+#include "amx.h"
 
+#if defined(ATOM_AMX) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
 #include <algorithm>
 
 #include "parallel.h"
@@ -17,13 +16,6 @@ namespace {
 
 constexpr int64_t kSide = kTileSide;
 constexpr int64_t kLineBytes = 64;
-
-// The kernel hands out the tiles' registers on request, to the whole process.
-bool is_permitted() {
-  constexpr int64_t kRequest = 0x1023, kTileData = 18;
-  static const bool granted = syscall(SYS_arch_prctl, kRequest, kTileData) == 0;
-  return granted;
-}
 
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -71,16 +63,16 @@ template <class C, bool kInteger>
 ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride,
                                 const uint8_t* const (&w)[2], int64_t steps, int64_t depth,
                                 int32_t (&sums)[4][kSide * kSide]) {
-  _tile_zero(0);
-  _tile_zero(1);
-  _tile_zero(2);
-  _tile_zero(3);
+  amx::zero<0>();
+  amx::zero<1>();
+  amx::zero<2>();
+  amx::zero<3>();
   for (int64_t step = 0; step < steps; ++step) {
     const int64_t at = step * depth;
-    _tile_loadd(4, x[0] + at, stride);
-    _tile_loadd(6, w[0] + at * kSide, kLineBytes);
-    _tile_loadd(7, w[1] + at * kSide, kLineBytes);
-    _tile_loadd(5, x[1] + at, stride);
+    amx::load<4>(x[0] + at, stride);
+    amx::load<6>(w[0] + at * kSide, kLineBytes);
+    amx::load<7>(w[1] + at * kSide, kLineBytes);
+    amx::load<5>(x[1] + at, stride);
     if constexpr (kAreTiles<C, kInteger>) {
       _tile_dpbsud(0, 4, 6);
       _tile_dpbsud(1, 4, 7);
@@ -92,16 +84,16 @@ ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride,
       _tile_dpbssd(2, 5, 6);
       _tile_dpbssd(3, 5, 7);
     } else {
-      _tile_dpbf16ps(0, 4, 6);
-      _tile_dpbf16ps(1, 4, 7);
-      _tile_dpbf16ps(2, 5, 6);
-      _tile_dpbf16ps(3, 5, 7);
+      amx::multiply_add<0, 4, 6>();
+      amx::multiply_add<1, 4, 7>();
+      amx::multiply_add<2, 5, 6>();
+      amx::multiply_add<3, 5, 7>();
     }
   }
-  _tile_stored(0, sums[0], kLineBytes);
-  _tile_stored(1, sums[1], kLineBytes);
-  _tile_stored(2, sums[2], kLineBytes);
-  _tile_stored(3, sums[3], kLineBytes);
+  amx::store<0>(sums[0], kLineBytes);
+  amx::store<1>(sums[1], kLineBytes);
+  amx::store<2>(sums[2], kLineBytes);
+  amx::store<3>(sums[3], kLineBytes);
 }
 
 // Adds one span's products of up to 32 rows with a panel to their totals, which lie 32 apart.
@@ -169,7 +161,7 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
 
 }  // namespace
 
-bool has_tiles() { return is_permitted(); }
+bool has_tiles() { return amx::is_permitted(); }
 
 void begin_tiles(const QuantRows& x) {
   TileConfig config;
@@ -178,9 +170,7 @@ void begin_tiles(const QuantRows& x) {
     config.row_bytes[i] = i == 4 || i == 5 ? depth : kLineBytes;
     config.rows[i] = i < 6 ? kSide : depth / 4;
   }
-  // Compilers take the instruction for one that reads 8 bytes.
-  asm volatile("" : : "r"(&config) : "memory");
-  _tile_loadconfig(&config);
+  asm volatile("ldtilecfg %0" ::"m"(config));
 }
 
 void end_tiles() { _tile_release(); }
