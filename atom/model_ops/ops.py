@@ -116,7 +116,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "quant_embedding": (
         _kernel("native.quant_embedding:quant_embedding", "native.quant_pack:refuses"),
-        _kernel("native.quant:dense_embedding", "native.linear:refuses"),
+        _kernel("native.quant:dense_embedding"),
         _kernel("torch.quant:quant_embedding"),
     ),
     "rms_norm": (
