@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+from models import checkpoints
 from spec_decode import engines
 from spec_decode.engines import PROMPTS, SETTINGS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
+from atom.model_ops.kernels.native.build import native_build
 from atom.stats import SpecDecodeStats
 
 METHODS = {"llama": ["mha", "mla", "ngram"], "deepseek_v3": ["mha", "mla", "ngram", "mtp"]}
@@ -134,3 +137,30 @@ def test_logprobs_are_those_without_speculation(targets: Targets) -> None:
                 for token_id in p:
                     assert p[token_id].logprob == pytest.approx(q[token_id].logprob, abs=1e-4)
                     assert p[token_id].rank == q[token_id].rank
+
+
+@pytest.mark.skipif(native_build().reason is not None, reason="needs the native kernels")
+@pytest.mark.parametrize("setting", ["greedy", "warm"])
+def test_bfloat16_tokens_are_the_same_however_they_are_computed(
+    setting: str, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """One sequence at a time, together, in chunks, and with speculation: other numbers of rows."""
+    checkpoints.llama(
+        tmp_path,
+        vocab_size=len(byte_level_tokenizer),
+        hidden_size=128,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+    )
+    byte_level_tokenizer.save_pretrained(tmp_path)
+    ways: list[dict[str, Any]] = [
+        {"max_num_seqs": 1},
+        {},
+        {"max_num_batched_tokens": 24},
+        {"method": "ngram", "num_speculative_tokens": 15},
+    ]
+    alone, *others = [
+        generate(create_engine(tmp_path, dtype="bfloat16", **way), params(setting)) for way in ways
+    ]
+    for way, tokens in zip(ways[1:], others, strict=True):
+        assert tokens == alone, way

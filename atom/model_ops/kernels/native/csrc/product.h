@@ -1,6 +1,6 @@
 // Products of activation rows with the rows of a weight matrix, in float32.
 //
-// A product packs activations once and then multiplies them, a chunk of rows at a time, with panels
+// Kernels for few rows (experts) use it as linear_kernel.h does. A product packs activations once and then multiplies them, a chunk of rows at a time, with panels
 // of weight rows. A sum has the same bits whatever rows, panels and threads it is computed with.
 //
 //     with_product<T>(rows, size, [&](const auto& product) {
