@@ -1,12 +1,13 @@
 // Products of activation rows with the rows of a weight matrix, in float32.
 //
-// Kernels for few rows (experts) use it as linear_kernel.h does. A product packs activations once and then multiplies them, a chunk of rows at a time, with panels
+// A product packs activations once and then multiplies them, a chunk of rows at a time, with panels
 // of weight rows. A sum has the same bits whatever rows, panels and threads it is computed with.
+// Linear layers use it; so may any kernel that multiplies some rows by some rows of a matrix.
 //
 //     with_product<T>(rows, size, [&](const auto& product) {
 //       product.pack(x, stride, 0, rows, packed);  // packed_bytes() of memory
 //       typename std::decay_t<decltype(product)>::Session session(product);
-//       multiply(product, packed, weight, begin, end, [&](m, count, n, outs, sums) { ... });
+//       multiply(product, packed, weight, size, begin, end, [&](m, count, n, outs, sums) { ... });
 //     });
 #pragma once
 
