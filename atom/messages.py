@@ -144,6 +144,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     Attributes:
         kv_cache_dtype: torch's name of the storage dtype.
+        weights: how they are quantised and their inputs rounded, in words; "" if they are not.
     """
 
     max_model_len: int
@@ -152,6 +153,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     max_logprobs: int
     kv_cache_dtype: str = ""
+    weights: str = ""
 
     @property
     def num_kv_tokens(self) -> int:

@@ -171,6 +171,8 @@ def _answer_all(
     from atom.entrypoints.llm import LLM
 
     llm = LLM(**given, no_speculation=not speculation_of(given))
+    if shown and (weights := llm.engine.core.limits.weights):
+        print(weights)
     # The first steps of a process find memory and load kernels. No measured prompt is cached by it.
     warm_up = msgspec.structs.replace(params, max_tokens=min(params.max_tokens or 16, 16))
     _answer(llm, "Count from one to ten.", warm_up, shown=False)

@@ -49,6 +49,8 @@ from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.weights import build_model
 from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.quant.formats.gguf import GgufConfig
+from atom.model_ops.quant.summary import describe_weights
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
@@ -166,6 +168,7 @@ class Worker:
                 text_config.vocab_size if config.max_logprobs == -1 else config.max_logprobs
             ),
             kv_cache_dtype=dtype_name(storage),
+            weights=describe_weights(self._model, source.quantization),
         )
         if place.is_first:
             self._log(config, source, dtype, platform, storage, time.perf_counter() - started)
@@ -186,12 +189,15 @@ class Worker:
         seconds: float,
     ) -> None:
         logger.info("ops:\n%s", self.ops.describe())
+        if isinstance(source.quantization, GgufConfig):
+            logger.info("weights: %s", source.quantization)
         if storage in FP8_TYPES:
             self._log_scales()
         logger.info(
-            "%s in %s on %s (%s)%s: context %d, %d KV blocks of %d tokens in %s, ready in %.1f s",
+            "%s in %s%s on %s (%s)%s: context %d, %d KV blocks of %d tokens in %s, ready in %.1f s",
             source.name,
             dtype_name(dtype),
+            f" ({self.limits.weights})" if self.limits.weights else "",
             platform.kind,
             platform.arch,
             f", {self._place.tensor.size} ranks" if self._place.tensor.size > 1 else "",

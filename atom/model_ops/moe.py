@@ -112,7 +112,7 @@ class FusedMoE(nn.Module):
         except ValueError as error:
             raise ValueError(f"{prefix}: {error}") from error
         form = self._storages["w13"].format
-        self._choice = resolve_product(
+        self.choice = resolve_product(
             "moe_experts",
             form,
             context,
@@ -120,7 +120,7 @@ class FusedMoE(nn.Module):
             hidden_size=hidden_size,
             intermediate_size=share.size,
         )
-        self._experts = self._choice.function
+        self._experts = self.choice.function
         self._prepared: tuple[Any, Any] | None = None
 
     def place_weight(self, name: str) -> tuple[str, str | None] | None:
@@ -183,7 +183,7 @@ class FusedMoE(nn.Module):
     @property
     def dequantised_bytes(self) -> int:
         """Of what takes the place of quantised weights; 0 if they stay quantised."""
-        if not self._choice.dequantises:
+        if not self.choice.dequantises:
             return 0
         sizes = (sum(s.rows) * s.columns for s in self._storages.values())
         return self._held.count * sum(sizes) * self._dtype.itemsize
@@ -197,11 +197,11 @@ class FusedMoE(nn.Module):
         """Convert quantised weights, and all to the layout that the op reads."""
         w13, w2 = self._storages.values()
         if w13.format is not None:
-            self._prepared = take_weights(w13, self._choice), take_weights(w2, self._choice)
-            if self._choice.prepare is not None:
-                self._prepared = self._choice.prepare(*self._prepared, self._dtype)
-        elif self._choice.prepare is not None:
-            self._prepared = self._choice.prepare(self.w13_weight.data, self.w2_weight.data)
+            self._prepared = take_weights(w13, self.choice), take_weights(w2, self.choice)
+            if self.choice.prepare is not None:
+                self._prepared = self.choice.prepare(*self._prepared, self._dtype)
+        elif self.choice.prepare is not None:
+            self._prepared = self.choice.prepare(self.w13_weight.data, self.w2_weight.data)
             self.w13_weight.data, self.w2_weight.data = self._prepared
 
     def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,7 @@ from transformers import PretrainedConfig
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_tensors
-from atom.model_loader.drafts.quantization import read_draft_quantization
+from atom.model_loader.drafts.quantization import online_for_draft, read_draft_quantization
 from atom.model_loader.drafts.tokenizer import check_same_tokenizer
 from atom.model_loader.hub import download, looks_like_path
 from atom.model_loader.source import ModelSource
@@ -63,6 +63,8 @@ def load_draft(
     draft_class = Eagle3DeepseekV2ForCausalLM if config.is_mla else LlamaForCausalLMEagle3
     create = partial(draft_class, config, parts, aux_layer_ids)
     quantization = read_draft_quantization(folder, options.load_format != "dummy")
+    if quantization is None:
+        quantization = online_for_draft(target_source.quantization, context.ops.platform)
     source = ModelSource(
         folder, draft, config.network, frozenset(), context.dtype, quantization=quantization
     )
@@ -94,6 +96,7 @@ def _draft_options(draft: str, options: ModelOptions) -> ModelOptions:
         revision=None,
         trust_remote_code=False,
         load_format="dummy" if options.load_format == "dummy" else "auto",
+        activations="auto",
     )
 
 

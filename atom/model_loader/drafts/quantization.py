@@ -7,15 +7,17 @@ from pathlib import Path
 
 from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_tensors
 from atom.model_loader.quantization import read_quantization
-from atom.model_ops.quant.base import LayerKind, QuantConfig, QuantMethod
+from atom.model_ops.quant.base import LayerKind, QuantConfig, QuantMethod, UnquantizedConfig
+from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.models.config_file import read_json_object
 from atom.models.eagle3.base import RENAMES
+from atom.platform import Platform
 
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 
 
-def read_draft_quantization(folder: Path, with_weights: bool) -> QuantConfig:
-    """The quantisation of a draft's checkpoint.
+def read_draft_quantization(folder: Path, with_weights: bool) -> QuantConfig | None:
+    """The quantisation of a draft's checkpoint; None if it has none.
 
     Raises:
         ConfigError: when it is not supported, naming the key.
@@ -23,8 +25,19 @@ def read_draft_quantization(folder: Path, with_weights: bool) -> QuantConfig:
     """
     raw = read_json_object(folder / "config.json")
     config = read_quantization(folder, raw, with_weights)
+    if isinstance(config, UnquantizedConfig):
+        return None
     tensors = list_tensors(folder) if with_weights and has_weights(folder) else []
     return DraftQuantization(config, tensors)
+
+
+def online_for_draft(target: QuantConfig, platform: Platform) -> QuantConfig:
+    """An unquantised draft is quantised to int8 beside a quantised target on a CPU, where reading
+    its weights is a part of every step that counts.
+    """
+    if isinstance(target, UnquantizedConfig) or platform.is_gpu:
+        return UnquantizedConfig()
+    return OnlineConfig("int8")
 
 
 class DraftQuantization:
