@@ -59,6 +59,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--run-slow", action="store_true", help="also run the tests marked slow")
     parser.addoption("--run-network", action="store_true", help="also run those marked network")
     parser.addoption(
+        "--gsm8k", help="GSM8K's test.jsonl, for the slow tests that ask its questions"
+    )
+    parser.addoption(
         "--update-aot-baseline",
         action="store_true",
         help="write what the compiled kernels use to tests/model_ops/kernels/aot_baseline.json",

@@ -90,7 +90,7 @@ def build(folder: Path) -> Path:
                 _run([compiler, *flags, "-c", str(source), "-o", str(result)])
                 os.replace(result, target)
 
-        with ThreadPoolExecutor(len(objects)) as pool:
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
             list(pool.map(compile_one, objects.keys(), objects.values()))
         library = Path(scratch) / target.name
         _run([compiler, "-shared", "-pthread", *map(str, objects.values()), "-o", str(library)])
