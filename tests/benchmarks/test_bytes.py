@@ -56,7 +56,7 @@ def test_moe_experts(benchmark_module: Module) -> None:
 
 
 def small_model(
-    folder: Path, shape: Any, module: Module, storage: torch.dtype, quantization: str | None = None
+    folder: Path, shape: Any, module: Module, storage: torch.dtype, quantization: str = "auto"
 ) -> Any:
     folder.mkdir(exist_ok=True)
     target, _ = module("_decode_shapes").write_configs(folder, shape, 64)

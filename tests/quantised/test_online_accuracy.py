@@ -25,7 +25,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pytest.skip("the embedded model is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATOM_CACHE", str(tmp_path_factory.mktemp("embedded")))
-        folder = resolve_model(ModelOptions()).path
+        folder = resolve_model(ModelOptions(quantization="none")).path
     yield folder
     (folder / "model.safetensors").unlink()  # it is large
 
