@@ -203,13 +203,14 @@ def make_engines(args: argparse.Namespace) -> tuple[LLM, dict[str, Engine]]:
         model=args.model,
         no_speculation=True,
         dtype=args.dtype,
+        quantization="none",
         num_threads=threads,
         enable_prefix_caching=False,
         max_num_seqs=8,
         max_num_batched_tokens=max(2048, args.prefill_tokens),
     )
     torch.set_num_threads(threads)
-    path = resolve_model(ModelOptions(model=args.model)).path
+    path = resolve_model(ModelOptions(model=args.model, quantization="none")).path
     dtype = {
         "float32": torch.float32,
         "bfloat16": torch.bfloat16,

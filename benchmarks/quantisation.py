@@ -29,7 +29,7 @@ from _report import (
     write_text,
 )
 
-from atom.config import QUANTIZATIONS, ConfigError
+from atom.config import ONLINE_QUANTIZATIONS, ConfigError
 from atom.model_engine.arg_utils import (
     EngineOptions,
     add_engine_flags,
@@ -57,7 +57,12 @@ def create_parser() -> argparse.ArgumentParser:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     add = parser.add_argument
-    add("--formats", nargs="+", choices=QUANTIZATIONS, default=list(QUANTIZATIONS))
+    add(
+        "--formats",
+        nargs="+",
+        choices=("auto", *ONLINE_QUANTIZATIONS),
+        default=list(ONLINE_QUANTIZATIONS),
+    )
     add("--text", type=Path, required=True, help="plain text, or JSONL (also .gz), to score")
     add("--text-field", nargs="+", default=["text"], help="of JSONL: joined (default: text)")
     add("--num-tokens", type=int, default=4000, help="tokens of the text (default: %(default)s)")
@@ -86,7 +91,7 @@ def create_parser() -> argparse.ArgumentParser:
 def parse_limit(text: str) -> tuple[str, float]:
     """`int4=0.1`."""
     name, _, nats = text.partition("=")
-    if name not in QUANTIZATIONS:
+    if name not in ("auto", *ONLINE_QUANTIZATIONS):
         raise argparse.ArgumentTypeError(f"{text!r} is not FORMAT=NATS")
     try:
         return name, float(nats)
@@ -107,10 +112,10 @@ def plan_arms(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     chosen = choose_draft(given, args.no_speculation)
     if chosen != given:
         chosen |= {"speculative_lookup": False, "speculative_adaptive": False}
-    arms: dict[str, dict[str, Any]] = {BASELINE: chosen}
+    arms: dict[str, dict[str, Any]] = {BASELINE: {**chosen, "quantization": "none"}}
     for name in args.formats:
         arms[name] = {**chosen, "quantization": name}
-        if ignored is not None:
+        if ignored is not None and name != "auto":
             arms[name]["quantization_ignore"] = ignored
     for options in arms.values():
         engine_config(**options)

@@ -35,7 +35,12 @@ QUESTIONS = (
 
 
 def create_llm(**overrides: Any) -> LLM:
-    defaults = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
+    defaults = {
+        "dtype": "float32",
+        "quantization": "none",
+        "max_model_len": 512,
+        "max_num_seqs": 16,
+    }
     return LLM(**{**defaults, **overrides}, no_speculation="method" not in overrides)
 
 
@@ -55,7 +60,7 @@ def batched(prompts: list[list[int]]) -> list[list[int]]:
 def reference() -> Any:
     from transformers import AutoModelForCausalLM
 
-    folder = resolve_model(ModelOptions(dtype="float32")).path
+    folder = resolve_model(ModelOptions(dtype="float32", quantization="none")).path
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 

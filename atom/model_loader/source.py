@@ -15,7 +15,7 @@ from atom.model_loader.checkpoint import has_weights, stored_dtype
 from atom.model_loader.generation_config import sampling_defaults
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
-from atom.model_loader.gguf.tensors import automatic_dtype
+from atom.model_loader.gguf.tensors import automatic_dtype, has_blocks
 from atom.model_loader.hub import download, looks_like_path
 from atom.model_loader.quantization import choose_quantization, config_levels
 from atom.model_loader.read_files import check_folder, read_tokenizer
@@ -159,7 +159,7 @@ def _from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
         file,
         dtype,
         with_tokenizer=options.tokenizer is None,
-        keeps_blocks=options.quantization == "auto",
+        keeps_blocks=options.quantization == "auto" and has_blocks(file),
     )
     return folder, automatic
 

@@ -56,7 +56,7 @@ def test_moe_experts(benchmark_module: Module) -> None:
 
 
 def small_model(
-    folder: Path, shape: Any, module: Module, storage: torch.dtype, quantization: str | None = None
+    folder: Path, shape: Any, module: Module, storage: torch.dtype, quantization: str = "auto"
 ) -> Any:
     folder.mkdir(exist_ok=True)
     target, _ = module("_decode_shapes").write_configs(folder, shape, 64)
@@ -129,6 +129,7 @@ def test_quantised_weights(
     plain = benchmark_module("_bytes").model_bytes(
         small_model(tmp_path / "plain", shape, benchmark_module, torch.float32)
     )
+    monkeypatch.setenv("ATOM_OP_QUANT_LINEAR", "torch")
     monkeypatch.setattr(torch_quant, "prepare_linear", lambda weights, _: weights)
     monkeypatch.setattr(torch_quant, "prepare_experts", lambda w13, w2, _: (w13, w2))
     model = small_model(tmp_path, shape, benchmark_module, torch.float32, quantization="int4")

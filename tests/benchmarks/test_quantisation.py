@@ -46,7 +46,7 @@ def test_a_run_on_a_tiny_model(
     assert 0 < abs(int8["rise"]) < abs(int4["rise"]) < 1
     assert int8["nll"] - plain["nll"] == pytest.approx(int8["rise"])
     assert int4["stored"] < int8["stored"] < plain["stored"] == plain["held"]
-    assert int4["held"] == plain["held"]  # dequantised on a CPU
+    assert int4["held"] < plain["held"]  # packed on a CPU
     assert min(r["decode_tokens_per_s"] for r in report["results"]) > 0
     assert min(r["tokens_per_forward"] for r in report["results"]) >= 1
     assert "| int4 |" in (output / "quantisation.md").read_text()

@@ -17,12 +17,17 @@ from atom.distributed.parallel_state import ParallelGroup
 from atom.model_loader.source import resolve_model
 
 RANKS, NEW_TOKENS = 3, 48
-OPTIONS: dict[str, Any] = {"dtype": "float32", "max_model_len": 512, "max_num_seqs": 16}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "quantization": "none",
+    "max_model_len": 512,
+    "max_num_seqs": 16,
+}
 
 
 @pytest.fixture(scope="module")
 def folder() -> Path:
-    return resolve_model(ModelOptions(dtype="float32")).path
+    return resolve_model(ModelOptions(dtype="float32", quantization="none")).path
 
 
 def generate(llm: LLM, prompts: list[list[int]]) -> list[list[int]]:

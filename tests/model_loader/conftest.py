@@ -60,4 +60,4 @@ def embedded_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def embedded_source(embedded_cache: Path) -> ModelSource:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATOM_CACHE", str(embedded_cache))
-        return resolve_model(ModelOptions())
+        return resolve_model(ModelOptions(quantization="none"))

@@ -178,7 +178,7 @@ def test_biases_and_tied_embeddings(write_tiny: WriteTiny) -> None:
 )
 def test_dtypes(write_tiny: WriteTiny, kind: str, dtype: str, expected: torch.dtype) -> None:
     path = write_tiny(kind=GGMLQuantizationType[kind])
-    source = resolve_model(ModelOptions(model=str(path), dtype=dtype))
+    source = resolve_model(ModelOptions(model=str(path), dtype=dtype, quantization="none"))
     weights = load_file(source.path / "model.safetensors")
     assert {tensor.dtype for tensor in weights.values()} == {expected}
     assert source.path.name.endswith(str(expected).removeprefix("torch."))

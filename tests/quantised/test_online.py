@@ -171,7 +171,10 @@ def test_ignored_experts_and_what_is_never_quantised(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"quantization": "int3"}, "quantization must be one of fp8, int8, int4, mxfp4"),
+        (
+            {"quantization": "int3"},
+            "quantization must be one of auto, none, fp8, int8, int4, mxfp4",
+        ),
         ({"quantization_ignore": ("lm_head",)}, "no effect without quantization"),
         (
             {"quantization": "int4", "quantization_ignore": ("o_proj",)},

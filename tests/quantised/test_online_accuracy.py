@@ -25,7 +25,7 @@ def smollm2(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         pytest.skip("the embedded model is not installed")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("ATOM_CACHE", str(tmp_path_factory.mktemp("embedded")))
-        folder = resolve_model(ModelOptions()).path
+        folder = resolve_model(ModelOptions(quantization="none")).path
     yield folder
     (folder / "model.safetensors").unlink()  # it is large
 
@@ -37,7 +37,7 @@ def tokens(smollm2: Path) -> list[int]:
     return read_tokenizer(smollm2, False).encode(text, add_special_tokens=False, verbose=False)
 
 
-def loss(folder: Path, tokens: list[int], quantization: str | None = None) -> float:
+def loss(folder: Path, tokens: list[int], quantization: str = "none") -> float:
     """Nats per token."""
     bench = ModelBench(
         folder, 16, 1024, max_model_len=1024, dtype=torch.bfloat16, quantization=quantization

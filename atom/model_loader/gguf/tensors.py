@@ -128,6 +128,11 @@ def automatic_dtype(file: GGUFFile) -> torch.dtype:
     return _FLOAT_KINDS[elements.most_common(1)[0][0]]
 
 
+def has_blocks(file: GGUFFile) -> bool:
+    """Whether any tensor is quantised."""
+    return any(tensor.kind not in _FLOAT_KINDS for tensor in file.tensors.values())
+
+
 def read_values(
     handle: BinaryIO, tensor: ConvertedTensor, dtype: torch.dtype
 ) -> Iterator[torch.Tensor]:

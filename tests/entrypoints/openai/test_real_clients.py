@@ -38,7 +38,7 @@ SHARED = "torch ; sys_platform == 'never'\n"
 
 @pytest.fixture(scope="module")
 def model() -> Path:
-    return resolve_model(ModelOptions()).path
+    return resolve_model(ModelOptions(quantization="none")).path
 
 
 @pytest.fixture(scope="module")
