@@ -77,7 +77,7 @@ def test_nccl_is_asked_for_the_current_stream() -> None:
 def test_the_table_of_ops_has_the_collectives() -> None:
     created = context(ParallelGroup(0, 2))
     ResidualRMSNorm(HIDDEN, 1e-5, created)
-    VocabParallelEmbedding(8, HIDDEN, created)
+    VocabParallelEmbedding(8, HIDDEN, created, "embed_tokens")
     table = created.ops.describe()
     assert "all_reduce_add_rms_norm  torch" in table
     assert "\nall_reduce " in table
@@ -135,7 +135,7 @@ def test_argmax_over_a_split_vocabulary(size: int, is_tied: bool) -> None:
 
     def outcome(group: ParallelGroup) -> tuple[torch.Tensor, ...]:
         created = context(group)
-        embedding = VocabParallelEmbedding(VOCAB, HIDDEN, created)
+        embedding = VocabParallelEmbedding(VOCAB, HIDDEN, created, "embed_tokens")
         embedding.load_weight("weight", weight, None)
         head: ParallelLMHead | TiedLMHead
         if is_tied:
@@ -165,7 +165,7 @@ def test_argmax_of_ties_and_of_what_is_no_number(size: int) -> None:
     def chosen(group: ParallelGroup) -> tuple[torch.Tensor, torch.Tensor]:
         head = ParallelLMHead(VOCAB, len(TIES), context(group), "lm_head")
         own = head._logits._own
-        head._logits._product = lambda hidden, _: hidden[:, own.start : own.start + own.size]
+        head._logits._product = lambda hidden: hidden[:, own.start : own.start + own.size]
         with torch.inference_mode():
             return head.argmax(TIES), head.choose_greedily(TIES)
 

@@ -137,7 +137,7 @@ CUTS: dict[str, tuple[dict[str, tuple[int, ...]], Callable[[LayerContext], nn.Mo
         {"gate_up_proj": (2, 32, 8), "down_proj": (2, 8, 16)},
         lambda c: FusedMoE(2, 8, 16, c, "a"),
     ),
-    "embedding": ({"weight": (64, 8)}, lambda c: VocabParallelEmbedding(64, 8, c)),
+    "embedding": ({"weight": (64, 8)}, lambda c: VocabParallelEmbedding(64, 8, c, "embedding")),
     "head": ({"weight": (64, 8)}, lambda c: ParallelLMHead(64, 8, c, "a")),
 }
 NAMES = {"merged": "gate_up_proj", "qkv": "qkv_proj"}

@@ -76,7 +76,9 @@ def test_an_embedding_is_summed(fake: FakeAiter) -> None:
     weight = random(10, SIZE, seed=3)
 
     def embed(group: ParallelGroup) -> torch.Tensor:
-        embedding = VocabParallelEmbedding(10, SIZE, context(replace(group, peer_access=True)))
+        embedding = VocabParallelEmbedding(
+            10, SIZE, context(replace(group, peer_access=True)), "embed_tokens"
+        )
         embedding.load_weight("weight", weight, None)
         with torch.inference_mode():
             return embedding(torch.arange(10))

@@ -71,9 +71,10 @@ def moe_experts(
         or w2.dtype is not dtype
         or weights.dtype is not torch.float32
         or ids.dtype not in (torch.int32, torch.int64)
-        or not all(t.is_contiguous() for t in (w13, w2, weights, ids))
+        or not all(t.is_contiguous() for t in (w13, w2))
     ):
         raise mismatch("moe_experts", x=x, w13=w13, w2=w2, weights=weights, ids=ids)
+    weights, ids = weights.contiguous(), ids.contiguous()
     x, stride = rows_apart(x)
     out = x.new_empty(rows, hidden)
     matrices = x.data_ptr(), w13.data_ptr(), w2.data_ptr()
