@@ -354,7 +354,7 @@ def status(key):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
 
-options = ModelOptions(safetensors_load_strategy=sys.argv[1])
+options = ModelOptions(safetensors_load_strategy=sys.argv[1], quantization="none")
 before = status("VmRSS")
 source = resolve_model(options)
 model = create_model(source.hf_config, LayerContext.create(torch.bfloat16, 2048))
