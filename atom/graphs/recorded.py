@@ -46,6 +46,7 @@ class StepRecorder:
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._programs: OrderedDict[Hashable, tuple[Any, Program]] = OrderedDict()
         self._refused: dict[str, str] = {}
+        self._is_usual = True
 
     def run(
         self,
@@ -71,6 +72,7 @@ class StepRecorder:
             result, program = self._programs[where]
             program.replay()
             return cast(T, result)
+        self._is_usual = False
         if where not in self._seen:
             self._seen[where] = None
             if len(self._seen) > _MOST_SEEN:
@@ -95,6 +97,11 @@ class StepRecorder:
         if len(self._programs) > _MOST_PROGRAMS:
             self._programs.popitem(last=False)
         return result
+
+    def take_usual(self) -> bool:
+        """Whether all work since the last call took the time that it will take again."""
+        usual, self._is_usual = self._is_usual, True
+        return usual
 
     def release(self) -> None:
         """Drop all programs."""

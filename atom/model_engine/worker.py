@@ -339,7 +339,8 @@ class Worker:
         started = time.perf_counter()
         output = self._runner.step(batch)
         seconds = time.perf_counter() - started
-        self._drafter.observe(batch, output, seconds)
+        is_usual = self._recorder is None or self._recorder.take_usual()
+        self._drafter.observe(batch, output, seconds if is_usual else None)
         if self._threads is not None:
             self._threads.step_ended(seconds)
         return output

@@ -114,8 +114,13 @@ class Drafter:
             for drafts, row in zip(found, rows, strict=True)
         ]
 
-    def observe(self, batch: ScheduledBatch, output: StepOutput, seconds: float) -> None:
-        """Update the draft length from a finished step of `seconds`, drafting included."""
+    def observe(self, batch: ScheduledBatch, output: StepOutput, seconds: float | None) -> None:
+        """Update the draft length from a finished step.
+
+        Args:
+            seconds: that it took, drafting included; None if another like it would take another
+                time.
+        """
         if self._length is None:
             return
         verifications, num_rows = [], 0
