@@ -28,7 +28,6 @@ _SEQUENCES = 8
 def atom(options: dict[str, Any]) -> Generate:
     from atom import LLM, SamplingParams
     from atom.model_loader.drafts.shipped import SHIPPED_OPTIONS, shipped_draft_for
-
     from atom.platform import default_num_threads
 
     if options["num_threads"] == default_num_threads():
