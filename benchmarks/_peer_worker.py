@@ -28,10 +28,7 @@ _SEQUENCES = 8
 def atom(options: dict[str, Any]) -> Generate:
     from atom import LLM, SamplingParams
     from atom.model_loader.drafts.shipped import SHIPPED_OPTIONS, shipped_draft_for
-    from atom.platform import default_num_threads
 
-    if options["num_threads"] == default_num_threads():
-        del options["num_threads"]  # as users run it: as many as other programs leave free
     given: dict[str, Any] = {"no_speculation": True}
     if options.pop("speculates"):
         given = {**SHIPPED_OPTIONS, "draft_model": str(shipped_draft_for(None))}
