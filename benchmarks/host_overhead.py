@@ -26,8 +26,9 @@ from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
+from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
-from atom.sampling.sampler import Sampler, SamplingOps
+from atom.sampling.sampler import Sampler
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead, NullProposer, VerifiedStep
 from atom.spec_decode.drafter import Drafter

@@ -45,7 +45,7 @@ class StepRecorder:
         self._arena = Arena()
         self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._programs: OrderedDict[Hashable, tuple[Any, Program]] = OrderedDict()
-        self._refused: dict[str, str] = {}
+        self._refused: set[str] = set()
         self._is_usual = True
 
     def run(
@@ -90,7 +90,7 @@ class StepRecorder:
         try:
             result, program = record(work, results, self._arena)
         except NotRecordableError as error:
-            self._refused[name] = str(error)
+            self._refused.add(name)
             logger.info("%s runs op by op: %s", name, error)
             return work()
         self._programs[where] = result, program

@@ -55,8 +55,9 @@ from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, select_platform
+from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
-from atom.sampling.sampler import Sampler, SamplingFailedError, SamplingOps
+from atom.sampling.sampler import Sampler, SamplingFailedError
 from atom.spec_decode.base import Lookahead, Proposer
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter, create_proposer

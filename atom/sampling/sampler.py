@@ -15,11 +15,10 @@ from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.staging import StagingBuffer
 from atom.messages import TokenLogprobs
-from atom.model_ops.kernels.torch import gather, sampling, speculation
 from atom.model_ops.metadata import SamplingMetadata
-from atom.model_ops.registry import OpTable
 from atom.sampling.edits import EditsBuilder, LogitEdits
 from atom.sampling.logprobs import Logprobs, as_messages, compute_logprobs
+from atom.sampling.ops import TORCH_OPS, SamplingOps
 from atom.sampling.plan import (
     PromptRows,
     RowLayout,
@@ -29,7 +28,7 @@ from atom.sampling.plan import (
     put_prompt,
     sampled_rows,
 )
-from atom.sampling.rows import EDITS, Needs, OptionsOp, SamplingRows, SequenceState
+from atom.sampling.rows import EDITS, Needs, SamplingRows, SequenceState
 from atom.sampling.token_counts import TokenCounts
 
 # Prompt logprobs are computed for this many rows at a time, since logits are large.
@@ -55,37 +54,6 @@ class SamplingFailedError(Exception):
     def __init__(self, cause: Exception) -> None:
         super().__init__(f"{type(cause).__name__}: {cause}")
         self.cause = cause
-
-
-@dataclass(frozen=True)
-class SamplingOps:
-    """The ops of these names, as a platform has them; defaults are in plain torch."""
-
-    choose_tokens: Callable[[torch.Tensor, SamplingMetadata], torch.Tensor] = sampling.choose_tokens
-    mask_tokens: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], None] = (
-        sampling.mask_tokens
-    )
-    sampling_options: OptionsOp = gather.sampling_options
-    verify_drafts: Callable[
-        [torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
-    ] = speculation.verify_drafts
-    place_samples: Callable[
-        [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor
-    ] = speculation.place_samples
-
-    @classmethod
-    def resolve(cls, ops: OpTable, vocab_size: int) -> SamplingOps:
-        """The implementations for logits [R, vocab_size] float32."""
-        return cls(
-            ops.resolve("choose_tokens", torch.float32, vocab_size=vocab_size),
-            ops.resolve("mask_tokens", torch.float32, vocab_size=vocab_size),
-            ops.resolve("sampling_options", torch.float32),
-            ops.resolve("verify_drafts", torch.float32),
-            ops.resolve("place_samples", torch.float32),
-        )
-
-
-TORCH_OPS = SamplingOps()
 
 
 def choose(

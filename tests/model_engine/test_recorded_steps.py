@@ -106,7 +106,7 @@ def test_torch_is_asked_for_views_and_copies_only(
     recorded = [o.outputs[0].token_ids for o in engine.generate(prompts, sampling, use_tqdm=False)]
     assert names.seen
     assert names.seen - ALLOWED == set()
-    assert worker._recorder._refused == {}
+    assert worker._recorder._refused == set()
     assert len(worker._recorder._programs) > before
     monkeypatch.setattr(runner, "_recorder", None)
     monkeypatch.setattr(worker._drafter, "_recorder", None)

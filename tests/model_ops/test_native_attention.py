@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from model_ops.native_numbers import one_thread, random  # noqa: F401  # a fixture
 
 from atom.model_ops.kernels.native import attention, bindings
 from atom.model_ops.kernels.native.build import native_build
@@ -31,19 +31,6 @@ ATOL = {torch.float32: 1e-5, torch.bfloat16: 4e-3, torch.float16: 2e-4}
 
 CPU = Platform("cpu", "avx2", has_native_bf16=False)
 FP8 = torch.float8_e4m3fn
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
 
 
 def assert_near(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:

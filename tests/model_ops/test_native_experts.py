@@ -4,11 +4,10 @@ in other batches.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 from model_ops.batches import Part, attention_metadata
+from model_ops.native_numbers import one_thread, random  # noqa: F401  # a fixture
 
 from atom.model_ops.kernels.native import bindings, elementwise, mla, moe
 from atom.model_ops.kernels.native.build import native_build
@@ -29,19 +28,6 @@ NEAR = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 SCALE = 0.2
 # heads, latent, nope, rope, v, block size: keys read in place, and keys that must be gathered.
 IN_PLACE, GATHERED = (16, 64, 32, 32, 32, 16), (5, 32, 20, 8, 12, 4)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
 
 
 def assert_near(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:

@@ -8,12 +8,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
+from model_ops.native_numbers import one_thread, random  # noqa: F401  # a fixture
 
 from atom.environment import cache_dir
 from atom.model_ops.kernels.native import bindings, elementwise, linear
@@ -37,19 +37,6 @@ RTOL = {torch.float32: 2e-6, torch.bfloat16: 2**-7, torch.float16: 2**-10}
 ATOL = {torch.float32: 1e-5, torch.bfloat16: 1e-3, torch.float16: 2e-4}
 
 CPU = Platform("cpu", "avx2", has_native_bf16=False)
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
-def random(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(*shape, generator=generator).to(dtype)
 
 
 def assert_near(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> None:
