@@ -30,7 +30,7 @@ from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
 from atom.sampling_params import SamplingParams
-from atom.spec_decode.base import Lookahead, NullProposer, VerifiedStep
+from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.drafter import Drafter
 from atom.structured_output.cache import GrammarCache
 
@@ -68,8 +68,9 @@ class RightProposer(NullProposer):
 
     reads_steps = True
 
-    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
-        return step.next_token_ids.new_full((len(step.last_rows), num_drafts), TOKEN)
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
+        shape = len(step.last_rows), num_drafts
+        return Proposal(step.next_token_ids.new_full(shape, TOKEN))
 
 
 class NoGrammars:

@@ -89,12 +89,12 @@ class ModelRunner:
             sampled = self._sampler.take(step.sample, bring_to_host(verified.tensors))
             found = self._look_up(batch, step)
             proposed = self._drafter.propose(view, found)
-            drafts = None if proposed is None else bring_to_host([proposed])[0]
+            drafts = None if proposed is None else bring_to_host([proposed.token_ids])[0]
         else:
             proposed = self._drafter.propose(view, None)
             self._sampler.raise_failure()
-            parts = verified.tensors if proposed is None else [proposed, *verified.tensors]
-            arrays = bring_to_host(parts)
+            parts = [] if proposed is None else [proposed.token_ids]
+            arrays = bring_to_host([*parts, *verified.tensors])
             drafts = None if proposed is None else arrays.pop(0)
             sampled = self._sampler.take(step.sample, arrays)
             found = self._look_up(batch, step)
@@ -158,7 +158,7 @@ class ModelRunner:
             step.next_token_ids,
             done.last_rows,
             step.sampled,
-            step.recurs,
+            recurs=step.recurs,
         )
         return view, done.verified
 

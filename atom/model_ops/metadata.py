@@ -155,7 +155,11 @@ class SamplingMetadata:
     seeds: torch.Tensor | None = None
     positions: torch.Tensor | None = None
 
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """All options, in the order above."""
+        return self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.positions
+
     def select(self, rows: torch.Tensor) -> SamplingMetadata:
         """The options of `rows` [n] int64."""
-        fields = (self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.positions)
-        return SamplingMetadata(*(None if f is None else f[rows] for f in fields))
+        return SamplingMetadata(*(None if t is None else t[rows] for t in self.tensors))

@@ -12,7 +12,7 @@ from torch import nn
 from atom.batch import ScheduledSequence
 from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
-from atom.model_ops.metadata import ModelInput, ModelOutput
+from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,9 @@ class VerifiedStep:
         last_rows: [S] int64; for each sampled sequence, the row from which its newest token was
             sampled.
         sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
+        race: sampling options of the S sampled sequences, [S] each and without positions: a draft
+            is the winner of the race in which the target samples its token. None when all are
+            greedy. The first draft's position is `positions[last_rows] + 2`.
         recurs: whether other steps have the same shapes, and all that differs is in tensors.
     """
 
@@ -38,14 +41,44 @@ class VerifiedStep:
     next_token_ids: torch.Tensor
     last_rows: torch.Tensor
     sampled: torch.Tensor | None
+    race: SamplingMetadata | None = None
     recurs: bool = False
 
     @property
-    def tensors(self) -> tuple[torch.Tensor, ...]:
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """All tensors, of a step that recurs."""
         rows = self.model_input.input_ids, self.model_input.positions, self.next_token_ids
         output = self.model_output.hidden_states, *self.model_output.aux_hidden_states
-        return *rows, *self.model_input.attention.tensors, *output, self.last_rows
+        race = () if self.race is None else self.race.tensors
+        return *rows, *self.model_input.attention.tensors, *output, self.last_rows, *race
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """Drafts of S sequences.
+
+    Attributes:
+        token_ids: [S, n] int64.
+        confidences: [S, n] float32, the draft's own probability of each of its tokens, after
+            temperature and filters; None if it has none or nobody asked.
+        candidates: [S, n, m] int64, the m best tokens of each position's race, best first; None
+            unless asked for.
+    """
+
+    token_ids: torch.Tensor
+    confidences: torch.Tensor | None = None
+    candidates: torch.Tensor | None = None
+
+    @classmethod
+    def empty(cls, step: VerifiedStep) -> Proposal:
+        """No drafts."""
+        return cls(step.next_token_ids.new_empty((len(step.last_rows), 0)))
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that there are."""
+        parts = self.token_ids, self.confidences, self.candidates
+        return [part for part in parts if part is not None]
 
 
 @dataclass(frozen=True)
@@ -90,8 +123,8 @@ class Proposer(Protocol):
         """Drop what was captured."""
         ...
 
-    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
-        """[S, num_drafts] int64 drafts. With 0 drafts it only writes its KV."""
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
+        """`num_drafts` drafts of each sampled sequence. With 0 drafts it only writes its KV."""
         ...
 
 
@@ -112,5 +145,5 @@ class NullProposer:
     def release_graphs(self) -> None:
         """There are none."""
 
-    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
-        return step.next_token_ids.new_empty((len(step.last_rows), 0))
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
+        return Proposal.empty(step)

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-import torch
 
 from atom.batch import ScheduledBatch, StepOutput
 from atom.graphs.recorded import StepRecorder
-from atom.spec_decode.base import Proposer, VerifiedStep
+from atom.spec_decode.base import Proposal, Proposer, VerifiedStep
 from atom.spec_decode.lengths import DraftLength, Verification
 from atom.spec_decode.lookup import Lookup
 
@@ -83,8 +82,8 @@ class Drafter:
         pairs = zip(rows, histories, strict=True)
         return [lookup.find(row, *history) for row, history in pairs]
 
-    def propose(self, step: VerifiedStep | None, found: Found | None) -> torch.Tensor | None:
-        """[S, n] int64, the proposer's drafts; None when it makes none.
+    def propose(self, step: VerifiedStep | None, found: Found | None) -> Proposal | None:
+        """The proposer's drafts; None when it makes none.
 
         Args:
             step: None when the proposer reads no steps.
@@ -102,7 +101,11 @@ class Drafter:
             return self.proposer.propose(step, count)
         kind = "drafting" if count else "writing the draft's cache"
         return self._recorder.run(
-            kind, count, step.tensors, lambda: self.proposer.propose(step, count), lambda t: [t]
+            kind,
+            count,
+            step.tensors,
+            lambda: self.proposer.propose(step, count),
+            lambda proposal: proposal.tensors,
         )
 
     def merge(self, found: Found, made: np.ndarray | None) -> list[tuple[list[int], str]]:

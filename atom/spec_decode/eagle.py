@@ -12,7 +12,7 @@ from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata
 from atom.models.eagle3.base import Eagle3Draft
-from atom.spec_decode.base import Lookahead, VerifiedStep
+from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
 from atom.spec_decode.chain import AdvanceOp, DraftChain
 
 
@@ -52,16 +52,16 @@ class EagleProposer:
     def release_graphs(self) -> None:
         self._chain.release_graphs()
 
-    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         metadata = step.model_input.attention
         hidden = self._draft.fuse(step.model_output.aux_hidden_states)
         rows = (step.next_token_ids, hidden, step.model_input.positions, metadata)
         if num_drafts == 0:
             self._draft.write_kv(*rows)
-            return step.next_token_ids.new_empty((len(step.last_rows), 0))
+            return Proposal.empty(step)
         post_norm, pre_norm = self._draft(*rows)
         first, hidden = self._outcome(post_norm[step.last_rows], pre_norm[step.last_rows])
-        return self._chain.extend(step, first, hidden, num_drafts)
+        return Proposal(self._chain.extend(step, first, hidden, num_drafts))
 
     def _predict(
         self,

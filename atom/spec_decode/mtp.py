@@ -12,7 +12,7 @@ from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata
 from atom.models.deepseek_mtp import DeepseekMTP, MTPLayer
-from atom.spec_decode.base import Lookahead, VerifiedStep
+from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
 from atom.spec_decode.chain import AdvanceOp, DraftChain
 
 
@@ -51,7 +51,7 @@ class MTPProposer:
     def release_graphs(self) -> None:
         self._chain.release_graphs()
 
-    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         rows = (
             step.next_token_ids,
             step.model_output.hidden_states,
@@ -60,10 +60,10 @@ class MTPProposer:
         )
         if num_drafts == 0:
             self._mtp.write_kv(*rows)
-            return step.next_token_ids.new_empty((len(step.last_rows), 0))
+            return Proposal.empty(step)
         hidden = self._mtp(0, *rows)[step.last_rows]
         first = self._mtp.choose_token(0, hidden)
-        return self._chain.extend(step, first, hidden, num_drafts)
+        return Proposal(self._chain.extend(step, first, hidden, num_drafts))
 
     def _predict(
         self,

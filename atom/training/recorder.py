@@ -12,7 +12,7 @@ from torch import nn
 
 from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
-from atom.spec_decode.base import NO_LOOKAHEAD, VerifiedStep
+from atom.spec_decode.base import NO_LOOKAHEAD, Proposal, VerifiedStep
 
 
 class FeatureRecorder:
@@ -37,14 +37,14 @@ class FeatureRecorder:
     def release_graphs(self) -> None:
         """There are none."""
 
-    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         output = step.model_output
         rows = torch.cat((*output.aux_hidden_states, output.hidden_states), dim=-1).cpu()
         lengths = [len(sequence.token_ids) for sequence in step.sequences]
         # Cloned, so that a sequence does not keep the rows of others alive.
         for sequence, own in zip(step.sequences, torch.split(rows, lengths), strict=True):
             self._rows[sequence.id].append((sequence.start, own.clone()))
-        return step.next_token_ids.new_empty((len(step.last_rows), 0))
+        return Proposal.empty(step)
 
     def take(self, sequence_id: str, num_rows: int) -> torch.Tensor:
         """[num_rows, (A + 1) * hidden] of a finished sequence, which is then removed.

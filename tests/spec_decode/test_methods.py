@@ -18,7 +18,7 @@ from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.llama import LlamaForCausalLM
-from atom.spec_decode.base import Lookahead, NullProposer, Proposer, VerifiedStep
+from atom.spec_decode.base import Lookahead, NullProposer, Proposal, Proposer, VerifiedStep
 from atom.spec_decode.factory import proposer_builder
 from atom.speculative_methods import SPECULATIVE_METHODS, SpeculativeMethod
 
@@ -35,7 +35,7 @@ class ToyProposer(NullProposer):
         super().__init__(lookahead)
         self._prompts: dict[int, tuple[int, ...]] = {}
 
-    def propose(self, step: VerifiedStep, num_drafts: int) -> torch.Tensor:
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         drafts = []
         for sequence, last in zip(step.sequences, step.last_rows.tolist(), strict=True):
             if sequence.start == 0:
@@ -43,7 +43,7 @@ class ToyProposer(NullProposer):
             prompt = self._prompts[sequence.row]
             num_outputs = int(step.model_input.positions[last]) + 2 - len(prompt)
             drafts.append([*CONTINUATIONS[prompt][num_outputs:], *[0] * num_drafts][:num_drafts])
-        return torch.tensor(drafts)
+        return Proposal(torch.tensor(drafts))
 
 
 def create_toy(
