@@ -1,6 +1,7 @@
 """The two copies of a step: all inputs to the device, all results to the host.
 
-On a CPU the same copies are made in host memory, so there is one code path.
+On a CPU the same copies are made in host memory, so that there is one code path; where steps are
+recorded, they read what was written in its place.
 """
 
 from __future__ import annotations
@@ -28,13 +29,16 @@ class StagingBuffer:
 
     Args:
         num_bytes: capacity. What `put` cannot fit is uploaded separately.
+        in_place: on a CPU, steps read the host memory itself.
     """
 
-    def __init__(self, num_bytes: int, device: torch.device) -> None:
+    def __init__(self, num_bytes: int, device: torch.device, *, in_place: bool = False) -> None:
         words = -(-num_bytes // _WORD_BYTES)
         self.device = device
         self.host = torch.zeros(words, dtype=torch.int64, pin_memory=device.type == "cuda")
-        self._sent = torch.zeros(words, dtype=torch.int64, device=device)
+        self._sent = self.host
+        if not in_place:
+            self._sent = torch.zeros(words, dtype=torch.int64, device=device)
         self._host_views = {t: self.host.numpy().view(n) for t, n in _DTYPES.items()}
         self._sent_views = {t: self._sent.view(t) for t in _DTYPES}
         self._was_read: torch.cuda.Event | None = None
@@ -77,9 +81,32 @@ class StagingBuffer:
 
     def send(self) -> None:
         """Start the copy to the device."""
+        if self._sent is self.host:
+            return
         self._sent[: self._used].copy_(self.host[: self._used], non_blocking=True)
         if self._was_read is not None:
             self._was_read.record()
+
+    def words(self) -> np.ndarray:
+        """What is reserved of the host memory, [n] int64."""
+        return self._host_views[torch.int64][: self._used]
+
+    def repeat(self, words: np.ndarray) -> None:
+        """Begin a step with the reservations and the contents of an earlier one.
+
+        Args:
+            words: what `words` was then.
+        """
+        self.restart()
+        self._used = len(words)
+        self._host_views[torch.int64][: self._used] = words
+
+    def host_array(self, sent: torch.Tensor) -> np.ndarray | None:
+        """The host array, of one dimension, behind a device tensor; None if it has none here."""
+        start, rest = divmod(sent.data_ptr() - self._sent.data_ptr(), sent.element_size())
+        view = self._host_views[sent.dtype]
+        inside = not rest and 0 <= start <= len(view) - sent.numel()
+        return view[start : start + sent.numel()] if inside else None
 
     def _claim(self, size: int, dtype: torch.dtype) -> int | None:
         """Reserve `size` numbers; returns the first index, in units of `dtype`; None if full."""
@@ -114,3 +141,8 @@ def bring_to_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
         arrays.append(part.view(np.float32) if tensor.is_floating_point() else part)
         start = end
     return arrays
+
+
+def read_in_place(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+    """The memory of a CPU's tensors, for arrays that are read before it is written again."""
+    return [tensor.numpy() for tensor in tensors]

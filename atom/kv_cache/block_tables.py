@@ -44,6 +44,11 @@ class BlockTables:
         self._on_host.reshape(-1)[places] = ids
         self._grown = places, ids
 
+    @property
+    def have_grown(self) -> bool:
+        """Whether the last `grow` appended anything."""
+        return self._grown is not None
+
     def stage(self, staging: StagingBuffer) -> None:
         """Copy the appended ids to the device."""
         self._update = None

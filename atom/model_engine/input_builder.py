@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
@@ -14,6 +14,7 @@ from atom.graphs.capture import Bucket, GraphPlan
 from atom.graphs.runner import ForwardRunner, GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
+from atom.model_engine.kept_step import KeptStep, KeptSteps, layout_of
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
@@ -124,7 +125,10 @@ class InputBuilder:
         self._sampler = sampler
         self._block_size = block_size
         self._drafts = drafts
-        self.staging = StagingBuffer(num_bytes, device)
+        self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
+        self._kept = KeptSteps()
+        # The block tables in `_step_tables`, and which they are.
+        self._selected: tuple[Hashable, torch.Tensor] | None = None
         self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), device)
         self._no_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self._step_tables = None
@@ -173,6 +177,12 @@ class InputBuilder:
     def build(self, batch: ScheduledBatch) -> StepInput:
         """Write all inputs of the step and start their copy to the device."""
         sequences = batch.sequences
+        if batch.new or batch.freed_rows:
+            self._kept.forget()
+        layout = layout_of(sequences)
+        kept = self._kept.find(layout)
+        if kept is not None and (step := self._repeat(kept, sequences)) is not None:
+            return step
         shape = _Shape(sequences)
         graph = None
         if not shape.is_ragged:
@@ -196,18 +206,51 @@ class InputBuilder:
         sampled = None
         if len(indices) != len(sequences):
             sampled = self.staging.put(np.array(indices, dtype=np.int64))
-        # Last, since their number changes between steps that are otherwise the same.
-        self._tables.stage(self.staging)
-        self.staging.send()
-        self._tables.update()
         recurs = (
             sampled is None
             and sample.is_plain
             and not batch.new
             and shape.longest_query <= MAX_DECODE_QUERIES
         )
+        rest = (graph, sample, next_token_ids)
+        words = self.staging.words() if layout is not None and recurs else None
+        # Last, since their number changes between steps that are otherwise the same.
+        self._send()
         model_input = self._model_input(places, sequences, shape, graph)
-        return StepInput(model_input, graph, sample, next_token_ids, sampled, recurs)
+        if words is not None:
+            parts = (sequences, model_input, *rest, places.rows_there, self.staging, words)
+            self._kept.add(layout, KeptStep.of(*parts))
+        return StepInput(model_input, *rest, sampled, recurs)
+
+    def _repeat(self, kept: KeptStep, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
+        """A step of a known layout; None if it needs another graph."""
+        context_lens = tuple(s.start + len(s.token_ids) for s in sequences)
+        longest, attention = max(context_lens), kept.model_input.attention
+        if not attention.is_ragged:
+            fit = (len(sequences), attention.max_seqlen_q, longest)
+            if self._forward.fit(*fit) != kept.graph:
+                return None
+        self.staging.repeat(kept.words)
+        self._tables.grow(sequences)
+        kept.fill(sequences, context_lens, self._tables, self._block_size)
+        self._send()
+        attention = replace(
+            attention,
+            block_tables=self._select_tables(sequences, kept.rows_there, kept.graph),
+            max_context_len=longest,
+            context_lens_cpu=context_lens,
+        )
+        return StepInput(
+            replace(kept.model_input, attention=attention),
+            *(kept.graph, kept.sample, kept.next_token_ids),
+            sampled=None,
+            recurs=True,
+        )
+
+    def _send(self) -> None:
+        self._tables.stage(self.staging)
+        self.staging.send()
+        self._tables.update()
 
     def _fill(self, places: _Places, sequences: Sequence[ScheduledSequence], shape: _Shape) -> None:
         count, size = shape.num_sequences, self._block_size
@@ -222,13 +265,31 @@ class InputBuilder:
         places.starts[0] = 0
         places.starts[1 : count + 1] = shape.ends
 
-    def _select_tables(self, tables: torch.Tensor, rows: torch.Tensor, width: int) -> torch.Tensor:
-        """The block tables [B, width] of rows [B]; wider and in one place if `in_place`."""
+    def _select_tables(
+        self, sequences: Sequence[ScheduledSequence], rows: torch.Tensor, graph: GraphKey | None
+    ) -> torch.Tensor:
+        """The sequences' block tables [B, width].
+
+        Args:
+            rows: [B], or as many as the graph has sequences.
+        """
+        tables = self._tables.on_device
+        if graph is not None:
+            assert self._graph_tables is not None
+            out = self._graph_tables[: graph.batch_size]
+            torch.index_select(tables[:, : out.shape[1]], 0, rows, out=out)
+            return out[: len(sequences)]
+        width = max(s.num_blocks for s in sequences)
         if self._step_tables is None:
             return tables[:, :width].index_select(0, rows)
+        # Wider, and in one place, where they may lie already.
         width = min(1 << (width - 1).bit_length(), tables.shape[1])
-        out = self._step_tables[: len(rows) * width].view(len(rows), width)
-        return torch.index_select(tables[:, :width], 0, rows, out=out)
+        selected = (tuple(s.row for s in sequences), width)
+        if self._selected is None or self._selected[0] != selected or self._tables.have_grown:
+            out = self._step_tables[: len(rows) * width].view(len(rows), width)
+            torch.index_select(tables[:, :width], 0, rows, out=out)
+            self._selected = selected, out
+        return self._selected[1]
 
     def _put_successors(
         self, input_ids: np.ndarray, sequences: Sequence[ScheduledSequence], shape: _Shape
@@ -249,21 +310,12 @@ class InputBuilder:
         graph: GraphKey | None,
     ) -> ModelInput:
         count, tokens = shape.num_sequences, shape.num_tokens
-        tables = self._tables.on_device
-        if graph is None:
-            width = max(s.num_blocks for s in sequences)
-            block_tables = self._select_tables(tables, places.rows_there, width)
-        else:
-            assert self._graph_tables is not None
-            out = self._graph_tables[: graph.batch_size]
-            torch.index_select(tables[:, : out.shape[1]], 0, places.rows_there, out=out)
-            block_tables = out[:count]
         return ModelInput(
             places.input_ids_there[:tokens],
             places.positions_there[:tokens],
             AttentionMetadata(
                 slot_mapping=places.slots_there[:tokens],
-                block_tables=block_tables,
+                block_tables=self._select_tables(sequences, places.rows_there, graph),
                 block_counts=places.block_counts_there[:count],
                 context_lens=places.context_lens_there[:count],
                 cu_seqlens_q=places.starts_there[: count + 1],

@@ -10,7 +10,7 @@ import torch
 from atom.batch import Orders, ScheduledBatch, SequenceResult, StepOutput
 from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import ForwardRunner
-from atom.graphs.staging import bring_to_host
+from atom.graphs.staging import bring_to_host, read_in_place
 from atom.model_engine.input_builder import InputBuilder, StepInput
 from atom.model_ops.metadata import ModelOutput
 from atom.sampling.sampler import Sampled, Sampler, Verified
@@ -63,6 +63,7 @@ class ModelRunner:
         recorder: StepRecorder | None = None,
     ) -> None:
         self._recorder = recorder
+        self._bring_to_host = bring_to_host if recorder is None else read_in_place
         self._inputs = inputs
         self._forward = forward
         self._sampler = sampler
@@ -86,15 +87,15 @@ class ModelRunner:
             return StepOutput([])
         view, verified = self._verify(batch, step)
         if self._drafter.looks_first:
-            sampled = self._sampler.take(step.sample, bring_to_host(verified.tensors))
+            sampled = self._sampler.take(step.sample, self._bring_to_host(verified.tensors))
             found = self._look_up(batch, step)
             proposed = self._drafter.propose(view, found)
-            drafts = None if proposed is None else bring_to_host([proposed.token_ids])[0]
+            drafts = None if proposed is None else self._bring_to_host([proposed.token_ids])[0]
         else:
             proposed = self._drafter.propose(view, None)
             self._sampler.raise_failure()
             parts = [] if proposed is None else [proposed.token_ids]
-            arrays = bring_to_host([*parts, *verified.tensors])
+            arrays = self._bring_to_host([*parts, *verified.tensors])
             drafts = None if proposed is None else arrays.pop(0)
             sampled = self._sampler.take(step.sample, arrays)
             found = self._look_up(batch, step)

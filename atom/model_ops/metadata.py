@@ -47,6 +47,11 @@ class AttentionMetadata:
     )
 
     @property
+    def is_ragged(self) -> bool:
+        """Whether query lengths differ."""
+        return min(self.query_lens_cpu) != self.max_seqlen_q
+
+    @property
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors."""
         tables = self.block_tables, self.block_counts

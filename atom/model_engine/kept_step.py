@@ -1,0 +1,151 @@
+"""The inputs of a step that decodes, kept for the next step of the same sequences.
+
+Most steps give the same sequences the same numbers of tokens as an earlier one. Only tokens,
+positions and places in the KV cache differ then; all else is as it was laid out before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from atom.batch import ScheduledSequence
+from atom.graphs.runner import GraphKey
+from atom.graphs.staging import StagingBuffer
+from atom.kv_cache.block_tables import BlockTables
+from atom.model_ops.metadata import ModelInput
+from atom.sampling.plan import NO_DRAFT, SamplePlan
+
+
+def layout_of(sequences: Sequence[ScheduledSequence]) -> Hashable | None:
+    """What decides the layout of a step of which every row is sampled; None for other steps."""
+    layout = []
+    for s in sequences:
+        if not s.wants_sample or len(s.token_ids) != s.num_drafts + 1:
+            return None
+        layout.append((s.row, s.num_drafts))
+    return tuple(layout)
+
+
+@dataclass(frozen=True)
+class KeptStep:
+    """A step whose T rows are all sampled, as it lies in a staging buffer.
+
+    Attributes:
+        model_input, graph, sample, next_token_ids: of its `StepInput`.
+        rows_there: the B sequences' rows on the device, padded for a graph.
+        words: what the host memory held, without new block ids.
+        owners: [T], which of the B sequences a row belongs to.
+        rows: [T], that sequence's row.
+        offsets: [T], the row's place among its sequence's.
+        places: host arrays of what differs in the next step: input ids, positions and slots [T],
+            context lengths and block counts [B].
+        successors, drafts, sampled_positions: likewise [T], [S * k] and [T], if the step has them.
+    """
+
+    model_input: ModelInput
+    graph: GraphKey | None
+    sample: SamplePlan
+    next_token_ids: torch.Tensor | None
+    rows_there: torch.Tensor
+    words: np.ndarray
+    owners: np.ndarray
+    rows: np.ndarray
+    offsets: np.ndarray
+    places: tuple[np.ndarray, ...]
+    successors: np.ndarray | None
+    drafts: np.ndarray | None
+    sampled_positions: np.ndarray | None
+
+    @classmethod
+    def of(
+        cls,
+        sequences: Sequence[ScheduledSequence],
+        model_input: ModelInput,
+        graph: GraphKey | None,
+        sample: SamplePlan,
+        next_token_ids: torch.Tensor | None,
+        rows_there: torch.Tensor,
+        staging: StagingBuffer,
+        words: np.ndarray,
+    ) -> KeptStep | None:
+        """None when the staging buffer was full."""
+        attention = model_input.attention
+        tensors = (
+            *(model_input.input_ids, model_input.positions, attention.slot_mapping),
+            *(attention.context_lens, attention.block_counts),
+        )
+        optional = (next_token_ids, sample.drafts, sample.positions)
+        places = [staging.host_array(t) for t in tensors]
+        others = [None if t is None else staging.host_array(t) for t in optional]
+        known = [place for place in places if place is not None]
+        if len(known) < len(tensors) or any(
+            (t is None) != (array is None) for t, array in zip(optional, others, strict=True)
+        ):
+            return None
+        lens = [len(s.token_ids) for s in sequences]
+        return cls(
+            model_input,
+            graph,
+            sample,
+            next_token_ids,
+            rows_there,
+            words.copy(),
+            np.repeat(np.arange(len(sequences)), lens),
+            np.repeat([s.row for s in sequences], lens),
+            np.concatenate([np.arange(n) for n in lens]),
+            tuple(known),
+            *others,
+        )
+
+    def fill(
+        self,
+        sequences: Sequence[ScheduledSequence],
+        context_lens: Sequence[int],
+        tables: BlockTables,
+        block_size: int,
+    ) -> None:
+        """Write what differs in a step of the same layout."""
+        input_ids, positions, slots, contexts, block_counts = self.places
+        tokens = [token for s in sequences for token in s.token_ids]
+        input_ids[:] = tokens
+        starts = np.array([s.start for s in sequences])
+        np.add(starts[self.owners], self.offsets, out=positions)
+        indices, places = np.divmod(positions, block_size)
+        np.multiply(tables.blocks_at(self.rows, indices), block_size, out=slots, dtype=np.int64)
+        slots += places
+        contexts[:] = context_lens
+        block_counts[:] = [s.num_blocks for s in sequences]
+        if self.successors is not None:
+            self.successors[:] = tokens[1:] + tokens[:1]
+        if self.sampled_positions is not None:
+            np.add(positions, 1, out=self.sampled_positions)
+        if self.drafts is not None:
+            most = self.sample.layout.most
+            self.drafts[:] = [
+                token
+                for s in sequences
+                for token in (*s.token_ids[1:], *[NO_DRAFT] * (most - s.num_drafts))
+            ]
+
+
+class KeptSteps:
+    """The layouts of the sequences that run; forgotten when one of them starts or ends."""
+
+    _MOST = 64
+
+    def __init__(self) -> None:
+        self._steps: dict[Hashable, KeptStep] = {}
+
+    def find(self, layout: Hashable | None) -> KeptStep | None:
+        return None if layout is None else self._steps.get(layout)
+
+    def add(self, layout: Hashable, step: KeptStep | None) -> None:
+        if step is not None and (layout in self._steps or len(self._steps) < self._MOST):
+            self._steps[layout] = step
+
+    def forget(self) -> None:
+        self._steps.clear()
