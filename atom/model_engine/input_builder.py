@@ -248,6 +248,8 @@ class InputBuilder:
         )
 
     def _send(self) -> None:
+        if self._tables.have_grown:
+            self._selected = None
         self._tables.stage(self.staging)
         self.staging.send()
         self._tables.update()
@@ -285,7 +287,7 @@ class InputBuilder:
         # Wider, and in one place, where they may lie already.
         width = min(1 << (width - 1).bit_length(), tables.shape[1])
         selected = (tuple(s.row for s in sequences), width)
-        if self._selected is None or self._selected[0] != selected or self._tables.have_grown:
+        if self._selected is None or self._selected[0] != selected:
             out = self._step_tables[: len(rows) * width].view(len(rows), width)
             torch.index_select(tables[:, :width], 0, rows, out=out)
             self._selected = selected, out
