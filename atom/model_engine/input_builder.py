@@ -21,6 +21,8 @@ from atom.sampling.sampler import Sampler
 
 # Staging buffer bytes for each token, for each sequence, and a constant part.
 _TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 96, 512, 1 << 16
+# Blocks of the block tables of recorded steps, at least.
+_LEAST_WIDTH = 64
 
 
 @dataclass(frozen=True)
@@ -284,8 +286,8 @@ class InputBuilder:
         width = max(s.num_blocks for s in sequences)
         if self._step_tables is None:
             return tables[:, :width].index_select(0, rows)
-        # Wider, and in one place, where they may lie already.
-        width = min(1 << (width - 1).bit_length(), tables.shape[1])
+        # Wider, so that few steps are recorded, and in one place, where they may lie already.
+        width = min(max(_LEAST_WIDTH, 1 << (width - 1).bit_length()), tables.shape[1])
         selected = (tuple(s.row for s in sequences), width)
         if self._selected is None or self._selected[0] != selected:
             out = self._step_tables[: len(rows) * width].view(len(rows), width)
