@@ -223,8 +223,9 @@ class InputBuilder:
         self._send()
         model_input = self._model_input(places, sequences, shape, graph)
         if words is not None:
-            own = (places.rows_there, race_rows, self.staging, words)
-            self._kept.add(layout, KeptStep.of(sequences, model_input, *rest, *own))
+            kept = (sequences, model_input, graph, sample, next_token_ids)
+            own = KeptStep.of(*kept, places.rows_there, race_rows, self.staging, words)
+            self._kept.add(layout, own)
         return StepInput(model_input, *rest, sampled, race_rows, recurs)
 
     def _repeat(self, kept: KeptStep, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
