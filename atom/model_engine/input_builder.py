@@ -223,8 +223,8 @@ class InputBuilder:
         self._send()
         model_input = self._model_input(places, sequences, shape, graph)
         if words is not None:
-            kept = (sequences, model_input, graph, sample, next_token_ids)
-            own = KeptStep.of(*kept, places.rows_there, race_rows, self.staging, words)
+            first = (sequences, model_input, graph, sample, next_token_ids)
+            own = KeptStep.of(*first, places.rows_there, race_rows, self.staging, words)
             self._kept.add(layout, own)
         return StepInput(model_input, *rest, sampled, race_rows, recurs)
 
