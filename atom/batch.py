@@ -86,7 +86,7 @@ class Orders(msgspec.Struct, frozen=True):
     """What the first rank tells the others to do in a step.
 
     Attributes:
-        batch: without what only the first rank needs, since it alone samples.
+        batch: without what only the first rank needs: it alone samples, but every rank drafts.
         num_drafts: drafts to make for each sampled sequence.
         is_greedy: every sampled row takes the argmax, which all ranks find together.
         is_idle: the batch is empty, and other engines that share the experts compute: a padding row
@@ -109,12 +109,19 @@ class Orders(msgspec.Struct, frozen=True):
 
 
 def _without_sampling(new: NewSequence) -> NewSequence:
-    """What tells which rows have logits: all ranks compute them."""
-    wanted = new.params.prompt_logprobs
-    params = SamplingParams(prompt_logprobs=wanted)
-    if wanted is None:
-        return NewSequence(new.id, new.row, [], [], params, 0)
-    return NewSequence(new.id, new.row, new.prompt_token_ids, new.output_token_ids, params, 0)
+    """What tells which rows have logits, and which race drafts run in: all ranks compute them."""
+    p = new.params
+    params = SamplingParams(
+        temperature=p.temperature,
+        top_k=p.top_k,
+        top_p=p.top_p,
+        min_p=p.min_p,
+        prompt_logprobs=p.prompt_logprobs,
+    )
+    if p.prompt_logprobs is None:
+        return NewSequence(new.id, new.row, [], [], params, new.seed)
+    known = new.prompt_token_ids, new.output_token_ids
+    return NewSequence(new.id, new.row, *known, params, new.seed)
 
 
 class SequenceResult(msgspec.Struct, frozen=True, gc=False):

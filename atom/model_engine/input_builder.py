@@ -36,6 +36,8 @@ class StepInput:
         next_token_ids: [T] int64, the known token after each row; undefined for sampled rows. None
             without a proposer that reads steps.
         sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
+        race_rows: [S] int64, the sampled sequences' rows; None when all are greedy, or without a
+            proposer that reads steps.
         recurs: whether other steps have the same shapes, as steps that decode do, and all that
             differs between them is in tensors.
     """
@@ -45,6 +47,7 @@ class StepInput:
     sample: SamplePlan
     next_token_ids: torch.Tensor | None
     sampled: torch.Tensor | None
+    race_rows: torch.Tensor | None
     recurs: bool
 
 
@@ -205,9 +208,11 @@ class InputBuilder:
             batch, shape.rows, input_ids, shape.positions, shape.ends, self.staging
         )
         indices = sample.layout.indices
-        sampled = None
+        sampled, races = None, next_token_ids is not None and sample.rows is not None
+        race_rows = places.rows_there[: shape.num_sequences] if races else None
         if len(indices) != len(sequences):
             sampled = self.staging.put(np.array(indices, dtype=np.int64))
+            race_rows = self.staging.put(shape.rows[indices]) if races else None
         recurs = (
             sampled is None
             and sample.is_plain
@@ -220,9 +225,10 @@ class InputBuilder:
         self._send()
         model_input = self._model_input(places, sequences, shape, graph)
         if words is not None:
-            parts = (sequences, model_input, *rest, places.rows_there, self.staging, words)
-            self._kept.add(layout, KeptStep.of(*parts))
-        return StepInput(model_input, *rest, sampled, recurs)
+            first = (sequences, model_input, graph, sample, next_token_ids)
+            own = KeptStep.of(*first, places.rows_there, race_rows, self.staging, words)
+            self._kept.add(layout, own)
+        return StepInput(model_input, *rest, sampled, race_rows, recurs)
 
     def _repeat(self, kept: KeptStep, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
         """A step of a known layout; None if it needs another graph."""
@@ -246,6 +252,7 @@ class InputBuilder:
             replace(kept.model_input, attention=attention),
             *(kept.graph, kept.sample, kept.next_token_ids),
             sampled=None,
+            race_rows=kept.race_rows,
             recurs=True,
         )
 

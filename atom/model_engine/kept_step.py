@@ -35,7 +35,7 @@ class KeptStep:
     """A step whose T rows are all sampled, as it lies in a staging buffer.
 
     Attributes:
-        model_input, graph, sample, next_token_ids: of its `StepInput`.
+        model_input, graph, sample, next_token_ids, race_rows: of its `StepInput`.
         rows_there: the B sequences' rows on the device, padded for a graph.
         words: what the host memory held, without new block ids.
         owners: [T], which of the B sequences a row belongs to.
@@ -51,6 +51,7 @@ class KeptStep:
     sample: SamplePlan
     next_token_ids: torch.Tensor | None
     rows_there: torch.Tensor
+    race_rows: torch.Tensor | None
     words: np.ndarray
     owners: np.ndarray
     rows: np.ndarray
@@ -69,6 +70,7 @@ class KeptStep:
         sample: SamplePlan,
         next_token_ids: torch.Tensor | None,
         rows_there: torch.Tensor,
+        race_rows: torch.Tensor | None,
         staging: StagingBuffer,
         words: np.ndarray,
     ) -> KeptStep | None:
@@ -93,6 +95,7 @@ class KeptStep:
             sample,
             next_token_ids,
             rows_there,
+            race_rows,
             words.copy(),
             np.repeat(np.arange(len(sequences)), lens),
             np.repeat([s.row for s in sequences], lens),

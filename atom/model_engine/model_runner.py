@@ -12,7 +12,7 @@ from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import ForwardRunner
 from atom.graphs.staging import bring_to_host, read_in_place
 from atom.model_engine.input_builder import InputBuilder, StepInput
-from atom.model_ops.metadata import ModelOutput
+from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import VerifiedStep
 from atom.spec_decode.drafter import Drafter, Found
@@ -21,18 +21,20 @@ from atom.spec_decode.drafter import Drafter, Found
 @dataclass(frozen=True)
 class _Computed:
     """Attributes:
-    last_rows: as in `VerifiedStep`; None when the proposer reads no steps.
+    last_rows, race: as in `VerifiedStep`; None when the proposer reads no steps.
     """
 
     output: ModelOutput
     verified: Verified
     last_rows: torch.Tensor | None
+    race: SamplingMetadata | None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
-        rows = [] if self.last_rows is None else [self.last_rows]
+        options = () if self.race is None else self.race.tensors
         states = [self.output.hidden_states, *self.output.aux_hidden_states]
-        return [*states, self.verified.sampled, *self.verified.tensors, *rows]
+        kept = [t for t in (self.last_rows, *options) if t is not None]
+        return [*states, self.verified.sampled, *self.verified.tensors, *kept]
 
 
 def _with_unknown_lengths(step: StepInput) -> StepInput:
@@ -145,6 +147,7 @@ class ModelRunner:
                     *(model_input.input_ids, model_input.positions, step.next_token_ids),
                     *model_input.attention.tensors,
                     *plan.tensors,
+                    step.race_rows,
                 ),
                 lambda: self._compute(_with_unknown_lengths(step)),
                 lambda done: done.tensors,
@@ -159,7 +162,8 @@ class ModelRunner:
             step.next_token_ids,
             done.last_rows,
             step.sampled,
-            recurs=step.recurs,
+            done.race,
+            step.recurs,
         )
         return view, done.verified
 
@@ -170,7 +174,8 @@ class ModelRunner:
         last_rows = None
         if step.next_token_ids is not None:
             last_rows = self._sampler.place(step.sample, verified, step.next_token_ids)
-        return _Computed(output, verified, last_rows)
+        race = self._sampler.race(step.sample, step.race_rows)
+        return _Computed(output, verified, last_rows, race)
 
     def _look_up(self, batch: ScheduledBatch, step: StepInput) -> Found:
         plan = step.sample

@@ -279,9 +279,9 @@ class Worker:
             if self._graphs is None:
                 return 0
             rehearse = partial(self._graphs.rehearse, self.inputs.graph_input)
-            # The draft chain has one graph per bucket, too.
+            # The draft chain has two graphs per bucket, of greedy and of random drafts.
             has_chain = self._proposer.reads_steps and self._proposer.lookahead.num_tokens > 1
-            num_chains = self._graphs.plan.num_buckets if has_chain else 0
+            num_chains = 2 * self._graphs.plan.num_buckets if has_chain else 0
             return estimate_graph_bytes(rehearse, self._graphs.num_graphs + num_chains)
 
         budget = kv_cache_budget(

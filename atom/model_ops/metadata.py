@@ -165,6 +165,6 @@ class SamplingMetadata:
         """All options, in the order above."""
         return self.temperature, self.top_k, self.top_p, self.min_p, self.seeds, self.positions
 
-    def select(self, rows: torch.Tensor) -> SamplingMetadata:
-        """The options of `rows` [n] int64."""
+    def select(self, rows: torch.Tensor | slice) -> SamplingMetadata:
+        """The options of `rows`, [n] int64 or a slice."""
         return SamplingMetadata(*(None if t is None else t[rows] for t in self.tensors))

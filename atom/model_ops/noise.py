@@ -68,8 +68,12 @@ def _key_constants(device: torch.device) -> torch.Tensor:
 @functools.lru_cache(maxsize=4)
 def token_hashes(vocab_size: int, device: torch.device) -> torch.Tensor:
     """`t` of every token id: [vocab_size] int32. Cached: do not modify."""
-    token_ids = torch.arange(vocab_size, dtype=torch.int32, device=device)
-    return _mix_(token_ids.mul_(_int32(_TOKEN_MUL)))
+    return hash_tokens(torch.arange(vocab_size, dtype=torch.int32, device=device))
+
+
+def hash_tokens(token_ids: torch.Tensor) -> torch.Tensor:
+    """`t` of token ids [N] int32: [N] int32."""
+    return _mix_(token_ids.mul(_int32(_TOKEN_MUL)))
 
 
 def random_bits(keys: torch.Tensor, hashes: torch.Tensor) -> torch.Tensor:

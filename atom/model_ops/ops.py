@@ -245,6 +245,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("triton.choose_tokens:choose_tokens", "triton.choose_tokens:refuses"),
         _kernel("torch.sampling:choose_tokens"),
     ),
+    "choose_drafts": (
+        _kernel("native.sampling:choose_drafts"),
+        _kernel("triton.choose_drafts:choose_drafts", "triton.choose_tokens:refuses"),
+        _kernel("torch.draft_choice:choose_drafts"),
+    ),
     "mask_tokens": (
         _kernel("native.sampling:mask_tokens"),
         _kernel("triton.mask_tokens:mask_tokens"),

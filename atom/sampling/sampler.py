@@ -243,6 +243,16 @@ class Sampler:
             plan.table,
         )
 
+    def race(self, plan: SamplePlan, rows: torch.Tensor | None) -> SamplingMetadata | None:
+        """What drafts that follow the step are chosen with, as in `VerifiedStep`.
+
+        Args:
+            rows: [S] int64, of the sampled sequences; None when all are greedy.
+        """
+        if rows is None:
+            return None
+        return self._rows.metadata(rows, None, plan.needs, self._ops.sampling_options)
+
     def _choose_together(
         self, plan: SamplePlan, hidden_states: torch.Tensor
     ) -> tuple[torch.Tensor, Logprobs | None]:

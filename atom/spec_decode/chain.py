@@ -13,20 +13,32 @@ import torch
 
 from atom.graphs.capture import Bucket, GraphPlan, fill_rows
 from atom.model_ops.kernels.torch.speculation import advance_drafts
-from atom.model_ops.metadata import AttentionMetadata
-from atom.spec_decode.base import VerifiedStep
+from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
+from atom.spec_decode.base import Proposal, VerifiedStep
+from atom.spec_decode.choice import Chosen
 
-# (index of the draft, token ids [S], hidden [S, hidden], positions [S], metadata) -> (greedy next
-# token ids [S], hidden states for the next step)
+# (index of the draft, token ids [S], hidden [S, hidden], positions [S], metadata, race) -> (next
+# drafts, hidden states for the next step)
 PredictOp = Callable[
-    [int, torch.Tensor, torch.Tensor, torch.Tensor, AttentionMetadata],
-    tuple[torch.Tensor, torch.Tensor],
+    [
+        int,
+        torch.Tensor,
+        torch.Tensor,
+        torch.Tensor,
+        AttentionMetadata,
+        SamplingMetadata | None,
+    ],
+    tuple[Chosen, torch.Tensor],
 ]
 # The op of this name.
 AdvanceOp = Callable[
     [torch.Tensor, int, torch.Tensor, torch.Tensor, int, int],
     tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ]
+
+
+# Of temperature, top_k, top_p, min_p, seeds and positions: values without effect.
+_OPTIONS_OFF = (0, 2**31 - 1, 1, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,7 @@ class ChainStart:
         block_tables: [S, max_blocks] int32.
         block_counts: [S] int32; blocks of each sequence.
         max_context_len: upper bound of the context lengths in the last step.
+        race: as in `VerifiedStep`.
     """
 
     token_ids: torch.Tensor
@@ -48,6 +61,7 @@ class ChainStart:
     block_tables: torch.Tensor
     block_counts: torch.Tensor
     max_context_len: int
+    race: SamplingMetadata | None = None
 
 
 class DraftChain:
@@ -77,60 +91,76 @@ class DraftChain:
         self._max_model_len = max_model_len
         self._graphs: _Graphs | None = None
 
-    def capture(self, plan: GraphPlan, hidden: torch.Tensor) -> None:
+    def capture(self, plan: GraphPlan, hidden: torch.Tensor, *, confident: bool = False) -> None:
         """Capture the graphs. The KV cache must be bound and must not move afterwards.
 
         Args:
             hidden: a tensor with the width and dtype of the hidden states that start a chain.
+            confident: whether drafts come with confidences.
         """
         if self._num_steps:
-            self._graphs = _Graphs(plan, hidden, self._num_steps, self.run_eagerly)
+            self._graphs = _Graphs(plan, hidden, self._num_steps, self.run_eagerly, confident)
 
     def release_graphs(self) -> None:
         self._graphs = None
 
     def extend(
-        self, step: VerifiedStep, first: torch.Tensor, hidden: torch.Tensor, num_drafts: int
-    ) -> torch.Tensor:
-        """Make the remaining drafts from the first ones [S] and their hidden states [S, hidden].
+        self,
+        step: VerifiedStep,
+        positions: torch.Tensor,
+        first: Chosen,
+        hidden: torch.Tensor,
+        num_drafts: int,
+    ) -> Proposal:
+        """Make the remaining drafts from the first ones and their hidden states [S, hidden].
 
         Args:
+            positions: [S], of the rows that the first drafts were made from.
             num_drafts: at least 1. Without any sequence a padding row is computed: other ranks may
                 wait for this one's experts.
 
         Returns:
-            [S, num_drafts] int64, the first drafts included.
+            The first drafts included.
         """
+        columns = [t[:, None] for t in first.tensors]
         if num_drafts == 1:
-            return first[:, None]
-        start = self._start(step, first, hidden, num_drafts - 1)
-        if not len(first):
+            return Proposal(*columns)
+        start = self._start(step, positions, first.token_ids, hidden, num_drafts - 1)
+        if not len(positions):
             self.run(_padding(start), num_drafts - 1)
-            return first.new_empty((0, num_drafts))
-        return torch.cat((first[:, None], self.run(start, num_drafts - 1)), dim=1)
+            return Proposal(*(t.new_empty((0, num_drafts)) for t in columns))
+        rest = self.run(start, num_drafts - 1).tensors
+        return Proposal(*(torch.cat(pair, dim=1) for pair in zip(columns, rest, strict=True)))
 
-    def run(self, start: ChainStart, num_steps: int) -> torch.Tensor:
-        """Draft `num_steps` more tokens: [S, num_steps] int64 target token ids, valid until the
-        next run.
-        """
+    def run(self, start: ChainStart, num_steps: int) -> Proposal:
+        """Draft `num_steps` more tokens, valid until the next run."""
         if self._graphs is not None and num_steps == self._num_steps:
             drafts = self._graphs.replay(start)
             if drafts is not None:
                 return drafts
         return self.run_eagerly(start, num_steps)
 
-    def run_eagerly(self, start: ChainStart, num_steps: int) -> torch.Tensor:
+    def run_eagerly(self, start: ChainStart, num_steps: int) -> Proposal:
         """Like `run`, without graphs."""
         token_ids, hidden = start.token_ids, start.hidden
-        drafts = token_ids.new_empty((len(token_ids), num_steps))
+        drafts: list[Chosen] = []
         for i in range(num_steps):
             positions, metadata = self._advance(start, i + 1)
-            token_ids, hidden = self._predict(i + 1, token_ids, hidden, positions, metadata)
-            drafts[:, i] = token_ids
-        return drafts
+            chosen, hidden = self._predict(
+                i + 1, token_ids, hidden, positions, metadata, start.race
+            )
+            token_ids = chosen.token_ids
+            drafts.append(chosen)
+        columns = zip(*(chosen.tensors for chosen in drafts), strict=True)
+        return Proposal(*(torch.cat([t[:, None] for t in each], dim=1) for each in columns))
 
     def _start(
-        self, step: VerifiedStep, token_ids: torch.Tensor, hidden: torch.Tensor, num_steps: int
+        self,
+        step: VerifiedStep,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        num_steps: int,
     ) -> ChainStart:
         """The chain's start after the last rows of the sampled sequences.
 
@@ -140,9 +170,8 @@ class DraftChain:
         tables, counts = metadata.block_tables, metadata.block_counts
         if step.sampled is not None:
             tables, counts = tables[step.sampled], counts[step.sampled]
-        positions = step.model_input.positions[step.last_rows]
         longest = min(metadata.max_context_len + num_steps, self._max_model_len)
-        return ChainStart(token_ids, hidden, positions, tables, counts, longest)
+        return ChainStart(token_ids, hidden, positions, tables, counts, longest, step.race)
 
     def _advance(self, start: ChainStart, step: int) -> tuple[torch.Tensor, AttentionMetadata]:
         """Positions and metadata for one token of each sequence, `step` positions after the start.
@@ -193,7 +222,8 @@ class _Graphs:
         plan: GraphPlan,
         hidden: torch.Tensor,
         num_steps: int,
-        run: Callable[[ChainStart, int], torch.Tensor],
+        run: Callable[[ChainStart, int], Proposal],
+        confident: bool,
     ) -> None:
         self._plan = plan
         self._run = run
@@ -205,14 +235,28 @@ class _Graphs:
             block_tables=torch.zeros(size, plan.table_width, dtype=torch.int32, device=device),
             block_counts=torch.zeros(size, dtype=torch.int32, device=device),
             max_context_len=plan.context_bounds[-1],
+            race=SamplingMetadata(
+                temperature=torch.zeros(size, device=device),
+                top_k=torch.zeros(size, dtype=torch.int32, device=device),
+                top_p=torch.zeros(size, device=device),
+                min_p=torch.zeros(size, device=device),
+                seeds=torch.zeros(size, dtype=torch.int64, device=device),
+            ),
         )
-        self._drafts = torch.zeros(size, num_steps, dtype=torch.int64, device=device)
-        self._replays: dict[Bucket, Callable[[], None]] = {}
+        shape = size, num_steps
+        self._drafts = Proposal(
+            torch.zeros(shape, dtype=torch.int64, device=device),
+            torch.zeros(shape, device=device) if confident else None,
+        )
+        # By bucket, and whether some drafts are not greedy.
+        self._replays: dict[tuple[Bucket, bool], Callable[[], None]] = {}
         with torch.inference_mode():
             for bucket in plan.buckets():
-                self._replays[bucket] = plan.backend.capture(partial(self._compute, bucket))
+                for races in (False, True):
+                    work = partial(self._compute, bucket, races)
+                    self._replays[bucket, races] = plan.backend.capture(work)
 
-    def replay(self, start: ChainStart) -> torch.Tensor | None:
+    def replay(self, start: ChainStart) -> Proposal | None:
         """The drafts; None when no bucket fits."""
         count = len(start.token_ids)
         bucket = self._plan.fit(count, start.max_context_len)
@@ -224,10 +268,23 @@ class _Graphs:
         fill_rows(buffers.positions, start.positions, size, 0)
         fill_rows(buffers.block_tables, start.block_tables, size, 0)
         fill_rows(buffers.block_counts, start.block_counts, size, 0)
-        self._replays[bucket]()
-        return self._drafts[:count]
+        if start.race is not None:
+            self._fill_race(start.race, size)
+        self._replays[bucket, start.race is not None]()
+        return Proposal(*(t[:count] for t in self._drafts.tensors))
 
-    def _compute(self, bucket: Bucket) -> None:
+    def _fill_race(self, race: SamplingMetadata, size: int) -> None:
+        """Greedy padding; the graph reads every option, so those that no row needs are off."""
+        assert self._buffers.race is not None
+        for buffer, option, off in zip(
+            self._buffers.race.tensors, race.tensors, _OPTIONS_OFF, strict=True
+        ):
+            if option is not None and buffer is not None:
+                fill_rows(buffer, option, size, off)
+            elif buffer is not None:
+                buffer[:size].fill_(off)
+
+    def _compute(self, bucket: Bucket, races: bool) -> None:
         """The captured work of one bucket."""
         buffers, size = self._buffers, bucket.batch_size
         start = ChainStart(
@@ -237,5 +294,8 @@ class _Graphs:
             buffers.block_tables[:size],
             buffers.block_counts[:size],
             bucket.max_context_len,
+            buffers.race.select(slice(size)) if races and buffers.race is not None else None,
         )
-        self._drafts[:size].copy_(self._run(start, self._drafts.shape[1]))
+        made = self._run(start, self._drafts.token_ids.shape[1])
+        for kept, drafts in zip(self._drafts.tensors, made.tensors, strict=True):
+            kept[:size].copy_(drafts)

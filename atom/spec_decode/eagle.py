@@ -10,14 +10,15 @@ from torch import nn
 from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import advance_drafts
-from atom.model_ops.metadata import AttentionMetadata
+from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
 from atom.spec_decode.chain import AdvanceOp, DraftChain
+from atom.spec_decode.choice import Chosen, DraftChoice
 
 
 class EagleProposer:
-    """Proposes a greedy chain of up to `num_speculative_tokens` drafts.
+    """Proposes a chain of up to `num_speculative_tokens` drafts.
 
     A first pass over the step's rows writes the draft's KV for all tokens that the target just
     computed; the row at position t combines the hidden state at t with the token at t + 1. The
@@ -36,18 +37,20 @@ class EagleProposer:
         block_size: int,
         max_model_len: int,
         advance: AdvanceOp = advance_drafts,
+        choice: DraftChoice | None = None,
     ) -> None:
         self.lookahead = Lookahead(num_speculative_tokens, kv_depends_on_successor=True)
         self.draft_model: nn.Module | None = draft
         self.aux_layer_ids = draft.aux_layer_ids
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._draft = draft
+        self._choice = choice or DraftChoice(draft.target_ids)
         self._chain = DraftChain(
             self._predict, num_speculative_tokens, block_size, max_model_len, advance
         )
 
     def capture(self, plan: GraphPlan) -> None:
-        self._chain.capture(plan, self._draft.norm.weight)
+        self._chain.capture(plan, self._draft.norm.weight, confident=self._choice.confident)
 
     def release_graphs(self) -> None:
         self._chain.release_graphs()
@@ -60,8 +63,10 @@ class EagleProposer:
             self._draft.write_kv(*rows)
             return Proposal.empty(step)
         post_norm, pre_norm = self._draft(*rows)
-        first, hidden = self._outcome(post_norm[step.last_rows], pre_norm[step.last_rows])
-        return Proposal(self._chain.extend(step, first, hidden, num_drafts))
+        last = step.last_rows
+        positions = step.model_input.positions[last]
+        first, hidden = self._outcome(post_norm[last], pre_norm[last], positions, step.race)
+        return self._chain.extend(step, positions, first, hidden, num_drafts)
 
     def _predict(
         self,
@@ -70,12 +75,21 @@ class EagleProposer:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        race: SamplingMetadata | None,
+    ) -> tuple[Chosen, torch.Tensor]:
         """One step of the chain; the same at every index."""
-        return self._outcome(*self._draft(token_ids, hidden, positions, metadata))
+        post_norm, pre_norm = self._draft(token_ids, hidden, positions, metadata)
+        return self._outcome(post_norm, pre_norm, positions, race)
 
     def _outcome(
-        self, post_norm: torch.Tensor, pre_norm: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Greedy target token ids [S] and the next step's hidden states, from [S, hidden] each."""
-        return self._draft.choose_token(post_norm), self._draft.feedback(post_norm, pre_norm)
+        self,
+        post_norm: torch.Tensor,
+        pre_norm: torch.Tensor,
+        positions: torch.Tensor,
+        race: SamplingMetadata | None,
+    ) -> tuple[Chosen, torch.Tensor]:
+        """The drafts and the next step's hidden states, from [S, hidden] each."""
+        hidden = self._draft.feedback(post_norm, pre_norm)
+        if race is None and not self._choice.confident:
+            return Chosen(self._draft.choose_token(post_norm)), hidden
+        return self._choice.choose(self._draft.compute_logits(post_norm), race, positions), hidden

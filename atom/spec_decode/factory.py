@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from atom.config import EngineConfig, SpeculativeOptions
 from atom.distributed.parallel_state import SINGLE
 from atom.graphs.recorded import StepRecorder
@@ -18,6 +20,7 @@ from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
+from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
@@ -111,6 +114,7 @@ def create_eagle3(
     )
     storage = storage_dtype(config.cache, context)
     builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
+    size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
     return EagleProposer(
         draft,
         builder,
@@ -118,7 +122,19 @@ def create_eagle3(
         config.cache.block_size,
         context.max_model_len,
         context.ops.resolve("advance_drafts", context.dtype),
+        create_choice(context, size, draft.target_ids, scale),
     )
+
+
+def create_choice(
+    context: LayerContext,
+    vocab_size: int,
+    token_ids: torch.Tensor | None = None,
+    temperature_scale: float = 1.0,
+) -> DraftChoice:
+    """The choice of drafts from logits [S, vocab_size], with this platform's op."""
+    op = context.ops.resolve("choose_drafts", torch.float32, vocab_size=vocab_size)
+    return DraftChoice(token_ids, temperature_scale, op=op)
 
 
 def create_mtp(
@@ -140,6 +156,7 @@ def create_mtp(
         block_size,
         context.max_model_len,
         context.ops.resolve("advance_drafts", context.dtype),
+        create_choice(context, source.hf_config.get_text_config().vocab_size),
     )
 
 

@@ -10,14 +10,15 @@ from torch import nn
 from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import advance_drafts
-from atom.model_ops.metadata import AttentionMetadata
+from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.models.deepseek_mtp import DeepseekMTP, MTPLayer
 from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
 from atom.spec_decode.chain import AdvanceOp, DraftChain
+from atom.spec_decode.choice import Chosen, DraftChoice
 
 
 class MTPProposer:
-    """Proposes a greedy chain of up to `num_speculative_tokens` drafts; draft i uses layer i modulo
+    """Proposes a chain of up to `num_speculative_tokens` drafts; draft i uses layer i modulo
     their number.
 
     The steps are those of `EagleProposer`; the first pass reads the target's last hidden states
@@ -35,18 +36,20 @@ class MTPProposer:
         block_size: int,
         max_model_len: int,
         advance: AdvanceOp = advance_drafts,
+        choice: DraftChoice | None = None,
     ) -> None:
         self.lookahead = Lookahead(num_speculative_tokens, kv_depends_on_successor=True)
         self.draft_model: nn.Module | None = mtp
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._mtp = mtp
+        self._choice = choice or DraftChoice()
         self._chain = DraftChain(
             self._predict, num_speculative_tokens, block_size, max_model_len, advance
         )
 
     def capture(self, plan: GraphPlan) -> None:
         layer = next(m for m in self._mtp.modules() if isinstance(m, MTPLayer))
-        self._chain.capture(plan, layer.enorm.weight)
+        self._chain.capture(plan, layer.enorm.weight, confident=self._choice.confident)
 
     def release_graphs(self) -> None:
         self._chain.release_graphs()
@@ -62,8 +65,9 @@ class MTPProposer:
             self._mtp.write_kv(*rows)
             return Proposal.empty(step)
         hidden = self._mtp(0, *rows)[step.last_rows]
-        first = self._mtp.choose_token(0, hidden)
-        return Proposal(self._chain.extend(step, first, hidden, num_drafts))
+        positions = step.model_input.positions[step.last_rows]
+        first = self._choose(0, hidden, positions, step.race)
+        return self._chain.extend(step, positions, first, hidden, num_drafts)
 
     def _predict(
         self,
@@ -72,7 +76,20 @@ class MTPProposer:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        race: SamplingMetadata | None,
+    ) -> tuple[Chosen, torch.Tensor]:
         """One step of the chain."""
         hidden = self._mtp(place, token_ids, hidden, positions, metadata)
-        return self._mtp.choose_token(place, hidden), hidden
+        return self._choose(place, hidden, positions, race), hidden
+
+    def _choose(
+        self,
+        place: int,
+        hidden: torch.Tensor,
+        positions: torch.Tensor,
+        race: SamplingMetadata | None,
+    ) -> Chosen:
+        """Draft `place` of each sequence, from [S, hidden]."""
+        if race is None and not self._choice.confident:
+            return Chosen(self._mtp.choose_token(place, hidden))
+        return self._choice.choose(self._mtp.compute_logits(place, hidden), race, positions)

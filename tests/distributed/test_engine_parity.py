@@ -11,6 +11,7 @@ from ranks import engines_of_threads
 from spec_decode.engines import (
     PROMPTS,
     create_engine,
+    drafts_recorded,
     generate,
     params,
     write_draft,
@@ -106,3 +107,19 @@ def test_the_same_tokens(
         stats = engine.engine.core.stats
         assert (stats.num_preemptions > 0) == (name == "preemption")
         assert stats.prefix_cache_hits > 0
+
+
+@pytest.mark.parametrize("name", ["eagle3 mha", "whole mtp"])
+def test_the_same_drafts(name: str, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every rank knows how a request samples, and chooses its drafts accordingly."""
+    target, size, options = CASES[name]
+    options = {**options, "num_speculative_tokens": 3, "enable_prefix_caching": False}
+    if "draft_model" in options:
+        options["draft_model"] = str(folders[options["draft_model"]])
+    with drafts_recorded(monkeypatch) as recorded, engines_of_threads():
+        for ranks in (1, size):
+            with create_engine(folders[target], tensor_parallel_size=ranks, **options) as engine:
+                generate(engine, params("warm", max_tokens=16), CHOSEN[:4])
+    alone, *together = recorded
+    assert alone in together
+    assert len(alone) > 30

@@ -29,6 +29,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "greedy": {"temperature": 0.0},
     "warm": {"temperature": 0.7, "seed": 1},
     "top-p": {"temperature": 1.0, "top_p": 0.9, "seed": 2},
+    "top-k min-p": {"temperature": 1.0, "top_k": 30, "min_p": 0.05, "seed": 5},
     "penalties": {
         "temperature": 1.3,
         "seed": 3,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -87,13 +88,22 @@ class ReferenceMTP:
         return self.norm(x, "shared_head.norm")
 
     def propose(
-        self, next_tokens: list[int], hidden: torch.Tensor, k: int
+        self,
+        next_tokens: list[int],
+        hidden: torch.Tensor,
+        k: int,
+        choose: Callable[[torch.Tensor, int], int] = lambda logits, _: int(logits.argmax()),
     ) -> tuple[list[int], torch.Tensor]:
-        """Greedy chain of k tokens after the last of `next_tokens`, and their states."""
+        """Chain of k tokens after the last of `next_tokens`, and their states.
+
+        Args:
+            choose: (logits [1, vocab], position in the text) -> token.
+        """
         tokens, drafts, states = list(next_tokens), [], []
         for step in range(k):
             state = self.forward(step, tokens, hidden)[-1:]
-            drafts.append(int((state @ self.get("shared_head.head").T).argmax()))
+            logits = state @ self.get("shared_head.head").T
+            drafts.append(choose(logits, len(tokens) + 1))
             states.append(state)
             tokens, hidden = [*tokens, drafts[-1]], torch.cat([hidden, state])
         return drafts, torch.cat(states)

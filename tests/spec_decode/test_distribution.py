@@ -15,7 +15,9 @@ from spec_decode import engines
 from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
-from atom.spec_decode.base import Proposer
+from atom.model_engine import worker
+from atom.spec_decode.base import Lookahead, NullProposer, Proposal, Proposer, VerifiedStep
+from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.lookup import Lookup
 
@@ -42,14 +44,41 @@ class GuessLookup(Lookup):
         return max(matching, key=lambda key: self._distribution[key])[len(known) :]
 
 
+class MarginalProposer(NullProposer):
+    """Races with the probabilities of each place, whatever came before."""
+
+    reads_steps = True
+
+    def __init__(self, distribution: dict[tuple[int, ...], float], start: int, vocab_size: int):
+        super().__init__(Lookahead(NUM_DRAFTS))
+        weights = torch.zeros(NUM_TOKENS, vocab_size)
+        for key, probability in distribution.items():
+            weights[range(NUM_TOKENS), key] += probability
+        self._logits = TEMPERATURE * weights.log()
+        self._start = start
+        self._choice = DraftChoice()
+
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
+        positions = step.model_input.positions[step.last_rows]
+        drafts = []
+        for ahead in range(2, 2 + num_drafts):
+            places = (positions + ahead - self._start).clamp(max=NUM_TOKENS - 1)
+            logits = self._logits[places]
+            drafts.append(self._choice.choose(logits, step.race, positions, ahead).token_ids)
+        return Proposal(torch.stack(drafts, dim=1))
+
+
+@pytest.mark.parametrize("drafts", ["coupled", pytest.param("guess", marks=pytest.mark.slow)])
 def test_chi_square(
+    drafts: str,
     tmp_path: Path,
     byte_level_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """50,000 continuations of four tokens, against the probabilities of transformers' logits.
 
-    The first token comes from the prompt's step, the others from rows that verified drafts.
+    The first token comes from the prompt's step, the others from rows that verified drafts: the
+    likeliest tokens, or the winners of races with the noise of the samples.
     """
     vocab_size = len(byte_level_tokenizer)
     checkpoint = checkpoints.llama(tmp_path, vocab_size=vocab_size, hidden_size=engines.HIDDEN)
@@ -58,8 +87,14 @@ def test_chi_square(
     expected = _distribution(checkpoint, prompt)
 
     def create(_: object, proposer: Proposer, **__: bool) -> Drafter:
-        return Drafter(proposer, "guess", GuessLookup(expected), None, waiting_is_free=True)
+        lookup = GuessLookup(expected) if drafts == "guess" else None
+        return Drafter(proposer, drafts, lookup, None, waiting_is_free=True)
 
+    def create_proposer(*_: object) -> Proposer:
+        return MarginalProposer(expected, len(prompt), vocab_size)
+
+    if drafts == "coupled":
+        monkeypatch.setattr(worker, "create_proposer", create_proposer)
     with engines.drafters_from(monkeypatch, create):
         # The engine's seed makes the requests' own seeds, and so this test, repeatable.
         engine = engines.create_engine(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,16 @@ from spec_decode.engines import create_engine, generate, params
 from spec_decode.mtp_reference import ReferenceMTP, add_mtp_layers, remove_tensors
 from transformers import PreTrainedTokenizerFast
 
+from atom import SamplingParams
 from atom.config import ConfigError, ModelOptions
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import resolve_model
+from atom.model_ops.kernels.torch.sampling import choose_tokens
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.metadata import SamplingMetadata
 from atom.models.deepseek_mtp import DeepseekMTP
 from atom.platform import cpu_platform
 
@@ -191,6 +195,16 @@ SAMPLING = [
 ]
 
 
+def race(sampling: SamplingParams, logits: torch.Tensor, position: int) -> int:
+    """The token that wins where the target samples."""
+    place = SamplingMetadata(
+        temperature=torch.tensor([sampling.temperature]),
+        seeds=torch.tensor([sampling.seed or 0]),
+        positions=torch.tensor([position]),
+    )
+    return int(choose_tokens(logits, place))
+
+
 @pytest.mark.parametrize(("count", "k"), [(1, 1), (1, 4), (2, 3)])
 def test_speculation_in_the_engine(
     count: int,
@@ -212,16 +226,16 @@ def test_speculation_in_the_engine(
         fast = create_engine(
             tmp_path, method="mtp", num_speculative_tokens=k, max_num_batched_tokens=24
         )
-    for sampling in SAMPLING:
-        assert generate(fast, sampling, PROMPTS) == generate(plain, sampling, PROMPTS)
-    stats = fast.engine.core.stats.spec_decode
-    assert stats.num_drafts > 0
     reference = ReferenceMTP(tmp_path)
     drafts = recorders[0]
-    for history in list(drafts)[::4]:
-        (prompt,) = (p for p in PROMPTS if list(history[: len(p)]) == p)
-        # The scheduler keeps no blocks for drafts past the last token, and verifies none.
-        room = max(len(prompt) + NEW_TOKENS - len(history) - 1, 0)
-        hidden = target.hidden_states(list(history))[-1][:-1]
-        expected, _ = reference.propose(list(history[1:]), hidden, k)
-        assert drafts[history][:room] == expected[:room]
+    for sampling in SAMPLING:
+        drafts.clear()
+        assert generate(fast, sampling, PROMPTS) == generate(plain, sampling, PROMPTS)
+        for history in list(drafts)[::8]:
+            (prompt,) = (p for p in PROMPTS if list(history[: len(p)]) == p)
+            # The scheduler keeps no blocks for drafts past the last token, and verifies none.
+            room = max(len(prompt) + NEW_TOKENS - len(history) - 1, 0)
+            hidden = target.hidden_states(list(history))[-1][:-1]
+            expected, _ = reference.propose(list(history[1:]), hidden, k, partial(race, sampling))
+            assert drafts[history][:room] == expected[:room]
+    assert fast.engine.core.stats.spec_decode.num_drafts > 0

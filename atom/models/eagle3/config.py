@@ -55,6 +55,7 @@ class Eagle3Config:
         norm_before_residual: the residual is the hidden state after `hidden_norm`, not before.
         fc_norm: each target hidden state has its own norm before `fc` (Eagle 3.1).
         norm_output: the next draft step reads the normalised output (Eagle 3.1).
+        temperature_scale: at how many times the requests' temperatures drafts are chosen.
         tied: the config ties the output head to the embedding.
         ignored_keys: unknown keys whose names suggest no effect on the computation.
     """
@@ -68,6 +69,7 @@ class Eagle3Config:
     norm_before_residual: bool
     fc_norm: bool
     norm_output: bool
+    temperature_scale: float
     tied: bool
     ignored_keys: tuple[str, ...] = ()
 
@@ -132,6 +134,7 @@ class Eagle3Config:
             norm_before_residual=fields.flag("norm_before_residual"),
             fc_norm=fields.flag("fc_norm"),
             norm_output=fields.flag("norm_output"),
+            temperature_scale=fields.number("draft_temperature_scale", 1.0),
             tied=fields.flag("tie_word_embeddings"),
             ignored_keys=tuple(ignored),
         )

@@ -8,8 +8,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from model_ops import draft_rows
 
 from atom.model_ops.kernels.torch import sampling
+from atom.model_ops.kernels.triton.choose_drafts import choose_drafts
 from atom.model_ops.kernels.triton.choose_tokens import choose_tokens, refuses
 from atom.model_ops.kernels.triton.mask_tokens import mask_tokens
 from atom.model_ops.kernels.triton.noise import exponential, random_bits, row_keys
@@ -124,6 +126,18 @@ def test_tokens_are_those_of_torch(
     generator = torch.Generator().manual_seed(len(filters))
     logits = ((torch.randn(3, vocab, generator=generator) * 2 / grid).round() * grid).to(dtype)
     check(logits, options_of(RANDOM | filters, 3, vocab, vocab), device)
+
+
+@pytest.mark.parametrize(
+    "filters", [None, set(), {"min_p"}, {"top_k", "top_p"}], ids=lambda names: str(names)
+)
+def test_drafts_are_what_the_target_would_sample(
+    filters: set[str] | None, device: torch.device
+) -> None:
+    """From a row in two parts, by greedy rows and random ones."""
+    options = {} if filters is None else options_of(RANDOM | filters, 3, 6000, 5)
+    scores = torch.randn(3, 4100, generator=torch.Generator().manual_seed(3)) * 2
+    draft_rows.check(choose_drafts, scores, options, 6000, device)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

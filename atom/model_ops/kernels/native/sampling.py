@@ -9,7 +9,7 @@ from atom.model_ops.metadata import SamplingMetadata
 
 _mask = Kernels("mask_tokens", "3P4q")
 _argmax = Kernels("argmax", "2P3q")
-_choose = Kernels("choose_tokens", "8P3q")
+_choose = Kernels("choose_tokens", "10P5qd")
 
 # Of temperature, top_k, top_p, min_p, seeds and positions.
 _OPTION_TYPES = (
@@ -76,21 +76,62 @@ def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
         ValueError: when shapes or data types do not fit, or temperatures are given without seeds
             or positions.
     """
-    m = metadata
-    if m.temperature is not None and (m.seeds is None or m.positions is None):
-        raise ValueError("temperature needs seeds and positions")
+    num_rows, vocab_size = _check(scores)
+    token_ids = scores.new_empty(num_rows, dtype=torch.int64)
+    addresses = scores.data_ptr(), *_addresses(metadata, num_rows), 0, token_ids.data_ptr(), 0
+    _choose(None, *addresses, num_rows, vocab_size, num_threads(), 0, 0, 1.0)
+    return token_ids
+
+
+def choose_drafts(
+    scores: torch.Tensor,
+    race: SamplingMetadata,
+    token_ids: torch.Tensor | None,
+    scale: float,
+    ahead: int,
+    confident: bool,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As the op in plain torch, which has the arguments.
+
+    Raises:
+        ValueError: when shapes or data types do not fit, or temperatures are given without seeds
+            or positions.
+    """
+    num_rows, vocab_size = _check(scores)
+    if token_ids is not None and (
+        token_ids.dtype is not torch.int32
+        or token_ids.shape != (vocab_size,)
+        or not token_ids.is_contiguous()
+    ):
+        raise mismatch("choose_drafts", scores=scores, token_ids=token_ids)
+    drafts = scores.new_empty(num_rows, dtype=torch.int64)
+    confidences = scores.new_empty(num_rows) if confident else None
+    addresses = (
+        scores.data_ptr(),
+        *_addresses(race, num_rows),
+        0 if token_ids is None else token_ids.data_ptr(),
+        drafts.data_ptr(),
+        0 if confidences is None else confidences.data_ptr(),
+    )
+    _choose(None, *addresses, num_rows, vocab_size, num_threads(), 1, ahead, scale)
+    return drafts, confidences
+
+
+def _check(scores: torch.Tensor) -> tuple[int, int]:
+    """Their shape."""
     num_rows, vocab_size = scores.shape
     if scores.dtype is not torch.float32 or not scores.is_contiguous() or not vocab_size:
         raise mismatch("choose_tokens", scores=scores)
-    token_ids = scores.new_empty(num_rows, dtype=torch.int64)
-    options = m.temperature, m.top_k, m.top_p, m.min_p, m.seeds, m.positions
-    pointers = [
+    return num_rows, vocab_size
+
+
+def _addresses(m: SamplingMetadata, num_rows: int) -> list[int]:
+    if m.temperature is not None and (m.seeds is None or m.positions is None):
+        raise ValueError("temperature needs seeds and positions")
+    return [
         0 if option is None else _address(option, dtype, num_rows)
-        for option, dtype in zip(options, _OPTION_TYPES, strict=True)
+        for option, dtype in zip(m.tensors, _OPTION_TYPES, strict=True)
     ]
-    addresses = scores.data_ptr(), *pointers, token_ids.data_ptr()
-    _choose(None, *addresses, num_rows, vocab_size, num_threads())
-    return token_ids
 
 
 def _address(option: torch.Tensor, dtype: torch.dtype, num_rows: int) -> int:

@@ -14,11 +14,27 @@ A row is processed by four kernels; except for the second, each splits it over t
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.noise import exponential, random_bits, row_keys
+from atom.model_ops.kernels.triton.scores import (
+    INT_MAX,
+    INT_MIN,
+    MASS,
+    ORDER_OF_INFINITY,
+    ORDER_OF_NEGATIVE_INFINITY,
+    load_scores,
+    mass_of,
+    order_of,
+    read_options,
+    row_maximum,
+    score_of,
+    weights_of,
+)
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpQuery
 
@@ -29,15 +45,6 @@ _TILE = 8192  # tokens per iteration when a program reads a whole row
 # Rows of one gathered tensor, whose alignment depends on the number of rows.
 _OPTIONS = ["temperature_ptr", "min_p_ptr", "top_k_ptr", "top_p_ptr"]
 
-_INT_MIN = tl.constexpr(-(2**31))
-_INT_MAX = tl.constexpr(2**31 - 1)
-_ORDER_OF_INFINITY = tl.constexpr(0x7F800000)
-_ORDER_OF_NEGATIVE_INFINITY = tl.constexpr(-0x7F800001)
-# A weight is at most 1: 2^18 of them fit in 62 bits. Weights below 2^-44 count as 0.
-_MASS = tl.constexpr(2.0**44)
-# The smallest normal float32, since denormals may be flushed to 0 and must not be a divisor.
-_LEAST_TEMPERATURE = tl.constexpr(2.0**-126)
-
 
 def refuses(query: OpQuery) -> str | None:
     """Why this vocabulary is not supported; None if it is."""
@@ -46,76 +53,14 @@ def refuses(query: OpQuery) -> str | None:
     return f"vocab_size={size} is larger than {_LARGEST_VOCABULARY}" if too_large else None
 
 
-# --- order and weight of scores -------------------------------------------------------------
-
-
-@triton.jit
-def _order(scores):
-    """int32 that sorts like the float32 scores; NaN is highest, -0 next to 0."""
-    scores = tl.where(scores == 0.0, 0.0, scores)
-    bits = scores.to(tl.int32, bitcast=True)
-    ordered = tl.where(bits < 0, bits ^ 0x7FFFFFFF, bits)
-    return tl.where(scores != scores, _INT_MAX, ordered)
-
-
-@triton.jit
-def _score(order):
-    """The float32 score of an `_order` value."""
-    bits = tl.where(order < 0, order ^ 0x7FFFFFFF, order)
-    return bits.to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _load_scores(scores_ptr, token_ids, vocab_size):
-    """Scores as float32; -inf past the end."""
-    scores = tl.load(scores_ptr + token_ids, mask=token_ids < vocab_size, other=float("-inf"))
-    return scores.to(tl.float32)
-
-
-@triton.jit
-def _row_maximum(maxima_ptr, row, num_parts, PARTS: tl.constexpr):
-    """The order of a row's maximum score, and whether it is finite."""
-    parts = tl.arange(0, PARTS)
-    maxima = tl.load(maxima_ptr + row * num_parts + parts, mask=parts < num_parts, other=_INT_MIN)
-    largest = tl.max(maxima, axis=0)
-    is_finite = (largest < _ORDER_OF_INFINITY) & (largest > _ORDER_OF_NEGATIVE_INFINITY)
-    return largest, is_finite
-
-
-@triton.jit
-def _weights(scores, maximum, temperature, min_p):
-    """Probabilities relative to the most likely token, after temperature and min_p."""
-    weights = tl.exp((scores - maximum) / tl.maximum(temperature, _LEAST_TEMPERATURE))
-    return tl.where(weights < min_p, 0.0, weights)
-
-
-@triton.jit
-def _mass(order, maximum, temperature, min_p):
-    """int64 mass of one token; 0 below the order of -inf."""
-    score = _score(tl.maximum(order, _ORDER_OF_NEGATIVE_INFINITY))
-    return (_weights(score, maximum, temperature, min_p) * _MASS).to(tl.int64)
-
-
-@triton.jit
-def _options(temperature_ptr, min_p_ptr, row, MIN_P: tl.constexpr):
-    temperature = tl.load(temperature_ptr + row)
-    min_p = temperature * 0.0
-    if MIN_P:
-        min_p = tl.load(min_p_ptr + row)
-    return temperature, min_p
-
-
-# --- kernels --------------------------------------------------------------------------------
-
-
 @triton.jit
 def _maxima(scores_ptr, maxima_ptr, row_stride, vocab_size, num_parts, PART: tl.constexpr):
     """Grid: rows, parts of a row."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     token_ids = part * PART + tl.arange(0, PART)
-    scores = _load_scores(scores_ptr + row * row_stride, token_ids, vocab_size)
-    tl.store(maxima_ptr + row * num_parts + part, tl.max(_order(scores), axis=0))
+    scores = load_scores(scores_ptr + row * row_stride, token_ids, vocab_size)
+    tl.store(maxima_ptr + row * num_parts + part, tl.max(order_of(scores), axis=0))
 
 
 @triton.jit
@@ -128,17 +73,17 @@ def _probe(
     Also the smallest of those orders, and the largest order in floor .. middle - 1.
     """
     total = tl.zeros([TILE], tl.int32 if COUNTS else tl.int64)
-    above = tl.full([TILE], _INT_MAX, tl.int32)
-    below = tl.full([TILE], _INT_MIN, tl.int32)
+    above = tl.full([TILE], INT_MAX, tl.int32)
+    below = tl.full([TILE], INT_MIN, tl.int32)
     for start in range(0, vocab_size, TILE):
         token_ids = start + tl.arange(0, TILE)
-        scores = _load_scores(scores_ptr, token_ids, vocab_size)
-        order = _order(scores)
+        scores = load_scores(scores_ptr, token_ids, vocab_size)
+        order = order_of(scores)
         is_above = (order >= middle) & (token_ids < vocab_size)
         if COUNTS:
             amounts = is_above.to(tl.int32)
         else:
-            amounts = (_weights(scores, maximum, temperature, min_p) * _MASS).to(tl.int64)
+            amounts = (weights_of(scores, maximum, temperature, min_p) * MASS).to(tl.int64)
             amounts = tl.where(is_above, amounts, 0)
         total += amounts
         above = tl.where(is_above, tl.minimum(above, order), above)
@@ -180,15 +125,15 @@ def _bisect(
 def _nth_id(scores_ptr, vocab_size, order, n, TILE: tl.constexpr):
     """The id of the n-th token (from 1) with this order; INT_MAX if there are fewer."""
     seen = n & 0
-    token_id = seen.to(tl.int32) + _INT_MAX
+    token_id = seen.to(tl.int32) + INT_MAX
     for start in range(0, vocab_size, TILE):
         token_ids = start + tl.arange(0, TILE)
-        scores = _load_scores(scores_ptr, token_ids, vocab_size)
-        equal = ((_order(scores) == order) & (token_ids < vocab_size)).to(tl.int32)
+        scores = load_scores(scores_ptr, token_ids, vocab_size)
+        equal = ((order_of(scores) == order) & (token_ids < vocab_size)).to(tl.int32)
         count = tl.sum(equal, axis=0)
         if (seen < n) & (seen + count >= n):
             is_it = (equal == 1) & (tl.cumsum(equal, axis=0) + seen == n)
-            token_id = tl.min(tl.where(is_it, token_ids, _INT_MAX), axis=0)
+            token_id = tl.min(tl.where(is_it, token_ids, INT_MAX), axis=0)
         seen += count
     return token_id
 
@@ -206,6 +151,7 @@ def _last_kept(
     row_stride,
     vocab_size,
     num_parts,
+    scale,
     PARTS: tl.constexpr,
     MIN_P: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -214,13 +160,13 @@ def _last_kept(
 ):
     """Grid: rows. Writes the order and the id of the last kept token."""
     row = tl.program_id(0).to(tl.int64)
-    temperature, min_p = _options(temperature_ptr, min_p_ptr, row, MIN_P)
-    largest, is_finite = _row_maximum(maxima_ptr, row, num_parts, PARTS)
-    maximum = _score(largest)
+    temperature, min_p = read_options(temperature_ptr, min_p_ptr, row, scale, MIN_P)
+    largest, is_finite = row_maximum(maxima_ptr, row, num_parts, PARTS)
+    maximum = score_of(largest)
     scores_ptr += row * row_stride
-    order = largest * 0 + _INT_MIN
+    order = largest * 0 + INT_MIN
     # How many tokens of the last order are kept; all of them by default.
-    ties = (largest * 0).to(tl.int64) + _INT_MAX
+    ties = (largest * 0).to(tl.int64) + INT_MAX
     is_random = is_finite & (temperature > 0)
     if TOP_K:
         top_k = tl.load(top_k_ptr + row).to(tl.int64)
@@ -237,7 +183,7 @@ def _last_kept(
                 scores_ptr, vocab_size, order + 1, largest, maximum, temperature, min_p, False,
                 TILE,
             )  # fmt: skip
-            own = _mass(order, maximum, temperature, min_p)
+            own = mass_of(order, maximum, temperature, min_p)
             total = mass + ties * own
             limit = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
             if mass >= limit:
@@ -245,12 +191,12 @@ def _last_kept(
                     scores_ptr, vocab_size, limit, order + 1, largest, maximum, temperature,
                     min_p, False, TILE,
                 )  # fmt: skip
-                own = _mass(order, maximum, temperature, min_p)
-                ties = ties * 0 + _INT_MAX
+                own = mass_of(order, maximum, temperature, min_p)
+                ties = ties * 0 + INT_MAX
             if own > 0:
                 ties = tl.minimum(ties, (limit - mass + own - 1) // own)
-    last_id = largest * 0 + _INT_MAX
-    if ties < _INT_MAX:
+    last_id = largest * 0 + INT_MAX
+    if ties < INT_MAX:
         last_id = _nth_id(scores_ptr, vocab_size, order, ties, TILE)
     tl.store(last_order_ptr + row, order)
     tl.store(last_id_ptr + row, last_id)
@@ -266,13 +212,19 @@ def _race(
     positions_ptr,
     last_order_ptr,
     last_id_ptr,
+    ids_ptr,
     winners_ptr,
+    sums_ptr,
     row_stride,
     vocab_size,
     num_parts,
+    scale,
+    ahead,
     RANDOM: tl.constexpr,
     MIN_P: tl.constexpr,
     FILTERED: tl.constexpr,
+    IDS: tl.constexpr,
+    SUMS: tl.constexpr,
     PARTS: tl.constexpr,
     PART: tl.constexpr,
 ):
@@ -280,27 +232,37 @@ def _race(
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     token_ids = part * PART + tl.arange(0, PART)
-    scores = _load_scores(scores_ptr + row * row_stride, token_ids, vocab_size)
-    order = _order(scores)
+    scores = load_scores(scores_ptr + row * row_stride, token_ids, vocab_size)
+    order = order_of(scores)
     values = order
+    if RANDOM or SUMS:
+        largest, is_finite = row_maximum(maxima_ptr, row, num_parts, PARTS)
+    if SUMS:
+        total = tl.sum(weights_of(scores, score_of(largest), 1.0, 0.0), axis=0)
     if RANDOM:
-        temperature, min_p = _options(temperature_ptr, min_p_ptr, row, MIN_P)
-        largest, is_finite = _row_maximum(maxima_ptr, row, num_parts, PARTS)
+        temperature, min_p = read_options(temperature_ptr, min_p_ptr, row, scale, MIN_P)
         if temperature > 0:
-            weights = _weights(scores, _score(largest), temperature, min_p)
+            weights = weights_of(scores, score_of(largest), temperature, min_p)
             if FILTERED:
                 last_order = tl.load(last_order_ptr + row)
                 last_id = tl.load(last_id_ptr + row)
                 kept = (order > last_order) | ((order == last_order) & (token_ids <= last_id))
                 weights = tl.where(kept, weights, 0.0)
-            k0, k1 = row_keys(tl.load(seeds_ptr + row), tl.load(positions_ptr + row))
-            race = weights / exponential(random_bits(token_ids, k0, k1))
+            if SUMS:
+                total = tl.sum(weights, axis=0)
+            k0, k1 = row_keys(tl.load(seeds_ptr + row), tl.load(positions_ptr + row) + ahead)
+            ids = token_ids
+            if IDS:
+                ids = tl.load(ids_ptr + token_ids, mask=token_ids < vocab_size, other=0)
+            race = weights / exponential(random_bits(ids, k0, k1))
             # A row without likely tokens has no winner: `_winner` checks for -inf.
             runs = is_finite & (race > 0)
-            values = tl.where(runs, _order(race), _ORDER_OF_NEGATIVE_INFINITY)
-    values = tl.where(token_ids < vocab_size, values, _INT_MIN)
-    packed = (values.to(tl.int64) << 32) | (token_ids ^ _INT_MAX).to(tl.int64)
+            values = tl.where(runs, order_of(race), ORDER_OF_NEGATIVE_INFINITY)
+    values = tl.where(token_ids < vocab_size, values, INT_MIN)
+    packed = (values.to(tl.int64) << 32) | (token_ids ^ INT_MAX).to(tl.int64)
     tl.store(winners_ptr + row * num_parts + part, tl.max(packed, axis=0))
+    if SUMS:
+        tl.store(sums_ptr + row * num_parts + part, total)
 
 
 @triton.jit
@@ -311,8 +273,8 @@ def _winner(winners_ptr, token_ids_ptr, num_parts, PARTS: tl.constexpr):
     packed = tl.load(winners_ptr + row * num_parts + parts, mask=parts < num_parts, other=-(2**63))
     best = tl.max(packed, axis=0)
     value = best >> 32
-    is_finite = (value < _ORDER_OF_INFINITY) & (value > _ORDER_OF_NEGATIVE_INFINITY)
-    tl.store(token_ids_ptr + row, tl.where(is_finite, (best & _INT_MAX) ^ _INT_MAX, -1))
+    is_finite = (value < ORDER_OF_INFINITY) & (value > ORDER_OF_NEGATIVE_INFINITY)
+    tl.store(token_ids_ptr + row, tl.where(is_finite, (best & INT_MAX) ^ INT_MAX, -1))
 
 
 def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:
@@ -323,13 +285,52 @@ def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
     Raises:
         ValueError: when temperatures are given without seeds or positions.
     """
-    m = metadata
+    token_ids = torch.empty(scores.shape[0], dtype=torch.int64, device=scores.device)
+    if scores.shape[0]:
+        race = run_race(scores, metadata)
+        count, columns = race.num_parts, race.num_columns
+        _winner[(len(token_ids),)](race.winners, token_ids, count, PARTS=columns, num_warps=1)
+    return token_ids
+
+
+@dataclass(frozen=True)
+class RaceResult:
+    """Of each part of each row of scores [R, V].
+
+    Attributes:
+        scores: with contiguous rows.
+        winners: [R, P] int64, packed.
+        maxima: [R, P] int32; undefined for greedy rows without sums.
+        sums: [R, P] float32, of the weights that took part; undefined unless asked for.
+    """
+
+    scores: torch.Tensor
+    winners: torch.Tensor
+    maxima: torch.Tensor
+    sums: torch.Tensor
+
+    @property
+    def num_parts(self) -> int:
+        return self.winners.shape[1]
+
+    @property
+    def num_columns(self) -> int:
+        columns: int = triton.next_power_of_2(self.num_parts)
+        return columns
+
+
+def run_race(
+    scores: torch.Tensor,
+    m: SamplingMetadata,
+    token_ids: torch.Tensor | None = None,
+    scale: float = 1.0,
+    ahead: int = 0,
+    wants_sums: bool = False,
+) -> RaceResult:
+    """The first three kernels, for at least one row; arguments are those of `choose_drafts`."""
     if m.temperature is not None and (m.seeds is None or m.positions is None):
         raise ValueError("temperature needs seeds and positions")
     num_rows, vocab_size = scores.shape
-    token_ids = torch.empty(num_rows, dtype=torch.int64, device=scores.device)
-    if num_rows == 0:
-        return token_ids
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     part = min(triton.next_power_of_2(vocab_size), _PART)
@@ -339,9 +340,11 @@ def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
     num_columns = triton.next_power_of_2(num_parts)
     winners = torch.empty(grid, dtype=torch.int64, device=scores.device)
     # Placeholders for tensors that the kernel does not read.
-    maxima = last_order = last_id = winners
+    maxima = last_order = last_id = sums = winners
     is_filtered = m.temperature is not None and not (m.top_k is None and m.top_p is None)
-    if m.temperature is not None:
+    if wants_sums:
+        sums = torch.empty(grid, dtype=torch.float32, device=scores.device)
+    if m.temperature is not None or wants_sums:
         maxima = torch.empty(grid, dtype=torch.int32, device=scores.device)
         _maxima[grid](scores, maxima, *sizes, PART=part, num_warps=4)
     if is_filtered:
@@ -356,6 +359,7 @@ def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
             last_order,
             last_id,
             *sizes,
+            scale,
             PARTS=num_columns,
             MIN_P=m.min_p is not None,
             TOP_K=m.top_k is not None,
@@ -372,17 +376,22 @@ def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
         _or(m.positions, scores),
         last_order,
         last_id,
+        _or(token_ids, scores),
         winners,
+        sums,
         *sizes,
+        scale,
+        ahead,
         RANDOM=m.temperature is not None,
         MIN_P=m.min_p is not None,
         FILTERED=is_filtered,
+        IDS=token_ids is not None,
+        SUMS=wants_sums,
         PARTS=num_columns,
         PART=part,
         num_warps=8,
     )
-    _winner[(num_rows,)](winners, token_ids, num_parts, PARTS=num_columns, num_warps=1)
-    return token_ids
+    return RaceResult(scores, winners, maxima, sums)
 
 
 def _or(option: torch.Tensor | None, unread: torch.Tensor) -> torch.Tensor:

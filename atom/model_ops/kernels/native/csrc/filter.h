@@ -18,6 +18,7 @@ struct Limits {
 
 // Lists the tokens of a part whose exponent is about -reach or more. Returns their number; adds the
 // weights of the whole part to `total`, if there is one.
+// Without a place for tokens it only adds.
 inline int64_t collect(const Odds& odds, const Span& span, float reach, int32_t* tokens,
                        double* total) {
   const float least = odds.largest - reach * odds.temperature;
@@ -35,6 +36,7 @@ inline int64_t collect(const Odds& odds, const Span& span, float reach, int32_t*
         const vfloat weights = exp(odds.exponent(scores));
         sums += select(weights >= odds.min_p, weights, vfloat{});
       }
+      if (tokens == nullptr) continue;
       const vint near = (scores >= least) & (scores > -kInfinity);
       if (!any(near)) continue;
 #if defined(__AVX512F__) && defined(__AVX512BW__)

@@ -63,11 +63,26 @@ ATOM_INLINE vfloat load_scores(const float* scores, int64_t count) {
 // The options of a random row, and its most likely token's score.
 struct Odds {
   const float* scores;
+  const int32_t* ids;  // the noise of score i is that of token ids[i]; null: of token i
   float largest, temperature, min_p;
   Keys keys;
 
   ATOM_INLINE float exponent(float score) const { return (score - largest) / temperature; }
   ATOM_INLINE vfloat exponent(vfloat scores) const { return (scores - largest) / temperature; }
+
+  ATOM_INLINE uint32_t bits(int64_t i) const {
+    return keys.bits(uint32_t(ids == nullptr ? i : ids[i]));
+  }
+  // Of the scores i + `lanes`; those from `end` on are not read.
+  ATOM_INLINE vint bits(int64_t i, vuint lanes, int64_t end) const {
+    vuint tokens = lanes + uint32_t(i);
+    if (ids != nullptr && end - i >= kLanes) {
+      std::memcpy(&tokens, ids + i, sizeof tokens);
+    } else if (ids != nullptr) {
+      std::memcpy(&tokens, ids + i, (end - i) * sizeof *ids);
+    }
+    return keys.bits(tokens);
+  }
 };
 
 // The best of the tokens that took part. Of the many that cannot win only a bound is computed, of
@@ -87,7 +102,7 @@ class Race {
     for (int64_t i = begin; i < end; i += kLanes) {
       const vfloat x = (load_scores(odds_.scores + i, end - i) - odds_.largest) * inverse;
       if (!any(x >= least_exponent_)) continue;
-      const vfloat noise = uniform(odds_.keys.bits(lanes + uint32_t(i)));
+      const vfloat noise = uniform(odds_.bits(i, lanes, end));
       const vint may_win = exp(x) >= noise * bar_;
       if (!any(may_win)) continue;
       for (int64_t lane = 0; lane < std::min<int64_t>(kLanes, end - i); ++lane) {
@@ -98,7 +113,7 @@ class Race {
 
   // One token, whose weight is known but for its last bits.
   void run_one(int64_t token, float weight) {
-    if (weight >= uniform(odds_.keys.bits(uint32_t(token))) * bar_) enter(token);
+    if (weight >= uniform(odds_.bits(token)) * bar_) enter(token);
   }
 
   void join(const Race& other) {
@@ -108,7 +123,7 @@ class Race {
   void enter(int64_t token) {
     const float weight = float(std::exp(double(odds_.exponent(odds_.scores[token]))));
     if (weight < odds_.min_p) return;
-    const float noise = uniform(odds_.keys.bits(uint32_t(token)));
+    const float noise = uniform(odds_.bits(token));
     compare(token, weight / float(-std::log1p(-double(noise))));
   }
 

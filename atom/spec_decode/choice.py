@@ -1,0 +1,84 @@
+"""Which tokens a draft model proposes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+
+from atom.model_ops.kernels.torch.draft_choice import choose_drafts
+from atom.model_ops.metadata import SamplingMetadata
+
+# The op `choose_drafts`.
+ChooseOp = Callable[
+    [torch.Tensor, SamplingMetadata, torch.Tensor | None, float, int, bool],
+    tuple[torch.Tensor, torch.Tensor | None],
+]
+_ALL_GREEDY = SamplingMetadata()
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """One draft of each of S sequences.
+
+    Attributes:
+        token_ids: [S] int64, of the target.
+        confidences: [S] float32, as in `Proposal`; None unless asked for.
+    """
+
+    token_ids: torch.Tensor
+    confidences: torch.Tensor | None = None
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        """All that there are."""
+        return [t for t in (self.token_ids, self.confidences) if t is not None]
+
+
+class DraftChoice:
+    """Chooses drafts from a draft model's logits: those that the target is likely to sample.
+
+    The target's sample is the winner of a race with noise that is known before: a function of the
+    request's seed, the position and the token. A draft wins the same race among the draft's logits.
+    Verification keeps a draft if it is the sample, so the race can only raise its chance.
+
+    Attributes:
+        confident: whether confidences are computed.
+
+    Args:
+        token_ids: [V_draft] int64, the target's token of each logit; None if these are the same.
+        temperature_scale: of the requests' temperatures: how much sharper or flatter the draft is
+            than its target.
+    """
+
+    def __init__(
+        self,
+        token_ids: torch.Tensor | None = None,
+        temperature_scale: float = 1.0,
+        *,
+        op: ChooseOp = choose_drafts,
+        confident: bool = False,
+    ) -> None:
+        self.confident = confident
+        self._token_ids = None if token_ids is None else token_ids.int()
+        self._scale = temperature_scale
+        self._op = op
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        race: SamplingMetadata | None,
+        positions: torch.Tensor,
+        ahead: int = 2,
+    ) -> Chosen:
+        """One draft for each row of logits [S, V_draft].
+
+        Args:
+            race: as in `VerifiedStep`.
+            positions: [S] int64; the drafts' positions are `ahead` more.
+        """
+        options = _ALL_GREEDY if race is None else replace(race, positions=positions)
+        return Chosen(
+            *self._op(logits, options, self._token_ids, self._scale, ahead, self.confident)
+        )
