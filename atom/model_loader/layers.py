@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -11,8 +12,13 @@ from safetensors import safe_open
 from torch import nn
 
 from atom.model_loader.placement import Placement
+from atom.model_loader.threads import one_torch_thread
 from atom.model_ops.finite import check_finite, may_be_infinite
 from atom.model_ops.weight_mapping import ConvertsWeights
+
+# Bytes of a layer that all threads convert. For a smaller one they wait for each other longer than
+# the work takes, since the threads that load have the processors.
+_WORTH_THREADS = 16 << 20
 
 
 class LayerQueue:
@@ -79,8 +85,11 @@ class LayerQueue:
         module = self._modules.pop(key, None)
         if module is None:
             return []
+        num_bytes = sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+        is_small = num_bytes < _WORTH_THREADS
         try:
-            module.process_after_loading()
+            with one_torch_thread() if is_small else contextlib.nullcontext():
+                module.process_after_loading()
         except ValueError as error:
             return [f"{self._names[key]}: {error}"]
         return []
