@@ -157,32 +157,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         outputs = llm.generate(prompts, params, use_tqdm=False)
         return sum(len(output.outputs[0].token_ids) for output in outputs)
 
-    with tempfile.TemporaryDirectory() as folder:
-        with Server(server_flags(options, no_speculation), Path(folder) / "server.log") as server:
-            server.wait_healthy(_READY_SECONDS)
-            body = {
-                "model": server.model(),
-                "max_tokens": args.max_tokens,
-                "temperature": 0,
-                "ignore_eos": True,
-                "stream": True,
-                "stream_options": {"include_usage": True},
+    flags = server_flags(options, no_speculation)
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        Server(flags, Path(folder) / "server.log") as server,
+    ):
+        server.wait_healthy(_READY_SECONDS)
+        body = {
+            "model": server.model(),
+            "max_tokens": args.max_tokens,
+            "temperature": 0,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        streams = Streams(server.url, body, args.concurrency)
+        own = psutil.Process()
+        frontend = psutil.Process(server.pid)
+        engine = frontend.children()[0]
+        pids = {"client": own.pid, "frontend": frontend.pid, "engine": engine.pid}
+        rounds: list[dict[str, dict[str, float]]] = []
+        for number in range(args.rounds + 1):
+            arms = {
+                "offline": lambda: measure(offline, {"engine": own.pid}),
+                "server": lambda: measure(lambda: streams.run(conversations), pids),
             }
-            streams = Streams(server.url, body, args.concurrency)
-            own = psutil.Process()
-            frontend = psutil.Process(server.pid)
-            engine = frontend.children()[0]
-            pids = {"client": own.pid, "frontend": frontend.pid, "engine": engine.pid}
-            rounds: list[dict[str, dict[str, float]]] = []
-            for number in range(args.rounds + 1):
-                arms = {
-                    "offline": lambda: measure(offline, {"engine": own.pid}),
-                    "server": lambda: measure(lambda: streams.run(conversations), pids),
-                }
-                order = sorted(arms, reverse=bool(number % 2))
-                results = {name: arms[name]() for name in order}
-                if number:  # the first is the warm-up
-                    rounds.append(results)
+            order = sorted(arms, reverse=bool(number % 2))
+            results = {name: arms[name]() for name in order}
+            if number:  # the first is the warm-up
+                rounds.append(results)
     llm.shutdown()
     report(rounds, args.output_json)
     return 0

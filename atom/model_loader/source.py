@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from atom.config import ConfigError, ModelOptions
+from atom.environment import cache_dir
 from atom.model_loader.checkpoint import has_weights, stored_dtype
 from atom.model_loader.generation_config import sampling_defaults
-from atom.model_loader.gguf.convert import converted_folder
-from atom.model_loader.gguf.file import read_gguf
-from atom.model_loader.gguf.tensors import automatic_dtype, has_blocks
+from atom.model_loader.gguf.cache import recall, remember
 from atom.model_loader.hub import download, looks_like_path
 from atom.model_loader.quantization import choose_quantization, config_levels
 from atom.model_loader.read_files import check_folder, read_tokenizer
@@ -154,6 +153,16 @@ def _what_is_missing(location: Path, wanted: str, is_hugging_face: bool) -> str:
 
 
 def _from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
+    check_regular(path)
+    cache = cache_dir() / "gguf"
+    wishes = f"{options.dtype} {options.quantization == 'auto'} {options.tokenizer is None}"
+    if (known := recall(path, wishes, cache)) is not None:
+        return known[0], _DTYPES[known[1]]
+    # Reading and converting files takes modules that a start with a converted one does without.
+    from atom.model_loader.gguf.convert import converted_folder
+    from atom.model_loader.gguf.file import read_gguf
+    from atom.model_loader.gguf.tensors import automatic_dtype, has_blocks
+
     file = read_gguf(path)
     automatic = automatic_dtype(file)
     dtype = automatic if options.dtype == "auto" else _DTYPES[options.dtype]
@@ -163,6 +172,7 @@ def _from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
         with_tokenizer=options.tokenizer is None,
         keeps_blocks=options.quantization == "auto" and has_blocks(file),
     )
+    remember(path, wishes, cache, folder, str(automatic).removeprefix("torch."))
     return folder, automatic
 
 

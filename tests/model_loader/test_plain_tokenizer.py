@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,8 @@ from atom.model_loader.gguf.file import read_gguf
 from atom.model_loader.gguf.tokenizer import write_tokenizer
 from atom.model_loader.plain_tokenizer import PlainTokenizer, is_plain
 from atom.text.detokenizer import ByteLevelVocabulary, create_vocabulary
+
+ROOT = Path(__file__).parents[2]
 
 Tokenizers = tuple[PlainTokenizer, PreTrainedTokenizerBase]
 
@@ -34,7 +38,7 @@ TEMPLATES = {
         {% endfor %}""",
     "namespaces": """{% set ns = namespace(n=0) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}
         {% endfor %}{{ ns.n }}{{ dict(a=1) | tojson }}{{ dict.fromkeys(['b']) }}""",
-    "generation": "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}",
+    "generation": "{% generation %}{% set a = 1 %}{{ messages[1].role }}{% endgeneration %}{{ a }}",
     "variables": "{{ enable_thinking }}{{ eos_token }}{{ add_generation_prompt }}{{ documents }}",
     "json": "{{ messages | tojson }}{{ messages[0] | tojson(sort_keys=true, ensure_ascii=true) }}",
     "fields": "{% for m in messages %}{{ m.keys() | list }}{% endfor %}{{ 'name' in messages[0] }}",
@@ -117,6 +121,23 @@ def test_a_last_message_that_goes_on(both: Tokenizers, template: str) -> None:
         options["chat_template"] = "{{ messages[0].content }}"
         with pytest.raises(ValueError, match="continue_final_message"):
             tokenizer.apply_chat_template(CHAT, tokenize=False, **options)
+
+
+def test_a_start_does_without_transformers(write_tiny: Callable[..., Path]) -> None:
+    """Importing it takes longer than loading the embedded model."""
+    program = """
+import sys
+from atom import LLM, SamplingParams
+llm = LLM(sys.argv[1], dtype="float32", kv_cache_memory="1MiB")
+assert llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=2), use_tqdm=False)
+slow = ("transformers", "huggingface_hub", "gguf", "zmq")
+print(*(name for name in slow if name in sys.modules))
+"""
+    path = str(write_tiny())
+    for expected in (["gguf"], []):  # it is converted once
+        command = [sys.executable, "-c", program, path]
+        run = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        assert run.stdout.split() == expected
 
 
 def test_what_is_no_chat() -> None:
