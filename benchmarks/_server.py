@@ -44,6 +44,11 @@ class Server:
         return f"http://127.0.0.1:{self._port}"
 
     @property
+    def pid(self) -> int:
+        """Of the frontend, once started."""
+        return self._process.pid
+
+    @property
     def shown(self) -> str:
         """The command as one would type it."""
         return shlex.join(["python", *self.command[1:]])

@@ -121,11 +121,11 @@ class LLM:
 
     @property
     def tokenizer(self) -> Any:
-        return self.engine.tokenizer
+        return self.engine.transformers_tokenizer
 
     def get_tokenizer(self) -> Any:
         """The model's tokenizer, transformers' kind."""
-        return self.engine.tokenizer
+        return self.engine.transformers_tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What calls without sampling parameters use: the model's generation config."""
@@ -213,11 +213,12 @@ class LLM:
     def render_chat(self, conversation: Sequence[Message], **template_args: Any) -> list[int]:
         """The token ids of a conversation, rendered by the model's chat template."""
         template_args.setdefault("add_generation_prompt", True)
-        text = self.tokenizer.apply_chat_template(
+        tokenizer = self.engine.tokenizer
+        text = tokenizer.apply_chat_template(
             template_messages(conversation), tokenize=False, **template_args
         )
         # The template has written the special tokens already.
-        token_ids: list[int] = self.tokenizer.encode(text, add_special_tokens=False)
+        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
         return token_ids
 
     def stream(

@@ -7,9 +7,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from atom.config import EngineConfig
 from atom.messages import (
@@ -31,14 +29,18 @@ from atom.model_engine.replica_set import Relaunch, ReplicaSet, StartedEngine
 from atom.model_engine.router import Router
 from atom.model_engine.total_stats import common_limits, total_stats
 from atom.model_loader.generation_config import describe_defaults
+from atom.model_loader.plain_tokenizer import PlainTokenizer
 from atom.model_loader.source import resolve_model
-from atom.model_loader.tokenizer import load_tokenizer
+from atom.model_loader.tokenizer import load_text_tokenizer
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
 from atom.text.observer import EngineObserver, NullObserver
 from atom.text.output_processor import OutputProcessor, request_id_of
 from atom.text.prepared_params import PreparedParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 __all__ = [
     "AsyncEngine",
@@ -103,7 +105,7 @@ class AsyncEngine:
         config: EngineConfig,
         model_name: str,
         model_type: str,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PlainTokenizer | PreTrainedTokenizerBase,
         max_waiting_requests: int | None,
         observer: EngineObserver | None,
         sampling_defaults: Mapping[str, Any] | None = None,
@@ -149,7 +151,7 @@ class AsyncEngine:
             # The engine processes import their modules in the meantime.
             source = await asyncio.to_thread(resolve_model, config.model)
             tokenizer, *readies = await asyncio.gather(
-                asyncio.to_thread(load_tokenizer, source, config.model),
+                asyncio.to_thread(load_text_tokenizer, source, config.model),
                 *(client.start() for client in clients),
             )
         except BaseException:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from atom.config import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 def model_context_len(config: PretrainedConfig) -> int:

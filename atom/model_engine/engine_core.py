@@ -21,6 +21,7 @@ from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.executor import Executor, create_executor
 from atom.model_engine.grammar_queue import GrammarQueue
 from atom.model_engine.scheduler import Scheduler
+from atom.model_loader.source import ModelSource
 from atom.platform import is_device_lost, is_out_of_memory, release_cached_memory
 from atom.structured_output.params import StructuredOutput
 
@@ -34,13 +35,19 @@ class EngineCore:
 
     Args:
         executor: runs the batches; None for the configured one.
+        source: the model, if it is resolved already.
 
     Raises:
         ConfigError: when the model or an option cannot be honoured.
     """
 
-    def __init__(self, config: EngineConfig, executor: Executor | None = None) -> None:
-        self.executor: Executor = executor or create_executor(config)
+    def __init__(
+        self,
+        config: EngineConfig,
+        executor: Executor | None = None,
+        source: ModelSource | None = None,
+    ) -> None:
+        self.executor: Executor = executor or create_executor(config, source)
         self.limits: EngineLimits = self.executor.limits
         self.block_pool = BlockPool(
             self.limits.num_blocks, self.limits.block_size, config.cache.enable_prefix_caching

@@ -118,6 +118,7 @@ class EngineLoop:
         # These objects live as long as the process; exclude them from garbage collection.
         gc.collect()
         gc.freeze()
+        gc.enable()
         self._send(wire.Ready(core.limits, core.stats, time.monotonic() - begin))
         return core
 
@@ -204,6 +205,8 @@ def main() -> int:
     requests.bind(wire.requests_address(socket_dir))
     for socket in (reports, heartbeats):
         socket.connect(wire.reports_address(socket_dir))
+    # What a start makes stays; looking for garbage in it would take a tenth of the time.
+    gc.disable()
     # Imported after signals and stdin are handled, since it takes seconds.
     from atom.model_engine.engine_core import EngineCore
 

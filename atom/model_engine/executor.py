@@ -12,9 +12,9 @@ from atom.config import EngineConfig
 from atom.distributed.place import Place
 from atom.messages import EngineDeadError, EngineLimits
 from atom.model_engine.causes import is_users
-from atom.model_engine.join import join_as_driver
 from atom.model_engine.lockstep import Lockstep
 from atom.model_engine.worker import Worker
+from atom.model_loader.source import ModelSource
 from atom.sampling.sampler import SamplingFailedError
 from atom.spec_decode.base import Lookahead
 from atom.structured_output.cache import GrammarCache
@@ -115,12 +115,14 @@ class RanksExecutor:
 
     can_be_interrupted = False
 
-    def __init__(self, config: EngineConfig, driver: Driver) -> None:
+    def __init__(
+        self, config: EngineConfig, driver: Driver, source: ModelSource | None = None
+    ) -> None:
         self._driver = driver
         self._is_published = False
         self._failure: str | None = None
         try:
-            self._worker = Worker(config, driver.place, publish=self._publish)
+            self._worker = Worker(config, driver.place, publish=self._publish, source=source)
         except Exception as error:
             # What is wrong for one rank is mostly wrong for all.
             failure = None if is_users(error) else driver.failure()
@@ -199,15 +201,23 @@ def _describe(error: Exception) -> str:
     return f"rank 0 raised {type(error).__name__}: {error}"
 
 
-def create_executor(config: EngineConfig) -> Worker | RanksExecutor:
+def create_executor(
+    config: EngineConfig, source: ModelSource | None = None
+) -> Worker | RanksExecutor:
     """The executor of a configuration: this process alone, or as the first of several ranks.
+
+    Args:
+        source: the model, if it is resolved already.
 
     Raises:
         ConfigError: when an option cannot be honoured, or other ranks were started otherwise.
     """
     if config.parallel.tensor_parallel_size == 1 and not config.parallel.couples_engines:
-        return Worker(config)
-    return RanksExecutor(config, join_as_driver(config))
+        return Worker(config, source=source)
+    # One rank alone does without what connects several.
+    from atom.model_engine.join import join_as_driver
+
+    return RanksExecutor(config, join_as_driver(config), source)
 
 
 def follow(config: EngineConfig, follower: Follower) -> None:

@@ -12,7 +12,6 @@ from atom.config import ConfigError, EngineConfig
 from atom.distributed.launch import LocalRanks
 from atom.distributed.rank_environment import LOOPBACK, RankEnvironment, launched_rank
 from atom.environment import rank_variables
-from atom.model_engine import wire
 from atom.parallel_options import DEFAULT_MASTER_PORT, ParallelOptions
 
 logger = logging.getLogger(__name__)
@@ -128,6 +127,8 @@ def coupled_others(parallel: ParallelOptions, first: RankEnvironment) -> list[Ra
 
 def instructions(config: EngineConfig) -> bytes:
     """What the process of a rank is told on its standard input."""
+    from atom.model_engine import wire  # it takes a while, and few programs start ranks
+
     return wire.encode(wire.Start(config, logging.getLogger("atom").getEffectiveLevel()))
 
 

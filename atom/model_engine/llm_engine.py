@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import logging
 from dataclasses import dataclass, field
-from typing import Any
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from atom.config import ConfigError, EngineConfig
 from atom.messages import RequestFailedError, RequestRefusedError, check_request, check_text
 from atom.model_engine.engine_core import EngineCore
 from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.source import resolve_model
-from atom.model_loader.tokenizer import load_tokenizer
+from atom.model_loader.tokenizer import load_text_tokenizer, load_tokenizer
 from atom.outputs import RequestOutput
 from atom.platform import release_cached_memory
 from atom.quoting import quote
 from atom.sampling_params import SamplingParams
 from atom.text.output_processor import OutputProcessor, request_id_of
 from atom.text.prepared_params import PreparedParams
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +48,7 @@ class LLMEngine:
     """An `EngineCore` with a tokenizer and an `OutputProcessor`.
 
     Attributes:
+        tokenizer: encodes, decodes and renders chats.
         sampling_defaults: the model's, for requests that do not give their own.
     """
 
@@ -63,9 +66,15 @@ class LLMEngine:
         self.model_name = source.name
         self.sampling_defaults = source.sampling_defaults
         logger.info("%s", describe_defaults(source.sampling_defaults))
-        self.tokenizer: PreTrainedTokenizerBase = load_tokenizer(source, config.model)
-        self._core: EngineCore | None = EngineCore(config)
+        self._source = source
+        self.tokenizer = load_text_tokenizer(source, config.model)
+        self._core: EngineCore | None = EngineCore(config, source=source)
         self._processor = OutputProcessor(self.tokenizer, config.seed)
+
+    @functools.cached_property
+    def transformers_tokenizer(self) -> PreTrainedTokenizerBase:
+        """The tokenizer as transformers reads it, which imports transformers."""
+        return load_tokenizer(self._source, self._config.model)
 
     @property
     def core(self) -> EngineCore:

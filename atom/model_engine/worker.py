@@ -84,6 +84,7 @@ class Worker:
         proposer_factory: creates the proposer; None for the configured one.
         publish: tells the other ranks what to do in this step, once this rank's inputs are built;
             returns what this rank does.
+        source: the model, if it is resolved already.
     """
 
     can_be_interrupted = True
@@ -96,6 +97,7 @@ class Worker:
         *,
         proposer_factory: ProposerFactory | None = None,
         publish: Callable[[Orders], Orders] | None = None,
+        source: ModelSource | None = None,
     ) -> None:
         started = time.perf_counter()
         self._place = place
@@ -103,7 +105,7 @@ class Worker:
         if platform.is_gpu:
             torch.cuda.set_device(place.local_rank)
         self._threads = take_threads(config, place, platform)
-        source = resolve_model(config.model)
+        source = source or resolve_model(config.model)
         dtype = resolve_dtype(config.model.dtype, source)
         text_config = source.hf_config.get_text_config()
         context_len = resolve_max_model_len(text_config, config.model.max_model_len)

@@ -4,15 +4,6 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    GatedRepoError,
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
-
 from atom.config import ConfigError, ModelOptions
 
 _TOKENIZER_PATTERNS = ("*.json", "*.jinja", "*.model", "*.txt", "*.tiktoken")
@@ -48,6 +39,16 @@ def download_tokenizer(model: str, options: ModelOptions) -> Path:
 
 
 def _download(model: str, options: ModelOptions, revision: str | None, patterns: list[str]) -> Path:
+    # Not above: it takes as long to import as a small model to load.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+        RevisionNotFoundError,
+    )
+
     if options.trust_remote_code:
         patterns = [*patterns, "*.py"]
     at = f" at revision {revision}" if revision else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
@@ -11,8 +12,13 @@ from safetensors import safe_open
 from torch import nn
 
 from atom.model_loader.placement import Placement
+from atom.model_loader.threads import one_torch_thread
 from atom.model_ops.finite import check_finite, may_be_infinite
-from atom.model_ops.weight_mapping import ConvertsWeights
+from atom.model_ops.weight_mapping import converts_weights
+
+# Bytes of a layer that all threads convert. For a smaller one they wait for each other longer than
+# the work takes, since the threads that load have the processors.
+_WORTH_THREADS = 16 << 20
 
 
 class LayerQueue:
@@ -24,8 +30,12 @@ class LayerQueue:
 
     def __init__(self, model: nn.Module, placements: Sequence[Placement]) -> None:
         self._names = {id(module): name for name, module in model.named_modules()}
+        self._num_bytes = {
+            id(module): sum(parameter.nbytes for parameter in module.parameters(recurse=False))
+            for module in model.modules()
+        }
         self._modules = {
-            id(module): module for module in model.modules() if isinstance(module, ConvertsWeights)
+            id(module): module for module in model.modules() if converts_weights(module)
         }
         self._placements: dict[int, list[Placement]] = defaultdict(list)
         for placement in placements:
@@ -79,8 +89,10 @@ class LayerQueue:
         module = self._modules.pop(key, None)
         if module is None:
             return []
+        is_small = self._num_bytes[key] < _WORTH_THREADS
         try:
-            module.process_after_loading()
+            with one_torch_thread() if is_small else contextlib.nullcontext():
+                module.process_after_loading()
         except ValueError as error:
             return [f"{self._names[key]}: {error}"]
         return []

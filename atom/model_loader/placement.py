@@ -14,7 +14,12 @@ from torch import nn
 from atom.model_loader.checkpoint import CheckpointTensor
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_ops.kv_scale import is_unused_scale, place_kv_scale
-from atom.model_ops.weight_mapping import WeightLoading, WeightMapping, WeightNaming
+from atom.model_ops.weight_mapping import (
+    WeightLoading,
+    WeightMapping,
+    loads_weights,
+    names_weights,
+)
 from atom.model_ops.weights import copy_weight
 
 # Types that need no scale to be interpreted.
@@ -75,7 +80,7 @@ def find_targets(model: nn.Module) -> dict[str, Target]:
     targets = {}
     for module_name, module in model.named_modules():
         prefix = f"{module_name}." if module_name else ""
-        loader = module if isinstance(module, WeightLoading) else None
+        loader = module if loads_weights(module) else None
         for name, parameter in module.named_parameters(recurse=False):
             targets[prefix + name] = Target(module, name, parameter.dtype, loader, False)
         for name, buffer in module.named_buffers(recurse=False):
@@ -145,7 +150,7 @@ class _Directory:
         self._naming = {
             full.removesuffix(f".{target.parameter_name}"): target.module
             for full, target in targets.items()
-            if isinstance(target.module, WeightNaming)
+            if names_weights(target.module)
         }
 
     def find(self, name: str) -> tuple[str, str | None]:
@@ -162,7 +167,7 @@ class _Directory:
     def shards(self, name: str) -> tuple[str, ...]:
         """All shards of a packed parameter."""
         target = self._targets[name]
-        if isinstance(target.module, WeightNaming):
+        if names_weights(target.module):
             return target.module.weight_shards(target.parameter_name)
         module = name.rpartition(".")[0].rpartition(".")[2]
         return self._mapping.packed[module]

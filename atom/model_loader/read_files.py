@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
+from typing import TYPE_CHECKING
 
 from atom.config import ConfigError
 from atom.models.config_file import check_regular, is_there, read_json, read_json_object
 from atom.models.hf_configs import is_built_in
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 # Also what transformers opens when it reads a configuration and a tokenizer.
 _OPENED = (
@@ -65,6 +67,8 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         )
     try:
         if _is_plain(folder):
+            from transformers import PreTrainedTokenizerFast
+
             return PreTrainedTokenizerFast.from_pretrained(folder)
         # Reads the source of every model in transformers, so only for what needs it.
         from transformers import AutoTokenizer

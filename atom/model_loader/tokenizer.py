@@ -3,17 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
-
-from transformers import PreTrainedTokenizerBase
+from typing import TYPE_CHECKING
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.hub import download_tokenizer, looks_like_path
+from atom.model_loader.plain_tokenizer import PlainTokenizer, is_plain
 from atom.model_loader.read_files import read_tokenizer
 from atom.model_loader.source import ModelSource
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def load_text_tokenizer(
+    source: ModelSource, options: ModelOptions
+) -> PlainTokenizer | PreTrainedTokenizerBase:
+    """A tokenizer that encodes, decodes and renders chats as the model's, loaded fast if it can be.
+
+    Raises:
+        ConfigError: when there is none or it cannot be loaded.
+    """
+    if options.tokenizer is None and is_plain(source.path):
+        return PlainTokenizer(source.path)
+    return load_tokenizer(source, options)
+
 
 def load_tokenizer(source: ModelSource, options: ModelOptions) -> PreTrainedTokenizerBase:
-    """The model's tokenizer, or the one given by --tokenizer.
+    """The model's tokenizer, or the one given by --tokenizer, as transformers reads it.
 
     Raises:
         ConfigError: when there is none or it cannot be loaded.

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import nn
-from transformers import PretrainedConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from atom.model_ops.layer_context import LayerContext
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
@@ -71,7 +74,19 @@ def rope_frequencies(
     if rope_type == "default":
         exponents = torch.arange(0, head_dim, 2, dtype=torch.int64).float() / head_dim
         return 1.0 / (parameters["rope_theta"] ** exponents), 1.0
-    inv_freq, factor = ROPE_INIT_FUNCTIONS[rope_type](
-        config, torch.device("cpu"), seq_len=max_model_len
-    )
+    return _scaled_frequencies(config, rope_type, max_model_len)
+
+
+def _scaled_frequencies(
+    config: PretrainedConfig, rope_type: str, max_model_len: int
+) -> tuple[torch.Tensor, float]:
+    # Importing transformers takes a second.
+    from transformers import PretrainedConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    theirs = config
+    if not isinstance(config, PretrainedConfig):
+        theirs = PretrainedConfig(**config.to_dict())
+    compute = ROPE_INIT_FUNCTIONS[rope_type]
+    inv_freq, factor = compute(theirs, torch.device("cpu"), seq_len=max_model_len)
     return inv_freq, float(factor)

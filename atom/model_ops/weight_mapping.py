@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
+from torch import nn
 
 
 @dataclass(frozen=True)
@@ -70,3 +71,32 @@ class WeightNaming(WeightLoading, Protocol):
     def holds(self, shard: str) -> bool:
         """Whether this rank loads a shard, or only others do."""
         ...
+
+
+# Whether the modules of a class have the members of a protocol.
+_has_members: dict[tuple[type, type], bool] = {}
+
+
+def loads_weights(module: nn.Module) -> TypeGuard[WeightLoading]:
+    """Whether a module is `WeightLoading`."""
+    return _is(module, WeightLoading)
+
+
+def names_weights(module: nn.Module) -> TypeGuard[WeightNaming]:
+    """Whether a module is `WeightNaming`."""
+    return _is(module, WeightNaming)
+
+
+def converts_weights(module: nn.Module) -> TypeGuard[ConvertsWeights]:
+    """Whether a module is `ConvertsWeights`."""
+    return _is(module, ConvertsWeights)
+
+
+def _is(module: nn.Module, protocol: Any) -> bool:
+    """`isinstance`, once for each class: it compares member by member, and models have thousands
+    of modules.
+    """
+    key = type(module), protocol
+    if key not in _has_members:
+        _has_members[key] = isinstance(module, protocol)
+    return _has_members[key]

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 import math
 import re
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from atom.config import ConfigError
 from atom.model_ops.attention_mla import LatentUpProjection, MLAAttention
@@ -31,6 +30,9 @@ from atom.models.llama import (
     LlamaMLP,
     has_mlp_bias,
 )
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # For the norms between the low-rank projections, independent of rms_norm_eps.
 _LATENT_NORM_EPS = 1e-6

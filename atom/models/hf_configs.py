@@ -1,19 +1,20 @@
 """Configurations of the model types that have a model class here.
 
-`AutoConfig` would read the same fields, but the module of any of transformers' own configurations
-imports torch's compiler, which takes longer than all else that a start does.
+`AutoConfig` would read the same fields, but importing transformers takes longer than all else that
+a start does besides importing torch.
 """
 
-# No annotations from __future__: `strict` checks values against types, not against their names.
-import copy
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from huggingface_hub.dataclasses import strict
-from transformers.configuration_utils import PretrainedConfig
+from atom.models.model_config import ModelConfig
 
 
-@strict
-class LlamaConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is untyped here
+@dataclass(kw_only=True)
+class LlamaConfig(ModelConfig):
     """Llama's fields; `head_dim` and `num_key_value_heads` follow from others when absent."""
 
     model_type = "llama"
@@ -33,16 +34,16 @@ class LlamaConfig(PretrainedConfig):  # type: ignore[misc]  # transformers is un
     attention_bias: bool = False
     mlp_bias: bool = False
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def complete(self) -> None:
         if self.head_dim is None:
             self.head_dim = self.hidden_size // self.num_attention_heads
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        super().__post_init__(**kwargs)
+        super().complete()
 
 
-@strict
-class Qwen3Config(PretrainedConfig):  # type: ignore[misc]
+@dataclass(kw_only=True)
+class Qwen3Config(ModelConfig):
     """Qwen3's fields; layers from `max_window_layers` on have a window, if one is used."""
 
     model_type = "qwen3"
@@ -65,7 +66,7 @@ class Qwen3Config(PretrainedConfig):  # type: ignore[misc]
     max_window_layers: int = 28
     layer_types: list[str] | None = None
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def complete(self) -> None:
         if not self.use_sliding_window:
             self.sliding_window = None
         if self.num_key_value_heads is None:
@@ -78,15 +79,15 @@ class Qwen3Config(PretrainedConfig):  # type: ignore[misc]
                 "full_attention" if layer < first else "sliding_attention"
                 for layer in range(self.num_hidden_layers)
             ]
-        super().__post_init__(**kwargs)
+        super().complete()
 
 
-@strict
-class DeepseekV2Config(PretrainedConfig):  # type: ignore[misc]
+@dataclass(kw_only=True)
+class DeepseekV2Config(ModelConfig):
     """DeepSeek-V2's fields; `head_dim` means the rotary dimensions."""
 
     model_type = "deepseek_v2"
-    attribute_map: ClassVar[dict[str, str]] = {"num_experts": "n_routed_experts"}
+    aliases: ClassVar[Mapping[str, str]] = {"num_experts": "n_routed_experts"}
 
     vocab_size: int = 102400
     hidden_size: int = 4096
@@ -118,19 +119,19 @@ class DeepseekV2Config(PretrainedConfig):  # type: ignore[misc]
     num_experts_per_tok: int | None = None
     routed_scaling_factor: float = 1.0
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def complete(self) -> None:
         self.head_dim = self.qk_rope_head_dim
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        super().__post_init__(**kwargs)
+        super().complete()
 
 
-@strict
-class DeepseekV3Config(PretrainedConfig):  # type: ignore[misc]
+@dataclass(kw_only=True)
+class DeepseekV3Config(ModelConfig):
     """DeepSeek-V3's fields; `head_dim` means the rotary dimensions."""
 
     model_type = "deepseek_v3"
-    attribute_map: ClassVar[dict[str, str]] = {
+    aliases: ClassVar[Mapping[str, str]] = {
         "num_local_experts": "n_routed_experts",
         "num_mtp_layers": "num_nextn_predict_layers",
     }
@@ -165,41 +166,35 @@ class DeepseekV3Config(PretrainedConfig):  # type: ignore[misc]
     routed_scaling_factor: float = 2.5
     num_nextn_predict_layers: int = 1
 
-    def __post_init__(self, **kwargs: Any) -> None:
+    def complete(self) -> None:
         self.head_dim = self.qk_rope_head_dim
         if self.num_key_value_heads is None:
             self.num_key_value_heads = self.num_attention_heads
-        super().__post_init__(**kwargs)
+        super().complete()
 
 
+@dataclass(kw_only=True)
 class KimiK2Config(DeepseekV3Config):
     """Kimi-K2's text model, which is DeepSeek-V3."""
 
     model_type = "kimi_k2"
 
 
-_CONFIGS: dict[str, type[PretrainedConfig]] = {
+_CONFIGS: dict[str, type[ModelConfig]] = {
     config.model_type: config
     for config in (LlamaConfig, Qwen3Config, DeepseekV2Config, DeepseekV3Config, KimiK2Config)
 }
 
 
 def is_built_in(model_type: object) -> bool:
-    """Whether a configuration of this type is read without transformers' own classes."""
+    """Whether a configuration of this type is read without transformers."""
     return isinstance(model_type, str) and model_type in _CONFIGS
 
 
-def built_in_config(raw: dict[str, Any]) -> PretrainedConfig:
+def built_in_config(raw: Mapping[str, Any]) -> ModelConfig:
     """The configuration of a `config.json` whose type `is_built_in`.
 
     Raises:
-        Exception: when a field has the wrong type, of the kinds that transformers raises.
+        TypeError: when a field has the wrong type.
     """
-    return _CONFIGS[raw["model_type"]].from_dict(copy.deepcopy(raw))
-
-
-def register_model_types() -> None:
-    """Let `AutoConfig` read the types that transformers lacks; may be called repeatedly."""
-    from transformers import AutoConfig
-
-    AutoConfig.register(KimiK2Config.model_type, KimiK2Config, exist_ok=True)
+    return _CONFIGS[raw["model_type"]].from_dict(raw)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from atom.config import ConfigError
 from atom.model_ops.activation import SiluAndMul
@@ -28,6 +27,9 @@ from atom.model_ops.metadata import AttentionMetadata, ModelInput, ModelOutput
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 SILU = ("silu", "swish")  # two names of one function
 

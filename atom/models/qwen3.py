@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
-from transformers import PretrainedConfig
 
 from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import RMSNorm
 from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaForCausalLM, head_size
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Qwen3Attention(LlamaAttention):

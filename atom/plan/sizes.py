@@ -7,10 +7,10 @@ its weights are stored and cut, and what its attention layers cache.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig
 
 from atom.distributed.parallel_state import ParallelGroup
 from atom.kv_cache.builders import attention_layers
@@ -21,6 +21,9 @@ from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.base import QuantConfig
 from atom.models.registry import create_model
 from atom.platform import cpu_platform
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 _BLOCK = 16
 

@@ -10,6 +10,10 @@ import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from tokenizers import decoders
+
+from atom.model_loader.plain_tokenizer import PlainTokenizer
+
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
@@ -51,25 +55,29 @@ class Vocabulary(Protocol):
         """
 
 
-def create_vocabulary(tokenizer: PreTrainedTokenizerBase) -> Vocabulary:
+def create_vocabulary(tokenizer: PlainTokenizer | PreTrainedTokenizerBase) -> Vocabulary:
     """A byte table for ByteLevel BPE tokenizers, windowed decoding for others."""
-    from tokenizers import decoders
+    is_plain = isinstance(tokenizer, PlainTokenizer) or _decodes_plainly(tokenizer)
+    if is_plain and isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel):
+        return ByteLevelVocabulary(tokenizer)
+    return WindowVocabulary(tokenizer)
+
+
+def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Whether a tokenizer of transformers leaves decoding to its backend."""
     from transformers import PreTrainedTokenizerFast
 
-    if (
+    return (
         isinstance(tokenizer, PreTrainedTokenizerFast)
         and type(tokenizer)._decode is PreTrainedTokenizerFast._decode
         and type(tokenizer).decode is PreTrainedTokenizerFast.decode
-        and isinstance(tokenizer.backend_tokenizer.decoder, decoders.ByteLevel)
-    ):
-        return ByteLevelVocabulary(tokenizer)
-    return WindowVocabulary(tokenizer)
+    )
 
 
 class ByteLevelVocabulary:
     """For ByteLevel BPE: each token is a fixed byte string, and text is their UTF-8 decoding."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast) -> None:
+    def __init__(self, tokenizer: PlainTokenizer | PreTrainedTokenizerFast) -> None:
         self._backend = tokenizer.backend_tokenizer
         added = tokenizer.added_tokens_decoder.values()
         # By text, because that is how the tokenizers library skips special tokens.
@@ -152,7 +160,7 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 class WindowVocabulary:
     """For any tokenizer (SentencePiece, tiktoken, ...); uses only its `decode`."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: PlainTokenizer | PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
         # Padded embeddings have ids without tokens; some tokenizers raise on them.
         self._id_of_token: dict[str, int] = tokenizer.get_vocab()

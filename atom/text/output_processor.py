@@ -22,6 +22,8 @@ from atom.text.sequence_state import SequenceState, decode_logprobs
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+    from atom.model_loader.plain_tokenizer import PlainTokenizer
+
 
 @dataclass
 class ProcessedOutputs:
@@ -60,7 +62,7 @@ class OutputProcessor:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PlainTokenizer | PreTrainedTokenizerBase,
         seed: int | None,
         observer: EngineObserver | None = None,
     ) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from atom.models.eagle3.config import Eagle3Config
 from atom.training.prompts import DataError
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 # MLA ranks if the target has none: divisors of the hidden size.
 _LATENT_DEFAULTS = {"q_lora_rank": 2, "kv_lora_rank": 4}

@@ -8,16 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PretrainedConfig
 
 from atom.model_ops.rotary import rope_frequencies
 from atom.models.deepseek_v2 import attention_scale
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.llama import head_size
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 @dataclass(frozen=True)

@@ -184,7 +184,7 @@ def test_dtypes(write_tiny: WriteTiny, kind: str, dtype: str, expected: torch.dt
     assert source.path.name.endswith(str(expected).removeprefix("torch."))
     if dtype == "auto":
         assert source.default_dtype == expected
-        assert source.hf_config.dtype == expected
+        assert f"torch.{source.hf_config.dtype}" == str(expected)
 
 
 def test_a_value_too_large_for_float16(write_tiny: WriteTiny, cache: Path) -> None:

@@ -16,8 +16,10 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from atom.config import ModelOptions
+from atom.model_loader import layers as layers_module
 from atom.model_loader import weights as weights_module
 from atom.model_loader.checkpoint import list_tensors
+from atom.model_loader.layers import LayerQueue
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.weights import WeightError, load_weights
 from atom.model_ops.layer_context import LayerContext
@@ -247,6 +249,31 @@ def test_small_groups_and_many_threads(folder: Path, monkeypatch: pytest.MonkeyP
     expected = load_file(folder / "model.safetensors")
     assert_equal_weights(fill(folder), expected, torch.float32)
     assert torch.get_num_threads() == threads
+
+
+class Converted(nn.Module):
+    """A layer that notes how many threads convert it."""
+
+    dequantised_bytes = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(4, 4), requires_grad=False)
+        self.num_threads: int | None = None
+
+    def process_after_loading(self) -> None:
+        self.num_threads = torch.get_num_threads()
+
+
+def test_small_layers_are_converted_by_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.set_num_threads(2)
+    small, large = Converted(), Converted()
+    LayerQueue(small, ()).convert_rest()
+    monkeypatch.setattr(layers_module, "_WORTH_THREADS", 64)
+    LayerQueue(large, ()).convert_rest()
+    after = torch.get_num_threads()
+    torch.set_num_threads(1)
+    assert (small.num_threads, large.num_threads, after) == (1, 2, 2)
 
 
 def test_dummy_weights(folder: Path) -> None:

@@ -6,9 +6,9 @@ import dataclasses
 import logging
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PretrainedConfig
 
 from atom.config import ConfigError, ModelOptions
 from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_tensors
@@ -24,6 +24,9 @@ from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
 from atom.models.eagle3.llama import LlamaForCausalLMEagle3
 from atom.models.eagle3.parts import DraftParts
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 logger = logging.getLogger(__name__)
 

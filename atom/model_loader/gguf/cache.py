@@ -17,6 +17,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
+# Part of each folder's name; increase it when the conversion changes.
+CONVERTER_VERSION = 2
 _HASHED_BYTES = 1 << 20
 # Locks on the folders that this process uses; the kernel lets go of them when it ends.
 _in_use: dict[Path, int] = {}
@@ -27,9 +29,7 @@ def content_key(path: Path, cache: Path) -> str:
 
     All of it is read, once for each file: `cache` remembers the key of a place, size and time.
     """
-    status = path.stat()
-    identity = f"{path.resolve()} {status.st_ino} {status.st_size} {status.st_mtime_ns}"
-    known = cache / f".{hashlib.sha256(identity.encode()).hexdigest()[:32]}.key"
+    known = cache / f".{_identity(path)}.key"
     if known.is_file():
         return known.read_text()
     content = hashlib.sha256()
@@ -37,10 +37,44 @@ def content_key(path: Path, cache: Path) -> str:
         while piece := handle.read(_HASHED_BYTES):
             content.update(piece)
     key = content.hexdigest()[:16]
-    temporary = known.with_suffix(f".{uuid.uuid4().hex}")
-    temporary.write_text(key)
-    temporary.rename(known)
+    _write(known, key)
     return key
+
+
+def remember(path: Path, wishes: str, cache: Path, folder: Path, dtype: str) -> None:
+    """Note which folder a file was converted to, and its automatic dtype."""
+    _write(_note(path, wishes, cache), f"{folder.name} {dtype}")
+
+
+def recall(path: Path, wishes: str, cache: Path) -> tuple[Path, str] | None:
+    """What was noted of a file that has not changed since, while the folder is there.
+
+    Args:
+        wishes: all that a folder depends on besides the file.
+    """
+    note = _note(path, wishes, cache)
+    if not note.is_file():
+        return None
+    name, dtype = note.read_text().split()
+    folder = cache / name
+    use(folder)
+    return (folder, dtype) if folder.is_dir() else None
+
+
+def _note(path: Path, wishes: str, cache: Path) -> Path:
+    return cache / f".{_identity(path, f'v{CONVERTER_VERSION} {wishes}')}.folder"
+
+
+def _identity(path: Path, more: str = "") -> str:
+    status = path.stat()
+    identity = f"{path.resolve()} {status.st_ino} {status.st_size} {status.st_mtime_ns} {more}"
+    return hashlib.sha256(identity.encode()).hexdigest()[:32]
+
+
+def _write(path: Path, text: str) -> None:
+    temporary = path.with_suffix(f".{uuid.uuid4().hex}")
+    temporary.write_text(text)
+    temporary.rename(path)
 
 
 def use(folder: Path) -> None:

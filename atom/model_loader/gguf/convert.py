@@ -24,7 +24,7 @@ from tqdm import tqdm
 
 from atom.config import ConfigError
 from atom.environment import cache_dir, cache_limit
-from atom.model_loader.gguf.cache import content_key, make_room, use
+from atom.model_loader.gguf.cache import CONVERTER_VERSION, content_key, make_room, use
 from atom.model_loader.gguf.config import (
     check_architecture,
     config_dict,
@@ -46,8 +46,6 @@ from atom.model_ops.quant.formats.gguf import TYPES, config_of, stored_tensors
 
 logger = logging.getLogger(__name__)
 
-# Part of each folder's name; increase it when the conversion changes.
-_CONVERTER_VERSION = 1
 _MAX_SHARD_BYTES = 4 * 1000**3
 _SPARE_BYTES = 64 * 1000**2
 
@@ -74,7 +72,7 @@ def converted_folder(
     try:
         cache.mkdir(parents=True, exist_ok=True)
         key = content_key(file.path, cache)
-        folder = cache / f"{key}-v{_CONVERTER_VERSION}-{dtype_name}{suffix}"
+        folder = cache / f"{key}-v{CONVERTER_VERSION}-{dtype_name}{suffix}"
         use(folder)
         if folder.is_dir():
             return folder

@@ -29,6 +29,7 @@ from tokenizers import (
 from atom.config import ConfigError
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.gguf.file import GGUFFile
+from atom.model_loader.plain_tokenizer import MARK, NAMED_TOKENS
 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = 2, 3, 4, 5, 6
 # Limits the cost of `_merges_of_scores`, which tries every split of a token.
@@ -128,16 +129,19 @@ def write_tokenizer(file: GGUFFile, folder: Path) -> None:
             f"{file.path}: tokenizer {kind!r} is not supported in GGUF files; supported are gpt2 "
             f"and llama. Pass --tokenizer"
         )
+    config = _tokenizer_config(file, vocabulary, adds_bos)
+    named = [token for name, token in config.items() if name in NAMED_TOKENS]
+    special = dict.fromkeys([*vocabulary.of_types(_CONTROL, _UNKNOWN), *named])
     tokenizer.add_special_tokens(
-        [
-            AddedToken(token, normalized=False, special=True)
-            for token in vocabulary.of_types(_CONTROL, _UNKNOWN)
-        ]
+        [AddedToken(token, normalized=False, special=True) for token in special]
     )
     tokenizer.add_tokens(
-        [AddedToken(token, normalized=False) for token in vocabulary.of_types(_USER_DEFINED)]
+        [
+            AddedToken(token, normalized=False)
+            for token in vocabulary.of_types(_USER_DEFINED)
+            if token not in special
+        ]
     )
-    config = _tokenizer_config(file, vocabulary, adds_bos)
     tokenizer.post_processor = _post_processor(config, vocabulary)
     tokenizer.save(str(folder / "tokenizer.json"))
     (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2))
@@ -220,6 +224,7 @@ def _tokenizer_config(file: GGUFFile, vocabulary: _Vocabulary, adds_bos: bool) -
     metadata = file.metadata
     config: dict[str, Any] = {
         "tokenizer_class": "TokenizersBackend",
+        MARK: "gguf",
         "model_max_length": metadata.require(f"{file.architecture}.context_length", int),
         "clean_up_tokenization_spaces": False,
         "add_bos_token": metadata.get("tokenizer.ggml.add_bos_token", bool, adds_bos),

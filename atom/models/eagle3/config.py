@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, Any
 
 from atom.config import ConfigError
 from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
 from atom.models.config_check import check_config
 from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
 from atom.models.eagle3.fields import Fields, read_draft_config
+from atom.models.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 MHA_ARCHITECTURE = "LlamaForCausalLMEagle3"
 MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
@@ -61,7 +63,7 @@ class Eagle3Config:
     """
 
     architecture: str
-    network: PretrainedConfig
+    network: ModelConfig
     draft_vocab_size: int
     target_hidden_size: int
     aux_layers: AuxLayers | None
@@ -218,7 +220,7 @@ def _num_aux(fields: Fields, aux_layers: AuxLayers | None) -> int:
     return count
 
 
-def _mha_network(fields: Fields) -> PretrainedConfig:
+def _mha_network(fields: Fields) -> ModelConfig:
     heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -230,16 +232,18 @@ def _mha_network(fields: Fields) -> PretrainedConfig:
             f"hidden_size={hidden_size} does not split over num_attention_heads={heads} and "
             f"there is no head_dim"
         )
-    return PretrainedConfig(
-        num_key_value_heads=kv_heads,
-        head_dim=fields.integer("head_dim", max(hidden_size // heads, 1)),
-        mlp_bias=fields.flag("mlp_bias"),
-        sliding_window=_sliding_window(fields),
-        **_common_network(fields),
+    return ModelConfig.from_dict(
+        {
+            "num_key_value_heads": kv_heads,
+            "head_dim": fields.integer("head_dim", max(hidden_size // heads, 1)),
+            "mlp_bias": fields.flag("mlp_bias"),
+            "sliding_window": _sliding_window(fields),
+            **_common_network(fields),
+        }
     )
 
 
-def _mla_network(fields: Fields) -> PretrainedConfig:
+def _mla_network(fields: Fields) -> ModelConfig:
     if _sliding_window(fields) is not None:
         raise fields.error(
             f"sliding_window={fields.get('sliding_window')} is not supported for an MLA draft"
@@ -247,16 +251,18 @@ def _mla_network(fields: Fields) -> PretrainedConfig:
     if fields.flag("mlp_bias"):
         raise fields.error("mlp_bias=true is not supported for an MLA draft")
     rank = fields.get("q_lora_rank")
-    return PretrainedConfig(
-        q_lora_rank=None if rank is None else fields.integer("q_lora_rank"),
-        kv_lora_rank=fields.integer("kv_lora_rank"),
-        qk_nope_head_dim=fields.integer("qk_nope_head_dim"),
-        qk_rope_head_dim=fields.integer("qk_rope_head_dim"),
-        head_dim=fields.integer("qk_rope_head_dim"),  # the rotary dimensions
-        v_head_dim=fields.integer("v_head_dim"),
-        rope_interleave=fields.flag("rope_interleave", True),
-        mlp_bias=False,
-        **_common_network(fields),
+    return ModelConfig.from_dict(
+        {
+            "q_lora_rank": None if rank is None else fields.integer("q_lora_rank"),
+            "kv_lora_rank": fields.integer("kv_lora_rank"),
+            "qk_nope_head_dim": fields.integer("qk_nope_head_dim"),
+            "qk_rope_head_dim": fields.integer("qk_rope_head_dim"),
+            "head_dim": fields.integer("qk_rope_head_dim"),  # the rotary dimensions
+            "v_head_dim": fields.integer("v_head_dim"),
+            "rope_interleave": fields.flag("rope_interleave", True),
+            "mlp_bias": False,
+            **_common_network(fields),
+        }
     )
 
 

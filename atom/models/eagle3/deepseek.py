@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.models.deepseek_v2 import DeepseekV2Attention
 from atom.models.eagle3.base import Eagle3Draft, Eagle3Layer
 from atom.models.eagle3.config import Eagle3Config
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Eagle3MLAAttention(DeepseekV2Attention):

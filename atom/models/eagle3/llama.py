@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
-
-from transformers import PretrainedConfig
+from typing import TYPE_CHECKING, ClassVar
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.models.eagle3.base import Eagle3Draft, Eagle3Layer
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.llama import LlamaAttention, head_size
+
+if TYPE_CHECKING:
+    from transformers import PretrainedConfig
 
 
 class Eagle3Attention(LlamaAttention):

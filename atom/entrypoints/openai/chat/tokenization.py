@@ -15,6 +15,7 @@ from atom.entrypoints.openai.http.provider_tools import own_tools
 from atom.entrypoints.openai.parsing.tool_parsers import GENERIC
 from atom.entrypoints.openai.parsing.tool_prompt import tell_calls, tell_tools
 from atom.messages import ContextLengthError
+from atom.model_loader.plain_tokenizer import PlainTokenizer
 from atom.quoting import excerpt
 
 # What the templates in use call the switch; the others ignore it.
@@ -142,7 +143,7 @@ class PromptEncoder:
         tokenizer = self._tokenizer
         names = ("bos_token", "eos_token", "pad_token", "unk_token")
         return {
-            "tokenizer_class": type(tokenizer).__name__,
+            "tokenizer_class": _class_name(tokenizer),
             "model_max_length": self._max_model_len,
             **{name: getattr(tokenizer, name, None) for name in names},
             "chat_template": self._template,
@@ -273,6 +274,11 @@ def tool_dicts(chat: ChatPrompt) -> list[dict[str, Any]] | None:
 def default_template(tokenizer: Any) -> str | None:
     template = tokenizer.chat_template
     return template.get("default") if isinstance(template, dict) else template
+
+
+def _class_name(tokenizer: Any) -> str:
+    """Of transformers' class."""
+    return tokenizer.hf_class if isinstance(tokenizer, PlainTokenizer) else type(tokenizer).__name__
 
 
 def _thinking(chat: ChatPrompt) -> dict[str, bool]:
