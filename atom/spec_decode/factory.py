@@ -6,7 +6,7 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 
-from atom.config import EngineConfig, SpeculativeOptions
+from atom.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeOptions
 from atom.distributed.parallel_state import SINGLE
 from atom.graphs.recorded import StepRecorder
 from atom.kv_cache.base import storage_dtype
@@ -22,8 +22,8 @@ from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
-from atom.spec_decode.lookup import Lookup
 from atom.spec_decode.mtp import MTPProposer
+from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 from atom.speculative_methods import SPECULATIVE_METHODS
 
 # (options, configuration, target model, its source, layer context) -> proposer
@@ -74,16 +74,15 @@ def create_drafter(
         waiting_is_free: whether the device is the CPU, where a host sync costs nothing.
         recorder: replays steps that recur; None if every step runs op by op.
     """
-    most = proposer.lookahead.num_tokens
     if options is None:
         return Drafter(proposer, "none", None, None, waiting_is_free=waiting_is_free)
-    bounds = options.longest_ngram, options.shortest_ngram
-    lookup: Lookup | None = None
-    if options.lookup:
-        # Only full-length matches: a draft model's drafts are better than short ones.
-        lookup = Lookup("lookup", most, most, *bounds)
-    elif SPECULATIVE_METHODS[options.method].takes_ngram_bounds:
-        lookup = Lookup(options.method, most, 1, *bounds)
+    most = proposer.lookahead.num_tokens
+    lookup: SuffixLookup | None = None
+    if options.looks_up:
+        recent = RecentOutputs(n) if (n := options.suffix_cache_tokens) else None
+        if options.lookup:
+            most = MAX_SPECULATIVE_TOKENS
+        lookup = SuffixLookup("lookup" if options.lookup else options.method, most, recent)
     length: DraftLength | None = None
     if options.adaptive:
         length = AdaptiveLength((0, most) if captured else spread_lengths(most))
@@ -143,6 +142,6 @@ def create_mtp(
     )
 
 
-def create_ngram(options: SpeculativeOptions, *_: object) -> Proposer:
+def create_suffix(options: SpeculativeOptions, *_: object) -> Proposer:
     """A `NullProposer`: all drafts come from the lookup."""
     return NullProposer(Lookahead(options.num_speculative_tokens))

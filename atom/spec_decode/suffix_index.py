@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 # Lengths of the runs whose occurrences are chained. Those of the longest run that has any count:
 # the latest occurrences of a short run would hide a long match further back.
-_RUNS = (6, 2)
+_RUNS = (6, 2, 1)
 # Most tokens of an occurrence that are compared; a longer match is not trusted more.
 LONGEST_MATCH = 16
 # Most occurrences that a lookup compares, the latest first; bounds its time in repetitive text.
@@ -112,6 +112,10 @@ class SuffixIndex:
         """The last `LONGEST_MATCH` tokens."""
         return self._tokens[-LONGEST_MATCH:]
 
+    def since(self, start: int) -> list[int]:
+        """The tokens from this index on."""
+        return self._tokens[start:]
+
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append to the current text."""
         tokens, dropped = self._tokens, self._num_dropped
@@ -147,7 +151,7 @@ class SuffixIndex:
         self._start -= count
         return count
 
-    def followers(self, tail: Sequence[int], most: int) -> dict[tuple[int, ...], float]:
+    def followers(self, tail: list[int], most: int) -> dict[tuple[int, ...], float]:
         """What followed where the last tokens of a text occurred, the latest first.
 
         Args:
@@ -155,7 +159,6 @@ class SuffixIndex:
             most: tokens at most.
         """
         tokens, dropped = self._tokens, self._num_dropped
-        tail = list(tail)
         found: dict[tuple[int, ...], float] = {}
         for chain in self._chains:
             length = chain.length
