@@ -23,7 +23,7 @@ def test_a_sequence_is_looked_up_in_its_own_text() -> None:
     assert lookup.num_tokens == 3 + 14
     # Behind the drafts of others.
     assert lookup.extend(1, [6, 7], 1).token_ids == [8]
-    assert lookup.extend(1, [9, 9], 1).token_ids == []
+    assert lookup.extend(1, [9, 99], 1).token_ids == []
     # Another sequence took over the row.
     lookup.forget([1, 5])
     lookup.start([start(1)])
