@@ -69,8 +69,8 @@ def create_drafter(
 
     Args:
         captured: whether steps are replayed from graphs. These exist for one row per sequence and
-            for all drafts (`GraphRunner`); other numbers would run eagerly, so the adaptive length
-            is then none or all.
+            for all drafts of the proposer (`GraphRunner`); other numbers run eagerly, so the
+            adaptive length is then none, these, or as many as the lookup finds.
         waiting_is_free: whether the device is the CPU, where a host sync costs nothing.
         recorder: replays steps that recur; None if every step runs op by op.
     """
@@ -85,7 +85,8 @@ def create_drafter(
         lookup = SuffixLookup("lookup" if options.lookup else options.method, most, recent)
     length: DraftLength | None = None
     if options.adaptive:
-        length = AdaptiveLength((0, most) if captured else spread_lengths(most))
+        own = proposer.lookahead.num_tokens
+        length = AdaptiveLength(sorted({0, own, most}) if captured else spread_lengths(most))
     return Drafter(
         proposer,
         options.method,
