@@ -13,13 +13,15 @@ _RUNS = (6, 2, 1)
 # Most tokens of an occurrence that are compared; a longer match is not trusted more.
 LONGEST_MATCH = 16
 # Most occurrences that a lookup compares, the latest first; bounds its time in repetitive text.
-_MAX_OCCURRENCES = 32
+_MAX_OCCURRENCES = 16
 # Each further token that an occurrence shares multiplies the weight of its vote; `_DOUBT` is the
 # weight of everything that was never seen to follow. Fitted to what SmolLM2 writes on questions of
 # GSM8K's training set and on chats: about the share of tokens that a confidence names is right.
 _TRUST = 1.5
 _DOUBT = 4.0
 _WEIGHTS = [_TRUST**n for n in range(LONGEST_MATCH + 1)]
+# Share of the tokens that may be dropped ones.
+_MOST_DEAD = 0.25
 # Follows a text that has ended.
 _END = -1
 
@@ -99,14 +101,15 @@ class SuffixIndex:
     def __init__(self) -> None:
         self._tokens: list[int] = []
         self._chains = [_Chain(length) for length in _RUNS]
-        # Tokens dropped before `_tokens`; where the current text starts in `_tokens`.
-        self._num_dropped = 0
+        # Tokens removed before `_tokens`, and those at its start that are dropped but still there.
+        self._num_removed = self._num_dead = 0
+        # Where the current text starts in `_tokens`; lengths of those that have ended.
         self._start = 0
         self._ended: deque[int] = deque()
 
     def __len__(self) -> int:
         """The number of tokens held, and of texts that have ended."""
-        return len(self._tokens)
+        return len(self._tokens) - self._num_dead
 
     def tail(self) -> list[int]:
         """The last `LONGEST_MATCH` tokens."""
@@ -118,7 +121,7 @@ class SuffixIndex:
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Append to the current text."""
-        tokens, dropped = self._tokens, self._num_dropped
+        tokens, removed = self._tokens, self._num_removed
         old = len(tokens)
         tokens += token_ids
         for chain in self._chains:
@@ -128,7 +131,7 @@ class SuffixIndex:
             for end in range(first, len(tokens) + 1):
                 key = hash(tuple(tokens[end - length : end]))
                 earlier.append(latest.get(key, -1))
-                latest[key] = end + dropped
+                latest[key] = end + removed
 
     def end_text(self) -> None:
         """End the current text; the next token begins another."""
@@ -139,17 +142,26 @@ class SuffixIndex:
     def drop_text(self) -> int:
         """Drop the oldest of the texts that have ended; returns what `len` falls by."""
         count = self._ended.popleft()
+        start = self._num_dead
+        self._num_dead += count
         for chain in self._chains:
             length, latest = chain.length, chain.latest
-            for end in range(length, count + 1):
+            for end in range(start + length, self._num_dead + 1):
                 key = hash(tuple(self._tokens[end - length : end]))
-                if latest.get(key) == end + self._num_dropped:
+                if latest.get(key) == end + self._num_removed:
                     del latest[key]
-            del chain.earlier[:count]
-        del self._tokens[:count]
-        self._num_dropped += count
-        self._start -= count
+        # Moving what remains costs time, so not for every text.
+        if self._num_dead > _MOST_DEAD * len(self._tokens):
+            self._remove_dead()
         return count
+
+    def _remove_dead(self) -> None:
+        count, self._num_dead = self._num_dead, 0
+        del self._tokens[:count]
+        for chain in self._chains:
+            del chain.earlier[:count]
+        self._num_removed += count
+        self._start -= count
 
     def followers(self, tail: list[int], most: int) -> dict[tuple[int, ...], float]:
         """What followed where the last tokens of a text occurred, the latest first.
@@ -158,21 +170,21 @@ class SuffixIndex:
             tail: the last `LONGEST_MATCH` tokens of the text, or all of a shorter one.
             most: tokens at most.
         """
-        tokens, dropped = self._tokens, self._num_dropped
+        tokens, removed = self._tokens, self._num_removed
         found: dict[tuple[int, ...], float] = {}
         for chain in self._chains:
             length = chain.length
             if length > len(tail):
                 continue
-            end = chain.latest.get(hash(tuple(tail[-length:])), -1) - dropped
+            end = chain.latest.get(hash(tuple(tail[-length:])), -1) - removed
             for _ in range(_MAX_OCCURRENCES):
-                if end < length:
+                if end < self._num_dead + length:
                     break
                 if end < len(tokens):  # something follows
                     weight = _WEIGHTS[_num_shared(tokens, end, tail)]
                     following = tuple(tokens[end : end + most])
                     found[following] = found.get(following, 0.0) + weight
-                end = chain.earlier[end - 1] - dropped
+                end = chain.earlier[end - 1] - removed
             if found:
                 break
         return found
