@@ -177,13 +177,14 @@ class SuffixIndex:
             if length > len(tail):
                 continue
             end = chain.latest.get(hash(tuple(tail[-length:])), -1) - removed
+            if end == len(tokens):  # the text's own end
+                end = chain.earlier[end - 1] - removed
             for _ in range(_MAX_OCCURRENCES):
                 if end < self._num_dead + length:
                     break
-                if end < len(tokens):  # something follows
-                    weight = _WEIGHTS[_num_shared(tokens, end, tail)]
-                    following = tuple(tokens[end : end + most])
-                    found[following] = found.get(following, 0.0) + weight
+                weight = _WEIGHTS[_num_shared(tokens, end, tail)]
+                following = tuple(tokens[end : end + most])
+                found[following] = found.get(following, 0.0) + weight
                 end = chain.earlier[end - 1] - removed
             if found:
                 break
