@@ -9,9 +9,9 @@ from dataclasses import dataclass
 from atom.batch import NewSequence
 from atom.spec_decode.suffix_index import LONGEST_MATCH, Continuation, SuffixIndex, predict
 
-# Drafts end before the probability that all of them are accepted falls below this: further ones
-# would rather cost than bring something.
-_LEAST_REACHED = 0.2
+# Drafts end before the probability that all of them are right falls below this: further ones would
+# rather cost than bring something. Higher behind others' drafts, which may be wrong themselves.
+_FLOOR, _FLOOR_BEHIND = 0.05, 0.2
 # Tokens before an output that are kept with it, so that its first tokens are found, too.
 _CONTEXT = 8
 
@@ -128,7 +128,7 @@ class SuffixLookup:
             text = self._texts[row] = _Text(SuffixIndex(), salt, start)
             text.index.extend(prompt)
         text.index.extend(outputs[len(text.index) - len(prompt) :])
-        return self._predict(text, text.index.tail(), self.max_drafts)
+        return self._predict(text, text.index.tail(), self.max_drafts, _FLOOR)
 
     def extend(self, row: int, drafts: Sequence[int], most: int) -> Continuation:
         """What is likely to follow `drafts` of others, if these are right.
@@ -138,12 +138,14 @@ class SuffixLookup:
             most: tokens at most.
         """
         text = self._texts[row]
-        return self._predict(text, [*text.index.tail(), *drafts][-LONGEST_MATCH:], most)
+        return self._predict(
+            text, [*text.index.tail(), *drafts][-LONGEST_MATCH:], most, _FLOOR_BEHIND
+        )
 
-    def _predict(self, text: _Text, tail: list[int], most: int) -> Continuation:
+    def _predict(self, text: _Text, tail: list[int], most: int, floor: float) -> Continuation:
         followers = text.index.followers(tail, most)
         if self._recent is not None:
             recent = self._recent.followers(text.cache_salt, tail, most)
             for tokens, weight in recent.items():
                 followers[tokens] = followers.get(tokens, 0.0) + weight
-        return predict(followers, most, _LEAST_REACHED)
+        return predict(followers, most, floor)

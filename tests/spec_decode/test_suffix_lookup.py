@@ -48,7 +48,7 @@ def test_outputs_are_found_by_later_sequences_with_the_same_salt() -> None:
         lookup.forget([1])
     # Of a prompt only the last tokens are kept, with the output.
     lookup.start([start(2, "a")])
-    assert lookup.find(2, [7, 40], [41]).token_ids == [1]
+    assert lookup.find(2, [7, 40], [41]).token_ids == [1, 2, 3, 4]
     ended(lookup, 3, "a", [*range(50, 80)], [81, 82])
     lookup.start([start(4, "a")])
     assert lookup.find(4, [51], [52, 53]).token_ids == []
