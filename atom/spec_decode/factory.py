@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -23,8 +24,11 @@ from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
 from atom.spec_decode.mtp import MTPProposer
+from atom.spec_decode.suffix_index import BYTES_PER_TOKEN
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 from atom.speculative_methods import SPECULATIVE_METHODS
+
+logger = logging.getLogger(__name__)
 
 # (options, configuration, target model, its source, layer context) -> proposer
 ProposerBuilder = Callable[
@@ -79,7 +83,7 @@ def create_drafter(
     most = proposer.lookahead.num_tokens
     lookup: SuffixLookup | None = None
     if options.looks_up:
-        recent = RecentOutputs(n) if (n := options.suffix_cache_tokens) else None
+        recent = _recent_outputs(options.suffix_cache_tokens)
         if options.lookup:
             most = MAX_SPECULATIVE_TOKENS
         lookup = SuffixLookup("lookup" if options.lookup else options.method, most, recent)
@@ -95,6 +99,17 @@ def create_drafter(
         waiting_is_free=waiting_is_free,
         recorder=recorder,
     )
+
+
+def _recent_outputs(max_tokens: int) -> RecentOutputs | None:
+    if not max_tokens:
+        return None
+    logger.info(
+        "drafts are looked up in recent outputs of %d tokens, which take up to %d MB",
+        max_tokens,
+        max_tokens * BYTES_PER_TOKEN // 10**6,
+    )
+    return RecentOutputs(max_tokens)
 
 
 def create_eagle3(

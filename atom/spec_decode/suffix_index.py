@@ -22,6 +22,8 @@ _DOUBT = 4.0
 _WEIGHTS = [_TRUST**n for n in range(LONGEST_MATCH + 1)]
 # Share of the tokens that may be dropped ones.
 _MOST_DEAD = 0.25
+# Most memory of a token in an index: of texts in which no run occurs twice.
+BYTES_PER_TOKEN = 400
 # Follows a text that has ended.
 _END = -1
 

@@ -15,6 +15,7 @@ from atom.spec_decode.suffix_index import (
     _MAX_OCCURRENCES,
     _RUNS,
     _TRUST,
+    BYTES_PER_TOKEN,
     LONGEST_MATCH,
     SuffixIndex,
     predict,
@@ -117,7 +118,7 @@ def test_what_ended_a_text_is_not_drafted() -> None:
 
 
 def test_memory_grows_with_tokens_only() -> None:
-    """At most 400 bytes a token, and given back."""
+    """And is given back."""
     rng = Random(0)
     texts = [[rng.randrange(50_000) for _ in range(500)] for _ in range(40)]
     tracemalloc.start()
@@ -132,7 +133,7 @@ def test_memory_grows_with_tokens_only() -> None:
         empty = tracemalloc.get_traced_memory()[0]
     finally:
         tracemalloc.stop()
-    assert full < 400 * 20_000
+    assert full < BYTES_PER_TOKEN * 20_000
     assert empty < full / 2
 
 
