@@ -54,7 +54,8 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
 class NewSequence(msgspec.Struct, frozen=True):
     """What the runner needs to know about a sequence before its first step.
 
-    `prompt_token_ids` and `output_token_ids` are those known when it starts or resumes.
+    `prompt_token_ids` and `output_token_ids` are those known when it starts or resumes. Of other
+    sequences' outputs it may see those with the same `cache_salt` through a lookup.
     """
 
     id: str
@@ -63,6 +64,7 @@ class NewSequence(msgspec.Struct, frozen=True):
     output_token_ids: list[int]
     params: SamplingParams
     seed: int
+    cache_salt: str = ""
 
 
 class ScheduledBatch(msgspec.Struct, frozen=True):
@@ -148,6 +150,10 @@ class SequenceResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepOutput(msgspec.Struct, frozen=True):
-    """Results in the order of `ScheduledBatch.sequences`."""
+    """Attributes:
+    sequences: results in the order of `ScheduledBatch.sequences`.
+    num_lookup_tokens: tokens that the lookup holds after the step.
+    """
 
     sequences: list[SequenceResult]
+    num_lookup_tokens: int = 0

@@ -35,7 +35,6 @@ QUANTIZATIONS = ("auto", "none", *ONLINE_QUANTIZATIONS)
 ACTIVATIONS = ("auto", "int8", "float")
 AUX_LAYER_CONVENTIONS = ("boundary", "output")
 MAX_SPECULATIVE_TOKENS = 15
-DEFAULT_NGRAM_MAX = 4
 DEFAULT_MAX_LOGPROBS = 20
 
 # Shares of memory when the user names none: of the whole device on a GPU, of the memory
@@ -256,16 +255,16 @@ class SpeculativeOptions(Options):
         + methods_that(lambda m: m.takes_draft_model),
         name="draft_model",
     )
-    ngram_max: int | None = option(
-        None, f"longest suffix to look up ({DEFAULT_NGRAM_MAX}), for ngram and lookup"
-    )
-    ngram_min: int | None = option(
-        None, "shortest suffix to look up (1 for ngram, 2 for lookup beside a draft)"
-    )
     lookup: bool = option(
         False,
-        "draft what followed the newest tokens before in the text, where there is such",
+        "look the newest tokens up in the text so far, too, and draft what followed them there",
         name="speculative_lookup",
+    )
+    suffix_cache_tokens: int = option(
+        0,
+        "tokens of other requests' recent outputs to look up in, too, for method suffix and "
+        "lookup; only those with the same cache_salt (0: none)",
+        at_least=0,
     )
     adaptive: bool = option(
         False,
@@ -307,38 +306,27 @@ class SpeculativeOptions(Options):
                 f"method {self.method} takes no draft model, so draft_aux_layer_convention would "
                 f"have no effect"
             )
-        if method.takes_ngram_bounds and self.draft_tensor_parallel_size is not None:
+        if method.is_lookup and self.draft_tensor_parallel_size is not None:
             raise ConfigError(
                 f"method {self.method} has no draft, so draft_tensor_parallel_size would have no "
                 f"effect"
             )
-        if self.lookup and not method.takes_lookup:
-            others = methods_that(lambda m: m.takes_lookup)
+        if self.lookup and method.is_lookup:
+            others = methods_that(lambda m: not m.is_lookup)
             raise ConfigError(
                 f"lookup goes beside a draft ({others}); method {self.method} is a lookup already"
             )
-        if not method.takes_ngram_bounds and not self.lookup:
-            bounds = {"ngram_max": self.ngram_max, "ngram_min": self.ngram_min}
-            if given := ", ".join(name for name, value in bounds.items() if value is not None):
-                others = methods_that(lambda m: m.takes_ngram_bounds)
-                raise ConfigError(
-                    f"{given} is for method {others} and for lookup beside a draft, not for "
-                    f"{self.method} alone"
-                )
-        check_at_least("ngram_min", self.shortest_ngram, 1)
-        check_at_least("ngram_max", self.longest_ngram, self.shortest_ngram)
+        if self.suffix_cache_tokens and not self.looks_up:
+            lookups = methods_that(lambda m: m.is_lookup)
+            raise ConfigError(
+                f"suffix_cache_tokens is for method {lookups} and for lookup beside a draft, not "
+                f"for {self.method} alone"
+            )
 
     @property
-    def longest_ngram(self) -> int:
-        """The longest suffix to look up."""
-        return DEFAULT_NGRAM_MAX if self.ngram_max is None else self.ngram_max
-
-    @property
-    def shortest_ngram(self) -> int:
-        """The shortest suffix to look up."""
-        if self.ngram_min is not None:
-            return self.ngram_min
-        return 1 if SPECULATIVE_METHODS[self.method].takes_ngram_bounds else 2
+    def looks_up(self) -> bool:
+        """Whether drafts come from a lookup, alone or beside a draft."""
+        return self.lookup or SPECULATIVE_METHODS[self.method].is_lookup
 
 
 @dataclass(frozen=True)

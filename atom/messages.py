@@ -83,7 +83,11 @@ class SequenceOutput(msgspec.Struct, kw_only=True, omit_defaults=True, gc=False)
 
 
 class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The engine's state after a step; counters are totals since start."""
+    """The engine's state after a step; counters are totals since start.
+
+    Attributes:
+        num_lookup_tokens: that the lookup for drafts holds: live sequences and recent outputs.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -96,6 +100,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_generation_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    num_lookup_tokens: int = 0
     spec_decode: SpecDecodeStats | None = None
 
     @property

@@ -18,22 +18,18 @@ class SpeculativeMethod:
     Attributes:
         builder: `module:function` of a `spec_decode.factory.ProposerBuilder`.
         takes_draft_model: whether it needs a draft model; otherwise giving one is an error.
-        takes_lookup: whether it can be combined with a lookup; not if it is one itself.
-        takes_ngram_bounds: whether it uses n-gram bounds even without an extra lookup.
+        is_lookup: whether all drafts come from a lookup; otherwise one can go beside it.
     """
 
     builder: str
     takes_draft_model: bool = False
-    takes_lookup: bool = True
-    takes_ngram_bounds: bool = False
+    is_lookup: bool = False
 
 
 SPECULATIVE_METHODS = {
     "eagle3": SpeculativeMethod("atom.spec_decode.factory:create_eagle3", takes_draft_model=True),
     "mtp": SpeculativeMethod("atom.spec_decode.factory:create_mtp"),
-    "ngram": SpeculativeMethod(
-        "atom.spec_decode.factory:create_ngram", takes_lookup=False, takes_ngram_bounds=True
-    ),
+    "suffix": SpeculativeMethod("atom.spec_decode.factory:create_suffix", is_lookup=True),
 }
 
 

@@ -80,11 +80,11 @@ class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     def since(self, earlier: SpecDecodeStats) -> SpecDecodeStats:
         """The difference to an earlier snapshot."""
-        before = earlier.accepted_counts or [0] * len(self.accepted_counts)
+        counts = itertools.zip_longest(self.accepted_counts, earlier.accepted_counts, fillvalue=0)
         return SpecDecodeStats(
             num_drafts=self.num_drafts - earlier.num_drafts,
             num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
-            accepted_counts=[a - b for a, b in zip(self.accepted_counts, before, strict=True)],
+            accepted_counts=[now - before for now, before in counts],
             by_source={
                 name: stats.since(earlier.by_source.get(name, SpecDecodeStats()))
                 for name, stats in self.by_source.items()

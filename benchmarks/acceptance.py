@@ -6,7 +6,7 @@ chunk by chunk, so that speeds are compared under the same load. Ratios are medi
 python benchmarks/acceptance.py --prompts gsm8k=test.jsonl mt_bench=question.jsonl \\
     --limit 40 --num-speculative-tokens 1 2 3 --temperature 0 0.7 --output-dir results/acceptance
 python benchmarks/acceptance.py --model M --method eagle3 --draft-model D --prompts he=H.jsonl.gz
-python benchmarks/acceptance.py --arm 'ngram={"method": "ngram", "num_speculative_tokens": 4}'
+python benchmarks/acceptance.py --arm 'suffix={"method": "suffix", "num_speculative_tokens": 15}'
 python benchmarks/acceptance.py --base-url off=http://127.0.0.1:8000/v1 k3=http://127.0.0.1:8001/v1
 """
 

@@ -1,7 +1,7 @@
 """What grammar masks cost: tokens/s with a JSON schema against free text, taking turns.
 
 python benchmarks/structured_output.py
-python benchmarks/structured_output.py --method ngram --num-speculative-tokens 3
+python benchmarks/structured_output.py --method suffix --num-speculative-tokens 3
 
 Both sides generate exactly --max-tokens from the same cached prompts at temperature 1: the schema
 asks for more items than fit. Exits with 1 when the ratio is below --min-ratio.

@@ -122,7 +122,7 @@ class TestFile:
         file.write_text(
             "model: some/model\ndtype: half\nmax_model_len: 8K\nenable-prefix-caching: false\n"
             "enforce-eager: true\nport: 9000\napi-key: [a, b]\nseed: null\n"
-            "speculative-config: {method: ngram, num_speculative_tokens: 2}\n"
+            "speculative-config: {method: suffix, num_speculative_tokens: 2}\n"
         )
         config = engine("--config", str(file))
         assert (config.model.model, config.model.dtype) == ("some/model", "float16")
@@ -130,7 +130,7 @@ class TestFile:
         assert not config.cache.enable_prefix_caching
         assert config.graphs.enforce_eager
         assert config.speculative is not None
-        assert config.speculative.method == "ngram"
+        assert config.speculative.method == "suffix"
         options = server("--config", str(file))
         assert (options.port, options.api_keys) == (9000, ("a", "b"))
 

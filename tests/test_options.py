@@ -43,7 +43,7 @@ class MoreConfig(EngineConfig):
     )
 
 
-NGRAM = {"method": "ngram", "num_speculative_tokens": 2}
+NGRAM = {"method": "suffix", "num_speculative_tokens": 2}
 
 
 def parser() -> argparse.ArgumentParser:
@@ -61,14 +61,14 @@ def test_a_field_is_an_option_everywhere() -> None:
     assert by_keyword.cache.swap_space == 4 * 2**30
     assert by_keyword.speculative is not None
     assert by_keyword.speculative.order == "breadth"
-    flags = "--method ngram --num-speculative-tokens 2"
+    flags = "--method suffix --num-speculative-tokens 2"
     for swap, order in (
         ("--swap-space", "--speculative-order"),
         ("--swap_space", "--speculative_order"),
     ):
         line = (*flags.split(), swap, "4GiB", order, "breadth")
         assert from_flags(*line) == by_keyword
-    text = '{"method": "ngram", "num_speculative_tokens": 2, "order": "breadth"}'
+    text = '{"method": "suffix", "num_speculative_tokens": 2, "order": "breadth"}'
     assert from_flags("--swap-space", "4GiB", "--speculative-config", text) == by_keyword
     given = {**NGRAM, "order": "breadth"}
     assert build(MoreConfig, {"swap_space": 4 * 2**30, "speculative_config": given}) == by_keyword

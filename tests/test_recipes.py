@@ -307,7 +307,7 @@ def test_the_server_answers_what_curl_asks(
     flags = list(chosen[0].arguments)
     place = flags.index("--port")
     del flags[place : place + 2]
-    model = ["--model", str(tiny_llama_dir), *TINY, "--method", "ngram"]
+    model = ["--model", str(tiny_llama_dir), *TINY, "--method", "suffix"]
     model += ["--num-speculative-tokens", "2"]
     server = benchmark("_server").Server([*flags, *model], tmp_path / "server.log")
     with server:

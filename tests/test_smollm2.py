@@ -113,7 +113,7 @@ def test_greedy_generation_of_transformers(
             id="chunks of 16, no prefix cache",
             marks=pytest.mark.slow,
         ),
-        pytest.param({"method": "ngram", "num_speculative_tokens": 3}, id="ngram"),
+        pytest.param({"method": "suffix", "num_speculative_tokens": 3}, id="suffix"),
     ],
 )
 def test_no_option_changes_a_token(
@@ -140,7 +140,7 @@ def test_alone_as_in_a_batch(
 def test_seeded_sampling_is_the_requests_own(prompts: list[list[int]]) -> None:
     """With a seed the batch, the chunks and speculation change nothing; without, all differ."""
     seeded = SamplingParams(temperature=0.9, top_p=0.95, seed=7, max_tokens=32)
-    llm = create_llm(max_num_batched_tokens=16, method="ngram", num_speculative_tokens=2)
+    llm = create_llm(max_num_batched_tokens=16, method="suffix", num_speculative_tokens=2)
     together = llm.generate(prompts[:8], seeded, use_tqdm=False)
     other = create_llm(enable_prefix_caching=False)
     for prompt, output in zip(prompts[:3], together, strict=False):

@@ -52,9 +52,24 @@ def test_an_interval_may_be_the_first_of_a_source() -> None:
     assert interval.by_source["lookup"].accepted_counts == [0, 0, 1, 0]
 
 
+def test_an_interval_may_have_longer_drafts() -> None:
+    """The lookup proposes more than the draft."""
+    counter = SpecDecodeCounter(1)
+    counter.count(1, 1, "eagle3")
+    before = counter.snapshot()
+    assert before is not None
+    counter.count(3, 3, "eagle3")
+    now = counter.snapshot()
+    assert now is not None
+    assert now.since(before).accepted_counts == [0, 0, 0, 1]
+    assert now.since(before).by_source["eagle3"].accepted_counts == [0, 0, 0, 1]
+
+
 def test_metrics_have_a_source() -> None:
-    text = ServerMetrics().expose(EngineStats(spec_decode=counted()))[0].decode()
+    stats = EngineStats(spec_decode=counted(), num_lookup_tokens=7)
+    text = ServerMetrics().expose(stats)[0].decode()
     for line in (
+        "atom:spec_decode_lookup_tokens 7.0",
         "atom:spec_decode_num_drafts_total 3.0",
         'atom:spec_decode_num_drafts_by_source_total{source="eagle3"} 2.0',
         'atom:spec_decode_num_draft_tokens_by_source_total{source="eagle3"} 5.0',

@@ -20,13 +20,13 @@ class EngineMetric:
 
 def engine_metrics(stats: EngineStats) -> list[EngineMetric]:
     """What `stats` holds; drafts only where some are verified."""
-    gauges = (
+    gauges = [
         ("num_requests_running", "Sequences in the running batch.", stats.num_running),
         ("num_requests_waiting", "Sequences waiting to be scheduled.", stats.num_waiting),
         ("kv_cache_usage_ratio", "Share of KV blocks in use.", stats.kv_cache_usage),
         ("kv_cache_blocks", "KV blocks there are.", stats.num_blocks),
         ("kv_cache_used_blocks", "KV blocks that live sequences hold.", stats.num_used_blocks),
-    )
+    ]
     counters = [
         ("generation_tokens", "Tokens generated.", stats.num_generation_tokens),
         ("preemptions", "Sequences preempted.", stats.num_preemptions),
@@ -44,6 +44,8 @@ def engine_metrics(stats: EngineStats) -> list[EngineMetric]:
             ("spec_decode_num_draft_tokens", "Drafts verified.", spec.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafts accepted.", spec.num_accepted_tokens),
         ]
+        held = "Tokens of live sequences and recent outputs that drafts are looked up in."
+        gauges.append(("spec_decode_lookup_tokens", held, stats.num_lookup_tokens))
     return [
         *(EngineMetric(f"atom:{name}", "gauge", text, value) for name, text, value in gauges),
         *(EngineMetric(f"atom:{name}", "counter", text, value) for name, text, value in counters),

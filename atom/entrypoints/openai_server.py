@@ -77,7 +77,10 @@ def read_options(namespace: argparse.Namespace) -> tuple[EngineConfig, ServerOpt
     """
     options = ServerOptions.from_cli_args(namespace)
     given = choose_draft(engine_options(namespace), namespace.no_speculation)
-    return engine_config(**given), options
+    config = engine_config(**given)
+    if config.speculative is not None:
+        options.check_sharing(config.speculative.suffix_cache_tokens)
+    return config, options
 
 
 def show_ops(config: EngineConfig) -> int:

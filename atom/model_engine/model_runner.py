@@ -75,7 +75,7 @@ class ModelRunner:
     @torch.inference_mode()
     def step(self, batch: ScheduledBatch) -> StepOutput:
         """Compute the scheduled tokens, sample and verify, and propose the next drafts."""
-        self._forget(batch)
+        self._start(batch)
         num_drafts = 0
         if not self._drafter.looks_first:
             num_drafts = self._drafter.begin(sum(s.wants_sample for s in batch.sequences))
@@ -86,7 +86,7 @@ class ModelRunner:
             self._drafter.follow(orders.num_drafts)
             self._go_along(orders)
         if step is None:
-            return StepOutput([])
+            return StepOutput([], self._drafter.num_lookup_tokens)
         view, verified = self._verify(batch, step)
         if self._drafter.looks_first:
             sampled = self._sampler.take(step.sample, self._bring_to_host(verified.tensors))
@@ -107,7 +107,7 @@ class ModelRunner:
     def follow(self, orders: Orders) -> None:
         """This rank's part of a step whose tokens the first rank samples."""
         batch = orders.batch
-        self._forget(batch)
+        self._start(batch)
         self._drafter.follow(orders.num_drafts)
         self._go_along(orders)
         if not batch.sequences:
@@ -128,9 +128,9 @@ class ModelRunner:
             first = torch.zeros_like(row.input_ids)
             self._drafter.propose(VerifiedStep([], row, output, first, first, None), None)
 
-    def _forget(self, batch: ScheduledBatch) -> None:
+    def _start(self, batch: ScheduledBatch) -> None:
         self._sampler.forget(batch.freed_rows)
-        self._drafter.forget(batch.freed_rows)
+        self._drafter.start(batch)
 
     def _verify(
         self, batch: ScheduledBatch, step: StepInput
@@ -201,4 +201,4 @@ class ModelRunner:
         ):
             prompt = sampled.prompt_logprobs.get(index) if sampled.prompt_logprobs else None
             results[index] = SequenceResult(tokens, logprobs, prompt, draft_ids, source, failure)
-        return StepOutput(results)
+        return StepOutput(results, self._drafter.num_lookup_tokens)

@@ -55,7 +55,13 @@ class PlannedBatch:
         request, outputs = seq.request, seq.token_ids[seq.num_prompt_tokens :]
         self._new.append(
             NewSequence(
-                request.id, seq.row, request.prompt_token_ids, outputs, request.params, request.seed
+                request.id,
+                seq.row,
+                request.prompt_token_ids,
+                outputs,
+                request.params,
+                request.seed,
+                request.cache_salt,
             )
         )
 

@@ -174,6 +174,7 @@ class Scheduler:
         for (num_drafts, num_accepted, source), times in self._verified.items():
             self._spec.count(num_drafts, num_accepted, source, times)
         self._verified.clear()
+        self._totals.num_lookup_tokens = output.num_lookup_tokens
         return outputs
 
     def give_back(

@@ -11,7 +11,7 @@ from atom.stats import total
 
 # What all engines of a server have in common.
 _SHARED = ("block_size", "kv_cache_dtype")
-_GAUGES = ("num_running", "num_waiting", "num_blocks", "num_used_blocks")
+_GAUGES = ("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_lookup_tokens")
 
 
 def common_limits(limits: Sequence[EngineLimits]) -> EngineLimits:

@@ -309,7 +309,7 @@ class Worker:
             KVCacheMemoryError: when the device runs out of memory.
         """
         # Always the full number of drafts, and these steps do not count in choosing their number.
-        most = self._proposer.lookahead.num_tokens
+        most = self._drafter.max_drafts
         drafter = Drafter(self._proposer, "largest", None, None, waiting_is_free=False)
         _, runner = self._create_runner(config, source, context, drafter)
         vocab_size = source.hf_config.get_text_config().vocab_size
@@ -318,7 +318,7 @@ class Worker:
                 if self._place.is_first:
                     runner.step(batch)
                 else:
-                    runner.follow(Orders.of(batch, most))
+                    runner.follow(Orders.of(batch, drafter.max_drafts))
         except (torch.OutOfMemoryError, SamplingFailedError) as failed:
             error = failed.cause if isinstance(failed, SamplingFailedError) else failed
             if not isinstance(error, torch.OutOfMemoryError):

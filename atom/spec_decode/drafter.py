@@ -10,21 +10,27 @@ from atom.batch import ScheduledBatch, StepOutput
 from atom.graphs.recorded import StepRecorder
 from atom.spec_decode.base import Proposal, Proposer, VerifiedStep
 from atom.spec_decode.lengths import DraftLength, Verification
-from atom.spec_decode.lookup import Lookup
+from atom.spec_decode.suffix_index import Continuation
+from atom.spec_decode.suffix_lookup import SuffixLookup
 
 # Prompt and output tokens of a sequence.
 History = tuple[Sequence[int], Sequence[int]]
-# The lookup's drafts for each sampled sequence; None where it found none.
-Found = Sequence[list[int] | None]
+# The lookup's drafts for each sampled sequence; None where the proposer is expected to do better.
+Found = Sequence[Continuation | None]
+
+# The proposer's accepted drafts, before any were verified, and the window of their mean.
+_FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
 
 
 class Drafter:
-    """Makes drafts: by lookup, and by the proposer where the lookup finds nothing.
+    """Makes drafts: by lookup where that is expected to bring more than the proposer has brought,
+    else by the proposer, and what the lookup expects to follow those.
 
     The proposer sees every step, even if its drafts are not needed, to keep its KV complete.
 
     Attributes:
         proposer: makes drafts on the device.
+        max_drafts: most drafts of a sequence.
         looks: whether there is a lookup.
         looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
             a GPU, where the host would have to wait for the tokens in the middle of the step.
@@ -40,7 +46,7 @@ class Drafter:
         self,
         proposer: Proposer,
         source: str,
-        lookup: Lookup | None,
+        lookup: SuffixLookup | None,
         length: DraftLength | None,
         *,
         waiting_is_free: bool,
@@ -49,38 +55,57 @@ class Drafter:
         self.proposer = proposer
         self.looks = lookup is not None
         self.looks_first = self.looks and waiting_is_free
+        own = proposer.lookahead.num_tokens
+        self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
         self._recorder = recorder
         self._source = source
         self._lookup = lookup
         self._length = length
-        self._count = 0
+        # Of this step: most drafts of a sequence, and how many the proposer makes of them.
+        self._limit = self._num_made = 0
+        # Rows of the sequences looked up.
+        self._rows: Sequence[int] = []
+        # Mean number of accepted drafts where the proposer made them, and its observations.
+        self._accepted, self._num_observed = _FIRST_ACCEPTED, 1
+
+    @property
+    def num_lookup_tokens(self) -> int:
+        """Tokens that the lookup holds."""
+        return 0 if self._lookup is None else self._lookup.num_tokens
+
+    def start(self, batch: ScheduledBatch) -> None:
+        """Drop the state of rows that were freed, and learn of sequences that start."""
+        if self._lookup is not None:
+            self._lookup.forget(batch.freed_rows)
+            self._lookup.start(batch.new)
 
     def begin(self, num_sampled: int) -> int:
-        """The number of drafts to make in the step that begins, unless the lookup runs first.
+        """The number of drafts for the proposer to make in the step that begins, unless the lookup
+        runs first.
 
         Args:
             num_sampled: sequences that the step samples.
         """
-        self._count = self._choose([self._source] * num_sampled, True) if num_sampled else 0
-        return self._count
+        self._choose([self._source] * num_sampled, True)
+        return self._num_made
 
     def follow(self, num_drafts: int) -> None:
         """Make as many drafts in the step that begins as another rank chose."""
-        if self._length is not None and num_drafts != self._count:
+        if num_drafts == self._num_made:
+            return
+        if self._length is not None:
             self._length.follow(num_drafts)
-        self._count = num_drafts
-
-    def forget(self, rows: Sequence[int]) -> None:
-        """Drop the state of these rows' sequences."""
-        if self._lookup is not None:
-            self._lookup.forget(rows)
+        self._num_made = num_drafts
+        self._limit = max(self._limit, num_drafts)
 
     def look_up(self, rows: Sequence[int], histories: Sequence[History]) -> Found:
         """The lookup's drafts for each sampled sequence."""
         lookup = self._lookup
         assert lookup is not None
-        pairs = zip(rows, histories, strict=True)
-        return [lookup.find(row, *history) for row, history in pairs]
+        self._rows = rows
+        rival = self._accepted if self.proposer.reads_steps else 0.0
+        found = (lookup.find(row, *history) for row, history in zip(rows, histories, strict=True))
+        return [each if each.score > rival else None for each in found]
 
     def propose(self, step: VerifiedStep | None, found: Found | None) -> Proposal | None:
         """The proposer's drafts; None when it makes none.
@@ -92,11 +117,10 @@ class Drafter:
         needed = True
         if found is not None:
             needed = any(drafts is None for drafts in found)
-            sources = [self._source_of(drafts) for drafts in found]
-            self._count = self._choose(sources, needed) if sources else 0
+            self._choose([self._source_of(drafts) for drafts in found], needed)
         if step is None:
             return None
-        count = self._count if needed else 0
+        count = self._num_made if needed else 0
         if self._recorder is None or not step.recurs:
             return self.proposer.propose(step, count)
         kind = "drafting" if count else "writing the draft's cache"
@@ -110,21 +134,28 @@ class Drafter:
 
     def merge(self, found: Found, made: np.ndarray | None) -> list[tuple[list[int], str]]:
         """The drafts of each sampled sequence, and their source."""
-        rows: list[list[int]] = [[] for _ in found] if made is None else made.tolist()
-        count = self._count
+        own: list[list[int]] = [[] for _ in found] if made is None else made.tolist()
         return [
-            (row if drafts is None else drafts[:count], self._source_of(drafts))
-            for drafts, row in zip(found, rows, strict=True)
+            (self._extend(i, own[i]) if each is None else each.token_ids[: self._limit], source)
+            for i, each in enumerate(found)
+            for source in [self._source_of(each)]
         ]
 
+    def _extend(self, index: int, made: list[int]) -> list[int]:
+        """The proposer's drafts of a sampled sequence, with what the lookup expects after them."""
+        room = self._limit - len(made)
+        if self._lookup is None or not made or room <= 0:
+            return made
+        return made + self._lookup.extend(self._rows[index], made, room).token_ids
+
     def observe(self, batch: ScheduledBatch, output: StepOutput, seconds: float | None) -> None:
-        """Update the draft length from a finished step.
+        """Learn from a finished step.
 
         Args:
             seconds: that it took, drafting included; None if another like it would take another
                 time.
         """
-        if self._length is None:
+        if self._length is None and not self.looks:
             return
         verifications, num_rows = [], 0
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
@@ -134,15 +165,30 @@ class Drafter:
                     Verification(sequence.draft_source, sequence.num_drafts, accepted)
                 )
                 num_rows += sequence.num_drafts + 1
-        is_decode = num_rows == batch.num_tokens
-        self._length.observe(verifications, seconds if is_decode else None)
+        for each in verifications:
+            if each.source == self._source and each.num_drafts:
+                self._num_observed = min(self._num_observed + 1, _ACCEPTED_WINDOW)
+                self._accepted += (each.num_accepted - self._accepted) / self._num_observed
+        if self._length is not None:
+            is_decode = num_rows == batch.num_tokens
+            self._length.observe(verifications, seconds if is_decode else None)
 
-    def _choose(self, sources: Sequence[str], needed: bool) -> int:
-        if self._length is None:
-            return self.proposer.lookahead.num_tokens
-        return self._length.choose(sources, drafts=needed and self.proposer.reads_steps)
+    def _choose(self, sources: Sequence[str], needed: bool) -> None:
+        """Set the numbers of drafts of this step.
 
-    def _source_of(self, drafts: list[int] | None) -> str:
+        Args:
+            sources: of each sampled sequence's drafts.
+            needed: whether the proposer makes any.
+        """
+        if not sources:
+            self._limit = self._num_made = 0
+            return
+        self._limit = self.max_drafts
+        if self._length is not None:
+            self._limit = self._length.choose(sources, drafts=needed and self.proposer.reads_steps)
+        self._num_made = min(self._limit, self.proposer.lookahead.num_tokens)
+
+    def _source_of(self, drafts: Continuation | None) -> str:
         if drafts is None or self._lookup is None:
             return self._source
         return self._lookup.source

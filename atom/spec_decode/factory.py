@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import importlib
+import logging
 from collections.abc import Callable
 from dataclasses import replace
 
 import torch
 
-from atom.config import EngineConfig, SpeculativeOptions
+from atom.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeOptions
 from atom.distributed.parallel_state import SINGLE
 from atom.graphs.recorded import StepRecorder
 from atom.kv_cache.base import storage_dtype
@@ -25,9 +26,12 @@ from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
-from atom.spec_decode.lookup import Lookup
 from atom.spec_decode.mtp import MTPProposer
+from atom.spec_decode.suffix_index import BYTES_PER_TOKEN
+from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 from atom.speculative_methods import SPECULATIVE_METHODS
+
+logger = logging.getLogger(__name__)
 
 # (options, configuration, target model, its source, layer context) -> proposer
 ProposerBuilder = Callable[
@@ -72,24 +76,24 @@ def create_drafter(
 
     Args:
         captured: whether steps are replayed from graphs. These exist for one row per sequence and
-            for all drafts (`GraphRunner`); other numbers would run eagerly, so the adaptive length
-            is then none or all.
+            for all drafts of the proposer (`GraphRunner`); other numbers run eagerly, so the
+            adaptive length is then none, these, or as many as the lookup finds.
         waiting_is_free: whether the device is the CPU, where a host sync costs nothing.
         recorder: replays steps that recur; None if every step runs op by op.
     """
-    most = proposer.lookahead.num_tokens
     if options is None:
         return Drafter(proposer, "none", None, None, waiting_is_free=waiting_is_free)
-    bounds = options.longest_ngram, options.shortest_ngram
-    lookup: Lookup | None = None
-    if options.lookup:
-        # Only full-length matches: a draft model's drafts are better than short ones.
-        lookup = Lookup("lookup", most, most, *bounds)
-    elif SPECULATIVE_METHODS[options.method].takes_ngram_bounds:
-        lookup = Lookup(options.method, most, 1, *bounds)
+    most = proposer.lookahead.num_tokens
+    lookup: SuffixLookup | None = None
+    if options.looks_up:
+        recent = _recent_outputs(options.suffix_cache_tokens)
+        if options.lookup:
+            most = MAX_SPECULATIVE_TOKENS
+        lookup = SuffixLookup("lookup" if options.lookup else options.method, most, recent)
     length: DraftLength | None = None
     if options.adaptive:
-        length = AdaptiveLength((0, most) if captured else spread_lengths(most))
+        own = proposer.lookahead.num_tokens
+        length = AdaptiveLength(sorted({0, own, most}) if captured else spread_lengths(most))
     return Drafter(
         proposer,
         options.method,
@@ -98,6 +102,17 @@ def create_drafter(
         waiting_is_free=waiting_is_free,
         recorder=recorder,
     )
+
+
+def _recent_outputs(max_tokens: int) -> RecentOutputs | None:
+    if not max_tokens:
+        return None
+    logger.info(
+        "drafts are looked up in recent outputs of %d tokens, which take up to %d MB",
+        max_tokens,
+        max_tokens * BYTES_PER_TOKEN // 10**6,
+    )
+    return RecentOutputs(max_tokens)
 
 
 def create_eagle3(
@@ -160,6 +175,6 @@ def create_mtp(
     )
 
 
-def create_ngram(options: SpeculativeOptions, *_: object) -> Proposer:
+def create_suffix(options: SpeculativeOptions, *_: object) -> Proposer:
     """A `NullProposer`: all drafts come from the lookup."""
     return NullProposer(Lookahead(options.num_speculative_tokens))

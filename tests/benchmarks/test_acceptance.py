@@ -37,9 +37,9 @@ def test_a_run_on_a_tiny_model(acceptance: Any, tiny_llama_dir: Path, tmp_path: 
         [
             *model,
             *("--prompts", f"q={questions}", f"code={code}:prompt", "--limit", "3"),
-            *("--method", "ngram", "--num-speculative-tokens", "1", "3", "--max-tokens", "24"),
+            *("--method", "suffix", "--num-speculative-tokens", "1", "3", "--max-tokens", "24"),
             *("--temperature", "0", "0.7", "--batch-size", "1", "2", "--require-same"),
-            *("--arm", 'wide={"method": "ngram", "num_speculative_tokens": 5, "ngram_max": 2}'),
+            *("--arm", 'wide={"method": "suffix", "num_speculative_tokens": 5}'),
             *("--output-dir", str(output)),
         ]
     )
@@ -146,7 +146,7 @@ def test_arms(acceptance: Any) -> None:
         (["--model", "m", "--lookup"], "need a --method"),
         (["--model", "m", "--speculative-config", "{}"], "as an arm"),
         (["--batch-size", "0"], "must be at least 1"),
-        (["--model", "m", "--arm", 'x={"method": "ngram"}'], "needs num_speculative_tokens"),
+        (["--model", "m", "--arm", 'x={"method": "suffix"}'], "needs num_speculative_tokens"),
         (["--prompts", "x=/no/such/file"], "cannot read /no/such/file"),
     ],
 )
@@ -167,7 +167,7 @@ def test_options_with_colons(acceptance: Any, tmp_path: Path) -> None:
     assert acceptance.parse_server("http://h:1/v1?a=b") == ("server", "http://h:1/v1?a=b")
     assert acceptance.parse_server("k3=http://h:1/v1") == ("k3", "http://h:1/v1")
     with pytest.raises(argparse.ArgumentTypeError):
-        acceptance.parse_arm('off={"method": "ngram"}')
+        acceptance.parse_arm('off={"method": "suffix"}')
 
 
 @pytest.mark.parametrize(

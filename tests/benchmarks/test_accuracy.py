@@ -132,7 +132,7 @@ def test_runs_that_fail(
 
 
 def test_a_real_server_is_scraped(accuracy: Any, tiny_llama_dir: Path, tmp_path: Path) -> None:
-    flags = ["--method", "ngram", "--num-speculative-tokens", "2", "--dtype", "float32"]
+    flags = ["--method", "suffix", "--num-speculative-tokens", "2", "--dtype", "float32"]
     flags += ["--num-threads", "1", "--kv-cache-memory", "4MiB"]
     entries = f"""
 [tiny]
@@ -345,9 +345,9 @@ def test_the_real_lm_eval(accuracy: Any, tmp_path: Path) -> None:
     if program is None:
         pytest.skip("lm_eval is not installed")
     flags = ["--no-speculation", "--dtype", "float32", "--kv-cache-memory", "1GiB"]
-    ngram = ["--method", "ngram", "--num-speculative-tokens", "3", *flags[1:]]
+    suffix = ["--method", "suffix", "--num-speculative-tokens", "3", *flags[1:]]
     common = 'task = "gsm8k"\nlimit = 4\nmin_accuracy = 0.0\nflags = '
     entries = f"[off]\n{common}{json.dumps(flags)}\n"
-    entries += f'[on]\nsame_as = "off"\nmin_acceptance = 0.05\n{common}{json.dumps(ngram)}\n'
+    entries += f'[on]\nsame_as = "off"\nmin_acceptance = 0.05\n{common}{json.dumps(suffix)}\n'
     status, results = run(accuracy, tmp_path, entries, "--lm-eval", program)
     assert status == 0, results

@@ -36,7 +36,7 @@ def test_a_run_on_a_tiny_model(
 ) -> None:
     output = tmp_path / "report"
     given = [*flags(tiny_llama_dir, records), "--text-field", "question", "answer"]
-    given += ["--method", "ngram", "--num-speculative-tokens", "3", "--prompts", str(records)]
+    given += ["--method", "suffix", "--num-speculative-tokens", "3", "--prompts", str(records)]
     given += ["--limit", "5", "--batch-size", "2", "--output-dir", str(output)]
     # Random weights: what 8 bits cost them says nothing.
     assert benchmark.main([*given, "--max-nll-rise", "9", "--max-acceptance-fall", "1"]) == 0

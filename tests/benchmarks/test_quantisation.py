@@ -36,7 +36,7 @@ def test_a_run_on_a_tiny_model(
 ) -> None:
     output = tmp_path / "report"
     given = [*flags(tiny_llama_dir, text, "int8", "int4"), "--output-dir", str(output)]
-    given += ["--method", "ngram", "--num-speculative-tokens", "3"]
+    given += ["--method", "suffix", "--num-speculative-tokens", "3"]
     # Random weights: what quantisation costs them says nothing.
     assert benchmark.main([*given, "--max-nll-rise", "int4=9"]) == 0
     report = json.loads((output / "quantisation.json").read_text())

@@ -51,7 +51,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "mtp": ("deepseek_v3", 2, {"method": "mtp"}),
     "whole mtp": ("deepseek_v3", 2, {"method": "mtp", "draft_tensor_parallel_size": 1}),
-    "ngram": ("llama", 2, {"method": "ngram"}),
+    "suffix": ("llama", 2, {"method": "suffix"}),
     "eagle3 and lookup": (
         "llama",
         2,
@@ -61,7 +61,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "chunks": (
         "llama",
         2,
-        {"max_num_batched_tokens": 12, "max_num_seqs": 8, "method": "ngram"},
+        {"max_num_batched_tokens": 12, "max_num_seqs": 8, "method": "suffix"},
     ),
     "preemption": ("llama", 2, {"max_model_len": 64}),
 }

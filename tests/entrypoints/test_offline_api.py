@@ -200,10 +200,10 @@ def test_the_embedded_model_speculates_like_the_server(monkeypatch: pytest.Monke
     monkeypatch.setattr(llm_module, "LLMEngine", built.append)
     LLM()
     LLM(no_speculation=True)
-    LLM(method="ngram", num_speculative_tokens=2)
+    LLM(method="suffix", num_speculative_tokens=2)
     LLM("another/model")
     methods = [None if c.speculative is None else c.speculative.method for c in built]
-    assert methods == ["eagle3", None, "ngram", None]
+    assert methods == ["eagle3", None, "suffix", None]
     assert built[0].speculative.lookup
     assert built[0].speculative.adaptive
 

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from atom.config import ConfigError
+from atom.entrypoints.openai.http.options import OptionError
 from atom.entrypoints.ray_options import ScalingOptions, read_args
 
 
@@ -27,6 +28,18 @@ def test_what_a_replica_takes() -> None:
     assert options.num_gpus == 4
     assert options.batch_size == 2 * options.config.scheduler.max_num_seqs
     assert read_args({"model": "m", "device": "cpu"}).num_gpus == 0
+
+
+def test_api_keys_share_no_recent_outputs_unless_allowed() -> None:
+    """The server's own command line is read by the same function."""
+    cached = {"method": "suffix", "num_speculative_tokens": 3, "suffix_cache_tokens": 9}
+    several = {**cached, "api_key": ["a", "b"]}
+    with pytest.raises(OptionError, match=r"any of 2 API keys.*--suffix-cache-across-api-keys"):
+        read_args(several)
+    allowed = read_args({**several, "suffix_cache_across_api_keys": True})
+    alone = read_args({**cached, "api_key": ["a"]})
+    for found in (allowed, alone, read_args({**several, "suffix_cache_tokens": 0})):
+        assert found.config.speculative is not None
 
 
 def test_the_embedded_model_has_its_draft() -> None:

@@ -35,8 +35,8 @@ def test_the_shipped_draft_is_for_the_embedded_model(shipped: Path) -> None:
     assert (options["method"], options["draft_model"]) == ("eagle3", str(shipped))
     assert engine_config(**options).speculative is not None
     assert with_shipped_draft({"model": "another"}) == {"model": "another"}
-    ngram = {"method": "ngram", "num_speculative_tokens": 2}
-    assert with_shipped_draft(ngram) == ngram
+    suffix = {"method": "suffix", "num_speculative_tokens": 2}
+    assert with_shipped_draft(suffix) == suffix
     assert without_speculation(with_shipped_draft({"dtype": "float32"})) == {"dtype": "float32"}
 
 
@@ -100,7 +100,7 @@ def test_prompts_are_answered_twice(
 ) -> None:
     """Unseeded requests, too, are answered alike: both engines draw the same seeds."""
     flags = ["--model", str(tiny_llama_dir), "--dtype", "float32", "--num-threads", "1"]
-    flags += ["--kv-cache-memory", "4MB", "--method", "ngram", "--num-speculative-tokens", "2"]
+    flags += ["--kv-cache-memory", "4MB", "--method", "suffix", "--num-speculative-tokens", "2"]
     flags += ["--max-tokens", "16", "--temperature", temperature, "--compare"]
     assert simple_inference.main(flags) == 0
     output = capsys.readouterr().out
@@ -110,7 +110,7 @@ def test_prompts_are_answered_twice(
 
 
 def test_what_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    assert simple_inference.main(["--no-speculation", "--method", "ngram"]) == 2
+    assert simple_inference.main(["--no-speculation", "--method", "suffix"]) == 2
     assert "contradict" in capsys.readouterr().err
     assert simple_inference.main(["--model", "m", "--compare"]) == 2
     assert "needs a --method" in capsys.readouterr().err

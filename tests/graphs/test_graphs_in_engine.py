@@ -21,7 +21,7 @@ from atom.model_engine import worker
 from atom.model_ops.attention_mha import Attention
 
 SETTINGS = ("greedy", "penalties")
-METHODS = ["mha", "mla", "mtp", "ngram"]
+METHODS = ["mha", "mla", "mtp", "suffix"]
 
 
 @pytest.fixture(autouse=True)
@@ -62,7 +62,7 @@ def graphed_engine(patch: pytest.MonkeyPatch, folder: Path, **options: Any) -> t
 
 def speculation(method: str, k: int, folder: Path, vocab_size: int) -> dict[str, Any]:
     options: dict[str, Any] = {"num_speculative_tokens": k}
-    if method in ("mtp", "ngram"):
+    if method in ("mtp", "suffix"):
         return {**options, "method": method}
     draft = engines.write_draft(method, folder / f"draft {method}", vocab_size)
     return {**options, "method": "eagle3", "draft_model": str(draft)}
@@ -88,9 +88,9 @@ def test_tokens_of_graphs(
         options = speculation(method, 3, tmp_path, len(byte_level_tokenizer))
         engine, replays = graphed_engine(monkeypatch, target, **options)
         assert {name: generate(engine, params(name)) for name in SETTINGS} == expected, method
-        # An n-gram lookup proposes different numbers of drafts, and nothing of it is captured.
-        assert replays["GraphRunner"] >= (1 if method == "ngram" else 15), method
-        assert (replays["_Graphs"] > 20) == (method != "ngram")
+        # A lookup proposes different numbers of drafts, and nothing of it is captured.
+        assert replays["GraphRunner"] >= (1 if method == "suffix" else 15), method
+        assert (replays["_Graphs"] > 20) == (method != "suffix")
 
 
 @pytest.mark.parametrize(

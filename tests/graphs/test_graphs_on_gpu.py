@@ -98,7 +98,7 @@ def graph_runner(engine: LLM) -> GraphRunner | None:
     ("kind", "method"),
     [
         ("llama", "mha"),
-        ("llama", "ngram"),
+        ("llama", "suffix"),
         ("deepseek_v3", "mha"),
         ("deepseek_v3", "mla"),
         ("deepseek_v3", "mtp"),

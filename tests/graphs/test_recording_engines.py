@@ -68,8 +68,8 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
 def options(method: str, draft: Path) -> dict[str, Any]:
     if method == "none":
         return {}
-    if method == "ngram":
-        return {"method": "ngram", "num_speculative_tokens": 3}
+    if method == "suffix":
+        return {"method": "suffix", "num_speculative_tokens": 3}
     eagle = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": 3}
     if method == "everything":
         eagle |= {"speculative_lookup": True, "speculative_adaptive": True}
@@ -77,7 +77,7 @@ def options(method: str, draft: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["none", "ngram", "eagle3", "everything"])
+@pytest.mark.parametrize("method", ["none", "suffix", "eagle3", "everything"])
 def test_tokens_are_those_of_steps_run_op_by_op(
     method: str, dtype: str, target: Path, draft: Path, replays: Counter[str]
 ) -> None:

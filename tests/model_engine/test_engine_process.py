@@ -297,7 +297,7 @@ def test_the_configuration_crosses_whole() -> None:
         model="m",
         kv_cache_memory="2GiB",
         gpu_memory_utilization=0.5,
-        method="ngram",
+        method="suffix",
         num_speculative_tokens=2,
         cudagraph_capture_sizes="1,2",
         seed=3,

@@ -27,7 +27,7 @@ from atom.model_engine import worker
 PROMPTS = [*PROMPTS[:5], *PROMPTS[10:12]]
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 3},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 3},
     "eagle3": {
         "method": "eagle3",
         "num_speculative_tokens": 3,
@@ -145,7 +145,7 @@ def test_without_room_for_all_of_them(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
-    llm = checkpoints.engine("ngram", max_model_len=96, max_num_seqs=3)
+    llm = checkpoints.engine("suffix", max_model_len=96, max_num_seqs=3)
     break_steps(monkeypatch, llm, at_steps(lambda: OSError("oops"), *range(0, 90, 6)), "after")
     assert engines.generate(llm, params("warm"), PROMPTS) == checkpoints.expected("warm")
 

@@ -153,13 +153,13 @@ SPECULATION: dict[str, dict[str, Any]] = {
     "none": {},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 3},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 3},
 }
 
 
 @pytest.mark.parametrize(
     ("target", "method"),
-    [("llama", "none"), ("llama", "eagle3"), ("deepseek_v3", "mtp"), ("llama", "ngram")],
+    [("llama", "none"), ("llama", "eagle3"), ("deepseek_v3", "mtp"), ("llama", "suffix")],
 )
 def test_the_runner_runs_them(
     target: str,

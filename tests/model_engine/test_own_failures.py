@@ -22,7 +22,7 @@ from atom.model_engine import worker
 GOOD = PROMPTS[:6]
 SPECULATION: dict[str, dict[str, Any]] = {
     "none": {},
-    "ngram": {"method": "ngram", "num_speculative_tokens": 3},
+    "suffix": {"method": "suffix", "num_speculative_tokens": 3},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
@@ -127,7 +127,7 @@ def test_a_failure_after_some_tokens(
 ) -> None:
     """In a pool that is too small for all, so that sequences are preempted."""
     monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
-    llm = checkpoints.engine("ngram", max_model_len=96)
+    llm = checkpoints.engine("suffix", max_model_len=96)
     # The token after the prompt is the poisoned one; the next step's logits are not numbers.
     wanted = params("greedy", logit_bias={checkpoints.poison: 100.0})
     expected = checkpoints.expected("none", "greedy")

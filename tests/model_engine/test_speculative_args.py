@@ -33,14 +33,16 @@ EAGLE = {"method": "eagle3", "draft_model": "D", "num_speculative_tokens": 3}
 
 
 def test_flags_and_json_say_the_same() -> None:
-    expected = SpeculativeOptions("eagle3", 3, "D", ngram_max=5, lookup=True, adaptive=True)
+    expected = SpeculativeOptions(
+        "eagle3", 3, "D", suffix_cache_tokens=5, lookup=True, adaptive=True
+    )
     switches = {"speculative_lookup": True, "speculative_adaptive": True}
-    assert options(**EAGLE, ngram_max=5, **switches) == expected
-    line = "--method eagle3 --draft-model D --num-speculative-tokens 3 --ngram-max 5"
+    assert options(**EAGLE, suffix_cache_tokens=5, **switches) == expected
+    line = "--method eagle3 --draft-model D --num-speculative-tokens 3 --suffix-cache-tokens 5"
     switched = (*line.split(), "--speculative-lookup", "--speculative-adaptive")
     assert from_command_line(*switched) == expected
     text = (
-        '{"method": "eagle3", "model": "D", "num_speculative_tokens": 3, "ngram_max": 5, '
+        '{"method": "eagle3", "model": "D", "num_speculative_tokens": 3, "suffix_cache_tokens": 5, '
         '"lookup": true, "adaptive": true}'
     )
     assert options(speculative_config=text) == expected
@@ -63,14 +65,12 @@ def test_both_are_off_by_default() -> None:
     assert (found.lookup, found.adaptive) == (False, False)
 
 
-def test_the_shortest_suffix_depends_on_what_is_beside_the_lookup() -> None:
-    ngram = {"method": "ngram", "num_speculative_tokens": 3}
-    assert options(**ngram).shortest_ngram == 1
-    assert options(**ngram, speculative_adaptive=True).shortest_ngram == 1
-    assert options(**EAGLE, speculative_lookup=True).shortest_ngram == 2
-    assert options(**EAGLE, speculative_lookup=True, ngram_min=3).shortest_ngram == 3
-    mtp = {"method": "mtp", "num_speculative_tokens": 1, "speculative_lookup": True}
-    assert options(**mtp).lookup
+def test_what_looks_up() -> None:
+    suffix = {"method": "suffix", "num_speculative_tokens": 15}
+    assert options(**suffix).looks_up
+    assert options(**suffix).suffix_cache_tokens == 0
+    assert not options(**EAGLE).looks_up
+    assert options(**EAGLE, speculative_lookup=True, suffix_cache_tokens=9).looks_up
 
 
 @pytest.mark.parametrize(
@@ -81,28 +81,25 @@ def test_the_shortest_suffix_depends_on_what_is_beside_the_lookup() -> None:
         ({"draft_model": "D"}, "--draft-model has no effect without"),
         (
             {
-                "method": "ngram",
+                "method": "suffix",
                 "num_speculative_tokens": 3,
                 "draft_aux_layer_convention": "output",
             },
             "draft_aux_layer_convention would have no effect",
         ),
         (
-            {"method": "ngram", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
+            {"method": "suffix", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
             "draft_tensor_parallel_size would have no effect",
         ),
         (
-            {"method": "ngram", "num_speculative_tokens": 3, "speculative_lookup": True},
-            "method ngram is a lookup already",
+            {"method": "suffix", "num_speculative_tokens": 3, "speculative_lookup": True},
+            "method suffix is a lookup already",
         ),
-        ({**EAGLE, "ngram_min": 2}, "for lookup beside a draft, not for eagle3 alone"),
+        ({**EAGLE, "suffix_cache_tokens": 2}, "for lookup beside a draft, not for eagle3 alone"),
+        ({"suffix_cache_tokens": 2}, "--suffix-cache-tokens has no effect without"),
         (
-            {**EAGLE, "speculative_lookup": True, "ngram_min": 5},
-            "ngram_max must be an integer of at least 5, got 4",
-        ),
-        (
-            {**EAGLE, "speculative_lookup": True, "ngram_max": 1},
-            "ngram_max must be an integer of at least 2, got 1",
+            {**EAGLE, "speculative_lookup": True, "suffix_cache_tokens": -1},
+            "suffix_cache_tokens must be an integer of at least 0, got -1",
         ),
         (
             {"speculative_config": "{}", "speculative_adaptive": True},

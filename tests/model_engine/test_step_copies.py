@@ -101,7 +101,7 @@ def decode_step(engine: LLM, params: list[SamplingParams]) -> tuple[Crossings, S
     return seen, counted[0]
 
 
-@pytest.fixture(scope="module", params=["none", "ngram", "eagle3"])
+@pytest.fixture(scope="module", params=["none", "suffix", "eagle3"])
 def engine(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,

@@ -255,7 +255,7 @@ def test_dummy_weights(tmp_path: Path, name: str, caplog: pytest.LogCaptureFixtu
 
 @pytest.mark.parametrize(
     ("kind", "method", "name"),
-    [("llama", "ngram", "int4"), ("deepseek_v3", "mtp", "mxfp4"), ("deepseek_v3", "mha", "fp8")],
+    [("llama", "suffix", "int4"), ("deepseek_v3", "mtp", "mxfp4"), ("deepseek_v3", "mha", "fp8")],
 )
 def test_speculation_is_lossless(
     tmp_path: Path,

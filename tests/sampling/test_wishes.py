@@ -25,7 +25,7 @@ def plain(tiny_llama_dir: Path) -> LLM:
 
 @pytest.fixture(scope="module")
 def drafting(tiny_llama_dir: Path) -> LLM:
-    return create_engine(tiny_llama_dir, method="ngram", num_speculative_tokens=3)
+    return create_engine(tiny_llama_dir, method="suffix", num_speculative_tokens=3)
 
 
 def test_a_mask_has_the_bits_of_its_tokens() -> None:

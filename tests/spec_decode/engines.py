@@ -18,10 +18,11 @@ from atom import LLM, SamplingParams
 from atom.model_engine import worker
 from atom.spec_decode.base import Proposer
 from atom.spec_decode.drafter import Drafter, Found, History
-from atom.spec_decode.lookup import Lookup
+from atom.spec_decode.suffix_index import Continuation
+from atom.spec_decode.suffix_lookup import SuffixLookup
 
 HIDDEN = 48
-# Random prompts, and repetitive ones that an n-gram lookup finds matches in.
+# Random prompts, and repetitive ones that a lookup finds matches in.
 PROMPTS = [checkpoints.prompt(3 + 4 * i, seed=i) for i in range(10)] + [
     checkpoints.prompt(5, seed=20 + i) * 4 for i in range(6)
 ]
@@ -91,21 +92,20 @@ def generate(
 CreateDrafter = Callable[..., Drafter]
 
 
-class OracleLookup(Lookup):
+class OracleLookup(SuffixLookup):
     """Knows every sequence's continuation, so that each of its drafts is accepted.
 
     With `wrong` every draft is off by one token instead, and none is.
     """
 
     def __init__(self, continuations: Mapping[tuple[int, ...], list[int]], k: int, wrong: bool):
-        super().__init__("oracle", k, 1, 4, 1)
-        self._k = k
+        super().__init__("oracle", k)
         self._continuations = continuations
         self._shift = int(wrong)
 
-    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> list[int] | None:
-        known = self._continuations[tuple(prompt)][len(outputs) :][: self._k]
-        return [t + self._shift for t in known] or None
+    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> Continuation:
+        known = self._continuations[tuple(prompt)][len(outputs) :][: self.max_drafts]
+        return Continuation([t + self._shift for t in known], [1.0] * len(known))
 
 
 def oracle(known: Mapping[tuple[int, ...], list[int]], k: int, wrong: bool) -> CreateDrafter:

@@ -19,7 +19,8 @@ from atom.model_engine import worker
 from atom.spec_decode.base import Lookahead, NullProposer, Proposal, Proposer, VerifiedStep
 from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.lookup import Lookup
+from atom.spec_decode.suffix_index import Continuation
+from atom.spec_decode.suffix_lookup import SuffixLookup
 
 TOP_K = 3
 TEMPERATURE = 2.0
@@ -28,16 +29,17 @@ NUM_TOKENS = 4
 NUM_DRAFTS = NUM_TOKENS - 2
 
 
-class GuessLookup(Lookup):
+class GuessLookup(SuffixLookup):
     """Drafts the likeliest continuation, which a sample follows now and then."""
 
     def __init__(self, distribution: dict[tuple[int, ...], float]) -> None:
-        super().__init__("guess", NUM_DRAFTS, 1, 4, 1)
+        super().__init__("guess", NUM_DRAFTS)
         self._distribution = distribution
         self._guess = cache(self._likeliest)
 
-    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> list[int] | None:
-        return [*self._guess(tuple(outputs)), *(0,) * NUM_DRAFTS][:NUM_DRAFTS]
+    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> Continuation:
+        drafts = [*self._guess(tuple(outputs)), *(0,) * NUM_DRAFTS][:NUM_DRAFTS]
+        return Continuation(drafts, [1.0] * NUM_DRAFTS)
 
     def _likeliest(self, known: tuple[int, ...]) -> tuple[int, ...]:
         matching = [key for key in self._distribution if key[: len(known)] == known]
@@ -101,7 +103,7 @@ def test_chi_square(
             tmp_path,
             seed=0,
             max_num_seqs=512,
-            method="ngram",
+            method="suffix",
             num_speculative_tokens=NUM_DRAFTS,
         )
     sampling = SamplingParams(

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from atom.spec_decode.base import Proposer
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.lengths import Verification
-from atom.spec_decode.lookup import Lookup
+from atom.spec_decode.suffix_lookup import SuffixLookup
 
 K = 3
 LOOKUP = "lookup"
@@ -72,7 +72,7 @@ def bench(
 
 def test_tokens_are_those_without_speculation(bench: Bench) -> None:
     """With everything on."""
-    options = {"speculative_lookup": True, "speculative_adaptive": True, "ngram_min": 1}
+    options = {"speculative_lookup": True, "speculative_adaptive": True}
     engine = create_engine(bench.target, **bench.options, **options)
     for name, expected in bench.expected.items():
         assert generate(engine, params(name), MIXED) == expected
@@ -106,7 +106,7 @@ def test_a_draft_is_what_it_would_be_if_it_had_always_run(
 
     def create(_: object, proposer: Proposer, **__: bool) -> Drafter:
         length = None if way == "lookup" else RandomLength(K)
-        lookup = Lookup(LOOKUP, K, K, 4, 1)
+        lookup = SuffixLookup(LOOKUP, K)
         return Drafter(proposer, bench.source, lookup, length, waiting_is_free=way != "waiting")
 
     with engines.drafts_recorded(monkeypatch, create) as recorded:

@@ -73,7 +73,7 @@ def test_a_line_makes_a_method(
     expected = generate(create_engine(target), params("greedy"), prompts)
     known = {tuple(p): tokens for p, tokens in zip(prompts, expected, strict=True)}
     monkeypatch.setitem(globals(), "CONTINUATIONS", known)
-    with pytest.raises(ConfigError, match="method must be one of eagle3, mtp, ngram; got 'toy'"):
+    with pytest.raises(ConfigError, match="method must be one of eagle3, mtp, suffix; got 'toy'"):
         create_engine(target, method="toy", num_speculative_tokens=3)
     add_method(monkeypatch)
     engine = create_engine(target, method="toy", num_speculative_tokens=3)
@@ -94,17 +94,17 @@ def test_a_line_makes_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_the_line_says_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    add_method(monkeypatch, takes_draft_model=True, takes_lookup=False)
+    add_method(monkeypatch, takes_draft_model=True)
     with pytest.raises(ConfigError, match="method toy needs a draft model"):
         SpeculativeOptions("toy", 2)
-    with pytest.raises(ConfigError, match=r"goes beside a draft \(eagle3 or mtp\); method toy"):
-        SpeculativeOptions("toy", 2, "D", lookup=True)
-    with pytest.raises(ConfigError, match=r"ngram_min is for method ngram .* not for toy alone"):
-        SpeculativeOptions("toy", 2, "D", ngram_min=2)
-    add_method(monkeypatch, takes_ngram_bounds=True)
+    with pytest.raises(ConfigError, match=r"is for method suffix .*, not for toy alone"):
+        SpeculativeOptions("toy", 2, "D", suffix_cache_tokens=5)
+    add_method(monkeypatch, is_lookup=True)
     with pytest.raises(ConfigError, match="method toy takes no draft model, got 'D'"):
         SpeculativeOptions("toy", 2, "D")
-    assert SpeculativeOptions("toy", 2, ngram_max=3).shortest_ngram == 1
+    with pytest.raises(ConfigError, match=r"goes beside a draft \(eagle3 or mtp\); method toy"):
+        SpeculativeOptions("toy", 2, lookup=True)
+    assert SpeculativeOptions("toy", 2, suffix_cache_tokens=5).looks_up
 
 
 @pytest.mark.parametrize("method", SPECULATIVE_METHODS)

@@ -17,7 +17,7 @@ from atom.model_engine import worker
 NUM_REQUESTS = 500
 
 
-@pytest.mark.parametrize("method", ["ngram", "eagle3"])
+@pytest.mark.parametrize("method", ["suffix", "eagle3"])
 def test_no_block_is_left(
     method: str,
     tmp_path: Path,

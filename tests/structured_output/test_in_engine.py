@@ -147,7 +147,7 @@ def engine(targets: Targets) -> LLM:
     ("target", "method", "k"),
     [
         *(("llama", "eagle3", k) for k in (1, 3, 7)),
-        ("llama", "ngram", 7),
+        ("llama", "suffix", 7),
         ("deepseek_v3", "mtp", 3),
     ],
 )
@@ -170,7 +170,7 @@ def test_drafts_that_all_count_or_none(
     expected = targets.expected("llama")
     known = {tuple(p): t[0] for p, t in zip(PROMPTS, expected, strict=True)}
     with engines.drafters_from(monkeypatch, engines.oracle(known, 7, wrong)):
-        fast = create_engine(targets.folder("llama"), method="ngram", num_speculative_tokens=7)
+        fast = create_engine(targets.folder("llama"), method="suffix", num_speculative_tokens=7)
     assert tokens(generate(fast)) == expected
     stats = fast.engine.core.stats.spec_decode
     assert stats is not None
@@ -180,7 +180,7 @@ def test_drafts_that_all_count_or_none(
 def test_preempted_sequences_go_on(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
     small = create_engine(
-        targets.folder("llama"), max_model_len=96, method="ngram", num_speculative_tokens=3
+        targets.folder("llama"), max_model_len=96, method="suffix", num_speculative_tokens=3
     )
     assert tokens(generate(small)) == targets.expected("llama")
     assert small.engine.core.stats.num_preemptions > 0
@@ -229,7 +229,7 @@ def test_wrong_grammars_are_refused_at_once(engine: LLM, wanted: StructuredOutpu
 
 @pytest.mark.parametrize("k", [0, 3])
 def test_dead_ends_end_their_request_alone(targets: Targets, k: int) -> None:
-    speculation = {"method": "ngram", "num_speculative_tokens": k} if k else {}
+    speculation = {"method": "suffix", "num_speculative_tokens": k} if k else {}
     core = create_engine(targets.folder("llama"), **speculation).engine.core
     add(core, "dead", DEAD_END)
     add(core, "good", DOCUMENT)

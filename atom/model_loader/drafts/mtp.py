@@ -45,14 +45,14 @@ def load_mtp(
         raise ConfigError(
             f"method mtp drafts with the prediction layers of DeepSeek-V3 and Kimi checkpoints; "
             f"{source.name} is a {', '.join(source.hf_config.architectures or ['?'])}; use "
-            f"method eagle3 or ngram"
+            f"method eagle3 or suffix"
         )
     layer_ids = mtp_layer_ids(target.config)
     if not layer_ids:
         given = target.config.num_nextn_predict_layers
         raise ConfigError(
             f"method mtp needs prediction layers and {source.name} has none "
-            f"(num_nextn_predict_layers={given}); use method eagle3 or ngram"
+            f"(num_nextn_predict_layers={given}); use method eagle3 or suffix"
         )
     parts = [MTPParts() for _ in layer_ids]
     if options.load_format != "dummy":
@@ -78,7 +78,7 @@ def _parts(target: DeepseekV3ForCausalLM, layer_ids: range, source: ModelSource)
             raise ConfigError(
                 f"{source.path}: the config says num_nextn_predict_layers={len(layer_ids)}, and "
                 f"the checkpoint holds no tensor of {layers}.{i}: it was saved without its "
-                f"prediction layers; use the complete one, or method eagle3 or ngram"
+                f"prediction layers; use the complete one, or method eagle3 or suffix"
             )
     is_stored = not isinstance(source.quantization, OnlineConfig)
     embedding = f"{target.prefix}model.embed_tokens.weight"

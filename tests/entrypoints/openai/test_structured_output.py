@@ -36,7 +36,7 @@ def server(
         "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
     )
     flags = ["--tool-call-parser", "hermes", "--chat-template", str(template)]
-    flags += ["--method", "ngram", "--num-speculative-tokens", "3"]
+    flags += ["--method", "suffix", "--num-speculative-tokens", "3"]
     process = ServerProcess(tiny_llama_dir, "--served-model-name", "tiny", *flags)
     try:
         yield process.wait_ready()

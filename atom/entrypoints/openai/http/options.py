@@ -47,6 +47,9 @@ class ServerOptions:
         name="api_key",
         parse=tuple,
     )
+    suffix_cache_across_api_keys: bool = option(
+        False, "look up what clients with other keys were answered, too (--suffix-cache-tokens)"
+    )
     served_model_names: tuple[str, ...] = option(
         (),
         "name(s) of the model in the API; its own name when omitted",
@@ -110,6 +113,20 @@ class ServerOptions:
         _check_name("--unknown-fields", self.unknown_fields, UNKNOWN_FIELDS)
         _check_name("--tool-call-parser", self.tool_call_parser, TOOL_FORMATS)
         _check_name("--reasoning-parser", self.reasoning_parser, REASONING_FORMATS)
+
+    def check_sharing(self, suffix_cache_tokens: int) -> None:
+        """How long an answer takes tells a little about the answers that it was looked up in.
+
+        Raises:
+            OptionError: when recent outputs would be shared by keys, and nobody allowed it.
+        """
+        if suffix_cache_tokens and len(self.api_keys) > 1 and not self.suffix_cache_across_api_keys:
+            raise OptionError(
+                f"--suffix-cache-tokens {suffix_cache_tokens} would look up what clients with any "
+                f"of {len(self.api_keys)} API keys were answered; leave it out, or allow that with "
+                f"--suffix-cache-across-api-keys (requests with a cache_salt of their own still "
+                f"share nothing)"
+            )
 
     @property
     def tool_format(self) -> str | None:
