@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from atom.batch import ScheduledBatch, StepOutput
 from atom.graphs.recorded import StepRecorder
+from atom.sampling.rows import SequenceState
 from atom.spec_decode.base import Proposal, Proposer, VerifiedStep
+from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
 from atom.spec_decode.lengths import DraftLength, Verification
 from atom.spec_decode.lookup import Lookup
 
@@ -19,19 +22,21 @@ Found = Sequence[list[int] | None]
 
 
 class Drafter:
-    """Makes drafts: by lookup, and by the proposer where the lookup finds nothing.
+    """Makes drafts: by lookup, by the proposer where the lookup finds nothing, and by grammars.
 
     The proposer sees every step, even if its drafts are not needed, to keep its KV complete.
 
     Attributes:
         proposer: makes drafts on the device.
         looks: whether there is a lookup.
-        looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
-            a GPU, where the host would have to wait for the tokens in the middle of the step.
+        looks_first: whether lookup and grammars come before the proposer, which may then be skipped
+            or follow them. Not on a GPU, where the host would have to wait for the tokens in the
+            middle of the step.
 
     Args:
         source: the proposer's name in the statistics.
         length: chooses the number of drafts; None for the maximum.
+        grammars: drafts for sequences with grammars; None if they have those of others alone.
         waiting_is_free: whether a host sync costs nothing (the device is the CPU).
         recorder: replays the proposer's work in steps that recur.
     """
@@ -42,17 +47,19 @@ class Drafter:
         source: str,
         lookup: Lookup | None,
         length: DraftLength | None,
+        grammars: GrammarDrafter | None = None,
         *,
         waiting_is_free: bool,
         recorder: StepRecorder | None = None,
     ) -> None:
         self.proposer = proposer
         self.looks = lookup is not None
-        self.looks_first = self.looks and waiting_is_free
+        self.looks_first = (self.looks or grammars is not None) and waiting_is_free
         self._recorder = recorder
         self._source = source
         self._lookup = lookup
         self._length = length
+        self._grammars = grammars
         self._count = 0
 
     def begin(self, num_sampled: int) -> int:
@@ -74,6 +81,21 @@ class Drafter:
         """Drop the state of these rows' sequences."""
         if self._lookup is not None:
             self._lookup.forget(rows)
+        if self._grammars is not None:
+            self._grammars.forget(rows)
+
+    @contextmanager
+    def grammar_drafts(
+        self, rows: Sequence[int], states: Sequence[SequenceState]
+    ) -> Iterator[GrammarDrafts | None]:
+        """Drafts of those of the sampled sequences that have grammars; None if none has."""
+        if self._grammars is None or not any(state.grammar for state in states):
+            yield None
+            return
+        grammars = [state.grammar for state in states]
+        outputs = [state.output_token_ids for state in states]
+        with self._grammars.drafts(rows, grammars, outputs) as drafts:
+            yield drafts
 
     def look_up(self, rows: Sequence[int], histories: Sequence[History]) -> Found:
         """The lookup's drafts for each sampled sequence."""
@@ -108,14 +130,25 @@ class Drafter:
             lambda proposal: proposal.tensors,
         )
 
-    def merge(self, found: Found, made: np.ndarray | None) -> list[tuple[list[int], str]]:
-        """The drafts of each sampled sequence, and their source."""
+    def merge(
+        self, found: Found, made: np.ndarray | None, allowed: GrammarDrafts | None = None
+    ) -> list[tuple[list[int], str]]:
+        """The drafts of each sampled sequence, and their source.
+
+        Args:
+            allowed: drafts of the sequences with grammars, if any has one.
+        """
         rows: list[list[int]] = [[] for _ in found] if made is None else made.tolist()
         count = self._count
-        return [
+        merged = [
             (row if drafts is None else drafts[:count], self._source_of(drafts))
             for drafts, row in zip(found, rows, strict=True)
         ]
+        if allowed is not None:
+            for index, draft in allowed.finish([drafts for drafts, _ in merged]).items():
+                source = GRAMMAR if draft.is_forced else merged[index][1]
+                merged[index] = draft.token_ids, source
+        return merged
 
     def observe(self, batch: ScheduledBatch, output: StepOutput, seconds: float | None) -> None:
         """Update the draft length from a finished step.

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from atom.config import EngineConfig, SpeculativeOptions
+from atom.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeOptions
 from atom.distributed.parallel_state import SINGLE
 from atom.graphs.recorded import StepRecorder
 from atom.kv_cache.base import storage_dtype
@@ -24,6 +24,7 @@ from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
+from atom.spec_decode.grammar import GrammarDrafter
 from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
 from atom.spec_decode.lookup import Lookup
 from atom.spec_decode.mtp import MTPProposer
@@ -67,8 +68,9 @@ def create_drafter(
     captured: bool,
     waiting_is_free: bool,
     recorder: StepRecorder | None,
+    grammars: bool = True,
 ) -> Drafter:
-    """Create the drafter: proposer, lookup and draft length.
+    """Create the drafter: proposer, lookup, grammars and draft length.
 
     Args:
         captured: whether steps are replayed from graphs. These exist for one row per sequence and
@@ -76,6 +78,7 @@ def create_drafter(
             is then none or all.
         waiting_is_free: whether the device is the CPU, where a host sync costs nothing.
         recorder: replays steps that recur; None if every step runs op by op.
+        grammars: whether grammars draft, too.
     """
     most = proposer.lookahead.num_tokens
     if options is None:
@@ -95,6 +98,7 @@ def create_drafter(
         options.method,
         lookup,
         length,
+        GrammarDrafter(most if captured else MAX_SPECULATIVE_TOKENS) if grammars else None,
         waiting_is_free=waiting_is_free,
         recorder=recorder,
     )

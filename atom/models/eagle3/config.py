@@ -13,7 +13,9 @@ from atom.config import ConfigError
 from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
 from atom.models.config_check import check_config
 from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
+from atom.models.eagle3.card import expected_acceptance
 from atom.models.eagle3.fields import Fields, read_draft_config
+from atom.stats import ExpectedAcceptance
 
 MHA_ARCHITECTURE = "LlamaForCausalLMEagle3"
 MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
@@ -57,6 +59,7 @@ class Eagle3Config:
         norm_output: the next draft step reads the normalised output (Eagle 3.1).
         temperature_scale: at how many times the requests' temperatures drafts are chosen.
         tied: the config ties the output head to the embedding.
+        expected_acceptance: what its card says that it reaches, if it does.
         ignored_keys: unknown keys whose names suggest no effect on the computation.
     """
 
@@ -71,6 +74,7 @@ class Eagle3Config:
     norm_output: bool
     temperature_scale: float
     tied: bool
+    expected_acceptance: ExpectedAcceptance | None = None
     ignored_keys: tuple[str, ...] = ()
 
     @property
@@ -136,6 +140,7 @@ class Eagle3Config:
             norm_output=fields.flag("norm_output"),
             temperature_scale=fields.number("draft_temperature_scale", 1.0),
             tied=fields.flag("tie_word_embeddings"),
+            expected_acceptance=expected_acceptance(fields, "eagle3"),
             ignored_keys=tuple(ignored),
         )
 
