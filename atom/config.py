@@ -278,6 +278,12 @@ class SpeculativeOptions(Options):
         name="draft_aux_layer_convention",
         choices=AUX_LAYER_CONVENTIONS,
     )
+    synthetic_acceptance_length: float | None = option(
+        None,
+        "for benchmarks: accept drafts at random, so that a step brings this many tokens, from 1 "
+        "to one more than the drafts; answers mean nothing then, and no grammar can hold",
+        name="speculative_synthetic_acceptance_length",
+    )
     draft_tensor_parallel_size: int | None = option(
         None,
         "number of GPUs that share the draft: 1 (each has all of it), or as many as share the "
@@ -292,6 +298,12 @@ class SpeculativeOptions(Options):
             raise ConfigError(
                 f"num_speculative_tokens must be 1 to {MAX_SPECULATIVE_TOKENS}, got {k!r}; leave "
                 "the method out to run without speculation"
+            )
+        length = self.synthetic_acceptance_length
+        if length is not None and not 1 <= length <= k + 1:
+            raise ConfigError(
+                f"synthetic_acceptance_length must be 1 to num_speculative_tokens + 1 = {k + 1}, "
+                f"got {length!r}"
             )
         self._check_method()
 

@@ -11,7 +11,7 @@ import msgspec
 
 from atom.quoting import quote
 from atom.sampling_params import SamplingParams
-from atom.stats import SpecDecodeStats
+from atom.stats import ExpectedAcceptance, SpecDecodeStats
 
 
 class FinishReason(str, enum.Enum):
@@ -102,6 +102,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefix_cache_hits: int = 0
     num_lookup_tokens: int = 0
     spec_decode: SpecDecodeStats | None = None
+    expected_acceptance: ExpectedAcceptance | None = None
 
     @property
     def kv_cache_usage(self) -> float:
@@ -150,6 +151,8 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kv_cache_dtype: torch's name of the storage dtype.
         weights: how they are quantised and their inputs rounded, in words; "" if they are not.
+        synthetic_acceptance_length: drafts are accepted at random, so that texts mean nothing; None
+            if they are not.
     """
 
     max_model_len: int
@@ -159,6 +162,13 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int
     kv_cache_dtype: str = ""
     weights: str = ""
+    synthetic_acceptance_length: float | None = None
+
+    @property
+    def fingerprint(self) -> str | None:
+        """What every answer must say of how it was made; None where it was made as it should be."""
+        length = self.synthetic_acceptance_length
+        return None if length is None else f"synthetic-acceptance-length-{length:g}"
 
     @property
     def num_kv_tokens(self) -> int:
@@ -274,6 +284,12 @@ def check_request(
             raise RequestRefusedError(
                 f"{name}={wanted} exceeds the engine's max_logprobs={limits.max_logprobs}", name
             )
+    if params.structured_output is not None and limits.synthetic_acceptance_length is not None:
+        raise RequestRefusedError(
+            "structured output is not possible with --speculative-synthetic-acceptance-length: "
+            "drafts are accepted at random, against any grammar",
+            "structured_output",
+        )
     token_ids = [
         *(params.stop_token_ids or ()),
         *(params.logit_bias or ()),

@@ -10,10 +10,29 @@ import msgspec
 
 logger = logging.getLogger(__name__)
 
+# Warn when a draft gains less than this share of what it should, over a window of as many of its
+# verifications.
+_DISAPPOINTING_SHARE = 0.5
 # Warn when fewer than this share of drafts was accepted in a window of so many verifications: most
 # likely the draft does not fit the target, or its aux layer ids follow another convention.
 _LOSING_WINDOW = 500
 _LOSING_RATE = 0.02
+
+
+class ExpectedAcceptance(msgspec.Struct, frozen=True, kw_only=True):
+    """What a draft's card says that it reaches.
+
+    Attributes:
+        source: its name in the statistics.
+        tokens_per_forward: bonus token included.
+        num_speculative_tokens: drafts per step.
+        data: prompts and sampling.
+    """
+
+    source: str
+    tokens_per_forward: float
+    num_speculative_tokens: int
+    data: str
 
 
 class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -80,11 +99,12 @@ class SpecDecodeStats(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=T
 
     def since(self, earlier: SpecDecodeStats) -> SpecDecodeStats:
         """The difference to an earlier snapshot."""
-        counts = itertools.zip_longest(self.accepted_counts, earlier.accepted_counts, fillvalue=0)
+        # More drafts may have been verified together since than ever before.
+        pairs = itertools.zip_longest(self.accepted_counts, earlier.accepted_counts, fillvalue=0)
         return SpecDecodeStats(
             num_drafts=self.num_drafts - earlier.num_drafts,
             num_draft_tokens=self.num_draft_tokens - earlier.num_draft_tokens,
-            accepted_counts=[now - before for now, before in counts],
+            accepted_counts=[a - b for a, b in pairs],
             by_source={
                 name: stats.since(earlier.by_source.get(name, SpecDecodeStats()))
                 for name, stats in self.by_source.items()
@@ -109,9 +129,20 @@ def total(parts: Iterable[SpecDecodeStats]) -> SpecDecodeStats:
 
 
 class SpecDecodeCounter:
-    """Counts verifications, and warns when almost no drafts are accepted."""
+    """Counts verifications, and warns when almost no drafts are accepted.
 
-    def __init__(self, num_speculative_tokens: int = 0, *, warns: bool = True) -> None:
+    Args:
+        expected: warns also when fewer are accepted than a draft's card promises, by far.
+    """
+
+    def __init__(
+        self,
+        num_speculative_tokens: int = 0,
+        expected: ExpectedAcceptance | None = None,
+        *,
+        warns: bool = True,
+    ) -> None:
+        self._expectation = None if expected is None else _Expectation(expected)
         self._accepted_counts = [0] * (num_speculative_tokens + 1)
         self._num_draft_tokens = 0
         self._by_source: dict[str, SpecDecodeCounter] = {}
@@ -128,6 +159,8 @@ class SpecDecodeCounter:
             longest = len(self._accepted_counts) - 1
             own = self._by_source.setdefault(source, SpecDecodeCounter(longest, warns=False))
             own.count(num_drafts, num_accepted, times=times)
+            if self._expectation is not None:
+                self._expectation.count(num_drafts, num_accepted, source, times)
         missing = num_drafts + 1 - len(self._accepted_counts)
         self._accepted_counts += [0] * missing
         self._accepted_counts[num_accepted] += times
@@ -163,3 +196,36 @@ class SpecDecodeCounter:
                 window.num_drafts,
                 100 * window.acceptance_rate,
             )
+
+
+class _Expectation:
+    """Warns when a draft stays far below its card; once until it has recovered."""
+
+    def __init__(self, expected: ExpectedAcceptance) -> None:
+        self._expected = expected
+        self._num_steps = self._num_accepted = 0
+        self._has_warned = False
+
+    def count(self, num_drafts: int, num_accepted: int, source: str, times: int) -> None:
+        """Steps with fewer drafts than the card speaks of tell nothing."""
+        expected, most = self._expected, self._expected.num_speculative_tokens
+        if source != expected.source or num_drafts < most:
+            return
+        self._num_steps += times
+        self._num_accepted += times * min(num_accepted, most)
+        if self._num_steps < _LOSING_WINDOW:
+            return
+        gain, num_steps = self._num_accepted / self._num_steps, self._num_steps
+        self._num_steps = self._num_accepted = 0
+        is_far = gain < _DISAPPOINTING_SHARE * (expected.tokens_per_forward - 1)
+        if is_far and not self._has_warned:
+            logger.warning(
+                "the last %d verified steps of %s drafts brought %.2f tokens each; the draft's "
+                "card states %.2f (%s): other text than it was trained for, or another target",
+                num_steps,
+                source,
+                1 + gain,
+                expected.tokens_per_forward,
+                expected.data,
+            )
+        self._has_warned = is_far

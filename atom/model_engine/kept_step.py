@@ -43,7 +43,8 @@ class KeptStep:
         offsets: [T], the row's place among its sequence's.
         places: host arrays of what differs in the next step: input ids, positions and slots [T],
             context lengths and block counts [B].
-        successors, drafts, sampled_positions: likewise [T], [S * k] and [T], if the step has them.
+        successors, drafts, sampled_positions, accepted: likewise [T], [S * k], [T] and [S], if the
+            step has them.
     """
 
     model_input: ModelInput
@@ -60,6 +61,7 @@ class KeptStep:
     successors: np.ndarray | None
     drafts: np.ndarray | None
     sampled_positions: np.ndarray | None
+    accepted: np.ndarray | None
 
     @classmethod
     def of(
@@ -80,7 +82,8 @@ class KeptStep:
             *(model_input.input_ids, model_input.positions, attention.slot_mapping),
             *(attention.context_lens, attention.block_counts),
         )
-        optional = (next_token_ids, sample.drafts, sample.positions)
+        counts = None if sample.synthetic is None else sample.synthetic.counts
+        optional = (next_token_ids, sample.drafts, sample.positions, counts)
         places = [staging.host_array(t) for t in tensors]
         others = [None if t is None else staging.host_array(t) for t in optional]
         known = [place for place in places if place is not None]
@@ -126,6 +129,9 @@ class KeptStep:
             self.successors[:] = tokens[1:] + tokens[:1]
         if self.sampled_positions is not None:
             np.add(positions, 1, out=self.sampled_positions)
+        if self.accepted is not None:
+            assert self.sample.synthetic is not None
+            self.accepted[:] = self.sample.synthetic.at(starts)
         if self.drafts is not None:
             most = self.sample.layout.most
             self.drafts[:] = [

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,6 +17,7 @@ from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import VerifiedStep
 from atom.spec_decode.drafter import Drafter, Found
+from atom.spec_decode.grammar import GrammarDrafts
 
 
 @dataclass(frozen=True)
@@ -91,17 +93,23 @@ class ModelRunner:
         if self._drafter.looks_first:
             sampled = self._sampler.take(step.sample, self._bring_to_host(verified.tensors))
             found = self._look_up(batch, step)
-            proposed = self._drafter.propose(view, found)
-            drafts = None if proposed is None else self._bring_to_host([proposed.token_ids])[0]
+            with self._grammar_drafts(batch, step) as allowed:
+                if allowed is not None and view is not None:
+                    view = replace(view, guide=allowed.guide(found))
+                proposed = self._drafter.propose(view, found)
+                made = None if proposed is None else self._bring_to_host([proposed.token_ids])[0]
+                drafts = self._drafter.merge(found, made, allowed)
         else:
             proposed = self._drafter.propose(view, None)
             self._sampler.raise_failure()
             parts = [] if proposed is None else [proposed.token_ids]
             arrays = self._bring_to_host([*parts, *verified.tensors])
-            drafts = None if proposed is None else arrays.pop(0)
+            made = None if proposed is None else arrays.pop(0)
             sampled = self._sampler.take(step.sample, arrays)
             found = self._look_up(batch, step)
-        return self._results(batch, step, sampled, self._drafter.merge(found, drafts))
+            with self._grammar_drafts(batch, step) as allowed:
+                drafts = self._drafter.merge(found, made, allowed)
+        return self._results(batch, step, sampled, drafts)
 
     @torch.inference_mode()
     def follow(self, orders: Orders) -> None:
@@ -176,6 +184,12 @@ class ModelRunner:
             last_rows = self._sampler.place(step.sample, verified, step.next_token_ids)
         race = self._sampler.race(step.sample, step.race_rows)
         return _Computed(output, verified, last_rows, race)
+
+    def _grammar_drafts(
+        self, batch: ScheduledBatch, step: StepInput
+    ) -> AbstractContextManager[GrammarDrafts | None]:
+        rows = [batch.sequences[i].row for i in step.sample.layout.indices]
+        return self._drafter.grammar_drafts(rows, step.sample.states)
 
     def _look_up(self, batch: ScheduledBatch, step: StepInput) -> Found:
         plan = step.sample

@@ -67,7 +67,7 @@ class Scheduler:
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._lookahead = lookahead
-        self._spec = SpecDecodeCounter(lookahead.num_tokens)
+        self._spec = SpecDecodeCounter(lookahead.num_tokens, lookahead.expected_acceptance)
         # Verifications in the current `update`, counted by value.
         self._verified: Counter[DraftCounts] = Counter()
         self._live: dict[str, Sequence] = {}
@@ -84,6 +84,7 @@ class Scheduler:
             num_blocks=pool.num_blocks,
             block_size=pool.block_size,
             kv_cache_dtype=limits.kv_cache_dtype,
+            expected_acceptance=lookahead.expected_acceptance,
         )
         self._refused: list[RefusedSequence] = []
         self._suspects = Suspects()

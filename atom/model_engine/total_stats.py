@@ -10,7 +10,7 @@ from atom.messages import EngineLimits, EngineStats
 from atom.stats import total
 
 # What all engines of a server have in common.
-_SHARED = ("block_size", "kv_cache_dtype")
+_SHARED = ("block_size", "kv_cache_dtype", "expected_acceptance")
 _GAUGES = ("num_running", "num_waiting", "num_blocks", "num_used_blocks", "num_lookup_tokens")
 
 

@@ -58,6 +58,7 @@ from atom.platform import Platform, select_platform
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler, SamplingFailedError
+from atom.sampling.synthetic import SyntheticAcceptance
 from atom.spec_decode.base import Lookahead, Proposer
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter, create_proposer
@@ -172,6 +173,7 @@ class Worker:
             ),
             kv_cache_dtype=dtype_name(storage),
             weights=describe_weights(self._model, source.quantization),
+            synthetic_acceptance_length=_synthetic_length(config),
         )
         if place.is_first:
             self._log(config, source, dtype, platform, storage, time.perf_counter() - started)
@@ -196,6 +198,10 @@ class Worker:
             logger.info("weights: %s", source.quantization)
         if storage in FP8_TYPES:
             self._log_scales()
+        if (length := self.limits.synthetic_acceptance_length) is not None:
+            logger.warning(
+                "drafts are accepted at random, %g tokens a step: answers mean nothing", length
+            )
         logger.info(
             "%s in %s%s on %s (%s)%s: context %d, %d KV blocks of %d tokens in %s, ready in %.1f s",
             source.name,
@@ -235,6 +241,7 @@ class Worker:
             scheduler.max_num_seqs, vocab_size, source.eos_token_ids, device, self._grammars
         )
         ops = SamplingOps.resolve(context.ops, vocab_size)
+        synthetic = _synthetic_length(config)
         sampler = Sampler(
             self._model.compute_logits,
             rows,
@@ -243,6 +250,7 @@ class Worker:
             ops,
             self._place.tensor,
             others_wait=not self._place.is_alone,
+            synthetic=None if synthetic is None else SyntheticAcceptance(synthetic),
             choose_greedily=(
                 self._model.output_head.choose_greedily if self._place.tensor.size > 1 else None
             ),
@@ -392,3 +400,7 @@ def _create_graph_runner(
         platform.device,
     )
     return GraphRunner(model.forward, plan, tuple(sorted({1, 1 + lookahead.num_tokens})))
+
+
+def _synthetic_length(config: EngineConfig) -> float | None:
+    return None if config.speculative is None else config.speculative.synthetic_acceptance_length

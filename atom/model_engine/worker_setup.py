@@ -15,6 +15,7 @@ from atom.model_loader.tokenizer import load_tokenizer
 from atom.platform import Platform, default_num_threads
 from atom.structured_output.base import GrammarBackend
 from atom.structured_output.cache import GrammarCache
+from atom.structured_output.spelling import Spelling
 from atom.structured_output.trial_client import TrialProcess
 from atom.structured_output.tried_compiler import TriedCompiler
 from atom.structured_output.vocabulary import read_vocabulary
@@ -62,7 +63,9 @@ def create_grammars(options: ModelOptions, source: ModelSource) -> GrammarCache:
 def _create_grammar_backend(options: ModelOptions, source: ModelSource) -> GrammarBackend:
     vocab_size = source.hf_config.get_text_config().vocab_size
     tokenizer = load_tokenizer(source, options)
-    return XGrammarBackend(read_vocabulary(tokenizer, vocab_size, source.eos_token_ids))
+    vocabulary = read_vocabulary(tokenizer, vocab_size, source.eos_token_ids)
+    encode = partial(tokenizer.encode, add_special_tokens=False)
+    return XGrammarBackend(vocabulary, Spelling(vocabulary.tokens, encode))
 
 
 def fit_context(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 import torch
@@ -12,6 +13,7 @@ from atom.batch import ScheduledSequence
 from atom.graphs.staging import StagingBuffer
 from atom.sampling.edits import LogitEdits, SampledRows
 from atom.sampling.rows import Needs, SequenceState
+from atom.sampling.synthetic import SyntheticAcceptance, SyntheticCounts
 from atom.sampling_params import ALL_LOGPROBS
 
 # Tokens of a vocabulary.
@@ -108,6 +110,7 @@ class SamplePlan:
         logprob_rows: [L] int64, and how many most likely tokens to report for each; None without.
         penalised: indices [n] int64 into S, and their `TokenCounts` slots; None without.
         prompts: the sequences with prompt logprobs.
+        synthetic: how many drafts count as accepted, whatever is sampled; None if that decides.
         is_greedy: every row takes the argmax of its logits, and nothing else is read of them.
     """
 
@@ -123,6 +126,7 @@ class SamplePlan:
     logprob_rows: tuple[torch.Tensor, list[int]] | None
     penalised: tuple[torch.Tensor, torch.Tensor] | None
     prompts: list[PromptRows]
+    synthetic: SyntheticCounts | None
     is_greedy: bool
 
     @property
@@ -134,7 +138,24 @@ class SamplePlan:
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """What a plain plan reads."""
-        return self.logits_indices, self.table, self.drafts, self.rows, self.positions
+        synthetic = None if self.synthetic is None else self.synthetic.counts
+        return self.logits_indices, self.table, self.drafts, self.rows, self.positions, synthetic
+
+
+def put_synthetic(
+    acceptance: SyntheticAcceptance,
+    layout: RowLayout,
+    states: Sequence[SequenceState],
+    positions: np.ndarray,
+    staging: StagingBuffer,
+) -> SyntheticCounts:
+    """Args:
+    positions: [T] of the forward pass.
+    """
+    seeds = np.array([state.seed for state in states], dtype=np.int64)
+    at = partial(acceptance.counts, seeds, num_drafts=layout.num_drafts)
+    own = positions[layout.logits_indices[layout.first]].astype(np.int64)
+    return SyntheticCounts(staging.put(at(own)), at)
 
 
 def sampled_rows(

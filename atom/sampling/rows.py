@@ -224,7 +224,8 @@ class SamplingRows:
         if p.structured_output is not None:
             # A resumed sequence already has outputs.
             assert self._grammars is not None, "only the first rank samples"
-            state.grammar = GrammarState(self._grammars.get(p.structured_output).create_matcher())
+            grammar = self._grammars.get(p.structured_output)
+            state.grammar = GrammarState(grammar.create_matcher(), grammar.spelling)
             state.grammar.advance(outputs)
         if state.needs & Needs.MIN_TOKENS:
             ends = frozenset() if p.ignore_eos else self._eos_token_ids

@@ -26,9 +26,11 @@ from atom.sampling.plan import (
     put_logprob_rows,
     put_penalised,
     put_prompt,
+    put_synthetic,
     sampled_rows,
 )
 from atom.sampling.rows import EDITS, Needs, SamplingRows, SequenceState
+from atom.sampling.synthetic import SyntheticAcceptance
 from atom.sampling.token_counts import TokenCounts
 
 # Prompt logprobs are computed for this many rows at a time, since logits are large.
@@ -87,8 +89,9 @@ class Verified:
 
     Attributes:
         sampled: [R] int64, a token for each row of logits; -1 where none can be chosen.
-        token_ids: [S, k + 1] int64; row s starts with `num_accepted[s]` accepted drafts and the
-            correction or bonus token; the rest is undefined.
+        token_ids: [S, k + 1] int64; row s starts with `num_accepted[s]` accepted drafts (what was
+            sampled instead, if acceptance is synthetic) and the correction or bonus token; the rest
+            is undefined.
         num_accepted: [S] int64.
         logprobs: of the rows that need them.
         prompt_logprobs: one for each sequence that needs them.
@@ -137,6 +140,7 @@ class Sampler:
     on the host.
 
     Args:
+        synthetic: accepts drafts at random; None to accept those that equal the samples.
         choose_greedily: the tokens of greedy rows as all ranks find them, from hidden states; None
             on a rank that has all logits.
     """
@@ -151,12 +155,14 @@ class Sampler:
         group: ParallelGroup = SINGLE,
         *,
         others_wait: bool = False,
+        synthetic: SyntheticAcceptance | None = None,
         choose_greedily: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._compute_logits = compute_logits
         self._group = group
         self._others_wait = others_wait
         self._choose_greedily = choose_greedily
+        self._synthetic = synthetic
         self._failure: Exception | None = None
         self._rows = rows
         self._edits = EditsBuilder(rows, vocab_size, device)
@@ -201,6 +207,11 @@ class Sampler:
             logprob_rows=put_logprob_rows(layout, states, needs & Needs.LOGPROBS, staging),
             penalised=put_penalised(states, needs & Needs.PENALTIES, staging),
             prompts=self._put_prompts(sequences, everyone & Needs.PROMPT_LOGPROBS, ends, staging),
+            synthetic=(
+                put_synthetic(self._synthetic, layout, states, positions, staging)
+                if self._synthetic is not None and layout.most
+                else None
+            ),
             is_greedy=not together & (Needs.TEMPERATURE | Needs.LOGPROBS | EDITS),
         )
 
@@ -218,6 +229,8 @@ class Sampler:
             return Verified(none, none.view(0, 1), none, None, prompt_logprobs)
         sampled, logprobs = self._choose_together(plan, hidden_states[plan.logits_indices])
         tokens, accepted = self._ops.verify_drafts(sampled, plan.drafts, plan.table)
+        if plan.synthetic is not None:
+            accepted = plan.synthetic.counts
         if plan.penalised is not None:
             own, slots = plan.penalised
             self._rows.counts.add(slots, tokens[own], accepted[own] + 1)

@@ -13,6 +13,24 @@ from atom.batch import ScheduledSequence
 from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
+from atom.stats import ExpectedAcceptance
+
+
+class Guide(Protocol):
+    """What drafts are allowed, known on the host from one token to the next."""
+
+    def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> torch.Tensor:
+        """Logits of the next draft with -inf for tokens that are not allowed, unless none is.
+
+        Args:
+            logits: [S, V_draft], one row for each sampled sequence; not modified.
+            target_ids: [V_draft] int64, the token ids; None if they are the indices.
+        """
+        ...
+
+    def take(self, token_ids: torch.Tensor) -> torch.Tensor:
+        """[S] int64, the drafts that follow from those that were chosen."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,6 +51,7 @@ class VerifiedStep:
             is the winner of the race in which the target samples its token. None when all are
             greedy. The first draft's position is `positions[last_rows] + 2`.
         recurs: whether other steps have the same shapes, and all that differs is in tensors.
+        guide: drafts must follow it, where it is known before them; else None.
     """
 
     sequences: Sequence[ScheduledSequence]
@@ -43,6 +62,7 @@ class VerifiedStep:
     sampled: torch.Tensor | None
     race: SamplingMetadata | None = None
     recurs: bool = False
+    guide: Guide | None = None
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -89,10 +109,12 @@ class Lookahead:
         num_tokens: maximum drafts per step; so many extra KV slots are reserved.
         kv_depends_on_successor: whether the proposer's KV at a position depends on the next token;
             prefix cache hashes then include the token after each block.
+        expected_acceptance: what the draft's card says that it reaches, if it does.
     """
 
     num_tokens: int = 0
     kv_depends_on_successor: bool = False
+    expected_acceptance: ExpectedAcceptance | None = None
 
 
 NO_LOOKAHEAD = Lookahead()

@@ -14,11 +14,11 @@ import torch
 from atom.graphs.capture import Bucket, GraphPlan, fill_rows
 from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
-from atom.spec_decode.base import Proposal, VerifiedStep
+from atom.spec_decode.base import Guide, Proposal, VerifiedStep
 from atom.spec_decode.choice import Chosen
 
-# (index of the draft, token ids [S], hidden [S, hidden], positions [S], metadata, race) -> (next
-# drafts, hidden states for the next step)
+# (index of the draft, token ids [S], hidden [S, hidden], positions [S], metadata, race, guide) ->
+# (next drafts, hidden states for the next step)
 PredictOp = Callable[
     [
         int,
@@ -27,6 +27,7 @@ PredictOp = Callable[
         torch.Tensor,
         AttentionMetadata,
         SamplingMetadata | None,
+        Guide | None,
     ],
     tuple[Chosen, torch.Tensor],
 ]
@@ -52,7 +53,7 @@ class ChainStart:
         block_tables: [S, max_blocks] int32.
         block_counts: [S] int32; blocks of each sequence.
         max_context_len: upper bound of the context lengths in the last step.
-        race: as in `VerifiedStep`.
+        race, guide: as in `VerifiedStep`.
     """
 
     token_ids: torch.Tensor
@@ -62,6 +63,7 @@ class ChainStart:
     block_counts: torch.Tensor
     max_context_len: int
     race: SamplingMetadata | None = None
+    guide: Guide | None = None
 
 
 class DraftChain:
@@ -134,7 +136,8 @@ class DraftChain:
 
     def run(self, start: ChainStart, num_steps: int) -> Proposal:
         """Draft `num_steps` more tokens, valid until the next run."""
-        if self._graphs is not None and num_steps == self._num_steps:
+        is_captured = num_steps == self._num_steps and start.guide is None
+        if self._graphs is not None and is_captured:
             drafts = self._graphs.replay(start)
             if drafts is not None:
                 return drafts
@@ -147,7 +150,7 @@ class DraftChain:
         for i in range(num_steps):
             positions, metadata = self._advance(start, i + 1)
             chosen, hidden = self._predict(
-                i + 1, token_ids, hidden, positions, metadata, start.race
+                i + 1, token_ids, hidden, positions, metadata, start.race, start.guide
             )
             token_ids = chosen.token_ids
             drafts.append(chosen)
@@ -171,7 +174,8 @@ class DraftChain:
         if step.sampled is not None:
             tables, counts = tables[step.sampled], counts[step.sampled]
         longest = min(metadata.max_context_len + num_steps, self._max_model_len)
-        return ChainStart(token_ids, hidden, positions, tables, counts, longest, step.race)
+        limits = tables, counts, longest
+        return ChainStart(token_ids, hidden, positions, *limits, step.race, step.guide)
 
     def _advance(self, start: ChainStart, step: int) -> tuple[torch.Tensor, AttentionMetadata]:
         """Positions and metadata for one token of each sequence, `step` positions after the start.

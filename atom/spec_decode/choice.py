@@ -9,6 +9,7 @@ import torch
 
 from atom.model_ops.kernels.torch.draft_choice import choose_drafts
 from atom.model_ops.metadata import SamplingMetadata
+from atom.spec_decode.base import Guide
 
 # The op `choose_drafts`.
 ChooseOp = Callable[
@@ -70,15 +71,20 @@ class DraftChoice:
         logits: torch.Tensor,
         race: SamplingMetadata | None,
         positions: torch.Tensor,
+        guide: Guide | None = None,
         ahead: int = 2,
     ) -> Chosen:
         """One draft for each row of logits [S, V_draft].
 
         Args:
-            race: as in `VerifiedStep`.
+            race, guide: as in `VerifiedStep`.
             positions: [S] int64; the drafts' positions are `ahead` more.
         """
         options = _ALL_GREEDY if race is None else replace(race, positions=positions)
-        return Chosen(
-            *self._op(logits, options, self._token_ids, self._scale, ahead, self.confident)
-        )
+        if guide is not None:
+            logits = guide.restrict(logits, self._token_ids)
+        made = self._op(logits, options, self._token_ids, self._scale, ahead, self.confident)
+        chosen = Chosen(*made)
+        if guide is None:
+            return chosen
+        return replace(chosen, token_ids=guide.take(chosen.token_ids))

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import numpy as np
 
 from atom.batch import ScheduledBatch, StepOutput
 from atom.graphs.recorded import StepRecorder
+from atom.sampling.rows import SequenceState
 from atom.spec_decode.base import Proposal, Proposer, VerifiedStep
+from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
 from atom.spec_decode.lengths import DraftLength, Verification
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
@@ -24,7 +27,7 @@ _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
 
 class Drafter:
     """Makes drafts: by lookup where that is expected to bring more than the proposer has brought,
-    else by the proposer, and what the lookup expects to follow those.
+    else by the proposer, and what the lookup expects to follow those; and by grammars.
 
     The proposer sees every step, even if its drafts are not needed, to keep its KV complete.
 
@@ -32,12 +35,14 @@ class Drafter:
         proposer: makes drafts on the device.
         max_drafts: most drafts of a sequence.
         looks: whether there is a lookup.
-        looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
-            a GPU, where the host would have to wait for the tokens in the middle of the step.
+        looks_first: whether lookup and grammars come before the proposer, which may then be skipped
+            or follow them. Not on a GPU, where the host would have to wait for the tokens in the
+            middle of the step.
 
     Args:
         source: the proposer's name in the statistics.
         length: chooses the number of drafts; None for the maximum.
+        grammars: drafts for sequences with grammars; None if they have those of others alone.
         waiting_is_free: whether a host sync costs nothing (the device is the CPU).
         recorder: replays the proposer's work in steps that recur.
     """
@@ -48,19 +53,21 @@ class Drafter:
         source: str,
         lookup: SuffixLookup | None,
         length: DraftLength | None,
+        grammars: GrammarDrafter | None = None,
         *,
         waiting_is_free: bool,
         recorder: StepRecorder | None = None,
     ) -> None:
         self.proposer = proposer
         self.looks = lookup is not None
-        self.looks_first = self.looks and waiting_is_free
+        self.looks_first = (self.looks or grammars is not None) and waiting_is_free
         own = proposer.lookahead.num_tokens
         self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
         self._recorder = recorder
         self._source = source
         self._lookup = lookup
         self._length = length
+        self._grammars = grammars
         # Of this step: most drafts of a sequence, and how many the proposer makes of them.
         self._limit = self._num_made = 0
         # Rows of the sequences looked up.
@@ -78,6 +85,8 @@ class Drafter:
         if self._lookup is not None:
             self._lookup.forget(batch.freed_rows)
             self._lookup.start(batch.new)
+        if self._grammars is not None:
+            self._grammars.forget(batch.freed_rows)
 
     def begin(self, num_sampled: int) -> int:
         """The number of drafts for the proposer to make in the step that begins, unless the lookup
@@ -97,6 +106,19 @@ class Drafter:
             self._length.follow(num_drafts)
         self._num_made = num_drafts
         self._limit = max(self._limit, num_drafts)
+
+    @contextmanager
+    def grammar_drafts(
+        self, rows: Sequence[int], states: Sequence[SequenceState]
+    ) -> Iterator[GrammarDrafts | None]:
+        """Drafts of those of the sampled sequences that have grammars; None if none has."""
+        if self._grammars is None or not any(state.grammar for state in states):
+            yield None
+            return
+        grammars = [state.grammar for state in states]
+        outputs = [state.output_token_ids for state in states]
+        with self._grammars.drafts(rows, grammars, outputs) as drafts:
+            yield drafts
 
     def look_up(self, rows: Sequence[int], histories: Sequence[History]) -> Found:
         """The lookup's drafts for each sampled sequence."""
@@ -132,14 +154,25 @@ class Drafter:
             lambda proposal: proposal.tensors,
         )
 
-    def merge(self, found: Found, made: np.ndarray | None) -> list[tuple[list[int], str]]:
-        """The drafts of each sampled sequence, and their source."""
+    def merge(
+        self, found: Found, made: np.ndarray | None, allowed: GrammarDrafts | None = None
+    ) -> list[tuple[list[int], str]]:
+        """The drafts of each sampled sequence, and their source.
+
+        Args:
+            allowed: drafts of the sequences with grammars, if any has one.
+        """
         own: list[list[int]] = [[] for _ in found] if made is None else made.tolist()
-        return [
+        merged = [
             (self._extend(i, own[i]) if each is None else each.token_ids[: self._limit], source)
             for i, each in enumerate(found)
             for source in [self._source_of(each)]
         ]
+        if allowed is not None:
+            for index, draft in allowed.finish([drafts for drafts, _ in merged]).items():
+                source = GRAMMAR if draft.is_forced else merged[index][1]
+                merged[index] = draft.token_ids, source
+        return merged
 
     def _extend(self, index: int, made: list[int]) -> list[int]:
         """The proposer's drafts of a sampled sequence, with what the lookup expects after them."""

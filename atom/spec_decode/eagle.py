@@ -12,7 +12,7 @@ from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.models.eagle3.base import Eagle3Draft
-from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
+from atom.spec_decode.base import Guide, Lookahead, Proposal, VerifiedStep
 from atom.spec_decode.chain import AdvanceOp, DraftChain
 from atom.spec_decode.choice import Chosen, DraftChoice
 
@@ -39,7 +39,11 @@ class EagleProposer:
         advance: AdvanceOp = advance_drafts,
         choice: DraftChoice | None = None,
     ) -> None:
-        self.lookahead = Lookahead(num_speculative_tokens, kv_depends_on_successor=True)
+        self.lookahead = Lookahead(
+            num_speculative_tokens,
+            kv_depends_on_successor=True,
+            expected_acceptance=draft.config.expected_acceptance,
+        )
         self.draft_model: nn.Module | None = draft
         self.aux_layer_ids = draft.aux_layer_ids
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
@@ -65,7 +69,8 @@ class EagleProposer:
         post_norm, pre_norm = self._draft(*rows)
         last = step.last_rows
         positions = step.model_input.positions[last]
-        first, hidden = self._outcome(post_norm[last], pre_norm[last], positions, step.race)
+        own = post_norm[last], pre_norm[last], positions
+        first, hidden = self._outcome(*own, step.race, step.guide)
         return self._chain.extend(step, positions, first, hidden, num_drafts)
 
     def _predict(
@@ -76,10 +81,11 @@ class EagleProposer:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         race: SamplingMetadata | None,
+        guide: Guide | None,
     ) -> tuple[Chosen, torch.Tensor]:
         """One step of the chain; the same at every index."""
         post_norm, pre_norm = self._draft(token_ids, hidden, positions, metadata)
-        return self._outcome(post_norm, pre_norm, positions, race)
+        return self._outcome(post_norm, pre_norm, positions, race, guide)
 
     def _outcome(
         self,
@@ -87,9 +93,11 @@ class EagleProposer:
         pre_norm: torch.Tensor,
         positions: torch.Tensor,
         race: SamplingMetadata | None,
+        guide: Guide | None,
     ) -> tuple[Chosen, torch.Tensor]:
         """The drafts and the next step's hidden states, from [S, hidden] each."""
         hidden = self._draft.feedback(post_norm, pre_norm)
-        if race is None and not self._choice.confident:
+        if race is None and guide is None and not self._choice.confident:
             return Chosen(self._draft.choose_token(post_norm)), hidden
-        return self._choice.choose(self._draft.compute_logits(post_norm), race, positions), hidden
+        logits = self._draft.compute_logits(post_norm)
+        return self._choice.choose(logits, race, positions, guide), hidden

@@ -25,6 +25,7 @@ from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
+from atom.spec_decode.grammar import GrammarDrafter
 from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
 from atom.spec_decode.mtp import MTPProposer
 from atom.spec_decode.suffix_index import BYTES_PER_TOKEN
@@ -71,8 +72,9 @@ def create_drafter(
     captured: bool,
     waiting_is_free: bool,
     recorder: StepRecorder | None,
+    grammars: bool = True,
 ) -> Drafter:
-    """Create the drafter: proposer, lookup and draft length.
+    """Create the drafter: proposer, lookup, grammars and draft length.
 
     Args:
         captured: whether steps are replayed from graphs. These exist for one row per sequence and
@@ -80,6 +82,7 @@ def create_drafter(
             adaptive length is then none, these, or as many as the lookup finds.
         waiting_is_free: whether the device is the CPU, where a host sync costs nothing.
         recorder: replays steps that recur; None if every step runs op by op.
+        grammars: whether grammars draft, too.
     """
     if options is None:
         return Drafter(proposer, "none", None, None, waiting_is_free=waiting_is_free)
@@ -99,6 +102,7 @@ def create_drafter(
         options.method,
         lookup,
         length,
+        GrammarDrafter(most if captured else MAX_SPECULATIVE_TOKENS) if grammars else None,
         waiting_is_free=waiting_is_free,
         recorder=recorder,
     )

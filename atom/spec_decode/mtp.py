@@ -12,7 +12,7 @@ from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.models.deepseek_mtp import DeepseekMTP, MTPLayer
-from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
+from atom.spec_decode.base import Guide, Lookahead, Proposal, VerifiedStep
 from atom.spec_decode.chain import AdvanceOp, DraftChain
 from atom.spec_decode.choice import Chosen, DraftChoice
 
@@ -66,7 +66,7 @@ class MTPProposer:
             return Proposal.empty(step)
         hidden = self._mtp(0, *rows)[step.last_rows]
         positions = step.model_input.positions[step.last_rows]
-        first = self._choose(0, hidden, positions, step.race)
+        first = self._choose(0, hidden, positions, step.race, step.guide)
         return self._chain.extend(step, positions, first, hidden, num_drafts)
 
     def _predict(
@@ -77,10 +77,11 @@ class MTPProposer:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         race: SamplingMetadata | None,
+        guide: Guide | None,
     ) -> tuple[Chosen, torch.Tensor]:
         """One step of the chain."""
         hidden = self._mtp(place, token_ids, hidden, positions, metadata)
-        return self._choose(place, hidden, positions, race), hidden
+        return self._choose(place, hidden, positions, race, guide), hidden
 
     def _choose(
         self,
@@ -88,8 +89,10 @@ class MTPProposer:
         hidden: torch.Tensor,
         positions: torch.Tensor,
         race: SamplingMetadata | None,
+        guide: Guide | None,
     ) -> Chosen:
         """Draft `place` of each sequence, from [S, hidden]."""
-        if race is None and not self._choice.confident:
+        if race is None and guide is None and not self._choice.confident:
             return Chosen(self._mtp.choose_token(place, hidden))
-        return self._choice.choose(self._mtp.compute_logits(place, hidden), race, positions)
+        logits = self._mtp.compute_logits(place, hidden)
+        return self._choice.choose(logits, race, positions, guide)

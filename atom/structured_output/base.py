@@ -8,6 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atom.structured_output.params import StructuredOutput
+from atom.structured_output.spelling import Spelling
 
 if TYPE_CHECKING:
     from atom.structured_output.vocabulary import Vocabulary
@@ -41,12 +42,26 @@ class Matcher(Protocol):
     def accept(self, token_id: int) -> bool:
         """Advance by a token; false, with no change, if it is not allowed."""
 
+    def accept_text(self, text: bytes) -> bool:
+        """Advance by a text; false, with no change, if it is not allowed. It counts as one token
+        for `rollback`.
+        """
+
     def rollback(self, count: int) -> None:
         """Undo the last `count` accepted tokens."""
 
+    def forced_text(self) -> bytes:
+        """The text that must follow, which may be empty."""
+
 
 class Grammar(Protocol):
-    """A grammar compiled for one vocabulary; shared by the sequences that use it."""
+    """A grammar compiled for one vocabulary; shared by the sequences that use it.
+
+    Attributes:
+        spelling: of texts in the vocabulary's tokens; None if nobody will draft.
+    """
+
+    spelling: Spelling | None
 
     @property
     def num_bytes(self) -> int:

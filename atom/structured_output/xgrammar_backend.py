@@ -11,6 +11,7 @@ import numpy as np
 from atom.structured_output.base import Grammar, GrammarError, TokenMask
 from atom.structured_output.bounded_strings import chain_bounded_strings
 from atom.structured_output.params import StructuredOutput
+from atom.structured_output.spelling import Spelling
 from atom.structured_output.tags import as_format, lower_tokens
 from atom.structured_output.vocabulary import Vocabulary
 from atom.structured_output.xgrammar_import import import_xgrammar
@@ -32,12 +33,16 @@ _LOCATION = re.compile(r"^\[[\d:]+\] \S+: ")
 class XGrammarBackend:
     """Compiles for one vocabulary. Markers are allowed only where the grammar names them.
 
+    Args:
+        spelling: of texts in its tokens, for drafts.
+
     Raises:
         GrammarError: when xgrammar is not installed.
     """
 
-    def __init__(self, vocabulary: Vocabulary) -> None:
+    def __init__(self, vocabulary: Vocabulary, spelling: Spelling | None = None) -> None:
         self.vocabulary = vocabulary
+        self._spelling = spelling
         xgrammar = import_xgrammar()
         self._compiler = xgrammar.GrammarCompiler(
             xgrammar.TokenizerInfo(
@@ -56,7 +61,7 @@ class XGrammarBackend:
         first = np.zeros((1, -(-len(self.vocabulary.tokens) // 32)), dtype=np.int32)
         try:
             tag = json.dumps({"type": "structural_tag", "format": _with_chains(format)})
-            grammar = XGrammar(self._compiler.compile_structural_tag(tag))
+            grammar = XGrammar(self._compiler.compile_structural_tag(tag), self._spelling)
             grammar.create_matcher().fill(first, 0)
         except RuntimeError as error:
             if _BAD_ALLOC in str(error):
@@ -71,7 +76,8 @@ class XGrammarBackend:
 class XGrammar:
     """A compiled grammar."""
 
-    def __init__(self, compiled: xgrammar.CompiledGrammar) -> None:
+    def __init__(self, compiled: xgrammar.CompiledGrammar, spelling: Spelling | None) -> None:
+        self.spelling = spelling
         self._compiled = compiled
 
     @property
@@ -98,8 +104,18 @@ class XGrammarMatcher:
     def accept(self, token_id: int) -> bool:
         return bool(self._matcher.accept_token(token_id))
 
+    def accept_text(self, text: bytes) -> bool:
+        return bool(self._matcher.accept_string(text))
+
     def rollback(self, count: int) -> None:
         self._matcher.rollback(count)
+
+    def forced_text(self) -> bytes:
+        try:
+            text: str = self._matcher.find_jump_forward_string()
+        except UnicodeDecodeError as error:  # it begins or ends within a character
+            return bytes(error.object)
+        return text.encode()
 
 
 def _with_chains(format: Any) -> Any:

@@ -22,6 +22,9 @@ from atom.messages import EngineRequest, FinishReason, RequestRefusedError
 from atom.model_engine import worker, worker_setup
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.grammar_queue import GrammarQueue
+from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.factory import create_drafter
+from atom.stats import total
 from atom.structured_output.base import Grammar, GrammarError
 from atom.structured_output.cache import GrammarCache
 from atom.structured_output.trial_client import TrialProcess
@@ -159,7 +162,49 @@ def test_tokens_equal_those_without_speculation(
     assert tokens(generate(fast)) == targets.expected(target)
     stats = fast.engine.core.stats.spec_decode
     assert stats is not None
-    assert stats.num_drafts > 0
+    assert stats.by_source["grammar"].tokens_per_forward > 2
+
+
+@pytest.mark.parametrize(
+    ("target", "method"), [("llama", "eagle3"), ("llama", "ngram"), ("deepseek_v3", "mtp")]
+)
+def test_drafts_made_before_the_tokens_are_known(
+    targets: Targets, target: str, method: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU: grammars then see the drafts when these are made."""
+    draft = {"draft_model": str(targets.folder("mha"))} if method == "eagle3" else {}
+    speculation = {"method": method, "num_speculative_tokens": 3, **draft}
+
+    def create(*args: Any, **options: Any) -> Drafter:
+        return create_drafter(*args, **{**options, "waiting_is_free": False})
+
+    with engines.drafters_from(monkeypatch, create):
+        fast = create_engine(targets.folder(target), **speculation)
+    assert tokens(generate(fast)) == targets.expected(target)
+    stats = fast.engine.core.stats.spec_decode
+    assert stats is not None
+    assert stats.by_source["grammar"].tokens_per_forward > 2
+
+
+def test_grammars_bring_more_accepted_drafts(
+    targets: Targets, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a random draft, of which nothing else can be accepted."""
+    speculation = {
+        "method": "eagle3",
+        "num_speculative_tokens": 3,
+        "draft_model": str(targets.folder("mha")),
+    }
+    gains = []
+    for grammars in (False, True):
+        with engines.drafters_from(monkeypatch, partial(create_drafter, grammars=grammars)):
+            fast = create_engine(targets.folder("llama"), **speculation)
+        constrained = [i for i in range(len(PROMPTS)) if CONSTRAINTS[i % len(CONSTRAINTS)]]
+        sampled = [params(i) for i in constrained]
+        outputs = fast.generate([PROMPTS[i] for i in constrained], sampled, use_tqdm=False)
+        stats = total(o.spec_decode for o in outputs if o.spec_decode is not None)
+        gains.append(stats.tokens_per_forward)
+    assert gains[1] > 1.3 * gains[0]
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["oracle", "never"])

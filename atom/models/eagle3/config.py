@@ -11,8 +11,10 @@ from atom.config import ConfigError
 from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
 from atom.models.config_check import check_config
 from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
+from atom.models.eagle3.card import expected_acceptance
 from atom.models.eagle3.fields import Fields, read_draft_config
 from atom.models.model_config import ModelConfig
+from atom.stats import ExpectedAcceptance
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -59,6 +61,7 @@ class Eagle3Config:
         norm_output: the next draft step reads the normalised output (Eagle 3.1).
         temperature_scale: at how many times the requests' temperatures drafts are chosen.
         tied: the config ties the output head to the embedding.
+        expected_acceptance: what its card says that it reaches, if it does.
         ignored_keys: unknown keys whose names suggest no effect on the computation.
     """
 
@@ -73,6 +76,7 @@ class Eagle3Config:
     norm_output: bool
     temperature_scale: float
     tied: bool
+    expected_acceptance: ExpectedAcceptance | None = None
     ignored_keys: tuple[str, ...] = ()
 
     @property
@@ -138,6 +142,7 @@ class Eagle3Config:
             norm_output=fields.flag("norm_output"),
             temperature_scale=fields.number("draft_temperature_scale", 1.0),
             tied=fields.flag("tie_word_embeddings"),
+            expected_acceptance=expected_acceptance(fields, "eagle3"),
             ignored_keys=tuple(ignored),
         )
 

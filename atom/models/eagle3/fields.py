@@ -23,7 +23,7 @@ kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
 hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps
 vocab_size max_position_embeddings attention_bias mlp_bias hidden_act tie_word_embeddings
 sliding_window use_sliding_window layer_types quantization_config
-rope_theta rope_scaling rope_parameters rope_interleave
+rope_theta rope_scaling rope_parameters rope_interleave expected_acceptance_length
 """
 
 # Without effect on the single dense layer. MLA drafts copy the target's MoE keys although their MLP

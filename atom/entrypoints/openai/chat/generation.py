@@ -121,7 +121,10 @@ async def respond(
         requests = await unless_disconnected(request, collect(engine, generation))
         size = sum(map(generation.spelling_size, requests))
         return await workers.run(
-            size, lambda: json_response(whole_response(generation, choices, requests))
+            size,
+            lambda: json_response(
+                {**whole_response(generation, choices, requests), **_fingerprint(engine)}
+            ),
         )
     events = stream_events(engine, generation, choices, workers)
     first = await unless_disconnected(request, _first(events))
@@ -152,6 +155,7 @@ async def stream_events(
         "object": choices.chunk_object,
         "created": generation.created,
         "model": generation.model,
+        **_fingerprint(engine),
     }
     if generation.usage.last:
         head["usage"] = None
@@ -168,6 +172,11 @@ async def stream_events(
     if generation.usage.last:
         yield encode_event({**head, "choices": [], "usage": usage.as_dict()})
     yield DONE
+
+
+def _fingerprint(engine: AsyncEngine) -> dict[str, str]:
+    fingerprint = engine.limits.fingerprint
+    return {} if fingerprint is None else {"system_fingerprint": fingerprint}
 
 
 class ChunkChoices:

@@ -13,7 +13,7 @@ from atom.entrypoints.engine_metrics import engine_metrics
 from atom.messages import EngineStats
 from atom.model_engine.replica_set import ReplicaHealth
 from atom.outputs import RequestMetrics
-from atom.stats import SpecDecodeStats
+from atom.stats import ExpectedAcceptance, SpecDecodeStats
 
 FINISH_REASONS = ("stop", "length", "abort")
 
@@ -132,6 +132,8 @@ def _engine_families(stats: EngineStats) -> Iterator[Metric]:
         family = GaugeMetricFamily if metric.kind == "gauge" else CounterMetricFamily
         yield family(metric.name, metric.description, value=metric.value)
     yield _kv_cache_info(stats)
+    if stats.expected_acceptance is not None:
+        yield _expected_acceptance(stats.expected_acceptance)
     if stats.spec_decode is not None:
         yield from _spec_decode_metrics(stats.spec_decode)
 
@@ -157,6 +159,21 @@ def _kv_cache_info(stats: EngineStats) -> Metric:
     )
     if stats.kv_cache_dtype:
         family.add_metric(list(labels.values()), 1)
+    return family
+
+
+def _expected_acceptance(expected: ExpectedAcceptance) -> Metric:
+    labels = {
+        "source": expected.source,
+        "num_speculative_tokens": str(expected.num_speculative_tokens),
+        "data": expected.data,
+    }
+    family = GaugeMetricFamily(
+        "atom:spec_decode_expected_acceptance_length",
+        "Tokens per verified step that the draft's card states.",
+        labels=list(labels),
+    )
+    family.add_metric(list(labels.values()), expected.tokens_per_forward)
     return family
 
 
