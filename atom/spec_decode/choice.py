@@ -44,12 +44,9 @@ class DraftChoice:
     Verification keeps a draft if it is the sample, so the race can only raise its chance.
 
     Attributes:
+        token_ids: [V_draft] int32, the target's token of each logit; None if these are the same.
+        temperature_scale: of the requests' temperatures, at which drafts race.
         confident: whether confidences are computed.
-
-    Args:
-        token_ids: [V_draft] int64, the target's token of each logit; None if these are the same.
-        temperature_scale: of the requests' temperatures: how much sharper or flatter the draft is
-            than its target.
     """
 
     def __init__(
@@ -61,8 +58,8 @@ class DraftChoice:
         confident: bool = False,
     ) -> None:
         self.confident = confident
-        self._token_ids = None if token_ids is None else token_ids.int()
-        self._scale = temperature_scale
+        self.token_ids = None if token_ids is None else token_ids.int()
+        self.temperature_scale = temperature_scale
         self._op = op
 
     def choose(
@@ -79,6 +76,5 @@ class DraftChoice:
             positions: [S] int64; the drafts' positions are `ahead` more.
         """
         options = _ALL_GREEDY if race is None else replace(race, positions=positions)
-        return Chosen(
-            *self._op(logits, options, self._token_ids, self._scale, ahead, self.confident)
-        )
+        how = self.temperature_scale, ahead, self.confident
+        return Chosen(*self._op(logits, options, self.token_ids, *how))
