@@ -15,7 +15,11 @@ _NOTES = (
 )
 
 
-def to_markdown(results: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) -> str:
+def to_markdown(
+    results: Sequence[Mapping[str, Any]],
+    facts: Mapping[str, Any],
+    bounds: Sequence[Mapping[str, Any]] = (),
+) -> str:
     """The table, who proposed what, how adaptive arms did, and where it was measured."""
     header = ["prompts", "T", "batch", "arm", "tokens/forward", "acceptance", "per position"]
     header += ["distribution 0..k", "repeated bigrams", "tokens/s", "ratio", "decode ratio"]
@@ -27,6 +31,7 @@ def to_markdown(results: Sequence[Mapping[str, Any]], facts: Mapping[str, Any]) 
             for r in results
             if "against_better" in r
         ],
+        [f"- {bound_line(r)}" for r in bounds],
     ]
     parts = [markdown_table(header, [_row(r) for r in results])]
     parts += ["\n".join(lines) for lines in lists if lines]
@@ -40,6 +45,20 @@ def line(r: Mapping[str, Any]) -> str:
         f"{r['tokens_per_s']:.1f} tokens/s ({_times(r['speedup'])}), "
         f"{r['same_texts']}/{r['num_prompts']} texts the same"
     )
+
+
+def bound_line(r: Mapping[str, Any]) -> str:
+    """Acceptance of likeliest tokens, of coupled drafts, and at best, on the same rows."""
+    parts = [
+        f"{label} {r[f'{name}_tokens_per_forward']:.2f} ({' / '.join(f'{x:.2f}' for x in r[name])})"
+        for label, name in (
+            ("likeliest tokens", "likeliest"),
+            ("coupled", "coupled"),
+            ("ideal rejection sampling", "bound"),
+        )
+    ]
+    where = f"{r['prompts']}, T={r['temperature']:g}, {r['arm']}"
+    return f"{where}: tokens per forward (by place) {', '.join(parts)}"
 
 
 def _row(r: Mapping[str, Any]) -> list[object]:

@@ -6,6 +6,7 @@ chunk by chunk, so that speeds are compared under the same load. Ratios are medi
 python benchmarks/acceptance.py --prompts gsm8k=test.jsonl mt_bench=question.jsonl \\
     --limit 40 --num-speculative-tokens 1 2 3 --temperature 0 0.7 --output-dir results/acceptance
 python benchmarks/acceptance.py --model M --method eagle3 --draft-model D --prompts he=H.jsonl.gz
+python benchmarks/acceptance.py --temperature 0.7 1 --bound
 python benchmarks/acceptance.py --arm 'suffix={"method": "suffix", "num_speculative_tokens": 15}'
 python benchmarks/acceptance.py --base-url off=http://127.0.0.1:8000/v1 k3=http://127.0.0.1:8001/v1
 """
@@ -22,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from _acceptance_bound import measure_bounds
 from _acceptance_report import line, to_markdown
 from _arms import Arm, Batch, Conversation, OfflineArm, Sampling, ServerArm
 from _report import environment, read_conversations, write_json, write_text
@@ -160,6 +162,11 @@ def create_parser() -> argparse.ArgumentParser:
     )
     add("--api-key", help="of the servers")
     add("--timeout", type=float, default=600.0, help="of a request to a server, in seconds")
+    add(
+        "--bound",
+        action="store_true",
+        help="also the best that drafts could do: of the first arm that drafts, prompt by prompt",
+    )
     add("--require-same", action="store_true", help="fail unless every arm gives the same text")
     add("--output-dir", type=Path, help="where acceptance.{json,md,png} go; nowhere when omitted")
     add_engine_flags(parser)
@@ -362,13 +369,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--stride, --limit and --batch-size must be at least 1")
     try:
         results = run(args)
+        bounds = measure_bounds(args, plan_arms, read_prompts) if args.bound else []
     except (ConfigError, ConnectionError, TypeError, ValueError) as error:
         parser.error(str(error))
     facts = environment()
-    markdown = to_markdown(results, facts)
+    markdown = to_markdown(results, facts, bounds)
     print("\n" + markdown)
     if args.output_dir is not None:
-        write_json(args.output_dir / "acceptance.json", {"environment": facts, "results": results})
+        write_json(
+            args.output_dir / "acceptance.json",
+            {"environment": facts, "results": results, "bounds": bounds},
+        )
         write_text(args.output_dir / "acceptance.md", markdown)
         from _plot import plot_acceptance
 

@@ -45,12 +45,9 @@ class DraftChoice:
     Verification keeps a draft if it is the sample, so the race can only raise its chance.
 
     Attributes:
+        token_ids: [V_draft] int32, the target's token of each logit; None if these are the same.
+        temperature_scale: of the requests' temperatures, at which drafts race.
         confident: whether confidences are computed.
-
-    Args:
-        token_ids: [V_draft] int64, the target's token of each logit; None if these are the same.
-        temperature_scale: of the requests' temperatures: how much sharper or flatter the draft is
-            than its target.
     """
 
     def __init__(
@@ -62,8 +59,8 @@ class DraftChoice:
         confident: bool = False,
     ) -> None:
         self.confident = confident
-        self._token_ids = None if token_ids is None else token_ids.int()
-        self._scale = temperature_scale
+        self.token_ids = None if token_ids is None else token_ids.int()
+        self.temperature_scale = temperature_scale
         self._op = op
 
     def choose(
@@ -82,9 +79,9 @@ class DraftChoice:
         """
         options = _ALL_GREEDY if race is None else replace(race, positions=positions)
         if guide is not None:
-            logits = guide.restrict(logits, self._token_ids)
-        made = self._op(logits, options, self._token_ids, self._scale, ahead, self.confident)
-        chosen = Chosen(*made)
+            logits = guide.restrict(logits, self.token_ids)
+        how = self.temperature_scale, ahead, self.confident
+        chosen = Chosen(*self._op(logits, options, self.token_ids, *how))
         if guide is None:
             return chosen
         return replace(chosen, token_ids=guide.take(chosen.token_ids))

@@ -25,7 +25,7 @@ from atom.graphs.runner import GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import AttentionMetadata, ModelInput
+from atom.model_ops.metadata import AttentionMetadata, ModelInput, SamplingMetadata
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
@@ -37,6 +37,7 @@ from atom.models.eagle3.llama import LlamaForCausalLMEagle3
 from atom.models.eagle3.parts import DraftParts
 from atom.models.registry import create_model
 from atom.platform import Platform
+from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.mtp import MTPProposer
 
@@ -87,6 +88,14 @@ def on_no_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
     ops = OpTable(Platform("cuda", "sm90", True), torch_ops)
     group, _ = lone_rank(request.param - 1, request.param)
     return LayerContext(torch.float32, torch.device("meta"), ops, 128, group)
+
+
+def choose(
+    scores: torch.Tensor, race: SamplingMetadata, *_: object
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """As a kernel, whose code holds the constants of the noise; those of plain torch are here."""
+    assert race.positions is not None
+    return scores.argmax(-1) + 0 * race.positions, None
 
 
 def plan_of(context: LayerContext) -> GraphPlan:
@@ -154,7 +163,9 @@ def test_an_eagle3_chain_asks_the_device_for_nothing(
     draft_class = LlamaForCausalLMEagle3 if kind == "mha" else Eagle3DeepseekV2ForCausalLM
     config = Eagle3Config.from_folder(tmp_path)
     draft = draft_class(config, DraftParts(True, True, True), AUX, on_no_device)
-    proposer = EagleProposer(draft, bind(draft, on_no_device), 4, BLOCK_SIZE, 128)
+    proposer = EagleProposer(
+        draft, bind(draft, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
+    )
     with nothing_from_the_host():
         proposer.capture(plan_of(on_no_device))
 
@@ -165,7 +176,9 @@ def test_an_mtp_chain_asks_the_device_for_nothing(
     target = target_on(on_no_device, checkpoints.deepseek_v3, tmp_path, num_nextn_predict_layers=2)
     assert isinstance(target, DeepseekV3ForCausalLM)
     mtp = DeepseekMTP(target, [MTPParts(), MTPParts()], on_no_device)
-    proposer = MTPProposer(mtp, bind(mtp, on_no_device), 4, BLOCK_SIZE, 128)
+    proposer = MTPProposer(
+        mtp, bind(mtp, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
+    )
     with nothing_from_the_host():
         proposer.capture(plan_of(on_no_device))
 

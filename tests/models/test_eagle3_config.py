@@ -55,6 +55,7 @@ FIELDS: dict[str, tuple[Any, str, Any]] = {
     "norm_before_residual": (True, "norm_before_residual", True),
     "fc_norm": (True, "fc_norm", True),
     "norm_output": (True, "norm_output", True),
+    "draft_temperature_scale": (0.8, "temperature_scale", 0.8),
     "tie_word_embeddings": (True, "tied", True),
 }
 

@@ -83,6 +83,29 @@ def _choose(vocab_size: int, *options: str, dtype: torch.dtype = BF16) -> Case:
     return Case(name, "choose_tokens", arguments, shape, dtype=dtype)
 
 
+def _drafts(vocab_size: int, *filters: str) -> Case:
+    rows = 64
+    integers = torch.empty(rows, dtype=torch.int64)
+    every = {
+        "min_p": torch.empty(rows),
+        "top_k": torch.empty(rows, dtype=torch.int32),
+        "top_p": torch.empty(rows),
+    }
+    race = SamplingMetadata(
+        temperature=torch.empty(rows),
+        seeds=integers,
+        positions=integers,
+        **{name: every[name] for name in filters},
+    )
+    token_ids = torch.empty(vocab_size, dtype=torch.int32)
+
+    def arguments(_: OpQuery) -> tuple[object, ...]:
+        return torch.empty(rows, vocab_size), race, token_ids, 0.8, 2, True
+
+    name = f"choose_drafts/{vocab_size} {' '.join(filters)}"
+    return Case(name, "choose_drafts", arguments, {"vocab_size": vocab_size}, dtype=FP32)
+
+
 def _masks(vocab_size: int, all_rows: bool) -> Case:
     def arguments(_: OpQuery) -> tuple[object, ...]:
         words = torch.empty(64, -(-vocab_size // 32), dtype=torch.int32)
@@ -112,6 +135,7 @@ CASES: tuple[Case, ...] = (
     _choose(49152, "top_k", "top_p"),
     _choose(49152, "top_p", dtype=FP32),
     _choose(49152, "top_k", dtype=FP16),
+    _drafts(32000, "min_p", "top_k", "top_p"),
     _masks(163840, True),
     _masks(49152, False),
 )
