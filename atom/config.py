@@ -149,7 +149,7 @@ class ModelOptions(Options):
     activations: str = option(
         "auto",
         "inputs of products with quantised integer weights, where the checkpoint does not round "
-        "them: int8 (CPUs only) or float; auto is int8 where a CPU has kernels for it",
+        "them: int8 (CPUs only) or float; auto rounds them where a CPU has kernels for it",
         choices=ACTIVATIONS,
     )
     quantization_ignore: tuple[str, ...] | None = option(

@@ -35,7 +35,11 @@ def test_drafts_follow_a_quantised_target_on_a_cpu() -> None:
 
 @pytest.mark.parametrize(
     ("activations", "words"),
-    [("float", "inputs as they are"), ("int8", "inputs rounded to int8 per group 32")],
+    [
+        ("float", "inputs as they are"),
+        ("int8", "inputs rounded to int8 per group 32"),
+        ("auto", "inputs rounded to int16 per token"),
+    ],
 )
 def test_inputs_are_rounded_as_asked(tiny_llama_dir: Path, activations: str, words: str) -> None:
     model = load_model(tiny_llama_dir, 64, quantization="int8", activations=activations)

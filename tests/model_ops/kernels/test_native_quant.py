@@ -38,6 +38,7 @@ INT8 = WeightFormat("int8", 1, 32)
 INT4 = WeightFormat("int4", 1, 32)
 FORMATS = {
     "int8 rows": ROW,
+    "int4 rows": WeightFormat("int4", has_row_scale=True),
     "int8": INT8,
     "int8 zeros": WeightFormat("int8", 1, 64, has_zeros=True),
     "int8 blocks": WeightFormat("int8", 128, 128),
@@ -47,7 +48,11 @@ FORMATS = {
     "int4 of 256": WeightFormat("int4", 1, 32, "int8", has_offsets=True, super_columns=256),
     "int6 of 256": WeightFormat("int6", 1, 16, "int8", super_columns=256),
 }
-INPUTS = {"float": None, "token": TOKEN, "group": GROUP}
+WIDE = Activations("int16")
+INPUTS = {"float": None, "token": TOKEN, "group": GROUP, "wide": WIDE}
+CASES = [
+    (name, how) for name in FORMATS for how in INPUTS if how != "wide" or not FORMATS[name].columns
+]
 
 
 @pytest.fixture(autouse=True)
@@ -120,8 +125,7 @@ def query(form: WeightFormat, size: int, dtype: torch.dtype = torch.bfloat16) ->
     return OpQuery(cpu_platform(), dtype, shape, weights=form)
 
 
-@pytest.mark.parametrize("how", INPUTS)
-@pytest.mark.parametrize("name", FORMATS)
+@pytest.mark.parametrize(("name", "how"), CASES)
 def test_products_are_exact_and_the_same_in_every_batch(name: str, how: str) -> None:
     """Few rows, and many of bfloat16, which are tiles' where the processor has them."""
     form = replace(FORMATS[name], activations=INPUTS[how])
@@ -145,8 +149,9 @@ def test_products_are_exact_and_the_same_in_every_batch(name: str, how: str) -> 
                 )
 
 
-def test_any_number_of_rows_and_threads() -> None:
-    of = weights(replace(INT4, activations=GROUP), 100, 96)
+@pytest.mark.parametrize("form", [replace(INT4, activations=GROUP), replace(ROW, activations=WIDE)])
+def test_any_number_of_rows_and_threads(form: WeightFormat) -> None:
+    of = weights(form, 100, 96)
     packed = quant_pack.prepare(of, torch.float32)
     x = inputs(300, 96)
     everything = quant.quant_logits(x, packed)
@@ -214,11 +219,36 @@ def test_the_largest_codes_do_not_saturate() -> None:
     assert torch.equal(got.double(), x.double() @ codes.double().T)
 
 
+@pytest.mark.parametrize("size", [1024, 1536, 2500])
+def test_sums_of_wide_inputs_fit(size: int) -> None:
+    """Long rows are cut; products of the largest codes with the largest inputs add up."""
+    form = replace(ROW, activations=WIDE)
+    codes = torch.tensor([[-128], [127]], dtype=torch.int8).expand(2, size).contiguous()
+    of = QuantWeights(form, codes, row_scale=torch.ones(2))
+    packed = quant_pack.prepare(of, torch.float32)
+    for rows in (1, 2, 40):
+        x = torch.tensor([[1.0], [-1.0]]).repeat(rows, 1).expand(-1, size)
+        got = quant.quant_logits(x, packed)
+        assert_exact(got, x, of)
+        assert torch.equal(got[:2], quant.quant_logits(x[:2], packed))
+
+
+def test_wide_inputs_have_fifteen_bits() -> None:
+    x = inputs(4, 96)
+    rounded = requantise(x, WIDE)
+    assert (rounded - x).abs().max() <= x.abs().max() / 16383 * 0.501
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("how", INPUTS)
 def test_inputs_that_are_not_finite_give_no_numbers(how: str, value: float) -> None:
     packed = quant_pack.prepare(
-        weights(replace(INT8, activations=INPUTS[how]), 33, 64), torch.float32
+        weights(
+            replace(FORMATS["int8 rows" if how == "wide" else "int8"], activations=INPUTS[how]),
+            33,
+            64,
+        ),
+        torch.float32,
     )
     x = inputs(40, 64)
     clean = quant.quant_logits(x, packed)
@@ -264,13 +294,18 @@ def test_packed_weights_take_the_bytes_of_their_codes() -> None:
         (WeightFormat("int8", 1, 96), 192, "groups of 96"),
         (replace(INT8, activations=Activations("fp8")), 64, "not fp8 per token"),
         (
+            replace(INT8, activations=WIDE),
+            64,
+            "int16 per token with weights that have a scale per row",
+        ),
+        (
             replace(WeightFormat("int8", 1, 192), activations=Activations("int8", 128)),
             384,
             "of 192",
         ),
         (ROW, 1 << 17, "in_features=131072 is more than 65536"),
     ],
-    ids=["fp8", "small groups", "uneven", "inputs", "across", "large"],
+    ids=["fp8", "small groups", "uneven", "inputs", "wide", "across", "large"],
 )
 def test_what_is_refused(form: WeightFormat, size: int, reason: str) -> None:
     refusal = quant_pack.refuses(query(form, size))

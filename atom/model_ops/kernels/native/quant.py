@@ -12,8 +12,8 @@ from atom.model_ops.kernels.torch.quant import quant_embedding as dense_embeddin
 
 __all__ = ["dense_embedding", "dense_linear", "dense_logits", "quant_linear", "quant_logits"]
 
-_linear = Kernels("quant_linear", "9P14qdq")
-_logits = Kernels("quant_logits", "9P14qdq")
+_linear = Kernels("quant_linear", "9P15qdq")
+_logits = Kernels("quant_logits", "9P15qdq")
 
 
 def quant_linear(

@@ -7,7 +7,7 @@ import torch
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads
 from atom.model_ops.kernels.native.quant_pack import PackedWeights
 
-_embedding = Kernels("quant_embedding", "8P14q")
+_embedding = Kernels("quant_embedding", "8P15q")
 
 
 def quant_embedding(ids: torch.Tensor, weights: PackedWeights, dtype: torch.dtype) -> torch.Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from atom.model_ops.kernels.native.bindings import Kernels, constant, num_threads
-from atom.model_ops.quant.weights import Activations, QuantWeights
+from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery
 
 BITS = {"int4": 4, "int6": 6, "int8": 8}
@@ -17,6 +17,9 @@ _NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3
 # Inputs in the smallest piece of a matrix.
 _UNITS = {"int4": 32, "int6": 16, "int8": 32}
 _TILE = 64
+# `Inputs` and `kMostWide` in csrc/quant_matrix.h.
+_INPUTS = {"int8": 1, "int16": 2}
+_MOST_WIDE = 1024
 # Sums of products of codes stay within 32 bits.
 _MOST_INPUTS = 1 << 16
 _pack = Kernels("quant_pack", "2P5q")
@@ -36,7 +39,7 @@ class PackedWeights:
         sizes: what the kernels are told of them, in the order of `QuantLinearArgs`: in_features,
             inputs (filled up with zeros), out_features, bits, the code of zero, inputs per group
             and super group, dtypes of scale and shift, whether shifts are offsets, inputs that
-            share all scales, inputs per scale of theirs (0 if they stay numbers).
+            share all scales, what inputs become, inputs per scale of theirs.
         fixed_scale: of all inputs; 0 where scales are computed.
     """
 
@@ -73,7 +76,7 @@ def refuses(query: OpQuery) -> str | None:
         return f"reads scales of groups or of rows, not both: {form}"
     if size > _MOST_INPUTS:
         return f"in_features={size} is more than {_MOST_INPUTS}"
-    if reason := _refuses_inputs(form.activations):
+    if reason := _refuses_inputs(form):
         return reason
     unit = _UNITS[form.codes]
     sizes = {"weights": form.columns, "inputs": _input_group(form.activations)}
@@ -88,10 +91,15 @@ def refuses(query: OpQuery) -> str | None:
     return None
 
 
-def _refuses_inputs(how: Activations | None) -> str | None:
+def _refuses_inputs(form: WeightFormat) -> str | None:
+    how = form.activations
     if how is None or (how.codes == "int8" and how.scale_type == "float"):
         return None
-    return f"inputs become int8 or stay as they are, not {how}"
+    if how != Activations("int16"):
+        return f"inputs become int8 or int16 or stay as they are, not {how}"
+    if form.columns:
+        return f"multiplies {how} with weights that have a scale per row only"
+    return None
 
 
 def _input_group(how: Activations | None) -> int:
@@ -114,7 +122,8 @@ def prepare(weights: QuantWeights, dtype: torch.dtype) -> PackedWeights:
     input_group = min(how.group or columns, columns) if how is not None else columns
     span = min(group, input_group)
     if span == columns:
-        span = math.ceil(columns / _TILE) * _TILE
+        spans = math.ceil(columns / _MOST_WIDE) if how is not None and how.codes == "int16" else 1
+        span = math.ceil(columns / spans / _TILE) * _TILE
     inputs = math.ceil(columns / span) * span
     shift = weights.zeros.half() if weights.zeros is not None else weights.offset
     scale = _per_output(weights)
@@ -124,8 +133,8 @@ def prepare(weights: QuantWeights, dtype: torch.dtype) -> PackedWeights:
         *(columns, inputs, out, BITS[form.codes], middle),
         *(inputs if group == columns else group, form.super_columns),
         *(_NUMBERS[scale.dtype], 0 if shift is None else _NUMBERS[shift.dtype]),
-        *(form.has_offsets, span),
-        0 if how is None else inputs if input_group == columns else input_group,
+        *(form.has_offsets, span, 0 if how is None else _INPUTS[how.codes]),
+        inputs if input_group == columns else input_group,
     )
     fixed = how is not None and how.is_static and weights.input_scale is not None
     return PackedWeights(

@@ -6,7 +6,7 @@ import torch
 
 from atom.model_ops.quant.weights import FP4_VALUES, Activations, scale_values
 
-_LIMITS = {"int8": 127.0, "fp8": 448.0, "fp4": 6.0}
+_LIMITS = {"int8": 127.0, "int16": 16383.0, "fp8": 448.0, "fp4": 6.0}
 _E4M3_LIMIT = 448.0
 _SMALLEST_SCALE = 1e-12
 
@@ -34,7 +34,10 @@ def quantise_activations(
         scale = input_scale.expand(*grouped.shape[:-1])
     else:
         scale = _scales(grouped.abs().amax(dim=-1), limit, how, input_scale)
-    codes = _round((grouped / scale[..., None]).clamp(-limit, limit), how.codes)
+    if how.codes == "int16":  # of so many that an inverse's rounding does not matter
+        codes = (grouped * scale.reciprocal()[..., None]).round()
+    else:
+        codes = _round((grouped / scale[..., None]).clamp(-limit, limit), how.codes)
     return codes.flatten(-2)[..., :size], scale
 
 

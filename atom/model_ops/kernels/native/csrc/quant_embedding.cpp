@@ -17,7 +17,9 @@ struct QuantEmbeddingArgs {
   int64_t count, in_features, inputs, outs;
   int64_t bits, middle, group, super_group;
   Number scale_type, shift_type;
-  int64_t has_offsets, span, input_group;
+  int64_t has_offsets, span;
+  Inputs input_kind;
+  int64_t input_group;
   int64_t threads;
 };
 

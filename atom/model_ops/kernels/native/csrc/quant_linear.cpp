@@ -22,7 +22,9 @@ struct QuantLinearArgs {
   int64_t rows, x_stride, in_features, inputs, outs;
   int64_t bits, middle, group, super_group;
   Number scale_type, shift_type;
-  int64_t has_offsets, span, input_group;
+  int64_t has_offsets, span;
+  Inputs input_kind;
+  int64_t input_group;
   double fixed_scale;
   int64_t threads;
 };
@@ -34,7 +36,10 @@ constexpr int64_t kPackAlone = 2;
 // Rows of inputs that pass by all weights before the next ones do.
 constexpr int64_t kBlockRows = 256;
 // From so many rows on tiles are faster: their sums leave once a span.
-int64_t tiles_from(int64_t span) { return span > 64 ? 12 : 28; }
+int64_t tiles_from(const QuantLinearArgs& a) {
+  if (a.input_kind == Inputs::kInt16) return 1;
+  return a.span > 64 ? 12 : 28;
+}
 constexpr int64_t kTaskBytes = 16 * 1024;
 
 int64_t groups_of(int64_t inputs, int64_t group) {
@@ -53,10 +58,11 @@ class Product {
  public:
   explicit Product(const QuantLinearArgs& a)
       : a_(a), w_(matrix_of(a)),
-        with_tiles_(a.rows >= tiles_from(a.span) && (a.input_group != 0 || std::is_same_v<T, bfloat16>) &&
-                    has_tiles()),
-        inputs_{a.x,           a.order,       a.x_stride,    a.in_features, a.inputs, a.span,
-                a.input_group, a.fixed_scale, excess_of(w_, a.input_group != 0), with_tiles_} {}
+        with_tiles_(a.rows >= tiles_from(a) && has_tiles() &&
+                    (a.input_kind != Inputs::kNumbers || std::is_same_v<T, bfloat16>)),
+        inputs_{a.x,          a.order,       a.x_stride,    a.in_features, a.inputs, a.span,
+                a.input_kind, a.input_group, a.fixed_scale, excess_of(w_, a.input_kind),
+                with_tiles_ ? std::min(kTileSide, a.rows) : 0} {}
 
   void run() {
     const bool serial = a_.rows * a_.inputs * a_.outs < kSerialWork;
@@ -82,7 +88,7 @@ class Product {
     return reinterpret_cast<Span*>(packed + rows * inputs_.row_bytes());
   }
   void pack(int64_t first, int64_t row, int64_t rows, uint8_t* packed) const {
-    pack_row<T>(inputs_, first + row, packed + row * inputs_.row_bytes(),
+    pack_row<T>(inputs_, first + row, inputs_.place(packed, row),
                 spans(packed, rows) + row * inputs_.spans());
   }
 
@@ -107,11 +113,11 @@ class Product {
         for (int64_t panel = task * together; panel < end;) {
           if (with_tiles_) {
             multiply_two_panels(w_, panel, x, rows, panel_sums);
-            finish(first, rows, panel, std::min<int64_t>(2, end - panel), 2, panel_sums);
+            finish<2>(first, rows, panel, panel_sums);
             panel += 2;
           } else {
             multiply_panel(w_, panel, x, 0, rows, panel_sums);
-            finish(first, rows, panel, 1, 1, panel_sums);
+            finish<1>(first, rows, panel, panel_sums);
             panel += 1;
           }
         }
@@ -120,16 +126,24 @@ class Product {
     });
   }
 
-  // Stores `count` panels of sums, which lie [rows, apart, kLanes].
-  void finish(int64_t first, int64_t rows, int64_t panel, int64_t count, int64_t apart,
-              const float* sums) const {
-    for (int64_t i = 0; i < count; ++i) {
-      const int64_t n = (panel + i) * kLanes, left = a_.outs - n;
-      const vfloat bias =
-          a_.bias == nullptr ? vfloat{} : load_some(static_cast<const T*>(a_.bias) + n, left);
-      for (int64_t m = 0; m < rows; ++m) {
-        store_some(static_cast<Out*>(a_.out) + (first + m) * a_.outs + n,
-                   load(sums + (m * apart + i) * kLanes) + bias, left);
+  // Stores `kCount` panels of sums, which lie [rows, kCount, kLanes]; what is beyond the last output
+  // is left out.
+  template <int kCount>
+  void finish(int64_t first, int64_t rows, int64_t panel, const float* sums) const {
+    const int64_t n = panel * kLanes;
+    Out* out = static_cast<Out*>(a_.out) + first * a_.outs + n;
+    vfloat bias[kCount] = {};
+    for (int i = 0; i < kCount && a_.bias != nullptr; ++i) {
+      const int64_t left = a_.outs - n - i * kLanes;
+      if (left > 0) bias[i] = load_some(static_cast<const T*>(a_.bias) + n + i * kLanes, left);
+    }
+    const bool whole = n + kCount * kLanes <= a_.outs;
+    for (int64_t m = 0; m < rows; ++m, out += a_.outs, sums += kCount * kLanes) {
+      ATOM_UNROLL for (int i = 0; i < kCount; ++i) {
+        const vfloat sum = load(sums + i * kLanes) + bias[i];
+        const int64_t left = a_.outs - n - i * kLanes;
+        if (whole) store(out + i * kLanes, sum);
+        else if (left > 0) store_some(out + i * kLanes, sum, left);
       }
     }
   }

@@ -11,6 +11,15 @@ namespace atom {
 
 enum class Number : int64_t { kFloat32, kBfloat16, kFloat16, kInt8 };
 
+// What inputs are: numbers, or codes of -127..127 or -kWideLimit..kWideLimit.
+enum class Inputs : int64_t { kNumbers, kInt8, kInt16 };
+
+constexpr int64_t kTileSide = 16;  // rows of a tile: outputs of a panel, and of inputs
+
+// The sum of kMostWide products of such codes with bytes is within 32 bits.
+constexpr int32_t kWideLimit = 16383;
+constexpr int64_t kMostWide = 1024;
+
 // W = (q - middle - zero) * scale + offset, where a zero or an offset may be missing. Per panel:
 // units of codes; of each group of inputs kLanes scales and shifts (zeros or offsets).
 struct QuantMatrix {
@@ -38,13 +47,15 @@ struct Span {
   };
 };
 
-// Inputs as products want them: int8 codes of -127..127, or numbers.
+// Inputs as products want them.
 struct QuantRows {
-  const void* inputs;  // int8 or float [rows, stride]; tiles read bfloat16 instead of float
-  const Span* spans;   // [rows, inputs / span]
-  int64_t stride;      // in elements
-  int64_t span;        // inputs that share their scales on both sides
-  bool is_integer;
+  // [rows, stride]: int8; float, where tiles read bfloat16; wide codes as `dot4_wide` wants them.
+  const void* inputs;
+  const Span* spans;    // [rows, inputs / span]
+  int64_t stride;       // in elements; those of wide codes are bytes
+  int64_t span;         // inputs that share their scales on both sides
+  Inputs kind;
+  int64_t tile_rows;    // of a block that tiles take at once; 0 for vectors
 };
 
 // out [count, kLanes] = panel `panel` of the weights times `count` rows from `first` on.

@@ -1,5 +1,6 @@
 // Products of few rows, with vectors.
 #include "quant_span.h"
+#include "quant_wide.h"
 
 namespace atom {
 namespace {
@@ -28,6 +29,34 @@ ATOM_INLINE void sum_units(const uint8_t* codes, int64_t units, const int8_t* x,
   }
 }
 
+// The same with wide inputs, so many in a row of weights.
+template <class C, int R>
+ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t units, const int8_t* x,
+                                int64_t inputs, int64_t stride, vint (&sums)[R]) {
+  vint others[R] = {};
+  for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes) {
+    for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kAheadCodes);
+    ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
+      const vint quad = C::quad(codes, j);
+      if constexpr (kSplitsWide) {
+        const int8_t* at = x + unit * C::kUnit + 4 * j;
+        ATOM_UNROLL for (int r = 0; r < R; ++r) {
+          others[r] = dot4<C>(others[r], quad, splat(raw<int32_t>(at + r * stride)));
+          sums[r] = dot4<C>(sums[r], quad, splat(raw<int32_t>(at + r * stride + inputs)));
+        }
+      } else {
+        const Halves parts = halves<C>(quad);
+        const int8_t* at = x + 2 * (unit * C::kUnit + 4 * j);
+        ATOM_UNROLL for (int r = 0; r < R; ++r) {
+          sums[r] = dot2(sums[r], parts.even, splat(raw<int32_t>(at + r * stride)));
+          others[r] = dot2(others[r], parts.odd, splat(raw<int32_t>(at + r * stride + 4)));
+        }
+      }
+    }
+  }
+  ATOM_UNROLL for (int r = 0; r < R; ++r) sums[r] += kSplitsWide ? others[r] << 8 : others[r];
+}
+
 // As tiles of bfloat16 sum: of each unit the even inputs and the odd ones, then both.
 template <class C, int R>
 ATOM_INLINE void sum_units(const uint8_t* codes, int64_t units, const float* x, int64_t stride,
@@ -50,9 +79,10 @@ ATOM_INLINE void sum_units(const uint8_t* codes, int64_t units, const float* x, 
 }
 
 // out[r * kLanes] = one panel of weights times row `first` + r.
-template <class C, bool kInteger, int R>
+template <class C, Inputs kKind, int R>
 void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
                    float* out) {
+  constexpr bool kInteger = kKind != Inputs::kNumbers;
   using Input = std::conditional_t<kInteger, int8_t, float>;
   using Sum = std::conditional_t<kInteger, vint, vfloat>;
   const Input* x = static_cast<const Input*>(rows.inputs) + first * rows.stride;
@@ -61,42 +91,47 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
   const Span* of_spans = rows.spans + first * spans;
   const Shifts shifts(w);
   vfloat totals[R] = {};
-  for (int64_t span = 0; span < spans; ++span, codes += units * C::kBytes, x += rows.span) {
+  const int64_t span_inputs = rows.span * (kKind == Inputs::kInt16 && !kSplitsWide ? 2 : 1);
+  for (int64_t span = 0; span < spans; ++span, codes += units * C::kBytes, x += span_inputs) {
     Sum sums[R];
     ATOM_UNROLL for (int r = 0; r < R; ++r) {
       const Span& of = of_spans[r * spans + span];
       if constexpr (kInteger) sums[r] = splat(of.first_code);
       else sums[r] = Sum{};
     }
-    sum_units<C, R>(codes, units, x, rows.stride, sums);
+    if constexpr (kKind == Inputs::kInt16) {
+      sum_wide_units<C, R>(codes, units, x, w.inputs, rows.stride, sums);
+    } else {
+      sum_units<C, R>(codes, units, x, rows.stride, sums);
+    }
     const Factors factors = load_factors(w, panel, span * rows.span);
     ATOM_UNROLL for (int r = 0; r < R; ++r) {
       const Span& of = of_spans[r * spans + span];
       vfloat products;
       if constexpr (kInteger) products = convert(sums[r]);
       else products = sums[r] + of.first;
-      totals[r] = add_span<kInteger>(totals[r], products, factors, of, shifts);
+      totals[r] = add_span<kKind>(totals[r], products, factors, of, shifts);
     }
   }
   ATOM_UNROLL for (int r = 0; r < R; ++r) store(out + r * kLanes, totals[r]);
 }
 
-template <class C, bool kInteger>
+template <class C, Inputs kKind>
 void multiply_panel(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
                     int64_t count, float* out) {
   int64_t r = 0;
 #if defined(__AVX512F__) || defined(__aarch64__)
   for (; r + 8 <= count; r += 8) {
-    multiply_rows<C, kInteger, 8>(w, panel, rows, first + r, out + r * kLanes);
+    multiply_rows<C, kKind, 8>(w, panel, rows, first + r, out + r * kLanes);
   }
 #endif
   for (; r + 4 <= count; r += 4) {
-    multiply_rows<C, kInteger, 4>(w, panel, rows, first + r, out + r * kLanes);
+    multiply_rows<C, kKind, 4>(w, panel, rows, first + r, out + r * kLanes);
   }
   for (; r + 2 <= count; r += 2) {
-    multiply_rows<C, kInteger, 2>(w, panel, rows, first + r, out + r * kLanes);
+    multiply_rows<C, kKind, 2>(w, panel, rows, first + r, out + r * kLanes);
   }
-  if (r < count) multiply_rows<C, kInteger, 1>(w, panel, rows, first + r, out + r * kLanes);
+  if (r < count) multiply_rows<C, kKind, 1>(w, panel, rows, first + r, out + r * kLanes);
 }
 
 }  // namespace
@@ -105,8 +140,14 @@ void multiply_panel(const QuantMatrix& w, int64_t panel, const QuantRows& rows, 
                     int64_t count, float* out) {
   const auto of_codes = [&](auto codes) {
     using C = decltype(codes);
-    rows.is_integer ? multiply_panel<C, true>(w, panel, rows, first, count, out)
-                    : multiply_panel<C, false>(w, panel, rows, first, count, out);
+    switch (rows.kind) {
+      case Inputs::kNumbers:
+        return multiply_panel<C, Inputs::kNumbers>(w, panel, rows, first, count, out);
+      case Inputs::kInt8:
+        return multiply_panel<C, Inputs::kInt8>(w, panel, rows, first, count, out);
+      case Inputs::kInt16:
+        return multiply_panel<C, Inputs::kInt16>(w, panel, rows, first, count, out);
+    }
   };
   switch (w.bits) {
     case 4: return of_codes(Codes<4>{});

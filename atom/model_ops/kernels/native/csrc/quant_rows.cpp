@@ -4,12 +4,12 @@
 #include <cmath>
 
 #include "parallel.h"
-#include "quant_codes.h"
+#include "quant_wide.h"
 
 namespace atom {
 namespace {
 
-constexpr float kLimit = 127, kSmallestScale = 1e-12f;
+constexpr float kSmallestScale = 1e-12f;
 constexpr int64_t kSpare = 16;  // vectors may reach beyond the end of a row
 
 ATOM_INLINE bool any(vint mask) {
@@ -37,7 +37,9 @@ void gather(const QuantInputs& how, const T* x, float* out) {
   std::fill(out + i, out + how.inputs + kSpare, 0.0f);
 }
 
-// The scales of a row's groups: amax / 127, at least 1e-12; NaN where a number is not finite, as all
+float limit_of(Inputs kind) { return kind == Inputs::kInt16 ? kWideLimit : 127; }
+
+// The scales of a row's groups: amax / limit, at least 1e-12; NaN where a number is not finite, as all
 // products with it.
 void compute_scales(const QuantInputs& how, const float* x, int64_t groups, float* scales) {
   for (int64_t g = 0; g < groups; ++g) {
@@ -53,15 +55,18 @@ void compute_scales(const QuantInputs& how, const float* x, int64_t groups, floa
   for (int64_t g = 0; g < groups; g += kLanes) {
     const vfloat amax = load(scales + g);
     const vint is_finite = amax <= std::numeric_limits<float>::max();
-    const vfloat scale = max(amax / kLimit, splat(kSmallestScale));
+    const vfloat scale = max(amax / limit_of(how.kind), splat(kSmallestScale));
     store(scales + g, select(is_finite, scale, splat(std::numeric_limits<float>::quiet_NaN())));
   }
 }
 
+constexpr float kMagic = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+
 // x / scale, rounded to the nearest integer, ties to even. Divisions take long: products with
 // the inverse do where they are not too near to a tie.
 ATOM_INLINE vint quantise(vfloat x, vfloat scale, vfloat inverse) {
-  const vfloat magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to an integer
+  constexpr float kLimit = 127;
+  const vfloat magic = splat(kMagic);
   const auto rounded = [&](vfloat v) {
     return min(max(v, splat(-kLimit)), splat(kLimit)) + magic;
   };
@@ -71,7 +76,13 @@ ATOM_INLINE vint quantise(vfloat x, vfloat scale, vfloat inverse) {
   return (vint)shifted - (vint)magic;
 }
 
+// The nearest integer to x times the inverse of a scale, which is that of these inputs.
+ATOM_INLINE vint quantise_wide(vfloat x, vfloat inverse) {
+  return (vint)(x * inverse + kMagic) - (vint)splat(kMagic);
+}
+
 // scales: room for those of all groups, and as many inverses.
+template <Inputs kKind>
 void quantise_row(const QuantInputs& how, const float* x, float* scales, int8_t* codes,
                   Span* spans) {
   const int64_t groups = how.groups();
@@ -81,14 +92,22 @@ void quantise_row(const QuantInputs& how, const float* x, float* scales, int8_t*
   } else {
     compute_scales(how, x, groups, scales);
   }
+  const WideRow wide{codes, how.tile_rows == 0 ? 64 : 2 * how.tile_rows * 64,
+                     how.tile_rows == 0 ? how.inputs : how.tile_rows * 64};
   for (int64_t g = 0; g < groups; g += kLanes) store(inverses + g, 1 / load(scales + g));
   for (int64_t span = 0; span < how.spans(); ++span) {
     const int64_t begin = span * how.span, group = begin / how.group;
     const vfloat scale = splat(scales[group]), inverse = splat(inverses[group]);
     vint sums = {};
     for (int64_t i = begin; i < begin + how.span; i += kLanes) {
-      const vint code = quantise(load(x + i), scale, inverse);
-      store_bytes(codes + i, code);
+      vint code;
+      if constexpr (kKind == Inputs::kInt16) {
+        code = quantise_wide(load(x + i), inverse);
+        store_wide(wide, i, code);
+      } else {
+        code = quantise(load(x + i), scale, inverse);
+        store_bytes(codes + i, code);
+      }
       sums += code;
     }
     const int32_t code_sum = sum(sums);
@@ -111,8 +130,8 @@ void sum_spans(const QuantInputs& how, const float* x, Span* spans) {
 
 }  // namespace
 
-int64_t excess_of(const QuantMatrix& w, bool is_integer) {
-  const int64_t taken = is_integer ? kTaken<Codes<8>, true> : kTaken<Codes<8>, false>;
+int64_t excess_of(const QuantMatrix& w, Inputs kind) {
+  const int64_t taken = kind != Inputs::kNumbers ? kTaken<Codes<8>, true> : kTaken<Codes<8>, false>;
   return w.bits == 8 ? w.middle - taken : w.middle;
 }
 
@@ -120,12 +139,16 @@ template <class T>
 void pack_row(const QuantInputs& how, int64_t row, void* packed, Span* spans) {
   static thread_local Scratch scratch;
   const T* x = static_cast<const T*>(how.x) + row * how.x_stride;
-  if (how.group != 0 || how.as_bfloat16) {
+  if (how.kind != Inputs::kNumbers || how.as_bfloat16()) {
     float* numbers = scratch.get<float>(how.inputs + kSpare + 2 * (how.groups() + kSpare));
     float* scales = numbers + how.inputs + kSpare;
     gather(how, x, numbers);
-    if (how.group != 0) {
-      return quantise_row(how, numbers, scales, static_cast<int8_t*>(packed), spans);
+    auto* codes = static_cast<int8_t*>(packed);
+    if (how.kind == Inputs::kInt8) {
+      return quantise_row<Inputs::kInt8>(how, numbers, scales, codes, spans);
+    }
+    if (how.kind == Inputs::kInt16) {
+      return quantise_row<Inputs::kInt16>(how, numbers, scales, codes, spans);
     }
     sum_spans(how, numbers, spans);
     bfloat16* out = static_cast<bfloat16*>(packed);

@@ -12,22 +12,35 @@ struct QuantInputs {
   int64_t x_stride, in_features;
   int64_t inputs;      // of the product: in_features, filled up with zeros
   int64_t span;
-  int64_t group;       // inputs that share a scale if they become integers; 0 if not
+  Inputs kind;
+  int64_t group;       // inputs that share a scale
   double fixed_scale;  // of all inputs, or 0 to compute scales
   int64_t excess;      // of every code of the weights: see `excess_of`
-  bool as_bfloat16;    // as tiles want bfloat16 that does not become integers
+  int64_t tile_rows;   // as in QuantRows
 
-  int64_t stride() const { return inputs + 64; }  // rows are in different lines of caches
+  bool is_wide() const { return kind == Inputs::kInt16; }
+  // Where products want numbers in bfloat16.
+  bool as_bfloat16() const { return kind == Inputs::kNumbers && tile_rows != 0; }
+  // Rows that are read side by side are in different lines of caches.
+  int64_t stride() const {
+    if (is_wide()) return 2 * inputs + (tile_rows != 0 ? 0 : 64);
+    return inputs + 64;
+  }
   int64_t spans() const { return inputs / span; }
-  int64_t groups() const { return group == 0 ? 0 : (inputs + group - 1) / group; }
-  int64_t row_bytes() const { return stride() * (group != 0 ? 1 : as_bfloat16 ? 2 : 4); }
+  int64_t groups() const { return (inputs + group - 1) / group; }
+  int64_t row_bytes() const { return stride() * (kind != Inputs::kNumbers ? 1 : as_bfloat16() ? 2 : 4); }
+  // Where row `row` begins. Tiles of wide inputs lie one behind the other.
+  uint8_t* place(uint8_t* packed, int64_t row) const {
+    if (!is_wide() || tile_rows == 0) return packed + row * row_bytes();
+    return packed + row / tile_rows * tile_rows * row_bytes() + row % tile_rows * 64;
+  }
   QuantRows rows(const void* packed, const Span* of_spans) const {
-    return {packed, of_spans, stride(), span, group != 0};
+    return {packed, of_spans, stride(), span, kind, tile_rows};
   }
 };
 
 // What products of few rows do not subtract from the codes of the weights but from sums.
-int64_t excess_of(const QuantMatrix& w, bool is_integer);
+int64_t excess_of(const QuantMatrix& w, Inputs kind);
 
 // Packs row `row` of x to `packed`, [inputs], and its spans.
 template <class T>

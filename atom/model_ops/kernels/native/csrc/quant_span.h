@@ -42,9 +42,10 @@ struct Shifts {
 };
 
 // total + what one span adds, where `products` are sums of codes times inputs.
-template <bool kInteger>
+template <Inputs kKind>
 ATOM_INLINE vfloat add_span(vfloat total, vfloat products, const Factors& f, const Span& x,
                             Shifts shifts) {
+  constexpr bool kInteger = kKind != Inputs::kNumbers;
   if (shifts.are_zeros) products = fma(-f.shift, splat(x.sum), products);
   total = fma(products, kInteger ? f.scale * x.scale : f.scale, total);
   if (shifts.are_offsets) total = fma(f.shift, splat(kInteger ? x.sum * x.scale : x.sum), total);

@@ -23,14 +23,14 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-int64_t element_bytes(const QuantRows& x) { return x.is_integer ? 1 : 2; }
+int64_t element_bytes(const QuantRows& x) { return x.kind == Inputs::kNumbers ? 2 : 1; }
 
 // Bytes of a row of inputs that one product of tiles consumes.
 int64_t depth_bytes(const QuantRows& x) { return std::min(kLineBytes, x.span * element_bytes(x)); }
 
 // Whether codes are tiles as they lie.
-template <class C, bool kInteger>
-constexpr bool kAreTiles = kInteger && C::kFillsByte;
+template <class C, Inputs kKind>
+constexpr bool kAreTiles = kKind != Inputs::kNumbers && C::kFillsByte;
 
 // Codes of a panel as signed bytes, [inputs / 4, kSide, 4].
 template <class C>
@@ -58,9 +58,10 @@ void unpack_numbers(const QuantMatrix& w, const uint8_t* codes, uint8_t* out) {
   }
 }
 
-// The four products of two blocks of rows `x` with two panels over `steps` times `depth` bytes.
-template <class C, bool kInteger>
-ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride,
+// The four products of two blocks of rows (of wide inputs both bytes of one block) with two panels
+// over `steps` times `depth` bytes. x: tiles with rows `stride` apart, each `next` behind the last.
+template <class C, Inputs kKind>
+ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride, int64_t next,
                                 const uint8_t* const (&w)[2], int64_t steps, int64_t depth,
                                 int32_t (&sums)[4][kSide * kSide]) {
   amx::zero<0>();
@@ -68,17 +69,17 @@ ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride,
   amx::zero<2>();
   amx::zero<3>();
   for (int64_t step = 0; step < steps; ++step) {
-    const int64_t at = step * depth;
-    amx::load<4>(x[0] + at, stride);
-    amx::load<6>(w[0] + at * kSide, kLineBytes);
-    amx::load<7>(w[1] + at * kSide, kLineBytes);
-    amx::load<5>(x[1] + at, stride);
-    if constexpr (kAreTiles<C, kInteger>) {
+    const int64_t at = step * depth * kSide;
+    amx::load<4>(x[0] + step * next, stride);
+    amx::load<6>(w[0] + at, kLineBytes);
+    amx::load<7>(w[1] + at, kLineBytes);
+    amx::load<5>(x[1] + step * next, stride);
+    if constexpr (kAreTiles<C, kKind>) {
       _tile_dpbsud(0, 4, 6);
       _tile_dpbsud(1, 4, 7);
       _tile_dpbsud(2, 5, 6);
       _tile_dpbsud(3, 5, 7);
-    } else if constexpr (kInteger) {
+    } else if constexpr (kKind != Inputs::kNumbers) {
       _tile_dpbssd(0, 4, 6);
       _tile_dpbssd(1, 4, 7);
       _tile_dpbssd(2, 5, 6);
@@ -96,23 +97,28 @@ ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride,
   amx::store<3>(sums[3], kLineBytes);
 }
 
-// Adds one span's products of up to 32 rows with a panel to their totals, which lie 32 apart.
-template <class C, bool kInteger>
+// Adds one span's products of a block of rows with a panel to their totals, which lie 32 apart.
+template <class C, Inputs kKind>
 void add_products(const int32_t (&sums)[4][kSide * kSide], int64_t half, int64_t rows,
                   const Factors& factors, const Span* x, int64_t spans, Shifts shifts,
                   float* totals) {
   for (int64_t m = 0; m < rows; ++m) {
     const int32_t* at = sums[m / kSide * 2 + half] + m % kSide * kSide;
     vfloat products;
-    if constexpr (kAreTiles<C, kInteger>) products = convert(raw<vint>(at) + x[m * spans].first_code);
-    else if constexpr (kInteger) products = convert(raw<vint>(at));
-    else products = raw<vfloat>(at) + x[m * spans].first;
+    if constexpr (kKind == Inputs::kNumbers) {
+      products = raw<vfloat>(at) + x[m * spans].first;
+    } else {
+      vint codes = raw<vint>(at);
+      if constexpr (kKind == Inputs::kInt16) codes = (codes << 8) + raw<vint>(at + 2 * kSide * kSide);
+      if constexpr (kAreTiles<C, kKind>) codes += x[m * spans].first_code;
+      products = convert(codes);
+    }
     float* total = totals + m * 2 * kSide;
-    store(total, add_span<kInteger>(load(total), products, factors, x[m * spans], shifts));
+    store(total, add_span<kKind>(load(total), products, factors, x[m * spans], shifts));
   }
 }
 
-template <class C, bool kInteger>
+template <class C, Inputs kKind>
 void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
   static thread_local Scratch scratch;
   const int64_t panel_bytes = w.inputs * kSide * element_bytes(x);
@@ -120,43 +126,56 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
   const uint8_t* codes[2];
   for (int64_t half = 0; half < 2; ++half) {
     codes[half] = w.codes + panels[half] * w.panel_bytes();
-    if constexpr (!kAreTiles<C, kInteger>) {
+    if constexpr (!kAreTiles<C, kKind>) {
+      constexpr bool kInteger = kKind != Inputs::kNumbers;
       auto* unpacked = scratch.get<uint8_t>(2 * panel_bytes) + half * panel_bytes;
       if constexpr (kInteger) unpack_bytes<C>(w, codes[half], unpacked);
       else unpack_numbers<C>(w, codes[half], unpacked);
       codes[half] = unpacked;
     }
   }
+  constexpr bool kWide = kKind == Inputs::kInt16;
   const int64_t spans = w.inputs / x.span, span_bytes = x.span * element_bytes(x);
-  const int64_t stride = x.stride * element_bytes(x), depth = depth_bytes(x);
+  const int64_t row_bytes = x.stride * element_bytes(x), depth = depth_bytes(x);
+  const int64_t stride = kWide ? kLineBytes : row_bytes;
+  const int64_t next = kWide ? 2 * x.tile_rows * kLineBytes : depth;
   const Shifts shifts(w);
   std::fill(out, out + rows * 2 * kSide, 0.0f);
   alignas(64) int32_t sums[2][4][kSide * kSide];
-  for (int64_t row = 0; row < rows; row += 2 * kSide) {
-    const auto* first = static_cast<const uint8_t*>(x.inputs) + row * stride;
-    const uint8_t* second = row + kSide < rows ? first + kSide * stride : first;
-    // The tiles of a span run beside what is left to do for the span before.
-    for (int64_t span = 0; span <= spans; ++span) {
-      if (span < spans) {
-        const int64_t at = span * span_bytes;
-        const uint8_t* const inputs[2] = {first + at, second + at};
-        const uint8_t* const of[2] = {codes[0] + at * kSide, codes[1] + at * kSide};
-        multiply_tiles<C, kInteger>(inputs, stride, of, span_bytes / depth, depth, sums[span % 2]);
-      }
-      for (int64_t half = 0; half < 2 && span > 0; ++half) {
-        add_products<C, kInteger>(sums[(span - 1) % 2], half, std::min(2 * kSide, rows - row),
-                               load_factors(w, panels[half], (span - 1) * x.span),
-                               x.spans + row * spans + span - 1, spans, shifts,
-                               out + (2 * row + half) * kSide);
-      }
+  // Wide inputs are long rows of few spans: a span's weights stay in the first cache.
+  constexpr int64_t kBlock = kWide ? kSide : 2 * kSide;
+  const int64_t blocks = (rows + kBlock - 1) / kBlock, parts = blocks * spans;
+  const auto row_of = [&](int64_t part) { return (kWide ? part % blocks : part / spans) * kBlock; };
+  const auto span_of = [&](int64_t part) { return kWide ? part / blocks : part % spans; };
+  // The tiles of a part run beside what is left to do for the part before.
+  for (int64_t part = 0; part <= parts; ++part) {
+    if (part < parts) {
+      const int64_t row = row_of(part), at = span_of(part) * span_bytes;
+      const auto* first = static_cast<const uint8_t*>(x.inputs) + row * row_bytes + at / depth * next;
+      const uint8_t* second = kWide                ? first + x.tile_rows * kLineBytes
+                              : row + kSide < rows ? first + kSide * row_bytes
+                                                   : first;
+      const uint8_t* const inputs[2] = {first, second};
+      const uint8_t* const of[2] = {codes[0] + at * kSide, codes[1] + at * kSide};
+      multiply_tiles<C, kKind>(inputs, stride, next, of, span_bytes / depth, depth, sums[part % 2]);
+    }
+    for (int64_t half = 0; half < 2 && part > 0; ++half) {
+      const int64_t row = row_of(part - 1), span = span_of(part - 1);
+      add_products<C, kKind>(sums[(part - 1) % 2], half, std::min(kBlock, rows - row),
+                             load_factors(w, panels[half], span * x.span),
+                             x.spans + row * spans + span, spans, shifts,
+                             out + (2 * row + half) * kSide);
     }
   }
 }
 
 template <class C>
 void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t rows, float* out) {
-  x.is_integer ? multiply<C, true>(w, panel, x, rows, out)
-               : multiply<C, false>(w, panel, x, rows, out);
+  switch (x.kind) {
+    case Inputs::kNumbers: return multiply<C, Inputs::kNumbers>(w, panel, x, rows, out);
+    case Inputs::kInt8: return multiply<C, Inputs::kInt8>(w, panel, x, rows, out);
+    case Inputs::kInt16: return multiply<C, Inputs::kInt16>(w, panel, x, rows, out);
+  }
 }
 
 }  // namespace
@@ -168,7 +187,7 @@ void begin_tiles(const QuantRows& x) {
   const int64_t depth = depth_bytes(x);
   for (int i = 0; i < 8; ++i) {
     config.row_bytes[i] = i == 4 || i == 5 ? depth : kLineBytes;
-    config.rows[i] = i < 6 ? kSide : depth / 4;
+    config.rows[i] = i < 6 ? x.tile_rows : depth / 4;
   }
   asm volatile("ldtilecfg %0" ::"m"(config));
 }

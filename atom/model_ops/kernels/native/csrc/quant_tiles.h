@@ -5,8 +5,6 @@
 
 namespace atom {
 
-constexpr int64_t kTileSide = 16;  // rows of a tile: outputs of a panel, and of inputs
-
 // Whether the processor has tiles of bytes and of bfloat16 and this process may use them.
 bool has_tiles();
 
