@@ -9,6 +9,9 @@
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
+#if defined(__linux__)
+#include <sched.h>
+#endif
 
 namespace atom {
 namespace {
@@ -24,6 +27,40 @@ void relax() {
 // How long a helper looks for the next phase before it sleeps: longer than Python takes between two
 // operations, shorter than anybody would notice.
 constexpr int64_t kAwake = 100'000;
+
+// How long a helper works before it offers its processor to other programs. The scheduler would
+// take it some milliseconds later, most likely within a task that the caller then waits for; after
+// an offer it is back with all its time. Where nobody wants the processor an offer costs nothing.
+constexpr int64_t kStint = 1'000'000;
+
+// The processors that a helper may use; it leaves that of its caller. Beside a busy program
+// schedulers may put a helper where its caller is: then each of them works half of the time.
+class Place {
+ public:
+#if defined(__linux__)
+  static int current() { return sched_getcpu(); }
+
+  void leave(int caller) const {
+    if (caller < 0 || current() != caller) return;
+    cpu_set_t others = allowed_;
+    CPU_CLR(caller, &others);
+    if (CPU_COUNT(&others) > 0) sched_setaffinity(0, sizeof others, &others);
+  }
+
+ private:
+  static cpu_set_t read() {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    sched_getaffinity(0, sizeof set, &set);  // none are read where there are more than 1024
+    return set;
+  }
+
+  const cpu_set_t allowed_ = read();
+#else
+  static int current() { return -1; }
+  void leave(int) const {}
+#endif
+};
 
 // How long the caller spins for a helper before it lets others have the processor.
 constexpr int64_t kSpin = 20'000;
@@ -67,6 +104,7 @@ class Board {
   void open(const Phase& phase, int64_t helpers) {
     phase_ = phase;
     most_ = helpers;
+    caller_.store(Place::current(), std::memory_order_relaxed);
     const uint64_t number = (state_.load(std::memory_order_relaxed) >> kNumberShift) + 1;
     state_.store(number << kNumberShift | kOpen, std::memory_order_seq_cst);
     if (sleepers_.load(std::memory_order_seq_cst) > 0) {
@@ -93,11 +131,22 @@ class Board {
 
   // A helper's life.
   void help() {
+    const Place place;
     uint64_t seen = 0;
+    int64_t last = nanoseconds(), begun = last;
     while (wait_for_phase(seen)) {
+      place.leave(caller_.load(std::memory_order_relaxed));
       if (!enter(seen)) continue;
+      const int64_t entered = nanoseconds();
       phase_.work(phase_.data);
       state_.fetch_sub(1, std::memory_order_acq_rel);
+      const int64_t now = nanoseconds();
+      // After a gap that long it has just got a processor back.
+      if (std::max(entered - last, now - entered) > 2 * kStint) begun = now;
+      last = now;
+      if (now - begun < kStint) continue;
+      std::this_thread::yield();
+      begun = last = nanoseconds();
     }
   }
 
@@ -149,6 +198,7 @@ class Board {
   alignas(64) std::atomic<uint64_t> state_{0};
   alignas(64) Phase phase_{};
   std::atomic<int64_t> most_{0};
+  std::atomic<int> caller_{-1};  // its processor
   std::atomic<int64_t> sleepers_{0};
   std::atomic<bool> stopped_{false};
   std::mutex mutex_;
