@@ -178,7 +178,7 @@ def _answer_all(
     if shown and (weights := llm.engine.core.limits.weights):
         print(weights)
     # The first steps of a process find memory and load kernels. No measured prompt is cached by it.
-    warm_up = msgspec.structs.replace(params, max_tokens=min(params.max_tokens or 4, 4))
+    warm_up = msgspec.structs.replace(params, max_tokens=min(params.max_tokens or 2, 2))
     _answer(llm, "Count from one to ten.", warm_up, shown=False)
     answers = []
     for prompt in prompts:
