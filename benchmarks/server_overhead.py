@@ -28,7 +28,6 @@ from _report import environment, markdown_table, read_conversations, write_json
 from _server import Server
 
 from atom.model_engine.arg_utils import add_engine_flags, engine_options, speculation_of
-from atom.options import options_of
 from atom.sampling_params import SamplingParams
 
 _READY_SECONDS = 600
@@ -82,9 +81,9 @@ async def _tokens_of(reader: asyncio.StreamReader) -> int:
     return int(usage[-1])
 
 
-def processor_seconds(pid: int, offset: float = 0.0) -> float:
+def processor_seconds(pid: int) -> float:
     times = psutil.Process(pid).cpu_times()
-    return float(times.user + times.system) - offset
+    return float(times.user + times.system)
 
 
 def measure(run: Callable[[], int], pids: dict[str, int]) -> dict[str, float]:
@@ -93,7 +92,7 @@ def measure(run: Callable[[], int], pids: dict[str, int]) -> dict[str, float]:
     start = time.monotonic()
     tokens = run()
     seconds = time.monotonic() - start
-    spent = {name: processor_seconds(pid, before[name]) for name, pid in pids.items()}
+    spent = {name: processor_seconds(pid) - before[name] for name, pid in pids.items()}
     return {
         "tokens_per_s": tokens / seconds,
         **{f"{name}_ms_per_token": 1e3 * value / tokens for name, value in spent.items()},
@@ -121,21 +120,13 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 def server_flags(options: dict[str, Any], no_speculation: bool) -> list[str]:
     """The command line of the same options."""
     flags = ["--no-speculation"] if no_speculation else []
-    known = {option.field.name for option in options_of_engine()}
     for name, value in options.items():
-        assert name in known
         flag = "--" + name.replace("_", "-")
         if isinstance(value, bool):
             flags.append(flag if value else "--no-" + flag.removeprefix("--"))
         else:
             flags += [flag, str(value)]
     return flags
-
-
-def options_of_engine() -> Sequence[Any]:
-    from atom.config import EngineConfig
-
-    return list(options_of(EngineConfig))
 
 
 def main(argv: Sequence[str] | None = None) -> int:

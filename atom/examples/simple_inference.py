@@ -169,16 +169,11 @@ def run(
 def _answer_all(
     given: EngineOptions, prompts: Sequence[str], params: SamplingParams, *, shown: bool
 ) -> list[Answer]:
-    # What a start makes stays; looking for garbage in it would take a tenth of the time.
-    gc.disable()
-    from atom.entrypoints.llm import LLM
-
-    llm = LLM(**given, no_speculation=not speculation_of(given))
-    gc.enable()
+    llm = _start(given)
     if shown and (weights := llm.engine.core.limits.weights):
         print(weights)
     # The first steps of a process find memory and load kernels. No measured prompt is cached by it.
-    warm_up = msgspec.structs.replace(params, max_tokens=min(params.max_tokens or 4, 4))
+    warm_up = msgspec.structs.replace(params, max_tokens=min(params.max_tokens or 2, 2))
     _answer(llm, "Count from one to ten.", warm_up, shown=False)
     answers = []
     for prompt in prompts:
@@ -187,6 +182,17 @@ def _answer_all(
         answers.append(_answer(llm, prompt, params, shown=shown))
     llm.shutdown()
     return answers
+
+
+def _start(given: EngineOptions) -> LLM:
+    # What a start makes stays; looking for garbage in it would take a tenth of the time.
+    gc.disable()
+    try:
+        from atom.entrypoints.llm import LLM
+
+        return LLM(**given, no_speculation=not speculation_of(given))
+    finally:
+        gc.enable()
 
 
 def _answer(llm: LLM, prompt: str, params: SamplingParams, *, shown: bool) -> Answer:

@@ -22,6 +22,7 @@ from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
 from atom.models.config_check import check_config
 from atom.models.config_file import check_regular, is_there, read_json_object
 from atom.models.hf_configs import built_in_config, is_built_in
+from atom.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -208,10 +209,18 @@ def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> Pr
         complete, text_config = config.to_dict(), config.get_text_config()
     except Exception as error:  # each configuration class raises its own kinds
         raise ConfigError(f"{path} of type {kind}: {error}") from error
-    if isinstance(text_config, dict) or text_config is None:
+    if not _is_config(text_config):
         raise ConfigError(f"{path}: text_config={raw.get('text_config')!r} is none of {kind}")
     check_config(complete, str(path))
     return config
+
+
+def _is_config(value: object) -> bool:
+    if isinstance(value, ModelConfig):
+        return True
+    from transformers import PretrainedConfig
+
+    return isinstance(value, PretrainedConfig)
 
 
 def _auto_config(folder: Path, options: ModelOptions) -> PretrainedConfig:

@@ -127,9 +127,13 @@ def test_a_start_does_without_transformers(write_tiny: Callable[..., Path]) -> N
     """Importing it takes longer than loading the embedded model."""
     program = """
 import sys
-from atom import LLM, SamplingParams
-llm = LLM(sys.argv[1], dtype="float32", kv_cache_memory="1MiB")
-assert llm.chat([{"role": "user", "content": "Hi"}], SamplingParams(max_tokens=2), use_tqdm=False)
+from atom.config import ModelOptions
+from atom.entrypoints.llm import LLM
+from atom.model_loader.source import resolve_model
+from atom.model_loader.tokenizer import load_text_tokenizer
+options = ModelOptions(sys.argv[1])
+tokenizer = load_text_tokenizer(resolve_model(options), options)
+assert tokenizer.apply_chat_template([{"role": "user", "content": "Hi"}], tokenize=False)
 slow = ("transformers", "huggingface_hub", "gguf", "zmq")
 print(*(name for name in slow if name in sys.modules))
 """

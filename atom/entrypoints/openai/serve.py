@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import logging
 import os
 import signal
@@ -133,6 +134,9 @@ async def _listen(
     try:
         while not (server.started or serving.done()):
             await asyncio.sleep(0.01)
+        # What is here now stays: later searches for garbage leave it out.
+        gc.collect()
+        gc.freeze()
         if not serving.done():
             logger.info("Ready: %s serves %s", url, engine.model_name)
         await signals.wait_unless_done(serving, dead)
