@@ -27,7 +27,7 @@ def test_the_trace_is_always_the_same(benchmark_module: Load) -> None:
     steps = agent_trace(96)
     assert steps == agent_trace(200)[:96]
     assert steps != agent_trace(96, seed=1)
-    assert len({step.output for step in steps}) > 90
+    assert len({step.output for step in steps}) > 60
     # What a session knows is in the prompt of its next step.
     assert steps[8].prompt.startswith(steps[0].prompt + steps[0].output)
 

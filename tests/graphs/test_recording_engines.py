@@ -93,8 +93,10 @@ def test_tokens_are_those_of_steps_run_op_by_op(
     assert not replays
     with create_engine(target, dtype=dtype, **options(method, draft)) as engine:
         assert all_tokens(engine) == expected
-    assert replays["a step"] > 10
-    assert replays["a step that samples"] > 10
+    # A lookup's drafts differ in number, and steps of another number of rows are others.
+    least = 2 if method in ("suffix", "everything") else 10
+    assert replays["a step"] > least
+    assert replays["a step that samples"] > least
     assert (replays["drafting"] > 0) == (method in ("eagle3", "everything"))
 
 
