@@ -18,6 +18,7 @@ from atom import LLM, SamplingParams
 from atom.model_engine import worker
 from atom.spec_decode.base import Proposer
 from atom.spec_decode.drafter import Drafter, Found, History
+from atom.spec_decode.grammar import GrammarDrafts
 from atom.spec_decode.lookup import Lookup
 
 HIDDEN = 48
@@ -156,10 +157,12 @@ def _record(drafter: Drafter) -> dict[tuple[int, ...], list[int]]:
         behind[:] = [(*prompt, *outputs) for prompt, outputs in histories]
         return look_up(rows, histories) if looks else [None] * len(rows)
 
-    def recorded_merge(found: Found, made: np.ndarray | None) -> list[tuple[list[int], str]]:
+    def recorded_merge(
+        found: Found, made: np.ndarray | None, allowed: GrammarDrafts | None
+    ) -> list[tuple[list[int], str]]:
         rows = [[] for _ in found] if made is None else made.tolist()
         drafts.update(zip(behind, rows, strict=True))
-        return merge(found, made)
+        return merge(found, made, allowed)
 
     drafter.looks = True
     drafter.look_up = recorded_look_up  # type: ignore[method-assign]
