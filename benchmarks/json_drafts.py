@@ -103,8 +103,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     options = engine_options(args)
     if not speculation_of(options):
-        options = {**with_shipped_draft(options), "num_speculative_tokens": 3}
-        options = {k: v for k, v in options.items() if k != "speculative_lookup"}
+        alone = {"speculative_lookup": False, "speculative_adaptive": False}
+        options = {**with_shipped_draft(options), **alone, "num_speculative_tokens": 3}
     requests = REQUESTS[: args.limit]
     with mock.patch.object(
         worker, "create_drafter", functools.partial(create_drafter, grammars=False)
