@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import msgspec
+import pytest
 
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.messages import EngineStats
-from atom.stats import SpecDecodeCounter, SpecDecodeStats
+from atom.model_engine.total_stats import total_stats
+from atom.stats import ExpectedAcceptance, SpecDecodeCounter, SpecDecodeStats
 
 
 def counted() -> SpecDecodeStats:
@@ -78,3 +80,39 @@ def test_metrics_have_a_source() -> None:
         'source="lookup"} 1.0',
     ):
         assert line in text.splitlines()
+
+
+CARD = ExpectedAcceptance(
+    source="eagle3", tokens_per_forward=2.4, num_speculative_tokens=3, data="GSM8K, greedy"
+)
+
+
+def test_a_draft_far_below_its_card_is_told_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Counting its own drafts alone, and those steps that verified as many as the card says."""
+    counter = SpecDecodeCounter(3, CARD)
+
+    def warnings(num_accepted: int, num_drafts: int = 3, source: str = "eagle3") -> int:
+        caplog.clear()
+        for _ in range(5):
+            counter.count(num_drafts, num_accepted, source, times=100)
+        return len([r for r in caplog.records if "card states 2.40 (GSM8K" in r.message])
+
+    assert warnings(1) == 0
+    counter.count(3, 0, "eagle3", times=400)
+    counter.count(3, 1, "eagle3", times=100)
+    assert "brought 1.20 tokens each" in caplog.text
+    assert warnings(1, source="lookup") == warnings(1, num_drafts=1) == 0
+    counter.count(3, 0, "eagle3", times=400)
+    assert warnings(0) == 0  # still far below
+    counter.count(3, 3, "eagle3", times=500)
+    counter.count(3, 3, "eagle3", times=100)
+    assert warnings(0) + warnings(0) == 1
+
+
+def test_metrics_have_what_the_card_states() -> None:
+    stats = EngineStats(expected_acceptance=CARD)
+    decoded = msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=EngineStats)
+    assert (
+        'atom:spec_decode_expected_acceptance_length{data="GSM8K, greedy",'
+        'num_speculative_tokens="3",source="eagle3"} 2.4'
+    ) in ServerMetrics().expose(total_stats([decoded, decoded]))[0].decode()

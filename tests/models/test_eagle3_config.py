@@ -11,8 +11,10 @@ from spec_decode.draft_bench import DRAFT_VOCAB, HIDDEN, MHA, MLA, VOCAB, YARN
 from transformers import PretrainedConfig
 
 from atom.config import ConfigError
+from atom.model_loader.drafts.shipped import shipped_draft_for
 from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
 from atom.models.eagle3.config import Eagle3Config
+from atom.stats import ExpectedAcceptance
 
 MINIMAL = {
     "architectures": ["LlamaForCausalLMEagle3"],
@@ -283,3 +285,32 @@ def test_files(tmp_path: Path) -> None:
     config = Eagle3Config.from_folder(tmp_path)
     assert config.aux_layers is not None
     assert (config.aux_layers.ids, config.draft_vocab_size) == ((2, 4, 5), DRAFT_VOCAB)
+
+
+CARD = {"tokens_per_forward": 2.5, "num_speculative_tokens": 3, "data": "GSM8K, greedy"}
+
+
+def test_a_card_may_state_its_acceptance_length() -> None:
+    config = Eagle3Config.from_dict({**MINIMAL, "expected_acceptance_length": CARD})
+    assert config.expected_acceptance == ExpectedAcceptance(source="eagle3", **CARD)
+    assert Eagle3Config.from_dict(MINIMAL).expected_acceptance is None
+    shipped = shipped_draft_for(None)
+    assert shipped is not None
+    assert Eagle3Config.from_folder(shipped).expected_acceptance is not None
+
+
+@pytest.mark.parametrize(
+    ("card", "message"),
+    [
+        (2.5, "should be an object with data, num_speculative_tokens, tokens_per_forward"),
+        ({"tokens_per_forward": 2.5}, "should be an object with data"),
+        ({**CARD, "more": 1}, "should be an object with data"),
+        ({**CARD, "num_speculative_tokens": 0}, "should be at least 1, got 0"),
+        ({**CARD, "tokens_per_forward": 4.1}, "should be 1 to 4 with 3 drafts, got 4.1"),
+        ({**CARD, "tokens_per_forward": "2"}, "should be 1 to 4 with 3 drafts, got '2'"),
+        ({**CARD, "data": ""}, "on what it was measured, got ''"),
+    ],
+)
+def test_other_cards_are_refused(card: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Eagle3Config.from_dict({**MINIMAL, "expected_acceptance_length": card})

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from atom.graphs.capture import GraphPlan, ReexecuteBackend
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
+from atom.spec_decode.base import Guide
 from atom.spec_decode.chain import ChainStart, DraftChain
 from atom.spec_decode.choice import Chosen, DraftChoice
 from atom.spec_decode.eagle import EagleProposer
@@ -35,6 +36,7 @@ class Recorder:
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         race: SamplingMetadata | None,
+        guide: Guide | None,
     ) -> tuple[Chosen, torch.Tensor]:
         assert place == len(self.seen) + 1
         self.seen.append((positions, metadata))

@@ -102,8 +102,10 @@ class ScriptedServer:
         options: ServerOptions,
         max_model_len: int = 8000,
         sampling_defaults: Mapping[str, Any] | None = None,
+        synthetic_acceptance_length: float | None = None,
     ) -> None:
         self._tokenizer = tokenizer
+        self._synthetic_acceptance_length = synthetic_acceptance_length
         self._max_model_len = max_model_len
         self._options = options
         self._sampling_defaults = sampling_defaults
@@ -143,6 +145,7 @@ class ScriptedServer:
             block_size=16,
             vocab_size=len(self._tokenizer),
             max_logprobs=20,
+            synthetic_acceptance_length=self._synthetic_acceptance_length,
         )
         metrics = ServerMetrics()
 
