@@ -16,6 +16,8 @@ from atom.spec_decode.lookup import Lookup
 History = tuple[Sequence[int], Sequence[int]]
 # The lookup's drafts for each sampled sequence; None where it found none.
 Found = Sequence[list[int] | None]
+# Of a sequence that wants none.
+NO_DRAFTS: list[int] = []
 
 
 class Drafter:
@@ -59,7 +61,7 @@ class Drafter:
         """The number of drafts to make in the step that begins, unless the lookup runs first.
 
         Args:
-            num_sampled: sequences that the step samples.
+            num_sampled: sequences that the step samples and that want drafts.
         """
         self._count = self._choose([self._source] * num_sampled, True) if num_sampled else 0
         return self._count
@@ -92,7 +94,7 @@ class Drafter:
         needed = True
         if found is not None:
             needed = any(drafts is None for drafts in found)
-            sources = [self._source_of(drafts) for drafts in found]
+            sources = [self._source_of(drafts) for drafts in found if drafts is not NO_DRAFTS]
             self._count = self._choose(sources, needed) if sources else 0
         if step is None:
             return None
@@ -128,7 +130,7 @@ class Drafter:
             return
         verifications, num_rows = [], 0
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
-            if sequence.wants_sample:
+            if sequence.wants_sample and sequence.wants_drafts:
                 accepted = max(min(len(result.token_ids) - 1, sequence.num_drafts), 0)
                 verifications.append(
                     Verification(sequence.draft_source, sequence.num_drafts, accepted)
