@@ -177,8 +177,8 @@ function judge(lanes: Lane[]): { same: boolean; words: string; detail: string } 
     speed(off.answer.numbers),
     speed(on.answer.numbers),
   ];
-  const gain = slow && fast ? `, ${(fast / slow).toFixed(2)} times as many tokens per second` : "";
-  const cost = `${off.answer.numbers.forwards} forwards became ${on.answer.numbers.forwards} (${fewer.toFixed(2)} times fewer)${gain}.`;
+  const gain = slow && fast ? `, and ${(fast / slow).toFixed(2)}× the speed` : "";
+  const cost = `${on.answer.numbers.forwards} forwards instead of ${off.answer.numbers.forwards} (${fewer.toFixed(2)}× fewer)${gain}.`;
   if (one === other && on.answer.numbers.tokens === off.answer.numbers.tokens) {
     const detail = `All ${one.length} characters and ${on.answer.numbers.tokens} tokens are equal. ${cost}`;
     return { same: true, words: `Same text. ${detail}`, detail };
