@@ -22,7 +22,8 @@ export function App() {
   const [settings, setSettings] = useState(loadSettings);
   const [models, setModels] = useState<Model[]>([]);
   const [problem, setProblem] = useState<string | null>(null);
-  const [wantsKey, setWantsKey] = useState(false);
+  // How often the server refused a key, or none, since it last took one.
+  const [refusals, setRefusals] = useState(0);
   const [view, setView] = useState<"chat" | "race">("chat");
   const [conversations, setConversations] = useState<Conversation[]>(loadConversations);
   const [current, setCurrent] = useState<Conversation>(newConversation);
@@ -46,7 +47,7 @@ export function App() {
     try {
       const found = await listModels();
       setModels(found);
-      setWantsKey(false);
+      setRefusals(0);
       setProblem(null);
       setSettings((before) =>
         found.some((each) => each.id === before.model)
@@ -54,7 +55,7 @@ export function App() {
           : { ...before, model: found[0]?.id ?? "" },
       );
     } catch (error) {
-      if (error instanceof KeyError) setWantsKey(true);
+      if (error instanceof KeyError) setRefusals((n) => n + 1);
       else setProblem("The server cannot be reached.");
     }
   }, []);
@@ -82,7 +83,7 @@ export function App() {
     if (conversation.id === current.id) open(newConversation());
   };
   const shown = useCallback((answer: Answer) => setMeasured(answer), []);
-  const refused = useCallback(() => setWantsKey(true), []);
+  const refused = useCallback(() => setRefusals((n) => n + 1), []);
 
   return (
     <div class={`frame ${settings.marks ? "marked" : ""}`}>
@@ -156,7 +157,9 @@ export function App() {
       </aside>
 
       <main>
-        {wantsKey && <KeyForm given={() => void connect()} refused={apiKey() !== ""} />}
+        {refusals > 0 && (
+          <KeyForm key={refusals} given={() => void connect()} refused={apiKey() !== ""} />
+        )}
         {problem && (
           <p class="problem" role="alert">
             {problem}{" "}

@@ -60,6 +60,7 @@ def page(browser: Any, server: ScriptedServer) -> Iterator[Any]:
     server.says(TEXT)
     server.model.seconds_per_step = 0.0
     context = browser.new_context(viewport={"width": 1380, "height": 860})
+    context.add_init_script(f"sessionStorage['atom.key'] ??= '{KEY}'")
     page = context.new_page()
     wrong: list[str] = []
     page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -69,9 +70,6 @@ def page(browser: Any, server: ScriptedServer) -> Iterator[Any]:
     )
     page.wrong = wrong
     page.goto(f"{server.url}/")
-    page.evaluate(f"sessionStorage.setItem('atom.key', '{KEY}')")
-    wrong.clear()  # the first request had no key
-    page.reload()
     page.get_by_role("option", name="second").wait_for(state="attached")
     yield page
     context.close()
@@ -96,7 +94,7 @@ def _counts(page: Any) -> dict[str, int]:
 
 def test_a_chat(page: Any, server: ScriptedServer) -> None:
     server.says(f"<think>Air, light.</think>{TEXT}")
-    page.get_by_label("Model", exact=True).select_option("second")
+    page.locator(".model select").select_option("second")
     page.get_by_label("Seed").fill("7")
     page.get_by_label("Temperature").fill("0.5")
     with page.expect_request("**/v1/chat/completions") as sent:
@@ -160,7 +158,7 @@ def test_a_tool_call(page: Any, server: ScriptedServer) -> None:
     server.says(TEXT)
     page.get_by_label("Result", exact=True).fill("sunny")
     page.get_by_role("button", name="Give the result").click()
-    page.get_by_text("The sky is blue").wait_for()
+    page.locator(".assistant").get_by_text(TEXT).wait_for()
     assert "tool: sunny" in server.prompt
 
 
@@ -175,12 +173,12 @@ def test_a_dropped_connection(page: Any, server: ScriptedServer) -> None:
     page.wrong.clear()  # the browser says so, too
     server.model.seconds_per_step = 0.0
     page.get_by_role("button", name="Retry").click()
-    page.get_by_text("no.").wait_for()
+    page.locator(".assistant").get_by_text(TEXT).wait_for()
     assert page.locator(".assistant .problem").count() == 0
 
 
 def test_a_key_is_asked_for(page: Any) -> None:
-    page.evaluate("sessionStorage.clear()")
+    page.evaluate("sessionStorage['atom.key'] = ''")
     page.reload()
     page.get_by_label("This server asks for an API key").fill("wrong")
     page.keyboard.press("Enter")
