@@ -159,7 +159,7 @@ def test_a_tool_call(page: Any, server: ScriptedServer) -> None:
     page.get_by_label("Result", exact=True).fill("sunny")
     page.get_by_role("button", name="Give the result").click()
     page.locator(".assistant").get_by_text(TEXT).wait_for()
-    assert "tool: sunny" in server.prompt
+    assert "<tool_response>\nsunny" in server.prompt
 
 
 def test_a_dropped_connection(page: Any, server: ScriptedServer) -> None:
