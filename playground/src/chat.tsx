@@ -169,7 +169,8 @@ export function Chat(props: ChatProps) {
           ref={field}
           rows={Math.min(10, Math.max(2, draft.split("\n").length))}
           aria-label="Message"
-          placeholder="Message. Enter sends, Shift+Enter breaks the line, Esc stops."
+          placeholder="Message"
+          title="Enter sends, Shift+Enter breaks the line, Esc stops"
           value={draft}
           onInput={(event) => setDraft(event.currentTarget.value)}
           onKeyDown={(event) => {
