@@ -28,6 +28,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
             none; None when nothing was.
         successor_token: after a prefill chunk that is not the last, the next prompt token
             (proposers pair it with the last row); else None.
+        wants_drafts: whether its request lets drafts be made for the next step.
     """
 
     id: str
@@ -40,6 +41,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     num_drafts: int = 0
     draft_source: str | None = None
     successor_token: int | None = None
+    wants_drafts: bool = True
 
     @property
     def draft_token_ids(self) -> list[int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from atom.stats import SpecDecodeStats
 
@@ -20,13 +21,31 @@ class Logprob:
 PositionLogprobs = dict[int, Logprob]
 
 
+class StepTokens(NamedTuple):
+    """How the tokens came that one step added to a completion.
+
+    The first `num_accepted` of them are accepted drafts, all of them where the text ended earlier.
+    The token after these corrects a refused draft, or was sampled because no draft was left.
+
+    Attributes:
+        num_tokens: tokens of the completion.
+        num_drafts, num_accepted: drafts that the step verified, and accepted.
+        source: who made the drafts, such as `eagle3` or `lookup`; None without drafts.
+    """
+
+    num_tokens: int
+    num_drafts: int = 0
+    num_accepted: int = 0
+    source: str | None = None
+
+
 @dataclass
 class CompletionOutput:
     """One of the `n` completions of a request.
 
     Attributes:
         index: 0 to n - 1.
-        text, token_ids, logprobs: everything, or only what is new when streaming.
+        text, token_ids, logprobs, steps: everything, or only what is new when streaming.
         finish_reason: None while running; then `stop`, `length` or `abort`.
         stop_reason: the stop string or stop token id that ended it; None for the model's EOS token.
     """
@@ -38,6 +57,7 @@ class CompletionOutput:
     logprobs: list[PositionLogprobs] | None = None
     finish_reason: str | None = None
     stop_reason: int | str | None = None
+    steps: list[StepTokens] = field(default_factory=list)
 
     def finished(self) -> bool:
         return self.finish_reason is not None

@@ -57,6 +57,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         structured_output: a grammar that the text obeys; it decides where end tokens may come,
             also before `min_tokens` when it allows nothing else, and excludes `ignore_eos`.
         structured_outputs: another way to write `structured_output`, which it becomes.
+        speculation: False verifies no drafts for this request; its tokens are the same.
     """
 
     n: int = 1
@@ -85,6 +86,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     logits_processors: list[Any] | None = None
     structured_output: StructuredOutput | None = None
     structured_outputs: StructuredOutputsParams | None = None
+    speculation: bool = True
 
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import importlib.util
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -89,6 +90,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         reasons["network"] = "needs a model hub; use --run-network"
     if any("gpu" in item.keywords for item in items) and not _has_gpu():
         reasons["gpu"] = "needs a CUDA or ROCm device"
+    if _find_chromium() is None:
+        reasons["browser"] = "needs Chromium (apt install chromium)"
+    if shutil.which("npm") is None:
+        reasons["node"] = "needs Node and npm"
     for item in items:
         for marker in item.iter_markers():
             if marker.name in reasons:
@@ -114,8 +119,21 @@ def pytest_terminal_summary(
         terminalreporter.write_line(f"kernels: {line}")
 
 
+def _find_chromium() -> str | None:
+    names = ("chromium", "chromium-browser", "google-chrome")
+    return next((found for name in names if (found := shutil.which(name))), None)
+
+
 def _has_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+@pytest.fixture(scope="session")
+def chromium() -> str:
+    """The system's Chromium or Chrome."""
+    found = _find_chromium()
+    assert found is not None
+    return found
 
 
 @pytest.fixture(scope="session")

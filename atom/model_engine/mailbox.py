@@ -72,6 +72,7 @@ def merge(earlier: RequestOutput, later: RequestOutput) -> None:
 def _append(earlier: CompletionOutput, later: CompletionOutput) -> None:
     earlier.text += later.text
     earlier.token_ids += later.token_ids
+    earlier.steps += later.steps
     if earlier.logprobs is not None and later.logprobs is not None:
         earlier.logprobs += later.logprobs
     earlier.cumulative_logprob = later.cumulative_logprob

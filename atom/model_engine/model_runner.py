@@ -16,7 +16,7 @@ from atom.model_engine.input_builder import InputBuilder, StepInput
 from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import VerifiedStep
-from atom.spec_decode.drafter import Drafter, Found
+from atom.spec_decode.drafter import NO_DRAFTS, Drafter, Found
 from atom.spec_decode.grammar import GrammarDrafts
 
 
@@ -80,7 +80,8 @@ class ModelRunner:
         self._start(batch)
         num_drafts = 0
         if not self._drafter.looks_first:
-            num_drafts = self._drafter.begin(sum(s.wants_sample for s in batch.sequences))
+            wanted = sum(s.wants_sample and s.wants_drafts for s in batch.sequences)
+            num_drafts = self._drafter.begin(wanted)
         step = self._inputs.build(batch) if batch.sequences else None
         if self._publish is not None:
             is_greedy = step is not None and step.sample.is_greedy
@@ -195,9 +196,13 @@ class ModelRunner:
         plan = step.sample
         if not self._drafter.looks:
             return [None] * len(plan.states)
-        rows = [batch.sequences[i].row for i in plan.layout.indices]
+        sampled = [batch.sequences[i] for i in plan.layout.indices]
         histories = [(s.prompt_token_ids, s.output_token_ids) for s in plan.states]
-        return self._drafter.look_up(rows, histories)
+        found = self._drafter.look_up([s.row for s in sampled], histories)
+        return [
+            drafts if sequence.wants_drafts else NO_DRAFTS
+            for sequence, drafts in zip(sampled, found, strict=True)
+        ]
 
     def _results(
         self,

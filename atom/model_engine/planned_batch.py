@@ -45,6 +45,7 @@ class PlannedBatch:
                 num_drafts,
                 seq.draft_source,
                 None if is_last else known[end],
+                seq.request.params.speculation,
             )
         )
         self.budget -= len(token_ids)

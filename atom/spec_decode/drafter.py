@@ -20,6 +20,8 @@ from atom.spec_decode.suffix_lookup import SuffixLookup
 History = tuple[Sequence[int], Sequence[int]]
 # The lookup's drafts for each sampled sequence; None where the proposer is expected to do better.
 Found = Sequence[Continuation | None]
+# Of a sequence that wants none.
+NO_DRAFTS = Continuation([], [])
 
 # The proposer's accepted drafts, before any were verified, and the window of their mean.
 _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
@@ -93,7 +95,7 @@ class Drafter:
         runs first.
 
         Args:
-            num_sampled: sequences that the step samples.
+            num_sampled: sequences that the step samples and that want drafts.
         """
         self._choose([self._source] * num_sampled, True)
         return self._num_made
@@ -139,7 +141,8 @@ class Drafter:
         needed = True
         if found is not None:
             needed = any(drafts is None for drafts in found)
-            self._choose([self._source_of(drafts) for drafts in found], needed)
+            sources = [self._source_of(drafts) for drafts in found if drafts is not NO_DRAFTS]
+            self._choose(sources, needed)
         if step is None:
             return None
         count = self._num_made if needed else 0
@@ -192,7 +195,7 @@ class Drafter:
             return
         verifications, num_rows = [], 0
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
-            if sequence.wants_sample:
+            if sequence.wants_sample and sequence.wants_drafts:
                 accepted = max(min(len(result.token_ids) - 1, sequence.num_drafts), 0)
                 verifications.append(
                     Verification(sequence.draft_source, sequence.num_drafts, accepted)

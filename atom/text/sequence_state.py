@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from atom.messages import FinishReason, SequenceOutput, TokenLogprobs
-from atom.outputs import CompletionOutput, Logprob, PositionLogprobs
+from atom.outputs import CompletionOutput, Logprob, PositionLogprobs, StepTokens
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
 from atom.text.stop_strings import StopMatcher, StopStrings
@@ -59,6 +59,7 @@ class SequenceState:
         self._text: list[str] = []
         self._token_ids: list[int] = []
         self._logprobs: list[PositionLogprobs] = []
+        self._steps: list[StepTokens] = []
 
     def apply(self, output: SequenceOutput) -> int:
         """Add the output of one step; returns how many of its tokens are kept.
@@ -81,6 +82,9 @@ class SequenceState:
             self.finish_reason, self._stop_reason = output.finish_reason, output.stop_reason
         self._token_ids += token_ids[:num_kept]
         self.num_tokens += num_kept
+        if num_kept:
+            counts = output.num_draft_tokens, output.num_accepted_tokens, output.draft_source
+            self._steps.append(StepTokens(num_kept, *counts))
         if self._params.logprobs is not None:
             self._add_logprobs((output.logprobs or [])[:num_kept], num_kept)
         if output.finish_reason is not None and not self._is_stopped:
@@ -102,8 +106,9 @@ class SequenceState:
             logprobs=self._logprobs if with_logprobs else None,
             finish_reason=None if self.finish_reason is None else self.finish_reason.value,
             stop_reason=self._stop_reason,
+            steps=self._steps,
         )
-        self._text, self._token_ids, self._logprobs = [], [], []
+        self._text, self._token_ids, self._logprobs, self._steps = [], [], [], []
         self._end_is_taken = self.finish_reason is not None
         return output
 

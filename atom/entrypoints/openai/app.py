@@ -24,6 +24,7 @@ from atom.entrypoints.openai.http.errors import (
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.openapi import add_document_route
 from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.openai.http.playground import add_playground
 from atom.entrypoints.openai.http.root_path import RootPathMiddleware
 from atom.entrypoints.openai.http.workers import Workers
 from atom.entrypoints.openai.parsing.detection import with_found_parsers
@@ -63,7 +64,10 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     )
     servers = [{"url": options.root_path}] if options.root_path else None
     app = FastAPI(title="ATOM", version=__version__, openapi_url=None, servers=servers)
-    app.add_api_route("/", api.version, include_in_schema=False)
+    if options.ui:
+        add_playground(app)
+    else:
+        app.add_api_route("/", api.version, include_in_schema=False)
     app.add_api_route("/v1/completions", api.completions, methods=["POST"])
     app.add_api_route("/v1/chat/completions", api.chat_completions, methods=["POST"])
     app.add_api_route("/v1/responses", api.responses, methods=["POST"])

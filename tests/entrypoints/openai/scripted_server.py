@@ -37,6 +37,9 @@ class ScriptedClient:
         text: what every sequence answers.
         reply: instead of `text`, the answer to a prompt.
         tokens_per_step: as many come at once, as with speculation.
+        drafts: instead of `tokens_per_step`, of a step by number: its drafts, the accepted ones and
+            their source, for requests that let drafts be made.
+        seconds_per_step: between steps.
         prompt, params: token ids and sampling parameters of the last request.
     """
 
@@ -48,6 +51,8 @@ class ScriptedClient:
         self.text = ""
         self.reply: Callable[[str], str] | None = None
         self.tokens_per_step = 1
+        self.drafts: Callable[[int], tuple[int, int, str]] | None = None
+        self.seconds_per_step = 0.0
         self.prompt: list[int] = []
         self.params: SamplingParams | None = None
         self._tokenizer = tokenizer
@@ -83,14 +88,34 @@ class ScriptedClient:
         limit = request.params.max_tokens or len(ids)
         reason = FinishReason.LENGTH if limit < len(ids) else FinishReason.STOP
         ids = ids[:limit]
-        for start in range(0, len(ids), self.tokens_per_step):
-            step = ids[start : start + self.tokens_per_step]
-            is_last = start + len(step) == len(ids)
-            output = SequenceOutput(
-                id=request.id, token_ids=step, finish_reason=reason if is_last else None
+        outputs: list[SequenceOutput] = []
+        while ids:
+            size, counts = self.tokens_per_step, (0, 0, None)
+            # The first step computes the prompt.
+            if self.drafts is not None and outputs and request.params.speculation:
+                counts = self.drafts(len(outputs))
+                size = counts[1] + 1
+            step, ids = ids[:size], ids[size:]
+            outputs.append(
+                SequenceOutput(
+                    id=request.id,
+                    token_ids=step,
+                    finish_reason=None if ids else reason,
+                    num_draft_tokens=counts[0],
+                    num_accepted_tokens=counts[1],
+                    draft_source=counts[2],
+                )
             )
+        self._report(outputs)
+
+    def _report(self, outputs: list[SequenceOutput]) -> None:
+        now = len(outputs) if not self.seconds_per_step else 1
+        for output in outputs[:now]:
             report = StepReport(outputs=[output], stats=EngineStats())
             self._reports.put_nowait(wire.Step(report))
+        if rest := outputs[now:]:
+            loop = asyncio.get_running_loop()
+            loop.call_later(self.seconds_per_step, self._report, rest)
 
 
 class ScriptedServer:
@@ -133,11 +158,21 @@ class ScriptedServer:
     def post(self, path: str, **kwargs: Any) -> httpx.Response:
         return httpx.post(self.url + path, timeout=60, **kwargs)
 
+    def drop_connections(self) -> None:
+        """Break off all answers, as a network does."""
+
+        def drop() -> None:
+            for connection in list(self._server.server_state.connections):
+                connection.transport.abort()
+
+        self._loop.call_soon_threadsafe(drop)
+
     def stop(self) -> None:
         self._server.should_exit = True
         self._thread.join(20)
 
     async def _serve(self) -> None:
+        self._loop = asyncio.get_running_loop()
         self.model = ScriptedClient(self._tokenizer)
         limits = EngineLimits(
             max_model_len=self._max_model_len,

@@ -12,6 +12,7 @@ from typing import Any, Protocol, TypeVar
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
+from atom.entrypoints.openai.chat.speculation import SpeculationFields
 from atom.entrypoints.openai.chat.tokenization import Prompt
 from atom.entrypoints.openai.http.errors import json_response, refused
 from atom.entrypoints.openai.http.sse import (
@@ -36,10 +37,14 @@ STARTED_AT_ONCE = 32
 
 @dataclass(frozen=True)
 class UsageChunks:
-    """Which chunks of a stream hold the usage: a last one of its own, and every one so far."""
+    """Which chunks of a stream hold the usage: a last one of its own, and every one so far.
+
+    `speculation`: whether chunks and the usage say how tokens came.
+    """
 
     last: bool = False
     every: bool = False
+    speculation: bool = False
 
 
 @dataclass(frozen=True)
@@ -159,11 +164,14 @@ async def stream_events(
     }
     if generation.usage.last:
         head["usage"] = None
-    usage = Usage()
-    chunks = ChunkChoices(generation, choices)
+    speculation = SpeculationFields(engine.vocabulary) if generation.usage.speculation else None
+    usage = Usage(speculation)
+    chunks = ChunkChoices(generation, choices, speculation)
     async with aclosing(stream_outputs(engine, generation)) as outputs:
         async for number, request in outputs:
             usage.add(number, request)
+            if speculation is not None:
+                speculation.add(number * generation.n, request)
             if generation.usage.every:
                 head = {**head, "usage": usage.as_dict()}
             spell = functools.partial(_spell, head, chunks, number, request)
@@ -182,9 +190,15 @@ def _fingerprint(engine: AsyncEngine) -> dict[str, str]:
 class ChunkChoices:
     """What a stream says of each output of the engine, in order."""
 
-    def __init__(self, generation: Generation, choices: ChoiceFormat) -> None:
+    def __init__(
+        self,
+        generation: Generation,
+        choices: ChoiceFormat,
+        speculation: SpeculationFields | None = None,
+    ) -> None:
         self._generation = generation
         self._choices = choices
+        self._speculation = speculation
         self._opened: set[int] = set()
 
     def of(self, number: int, request: RequestOutput) -> Iterator[Choice]:
@@ -197,7 +211,10 @@ class ChunkChoices:
                 opening = self._choices.open(index, prompt, request)
                 if opening is not None:
                     yield opening
-            yield from self._choices.delta(index, output)
+            said = self._choices.delta(index, output)
+            if self._speculation is not None and said:
+                said[0]["speculation"] = self._speculation.take(index)
+            yield from said
 
 
 def whole_response(
@@ -225,7 +242,8 @@ def whole_response(
 class Usage:
     """Counts tokens over the outputs of a request, whole or in deltas."""
 
-    def __init__(self) -> None:
+    def __init__(self, speculation: SpeculationFields | None = None) -> None:
+        self._speculation = speculation
         self._prompt_tokens: dict[int, int] = {}
         self._cached_tokens: dict[int, int] = {}
         self._completion_tokens = 0
@@ -237,12 +255,15 @@ class Usage:
 
     def as_dict(self) -> dict[str, Any]:
         prompt_tokens = sum(self._prompt_tokens.values())
-        return {
+        counted: dict[str, Any] = {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": self._completion_tokens,
             "total_tokens": prompt_tokens + self._completion_tokens,
             "prompt_tokens_details": {"cached_tokens": sum(self._cached_tokens.values())},
         }
+        if self._speculation is not None:
+            counted["speculation"] = self._speculation.totals()
+        return counted
 
 
 async def unless_disconnected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
@@ -359,7 +380,7 @@ def _check_not_aborted(request: RequestOutput) -> None:
 def _discard_output(request: RequestOutput) -> None:
     for output in request.outputs:
         output.text = ""
-        output.token_ids = []
+        output.token_ids, output.steps = [], []
         if output.logprobs is not None:
             output.logprobs = []
         if output.finish_reason is not None:

@@ -57,9 +57,13 @@ def sampling_params(
 
 
 def check_stream_fields(body: GenerationRequest) -> None:
-    """Refuse what has a meaning only without `stream`."""
+    """Refuse what has a meaning only without `stream`, or only with it."""
     if body.stream and body.prompt_logprobs is not None:
         raise bad_request("prompt_logprobs cannot be streamed", "prompt_logprobs")
+    asked = body.stream_options
+    if not body.stream and asked is not None and asked.include_speculation:
+        name = "stream_options.include_speculation"
+        raise bad_request(f"{name} has a meaning only with stream=true", name)
 
 
 def usage_chunks(body: GenerationRequest) -> UsageChunks:
@@ -67,4 +71,8 @@ def usage_chunks(body: GenerationRequest) -> UsageChunks:
     asked = body.stream_options
     if asked is None:
         return UsageChunks()
-    return UsageChunks(bool(asked.include_usage), bool(asked.continuous_usage_stats))
+    return UsageChunks(
+        bool(asked.include_usage),
+        bool(asked.continuous_usage_stats),
+        bool(asked.include_speculation),
+    )

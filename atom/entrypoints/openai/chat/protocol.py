@@ -111,10 +111,13 @@ TokenLimit = Annotated[int | None, BeforeValidator(_whole_number)]
 
 
 class StreamOptions(ApiModel):
-    """`continuous_usage_stats` puts the usage so far into every chunk."""
+    """`continuous_usage_stats` puts the usage so far into every chunk, `include_speculation` how
+    its tokens came.
+    """
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
+    include_speculation: bool | None = None
     include_obfuscation: bool | None = None  # harmless
 
 
@@ -171,6 +174,7 @@ class GenerationRequest(SamplingFields):
     add_special_tokens: bool | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
+    speculation: bool | None = None
 
     # Harmless.
     user: Any = None

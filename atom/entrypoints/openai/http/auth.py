@@ -1,4 +1,4 @@
-"""API keys: a bearer token, or `x-api-key`, guards every route but `/` and `/health`."""
+"""API keys: a bearer token, or `x-api-key`, guards every route but `/health` and the page."""
 
 from __future__ import annotations
 
@@ -10,8 +10,14 @@ from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atom.entrypoints.openai.http.errors import ApiError
+from atom.entrypoints.openai.http.playground import PREFIX
 
 OPEN_PATHS = frozenset({"/", "/health"})
+
+
+def is_open(path: str) -> bool:
+    """Whether a path needs no key: the playground asks for one itself."""
+    return path in OPEN_PATHS or path.startswith(PREFIX)
 
 
 class ApiKeyMiddleware:
@@ -22,7 +28,7 @@ class ApiKeyMiddleware:
         self._digests = [_digest(key.encode()) for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._admits(scope):
+        if scope["type"] != "http" or is_open(scope["path"]) or self._admits(scope):
             await self._app(scope, receive, send)
             return
         error = ApiError(

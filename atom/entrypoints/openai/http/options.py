@@ -73,6 +73,7 @@ class ServerOptions:
         "ignore fields that no API here knows, and say so, or refuse",
         choices=UNKNOWN_FIELDS,
     )
+    ui: bool = option(True, "show the playground at /")
     log_level: str = option("info", "what the log holds", choices=LOG_LEVELS)
     chat_template: str | None = option(
         None, "file with a Jinja chat template", parse=_read_template

@@ -1,0 +1,217 @@
+import { useEffect, useRef, useState } from "preact/hooks";
+import { newAnswer, receive, textOf, type Answer } from "./answer";
+import { KeyError } from "./api";
+import { useFollow } from "./live";
+import { SettingError, asCurl, asPython, createBody } from "./request";
+import type { Conversation, Settings, Turn } from "./store";
+import { AssistantTurn, ToolTurn, UserTurn, wholeText } from "./turns";
+
+interface ChatProps {
+  conversation: Conversation;
+  settings: Settings;
+  isReady: boolean;
+  keep: (conversation: Conversation) => void;
+  announce: (text: string) => void;
+  refused: () => void;
+  shown: (answer: Answer) => void;
+  redraw: () => void;
+}
+
+const SUGGESTIONS = [
+  "Explain in three sentences how speculative decoding stays exact.",
+  "Count from one to thirty, in words, separated by commas.",
+  "Write a Python function that merges two sorted lists, with a test.",
+];
+
+export function Chat(props: ChatProps) {
+  const { conversation, settings, announce, redraw } = props;
+  const [draft, setDraft] = useState("");
+  const [problem, setProblem] = useState<string | null>(null);
+  const stop = useRef<AbortController | null>(null);
+  const field = useRef<HTMLTextAreaElement>(null);
+  const { box, toEnd } = useFollow<HTMLDivElement>();
+  const turns = conversation.turns;
+  const busy = stop.current !== null;
+
+  useEffect(() => () => stop.current?.abort(), []);
+  useEffect(() => {
+    const onKey = (event: KeyboardEvent) => {
+      if (event.key === "Escape") stop.current?.abort();
+      const isTyping = (event.target as HTMLElement).closest("input, textarea, select") !== null;
+      if (event.key === "/" && !isTyping) {
+        event.preventDefault();
+        field.current?.focus();
+      }
+    };
+    document.addEventListener("keydown", onKey);
+    return () => document.removeEventListener("keydown", onKey);
+  }, []);
+
+  /** Answer the first `count` turns, in place of what followed them. */
+  async function answerTo(history: Turn[]) {
+    let body;
+    try {
+      body = createBody(history, settings);
+    } catch (error) {
+      if (!(error instanceof SettingError)) throw error;
+      return setProblem(error.message);
+    }
+    setProblem(null);
+    const answer = newAnswer();
+    const first = history.find((turn) => turn.role === "user");
+    conversation.title = first ? title(first.text) : conversation.title;
+    conversation.turns = [...history, { role: "assistant", answer }];
+    const controller = new AbortController();
+    stop.current = controller;
+    toEnd();
+    props.keep(conversation);
+    props.shown(answer);
+    announce("The model answers.");
+    try {
+      await receive(answer, body, controller.signal, redraw);
+      announce(`${wholeText(answer)} — the end of the answer.`);
+    } catch (error) {
+      if (error instanceof KeyError) props.refused();
+    }
+    stop.current = null;
+    props.keep(conversation);
+    redraw();
+  }
+
+  function send() {
+    const text = draft.trim();
+    if (!text || busy || !props.isReady) return;
+    setDraft("");
+    void answerTo([...turns, { role: "user", text }]);
+  }
+
+  async function copy(index: number, what: "text" | "curl" | "python") {
+    const answer = (turns[index] as { answer: Answer }).answer;
+    const body = createBody(turns.slice(0, index), settings);
+    const text =
+      what === "text" ? textOf(answer.content) : what === "curl" ? asCurl(body) : asPython(body);
+    announce((await copied(text)) ? "Copied." : "The browser did not let the page copy.");
+  }
+
+  return (
+    <div class="chat">
+      <div class="thread" ref={box} tabIndex={0} role="region" aria-label="Conversation">
+        {turns.length === 0 && (
+          <div class="welcome">
+            <p>
+              Each token of an answer shows how it came: <span class="token sampled">sampled</span>{" "}
+              by the model, <span class="token draft">accepted</span> from a draft, or{" "}
+              <span class="token corrected">corrected</span> where a draft was refused.
+            </p>
+            <ul>
+              {SUGGESTIONS.map((text) => (
+                <li>
+                  <button
+                    type="button"
+                    disabled={!props.isReady}
+                    onClick={() => void answerTo([{ role: "user", text }])}
+                  >
+                    {text}
+                  </button>
+                </li>
+              ))}
+            </ul>
+          </div>
+        )}
+        {turns.map((turn, i) => {
+          if (turn.role === "tool") return <ToolTurn key={i} text={turn.text} />;
+          if (turn.role === "user") {
+            return (
+              <UserTurn
+                key={i}
+                text={turn.text}
+                busy={busy}
+                edit={(text) => void answerTo([...turns.slice(0, i), { role: "user", text }])}
+              />
+            );
+          }
+          return (
+            <AssistantTurn
+              key={i}
+              answer={turn.answer}
+              isLast={i === turns.length - 1}
+              busy={busy}
+              retry={() => void answerTo(turns.slice(0, i))}
+              copy={(what) => void copy(i, what)}
+              giveResults={(results) =>
+                void answerTo([
+                  ...turns,
+                  ...turn.answer.calls.map((call, j) => ({
+                    role: "tool" as const,
+                    id: call.id,
+                    text: results[j] ?? "",
+                  })),
+                ])
+              }
+            />
+          );
+        })}
+      </div>
+      {problem && (
+        <p class="problem" role="alert">
+          {problem}
+        </p>
+      )}
+      <form
+        class="composer"
+        onSubmit={(event) => {
+          event.preventDefault();
+          send();
+        }}
+      >
+        <textarea
+          id="composer"
+          ref={field}
+          rows={Math.min(10, Math.max(2, draft.split("\n").length))}
+          aria-label="Message"
+          placeholder="Message"
+          title="Enter sends, Shift+Enter breaks the line, Esc stops"
+          value={draft}
+          onInput={(event) => setDraft(event.currentTarget.value)}
+          onKeyDown={(event) => {
+            if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+              event.preventDefault();
+              send();
+            }
+          }}
+        />
+        {busy ? (
+          <button type="button" class="primary" onClick={() => stop.current?.abort()}>
+            Stop
+          </button>
+        ) : (
+          <button type="submit" class="primary" disabled={!draft.trim() || !props.isReady}>
+            Send
+          </button>
+        )}
+      </form>
+    </div>
+  );
+}
+
+function title(text: string): string {
+  const line = text.trim().split("\n")[0]!;
+  return line.length > 48 ? `${line.slice(0, 47)}…` : line;
+}
+
+/** Copy, also where the page has no secure origin. */
+async function copied(text: string): Promise<boolean> {
+  if (navigator.clipboard) {
+    return navigator.clipboard.writeText(text).then(
+      () => true,
+      () => false,
+    );
+  }
+  const area = document.createElement("textarea");
+  area.value = text;
+  document.body.append(area);
+  area.select();
+  const done = document.execCommand("copy");
+  area.remove();
+  return done;
+}

@@ -1,0 +1,89 @@
+// Conversations and settings, in this browser only.
+import type { Answer } from "./answer";
+
+export type Turn =
+  | { role: "user"; text: string }
+  | { role: "assistant"; answer: Answer }
+  | { role: "tool"; id: string; text: string };
+
+export interface Conversation {
+  id: string;
+  title: string;
+  turns: Turn[];
+}
+
+export interface Settings {
+  model: string;
+  system: string;
+  temperature: string;
+  topP: string;
+  seed: string;
+  maxTokens: string;
+  tools: string;
+  schema: string;
+  speculation: boolean;
+  marks: boolean;
+  theme: "auto" | "light" | "dark";
+}
+
+export const DEFAULTS: Settings = {
+  model: "",
+  system: "",
+  temperature: "",
+  topP: "",
+  seed: "",
+  maxTokens: "",
+  tools: "",
+  schema: "",
+  speculation: true,
+  marks: true,
+  theme: "auto",
+};
+
+const CONVERSATIONS = "atom.conversations";
+const SETTINGS = "atom.settings";
+const MOST = 100;
+
+export function newConversation(): Conversation {
+  // Not `randomUUID`, which only secure origins have.
+  const id = `${Date.now().toString(36)}${Math.random().toString(36).slice(2, 8)}`;
+  return { id, title: "New conversation", turns: [] };
+}
+
+export function loadConversations(): Conversation[] {
+  const found = read<Conversation[]>(CONVERSATIONS, []);
+  for (const turn of found.flatMap((each) => each.turns)) {
+    if (turn.role === "assistant" && turn.answer.state === "running") turn.answer.state = "stopped";
+  }
+  return found;
+}
+
+/** Keep what fits; the oldest go first. */
+export function saveConversations(all: Conversation[]): void {
+  let kept = all.filter((each) => each.turns.length).slice(0, MOST);
+  for (;;) {
+    try {
+      localStorage.setItem(CONVERSATIONS, JSON.stringify(kept));
+      return;
+    } catch {
+      if (!kept.length) return;
+      kept = kept.slice(0, -1);
+    }
+  }
+}
+
+export function loadSettings(): Settings {
+  return { ...DEFAULTS, ...read<Partial<Settings>>(SETTINGS, {}) };
+}
+
+export function saveSettings(settings: Settings): void {
+  localStorage.setItem(SETTINGS, JSON.stringify(settings));
+}
+
+function read<T>(key: string, otherwise: T): T {
+  try {
+    return (JSON.parse(localStorage.getItem(key) ?? "null") as T | null) ?? otherwise;
+  } catch {
+    return otherwise;
+  }
+}

@@ -1,0 +1,241 @@
+"""The playground in a browser: what a person does with it."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted_server import ScriptedServer
+from transformers import PreTrainedTokenizerFast
+
+from atom.entrypoints.openai.http.options import ServerOptions
+
+pytestmark = pytest.mark.browser
+
+KEY = "secret"
+TEXT = "The sky is blue because air scatters short waves the most. Naïve? 日本語 😀 no."
+CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
+STEPS = [(3, 3, "eagle3"), (3, 1, "eagle3"), (2, 0, "lookup"), (2, 2, "lookup"), (0, 0, "eagle3")]
+TOOLS = [{"type": "function", "function": {"name": "get_weather"}}]
+
+
+@pytest.fixture(scope="module")
+def server(byte_level_tokenizer: PreTrainedTokenizerFast) -> Iterator[ScriptedServer]:
+    template = (
+        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
+    )
+    options = ServerOptions(
+        chat_template=template,
+        served_model_names=("first", "second"),
+        api_keys=(KEY,),
+        tool_call_parser="hermes",
+        reasoning_parser="deepseek_r1",
+        unknown_fields="refuse",
+    )
+    server = ScriptedServer(byte_level_tokenizer, options)
+    server.model.drafts = lambda number: STEPS[number % len(STEPS)]
+    yield server
+    server.stop()
+
+
+@pytest.fixture(scope="module")
+def browser(chromium: str) -> Iterator[Any]:
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as playwright:
+        browser = playwright.chromium.launch(
+            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
+        )
+        yield browser
+        browser.close()
+
+
+@pytest.fixture
+def page(browser: Any, server: ScriptedServer) -> Iterator[Any]:
+    """A page that has the key; no error and no other host is let pass."""
+    server.says(TEXT)
+    server.model.seconds_per_step = 0.0
+    context = browser.new_context(viewport={"width": 1380, "height": 860})
+    context.add_init_script(f"sessionStorage['atom.key'] ??= '{KEY}'")
+    page = context.new_page()
+    wrong: list[str] = []
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
+    page.on(
+        "request", lambda sent: None if sent.url.startswith(server.url) else wrong.append(sent.url)
+    )
+    page.wrong = wrong
+    page.goto(f"{server.url}/")
+    page.get_by_role("option", name="second").wait_for(state="attached")
+    yield page
+    context.close()
+    assert not wrong
+
+
+def _send(page: Any, text: str = "Why is the sky blue?") -> None:
+    page.get_by_label("Message", exact=True).fill(text)
+    page.keyboard.press("Enter")
+
+
+def _answer(page: Any) -> Any:
+    page.locator(".assistant footer").last.wait_for()
+    return page.locator(".assistant").last
+
+
+def _counts(page: Any) -> dict[str, int]:
+    page.wait_for_timeout(200)
+    cells = page.locator(".legend td[data-origin]").all()
+    return {cell.get_attribute("data-origin"): int(cell.inner_text()) for cell in cells}
+
+
+def test_a_chat(page: Any, server: ScriptedServer) -> None:
+    server.says(f"<think>Air, light.</think>{TEXT}")
+    page.locator(".model select").select_option("second")
+    page.get_by_label("Seed").fill("7")
+    page.get_by_label("Temperature").fill("0.5")
+    with page.expect_request("**/v1/chat/completions") as sent:
+        _send(page)
+    answer = _answer(page)
+    asked = json.loads(sent.value.post_data)
+    assert (asked["model"], asked["seed"], asked["temperature"]) == ("second", 7, 0.5)
+    assert answer.locator("> .text").inner_text() == TEXT
+    assert not answer.locator(".reasoning .text").is_visible()
+    answer.locator(".reasoning summary").click()
+    assert answer.locator(".reasoning .text").inner_text() == "Air, light."
+    # The colours are those of the tokens that the server counted.
+    counts = _counts(page)
+    said = re.match(r"(\d+) tokens · (\d+) forwards", answer.locator(".numbers").inner_text())
+    assert said is not None
+    assert sum(counts.values()) == int(said[1])
+    assert all(counts[name] > 0 for name in ("sampled", "corrected", "eagle3", "lookup"))
+    assert answer.locator(".token.lookup").count() > 0
+    assert answer.locator(".token.corrected").count() <= counts["corrected"]
+    # It is still there after the page was loaded anew, and can be asked again.
+    page.reload()
+    page.locator("#history .open").click()
+    assert page.locator(".assistant > .text").inner_text() == TEXT
+    page.get_by_role("button", name="Retry").click()
+    page.locator(".user").get_by_role("button", name="Edit").click()
+    page.get_by_label("Your message").fill("Why is it red?")
+    page.keyboard.press("Enter")
+    _answer(page)
+    assert "Why is it red?" in server.prompt
+    assert "blue" not in server.prompt
+
+
+def test_the_usage_is_what_the_colours_add_up_to(page: Any) -> None:
+    with page.expect_response("**/v1/chat/completions") as got:
+        _send(page)
+    _answer(page)
+    *_, last = re.findall(r'"completion_tokens":(\d+)', got.value.text())
+    assert sum(_counts(page).values()) == int(last)
+
+
+def test_a_race(page: Any) -> None:
+    page.get_by_role("button", name="Race").first.click()
+    page.locator(".race button.primary").click()
+    verdict = page.locator(".verdict")
+    verdict.wait_for()
+    assert verdict.inner_text().startswith("Same text. All ")
+    lanes = page.locator(".lane .text").all()
+    assert [lane.inner_text() for lane in lanes] == [TEXT, TEXT]
+    assert page.get_by_label("Speculation off").locator(".token:not(.sampled)").count() == 0
+    assert page.get_by_label("Speculation on").locator(".token.draft").count() > 0
+
+
+def test_a_tool_call(page: Any, server: ScriptedServer) -> None:
+    server.says(CALL)
+    page.get_by_text("Tools (JSON)").click()
+    page.get_by_label("Tools (JSON)").fill(json.dumps(TOOLS))
+    _send(page, "How is Rome?")
+    call = page.get_by_label("Call of get_weather")
+    call.wait_for()
+    assert json.loads(call.locator("pre").inner_text()) == {"city": "Rome"}
+    server.says(TEXT)
+    page.get_by_label("Result", exact=True).fill("sunny")
+    page.get_by_role("button", name="Give the result").click()
+    page.locator(".assistant").get_by_text(TEXT).wait_for()
+    assert "<tool_response>\nsunny" in server.prompt
+
+
+def test_a_dropped_connection(page: Any, server: ScriptedServer) -> None:
+    server.model.seconds_per_step = 0.05
+    _send(page)
+    page.locator(".assistant .token").first.wait_for()
+    server.drop_connections()
+    problem = page.locator(".assistant .problem")
+    problem.wait_for()
+    assert "connection" in problem.inner_text()
+    page.wrong.clear()  # the browser says so, too
+    server.model.seconds_per_step = 0.0
+    page.get_by_role("button", name="Retry").click()
+    page.locator(".assistant").get_by_text(TEXT).wait_for()
+    assert page.locator(".assistant .problem").count() == 0
+
+
+def test_a_key_is_asked_for(page: Any) -> None:
+    page.evaluate("sessionStorage['atom.key'] = ''")
+    page.reload()
+    page.get_by_label("This server asks for an API key").fill("wrong")
+    page.keyboard.press("Enter")
+    page.get_by_label("The server refuses that API key").fill(KEY)
+    page.keyboard.press("Enter")
+    page.get_by_role("option", name="first").wait_for(state="attached")
+    assert page.evaluate("Object.keys(localStorage).join()").count("key") == 0
+    page.wrong.clear()  # 401 is an error of the console
+    _send(page)
+    _answer(page)
+
+
+def test_stopped_by_the_keyboard_alone(page: Any, server: ScriptedServer) -> None:
+    server.model.seconds_per_step = 0.05
+    page.keyboard.press("Tab")
+    assert page.evaluate("document.activeElement.className") == "skip"
+    page.keyboard.press("Enter")
+    page.keyboard.press("/")
+    _send(page)
+    page.locator(".assistant .token").first.wait_for()
+    page.keyboard.press("Escape")
+    page.get_by_text("· stopped").wait_for()
+    said = page.get_by_role("status").inner_text()
+    assert said.endswith("the end of the answer.")
+
+
+def test_copied_for_other_programs(page: Any) -> None:
+    page.context.grant_permissions(["clipboard-read", "clipboard-write"])
+    _send(page, "It's 5 o'clock")
+    answer = _answer(page)
+    answer.get_by_role("button", name="Copy as Python").click()
+    page.get_by_text("Copied.").wait_for(state="attached")
+    script = page.evaluate("navigator.clipboard.readText()")
+    compile(script, "copied", "exec")
+    assert KEY not in script
+    answer.get_by_role("button", name="Copy as curl").click()
+    page.wait_for_timeout(100)
+    assert "'\\''" in page.evaluate("navigator.clipboard.readText()")
+
+
+@pytest.mark.parametrize("size", [(1380, 860), (390, 844)])
+@pytest.mark.parametrize("theme", ["light", "dark"])
+def test_all_can_be_read(page: Any, theme: str, size: tuple[int, int]) -> None:
+    """Text stands out from what is behind it (WCAG AA), and nothing is wider than the screen."""
+    page.set_viewport_size({"width": size[0], "height": size[1]})
+    page.emulate_media(color_scheme=theme)
+    _send(page)
+    _answer(page)
+    assert page.evaluate(_CONTRAST) == []
+    assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    unnamed = "button, input, select, textarea"
+    for element in page.locator(unnamed).all():
+        if element.is_visible():
+            assert element.evaluate(
+                "e => !!(e.getAttribute('aria-label') || e.labels?.length || e.textContent.trim())"
+            )
+
+
+# Every text that can be seen: its colour against the colours behind it, laid over one another.
+_CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")

@@ -1,0 +1,72 @@
+"""Requests without drafts, alone and beside others: the same tokens, and nobody drafts for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from spec_decode import engines
+from spec_decode.engines import PROMPTS, create_engine, params
+from transformers import PreTrainedTokenizerFast
+
+from atom import LLM
+from atom.outputs import RequestOutput
+from atom.spec_decode.eagle import EagleProposer
+
+K = 3
+
+
+@pytest.fixture(scope="module")
+def folders(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> tuple[Path, Path]:
+    folder = tmp_path_factory.mktemp("off")
+    target = engines.write_target("llama", folder / "target", byte_level_tokenizer)
+    return target, engines.write_draft("mha", folder / "draft", len(byte_level_tokenizer))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"speculative_lookup": True, "ngram_min": 1}],
+    ids=["eagle3", "lookup"],
+)
+def test_tokens_are_the_same_and_no_drafts_are_made(
+    folders: tuple[Path, Path], options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target, draft = folders
+    made: list[int] = []
+    propose = EagleProposer.propose
+
+    def watch(self: EagleProposer, step: Any, num_drafts: int) -> Any:
+        made.append(num_drafts)
+        return propose(self, step, num_drafts)
+
+    monkeypatch.setattr(EagleProposer, "propose", watch)
+    drafting = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": K}
+    engine = create_engine(target, **drafting, **options)
+    for setting in ("greedy", "warm"):
+        on, off = params(setting), params(setting, speculation=False)
+        expected = _run(engine, on)
+        made.clear()
+        alone = _run(engine, off)
+        assert [_tokens(each) for each in alone] == [_tokens(each) for each in expected]
+        assert all(each.spec_decode is None for each in alone)
+        # The draft model still writes its KV: others may find the blocks in the cache.
+        assert set(made) == {0}
+        mixed = _run(engine, [off if i % 2 else on for i in range(len(PROMPTS))])
+        assert [_tokens(each) for each in mixed] == [_tokens(each) for each in expected]
+        assert all(each.spec_decode is None for each in mixed[1::2])
+        assert all(step.num_drafts == 0 for each in mixed[1::2] for step in each.outputs[0].steps)
+        assert any(each.spec_decode is not None for each in mixed[::2])
+        for each in mixed:
+            steps = each.outputs[0].steps
+            assert sum(step.num_tokens for step in steps) == len(_tokens(each))
+
+
+def _run(engine: LLM, sampling: Any) -> list[RequestOutput]:
+    return engine.generate(list(PROMPTS), sampling, use_tqdm=False)
+
+
+def _tokens(output: RequestOutput) -> list[int]:
+    return output.outputs[0].token_ids
