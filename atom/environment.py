@@ -24,6 +24,12 @@ def cache_dir() -> Path:
     return Path(base).expanduser() / "atom"
 
 
+def history_file() -> Path:
+    """Lines that were typed in the terminal's chat."""
+    base = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(base).expanduser() / "atom" / "chat_history"
+
+
 def cache_limit() -> int:
     """`$ATOM_CACHE_LIMIT`, such as 20GiB: bytes that converted checkpoints may take.
 

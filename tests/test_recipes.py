@@ -213,9 +213,9 @@ def test_every_pod_of_a_group_runs_the_same_command() -> None:
 
 @of(TRAINING)
 def test_training_flags(command: Command) -> None:
-    from atom.training.cli import build_parser
+    from atom.training.cli import create_parser
 
-    args = build_parser().parse_args(command.arguments)
+    args = create_parser().parse_args(command.arguments)
     if args.command != "export":
         engine_config(**engine_options(args))
 

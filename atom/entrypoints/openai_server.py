@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
-import os
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 from atom.command_line import CommandLine
 from atom.config import ConfigError, EngineConfig
 from atom.entrypoints.openai.http.options import OptionError, ServerOptions
+from atom.entrypoints.process_exit import end_process
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     add_model,
@@ -25,14 +25,16 @@ from atom.model_engine.arg_utils import (
 )
 from atom.model_engine.launched import run_as_follower_if_launched
 
+_PROG = "python -m atom.entrypoints.openai_server"
 
-def main(argv: Sequence[str] | None = None) -> int:
+
+def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
     """Serve until stopped, or show the ops.
 
     Returns:
         The exit code: 0 after a signal or the table of ops, 1 after a failure.
     """
-    parser = create_parser()
+    parser = create_parser(prog=prog)
     namespace = parser.parse_args(argv)
     try:
         config, options = read_options(namespace)
@@ -56,9 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return serve_forever(config, options)
 
 
-def create_parser(kind: type[CommandLine] = CommandLine) -> CommandLine:
+def create_parser(kind: type[CommandLine] = CommandLine, *, prog: str = _PROG) -> CommandLine:
     parser = kind(
-        prog="python -m atom.entrypoints.openai_server",
+        prog=prog,
         description="Serve a model with the OpenAI API.",
     )
     add_model(parser)
@@ -128,9 +130,4 @@ def _run(main: Coroutine[Any, Any, int]) -> int:
 
 
 if __name__ == "__main__":
-    status = main()
-    logging.shutdown()
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # An ordinary exit waits for threads, which may be at work for nobody.
-    os._exit(status)
+    end_process(main())

@@ -40,6 +40,7 @@ from atom.stats import SpecDecodeStats, total
 if TYPE_CHECKING:
     from atom.entrypoints.llm import LLM
 
+_PROG = "python -m atom.examples.simple_inference"
 DEFAULT_PROMPTS = (
     "What is the capital of France, and what is it known for?",
     "Write a Python function that returns the n-th Fibonacci number.",
@@ -76,9 +77,9 @@ def _speed(answers: Sequence[Answer]) -> float:
     return sum(len(a.token_ids) - 1 for a in answers) / seconds if seconds else 0.0
 
 
-def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
+def create_parser(prog: str = _PROG) -> CommandLine:
     parser = CommandLine(
-        prog="python -m atom.examples.simple_inference",
+        prog=prog,
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -96,7 +97,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add_engine_flags(parser)
     add_no_speculation(parser)
     add_show_ops(parser)
-    return parser.parse_args(argv)
+    return parser
 
 
 def read_prompts(args: argparse.Namespace) -> list[str]:
@@ -117,8 +118,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
     return prompts or list(DEFAULT_PROMPTS)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
+def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
+    args = create_parser(prog).parse_args(argv)
     try:
         prompts = read_prompts(args)
         params = SamplingParams(

@@ -20,9 +20,9 @@ from atom.plan.sizes import RankSizes, rank_sizes
 _CACHE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 
 
-def create_parser() -> CommandLine:
+def create_parser(prog: str = "python -m atom.plan") -> CommandLine:
     parser = CommandLine(
-        prog="python -m atom.plan",
+        prog=prog,
         description="How a model lies on GPUs, and a bound of its speed, from its config.json.",
     )
     parser.add_positional("model", "the same as --model")
@@ -40,8 +40,8 @@ def create_parser() -> CommandLine:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = create_parser()
+def main(argv: Sequence[str] | None = None, *, prog: str = "python -m atom.plan") -> int:
+    parser = create_parser(prog)
     args = parser.parse_args(argv)
     try:
         if args.model is None:

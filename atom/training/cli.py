@@ -9,6 +9,7 @@ from collections.abc import Sequence
 
 from atom.training import evaluate, export, synthesize_cli, train_cli
 
+_PROG = "python -m atom.training"
 _COMMANDS = {
     "synthesize": synthesize_cli,
     "train": train_cli,
@@ -17,10 +18,8 @@ _COMMANDS = {
 }
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="python -m atom.training", description="Trains an Eagle3 draft."
-    )
+def create_parser(prog: str = _PROG) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog=prog, description="Trains an Eagle3 draft.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in _COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)
@@ -29,8 +28,8 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = build_parser().parse_args(argv)
+def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
+    args = create_parser(prog).parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     try:
         args.run(args)

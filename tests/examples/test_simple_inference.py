@@ -51,7 +51,7 @@ def test_the_flag_that_turns_it_off(shipped: Path) -> None:
     with pytest.raises(ConfigError, match="contradict"):
         choose_draft({"method": "mtp", "num_speculative_tokens": 1}, no_speculation=True)
     assert create_parser().parse_args(["--no-speculation"]).no_speculation
-    assert not simple_inference.parse_args([]).no_speculation
+    assert not simple_inference.create_parser().parse_args([]).no_speculation
 
 
 def answer(tokens: list[int], seconds: float, accepted: list[int] | None) -> Answer:

@@ -1,0 +1,1 @@
+"""The `atom` command and what it runs in a terminal."""

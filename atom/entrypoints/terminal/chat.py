@@ -1,0 +1,175 @@
+"""`atom chat`: a conversation in the terminal.
+
+Ctrl-C stops an answer, Ctrl-D leaves.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from atom.command_line import CommandLine
+from atom.config import ConfigError
+from atom.entrypoints.terminal.talk import SETTINGS
+from atom.environment import history_file
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    add_model,
+    add_no_speculation,
+    choose_draft,
+    engine_options,
+    speculation_of,
+)
+
+if TYPE_CHECKING:
+    from atom.entrypoints.terminal.talk import Talk
+
+HELP = f"""\
+/set NAME VALUE   change {", ".join(SETTINGS)}
+/show             the parameters and the system prompt
+/system [TEXT]    a system prompt; without a text, none
+/retry            answer the last message again
+/reset            forget the conversation
+/help             this
+/quit             leave, as Ctrl-D does
+Ctrl-C stops an answer. Everything else is said to the model."""
+_PROMPT = "> "
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "atom chat") -> int:
+    parser = create_parser(prog)
+    args = parser.parse_args(argv)
+    try:
+        given = choose_draft(engine_options(args), args.no_speculation)
+        talk = _begin(args, given)
+    except ConfigError as error:
+        parser.error(str(error))
+    except (ValueError, RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    with _history():
+        Terminal(talk).run()
+    return 0
+
+
+def create_parser(prog: str = "atom chat") -> CommandLine:
+    parser = CommandLine(prog=prog, description=__doc__)
+    add_model(parser)
+    parser.add_argument("--system", metavar="TEXT", help="a system prompt")
+    add_engine_flags(parser)
+    add_no_speculation(parser)
+    return parser
+
+
+def _begin(args: argparse.Namespace, given: dict[str, object]) -> Talk:
+    # After the options were found right: these imports bring torch.
+    from atom.entrypoints.llm import LLM
+    from atom.entrypoints.terminal.talk import Talk
+
+    llm = LLM(**given, no_speculation=not speculation_of(given))  # type: ignore[arg-type]
+    params = llm.get_default_sampling_params()
+    params.max_tokens = None
+    print(f"{llm.engine.model_name}; /help lists commands, Ctrl-D leaves")
+    return Talk(llm, params, args.system)
+
+
+class Terminal:
+    """Reads lines and prints answers."""
+
+    def __init__(self, talk: Talk) -> None:
+        self._talk = talk
+        self._is_terminal = sys.stdin.isatty()
+
+    def run(self) -> None:
+        """Until the end of the input."""
+        while (line := self._read()) is not None:
+            if line.startswith("/"):
+                if not self._command(line):
+                    return
+            elif line:
+                self._answer(line)
+
+    def _read(self) -> str | None:
+        """A line; None at the end."""
+        while True:
+            try:
+                return input(_PROMPT if self._is_terminal else "").strip()
+            except EOFError:
+                if self._is_terminal:
+                    print()
+                return None
+            except KeyboardInterrupt:
+                print("\n(Ctrl-D leaves)")
+
+    def _answer(self, text: str) -> None:
+        try:
+            answer = self._talk.ask(text, lambda piece: print(piece, end="", flush=True))
+        except (ValueError, RuntimeError) as error:
+            print(f"error: {error}")
+            return
+        print(f"\n{self._dim(f'({answer.describe()})')}")
+
+    def _command(self, line: str) -> bool:
+        """Whether to go on."""
+        name, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if name in ("/quit", "/exit"):
+            return False
+        if name == "/reset":
+            self._talk.reset()
+        elif name == "/retry":
+            if (text := self._talk.take_back()) is None:
+                print("nothing was said yet")
+            else:
+                self._answer(text)
+        elif name == "/system":
+            self._talk.system = rest or None
+        elif name == "/set":
+            self._set(rest)
+        elif name == "/show":
+            self._show()
+        else:
+            print(HELP if name == "/help" else f"unknown command {name}\n{HELP}")
+        return True
+
+    def _set(self, rest: str) -> None:
+        name, _, value = rest.replace("=", " ").partition(" ")
+        try:
+            self._talk.set(name.replace("-", "_"), value.strip())
+        except ValueError as error:
+            print(f"error: {error}")
+
+    def _show(self) -> None:
+        for name in SETTINGS:
+            print(f"{name} {str(getattr(self._talk.params, name)).lower()}")
+        print(f"system {self._talk.system or 'none'}")
+
+    def _dim(self, text: str) -> str:
+        return f"\033[2m{text}\033[0m" if sys.stdout.isatty() else text
+
+
+@contextlib.contextmanager
+def _history() -> Iterator[None]:
+    """Lines of earlier conversations, with the arrow keys, if this is a terminal."""
+    if not sys.stdin.isatty():
+        yield
+        return
+    try:
+        import readline
+    except ImportError:  # not on every platform
+        yield
+        return
+    path = history_file()
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        readline.read_history_file(path)
+    readline.set_history_length(1000)
+    try:
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            readline.write_history_file(path)
+            path.chmod(0o600)

@@ -1,0 +1,91 @@
+"""`atom run`: answer one prompt.
+
+The answer goes to standard output as it comes, and nothing else does. Text from standard input, if
+it is no terminal, follows the prompt.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from atom.command_line import CommandLine
+from atom.config import ConfigError
+from atom.entrypoints.terminal.talk import SETTINGS
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    add_no_speculation,
+    choose_draft,
+    engine_options,
+    speculation_of,
+)
+from atom.sampling_params import SamplingParams
+
+
+def main(argv: Sequence[str] | None = None, *, prog: str = "atom run") -> int:
+    """Returns 0 when answered, 1 when the engine failed, 130 after Ctrl-C."""
+    parser = create_parser(prog)
+    args = parser.parse_args(argv)
+    try:
+        prompt = _read_prompt(args.prompt)
+        given = choose_draft(engine_options(args), args.no_speculation)
+        from atom.entrypoints.llm import LLM
+        from atom.entrypoints.terminal.talk import Talk
+
+        llm = LLM(**given, no_speculation=not speculation_of(given))
+        talk = Talk(llm, _params(args.set or (), llm.get_default_sampling_params()), args.system)
+    except (ConfigError, ValueError) as error:
+        parser.error(str(error))
+    except (RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    try:
+        answer = talk.ask(prompt, lambda piece: print(piece, end="", flush=True))
+    except (ValueError, RuntimeError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    print()
+    if args.verbose:
+        print(answer.describe(), file=sys.stderr)
+    return 0 if answer.finish_reason is not None else 130
+
+
+def create_parser(prog: str = "atom run") -> CommandLine:
+    parser = CommandLine(prog=prog, description=__doc__)
+    parser.add_positional("prompt", "a user message")
+    parser.add_argument("--system", metavar="TEXT", help="a system prompt")
+    parser.add_argument(
+        "--set",
+        action="append",
+        metavar="NAME=VALUE",
+        help=f"a parameter of the answer: {', '.join(SETTINGS)}; repeatable",
+    )
+    parser.add_argument("--verbose", action="store_true", help="end with what the answer cost")
+    add_engine_flags(parser)
+    add_no_speculation(parser)
+    return parser
+
+
+def _read_prompt(given: str | None) -> str:
+    """Raises ConfigError when there is none."""
+    piped = "" if sys.stdin.isatty() else sys.stdin.read().strip()
+    prompt = "\n\n".join(part for part in (given, piped) if part)
+    if not prompt:
+        raise ConfigError('say what to answer, such as atom run "Why is the sky blue?"')
+    return prompt
+
+
+def _params(settings: Sequence[str], params: SamplingParams) -> SamplingParams:
+    """Raises ConfigError for a setting that cannot be."""
+    from atom.entrypoints.terminal.talk import changed
+
+    params.max_tokens = None
+    for setting in settings:
+        name, equals, value = setting.partition("=")
+        if not equals:
+            raise ConfigError(f"--set {setting} should be NAME=VALUE")
+        try:
+            params = changed(params, name.replace("-", "_"), value)
+        except ValueError as error:
+            raise ConfigError(f"--set: {error}") from error
+    return params

@@ -1,0 +1,186 @@
+"""`atom chat` and `atom run`: parameters, a conversation, and both through a pseudo-terminal."""
+
+from __future__ import annotations
+
+import os
+import pty
+import re
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from models import checkpoints
+from transformers import PreTrainedTokenizerFast
+
+from atom import LLM, SamplingParams
+from atom.entrypoints.terminal.talk import Talk, changed
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    path = tmp_path_factory.mktemp("talk")
+    checkpoints.llama(path, vocab_size=len(byte_level_tokenizer), max_position_embeddings=65536)
+    byte_level_tokenizer.save_pretrained(path)
+    return path
+
+
+@pytest.fixture(scope="module")
+def llm(folder: Path) -> Iterator[LLM]:
+    with LLM(str(folder), dtype="float32", num_threads=1, max_model_len=8192) as engine:
+        yield engine
+
+
+def test_settings() -> None:
+    params = SamplingParams()
+    params = changed(params, "temperature", "0.5")
+    params = changed(params, "max_tokens", "none")
+    params = changed(params, "seed", "7")
+    assert (params.temperature, params.max_tokens, params.seed) == (0.5, None, 7)
+    for name, value in (("temperature", "hot"), ("temperature", "-1"), ("top_k", "1.5")):
+        with pytest.raises(ValueError, match=name):
+            changed(params, name, value)
+    with pytest.raises(ValueError, match="unknown setting 'heat'; there are temperature"):
+        changed(params, "heat", "1")
+
+
+def test_a_conversation(llm: LLM) -> None:
+    talk = Talk(llm, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), "Be brief.")
+    pieces: list[str] = []
+    answer = talk.ask("hello", pieces.append)
+    assert "".join(pieces) == answer.text
+    assert answer.num_tokens == 8
+    assert re.fullmatch(
+        r"8 tokens, [\d.]+ a second, the first after [\d.]+ s, cut off at max_tokens .*",
+        answer.describe(),
+    )
+    expected = [
+        {"role": "user", "content": "hello"},
+        {"role": "assistant", "content": answer.text},
+    ]
+    assert talk.messages == expected
+    rendered = llm.render_chat([{"role": "system", "content": "Be brief."}, expected[0]])
+    own = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    assert llm.generate([rendered], own)[0].outputs[0].text == answer.text
+    assert talk.take_back() == "hello"
+    assert talk.ask("hello", pieces.append).text == answer.text
+    talk.reset()
+    assert talk.take_back() is None
+
+
+def test_ctrl_c_keeps_what_came(llm: LLM) -> None:
+    talk = Talk(llm, SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+
+    def interrupt(_: str) -> None:
+        if answer_so_far := len(shown):
+            assert answer_so_far == 1
+            raise KeyboardInterrupt
+        shown.append(_)
+
+    shown: list[str] = []
+    answer = talk.ask("hello", interrupt)
+    assert answer.describe().endswith("stopped")
+    assert 1 <= answer.num_tokens < 50
+    assert talk.messages[-1] == {"role": "assistant", "content": answer.text}
+    assert not llm.engine.has_unfinished
+
+
+def test_a_message_that_does_not_fit_is_taken_back(llm: LLM) -> None:
+    talk = Talk(llm, SamplingParams(max_tokens=4))
+    with pytest.raises(ValueError, match="token"):
+        talk.ask("a" * 100_000, print)
+    assert talk.messages == []
+
+
+class PseudoTerminal:
+    """A program with a terminal of its own."""
+
+    def __init__(self, *words: str, home: Path) -> None:
+        self.pid, self._fd = pty.fork()
+        if self.pid == 0:
+            os.environ |= {"XDG_STATE_HOME": str(home), "TERM": "dumb"}
+            os.execv(sys.executable, [sys.executable, "-m", "atom", *words])
+        self.seen = ""
+
+    def say(self, text: str) -> None:
+        os.write(self._fd, text.encode())
+
+    def wait_for(self, pattern: str, seconds: float = 100) -> str:
+        """What was shown up to and with the pattern, which is then forgotten."""
+        end = time.monotonic() + seconds
+        while (match := re.search(pattern, self.seen)) is None:
+            ready, _, _ = select.select([self._fd], [], [], max(0, end - time.monotonic()))
+            assert ready, f"no {pattern!r} in {self.seen!r}"
+            try:
+                self.seen += os.read(self._fd, 4096).decode(errors="replace")
+            except OSError:
+                raise AssertionError(f"ended before {pattern!r}: {self.seen!r}") from None
+        shown, self.seen = self.seen[: match.end()], self.seen[match.end() :]
+        return shown
+
+    def end(self) -> int:
+        """The exit code."""
+        while True:
+            try:
+                if not os.read(self._fd, 4096):
+                    break
+            except OSError:
+                break
+        _, status = os.waitpid(self.pid, 0)
+        os.close(self._fd)
+        return os.waitstatus_to_exitcode(status)
+
+
+def test_chat_in_a_terminal(folder: Path, tmp_path: Path) -> None:
+    words = (
+        "chat",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--num-threads",
+        "1",
+        "--max-model-len",
+        "60000",
+    )
+    terminal = PseudoTerminal(*words, home=tmp_path)
+    terminal.wait_for("Ctrl-D leaves\r\n> ")
+    terminal.say("/set temperature 0\n/set max_tokens 5\n/set heat 1\n/show\n")
+    terminal.wait_for("error: unknown setting 'heat'")
+    terminal.wait_for(r"temperature 0(?s:.*)max_tokens 5(?s:.*)system none")
+    terminal.say("hello\n")
+    terminal.wait_for(r"\(\d tokens(?s:.*)> ")
+    terminal.say("/set max_tokens 50000\nhello\n")
+    terminal.wait_for("hello\r\n")
+    time.sleep(0.5)
+    os.kill(terminal.pid, signal.SIGINT)
+    terminal.wait_for(r"stopped\)(?s:.*)> ")
+    terminal.say("\x04")
+    assert terminal.end() == 0
+    history = (tmp_path / "atom" / "chat_history").read_text()
+    assert "hello" in history
+
+
+def test_run(folder: Path) -> None:
+    words = [sys.executable, "-m", "atom", "run", "--model", str(folder), "--num-threads", "1"]
+    settings = ["--set", "max_tokens=4", "--set", "temperature=0", "--verbose"]
+
+    def run(*more: str, piped: str = "") -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [*words, *more], input=piped, capture_output=True, text=True, timeout=120, check=False
+        )
+
+    given = run("hello", *settings)
+    assert given.returncode == 0, given.stderr
+    assert re.search(r"^\d tokens", given.stderr, re.M)
+    nothing = run()
+    assert nothing.returncode == 2
+    assert "say what to answer" in nothing.stderr
+    wrong = run("hello", "--set", "heat=1")
+    assert wrong.returncode == 2
+    assert "unknown setting 'heat'" in wrong.stderr
