@@ -1,4 +1,4 @@
-"""The layer id conventions of published Eagle3 drafts."""
+"""The layer id conventions of published drafts."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ AUX_FIELDS: dict[str, str | None] = {
     "eagle_aux_hidden_state_layer_ids": None,
     "aux_hidden_state_layer_ids": BOUNDARY,
     "target_layer_ids": OUTPUT,
+    "layer_ids": BOUNDARY,
 }
 
 

@@ -9,17 +9,16 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from atom.model_ops.embedding import OutputHead, ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.base import CausalLM
 from atom.models.deepseek_v2 import DeepseekV2Attention
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.parts import DraftParts
+from atom.models.eagle3.sharing import SharingDraft
 from atom.models.llama import LlamaAttention, LlamaMLP
 
 # Checkpoints name the layer `midlayer` or `layers.0`, some with the prefix `model.`.
@@ -82,7 +81,7 @@ class Eagle3Layer(nn.Module):
         self.self_attn.write_kv(x, positions, metadata, self.rotary)
 
 
-class Eagle3Draft(nn.Module, ABC):
+class Eagle3Draft(SharingDraft, ABC):
     """A draft that predicts the token after next from the target's hidden states.
 
     The row at position t combines the hidden state at t with token t + 1; its logits are for token
@@ -102,7 +101,7 @@ class Eagle3Draft(nn.Module, ABC):
         aux_layer_ids: tuple[int, ...],
         context: LayerContext,
     ) -> None:
-        super().__init__()
+        super().__init__(config, parts, context)
         self.config = config
         self.aux_layer_ids = aux_layer_ids
         size, eps = config.hidden_size, config.network.rms_norm_eps
@@ -115,21 +114,6 @@ class Eagle3Draft(nn.Module, ABC):
             )
         self.midlayer = self.create_layer(config, context)
         self.norm = ResidualRMSNorm(size, eps, context)
-        # In tuples, so that the target's modules are not registered as submodules.
-        self._shared_embedding: tuple[VocabParallelEmbedding, ...] = ()
-        self._shared_head: tuple[OutputHead, ...] = ()
-        if parts.embed_tokens:
-            self.embed_tokens = VocabParallelEmbedding(
-                config.vocab_size, size, context, "embed_tokens"
-            )
-        if parts.lm_head:
-            self.lm_head = ParallelLMHead(config.draft_vocab_size, size, context, "lm_head")
-        self.d2t = None
-        if parts.d2t:
-            offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=context.device)
-            self.d2t = nn.Parameter(offsets, requires_grad=False)
-        self._target_ids: torch.Tensor | None = None
-        self._parts = parts
 
     @abstractmethod
     def create_layer(self, config: Eagle3Config, context: LayerContext) -> Eagle3Layer:
@@ -143,16 +127,6 @@ class Eagle3Draft(nn.Module, ABC):
             # t2d is redundant: d2t also says which target tokens the draft knows.
             ignored=(r"(model\.)?t2d", r".*\.rotary_emb\.inv_freq"),
         )
-
-    def share_with(self, target: CausalLM) -> None:
-        """Use the target's embedding and output head where the draft has none.
-
-        `DraftParts.check` must have passed.
-        """
-        if not self._parts.embed_tokens:
-            self._shared_embedding = (target.token_embedding,)
-        if not self._parts.lm_head:
-            self._shared_head = (target.output_head,)
 
     def fuse(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Combine the target's hidden states: n of [T, target_hidden] -> [T, hidden]."""
@@ -180,7 +154,7 @@ class Eagle3Draft(nn.Module, ABC):
         Returns:
             `(post_norm, pre_norm)`, both [T, hidden].
         """
-        x, residual = self.midlayer(self._embed(input_ids), hidden, positions, metadata)
+        x, residual = self.midlayer(self.embed(input_ids), hidden, positions, metadata)
         post_norm, pre_norm = self.norm.add(x, residual)
         return post_norm, pre_norm
 
@@ -195,13 +169,7 @@ class Eagle3Draft(nn.Module, ABC):
 
         With a single layer, keys and values depend on the layer's inputs only.
         """
-        self.midlayer.write_kv(self._embed(input_ids), hidden, positions, metadata)
-
-    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, hidden]."""
-        embedding = self.embed_tokens if self._parts.embed_tokens else self._shared_embedding[0]
-        embeds: torch.Tensor = embedding(input_ids)
-        return embeds
+        self.midlayer.write_kv(self.embed(input_ids), hidden, positions, metadata)
 
     def feedback(self, post_norm: torch.Tensor, pre_norm: torch.Tensor) -> torch.Tensor:
         """The hidden state to feed to the next draft step."""
@@ -209,24 +177,9 @@ class Eagle3Draft(nn.Module, ABC):
 
     def compute_logits(self, post_norm: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, draft_vocab_size] float32."""
-        head = self.lm_head if self._parts.lm_head else self._shared_head[0]
-        logits: torch.Tensor = head(post_norm)
+        logits: torch.Tensor = self.head(post_norm)
         return logits
 
     def choose_token(self, post_norm: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R] int64, the most likely target token ids."""
-        head = self.lm_head if self._parts.lm_head else self._shared_head[0]
-        return self.to_target_ids(head.argmax(post_norm))
-
-    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Convert draft token ids to target ids, same shape; `d2t` has offsets."""
-        target_ids = self.target_ids
-        return draft_ids if target_ids is None else target_ids[draft_ids]
-
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """[draft_vocab_size] int64, the target's ids of the draft's tokens; None if the same."""
-        if self.d2t is not None and self._target_ids is None:
-            draft_vocabulary = torch.arange(len(self.d2t), device=self.d2t.device)
-            self._target_ids = draft_vocabulary + self.d2t
-        return self._target_ids
+        return self.to_target_ids(self.head.argmax(post_norm))

@@ -10,32 +10,38 @@ from typing import Any
 from transformers import PretrainedConfig
 
 from atom.config import ConfigError
-from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
 from atom.models.config_check import check_config
+from atom.models.draft_fields import Fields, Schema, read_draft_config, rope_parameters
 from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
-from atom.models.eagle3.fields import Fields, read_draft_config
 
 MHA_ARCHITECTURE = "LlamaForCausalLMEagle3"
 MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
 _ARCHITECTURES = (MHA_ARCHITECTURE, MLA_ARCHITECTURE)
 
 _DEFAULT_NUM_AUX = 3
+_SCHEMA = Schema.of(
+    ("eagle_config", "dflash_config"),
+    # The second half is without effect on the single dense layer. MLA drafts copy the target's MoE
+    # keys although their MLP is dense, and `num_hidden_layers`; tensors of a second layer would be
+    # refused as unexpected.
+    """
+    architectures use_aux_hidden_state
+    eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids target_layer_ids layer_ids
+    num_aux_hidden_states draft_vocab_size target_hidden_size norm_before_residual fc_norm
+    norm_output kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+    hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps
+    vocab_size max_position_embeddings attention_bias mlp_bias hidden_act tie_word_embeddings
+    sliding_window use_sliding_window layer_types quantization_config
+    rope_theta rope_scaling rope_parameters rope_interleave
 
-_ROPE_KEYS = """
-rope_type type rope_theta factor original_max_position_embeddings low_freq_factor
-high_freq_factor beta_fast beta_slow mscale mscale_all_dim attention_factor truncate
-"""
-_NEEDED_ROPE_KEYS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
+    num_hidden_layers
+    num_nextn_predict_layers first_k_dense_replace moe_intermediate_size moe_layer_freq n_group
+    n_routed_experts n_shared_experts num_experts num_experts_per_tok norm_topk_prob
+    routed_scaling_factor scoring_func topk_group topk_method aux_loss_alpha seq_aux ep_size
+    router_aux_loss_coef qk_head_dim target_model_type target_layer_count
+    eagle_decoder_type num_target_layers mask_token_id block_size num_anchors
+    """,
+)
 
 
 @dataclass(frozen=True)
@@ -96,7 +102,7 @@ class Eagle3Config:
         Raises:
             ConfigError: for what `from_dict` refuses, and for a missing or damaged file.
         """
-        return cls._from_fields(read_draft_config(folder))
+        return cls.from_dict(*read_draft_config(folder))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "draft config") -> Eagle3Config:
@@ -106,7 +112,7 @@ class Eagle3Config:
             ConfigError: for another architecture, contradictory or unsupported values, and unknown
                 keys that may change the computation.
         """
-        return cls._from_fields(Fields(raw, where))
+        return cls._from_fields(Fields(raw, where, _SCHEMA))
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Eagle3Config:
@@ -271,7 +277,7 @@ def _common_network(fields: Fields) -> dict[str, Any]:
         "max_position_embeddings": fields.integer("max_position_embeddings", 2048),
         "attention_bias": fields.flag("attention_bias"),
         "hidden_act": "silu",
-        "rope_parameters": _rope_parameters(fields),
+        "rope_parameters": rope_parameters(fields),
     }
 
 
@@ -289,37 +295,3 @@ def _sliding_window(fields: Fields) -> int | None:
     if window is None or window <= 0 or not fields.flag("use_sliding_window", True):
         return None
     return window if kinds[0] == "sliding_attention" else None
-
-
-def _rope_parameters(fields: Fields) -> dict[str, Any]:
-    """The draft's RoPE: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    parameters: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        given = fields.get(name) or {}
-        if not isinstance(given, dict):
-            raise fields.error(f"{name} should be an object, got {given!r}")
-        parameters |= given
-    if unknown := _unknown_rope_keys(parameters):
-        raise fields.error(f"unknown rope parameters: {', '.join(unknown)}")
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        raise fields.error(
-            f"rope type {rope_type!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED_ROPE_TYPES)}"
-        )
-    needed = _NEEDED_ROPE_KEYS.get(rope_type, ())
-    if missing := [name for name in needed if parameters.get(name) is None]:
-        raise fields.error(f"rope type {rope_type} needs {', '.join(missing)}")
-    parameters.pop("type", None)
-    parameters.setdefault("rope_theta", fields.number("rope_theta", 10000.0))
-    return {**parameters, "rope_type": rope_type}
-
-
-def _unknown_rope_keys(parameters: Mapping[str, Any]) -> list[str]:
-    return sorted(
-        f"{name}={value!r}"
-        for name, value in parameters.items()
-        if name not in _ROPE_KEYS.split()
-        and value is not None
-        and not (name == "partial_rotary_factor" and value == 1)
-    )

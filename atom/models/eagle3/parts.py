@@ -1,14 +1,27 @@
-"""The optional tensors of an Eagle3 draft."""
+"""The optional tensors of a draft."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Protocol
 
 from transformers import PretrainedConfig
 
 from atom.config import ConfigError
-from atom.models.eagle3.config import Eagle3Config
+
+
+class DraftSizes(Protocol):
+    """What the config of a draft says of its vocabulary."""
+
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def draft_vocab_size(self) -> int: ...
+    @property
+    def tied(self) -> bool: ...
 
 
 @dataclass(frozen=True)
@@ -31,7 +44,7 @@ class DraftParts:
         modules = {name.rpartition(".")[0] for name in names}
         return cls("embed_tokens" in modules, "lm_head" in modules, "d2t" in names)
 
-    def check(self, config: Eagle3Config, target: PretrainedConfig) -> None:
+    def check(self, config: DraftSizes, target: PretrainedConfig) -> None:
         """Refuse parts that are missing and cannot be shared.
 
         Args:

@@ -1,48 +1,27 @@
-"""Typed access to an Eagle3 draft's `config.json`, and which unknown keys may be ignored."""
+"""Typed access to a draft's `config.json`, and which unknown keys may be ignored."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from atom.config import ConfigError
+from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
 from atom.models.config_check import check_config
 from atom.models.config_file import is_there, read_json_object
 
-_NESTED = ("eagle_config", "dflash_config")
-
-# Read by `Eagle3Config`, wherever they stand.
-_READ = """
-architectures eagle_config dflash_config use_aux_hidden_state
-eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids target_layer_ids
-num_aux_hidden_states draft_vocab_size target_hidden_size norm_before_residual fc_norm
-norm_output draft_temperature_scale
-kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
-hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps
-vocab_size max_position_embeddings attention_bias mlp_bias hidden_act tie_word_embeddings
-sliding_window use_sliding_window layer_types quantization_config
-rope_theta rope_scaling rope_parameters rope_interleave
-"""
-
-# Without effect on the single dense layer. MLA drafts copy the target's MoE keys although their MLP
-# is dense, and `num_hidden_layers`; tensors of a second layer would be refused as unexpected.
+# Without effect on what a draft computes.
 _HARMLESS = """
 model_type torch_dtype dtype transformers_version auto_map _name_or_path
 bos_token_id eos_token_id pad_token_id unk_token_id sep_token_id decoder_start_token_id
 initializer_range use_cache attention_dropout hidden_dropout dropout pretraining_tp
-num_hidden_layers max_window_layers chunk_size_feed_forward id2label label2id problem_type
+max_window_layers chunk_size_feed_forward id2label label2id problem_type
 return_dict output_attentions output_hidden_states output_router_logits is_encoder_decoder
 attn_implementation _attn_implementation _attn_implementation_autoset use_flash_attn
-num_nextn_predict_layers first_k_dense_replace moe_intermediate_size moe_layer_freq n_group
-n_routed_experts n_shared_experts num_experts num_experts_per_tok norm_topk_prob
-routed_scaling_factor scoring_func topk_group topk_method aux_loss_alpha seq_aux ep_size
-router_aux_loss_coef qk_head_dim target_model_type target_layer_count
-eagle_decoder_type num_target_layers mask_token_id block_size num_anchors
 """
-
-_KNOWN = frozenset((_READ + _HARMLESS).split())
 
 # Values that have no effect, besides null, false and empty.
 _NEUTRAL: Mapping[str, object] = {
@@ -58,13 +37,50 @@ _CHANGES_THE_MATHS = re.compile(
     r"|window|logit|_eps|epsilon|_act$|activation|aux|head|temperature"
 )
 
+_ROPE_KEYS = """
+rope_type type rope_theta factor original_max_position_embeddings low_freq_factor
+high_freq_factor beta_fast beta_slow mscale mscale_all_dim attention_factor truncate
+"""
+_NEEDED_ROPE_KEYS = {
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": (
+        "factor",
+        "low_freq_factor",
+        "high_freq_factor",
+        "original_max_position_embeddings",
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Schema:
+    """The keys of a format.
+
+    Attributes:
+        nested: objects whose keys count as if they stood at the top.
+        known: keys that are read, or have no effect.
+    """
+
+    nested: tuple[str, ...]
+    known: frozenset[str]
+
+    @classmethod
+    def of(cls, nested: tuple[str, ...], keys: str) -> Schema:
+        """Args:
+        keys: known ones, separated by white space.
+        """
+        return cls(nested, frozenset((*nested, *keys.split(), *_HARMLESS.split())))
+
 
 class Fields:
     """A draft's keys: the top level first, then nested objects; null counts as absent."""
 
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+    def __init__(self, raw: Mapping[str, Any], where: str, schema: Schema) -> None:
+        self._schema = schema
         self._nested: list[Mapping[str, Any]] = []
-        for name in _NESTED:
+        for name in schema.nested:
             nested = raw.get(name) or {}
             if not isinstance(nested, dict):
                 raise ConfigError(f"{where}: {name} should be an object, got {nested!r}")
@@ -127,8 +143,8 @@ class Fields:
             ConfigError: naming the unknown keys that change the arithmetic: all of those in
                 nested objects, and those at the top level whose names speak of it.
         """
-        nested = [name for level in self._nested for name in _meaningful(level)]
-        top = _meaningful(self._top)
+        nested = [name for level in self._nested for name in self._meaningful(level)]
+        top = self._meaningful(self._top)
         refused = nested + [name for name in top if _CHANGES_THE_MATHS.search(name)]
         if refused:
             raise self.error(
@@ -139,20 +155,19 @@ class Fields:
             )
         return top
 
+    def _meaningful(self, level: Mapping[str, Any]) -> list[str]:
+        """The unknown keys of one level that are not off."""
+        return sorted(
+            name
+            for name, value in level.items()
+            if name not in self._schema.known
+            and value not in (None, False, "", [], {})
+            and not (name in _NEUTRAL and value == _NEUTRAL[name])
+        )
 
-def _meaningful(level: Mapping[str, Any]) -> list[str]:
-    """The unknown keys of one level that are not off."""
-    return sorted(
-        name
-        for name, value in level.items()
-        if name not in _KNOWN
-        and value not in (None, False, "", [], {})
-        and not (name in _NEUTRAL and value == _NEUTRAL[name])
-    )
 
-
-def read_draft_config(folder: Path) -> Fields:
-    """The fields of `folder/config.json`.
+def read_draft_config(folder: Path) -> tuple[dict[str, Any], str]:
+    """What `folder/config.json` holds, and its path.
 
     Raises:
         ConfigError: when there is no such file or it holds no JSON object.
@@ -160,4 +175,38 @@ def read_draft_config(folder: Path) -> Fields:
     path = folder / "config.json"
     if not is_there(path):
         raise ConfigError(f"{folder} holds no config.json, so it is no draft model folder")
-    return Fields(read_json_object(path), str(path))
+    return read_json_object(path), str(path)
+
+
+def rope_parameters(fields: Fields) -> dict[str, Any]:
+    """The draft's RoPE: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
+    parameters: dict[str, Any] = {}
+    for name in ("rope_scaling", "rope_parameters"):
+        given = fields.get(name) or {}
+        if not isinstance(given, dict):
+            raise fields.error(f"{name} should be an object, got {given!r}")
+        parameters |= given
+    if unknown := _unknown_rope_keys(parameters):
+        raise fields.error(f"unknown rope parameters: {', '.join(unknown)}")
+    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
+    if rope_type not in SUPPORTED_ROPE_TYPES:
+        raise fields.error(
+            f"rope type {rope_type!r} is not supported; supported are "
+            f"{', '.join(SUPPORTED_ROPE_TYPES)}"
+        )
+    needed = _NEEDED_ROPE_KEYS.get(rope_type, ())
+    if missing := [name for name in needed if parameters.get(name) is None]:
+        raise fields.error(f"rope type {rope_type} needs {', '.join(missing)}")
+    parameters.pop("type", None)
+    parameters.setdefault("rope_theta", fields.number("rope_theta", 10000.0))
+    return {**parameters, "rope_type": rope_type}
+
+
+def _unknown_rope_keys(parameters: Mapping[str, Any]) -> list[str]:
+    return sorted(
+        f"{name}={value!r}"
+        for name, value in parameters.items()
+        if name not in _ROPE_KEYS.split()
+        and value is not None
+        and not (name == "partial_rotary_factor" and value == 1)
+    )

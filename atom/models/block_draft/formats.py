@@ -1,0 +1,125 @@
+"""The published formats of block drafters, and their keys."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from atom.config import ConfigError
+from atom.models.draft_fields import Fields, Schema
+from atom.models.hf_configs import built_in_config
+
+_LAYER_KEYS = """
+hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+rms_norm_eps vocab_size max_position_embeddings attention_bias mlp_bias hidden_act
+tie_word_embeddings sliding_window use_sliding_window layer_types
+rope_theta rope_scaling rope_parameters
+"""
+_BLOCK_KEYS = f"""
+{_LAYER_KEYS}
+architectures quantization_config block_size draft_vocab_size target_hidden_size num_target_layers
+target_layer_ids layer_ids aux_hidden_state_layer_ids num_aux_hidden_states
+mask_token_id dspark_noise_token_id pard_token ptd_token_id
+sample_from_anchor dspark_bonus_anchor sliding_window_non_causal
+is_causal causal use_swa swa_window_size
+is_neox_style rope_is_neox_style use_gemma_norm attention_sink_bias attention_value_scale
+input_embedding_scale output_multiplier final_logit_softcapping logit_scale
+num_anchors target_model_type
+"""
+_DSPARK_KEYS = """
+markov_rank markov_head_type enable_confidence_head confidence_head_with_markov
+"""
+_DFLASH2_KEYS = "conv_kernel_size conv_group_size selector_rank selector_top_k selector_loss_alpha"
+_SPECULATORS_KEYS = """
+speculators_model_type speculators_version speculators_config embed_requires_grad
+"""
+
+# What transformers leaves out of a saved config because it is the default of the model type.
+_LEFT_OUT = """
+hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+rms_norm_eps vocab_size max_position_embeddings attention_bias hidden_act
+"""
+# What stands in `dflash_config` counts before what stands at the top.
+_INNER_FIRST = ("block_size", "mask_token_id")
+_LAYER_TYPES = ("qwen3", "llama")
+
+
+@dataclass(frozen=True)
+class BlockFormat:
+    """One format.
+
+    Attributes:
+        kind: `dflash`, `dflash2` or `dspark`.
+        samples_anchor: what a config means that does not say it.
+        speculators: whether it has the layout of the speculators library.
+    """
+
+    kind: str
+    samples_anchor: bool = False
+    speculators: bool = False
+
+
+# By architecture, and whether there is a `speculators_model_type`.
+_FORMATS = {
+    ("DFlashDraftModel", False): BlockFormat("dflash"),
+    ("DFlash2DraftModel", False): BlockFormat("dflash2"),
+    ("Qwen3DSparkModel", False): BlockFormat("dspark", samples_anchor=True),
+    ("DFlashSpeculator", True): BlockFormat("dflash", speculators=True),
+    ("DFlash2DraftModel", True): BlockFormat("dflash2", speculators=True),
+    ("DSparkSpeculator", True): BlockFormat("dspark", speculators=True),
+}
+_KEYS = {
+    "dflash": _BLOCK_KEYS,
+    "dflash2": _BLOCK_KEYS + _DFLASH2_KEYS,
+    "dspark": _BLOCK_KEYS + _DSPARK_KEYS,
+}
+
+
+def is_block_draft(raw: Mapping[str, Any]) -> bool:
+    """Whether a config has an architecture that is a block drafter."""
+    names = raw.get("architectures")
+    known = {architecture for architecture, _ in _FORMATS}
+    return isinstance(names, list) and bool(names) and names[0] in known
+
+
+def block_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, BlockFormat]:
+    """The keys of a block drafter's config, and its format.
+
+    Raises:
+        ConfigError: for another architecture, or one that contradicts `speculators_model_type`.
+    """
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else names
+    kind = raw.get("speculators_model_type")
+    form = _FORMATS.get((name, kind is not None)) if isinstance(name, str) else None
+    if form is None or kind not in (None, form.kind):
+        known = ", ".join(dict.fromkeys(architecture for architecture, _ in _FORMATS))
+        stated = "" if kind is None else f" with speculators_model_type {kind!r}"
+        raise ConfigError(
+            f"{where}: architecture {name!r}{stated} is no block drafter that is supported; "
+            f"supported are {known}"
+        )
+    if not form.speculators:
+        merged, inner = dict(raw), raw.get("dflash_config")
+        if isinstance(inner, dict):
+            merged |= {name: inner[name] for name in _INNER_FIRST if inner.get(name) is not None}
+        return Fields(merged, where, Schema.of(("dflash_config",), _KEYS[form.kind])), form
+    schema = Schema.of(("transformer_layer_config",), _KEYS[form.kind] + _SPECULATORS_KEYS)
+    return Fields(_with_defaults(raw, where), where, schema), form
+
+
+def _with_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The config with what its layer config leaves out."""
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ConfigError(f"{where}: transformer_layer_config should be an object, got {layer!r}")
+    model_type = layer.get("model_type")
+    if model_type not in _LAYER_TYPES:
+        raise ConfigError(
+            f"{where}: transformer_layer_config has model_type {model_type!r}; supported are "
+            f"{' and '.join(_LAYER_TYPES)}"
+        )
+    defaults = built_in_config({"model_type": model_type})
+    left_out = {name: getattr(defaults, name) for name in _LEFT_OUT.split()}
+    return {**raw, "transformer_layer_config": {**left_out, **layer}}
