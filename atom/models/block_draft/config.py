@@ -132,6 +132,18 @@ class BlockDraftConfig:
     ignored_keys: tuple[str, ...] = ()
 
     @property
+    def architecture(self) -> str:
+        return self.format.architecture
+
+    @property
+    def kinds(self) -> tuple[str, ...]:
+        """What the draft is: `dflash`, `dflash2` or `dspark`; a DSpark draft without Markov head
+        is a DFlash draft, too.
+        """
+        kind = self.format.kind
+        return ("dspark", "dflash") if kind == "dspark" and self.markov is None else (kind,)
+
+    @property
     def hidden_size(self) -> int:
         return int(self.network.hidden_size)
 

@@ -50,37 +50,31 @@ class BlockFormat:
     """One format.
 
     Attributes:
+        architecture: as configs name it.
         kind: `dflash`, `dflash2` or `dspark`.
         samples_anchor: what a config means that does not say it.
         speculators: whether it has the layout of the speculators library.
     """
 
+    architecture: str
     kind: str
     samples_anchor: bool = False
     speculators: bool = False
 
 
-# By architecture, and whether there is a `speculators_model_type`.
-_FORMATS = {
-    ("DFlashDraftModel", False): BlockFormat("dflash"),
-    ("DFlash2DraftModel", False): BlockFormat("dflash2"),
-    ("Qwen3DSparkModel", False): BlockFormat("dspark", samples_anchor=True),
-    ("DFlashSpeculator", True): BlockFormat("dflash", speculators=True),
-    ("DFlash2DraftModel", True): BlockFormat("dflash2", speculators=True),
-    ("DSparkSpeculator", True): BlockFormat("dspark", speculators=True),
-}
+_FORMATS = (
+    BlockFormat("DFlashDraftModel", "dflash"),
+    BlockFormat("DFlash2DraftModel", "dflash2"),
+    BlockFormat("Qwen3DSparkModel", "dspark", samples_anchor=True),
+    BlockFormat("DFlashSpeculator", "dflash", speculators=True),
+    BlockFormat("DFlash2DraftModel", "dflash2", speculators=True),
+    BlockFormat("DSparkSpeculator", "dspark", speculators=True),
+)
 _KEYS = {
     "dflash": _BLOCK_KEYS,
     "dflash2": _BLOCK_KEYS + _DFLASH2_KEYS,
     "dspark": _BLOCK_KEYS + _DSPARK_KEYS,
 }
-
-
-def is_block_draft(raw: Mapping[str, Any]) -> bool:
-    """Whether a config has an architecture that is a block drafter."""
-    names = raw.get("architectures")
-    known = {architecture for architecture, _ in _FORMATS}
-    return isinstance(names, list) and bool(names) and names[0] in known
 
 
 def block_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, BlockFormat]:
@@ -92,9 +86,11 @@ def block_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, BlockForma
     names = raw.get("architectures")
     name = names[0] if isinstance(names, list) and names else names
     kind = raw.get("speculators_model_type")
-    form = _FORMATS.get((name, kind is not None)) if isinstance(name, str) else None
+    is_speculators = kind is not None
+    fitting = (f for f in _FORMATS if (f.architecture, f.speculators) == (name, is_speculators))
+    form = next(fitting, None)
     if form is None or kind not in (None, form.kind):
-        known = ", ".join(dict.fromkeys(architecture for architecture, _ in _FORMATS))
+        known = ", ".join(dict.fromkeys(f.architecture for f in _FORMATS))
         stated = "" if kind is None else f" with speculators_model_type {kind!r}"
         raise ConfigError(
             f"{where}: architecture {name!r}{stated} is no block drafter that is supported; "

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
@@ -20,13 +20,6 @@ from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.parts import DraftParts
 from atom.models.eagle3.sharing import SharingDraft
 from atom.models.llama import LlamaAttention, LlamaMLP
-
-# Checkpoints name the layer `midlayer` or `layers.0`, some with the prefix `model.`.
-RENAMES = (
-    ("model.layers.0.", "midlayer."),
-    ("layers.0.", "midlayer."),
-    ("model.", ""),
-)
 
 
 class Eagle3Layer(nn.Module):
@@ -81,7 +74,7 @@ class Eagle3Layer(nn.Module):
         self.self_attn.write_kv(x, positions, metadata, self.rotary)
 
 
-class Eagle3Draft(SharingDraft, ABC):
+class Eagle3Draft(SharingDraft):
     """A draft that predicts the token after next from the target's hidden states.
 
     The row at position t combines the hidden state at t with token t + 1; its logits are for token
@@ -92,6 +85,12 @@ class Eagle3Draft(SharingDraft, ABC):
         aux_layer_ids: boundary ids of the target's hidden states that `fuse` reads, in order.
     """
 
+    # Checkpoints name the layer `midlayer` or `layers.0`, some with the prefix `model.`.
+    renames: ClassVar = (
+        ("model.layers.0.", "midlayer."),
+        ("layers.0.", "midlayer."),
+        ("model.", ""),
+    )
     packed_attention: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init__(
@@ -122,7 +121,7 @@ class Eagle3Draft(SharingDraft, ABC):
     @property
     def weight_mapping(self) -> WeightMapping:
         return WeightMapping(
-            renames=RENAMES,
+            renames=self.renames,
             packed={**self.packed_attention, "gate_up_proj": ("gate_proj", "up_proj")},
             # t2d is redundant: d2t also says which target tokens the draft knows.
             ignored=(r"(model\.)?t2d", r".*\.rotary_emb\.inv_freq"),

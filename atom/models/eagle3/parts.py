@@ -9,11 +9,16 @@ from typing import Protocol
 from transformers import PretrainedConfig
 
 from atom.config import ConfigError
+from atom.models.eagle3.aux_layers import AuxLayers
 
 
-class DraftSizes(Protocol):
-    """What the config of a draft says of its vocabulary."""
+class DraftConfig(Protocol):
+    """What the configs of all drafts in folders of their own say."""
 
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def network(self) -> PretrainedConfig: ...
     @property
     def hidden_size(self) -> int: ...
     @property
@@ -21,7 +26,25 @@ class DraftSizes(Protocol):
     @property
     def draft_vocab_size(self) -> int: ...
     @property
+    def target_hidden_size(self) -> int: ...
+    @property
+    def num_aux_hidden_states(self) -> int: ...
+    @property
+    def fc_fan_in(self) -> int: ...
+    @property
+    def aux_layers(self) -> AuxLayers | None: ...
+    @property
     def tied(self) -> bool: ...
+    @property
+    def ignored_keys(self) -> tuple[str, ...]: ...
+
+    def check_against_target(self, target: PretrainedConfig) -> None:
+        """Refuse a draft that was made for another target, given its text configuration.
+
+        Raises:
+            ConfigError: with the numbers of both.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -44,7 +67,7 @@ class DraftParts:
         modules = {name.rpartition(".")[0] for name in names}
         return cls("embed_tokens" in modules, "lm_head" in modules, "d2t" in names)
 
-    def check(self, config: DraftSizes, target: PretrainedConfig) -> None:
+    def check(self, config: DraftConfig, target: PretrainedConfig) -> None:
         """Refuse parts that are missing and cannot be shared.
 
         Args:

@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from typing import ClassVar
+
 import torch
 from torch import nn
 
 from atom.model_ops.embedding import OutputHead, ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM
-from atom.models.eagle3.parts import DraftParts, DraftSizes
+from atom.models.eagle3.parts import DraftConfig, DraftParts
 
 
-class SharingDraft(nn.Module):
+class SharingDraft(nn.Module, ABC):
     """A draft that uses the target's embedding and output head where it has none of its own.
 
     Attributes:
+        renames: prefixes of tensor names in checkpoints, and in the model; the first match applies.
         d2t: offsets from draft to target token ids, [draft vocabulary] int64; None if the ids are
             the same.
     """
 
-    def __init__(self, config: DraftSizes, parts: DraftParts, context: LayerContext) -> None:
+    renames: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+    def __init__(self, config: DraftConfig, parts: DraftParts, context: LayerContext) -> None:
         super().__init__()
         size = config.hidden_size
         # In tuples, so that the target's modules are not registered as submodules.
@@ -37,6 +44,11 @@ class SharingDraft(nn.Module):
             self.d2t = nn.Parameter(offsets, requires_grad=False)
         self._target_ids: torch.Tensor | None = None
         self._parts = parts
+
+    @property
+    @abstractmethod
+    def weight_mapping(self) -> WeightMapping:
+        """From the checkpoint's tensor names to this model's parameters."""
 
     def share_with(self, target: CausalLM) -> None:
         """Use the target's embedding and output head where the draft has none.
