@@ -1,4 +1,4 @@
-// Causal attention over the paged key-value cache, read where it lies.
+// Attention over the paged key-value cache, read where it lies.
 //
 // Keys are taken in chunks of kChunk positions that start at multiples of kChunk. A chunk gives
 // a softmax of its own, and chunks are merged in the order of their positions (the "online
@@ -50,12 +50,13 @@ void plan(const AttentionArgs& a, int64_t unit_rows, int64_t shared_rows,
       const int64_t queries = std::min(most, end - t);
       const int64_t position = a.context_lens[s] - (end - t);
       const int64_t oldest = a.window > 0 ? std::max(int64_t{0}, position - a.window + 1) : 0;
-      const int64_t stop = (position + queries + kChunk - 1) / kChunk;
+      const int64_t end_position = a.causal ? position + queries : a.context_lens[s];
+      const int64_t stop = (end_position + kChunk - 1) / kChunk;
       const int64_t rows = queries * group, together = std::max(int64_t{1}, shared_rows / rows);
       for (int64_t h = 0; h < a.kv_heads; h += together) {
         const int64_t heads = std::min(together, a.kv_heads - h);
-        units.push_back({s, h, heads, t, queries, rows, heads * rows, position, oldest / kChunk,
-                         stop, nullptr, 0});
+        units.push_back({s, h, heads, t, queries, rows, heads * rows, position, end_position,
+                         oldest / kChunk, stop, nullptr, 0});
       }
     }
   }
