@@ -272,4 +272,8 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("native.speculation:advance_drafts"),
         _kernel("torch.speculation:advance_drafts"),
     ),
+    "place_blocks": (
+        _kernel("native.speculation:place_blocks"),
+        _kernel("torch.speculation:place_blocks"),
+    ),
 }

@@ -86,13 +86,21 @@ class Lookahead:
     """What the scheduler needs to know about a proposer.
 
     Attributes:
-        num_tokens: maximum drafts per step; so many extra KV slots are reserved.
+        num_tokens: maximum drafts per step.
         kv_depends_on_successor: whether the proposer's KV at a position depends on the next token;
             prefix cache hashes then include the token after each block.
+        num_slots: KV slots that the proposer writes behind the newest token, if they are more than
+            the drafts.
     """
 
     num_tokens: int = 0
     kv_depends_on_successor: bool = False
+    num_slots: int = 0
+
+    @property
+    def num_reserved(self) -> int:
+        """Extra KV slots to reserve."""
+        return max(self.num_tokens, self.num_slots)
 
 
 NO_LOOKAHEAD = Lookahead()

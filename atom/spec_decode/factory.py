@@ -6,21 +6,21 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
-
-from atom.config import EngineConfig, SpeculativeOptions
+from atom.config import ConfigError, EngineConfig, SpeculativeOptions
 from atom.distributed.parallel_state import SINGLE
 from atom.graphs.recorded import StepRecorder
 from atom.kv_cache.base import storage_dtype
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
+from atom.model_loader.drafts.block import load_block_draft
 from atom.model_loader.drafts.eagle3 import load_draft
+from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
-from atom.spec_decode.choice import DraftChoice
+from atom.spec_decode.block import BlockProposer
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
@@ -126,15 +126,38 @@ def create_eagle3(
     )
 
 
-def create_choice(
+def create_block(
+    options: SpeculativeOptions,
+    config: EngineConfig,
+    target: CausalLM,
+    source: ModelSource,
     context: LayerContext,
-    vocab_size: int,
-    token_ids: torch.Tensor | None = None,
-    temperature_scale: float = 1.0,
-) -> DraftChoice:
-    """The choice of drafts from logits [S, vocab_size], with this platform's op."""
-    op = context.ops.resolve("choose_drafts", torch.float32, vocab_size=vocab_size)
-    return DraftChoice(token_ids, temperature_scale, op=op)
+) -> Proposer:
+    """A proposer with a block drafter, of the kind that the method names.
+
+    Raises:
+        ConfigError: for more drafts than a block has.
+    """
+    assert options.model is not None
+    loaded_for = DraftTarget(target, source, context, config.model, options.aux_layer_convention)
+    draft = load_block_draft(options.model, loaded_for, options.method)
+    if options.num_speculative_tokens > draft.config.max_drafts:
+        raise ConfigError(
+            f"num_speculative_tokens={options.num_speculative_tokens} is more than the "
+            f"{draft.config.max_drafts} drafts that {options.model} makes of a block of "
+            f"{draft.config.block_size}"
+        )
+    block_size = config.cache.block_size
+    storage = storage_dtype(config.cache, context)
+    layers = attention_layers(draft)
+    return BlockProposer(
+        draft,
+        PagedCache(layers, block_size, storage, context.device, prefix="block_draft_"),
+        options.num_speculative_tokens,
+        block_size,
+        context.max_model_len,
+        context.ops.resolve("place_blocks", context.dtype),
+    )
 
 
 def create_mtp(

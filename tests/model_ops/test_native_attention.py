@@ -160,6 +160,18 @@ def test_queries_of_a_block_see_all_of_it(
             torch.testing.assert_close(theirs.double(), exact, atol=2e-2, rtol=2e-2)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [4, 40])
+def test_a_context_may_be_shorter_than_its_queries(dtype: torch.dtype, heads: int) -> None:
+    """A causal query before the context sees nothing, and gets zeros."""
+    lens = [(8, 3), (16, 1), (8, 8)]
+    cache, metadata = paged(lens, 1, 64, 4, dtype)
+    q = random(32, heads, 64, dtype=dtype)
+    for causal, op in ((True, attention.paged_attention), (False, attention.block_attention)):
+        exact = exact_attention(q, cache, metadata, 0.125, None, causal).nan_to_num()
+        assert_near(op(q, cache, metadata, 0.125, None), exact, dtype)
+
+
 sequences = st.lists(
     st.tuples(st.integers(1, 40), st.integers(0, 300)).map(lambda p: (p[0], p[0] + p[1])),
     min_size=1,

@@ -16,7 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from atom.model_ops.kernels.native.build import native_build
 from atom.stats import SpecDecodeStats
 
-METHODS = {"llama": ["mha", "mla", "ngram"], "deepseek_v3": ["mha", "mla", "ngram", "mtp"]}
+BLOCK = [*engines.BLOCK_DRAFTS]
+METHODS = {
+    "llama": ["mha", "mla", "ngram", *BLOCK],
+    "deepseek_v3": ["mha", "mla", "ngram", "mtp", *BLOCK],
+}
 
 
 class Targets:
@@ -44,7 +48,8 @@ class Targets:
         common = {"num_speculative_tokens": k}
         if method in ("ngram", "mtp"):
             return {**common, "method": method}
-        return {**common, "method": "eagle3", "draft_model": str(self.draft(method))}
+        draft = str(self.draft(method))
+        return {**common, "method": engines.method_of(method), "draft_model": draft}
 
 
 @pytest.fixture(scope="module")

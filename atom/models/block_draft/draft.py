@@ -125,6 +125,11 @@ class BlockDraft(SharingDraft):
             logits = (logits / self.config.softcap).tanh() * self.config.softcap
         return logits
 
+    @property
+    def walks(self) -> bool:
+        """Whether a draft depends on the one before it, else on its row alone."""
+        return type(self._path_head[0]) is not PathHead
+
     def begin_path(self, states: torch.Tensor) -> Any:
         """As `PathHead.begin`."""
         return self._path_head[0].begin(states)

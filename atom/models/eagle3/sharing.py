@@ -73,9 +73,13 @@ class SharingDraft(nn.Module, ABC):
 
     def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
         """Convert draft token ids to target ids, same shape; `d2t` has offsets."""
-        if self.d2t is None:
-            return draft_ids
-        if self._target_ids is None:
+        target_ids = self.target_ids
+        return draft_ids if target_ids is None else target_ids[draft_ids]
+
+    @property
+    def target_ids(self) -> torch.Tensor | None:
+        """[draft vocabulary] int64, the target's ids of the draft's tokens; None if the same."""
+        if self.d2t is not None and self._target_ids is None:
             draft_vocabulary = torch.arange(len(self.d2t), device=self.d2t.device)
             self._target_ids = draft_vocabulary + self.d2t
-        return self._target_ids[draft_ids]
+        return self._target_ids

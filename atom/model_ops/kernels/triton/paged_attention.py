@@ -162,7 +162,7 @@ def attend(
     sliding_window: int | None,
     causal: bool = True,
 ) -> torch.Tensor:
-    """`paged_attention`, or `block_attention` if not `causal`, split to fill `units` compute units."""
+    """`paged_attention`, else `block_attention`, split to fill `units` compute units."""
     tiles, key = key_tiles(q, kv_cache), kv_cache.key
     rows = metadata.max_seqlen_q * (q.shape[1] // key.shape[2])
     row_tile = min(padded(rows), _LARGEST_ROW_TILE)
