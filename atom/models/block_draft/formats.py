@@ -42,7 +42,11 @@ rms_norm_eps vocab_size max_position_embeddings attention_bias hidden_act
 """
 # What stands in `dflash_config` counts before what stands at the top.
 _INNER_FIRST = ("block_size", "mask_token_id")
-_LAYER_TYPES = ("qwen3", "llama")
+# Model types, and what follows from the other sizes if it is left out.
+_LAYER_TYPES: Mapping[str, tuple[str, ...]] = {
+    "qwen3": (),
+    "llama": ("head_dim", "num_key_value_heads"),
+}
 
 
 @dataclass(frozen=True)
@@ -117,5 +121,6 @@ def _with_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
             f"{' and '.join(_LAYER_TYPES)}"
         )
     defaults = built_in_config({"model_type": model_type})
-    left_out = {name: getattr(defaults, name) for name in _LEFT_OUT.split()}
+    names = [n for n in _LEFT_OUT.split() if n not in _LAYER_TYPES[model_type]]
+    left_out = {name: getattr(defaults, name) for name in names}
     return {**raw, "transformer_layer_config": {**left_out, **layer}}
