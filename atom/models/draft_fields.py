@@ -12,6 +12,7 @@ from atom.config import ConfigError
 from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
 from atom.models.config_check import check_config
 from atom.models.config_file import is_there, read_json_object
+from atom.models.hf_configs import built_in_config
 
 # Without effect on what a draft computes.
 _HARMLESS = """
@@ -37,6 +38,9 @@ _CHANGES_THE_MATHS = re.compile(
     r"|window|logit|_eps|epsilon|_act$|activation|aux|head|temperature"
 )
 
+# Names of the mask token; the first that is given counts.
+_MASK_TOKENS = ("mask_token_id", "dspark_noise_token_id", "pard_token", "ptd_token_id")
+
 _ROPE_KEYS = """
 rope_type type rope_theta factor original_max_position_embeddings low_freq_factor
 high_freq_factor beta_fast beta_slow mscale mscale_all_dim attention_factor truncate
@@ -51,6 +55,22 @@ _NEEDED_ROPE_KEYS = {
         "high_freq_factor",
         "original_max_position_embeddings",
     ),
+}
+
+
+# The layout of the speculators library, whose layers have a config of their own.
+SPECULATORS_KEYS = """
+speculators_model_type speculators_version speculators_config embed_requires_grad
+"""
+# What transformers leaves out of a saved config because it is the default of the model type.
+_LEFT_OUT = """
+hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
+rms_norm_eps vocab_size max_position_embeddings attention_bias hidden_act
+"""
+# Model types, and what follows from the other sizes if it is left out.
+_LAYER_TYPES: Mapping[str, tuple[str, ...]] = {
+    "qwen3": (),
+    "llama": ("head_dim", "num_key_value_heads"),
 }
 
 
@@ -178,6 +198,18 @@ def read_draft_config(folder: Path) -> tuple[dict[str, Any], str]:
     return read_json_object(path), str(path)
 
 
+def mask_token(fields: Fields, vocab_size: int) -> int:
+    """The token in the rows of a pass that no token is known for."""
+    for name in _MASK_TOKENS:
+        token = fields.get(name)
+        if token is None:
+            continue
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise fields.error(f"{name} should be a token of 0..{vocab_size - 1}, got {token!r}")
+        return token
+    raise fields.error(f"there is no mask token: none of {', '.join(_MASK_TOKENS)} is given")
+
+
 def rope_parameters(fields: Fields) -> dict[str, Any]:
     """The draft's RoPE: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
     parameters: dict[str, Any] = {}
@@ -210,3 +242,30 @@ def _unknown_rope_keys(parameters: Mapping[str, Any]) -> list[str]:
         and value is not None
         and not (name == "partial_rotary_factor" and value == 1)
     )
+
+
+def with_layer_defaults(
+    raw: Mapping[str, Any], where: str, model_types: tuple[str, ...]
+) -> dict[str, Any]:
+    """A config in the layout of the speculators library, with what its `transformer_layer_config`
+    leaves out.
+
+    Args:
+        model_types: of the layers that are supported.
+
+    Raises:
+        ConfigError: for a layer config of another type.
+    """
+    layer = raw.get("transformer_layer_config")
+    if not isinstance(layer, dict):
+        raise ConfigError(f"{where}: transformer_layer_config should be an object, got {layer!r}")
+    model_type = layer.get("model_type")
+    if model_type not in model_types:
+        raise ConfigError(
+            f"{where}: transformer_layer_config has model_type {model_type!r}; supported are "
+            f"{' and '.join(model_types)}"
+        )
+    defaults = built_in_config({"model_type": model_type})
+    names = [n for n in _LEFT_OUT.split() if n not in _LAYER_TYPES[model_type]]
+    left_out = {name: getattr(defaults, name) for name in names}
+    return {**raw, "transformer_layer_config": {**left_out, **layer}}

@@ -27,6 +27,7 @@ from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
 from atom.spec_decode.lookup import Lookup
 from atom.spec_decode.mtp import MTPProposer
+from atom.spec_decode.parallel_eagle import ParallelEagleProposer
 from atom.speculative_methods import SPECULATIVE_METHODS
 
 # (options, configuration, target model, its source, layer context) -> proposer
@@ -114,7 +115,15 @@ def create_eagle3(
     )
     storage = storage_dtype(config.cache, context)
     builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
-    size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
+    if draft.config.mask_token_id is not None:
+        return ParallelEagleProposer(
+            draft,
+            builder,
+            options.num_speculative_tokens,
+            config.cache.block_size,
+            context.max_model_len,
+            context.ops.resolve("place_blocks", context.dtype),
+        )
     return EagleProposer(
         draft,
         builder,

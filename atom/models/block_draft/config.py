@@ -14,18 +14,11 @@ from atom.model_ops.metadata import MAX_DECODE_QUERIES
 from atom.models.block_draft.formats import BlockFormat, block_fields
 from atom.models.block_draft.masks import LayerMask, read_masks
 from atom.models.config_check import check_config
-from atom.models.draft_fields import Fields, read_draft_config, rope_parameters
+from atom.models.draft_fields import Fields, mask_token, read_draft_config, rope_parameters
 from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
 
 MARKOV_HEADS = ("vanilla", "gated", "rnn")
 
-# Read first to last.
-_MASK_TOKENS = (
-    "mask_token_id",
-    "dspark_noise_token_id",
-    "pard_token",
-    "ptd_token_id",
-)
 # Layer ids of the target, in the published formats.
 _AUX_FIELDS = ("aux_hidden_state_layer_ids", "target_layer_ids", "layer_ids")
 _LARGEST_RANK = 1 << 14
@@ -197,7 +190,7 @@ class BlockDraftConfig:
             masks=read_masks(fields, form, network.num_hidden_layers),
             block_size=_block_size(fields, samples_anchor),
             samples_anchor=samples_anchor,
-            mask_token_id=_mask_token(fields, network.vocab_size),
+            mask_token_id=mask_token(fields, network.vocab_size),
             draft_vocab_size=draft_vocab_size,
             target_hidden_size=fields.integer("target_hidden_size", network.hidden_size),
             aux_layers=aux_layers,
@@ -321,17 +314,6 @@ def _block_size(fields: Fields, samples_anchor: bool) -> int:
             f"block_size={size} is not supported; it should be {least} to {MAX_DECODE_QUERIES}"
         )
     return size
-
-
-def _mask_token(fields: Fields, vocab_size: int) -> int:
-    for name in _MASK_TOKENS:
-        token = fields.get(name)
-        if token is None:
-            continue
-        if type(token) is not int or not 0 <= token < vocab_size:
-            raise fields.error(f"{name} should be a token of 0..{vocab_size - 1}, got {token!r}")
-        return token
-    raise fields.error(f"there is no mask token: none of {', '.join(_MASK_TOKENS)} is given")
 
 
 def _aux_layers(fields: Fields) -> AuxLayers | None:

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from atom.config import ConfigError
-from atom.models.draft_fields import Fields, Schema
-from atom.models.hf_configs import built_in_config
+from atom.models.draft_fields import SPECULATORS_KEYS, Fields, Schema, with_layer_defaults
 
 _LAYER_KEYS = """
 hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
@@ -31,22 +30,9 @@ _DSPARK_KEYS = """
 markov_rank markov_head_type enable_confidence_head confidence_head_with_markov
 """
 _DFLASH2_KEYS = "conv_kernel_size conv_group_size selector_rank selector_top_k selector_loss_alpha"
-_SPECULATORS_KEYS = """
-speculators_model_type speculators_version speculators_config embed_requires_grad
-"""
 
-# What transformers leaves out of a saved config because it is the default of the model type.
-_LEFT_OUT = """
-hidden_size intermediate_size num_hidden_layers num_attention_heads num_key_value_heads head_dim
-rms_norm_eps vocab_size max_position_embeddings attention_bias hidden_act
-"""
 # What stands in `dflash_config` counts before what stands at the top.
 _INNER_FIRST = ("block_size", "mask_token_id")
-# Model types, and what follows from the other sizes if it is left out.
-_LAYER_TYPES: Mapping[str, tuple[str, ...]] = {
-    "qwen3": (),
-    "llama": ("head_dim", "num_key_value_heads"),
-}
 
 
 @dataclass(frozen=True)
@@ -105,22 +91,5 @@ def block_fields(raw: Mapping[str, Any], where: str) -> tuple[Fields, BlockForma
         if isinstance(inner, dict):
             merged |= {name: inner[name] for name in _INNER_FIRST if inner.get(name) is not None}
         return Fields(merged, where, Schema.of(("dflash_config",), _KEYS[form.kind])), form
-    schema = Schema.of(("transformer_layer_config",), _KEYS[form.kind] + _SPECULATORS_KEYS)
-    return Fields(_with_defaults(raw, where), where, schema), form
-
-
-def _with_defaults(raw: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """The config with what its layer config leaves out."""
-    layer = raw.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise ConfigError(f"{where}: transformer_layer_config should be an object, got {layer!r}")
-    model_type = layer.get("model_type")
-    if model_type not in _LAYER_TYPES:
-        raise ConfigError(
-            f"{where}: transformer_layer_config has model_type {model_type!r}; supported are "
-            f"{' and '.join(_LAYER_TYPES)}"
-        )
-    defaults = built_in_config({"model_type": model_type})
-    names = [n for n in _LEFT_OUT.split() if n not in _LAYER_TYPES[model_type]]
-    left_out = {name: getattr(defaults, name) for name in names}
-    return {**raw, "transformer_layer_config": {**left_out, **layer}}
+    schema = Schema.of(("transformer_layer_config",), _KEYS[form.kind] + SPECULATORS_KEYS)
+    return Fields(with_layer_defaults(raw, where, ("qwen3", "llama")), where, schema), form

@@ -19,7 +19,7 @@ from atom.models.deepseek_v2 import DeepseekV2Attention
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.parts import DraftParts
 from atom.models.eagle3.sharing import SharingDraft
-from atom.models.llama import LlamaAttention, LlamaMLP
+from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 
 class Eagle3Layer(nn.Module):
@@ -105,6 +105,9 @@ class Eagle3Draft(SharingDraft):
         self.aux_layer_ids = aux_layer_ids
         size, eps = config.hidden_size, config.network.rms_norm_eps
         self.fc = ReplicatedLinear(config.fc_fan_in, size, False, context, "fc")
+        self.input_norm: RMSNorm | None = None
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(config.fc_fan_in, eps, context)
         self.fc_norm = None
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(
@@ -112,11 +115,23 @@ class Eagle3Draft(SharingDraft):
                 for _ in range(config.num_aux_hidden_states)
             )
         self.midlayer = self.create_layer(config, context)
+        self._deeper = self.create_deeper_layers(config, context)
+        if self._deeper:
+            # By their number in the checkpoint.
+            self.layers = nn.ModuleDict({str(i + 1): m for i, m in enumerate(self._deeper)})
+        if config.mask_token_id is not None:
+            self.mask_hidden = context.empty(1, 1, config.fc_fan_in)
         self.norm = ResidualRMSNorm(size, eps, context)
 
     @abstractmethod
     def create_layer(self, config: Eagle3Config, context: LayerContext) -> Eagle3Layer:
         """The decoder layer with this architecture's attention."""
+
+    def create_deeper_layers(
+        self, config: Eagle3Config, context: LayerContext
+    ) -> tuple[LlamaDecoderLayer, ...]:
+        """The layers after the first one, if there are any."""
+        return ()
 
     @property
     def weight_mapping(self) -> WeightMapping:
@@ -133,8 +148,16 @@ class Eagle3Draft(SharingDraft):
             aux_hidden_states = tuple(
                 norm(state) for norm, state in zip(self.fc_norm, aux_hidden_states, strict=True)
             )
-        fused: torch.Tensor = self.fc(torch.cat(aux_hidden_states, dim=-1))
+        states = torch.cat(aux_hidden_states, dim=-1)
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        fused: torch.Tensor = self.fc(states)
         return fused
+
+    def fuse_mask(self) -> torch.Tensor:
+        """What stands for the target's hidden states in a parallel draft's mask rows, [hidden]."""
+        parts = self.mask_hidden.view(1, -1).chunk(self.config.num_aux_hidden_states, dim=-1)
+        return self.fuse(parts)[0]
 
     def forward(
         self,
@@ -154,6 +177,9 @@ class Eagle3Draft(SharingDraft):
             `(post_norm, pre_norm)`, both [T, hidden].
         """
         x, residual = self.midlayer(self.embed(input_ids), hidden, positions, metadata)
+        for layer in self._deeper:
+            x, residual = layer.enter(x, residual)
+            x, residual = layer(x, residual, positions, metadata, self.midlayer.rotary)
         post_norm, pre_norm = self.norm.add(x, residual)
         return post_norm, pre_norm
 
@@ -164,11 +190,21 @@ class Eagle3Draft(SharingDraft):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """Write the KV cache like `forward`, at the cost of the key and value projections.
-
-        With a single layer, keys and values depend on the layer's inputs only.
-        """
-        self.midlayer.write_kv(self.embed(input_ids), hidden, positions, metadata)
+        """Write the KV cache like `forward`; the last layer computes only keys and values."""
+        embeds = self.embed(input_ids)
+        if not self._deeper:
+            self.midlayer.write_kv(embeds, hidden, positions, metadata)
+            return
+        x, residual = self.midlayer(embeds, hidden, positions, metadata)
+        *between, last = self._deeper
+        rows = positions, metadata, self.midlayer.rotary
+        for layer in between:
+            x, residual = layer.enter(x, residual)
+            x, residual = layer(x, residual, *rows)
+        x, _ = last.enter(x, residual)
+        attention = last.self_attn
+        assert isinstance(attention, LlamaAttention)
+        attention.write_kv(x, *rows)
 
     def feedback(self, post_norm: torch.Tensor, pre_norm: torch.Tensor) -> torch.Tensor:
         """The hidden state to feed to the next draft step."""

@@ -11,16 +11,27 @@ from transformers import PretrainedConfig
 
 from atom.config import ConfigError
 from atom.models.config_check import check_config
-from atom.models.draft_fields import Fields, Schema, read_draft_config, rope_parameters
-from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
+from atom.models.draft_fields import (
+    SPECULATORS_KEYS,
+    Fields,
+    Schema,
+    mask_token,
+    read_draft_config,
+    rope_parameters,
+    with_layer_defaults,
+)
+from atom.models.eagle3.aux_layers import AUX_FIELDS, BOUNDARY, AuxLayers
 
 MHA_ARCHITECTURE = "LlamaForCausalLMEagle3"
 MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
-_ARCHITECTURES = (MHA_ARCHITECTURE, MLA_ARCHITECTURE)
+# Drafts all tokens in one pass: P-EAGLE.
+PARALLEL_ARCHITECTURE = "PeagleLlamaForCausalLM"
+PARALLEL_SPECULATOR = "PEagleSpeculator"
+_PARALLEL = (PARALLEL_ARCHITECTURE, PARALLEL_SPECULATOR)
+_ARCHITECTURES = (MHA_ARCHITECTURE, MLA_ARCHITECTURE, *_PARALLEL)
 
 _DEFAULT_NUM_AUX = 3
-_SCHEMA = Schema.of(
-    ("eagle_config", "dflash_config"),
+_KEYS = (
     # The second half is without effect on the single dense layer. MLA drafts copy the target's MoE
     # keys although their MLP is dense, and `num_hidden_layers`; tensors of a second layer would be
     # refused as unexpected.
@@ -40,7 +51,13 @@ _SCHEMA = Schema.of(
     routed_scaling_factor scoring_func topk_group topk_method aux_loss_alpha seq_aux ep_size
     router_aux_loss_coef qk_head_dim target_model_type target_layer_count
     eagle_decoder_type num_target_layers mask_token_id block_size num_anchors
-    """,
+    """
+)
+_SCHEMA = Schema.of(("eagle_config", "dflash_config"), _KEYS)
+_PARALLEL_KEYS = f"{_KEYS} norm_before_fc pard_token ptd_token_id parallel_drafting"
+_PARALLEL_SCHEMA = Schema.of(("eagle_config",), _PARALLEL_KEYS)
+_SPECULATORS_SCHEMA = Schema.of(
+    ("transformer_layer_config",), f"{_PARALLEL_KEYS} {SPECULATORS_KEYS}"
 )
 
 
@@ -61,7 +78,9 @@ class Eagle3Config:
         norm_before_residual: the residual is the hidden state after `hidden_norm`, not before.
         fc_norm: each target hidden state has its own norm before `fc` (Eagle 3.1).
         norm_output: the next draft step reads the normalised output (Eagle 3.1).
-        temperature_scale: at how many times the requests' temperatures drafts are chosen.
+        norm_before_fc: the hidden states, side by side, have one norm before `fc`.
+        mask_token_id: of a draft that makes all drafts in one pass, with this token in the rows
+            after the first; None for a draft that makes one after the other.
         tied: the config ties the output head to the embedding.
         ignored_keys: unknown keys whose names suggest no effect on the computation.
     """
@@ -75,7 +94,8 @@ class Eagle3Config:
     norm_before_residual: bool
     fc_norm: bool
     norm_output: bool
-    temperature_scale: float
+    norm_before_fc: bool
+    mask_token_id: int | None
     tied: bool
     ignored_keys: tuple[str, ...] = ()
 
@@ -112,7 +132,7 @@ class Eagle3Config:
             ConfigError: for another architecture, contradictory or unsupported values, and unknown
                 keys that may change the computation.
         """
-        return cls._from_fields(Fields(raw, where, _SCHEMA))
+        return cls._from_fields(_fields(raw, where))
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Eagle3Config:
@@ -126,8 +146,11 @@ class Eagle3Config:
                 f"draft_vocab_size={draft_vocab_size} is larger than vocab_size={vocab_size}; a "
                 f"draft's vocabulary is a part of its target's"
             )
-        is_mla = architecture == MLA_ARCHITECTURE
-        network = _mla_network(fields) if is_mla else _mha_network(fields)
+        is_mla, is_parallel = architecture == MLA_ARCHITECTURE, architecture in _PARALLEL
+        if fields.flag("norm_before_fc") and fields.flag("fc_norm"):
+            raise fields.error("norm_before_fc and fc_norm exclude each other")
+        num_layers = fields.integer("num_hidden_layers") if is_parallel else 1
+        network = _mla_network(fields) if is_mla else _mha_network(fields, num_layers)
         check_config(network.to_dict(), fields.where)
         aux_layers = _aux_layers(fields)
         return cls(
@@ -140,7 +163,8 @@ class Eagle3Config:
             norm_before_residual=fields.flag("norm_before_residual"),
             fc_norm=fields.flag("fc_norm"),
             norm_output=fields.flag("norm_output"),
-            temperature_scale=fields.number("draft_temperature_scale", 1.0),
+            norm_before_fc=fields.flag("norm_before_fc"),
+            mask_token_id=mask_token(fields, vocab_size) if is_parallel else None,
             tied=fields.flag("tie_word_embeddings"),
             ignored_keys=tuple(ignored),
         )
@@ -169,6 +193,14 @@ class Eagle3Config:
                 f"{target.vocab_size}: token ids would not mean the same. The draft belongs to "
                 f"another target"
             )
+
+
+def _fields(raw: Mapping[str, Any], where: str) -> Fields:
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name == PARALLEL_SPECULATOR:
+        return Fields(with_layer_defaults(raw, where, ("llama",)), where, _SPECULATORS_SCHEMA)
+    return Fields(raw, where, _PARALLEL_SCHEMA if name == PARALLEL_ARCHITECTURE else _SCHEMA)
 
 
 def _architecture(fields: Fields) -> str:
@@ -202,8 +234,11 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _aux_layers(fields: Fields) -> AuxLayers | None:
+    stated = None if fields.get("speculators_model_type") is None else BOUNDARY
     given = [
-        AuxLayers(name, ids) for name in AUX_FIELDS if (ids := fields.integers(name)) is not None
+        AuxLayers(name, ids, stated)
+        for name in AUX_FIELDS
+        if (ids := fields.integers(name)) is not None
     ]
     if len(given) > 1:
         names = " and ".join(f"{aux.field}={list(aux.ids)}" for aux in given)
@@ -224,7 +259,7 @@ def _num_aux(fields: Fields, aux_layers: AuxLayers | None) -> int:
     return count
 
 
-def _mha_network(fields: Fields) -> PretrainedConfig:
+def _mha_network(fields: Fields, num_layers: int) -> PretrainedConfig:
     heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -241,7 +276,7 @@ def _mha_network(fields: Fields) -> PretrainedConfig:
         head_dim=fields.integer("head_dim", max(hidden_size // heads, 1)),
         mlp_bias=fields.flag("mlp_bias"),
         sliding_window=_sliding_window(fields),
-        **_common_network(fields),
+        **_common_network(fields, num_layers),
     )
 
 
@@ -262,13 +297,13 @@ def _mla_network(fields: Fields) -> PretrainedConfig:
         v_head_dim=fields.integer("v_head_dim"),
         rope_interleave=fields.flag("rope_interleave", True),
         mlp_bias=False,
-        **_common_network(fields),
+        **_common_network(fields, 1),
     )
 
 
-def _common_network(fields: Fields) -> dict[str, Any]:
+def _common_network(fields: Fields, num_layers: int) -> dict[str, Any]:
     return {
-        "num_hidden_layers": 1,
+        "num_hidden_layers": num_layers,
         "hidden_size": fields.integer("hidden_size"),
         "intermediate_size": fields.integer("intermediate_size"),
         "num_attention_heads": fields.integer("num_attention_heads"),
