@@ -89,7 +89,7 @@ class DraftChain:
         self._num_steps = num_drafts - 1
         self._block_size = block_size
         self._max_model_len = max_model_len
-        self._graphs: _Graphs | None = None
+        self._graphs: DraftGraphs | None = None
 
     def capture(self, plan: GraphPlan, hidden: torch.Tensor, *, confident: bool = False) -> None:
         """Capture the graphs. The KV cache must be bound and must not move afterwards.
@@ -99,7 +99,7 @@ class DraftChain:
             confident: whether drafts come with confidences.
         """
         if self._num_steps:
-            self._graphs = _Graphs(plan, hidden, self._num_steps, self.run_eagerly, confident)
+            self._graphs = DraftGraphs(plan, hidden, self._num_steps, self.run_eagerly, confident)
 
     def release_graphs(self) -> None:
         self._graphs = None
@@ -214,7 +214,7 @@ def _padding(like: ChainStart) -> ChainStart:
     )
 
 
-class _Graphs:
+class DraftGraphs:
     """The chain captured for every bucket. Padding rows have no blocks, so they write no KV."""
 
     def __init__(

@@ -115,24 +115,14 @@ def create_eagle3(
     )
     storage = storage_dtype(config.cache, context)
     builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
+    size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
+    choice = create_choice(context, size, draft.target_ids, scale)
+    limits = options.num_speculative_tokens, config.cache.block_size, context.max_model_len
     if draft.config.mask_token_id is not None:
-        return ParallelEagleProposer(
-            draft,
-            builder,
-            options.num_speculative_tokens,
-            config.cache.block_size,
-            context.max_model_len,
-            context.ops.resolve("place_blocks", context.dtype),
-        )
-    return EagleProposer(
-        draft,
-        builder,
-        options.num_speculative_tokens,
-        config.cache.block_size,
-        context.max_model_len,
-        context.ops.resolve("advance_drafts", context.dtype),
-        create_choice(context, size, draft.target_ids, scale),
-    )
+        place = context.ops.resolve("place_blocks", context.dtype)
+        return ParallelEagleProposer(draft, builder, *limits, place, choice)
+    advance = context.ops.resolve("advance_drafts", context.dtype)
+    return EagleProposer(draft, builder, *limits, advance, choice)
 
 
 def create_block(
@@ -166,6 +156,12 @@ def create_block(
         block_size,
         context.max_model_len,
         context.ops.resolve("place_blocks", context.dtype),
+        create_choice(
+            context,
+            draft.config.draft_vocab_size,
+            draft.target_ids,
+            draft.config.temperature_scale,
+        ),
     )
 
 

@@ -96,6 +96,7 @@ class BlockDraftConfig:
         markov, selector, confidence, conv: optional parts.
         interleaved: whether RoPE rotates neighbouring elements instead of halves.
         embedding_scale, value_scale, logit_scale, softcap: factors; softcap is None for no cap.
+        temperature_scale: at how many times the requests' temperatures drafts are chosen.
         tied: the config ties the output head to the embedding.
         ignored_keys: unknown keys whose names suggest no effect on the computation.
     """
@@ -121,6 +122,7 @@ class BlockDraftConfig:
     value_scale: float
     logit_scale: float
     softcap: float | None
+    temperature_scale: float
     tied: bool
     ignored_keys: tuple[str, ...] = ()
 
@@ -214,6 +216,7 @@ class BlockDraftConfig:
                 if fields.get("final_logit_softcapping") is None
                 else fields.number("final_logit_softcapping", 1.0)
             ),
+            temperature_scale=fields.number("draft_temperature_scale", 1.0),
             tied=fields.flag("tie_word_embeddings"),
             ignored_keys=tuple(ignored),
         )

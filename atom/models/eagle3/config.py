@@ -39,7 +39,8 @@ _KEYS = (
     architectures use_aux_hidden_state
     eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids target_layer_ids layer_ids
     num_aux_hidden_states draft_vocab_size target_hidden_size norm_before_residual fc_norm
-    norm_output kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+    norm_output draft_temperature_scale
+    kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
     hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps
     vocab_size max_position_embeddings attention_bias mlp_bias hidden_act tie_word_embeddings
     sliding_window use_sliding_window layer_types quantization_config
