@@ -238,6 +238,31 @@ def load(folder: Path, target: CausalLM, source: ModelSource, kind: str) -> Bloc
     return load_block_draft(str(folder), loaded_for, kind)
 
 
+def step_of(
+    parts: Sequence[Part],
+    aux: Sequence[torch.Tensor],
+    next_tokens: Sequence[int],
+    last_rows: Sequence[int],
+    block_size: int,
+) -> VerifiedStep:
+    """A step with these rows, of which all sequences are sampled, or none if `last_rows` is empty.
+
+    Args:
+        aux: [T, hidden] each.
+    """
+    positions = [p.start + i for p in parts for i in range(p.num_tokens)]
+    metadata = attention_metadata(parts, block_size, torch.device("cpu"))
+    return VerifiedStep(
+        [],
+        ModelInput(torch.zeros(len(positions)).long(), torch.tensor(positions), metadata),
+        ModelOutput(aux[0], tuple(aux)),
+        torch.tensor(next_tokens),
+        torch.tensor(last_rows, dtype=torch.int64),
+        None if last_rows else torch.zeros(0, dtype=torch.int64),
+        SamplingMetadata(),
+    )
+
+
 class RecordedChoice(DraftChoice):
     """Keeps the logits of each draft of the last proposal, [S, V] each."""
 
@@ -290,21 +315,7 @@ class BlockBench:
         Returns:
             Drafts [S][n], the scores that they were chosen from [S, n, V], and confidences.
         """
-        positions = [p.start + i for p in parts for i in range(p.num_tokens)]
-        none = torch.zeros(0, dtype=torch.int64)
-        step = VerifiedStep(
-            [],
-            ModelInput(
-                torch.zeros(len(positions), dtype=torch.int64),
-                torch.tensor(positions),
-                attention_metadata(parts, self.block_size, torch.device("cpu")),
-            ),
-            ModelOutput(aux[0], tuple(aux)),
-            torch.tensor(next_tokens),
-            torch.tensor(last_rows, dtype=torch.int64),
-            None if last_rows else none,
-            SamplingMetadata(),
-        )
+        step = step_of(parts, aux, next_tokens, last_rows, self.block_size)
         self.choice.logits = []
         proposal = self.proposer.propose(step, num_drafts)
         scores = torch.stack(self.choice.logits, 1) if self.choice.logits else aux[0]
