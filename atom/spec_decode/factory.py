@@ -6,6 +6,8 @@ import importlib
 from collections.abc import Callable
 from dataclasses import replace
 
+import torch
+
 from atom.config import ConfigError, EngineConfig, SpeculativeOptions
 from atom.distributed.parallel_state import SINGLE
 from atom.graphs.recorded import StepRecorder
@@ -21,6 +23,7 @@ from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
 from atom.spec_decode.block import BlockProposer
+from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
@@ -163,6 +166,17 @@ def create_block(
             draft.config.temperature_scale,
         ),
     )
+
+
+def create_choice(
+    context: LayerContext,
+    vocab_size: int,
+    token_ids: torch.Tensor | None = None,
+    temperature_scale: float = 1.0,
+) -> DraftChoice:
+    """The choice of drafts from logits [S, vocab_size], with this platform's op."""
+    op = context.ops.resolve("choose_drafts", torch.float32, vocab_size=vocab_size)
+    return DraftChoice(token_ids, temperature_scale, op=op)
 
 
 def create_mtp(

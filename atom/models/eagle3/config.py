@@ -82,6 +82,7 @@ class Eagle3Config:
         norm_before_fc: the hidden states, side by side, have one norm before `fc`.
         mask_token_id: of a draft that makes all drafts in one pass, with this token in the rows
             after the first; None for a draft that makes one after the other.
+        temperature_scale: at how many times the requests' temperatures drafts are chosen.
         tied: the config ties the output head to the embedding.
         ignored_keys: unknown keys whose names suggest no effect on the computation.
     """
@@ -97,6 +98,7 @@ class Eagle3Config:
     norm_output: bool
     norm_before_fc: bool
     mask_token_id: int | None
+    temperature_scale: float
     tied: bool
     ignored_keys: tuple[str, ...] = ()
 
@@ -166,6 +168,7 @@ class Eagle3Config:
             norm_output=fields.flag("norm_output"),
             norm_before_fc=fields.flag("norm_before_fc"),
             mask_token_id=mask_token(fields, vocab_size) if is_parallel else None,
+            temperature_scale=fields.number("draft_temperature_scale", 1.0),
             tied=fields.flag("tie_word_embeddings"),
             ignored_keys=tuple(ignored),
         )
