@@ -250,9 +250,7 @@ class InputBuilder:
             replace(kept.model_input, attention=attention),
             *(kept.graph, kept.sample, kept.next_token_ids),
             sampled=None,
-            race_rows=kept.rows_there[: len(sequences)]
-            if kept.sample.rows is not None and kept.next_token_ids is not None
-            else None,
+            race_rows=kept.race_rows,
             recurs=True,
         )
 

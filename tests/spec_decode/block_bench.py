@@ -93,6 +93,12 @@ class Draft:
         return {key: value for level in (*nested, self.raw) for key, value in level.items()}
 
     @property
+    def kind(self) -> str:
+        """The method that runs it."""
+        name = self.raw["architectures"][0]
+        return "dflash2" if "DFlash2" in name else "dflash" if "DFlash" in name else "dspark"
+
+    @property
     def draft_vocab(self) -> int:
         return self.flat.get("draft_vocab_size", self.flat["vocab_size"])
 

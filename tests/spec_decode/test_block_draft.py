@@ -8,7 +8,7 @@ import pytest
 import torch
 from model_ops.batches import Part
 from spec_decode import block_bench
-from spec_decode.block_bench import DRAFTS, LAYER, MASK, VOCAB, BlockBench, Draft
+from spec_decode.block_bench import DRAFTS, LAYER, MASK, VOCAB, BlockBench
 from spec_decode.block_reference import BlockReference
 
 from atom.model_loader.source import ModelSource
@@ -26,7 +26,7 @@ class Case:
     def __init__(self, name: str, folder: Path, target: Target) -> None:
         self.draft = DRAFTS[name]
         block_bench.write_draft(folder, self.draft, "model." if name == "dspark" else "")
-        self.model = block_bench.load(folder, *target, kind_of(self.draft))
+        self.model = block_bench.load(folder, *target, self.draft.kind)
         tensors = block_bench.draft_tensors(self.draft)
         embed, head = target[0].token_embedding.weight, target[0].output_head.weight
         self.reference = BlockReference(
@@ -48,11 +48,6 @@ class Case:
         expected, tokens = self.reference.scores(self.rows(0, context), anchor)
         torch.testing.assert_close(scores.double(), expected[: len(drafts)], **CLOSE)
         assert drafts == tokens[: len(drafts)]
-
-
-def kind_of(draft: Draft) -> str:
-    name = draft.raw["architectures"][0]
-    return "dflash2" if "DFlash2" in name else "dflash" if "DFlash" in name else "dspark"
 
 
 @pytest.fixture(params=DRAFTS)
