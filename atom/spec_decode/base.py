@@ -115,6 +115,7 @@ class Proposer(Protocol):
         aux_layer_ids: target layers (boundary ids) whose hidden states the proposer reads.
         reads_steps: whether it reads a `VerifiedStep`; otherwise none is built.
         kv_cache_builders: the proposer's own KV caches, sized together with the target's.
+        graphs_per_bucket: how many graphs `capture` makes of each bucket.
     """
 
     lookahead: Lookahead
@@ -122,6 +123,7 @@ class Proposer(Protocol):
     aux_layer_ids: tuple[int, ...]
     kv_cache_builders: Sequence[KVCacheBuilder]
     reads_steps: bool
+    graphs_per_bucket: int
 
     def capture(self, plan: GraphPlan) -> None:
         """Capture graphs where possible. The KV cache must be bound and must not move."""
@@ -143,6 +145,7 @@ class NullProposer:
     aux_layer_ids: tuple[int, ...] = ()
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
     reads_steps = False
+    graphs_per_bucket = 0
 
     def __init__(self, lookahead: Lookahead = NO_LOOKAHEAD) -> None:
         self.lookahead = lookahead

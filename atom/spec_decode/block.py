@@ -11,7 +11,7 @@ from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import place_blocks
 from atom.models.block_draft.draft import BlockDraft
 from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
-from atom.spec_decode.chain import ChainStart, DraftGraphs
+from atom.spec_decode.chain import GRAPHS_PER_BUCKET, ChainStart, DraftGraphs
 from atom.spec_decode.choice import Chosen, DraftChoice
 from atom.spec_decode.mask_rows import MaskRows, PlaceOp, by_draft, together
 
@@ -41,6 +41,7 @@ class BlockProposer:
         self.lookahead = Lookahead(
             num_speculative_tokens, num_slots=max(draft.config.block_size, num_speculative_tokens)
         )
+        self.graphs_per_bucket = GRAPHS_PER_BUCKET
         self.draft_model: nn.Module | None = draft
         self.aux_layer_ids = draft.aux_layer_ids
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)

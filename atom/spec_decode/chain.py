@@ -214,8 +214,15 @@ def _padding(like: ChainStart) -> ChainStart:
     )
 
 
+# Of greedy drafts, and of random ones.
+GRAPHS_PER_BUCKET = 2
+
+
 class DraftGraphs:
-    """The chain captured for every bucket. Padding rows have no blocks, so they write no KV."""
+    """A proposer's work on the sampled sequences, captured for every bucket.
+
+    Padding rows have no blocks, so they write no KV.
+    """
 
     def __init__(
         self,

@@ -67,7 +67,7 @@ def test_drafts_are_the_same(bench: Bench, way: str, monkeypatch: pytest.MonkeyP
     changes = {"enable_prefix_caching": False, **WAYS[way]}
     if way == "preempted":
         # Room for two sequences at a time.
-        monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+        monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(20, 0))
         changes |= {"max_model_len": 64}
     with engines.drafts_recorded(monkeypatch) as recorders:
         other = bench.engine(**changes)
