@@ -97,7 +97,6 @@ def test_tokens_of_graphs(
     ("kind", "method"),
     [
         ("llama", "mha"),
-        ("llama", "dflash2"),
         ("llama", "dspark"),
         ("deepseek_v3", "mla"),
         ("deepseek_v3", "mtp"),
