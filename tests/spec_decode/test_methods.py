@@ -73,7 +73,8 @@ def test_a_line_makes_a_method(
     expected = generate(create_engine(target), params("greedy"), prompts)
     known = {tuple(p): tokens for p, tokens in zip(prompts, expected, strict=True)}
     monkeypatch.setitem(globals(), "CONTINUATIONS", known)
-    with pytest.raises(ConfigError, match="method must be one of eagle3, mtp, ngram; got 'toy'"):
+    known = "eagle3, dflash, dflash2, dspark, mtp, ngram"
+    with pytest.raises(ConfigError, match=f"method must be one of {known}; got 'toy'"):
         create_engine(target, method="toy", num_speculative_tokens=3)
     add_method(monkeypatch)
     engine = create_engine(target, method="toy", num_speculative_tokens=3)
@@ -97,7 +98,7 @@ def test_the_line_says_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     add_method(monkeypatch, takes_draft_model=True, takes_lookup=False)
     with pytest.raises(ConfigError, match="method toy needs a draft model"):
         SpeculativeOptions("toy", 2)
-    with pytest.raises(ConfigError, match=r"goes beside a draft \(eagle3 or mtp\); method toy"):
+    with pytest.raises(ConfigError, match=r"goes beside a draft \(eagle3 or .* mtp\); method toy"):
         SpeculativeOptions("toy", 2, "D", lookup=True)
     with pytest.raises(ConfigError, match=r"ngram_min is for method ngram .* not for toy alone"):
         SpeculativeOptions("toy", 2, "D", ngram_min=2)

@@ -135,8 +135,8 @@ class BlockDraftConfig:
         """What the draft is: `dflash`, `dflash2` or `dspark`; a DSpark draft without Markov head
         is a DFlash draft, too.
         """
-        kind = self.format.kind
-        return ("dspark", "dflash") if kind == "dspark" and self.markov is None else (kind,)
+        kind, plain = self.format.kind, self.format.plain_kind
+        return (kind,) if plain is None or self.markov is not None else (kind, plain)
 
     @property
     def hidden_size(self) -> int:
@@ -348,7 +348,7 @@ def _stated_drafts(fields: Fields) -> int | None:
 
 def _markov(fields: Fields, form: BlockFormat) -> Markov | None:
     rank = fields.get("markov_rank")
-    if form.kind != "dspark" or rank == 0:
+    if not form.has_markov or rank == 0:
         return None
     kind = fields.get("markov_head_type") or MARKOV_HEADS[0]
     if kind not in MARKOV_HEADS:
@@ -359,21 +359,21 @@ def _markov(fields: Fields, form: BlockFormat) -> Markov | None:
 
 
 def _confidence(fields: Fields, form: BlockFormat, markov: Markov | None) -> Confidence | None:
-    if form.kind != "dspark" or not fields.flag("enable_confidence_head", form.speculators):
+    if not form.has_markov or not fields.flag("enable_confidence_head", form.speculators):
         return None
     with_markov = fields.flag("confidence_head_with_markov", form.speculators)
     return Confidence(with_markov and markov is not None)
 
 
 def _selector(fields: Fields, form: BlockFormat) -> Selector | None:
-    if form.kind != "dflash2":
+    if not form.has_selector:
         return None
     rank = _at_most("selector_rank", fields.integer("selector_rank", 256), fields)
     return Selector(rank, fields.integer("selector_top_k", 16))
 
 
 def _conv(fields: Fields, form: BlockFormat, hidden_size: int) -> BlockConv | None:
-    if form.kind != "dflash2":
+    if not form.has_selector:
         return None
     taps, group = fields.integer("conv_kernel_size", 2), fields.integer("conv_group_size", 16)
     if hidden_size % group:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from atom.config import ConfigError
@@ -42,23 +42,31 @@ class BlockFormat:
     Attributes:
         architecture: as configs name it.
         kind: `dflash`, `dflash2` or `dspark`.
+        has_markov, has_selector: which head it may have; the selector comes with convolutions.
+        plain_kind: what it is without its head, too.
         samples_anchor: what a config means that does not say it.
         speculators: whether it has the layout of the speculators library.
     """
 
     architecture: str
     kind: str
+    has_markov: bool = False
+    has_selector: bool = False
+    plain_kind: str | None = None
     samples_anchor: bool = False
     speculators: bool = False
 
 
+_DFLASH = BlockFormat("DFlashDraftModel", "dflash")
+_DFLASH2 = BlockFormat("DFlash2DraftModel", "dflash2", has_selector=True)
+_DSPARK = BlockFormat("Qwen3DSparkModel", "dspark", has_markov=True, plain_kind="dflash")
 _FORMATS = (
-    BlockFormat("DFlashDraftModel", "dflash"),
-    BlockFormat("DFlash2DraftModel", "dflash2"),
-    BlockFormat("Qwen3DSparkModel", "dspark", samples_anchor=True),
-    BlockFormat("DFlashSpeculator", "dflash", speculators=True),
-    BlockFormat("DFlash2DraftModel", "dflash2", speculators=True),
-    BlockFormat("DSparkSpeculator", "dspark", speculators=True),
+    _DFLASH,
+    _DFLASH2,
+    replace(_DSPARK, samples_anchor=True),
+    replace(_DFLASH, architecture="DFlashSpeculator", speculators=True),
+    replace(_DFLASH2, speculators=True),
+    replace(_DSPARK, architecture="DSparkSpeculator", speculators=True),
 )
 _KEYS = {
     "dflash": _BLOCK_KEYS,
