@@ -149,7 +149,7 @@ def _resolve_aux_layers(
             raise ValueError("draft_aux_layer_convention has no effect: its config has no ids")
         if aux is None:
             resolved = default()
-            given = "none given, the default"
+            given = "none given, the target's default"
         else:
             resolved, applied = aux.resolve(num_layers, stated)
             given = f"{list(aux.ids)} of {aux.field} read as {applied} ids"
