@@ -8,7 +8,7 @@ import torch
 
 from atom.config import EngineConfig
 from atom.distributed.rendezvous import RankCard
-from atom.model_loader.drafts.eagle3 import draft_folder
+from atom.model_loader.drafts.folder import draft_folder
 from atom.model_loader.identity import checkpoint_identity
 from atom.model_loader.source import resolve_model
 from atom.options import options_of

@@ -249,7 +249,7 @@ class Scheduler:
         """
         running = self._running.items
         num_before = len(running)
-        block_size, ahead = self._pool.block_size, self._lookahead.num_tokens
+        block_size, ahead = self._pool.block_size, self._lookahead.num_reserved
         index = 0
         while plan.budget > 0 and index < len(running):
             seq = running[index]
@@ -276,7 +276,7 @@ class Scheduler:
 
         At most what the whole sequence needs: its last token is never computed.
         """
-        return min(num_tokens + self._lookahead.num_tokens, seq.max_num_tokens - 1)
+        return min(num_tokens + self._lookahead.num_reserved, seq.max_num_tokens - 1)
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Grow the block table to `num_tokens`; false if `seq` itself had to be preempted."""

@@ -289,10 +289,8 @@ class Worker:
             if self._graphs is None:
                 return 0
             rehearse = partial(self._graphs.rehearse, self.inputs.graph_input)
-            # The draft chain has two graphs per bucket, of greedy and of random drafts.
-            has_chain = self._proposer.reads_steps and self._proposer.lookahead.num_tokens > 1
-            num_chains = 2 * self._graphs.plan.num_buckets if has_chain else 0
-            return estimate_graph_bytes(rehearse, self._graphs.num_graphs + num_chains)
+            of_drafts = self._proposer.graphs_per_bucket * self._graphs.plan.num_buckets
+            return estimate_graph_bytes(rehearse, self._graphs.num_graphs + of_drafts)
 
         budget = kv_cache_budget(
             config.cache, context.ops.platform, profile, graph_bytes, self._place.num_local

@@ -26,10 +26,10 @@ from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import converts_weights, loads_weights
 from atom.models.base import CausalLM
 from atom.models.deepseek_mtp import DeepseekMTP
-from atom.models.eagle3.base import Eagle3Draft
+from atom.models.eagle3.sharing import SharingDraft
 from atom.platform import cpu_platform, free_memory_bytes, total_memory_bytes
 
-M = TypeVar("M", CausalLM, Eagle3Draft, DeepseekMTP)
+M = TypeVar("M", CausalLM, SharingDraft, DeepseekMTP)
 
 _META = torch.device("meta")
 _LAYER = re.compile(r"(?:.*\.)?layers\.(\d+)\..*")

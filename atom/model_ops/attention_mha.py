@@ -55,23 +55,29 @@ class Attention(CachedAttention):
         return KVCacheTensor(key.tensor, value.tensor, key.scale, value.scale)
 
     def bind_kv_cache(self, cache: CacheTensor) -> None:
+        ops = "kv_cache_write", "paged_attention", "prefill_attention"
+        self._write, self._decode, self._prefill = self._use_cache(cache, ops)
+
+    def _use_cache(self, cache: CacheTensor, ops: tuple[str, ...]) -> tuple[Any, ...]:
+        """The functions for `ops` on this cache.
+
+        Raises:
+            TypeError: when the cache is of another kind of attention.
+        """
         if not isinstance(cache, KVCacheTensor):
             raise TypeError(f"attention wants keys and values, not {type(cache).__name__}")
         self.kv_cache = cache
-        shape = {
-            "num_heads": self.num_heads,
-            "num_kv_heads": self.num_kv_heads,
-            "head_dim": self.head_dim,
-            "block_size": cache.block_size,
-            "num_blocks": cache.key.shape[0],
-            "sliding_window": self.sliding_window or 0,
-        }
         # Resolved together, since they must agree on the cache layout.
-        self._write, self._decode, self._prefill = self._context.ops.resolve_together(
-            ("kv_cache_write", "paged_attention", "prefill_attention"),
+        return self._context.ops.resolve_together(
+            ops,
             self._context.dtype,
             cache.key.dtype,
-            **shape,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            block_size=cache.block_size,
+            num_blocks=cache.key.shape[0],
+            sliding_window=self.sliding_window or 0,
         )
 
     def forward(

@@ -223,18 +223,12 @@ class QKVParallelLinear(LinearBase):
         context: LayerContext,
         prefix: str,
     ) -> None:
-        rank, size = context.group.rank, context.group.size
+        rank = context.group.rank
         self.head_dim = head_dim
         self.num_heads = context.group.divide(num_heads, "num_attention_heads")
-        replicas = max(1, size // num_kv_heads)
-        if num_kv_heads * replicas % size:
-            raise ConfigError(
-                f"num_key_value_heads={num_kv_heads} does not split over {size} ranks; change "
-                f"--tensor-parallel-size"
-            )
-        self.num_kv_heads = num_kv_heads * replicas // size
-        q, kv = self.num_heads * head_dim, self.num_kv_heads * head_dim
-        kv_rows = Cut(rank // replicas * kv, kv, num_kv_heads * head_dim)
+        kv_rows = kv_share(context.group, num_kv_heads, head_dim)
+        self.num_kv_heads = kv_rows.size // head_dim
+        q = self.num_heads * head_dim
         rows = {
             "q_proj": Cut(rank * q, q, num_heads * head_dim),
             "k_proj": kv_rows,
@@ -247,6 +241,31 @@ class QKVParallelLinear(LinearBase):
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
         # Half the overhead of `torch.split`, which matters for single tokens.
         return torch.split_with_sizes(qkv.view(qkv.shape[0], -1, self.head_dim), heads, 1)
+
+
+class KVParallelLinear(LinearBase):
+    """Key and value projections as one product, split by heads as in `QKVParallelLinear`."""
+
+    def __init__(
+        self,
+        in_features: int,
+        head_dim: int,
+        num_kv_heads: int,
+        bias: bool,
+        context: LayerContext,
+        prefix: str,
+    ) -> None:
+        rows = kv_share(context.group, num_kv_heads, head_dim)
+        self.head_dim = head_dim
+        self.num_kv_heads = rows.size // head_dim
+        super().__init__(
+            stack({"k_proj": rows, "v_proj": rows}, in_features), bias, context, prefix
+        )
+
+    def split(self, kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """[T, out_features] -> k and v [T, kv_heads, d], views."""
+        heads = [self.num_kv_heads] * 2
+        return torch.split_with_sizes(kv.view(kv.shape[0], -1, self.head_dim), heads, 1)
 
 
 class RowParallelLinear(LinearBase):
@@ -271,6 +290,22 @@ class RowParallelLinear(LinearBase):
         super().process_after_loading()
         if self.group.rank > 0:
             self.bias = None
+
+
+def kv_share(group: ParallelGroup, num_kv_heads: int, head_dim: int) -> Cut:
+    """This rank's rows of keys or values: with fewer heads than ranks, several have the same.
+
+    Raises:
+        ConfigError: when they do not split evenly.
+    """
+    replicas = max(1, group.size // num_kv_heads)
+    if num_kv_heads * replicas % group.size:
+        raise ConfigError(
+            f"num_key_value_heads={num_kv_heads} does not split over {group.size} ranks; change "
+            f"--tensor-parallel-size"
+        )
+    own = num_kv_heads * replicas // group.size * head_dim
+    return Cut(group.rank // replicas * own, own, num_kv_heads * head_dim)
 
 
 def share_of(group: ParallelGroup, total: int, what: str) -> Cut:

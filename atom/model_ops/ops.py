@@ -171,6 +171,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("triton.paged_attention:paged_attention", "triton.flash:refuses"),
         _kernel("torch.attention:paged_attention"),
     ),
+    "block_attention": (
+        _kernel("native.attention:block_attention", "native.attention:refuses"),
+        _kernel("triton.paged_attention:block_attention", "triton.flash:refuses"),
+        _kernel("torch.attention:block_attention"),
+    ),
     "prefill_attention": (
         _kernel("aiter.attention:prefill_attention_packed", "aiter.layout:refuses_packed", PACKED),
         _kernel("aiter.attention:prefill_attention", "aiter.attention:refuses_prefill"),
@@ -266,5 +271,9 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "advance_drafts": (
         _kernel("native.speculation:advance_drafts"),
         _kernel("torch.speculation:advance_drafts"),
+    ),
+    "place_blocks": (
+        _kernel("native.speculation:place_blocks"),
+        _kernel("torch.speculation:place_blocks"),
     ),
 }

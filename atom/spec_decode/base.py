@@ -106,15 +106,23 @@ class Lookahead:
     """What the scheduler needs to know about a proposer.
 
     Attributes:
-        num_tokens: maximum drafts per step; so many extra KV slots are reserved.
+        num_tokens: maximum drafts per step.
         kv_depends_on_successor: whether the proposer's KV at a position depends on the next token;
             prefix cache hashes then include the token after each block.
         expected_acceptance: what the draft's card says that it reaches, if it does.
+        num_slots: KV slots that the proposer writes behind the newest token, if they are more than
+            the drafts.
     """
 
     num_tokens: int = 0
     kv_depends_on_successor: bool = False
     expected_acceptance: ExpectedAcceptance | None = None
+    num_slots: int = 0
+
+    @property
+    def num_reserved(self) -> int:
+        """Extra KV slots to reserve."""
+        return max(self.num_tokens, self.num_slots)
 
 
 NO_LOOKAHEAD = Lookahead()
@@ -129,6 +137,7 @@ class Proposer(Protocol):
         aux_layer_ids: target layers (boundary ids) whose hidden states the proposer reads.
         reads_steps: whether it reads a `VerifiedStep`; otherwise none is built.
         kv_cache_builders: the proposer's own KV caches, sized together with the target's.
+        graphs_per_bucket: how many graphs `capture` makes of each bucket.
     """
 
     lookahead: Lookahead
@@ -136,6 +145,7 @@ class Proposer(Protocol):
     aux_layer_ids: tuple[int, ...]
     kv_cache_builders: Sequence[KVCacheBuilder]
     reads_steps: bool
+    graphs_per_bucket: int
 
     def capture(self, plan: GraphPlan) -> None:
         """Capture graphs where possible. The KV cache must be bound and must not move."""
@@ -157,6 +167,7 @@ class NullProposer:
     aux_layer_ids: tuple[int, ...] = ()
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
     reads_steps = False
+    graphs_per_bucket = 0
 
     def __init__(self, lookahead: Lookahead = NO_LOOKAHEAD) -> None:
         self.lookahead = lookahead

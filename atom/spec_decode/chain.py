@@ -91,7 +91,7 @@ class DraftChain:
         self._num_steps = num_drafts - 1
         self._block_size = block_size
         self._max_model_len = max_model_len
-        self._graphs: _Graphs | None = None
+        self._graphs: DraftGraphs | None = None
 
     def capture(self, plan: GraphPlan, hidden: torch.Tensor, *, confident: bool = False) -> None:
         """Capture the graphs. The KV cache must be bound and must not move afterwards.
@@ -101,7 +101,7 @@ class DraftChain:
             confident: whether drafts come with confidences.
         """
         if self._num_steps:
-            self._graphs = _Graphs(plan, hidden, self._num_steps, self.run_eagerly, confident)
+            self._graphs = DraftGraphs(plan, hidden, self._num_steps, self.run_eagerly, confident)
 
     def release_graphs(self) -> None:
         self._graphs = None
@@ -218,8 +218,15 @@ def _padding(like: ChainStart) -> ChainStart:
     )
 
 
-class _Graphs:
-    """The chain captured for every bucket. Padding rows have no blocks, so they write no KV."""
+# Of greedy drafts, and of random ones.
+GRAPHS_PER_BUCKET = 2
+
+
+class DraftGraphs:
+    """A proposer's work on the sampled sequences, captured for every bucket.
+
+    Padding rows have no blocks, so they write no KV.
+    """
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.base import Guide, Lookahead, Proposal, VerifiedStep
-from atom.spec_decode.chain import AdvanceOp, DraftChain
+from atom.spec_decode.chain import GRAPHS_PER_BUCKET, AdvanceOp, DraftChain
 from atom.spec_decode.choice import Chosen, DraftChoice
 
 
@@ -44,6 +44,7 @@ class EagleProposer:
             kv_depends_on_successor=True,
             expected_acceptance=draft.config.expected_acceptance,
         )
+        self.graphs_per_bucket = GRAPHS_PER_BUCKET if num_speculative_tokens > 1 else 0
         self.draft_model: nn.Module | None = draft
         self.aux_layer_ids = draft.aux_layer_ids
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)

@@ -9,18 +9,21 @@ from dataclasses import replace
 
 import torch
 
-from atom.config import MAX_SPECULATIVE_TOKENS, EngineConfig, SpeculativeOptions
+from atom.config import MAX_SPECULATIVE_TOKENS, ConfigError, EngineConfig, SpeculativeOptions
 from atom.distributed.parallel_state import SINGLE
 from atom.graphs.recorded import StepRecorder
 from atom.kv_cache.base import storage_dtype
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
+from atom.model_loader.drafts.block import load_block_draft
 from atom.model_loader.drafts.eagle3 import load_draft
+from atom.model_loader.drafts.folder import DraftTarget
 from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
+from atom.spec_decode.block import BlockProposer
 from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
@@ -28,6 +31,7 @@ from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.grammar import GrammarDrafter
 from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
 from atom.spec_decode.mtp import MTPProposer
+from atom.spec_decode.parallel_eagle import ParallelEagleProposer
 from atom.spec_decode.suffix_index import BYTES_PER_TOKEN
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 from atom.speculative_methods import SPECULATIVE_METHODS
@@ -134,14 +138,52 @@ def create_eagle3(
     storage = storage_dtype(config.cache, context)
     builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
     size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
-    return EagleProposer(
+    choice = create_choice(context, size, draft.target_ids, scale)
+    limits = options.num_speculative_tokens, config.cache.block_size, context.max_model_len
+    if draft.config.mask_token_id is not None:
+        place = context.ops.resolve("place_blocks", context.dtype)
+        return ParallelEagleProposer(draft, builder, *limits, place, choice)
+    advance = context.ops.resolve("advance_drafts", context.dtype)
+    return EagleProposer(draft, builder, *limits, advance, choice)
+
+
+def create_block(
+    options: SpeculativeOptions,
+    config: EngineConfig,
+    target: CausalLM,
+    source: ModelSource,
+    context: LayerContext,
+) -> Proposer:
+    """A proposer with a block drafter, of the kind that the method names.
+
+    Raises:
+        ConfigError: for more drafts than a block has.
+    """
+    assert options.model is not None
+    loaded_for = DraftTarget(target, source, context, config.model, options.aux_layer_convention)
+    draft = load_block_draft(options.model, loaded_for, options.method)
+    if options.num_speculative_tokens > draft.config.max_drafts:
+        raise ConfigError(
+            f"num_speculative_tokens={options.num_speculative_tokens} is more than the "
+            f"{draft.config.max_drafts} drafts that {options.model} makes of a block of "
+            f"{draft.config.block_size}"
+        )
+    block_size = config.cache.block_size
+    storage = storage_dtype(config.cache, context)
+    layers = attention_layers(draft)
+    return BlockProposer(
         draft,
-        builder,
+        PagedCache(layers, block_size, storage, context.device, prefix="block_draft_"),
         options.num_speculative_tokens,
-        config.cache.block_size,
+        block_size,
         context.max_model_len,
-        context.ops.resolve("advance_drafts", context.dtype),
-        create_choice(context, size, draft.target_ids, scale),
+        context.ops.resolve("place_blocks", context.dtype),
+        create_choice(
+            context,
+            draft.config.draft_vocab_size,
+            draft.target_ids,
+            draft.config.temperature_scale,
+        ),
     )
 
 

@@ -13,7 +13,7 @@ from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.models.deepseek_mtp import DeepseekMTP, MTPLayer
 from atom.spec_decode.base import Guide, Lookahead, Proposal, VerifiedStep
-from atom.spec_decode.chain import AdvanceOp, DraftChain
+from atom.spec_decode.chain import GRAPHS_PER_BUCKET, AdvanceOp, DraftChain
 from atom.spec_decode.choice import Chosen, DraftChoice
 
 
@@ -39,6 +39,7 @@ class MTPProposer:
         choice: DraftChoice | None = None,
     ) -> None:
         self.lookahead = Lookahead(num_speculative_tokens, kv_depends_on_successor=True)
+        self.graphs_per_bucket = GRAPHS_PER_BUCKET if num_speculative_tokens > 1 else 0
         self.draft_model: nn.Module | None = mtp
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._mtp = mtp

@@ -25,6 +25,7 @@ class FeatureRecorder:
     draft_model: nn.Module | None = None
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
     reads_steps = True
+    graphs_per_bucket = 0
 
     def __init__(self, aux_layer_ids: tuple[int, ...]) -> None:
         self.aux_layer_ids = aux_layer_ids

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 import torch
+from model_ops.batches import Part
 from models import checkpoints
 from models.harness import load_model
 from ranks import run_ranks
-from spec_decode import draft_bench
+from spec_decode import block_bench, draft_bench
+from spec_decode.block_bench import BlockBench
 from spec_decode.draft_bench import DraftBench
 from spec_decode.mtp_reference import add_mtp_layers
 from spec_decode.test_mtp import MTPBench
@@ -23,6 +25,7 @@ from atom.kv_cache.builders import attention_layers
 from atom.model_loader.source import resolve_model
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
+from atom.models.block_draft.draft import BlockDraft
 from atom.models.deepseek_mtp import DeepseekMTP
 from atom.models.eagle3.base import Eagle3Draft
 from atom.platform import cpu_platform
@@ -32,7 +35,7 @@ VOCAB, DRAFT_VOCAB, HIDDEN = 97, 41, 48
 TOKENS = checkpoints.prompt(9)
 STATES = [torch.randn(9, HIDDEN, generator=torch.Generator().manual_seed(i)) for i in range(3)]
 
-Draft = Eagle3Draft | DeepseekMTP
+Draft = Eagle3Draft | DeepseekMTP | BlockDraft
 # Of each step of a chain: token, hidden state, logits.
 Chain = tuple[list[int], torch.Tensor, torch.Tensor]
 
@@ -47,7 +50,7 @@ def load_draft(target: Path, speculative: SpeculativeOptions, group: ParallelGro
     context = LayerContext.create(torch.float32, 128, cpu_platform(), group)
     source = resolve_model(config.model)
     proposer = create_proposer(config, load_model(target, 128, group=group), source, context)
-    assert isinstance(proposer.draft_model, Eagle3Draft | DeepseekMTP)
+    assert isinstance(proposer.draft_model, Eagle3Draft | DeepseekMTP | BlockDraft)
     return proposer.draft_model
 
 
@@ -112,6 +115,35 @@ def test_eagle3(name: str, size: int, draft_ranks: int | None, tmp_path: Path) -
 
     vocab_size = VOCAB if "target" in name else DRAFT_VOCAB
     check(load, size, vocab_size)
+
+
+@pytest.mark.parametrize("draft_ranks", [None, 1])
+@pytest.mark.parametrize("name", ["dflash2", "dspark rnn", "speculators dspark"])
+def test_block_drafters(name: str, draft_ranks: int | None, tmp_path: Path) -> None:
+    """Scores along the greedy path of a block, after a context."""
+    folder = checkpoints.llama(tmp_path / "target", vocab_size=VOCAB, hidden_size=HIDDEN).folder
+    ids = {"target_layer_ids": [-1, 0, 1], "aux_hidden_state_layer_ids": [0, 2, 3]}
+    draft = block_bench.DRAFTS[name].changed(hidden_size=HIDDEN, vocab_size=VOCAB, **ids)
+    block_bench.write_draft(tmp_path / "draft", draft)
+
+    def scores(group: ParallelGroup) -> tuple[list[list[int]], torch.Tensor]:
+        options = SpeculativeOptions(
+            method=draft.kind,
+            num_speculative_tokens=4,
+            model=str(tmp_path / "draft"),
+            draft_tensor_parallel_size=None if group.size == 1 else draft_ranks,
+        )
+        model = load_draft(folder, options, group)
+        assert isinstance(model, BlockDraft)
+        bench = BlockBench(model)
+        part = Part(9, 0, bench.blocks(9 + 5))
+        drafts, found, _ = bench.step([part], STATES, TOKENS, [8], 4)
+        return drafts, found
+
+    alone = scores(SINGLE)
+    for together in run_ranks(2, scores):
+        assert together[0] == alone[0]
+        torch.testing.assert_close(together[1], alone[1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("draft_ranks", [None, 1])

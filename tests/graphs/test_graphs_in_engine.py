@@ -65,7 +65,7 @@ def speculation(method: str, k: int, folder: Path, vocab_size: int) -> dict[str,
     if method in ("mtp", "suffix"):
         return {**options, "method": method}
     draft = engines.write_draft(method, folder / f"draft {method}", vocab_size)
-    return {**options, "method": "eagle3", "draft_model": str(draft)}
+    return {**options, "method": engines.method_of(method), "draft_model": str(draft)}
 
 
 @pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
@@ -90,11 +90,17 @@ def test_tokens_of_graphs(
         assert {name: generate(engine, params(name)) for name in SETTINGS} == expected, method
         # A lookup proposes different numbers of drafts, and nothing of it is captured.
         assert replays["GraphRunner"] >= (1 if method == "suffix" else 10), method
-        assert (replays["_Graphs"] > 20) == (method != "suffix")
+        assert (replays["DraftGraphs"] > 20) == (method != "suffix")
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"), [("llama", "mha"), ("deepseek_v3", "mla"), ("deepseek_v3", "mtp")]
+    ("kind", "method"),
+    [
+        ("llama", "mha"),
+        ("llama", "dspark"),
+        ("deepseek_v3", "mla"),
+        ("deepseek_v3", "mtp"),
+    ],
 )
 def test_a_captured_chain_proposes_the_same_drafts(
     kind: str,
@@ -113,12 +119,12 @@ def test_a_captured_chain_proposes_the_same_drafts(
         )
     sampling = params("warm", max_tokens=10)
     assert generate(graphed, sampling, PROMPTS[:7]) == generate(eager, sampling, PROMPTS[:7])
-    assert replays["_Graphs"] > 0
+    assert replays["DraftGraphs"] > 0
     assert recorders[0] == recorders[1]
     graphed.shutdown()
     ended = graphed.engine.core.executor
     assert not ended._graphs._replays, "communicators cannot end while graphs hold them"
-    assert ended._proposer._chain._graphs is None
+    assert getattr(ended._proposer, "_chain", ended._proposer)._graphs is None
 
 
 def test_padding_leaves_the_pool_alone(

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from models import checkpoints
-from spec_decode import draft_bench
+from spec_decode import block_bench, draft_bench
 from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
@@ -42,6 +42,12 @@ def draft(
     raw = dict(draft_bench.MHA) | SIZES | {"vocab_size": len(byte_level_tokenizer)}
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     folder = tmp_path_factory.mktemp("draft")
+    block = block_bench.DRAFTS["speculators dspark"].changed(
+        hidden_size=64,
+        vocab_size=len(byte_level_tokenizer),
+        aux_hidden_state_layer_ids=[0, 2, 3],
+    )
+    block_bench.write_draft(folder / "dspark", block)
     return draft_bench.write_draft(folder, raw, draft_bench.draft_tensors(raw))
 
 
@@ -70,6 +76,8 @@ def options(method: str, draft: Path) -> dict[str, Any]:
         return {}
     if method == "suffix":
         return {"method": "suffix", "num_speculative_tokens": 3}
+    if method == "dspark":
+        return {"method": method, "draft_model": str(draft / method), "num_speculative_tokens": 4}
     eagle = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": 3}
     if method == "everything":
         eagle |= {"speculative_lookup": True, "speculative_adaptive": True}
@@ -77,7 +85,7 @@ def options(method: str, draft: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("method", ["none", "suffix", "eagle3", "everything"])
+@pytest.mark.parametrize("method", ["none", "suffix", "eagle3", "dspark", "everything"])
 def test_tokens_are_those_of_steps_run_op_by_op(
     method: str, dtype: str, target: Path, draft: Path, replays: Counter[str]
 ) -> None:
@@ -97,7 +105,7 @@ def test_tokens_are_those_of_steps_run_op_by_op(
     least = 2 if method in ("suffix", "everything") else 10
     assert replays["a step"] > least
     assert replays["a step that samples"] > least
-    assert (replays["drafting"] > 0) == (method in ("eagle3", "everything"))
+    assert (replays["drafting"] > 0) == (method not in ("none", "suffix"))
 
 
 def test_a_steady_batch_is_replayed(target: Path, replays: Counter[str]) -> None:

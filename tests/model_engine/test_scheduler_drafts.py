@@ -44,6 +44,16 @@ def test_drafts_stay_within_max_tokens_and_the_context() -> None:
     assert outputs["long"].finish_reason is FinishReason.LENGTH
 
 
+def test_slots_beyond_the_drafts_are_reserved() -> None:
+    """Up to the last token that is computed, and no further."""
+    bench = Bench(lookahead=Lookahead(1, num_slots=9))
+    bench.add("a", tokens(100, 5), max_tokens=40)
+    bench.add("b", tokens(200, 5), max_tokens=5)
+    batch, _ = bench.step()
+    size = bench.scheduler._pool.block_size
+    assert [s.num_blocks for s in batch.sequences] == [-(-14 // size), -(-9 // size)]
+
+
 def test_drafts_share_the_budget() -> None:
     bench = Bench(lookahead=THREE, max_num_batched_tokens=5, max_num_seqs=3)
     for id in "abc":

@@ -8,7 +8,11 @@ import pytest
 import torch
 from model_ops.batches import Part, attention_metadata
 
-from atom.model_ops.kernels.torch.attention import kv_cache_write, paged_attention
+from atom.model_ops.kernels.torch.attention import (
+    block_attention,
+    kv_cache_write,
+    paged_attention,
+)
 from atom.model_ops.kernels.torch.elementwise import silu_and_mul
 from atom.model_ops.kernels.torch.mla import (
     absorb_limit,
@@ -52,9 +56,10 @@ class TestUnknownContexts:
         key, value = torch.randn(2, 7, 4, 2, 8, generator=generator)
         q = torch.randn(BATCHES[batch].slot_mapping.shape[0], 4, 8, generator=generator)
         cache = KVCacheTensor(key, value)
-        expected = paged_attention(q, cache, BATCHES[batch], 0.3, window)
-        out = paged_attention(q, cache, self.unknown(batch, bound), 0.3, window)
-        torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
+        for op in (paged_attention, block_attention):
+            expected = op(q, cache, BATCHES[batch], 0.3, window)
+            out = op(q, cache, self.unknown(batch, bound), 0.3, window)
+            torch.testing.assert_close(out, expected, atol=1e-6, rtol=0)
 
     @pytest.mark.parametrize(("rank", "up_rows"), [(8, 12), (24, 4)], ids=["absorb", "expand"])
     def test_mla_attention(self, batch: str, bound: int, rank: int, up_rows: int) -> None:

@@ -98,6 +98,7 @@ def exact_attention(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None,
+    causal: bool = True,
 ) -> torch.Tensor:
     out, start = [], 0
     for b, (queries, context) in enumerate(
@@ -111,7 +112,7 @@ def exact_attention(
         scores = torch.einsum("qhd,khd->hqk", q[start : start + queries].double(), key) * scale
         last = torch.arange(context - queries, context)[:, None]
         keys = torch.arange(context)
-        seen = keys <= last
+        seen = keys <= (last if causal else torch.full_like(last, context))
         if window is not None:
             seen &= keys > last - window
         weights = scores.masked_fill(~seen, -float("inf")).softmax(-1)
@@ -140,6 +141,35 @@ def test_attention_equals_the_exact_one(
             theirs = torch_attention.paged_attention(q, cache, metadata, head_dim**-0.5, window)
             error = (theirs.double() - exact).abs().max()
             assert (got.double() - exact).abs().max() <= 1.2 * error + ATOL[torch.float32]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(9, 3, 64), (8, 1, 20)])
+def test_queries_of_a_block_see_all_of_it(
+    dtype: torch.dtype, heads: int, kv_heads: int, head_dim: int
+) -> None:
+    lens = [(8, 8), (8, 200), (1, 64), (16, 65), (7, 70), (70, 300)]
+    q = random(sum(n for n, _ in lens), heads, head_dim, dtype=dtype, seed=9)
+    for block_size, window in ((16, None), (7, 5), (128, 40)):
+        cache, metadata = paged(lens, kv_heads, head_dim, block_size, dtype)
+        args = q, cache, metadata, head_dim**-0.5, window
+        exact = exact_attention(*args, causal=False)
+        assert_near(attention.block_attention(*args), exact, dtype)
+        if dtype != torch.float16:
+            theirs = torch_attention.block_attention(*args)
+            torch.testing.assert_close(theirs.double(), exact, atol=2e-2, rtol=2e-2)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", [4, 40])
+def test_a_context_may_be_shorter_than_its_queries(dtype: torch.dtype, heads: int) -> None:
+    """A causal query before the context sees nothing, and gets zeros."""
+    lens = [(8, 3), (16, 1), (8, 8)]
+    cache, metadata = paged(lens, 1, 64, 4, dtype)
+    q = random(32, heads, 64, dtype=dtype)
+    for causal, op in ((True, attention.paged_attention), (False, attention.block_attention)):
+        exact = exact_attention(q, cache, metadata, 0.125, None, causal).nan_to_num()
+        assert_near(op(q, cache, metadata, 0.125, None), exact, dtype)
 
 
 sequences = st.lists(

@@ -139,12 +139,34 @@ def test_options_of_rows() -> None:
             native_gather.sampling_options(options, seeds, torch.tensor([bad]))
 
 
+@SPECULATION
+def test_blocks_lie_behind_their_sequences(ops: ModuleType) -> None:
+    """Whole, cut at the last block, cut at the longest context, without a slot, and padding."""
+    anchors, positions = torch.tensor([50, 51, 52, 53, 0]), torch.tensor([2, 5, 7, 7, 0])
+    tables = torch.tensor([[5, 3, 9], [7, 1, 9], [2, 4, 6], [2, 4, 6], [9, 9, 9]]).int()
+    counts = torch.tensor([2, 2, 3, 2, 0], dtype=torch.int32)
+    got = ops.place_blocks(anchors, positions, tables, counts, 3, 99, 4, 10)
+    expected = [
+        [a for anchor in anchors.tolist() for a in (anchor, 99, 99)],
+        [3, 4, 5, 6, 7, 7, 8, 9, 9, 7, 7, 7, 0, 0, 0],
+        [23, 12, 13, 6, 7, -1, 24, 25, -1, -1, -1, -1, -1, -1, -1],
+        [6, 8, 10, 8, 3],
+        [0, 3, 6, 9, 12, 15],
+    ]
+    assert [t.tolist() for t in got] == expected
+    assert [t.dtype for t in got] == [torch.int64] * 3 + [torch.int32] * 2
+    none = ops.place_blocks(anchors[:0], positions[:0], tables[:0], counts[:0], 3, 99, 4, 10)
+    assert [len(t) for t in none] == [0, 0, 0, 0, 1]
+
+
 @NATIVE
 def test_what_does_not_fit_is_refused() -> None:
     ops, rows = native_speculation, torch.arange(8)
     tables, counts = torch.zeros(1, 2, dtype=torch.int32), torch.tensor([3], dtype=torch.int32)
     with pytest.raises(IndexError, match="3 blocks, its table 2"):
         ops.advance_drafts(rows[:1], 1, tables, counts, 4, 99)
+    with pytest.raises(IndexError, match="3 blocks, its table 2"):
+        ops.place_blocks(rows[:1], rows[:1], tables, counts, 4, 99, 4, 99)
     with pytest.raises(ValueError, match="verify_drafts"):
         ops.verify_drafts(SAMPLED[:7], DRAFTS[:2], None)
     with pytest.raises(IndexError, match="sequence 2"):

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from models import checkpoints
-from spec_decode import draft_bench
+from spec_decode import block_bench, draft_bench
 from spec_decode.mtp_reference import add_mtp_layers
 from transformers import PreTrainedTokenizerFast
 
@@ -60,8 +60,25 @@ def write_target(kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast) ->
     return folder
 
 
+BLOCK_DRAFTS = {
+    "dflash": "dflash sliding",
+    "dflash2": "dflash2",
+    "dspark": "speculators dspark",
+}
+
+
+def method_of(draft: str) -> str:
+    """The method that runs a draft of `write_draft`."""
+    return draft if draft in BLOCK_DRAFTS else "eagle3"
+
+
 def write_draft(kind: str, folder: Path, vocab_size: int) -> Path:
-    """A random `mha` or `mla` Eagle3 draft with a pruned vocabulary."""
+    """A random `mha` or `mla` Eagle3 draft with a pruned vocabulary, or a block drafter."""
+    if kind in BLOCK_DRAFTS:
+        sizes = {"hidden_size": HIDDEN, "vocab_size": vocab_size, "block_size": 8}
+        ids = {"target_layer_ids": [-1, 0, 1], "aux_hidden_state_layer_ids": [0, 2, 3]}
+        draft = block_bench.DRAFTS[BLOCK_DRAFTS[kind]].changed(**sizes, **ids)
+        return block_bench.write_draft(folder, draft)
     raw = dict(draft_bench.MHA if kind == "mha" else draft_bench.MLA)
     raw |= {"hidden_size": HIDDEN, "vocab_size": vocab_size}
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}

@@ -40,7 +40,7 @@ class Bench:
         self.options: dict[str, Any] = {"method": draft, "num_speculative_tokens": 4}
         if draft != "mtp":
             written = engines.write_draft(draft, folder / "draft", len(tokenizer))
-            self.options |= {"method": "eagle3", "draft_model": str(written)}
+            self.options |= {"method": engines.method_of(draft), "draft_model": str(written)}
         with pytest.MonkeyPatch.context() as patch, engines.drafts_recorded(patch) as recorders:
             whole = self.engine(enable_prefix_caching=False)
         self.expected = generate(whole, SAMPLING, PROMPTS)
@@ -50,7 +50,10 @@ class Bench:
         return create_engine(self.folder, **self.options, **changes)
 
 
-@pytest.fixture(scope="module", params=["llama mha", "deepseek_v3 mla", "deepseek_v3 mtp"])
+@pytest.fixture(
+    scope="module",
+    params=["llama mha", "deepseek_v3 mla", "deepseek_v3 mtp", "llama dspark"],
+)
 def bench(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -64,7 +67,7 @@ def test_drafts_are_the_same(bench: Bench, way: str, monkeypatch: pytest.MonkeyP
     changes = {"enable_prefix_caching": False, **WAYS[way]}
     if way == "preempted":
         # Room for two sequences at a time.
-        monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+        monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(20, 0))
         changes |= {"max_model_len": 64}
     with engines.drafts_recorded(monkeypatch) as recorders:
         other = bench.engine(**changes)

@@ -16,7 +16,11 @@ from transformers import PreTrainedTokenizerFast
 from atom.model_ops.kernels.native.build import native_build
 from atom.stats import SpecDecodeStats
 
-METHODS = {"llama": ["mha", "mla", "suffix"], "deepseek_v3": ["mha", "mla", "suffix", "mtp"]}
+BLOCK = [*engines.BLOCK_DRAFTS]
+METHODS = {
+    "llama": ["mha", "mla", "suffix", *BLOCK],
+    "deepseek_v3": ["mha", "mla", "suffix", "mtp", *BLOCK],
+}
 
 
 class Targets:
@@ -46,7 +50,8 @@ class Targets:
             return {**common, "method": method, "suffix_cache_tokens": 1000}
         if method == "mtp":
             return {**common, "method": method}
-        return {**common, "method": "eagle3", "draft_model": str(self.draft(method))}
+        draft = str(self.draft(method))
+        return {**common, "method": engines.method_of(method), "draft_model": draft}
 
 
 @pytest.fixture(scope="module")
@@ -68,8 +73,11 @@ def _grid() -> Iterator[object]:
     methods = [(target, method) for target in METHODS for method in METHODS[target]]
     for number, (target, method) in enumerate(methods):
         turned = [*SETTINGS][number % len(SETTINGS) :] + [*SETTINGS][: number % len(SETTINGS)]
+        # Block drafters have the k of their turn at each commit.
+        turn = (1, 3, 7)[number % 3]
         for k, part in {1: turned[:1], 3: turned[1:3], 7: turned[3:]}.items():
-            yield pytest.param(target, method, k, part, id=f"{target}-{method}-{k}")
+            marks = (pytest.mark.slow,) if method in BLOCK and k != turn else ()
+            yield pytest.param(target, method, k, part, id=f"{target}-{method}-{k}", marks=marks)
             rest = [name for name in SETTINGS if name not in part]
             name = f"{target}-{method}-{k}-rest"
             yield pytest.param(target, method, k, rest, id=name, marks=pytest.mark.slow)

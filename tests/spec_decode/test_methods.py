@@ -73,7 +73,8 @@ def test_a_line_makes_a_method(
     expected = generate(create_engine(target), params("greedy"), prompts)
     known = {tuple(p): tokens for p, tokens in zip(prompts, expected, strict=True)}
     monkeypatch.setitem(globals(), "CONTINUATIONS", known)
-    with pytest.raises(ConfigError, match="method must be one of eagle3, mtp, suffix; got 'toy'"):
+    known = "eagle3, dflash, dflash2, dspark, mtp, suffix"
+    with pytest.raises(ConfigError, match=f"method must be one of {known}; got 'toy'"):
         create_engine(target, method="toy", num_speculative_tokens=3)
     add_method(monkeypatch)
     engine = create_engine(target, method="toy", num_speculative_tokens=3)
@@ -102,7 +103,7 @@ def test_the_line_says_what_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     add_method(monkeypatch, is_lookup=True)
     with pytest.raises(ConfigError, match="method toy takes no draft model, got 'D'"):
         SpeculativeOptions("toy", 2, "D")
-    with pytest.raises(ConfigError, match=r"goes beside a draft \(eagle3 or mtp\); method toy"):
+    with pytest.raises(ConfigError, match=r"goes beside a draft \(eagle3 or .* mtp\); method toy"):
         SpeculativeOptions("toy", 2, lookup=True)
     assert SpeculativeOptions("toy", 2, suffix_cache_tokens=5).looks_up
 

@@ -2,33 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
-import logging
-from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING
-
-import torch
-
-from atom.config import ConfigError, ModelOptions
-from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_tensors
-from atom.model_loader.drafts.quantization import online_for_draft, read_draft_quantization
-from atom.model_loader.drafts.tokenizer import check_same_tokenizer
-from atom.model_loader.hub import download, looks_like_path
+from atom.config import ModelOptions
+from atom.model_loader.drafts.folder import DraftTarget, draft_folder, load_onto
 from atom.model_loader.source import ModelSource
-from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.models.eagle3.base import Eagle3Draft
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
 from atom.models.eagle3.llama import LlamaForCausalLMEagle3
-from atom.models.eagle3.parts import DraftParts
-
-if TYPE_CHECKING:
-    from transformers import PretrainedConfig
-
-logger = logging.getLogger(__name__)
 
 
 def load_draft(
@@ -39,180 +21,22 @@ def load_draft(
     options: ModelOptions,
     aux_layer_convention: str | None = None,
 ) -> Eagle3Draft:
-    """Build and load an Eagle3 draft; most checks run before weights are read.
+    """Build and load an Eagle3 draft; the arguments are the fields of `DraftTarget`.
 
     Args:
         draft: folder or hub id.
-        target: loaded; the draft shares the modules that its checkpoint lacks.
-        context: the target's; the draft uses the same dtype.
-        options: the target's; the load format and strategy apply to the draft as well.
-        aux_layer_convention: what the draft's layer ids name, where the user says it.
 
     Raises:
         ConfigError: when there is no such draft or it does not fit the target.
         WeightError: for tensors that are missing, unexpected or do not fit.
     """
-    options = _draft_options(draft, options)
-    folder = _locate(draft, options)
-    config = Eagle3Config.from_folder(folder)
-    target_config = target_source.hf_config.get_text_config()
-    config.check_against_target(target_config)
-    check_same_tokenizer(folder, target_source.path)
-    aux_layer_ids = _resolve_aux_layers(
-        config, target, target_config.num_hidden_layers, draft, aux_layer_convention
-    )
-    parts = _parts(folder, config, target_config, options)
-    parts.check(config, target_config)
+    config = Eagle3Config.from_folder(draft_folder(draft, options))
     draft_class = Eagle3DeepseekV2ForCausalLM if config.is_mla else LlamaForCausalLMEagle3
-    create = partial(draft_class, config, parts, aux_layer_ids)
-    quantization = read_draft_quantization(folder, options.load_format != "dummy")
-    if quantization is None:
-        quantization = online_for_draft(target_source.quantization, context.ops.platform)
-    source = ModelSource(
-        folder, draft, config.network, frozenset(), context.dtype, quantization=quantization
-    )
-    model = build_model(create, source, context, options)
-    _check_d2t(model, draft)
-    model.share_with(target)
-    _log(draft, config, parts, context)
-    return model
-
-
-def draft_folder(draft: str, options: ModelOptions) -> Path:
-    """Where a draft is.
-
-    Args:
-        options: the target's.
-
-    Raises:
-        ConfigError: when there is no such draft.
-    """
-    return _locate(draft, _draft_options(draft, options))
-
-
-def _draft_options(draft: str, options: ModelOptions) -> ModelOptions:
-    """The target's options without those that refer to the target's files."""
-    return dataclasses.replace(
-        options,
-        model=draft,
-        tokenizer=None,
-        revision=None,
-        trust_remote_code=False,
-        load_format="dummy" if options.load_format == "dummy" else "auto",
-        activations="auto",
-    )
-
-
-def _locate(draft: str, options: ModelOptions) -> Path:
-    path = Path(draft).expanduser()
-    if path.is_dir():
-        return path
-    if path.exists():
-        raise ConfigError(f"the draft {draft} is a file; expected a folder or a hub id")
-    if looks_like_path(draft):
-        raise ConfigError(f"there is no draft folder {draft}")
-    return download(draft, options)
-
-
-def _resolve_aux_layers(
-    config: Eagle3Config, target: CausalLM, num_layers: int, draft: str, stated: str | None
-) -> tuple[int, ...]:
-    """The boundary ids of the hidden states that the draft reads."""
-    aux = config.aux_layers
-    try:
-        if aux is None and stated is not None:
-            raise ValueError("draft_aux_layer_convention has no effect: its config has no ids")
-        if aux is None:
-            resolved = target.default_aux_layer_ids()
-            given = "none given, the target's default"
-        else:
-            resolved, applied = aux.resolve(num_layers, stated)
-            given = f"{list(aux.ids)} of {aux.field} read as {applied} ids"
-    except ValueError as error:
-        raise ConfigError(f"draft {draft}: {error}") from error
-    logger.info(
-        "draft %s: aux layer ids %s: it reads what enters layers %s of %d",
+    return load_onto(
+        DraftTarget(target, target_source, context, options, aux_layer_convention),
         draft,
-        given,
-        ", ".join(str(i) for i in resolved),
-        num_layers,
+        config,
+        draft_class,
+        draft_class.renames,
+        target.default_aux_layer_ids,
     )
-    return resolved
-
-
-def _parts(
-    folder: Path, config: Eagle3Config, target: PretrainedConfig, options: ModelOptions
-) -> DraftParts:
-    """The optional modules in the checkpoint; with dummy weights, those that cannot be shared."""
-    pruned = config.draft_vocab_size != config.vocab_size
-    if options.load_format == "dummy":
-        own = config.hidden_size != target.hidden_size
-        return DraftParts(embed_tokens=own, lm_head=own or pruned, d2t=pruned)
-    if not has_weights(folder):
-        raise ConfigError(
-            f"the draft {folder} holds no *.safetensors files; weights in other formats, such as "
-            f"pickled ones (.bin, .pt), have to be converted first"
-        )
-    tensors = list_tensors(folder)
-    _check_fc(tensors, config, folder)
-    return DraftParts.of(tensor.name for tensor in tensors)
-
-
-def _check_fc(tensors: list[CheckpointTensor], config: Eagle3Config, folder: Path) -> None:
-    expected = (config.hidden_size, config.fc_fan_in)
-    for tensor in tensors:
-        if tensor.name.removeprefix("model.") != "fc.weight":
-            continue
-        has_numbers = tensor.torch_dtype is not None and tensor.torch_dtype.is_floating_point
-        if has_numbers and tensor.shape != expected:
-            raise ConfigError(
-                f"{folder}: fc.weight is {list(tensor.shape)}, and its config says "
-                f"{list(expected)}: {config.num_aux_hidden_states} hidden states of "
-                f"{config.target_hidden_size} elements make {config.fc_fan_in} inputs for "
-                f"{config.hidden_size} outputs"
-            )
-
-
-def _check_d2t(model: Eagle3Draft, draft: str) -> None:
-    """Refuse d2t values outside the vocabulary, such as absolute ids instead of offsets."""
-    if model.d2t is None:
-        return
-    drafts = torch.arange(model.config.draft_vocab_size, device=model.d2t.device)
-    targets = model.to_target_ids(drafts)
-    low, high = int(targets.min()), int(targets.max())
-    if low < 0 or high >= model.config.vocab_size:
-        raise ConfigError(
-            f"draft {draft}: d2t leads to target tokens {low} to {high}, outside "
-            f"0..{model.config.vocab_size - 1}; it should hold offsets, target id minus draft id"
-        )
-    if (distinct := len(set(targets.tolist()))) != targets.numel():
-        raise ConfigError(
-            f"draft {draft}: d2t leads {targets.numel()} draft tokens to only {distinct} target "
-            f"tokens; it should hold offsets, target id minus draft id"
-        )
-
-
-def _log(draft: str, config: Eagle3Config, parts: DraftParts, context: LayerContext) -> None:
-    logger.info(
-        "draft %s: %s in %s, %s embedding, %s head over %d of %d tokens",
-        draft,
-        config.architecture,
-        str(context.dtype).removeprefix("torch."),
-        "own" if parts.embed_tokens else "the target's",
-        "own" if parts.lm_head else "the target's",
-        config.draft_vocab_size,
-        config.vocab_size,
-    )
-    if config.ignored_keys:
-        logger.warning(
-            "draft %s: unknown config keys ignored: %s", draft, ", ".join(config.ignored_keys)
-        )
-    trained = config.network.max_position_embeddings
-    if context.max_model_len > trained:
-        logger.warning(
-            "draft %s was made for %d positions and the context is %d; acceptance may fall "
-            "beyond the former",
-            draft,
-            trained,
-            context.max_model_len,
-        )

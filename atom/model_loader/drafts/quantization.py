@@ -1,4 +1,4 @@
-"""Reads how an Eagle3 draft's weights are quantised, whatever its target's are."""
+"""Reads how a draft's weights are quantised, whatever its target's are."""
 
 from __future__ import annotations
 
@@ -10,14 +10,21 @@ from atom.model_loader.quantization import read_quantization
 from atom.model_ops.quant.base import LayerKind, QuantConfig, QuantMethod, UnquantizedConfig
 from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.models.config_file import read_json_object
-from atom.models.eagle3.base import RENAMES
 from atom.platform import Platform
 
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 
 
-def read_draft_quantization(folder: Path, with_weights: bool) -> QuantConfig | None:
+Renames = Sequence[tuple[str, str]]
+
+
+def read_draft_quantization(
+    folder: Path, with_weights: bool, renames: Renames
+) -> QuantConfig | None:
     """The quantisation of a draft's checkpoint; None if it has none.
+
+    Args:
+        renames: as `WeightMapping.renames`.
 
     Raises:
         ConfigError: when it is not supported, naming the key.
@@ -28,7 +35,7 @@ def read_draft_quantization(folder: Path, with_weights: bool) -> QuantConfig | N
     if isinstance(config, UnquantizedConfig):
         return None
     tensors = list_tensors(folder) if with_weights and has_weights(folder) else []
-    return DraftQuantization(config, tensors)
+    return DraftQuantization(config, tensors, renames)
 
 
 def online_for_draft(target: QuantConfig, platform: Platform) -> QuantConfig:
@@ -46,12 +53,14 @@ class DraftQuantization:
     Lists of excluded modules may have yet other names; what is stored as numbers is not quantised.
     """
 
-    def __init__(self, config: QuantConfig, tensors: Iterable[CheckpointTensor]) -> None:
+    def __init__(
+        self, config: QuantConfig, tensors: Iterable[CheckpointTensor], renames: Renames
+    ) -> None:
         self._config = config
         self._stored_names: dict[str, str] = {}
         self._in_numbers: set[str] = set()
         for tensor in tensors:
-            name = _renamed(tensor.name)
+            name = _renamed(tensor.name, renames)
             module = name.partition(".")[0]
             self._stored_names[module] = tensor.name.removesuffix(name.removeprefix(module))
             if tensor.dtype in _NUMBERS and name.endswith(".weight"):
@@ -70,9 +79,9 @@ class DraftQuantization:
         return f"{self._stored_names.get(module, module)}{dot}{rest}"
 
 
-def _renamed(name: str) -> str:
+def _renamed(name: str, renames: Renames) -> str:
     """The name in the model of a checkpoint's tensor."""
-    for old, new in RENAMES:
+    for old, new in renames:
         if name.startswith(old):
             return new + name.removeprefix(old)
     return name

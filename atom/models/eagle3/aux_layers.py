@@ -1,4 +1,4 @@
-"""The layer id conventions of published Eagle3 drafts."""
+"""The layer id conventions of published drafts."""
 
 from __future__ import annotations
 
@@ -15,15 +15,21 @@ AUX_FIELDS: dict[str, str | None] = {
     "eagle_aux_hidden_state_layer_ids": None,
     "aux_hidden_state_layer_ids": BOUNDARY,
     "target_layer_ids": OUTPUT,
+    "layer_ids": BOUNDARY,
 }
 
 
 @dataclass(frozen=True)
 class AuxLayers:
-    """Layer ids as a draft's config gives them, in `field`."""
+    """Layer ids as a draft's config gives them, in `field`.
+
+    Attributes:
+        stated: what they name, where the config's layout says more than the field.
+    """
 
     field: str
     ids: tuple[int, ...]
+    stated: str | None = None
 
     def convention(self, num_layers: int) -> str:
         """What the ids name in a target of `num_layers` layers, by the name of their field.
@@ -31,7 +37,7 @@ class AuxLayers:
         `eagle_aux_hidden_state_layer_ids` holds what enters layers, except where an exporter
         that counts outputs wrote it: its ids start with 1, and no others do.
         """
-        if (stated := AUX_FIELDS[self.field]) is not None:
+        if (stated := self.stated or AUX_FIELDS[self.field]) is not None:
             return stated
         counts_outputs = self.ids[:1] == (1,) and num_layers not in self.ids
         return OUTPUT if counts_outputs else BOUNDARY

@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Mapping
 from typing import ClassVar
 
 import torch
 from torch import nn
 
-from atom.model_ops.embedding import OutputHead, ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
-from atom.models.base import CausalLM
 from atom.models.deepseek_v2 import DeepseekV2Attention
 from atom.models.eagle3.config import Eagle3Config
 from atom.models.eagle3.parts import DraftParts
-from atom.models.llama import LlamaAttention, LlamaMLP
-
-# Checkpoints name the layer `midlayer` or `layers.0`, some with the prefix `model.`.
-RENAMES = (
-    ("model.layers.0.", "midlayer."),
-    ("layers.0.", "midlayer."),
-    ("model.", ""),
-)
+from atom.models.eagle3.sharing import SharingDraft
+from atom.models.llama import LlamaAttention, LlamaDecoderLayer, LlamaMLP
 
 
 class Eagle3Layer(nn.Module):
@@ -82,7 +74,7 @@ class Eagle3Layer(nn.Module):
         self.self_attn.write_kv(x, positions, metadata, self.rotary)
 
 
-class Eagle3Draft(nn.Module, ABC):
+class Eagle3Draft(SharingDraft):
     """A draft that predicts the token after next from the target's hidden states.
 
     The row at position t combines the hidden state at t with token t + 1; its logits are for token
@@ -93,6 +85,12 @@ class Eagle3Draft(nn.Module, ABC):
         aux_layer_ids: boundary ids of the target's hidden states that `fuse` reads, in order.
     """
 
+    # Checkpoints name the layer `midlayer` or `layers.0`, some with the prefix `model.`.
+    renames: ClassVar = (
+        ("model.layers.0.", "midlayer."),
+        ("layers.0.", "midlayer."),
+        ("model.", ""),
+    )
     packed_attention: ClassVar[Mapping[str, tuple[str, ...]]] = {}
 
     def __init__(
@@ -102,11 +100,14 @@ class Eagle3Draft(nn.Module, ABC):
         aux_layer_ids: tuple[int, ...],
         context: LayerContext,
     ) -> None:
-        super().__init__()
+        super().__init__(config, parts, context)
         self.config = config
         self.aux_layer_ids = aux_layer_ids
         size, eps = config.hidden_size, config.network.rms_norm_eps
         self.fc = ReplicatedLinear(config.fc_fan_in, size, False, context, "fc")
+        self.input_norm: RMSNorm | None = None
+        if config.norm_before_fc:
+            self.input_norm = RMSNorm(config.fc_fan_in, eps, context)
         self.fc_norm = None
         if config.fc_norm:
             self.fc_norm = nn.ModuleList(
@@ -114,45 +115,32 @@ class Eagle3Draft(nn.Module, ABC):
                 for _ in range(config.num_aux_hidden_states)
             )
         self.midlayer = self.create_layer(config, context)
+        self._deeper = self.create_deeper_layers(config, context)
+        if self._deeper:
+            # By their number in the checkpoint.
+            self.layers = nn.ModuleDict({str(i + 1): m for i, m in enumerate(self._deeper)})
+        if config.mask_token_id is not None:
+            self.mask_hidden = context.empty(1, 1, config.fc_fan_in)
         self.norm = ResidualRMSNorm(size, eps, context)
-        # In tuples, so that the target's modules are not registered as submodules.
-        self._shared_embedding: tuple[VocabParallelEmbedding, ...] = ()
-        self._shared_head: tuple[OutputHead, ...] = ()
-        if parts.embed_tokens:
-            self.embed_tokens = VocabParallelEmbedding(
-                config.vocab_size, size, context, "embed_tokens"
-            )
-        if parts.lm_head:
-            self.lm_head = ParallelLMHead(config.draft_vocab_size, size, context, "lm_head")
-        self.d2t = None
-        if parts.d2t:
-            offsets = torch.zeros(config.draft_vocab_size, dtype=torch.int64, device=context.device)
-            self.d2t = nn.Parameter(offsets, requires_grad=False)
-        self._target_ids: torch.Tensor | None = None
-        self._parts = parts
 
     @abstractmethod
     def create_layer(self, config: Eagle3Config, context: LayerContext) -> Eagle3Layer:
         """The decoder layer with this architecture's attention."""
 
+    def create_deeper_layers(
+        self, config: Eagle3Config, context: LayerContext
+    ) -> tuple[LlamaDecoderLayer, ...]:
+        """The layers after the first one, if there are any."""
+        return ()
+
     @property
     def weight_mapping(self) -> WeightMapping:
         return WeightMapping(
-            renames=RENAMES,
+            renames=self.renames,
             packed={**self.packed_attention, "gate_up_proj": ("gate_proj", "up_proj")},
             # t2d is redundant: d2t also says which target tokens the draft knows.
             ignored=(r"(model\.)?t2d", r".*\.rotary_emb\.inv_freq"),
         )
-
-    def share_with(self, target: CausalLM) -> None:
-        """Use the target's embedding and output head where the draft has none.
-
-        `DraftParts.check` must have passed.
-        """
-        if not self._parts.embed_tokens:
-            self._shared_embedding = (target.token_embedding,)
-        if not self._parts.lm_head:
-            self._shared_head = (target.output_head,)
 
     def fuse(self, aux_hidden_states: tuple[torch.Tensor, ...]) -> torch.Tensor:
         """Combine the target's hidden states: n of [T, target_hidden] -> [T, hidden]."""
@@ -160,8 +148,16 @@ class Eagle3Draft(nn.Module, ABC):
             aux_hidden_states = tuple(
                 norm(state) for norm, state in zip(self.fc_norm, aux_hidden_states, strict=True)
             )
-        fused: torch.Tensor = self.fc(torch.cat(aux_hidden_states, dim=-1))
+        states = torch.cat(aux_hidden_states, dim=-1)
+        if self.input_norm is not None:
+            states = self.input_norm(states)
+        fused: torch.Tensor = self.fc(states)
         return fused
+
+    def fuse_mask(self) -> torch.Tensor:
+        """What stands for the target's hidden states in a parallel draft's mask rows, [hidden]."""
+        parts = self.mask_hidden.view(1, -1).chunk(self.config.num_aux_hidden_states, dim=-1)
+        return self.fuse(parts)[0]
 
     def forward(
         self,
@@ -180,7 +176,10 @@ class Eagle3Draft(nn.Module, ABC):
         Returns:
             `(post_norm, pre_norm)`, both [T, hidden].
         """
-        x, residual = self.midlayer(self._embed(input_ids), hidden, positions, metadata)
+        x, residual = self.midlayer(self.embed(input_ids), hidden, positions, metadata)
+        for layer in self._deeper:
+            x, residual = layer.enter(x, residual)
+            x, residual = layer(x, residual, positions, metadata, self.midlayer.rotary)
         post_norm, pre_norm = self.norm.add(x, residual)
         return post_norm, pre_norm
 
@@ -191,17 +190,21 @@ class Eagle3Draft(nn.Module, ABC):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
     ) -> None:
-        """Write the KV cache like `forward`, at the cost of the key and value projections.
-
-        With a single layer, keys and values depend on the layer's inputs only.
-        """
-        self.midlayer.write_kv(self._embed(input_ids), hidden, positions, metadata)
-
-    def _embed(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """[T] -> [T, hidden]."""
-        embedding = self.embed_tokens if self._parts.embed_tokens else self._shared_embedding[0]
-        embeds: torch.Tensor = embedding(input_ids)
-        return embeds
+        """Write the KV cache like `forward`; the last layer computes only keys and values."""
+        embeds = self.embed(input_ids)
+        if not self._deeper:
+            self.midlayer.write_kv(embeds, hidden, positions, metadata)
+            return
+        x, residual = self.midlayer(embeds, hidden, positions, metadata)
+        *between, last = self._deeper
+        rows = positions, metadata, self.midlayer.rotary
+        for layer in between:
+            x, residual = layer.enter(x, residual)
+            x, residual = layer(x, residual, *rows)
+        x, _ = last.enter(x, residual)
+        attention = last.self_attn
+        assert isinstance(attention, LlamaAttention)
+        attention.write_kv(x, *rows)
 
     def feedback(self, post_norm: torch.Tensor, pre_norm: torch.Tensor) -> torch.Tensor:
         """The hidden state to feed to the next draft step."""
@@ -209,24 +212,9 @@ class Eagle3Draft(nn.Module, ABC):
 
     def compute_logits(self, post_norm: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, draft_vocab_size] float32."""
-        head = self.lm_head if self._parts.lm_head else self._shared_head[0]
-        logits: torch.Tensor = head(post_norm)
+        logits: torch.Tensor = self.head(post_norm)
         return logits
 
     def choose_token(self, post_norm: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R] int64, the most likely target token ids."""
-        head = self.lm_head if self._parts.lm_head else self._shared_head[0]
-        return self.to_target_ids(head.argmax(post_norm))
-
-    def to_target_ids(self, draft_ids: torch.Tensor) -> torch.Tensor:
-        """Convert draft token ids to target ids, same shape; `d2t` has offsets."""
-        target_ids = self.target_ids
-        return draft_ids if target_ids is None else target_ids[draft_ids]
-
-    @property
-    def target_ids(self) -> torch.Tensor | None:
-        """[draft_vocab_size] int64, the target's ids of the draft's tokens; None if the same."""
-        if self.d2t is not None and self._target_ids is None:
-            draft_vocabulary = torch.arange(len(self.d2t), device=self.d2t.device)
-            self._target_ids = draft_vocabulary + self.d2t
-        return self._target_ids
+        return self.to_target_ids(self.head.argmax(post_norm))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atom.models.eagle3.fields import Fields
+from atom.models.draft_fields import Fields
 from atom.stats import ExpectedAcceptance
 
 _NAME = "expected_acceptance_length"

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atom.config import ConfigError
-from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
 from atom.models.config_check import check_config
-from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
+from atom.models.draft_fields import (
+    SPECULATORS_KEYS,
+    Fields,
+    Schema,
+    mask_token,
+    read_draft_config,
+    rope_parameters,
+    with_layer_defaults,
+)
+from atom.models.eagle3.aux_layers import AUX_FIELDS, BOUNDARY, AuxLayers
 from atom.models.eagle3.card import expected_acceptance
-from atom.models.eagle3.fields import Fields, read_draft_config
 from atom.models.model_config import ModelConfig
 from atom.stats import ExpectedAcceptance
 
@@ -21,25 +28,42 @@ if TYPE_CHECKING:
 
 MHA_ARCHITECTURE = "LlamaForCausalLMEagle3"
 MLA_ARCHITECTURE = "Eagle3DeepseekV2ForCausalLM"
-_ARCHITECTURES = (MHA_ARCHITECTURE, MLA_ARCHITECTURE)
+# Drafts all tokens in one pass: P-EAGLE.
+PARALLEL_ARCHITECTURE = "PeagleLlamaForCausalLM"
+PARALLEL_SPECULATOR = "PEagleSpeculator"
+_PARALLEL = (PARALLEL_ARCHITECTURE, PARALLEL_SPECULATOR)
+_ARCHITECTURES = (MHA_ARCHITECTURE, MLA_ARCHITECTURE, *_PARALLEL)
 
 _DEFAULT_NUM_AUX = 3
+_KEYS = (
+    # The second half is without effect on the single dense layer. MLA drafts copy the target's MoE
+    # keys although their MLP is dense, and `num_hidden_layers`; tensors of a second layer would be
+    # refused as unexpected.
+    """
+    architectures use_aux_hidden_state
+    eagle_aux_hidden_state_layer_ids aux_hidden_state_layer_ids target_layer_ids layer_ids
+    num_aux_hidden_states draft_vocab_size target_hidden_size norm_before_residual fc_norm
+    norm_output draft_temperature_scale
+    kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim
+    hidden_size intermediate_size num_attention_heads num_key_value_heads head_dim rms_norm_eps
+    vocab_size max_position_embeddings attention_bias mlp_bias hidden_act tie_word_embeddings
+    sliding_window use_sliding_window layer_types quantization_config
+    rope_theta rope_scaling rope_parameters rope_interleave expected_acceptance_length
 
-_ROPE_KEYS = """
-rope_type type rope_theta factor original_max_position_embeddings low_freq_factor
-high_freq_factor beta_fast beta_slow mscale mscale_all_dim attention_factor truncate
-"""
-_NEEDED_ROPE_KEYS = {
-    "linear": ("factor",),
-    "dynamic": ("factor",),
-    "yarn": ("factor",),
-    "llama3": (
-        "factor",
-        "low_freq_factor",
-        "high_freq_factor",
-        "original_max_position_embeddings",
-    ),
-}
+    num_hidden_layers
+    num_nextn_predict_layers first_k_dense_replace moe_intermediate_size moe_layer_freq n_group
+    n_routed_experts n_shared_experts num_experts num_experts_per_tok norm_topk_prob
+    routed_scaling_factor scoring_func topk_group topk_method aux_loss_alpha seq_aux ep_size
+    router_aux_loss_coef qk_head_dim target_model_type target_layer_count
+    eagle_decoder_type num_target_layers mask_token_id block_size num_anchors
+    """
+)
+_SCHEMA = Schema.of(("eagle_config", "dflash_config"), _KEYS)
+_PARALLEL_KEYS = f"{_KEYS} norm_before_fc pard_token ptd_token_id parallel_drafting"
+_PARALLEL_SCHEMA = Schema.of(("eagle_config",), _PARALLEL_KEYS)
+_SPECULATORS_SCHEMA = Schema.of(
+    ("transformer_layer_config",), f"{_PARALLEL_KEYS} {SPECULATORS_KEYS}"
+)
 
 
 @dataclass(frozen=True)
@@ -59,6 +83,9 @@ class Eagle3Config:
         norm_before_residual: the residual is the hidden state after `hidden_norm`, not before.
         fc_norm: each target hidden state has its own norm before `fc` (Eagle 3.1).
         norm_output: the next draft step reads the normalised output (Eagle 3.1).
+        norm_before_fc: the hidden states, side by side, have one norm before `fc`.
+        mask_token_id: of a draft that makes all drafts in one pass, with this token in the rows
+            after the first; None for a draft that makes one after the other.
         temperature_scale: at how many times the requests' temperatures drafts are chosen.
         tied: the config ties the output head to the embedding.
         expected_acceptance: what its card says that it reaches, if it does.
@@ -74,6 +101,8 @@ class Eagle3Config:
     norm_before_residual: bool
     fc_norm: bool
     norm_output: bool
+    norm_before_fc: bool
+    mask_token_id: int | None
     temperature_scale: float
     tied: bool
     expected_acceptance: ExpectedAcceptance | None = None
@@ -102,7 +131,7 @@ class Eagle3Config:
         Raises:
             ConfigError: for what `from_dict` refuses, and for a missing or damaged file.
         """
-        return cls._from_fields(read_draft_config(folder))
+        return cls.from_dict(*read_draft_config(folder))
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any], where: str = "draft config") -> Eagle3Config:
@@ -112,7 +141,7 @@ class Eagle3Config:
             ConfigError: for another architecture, contradictory or unsupported values, and unknown
                 keys that may change the computation.
         """
-        return cls._from_fields(Fields(raw, where))
+        return cls._from_fields(_fields(raw, where))
 
     @classmethod
     def _from_fields(cls, fields: Fields) -> Eagle3Config:
@@ -126,8 +155,11 @@ class Eagle3Config:
                 f"draft_vocab_size={draft_vocab_size} is larger than vocab_size={vocab_size}; a "
                 f"draft's vocabulary is a part of its target's"
             )
-        is_mla = architecture == MLA_ARCHITECTURE
-        network = _mla_network(fields) if is_mla else _mha_network(fields)
+        is_mla, is_parallel = architecture == MLA_ARCHITECTURE, architecture in _PARALLEL
+        if fields.flag("norm_before_fc") and fields.flag("fc_norm"):
+            raise fields.error("norm_before_fc and fc_norm exclude each other")
+        num_layers = fields.integer("num_hidden_layers") if is_parallel else 1
+        network = _mla_network(fields) if is_mla else _mha_network(fields, num_layers)
         check_config(network.to_dict(), fields.where)
         aux_layers = _aux_layers(fields)
         return cls(
@@ -140,6 +172,8 @@ class Eagle3Config:
             norm_before_residual=fields.flag("norm_before_residual"),
             fc_norm=fields.flag("fc_norm"),
             norm_output=fields.flag("norm_output"),
+            norm_before_fc=fields.flag("norm_before_fc"),
+            mask_token_id=mask_token(fields, vocab_size) if is_parallel else None,
             temperature_scale=fields.number("draft_temperature_scale", 1.0),
             tied=fields.flag("tie_word_embeddings"),
             expected_acceptance=expected_acceptance(fields, "eagle3"),
@@ -170,6 +204,14 @@ class Eagle3Config:
                 f"{target.vocab_size}: token ids would not mean the same. The draft belongs to "
                 f"another target"
             )
+
+
+def _fields(raw: Mapping[str, Any], where: str) -> Fields:
+    names = raw.get("architectures")
+    name = names[0] if isinstance(names, list) and names else None
+    if name == PARALLEL_SPECULATOR:
+        return Fields(with_layer_defaults(raw, where, ("llama",)), where, _SPECULATORS_SCHEMA)
+    return Fields(raw, where, _PARALLEL_SCHEMA if name == PARALLEL_ARCHITECTURE else _SCHEMA)
 
 
 def _architecture(fields: Fields) -> str:
@@ -203,8 +245,11 @@ def _refuse_unsupported(fields: Fields) -> None:
 
 
 def _aux_layers(fields: Fields) -> AuxLayers | None:
+    stated = None if fields.get("speculators_model_type") is None else BOUNDARY
     given = [
-        AuxLayers(name, ids) for name in AUX_FIELDS if (ids := fields.integers(name)) is not None
+        AuxLayers(name, ids, stated)
+        for name in AUX_FIELDS
+        if (ids := fields.integers(name)) is not None
     ]
     if len(given) > 1:
         names = " and ".join(f"{aux.field}={list(aux.ids)}" for aux in given)
@@ -225,7 +270,7 @@ def _num_aux(fields: Fields, aux_layers: AuxLayers | None) -> int:
     return count
 
 
-def _mha_network(fields: Fields) -> ModelConfig:
+def _mha_network(fields: Fields, num_layers: int) -> ModelConfig:
     heads, hidden_size = fields.integer("num_attention_heads"), fields.integer("hidden_size")
     kv_heads = fields.integer("num_key_value_heads", heads)
     if heads % kv_heads:
@@ -243,7 +288,7 @@ def _mha_network(fields: Fields) -> ModelConfig:
             "head_dim": fields.integer("head_dim", max(hidden_size // heads, 1)),
             "mlp_bias": fields.flag("mlp_bias"),
             "sliding_window": _sliding_window(fields),
-            **_common_network(fields),
+            **_common_network(fields, num_layers),
         }
     )
 
@@ -266,14 +311,14 @@ def _mla_network(fields: Fields) -> ModelConfig:
             "v_head_dim": fields.integer("v_head_dim"),
             "rope_interleave": fields.flag("rope_interleave", True),
             "mlp_bias": False,
-            **_common_network(fields),
+            **_common_network(fields, 1),
         }
     )
 
 
-def _common_network(fields: Fields) -> dict[str, Any]:
+def _common_network(fields: Fields, num_layers: int) -> dict[str, Any]:
     return {
-        "num_hidden_layers": 1,
+        "num_hidden_layers": num_layers,
         "hidden_size": fields.integer("hidden_size"),
         "intermediate_size": fields.integer("intermediate_size"),
         "num_attention_heads": fields.integer("num_attention_heads"),
@@ -282,7 +327,7 @@ def _common_network(fields: Fields) -> dict[str, Any]:
         "max_position_embeddings": fields.integer("max_position_embeddings", 2048),
         "attention_bias": fields.flag("attention_bias"),
         "hidden_act": "silu",
-        "rope_parameters": _rope_parameters(fields),
+        "rope_parameters": rope_parameters(fields),
     }
 
 
@@ -300,37 +345,3 @@ def _sliding_window(fields: Fields) -> int | None:
     if window is None or window <= 0 or not fields.flag("use_sliding_window", True):
         return None
     return window if kinds[0] == "sliding_attention" else None
-
-
-def _rope_parameters(fields: Fields) -> dict[str, Any]:
-    """The draft's RoPE: `rope_parameters`, or `rope_theta` and `rope_scaling`."""
-    parameters: dict[str, Any] = {}
-    for name in ("rope_scaling", "rope_parameters"):
-        given = fields.get(name) or {}
-        if not isinstance(given, dict):
-            raise fields.error(f"{name} should be an object, got {given!r}")
-        parameters |= given
-    if unknown := _unknown_rope_keys(parameters):
-        raise fields.error(f"unknown rope parameters: {', '.join(unknown)}")
-    rope_type = parameters.get("rope_type") or parameters.get("type") or "default"
-    if rope_type not in SUPPORTED_ROPE_TYPES:
-        raise fields.error(
-            f"rope type {rope_type!r} is not supported; supported are "
-            f"{', '.join(SUPPORTED_ROPE_TYPES)}"
-        )
-    needed = _NEEDED_ROPE_KEYS.get(rope_type, ())
-    if missing := [name for name in needed if parameters.get(name) is None]:
-        raise fields.error(f"rope type {rope_type} needs {', '.join(missing)}")
-    parameters.pop("type", None)
-    parameters.setdefault("rope_theta", fields.number("rope_theta", 10000.0))
-    return {**parameters, "rope_type": rope_type}
-
-
-def _unknown_rope_keys(parameters: Mapping[str, Any]) -> list[str]:
-    return sorted(
-        f"{name}={value!r}"
-        for name, value in parameters.items()
-        if name not in _ROPE_KEYS.split()
-        and value is not None
-        and not (name == "partial_rotary_factor" and value == 1)
-    )

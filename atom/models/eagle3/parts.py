@@ -1,16 +1,52 @@
-"""The optional tensors of an Eagle3 draft."""
+"""The optional tensors of a draft."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from atom.config import ConfigError
-from atom.models.eagle3.config import Eagle3Config
+from atom.models.eagle3.aux_layers import AuxLayers
+from atom.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
+
+
+class DraftConfig(Protocol):
+    """What the configs of all drafts in folders of their own say."""
+
+    @property
+    def architecture(self) -> str: ...
+    @property
+    def network(self) -> ModelConfig: ...
+    @property
+    def hidden_size(self) -> int: ...
+    @property
+    def vocab_size(self) -> int: ...
+    @property
+    def draft_vocab_size(self) -> int: ...
+    @property
+    def target_hidden_size(self) -> int: ...
+    @property
+    def num_aux_hidden_states(self) -> int: ...
+    @property
+    def fc_fan_in(self) -> int: ...
+    @property
+    def aux_layers(self) -> AuxLayers | None: ...
+    @property
+    def tied(self) -> bool: ...
+    @property
+    def ignored_keys(self) -> tuple[str, ...]: ...
+
+    def check_against_target(self, target: PretrainedConfig) -> None:
+        """Refuse a draft that was made for another target, given its text configuration.
+
+        Raises:
+            ConfigError: with the numbers of both.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -33,7 +69,7 @@ class DraftParts:
         modules = {name.rpartition(".")[0] for name in names}
         return cls("embed_tokens" in modules, "lm_head" in modules, "d2t" in names)
 
-    def check(self, config: Eagle3Config, target: PretrainedConfig) -> None:
+    def check(self, config: DraftConfig, target: PretrainedConfig) -> None:
         """Refuse parts that are missing and cannot be shared.
 
         Args:

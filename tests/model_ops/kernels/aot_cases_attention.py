@@ -101,7 +101,7 @@ def _write(
     )
 
 
-DECODE, PREFILL = "paged_attention", "prefill_attention"
+DECODE, PREFILL, BLOCK = "paged_attention", "prefill_attention", "block_attention"
 FP32, FP16 = torch.float32, torch.float16
 CASES: tuple[Case, ...] = (
     # One query of a long context, which is split; a verify window of a large batch, which is not.
@@ -116,6 +116,9 @@ CASES: tuple[Case, ...] = (
     _attention(DECODE, "kimi draft fp8", KIMI_DRAFT, 256, 4, 8192, 64, storage="fp8"),
     _attention(DECODE, "phi fp16", PHI, 64, 1, 4096, 16, FP16),
     _attention(DECODE, "gemma", GEMMA, 256, 8, 8192, 16),
+    # Blocks of 8 and 16 drafted tokens.
+    _attention(BLOCK, "llama", LLAMA, 64, 8, 8192, 16),
+    _attention(BLOCK, "llama window fp8", LLAMA, 64, 16, 8192, 64, storage="fp8", window=2048),
     _attention(PREFILL, "llama", LLAMA, 4, 2048, 8192, 16),
     _attention(PREFILL, "llama fp8", LLAMA, 4, 2048, 8192, 64, storage="fp8"),
     _attention(PREFILL, "smollm2", SMOLLM2, 4, 512, 2048, 16),

@@ -91,6 +91,7 @@ def reference(
     metadata: AttentionMetadata,
     scale: float,
     window: int | None,
+    causal: bool = True,
 ) -> torch.Tensor:
     """The same in float64, sequence by sequence."""
     key = real_values(cache.key, cache.key_scale)
@@ -106,7 +107,9 @@ def reference(
         )
         at = context - rows.shape[0] + torch.arange(rows.shape[0])[:, None]
         keys = torch.arange(context)
-        hidden = (keys > at) if window is None else (keys > at) | (keys <= at - window)
+        hidden = (keys > at) if causal else (keys > context).expand(rows.shape[0], -1)
+        if window is not None:
+            hidden = hidden | (keys <= at - window)
         scores = torch.einsum("qhd,khd->hqk", rows, k) * scale
         weights = scores.masked_fill(hidden, float("-inf")).softmax(dim=-1).nan_to_num()
         results.append(torch.einsum("hqk,khd->qhd", weights, v))
@@ -124,6 +127,7 @@ def check(
     dtype: torch.dtype = torch.float32,
     storage: torch.dtype | None = None,
     window: int | None = None,
+    causal: bool = True,
 ) -> torch.Tensor:
     """Attend over a random cache, compare with the reference, and return the result."""
     num_blocks = sum(-(-context // block_size) for context, _ in sequences) + 1
@@ -139,7 +143,7 @@ def check(
     out = attend(q, cache, metadata, scale, window)
     assert out.shape == q.shape
     assert out.dtype == dtype
-    expected = reference(q, cache, metadata, scale, window)
+    expected = reference(q, cache, metadata, scale, window, causal)
     tolerance = TOLERANCE[dtype]
     torch.testing.assert_close(out.cpu().double(), expected, atol=tolerance, rtol=tolerance)
     return out
@@ -149,6 +153,17 @@ def check(
 @pytest.mark.parametrize("heads", [(4, 4), (9, 3), (8, 1)], ids=["mha", "group3", "group8"])
 def test_ragged_batches(op: str, heads: tuple[int, int], device: torch.device) -> None:
     check(BOTH[op], device, [(1, 1), (67, 3), (16, 16), (33, 1)], heads=heads)
+
+
+@pytest.mark.parametrize("units", [1, 256], ids=["whole", "split"])
+@pytest.mark.parametrize("window", [None, 5, 300])
+def test_queries_of_a_block_see_all_of_it(
+    window: int | None, units: int, device: torch.device
+) -> None:
+    attend = partial(paged_attend, units, causal=False)
+    sequences = [(8, 8), (67, 8), (600, 8)]
+    check(attend, device, sequences, heads=(6, 2), window=window, causal=False)
+    check(attend, device, sequences, dtype=torch.bfloat16, window=window, causal=False)
 
 
 @pytest.mark.parametrize("op", BOTH)

@@ -16,7 +16,7 @@ from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 
 _write = Kernels("kv_cache_write", "7P6q")
-_attention = Kernels("paged_attention", "9P11qd")
+_attention = Kernels("paged_attention", "9P12qd")
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -82,6 +82,33 @@ def paged_attention(
         ValueError: when shapes or data types do not fit.
         IndexError: when a sequence's lengths or block ids are out of range.
     """
+    return _attend("paged_attention", True, q, kv_cache, metadata, scale, sliding_window)
+
+
+def block_attention(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """`paged_attention` whose queries see the keys after them, too.
+
+    Raises:
+        ValueError, IndexError: as `paged_attention`.
+    """
+    return _attend("block_attention", False, q, kv_cache, metadata, scale, sliding_window)
+
+
+def _attend(
+    op: str,
+    causal: bool,
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
     tokens, heads, head_dim = q.shape
     key, value = kv_cache.key, kv_cache.value
     num_blocks, block_size, kv_heads, key_dim = key.shape
@@ -93,10 +120,10 @@ def paged_attention(
     sequences, width = tables.shape
     dtype = q.dtype
     if key_dim != head_dim or heads % kv_heads:
-        raise mismatch("paged_attention", q=q, key=key, value=value)
+        raise mismatch(op, q=q, key=key, value=value)
     if not (_is_index(tables) and _is_index(lens) and _is_index(starts)):
-        raise mismatch("paged_attention", tables=tables, context_lens=lens, starts=starts)
-    key_at, value_at, *scales = _cache_pointers("paged_attention", kv_cache, q)
+        raise mismatch(op, tables=tables, context_lens=lens, starts=starts)
+    key_at, value_at, *scales = _cache_pointers(op, kv_cache, q)
     stride = heads * head_dim
     if not q.is_contiguous():
         q, stride = rows_apart(q)
@@ -104,7 +131,7 @@ def paged_attention(
     pointers = q.data_ptr(), key_at, value_at, out.data_ptr()
     indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
     shape = tokens, heads, kv_heads, head_dim, num_blocks, block_size, width, sequences
-    limits = stride, sliding_window or 0, num_threads(), scale
+    limits = stride, sliding_window or 0, causal, num_threads(), scale
     wrong = _attention(dtype, *pointers, *indices, *scales, *shape, *limits)
     if wrong:
         raise IndexError(describe_sequence(metadata, wrong - 1, num_blocks))

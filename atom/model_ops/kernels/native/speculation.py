@@ -9,6 +9,7 @@ from atom.model_ops.kernels.native.bindings import Kernels, mismatch
 _verify = Kernels("verify_drafts", "5P3q")
 _place = Kernels("place_samples", "6P4q")
 _advance = Kernels("advance_drafts", "7P6q")
+_place_blocks = Kernels("place_blocks", "9P7q")
 
 
 def verify_drafts(
@@ -84,21 +85,7 @@ def advance_drafts(
         IndexError: when a sequence has more blocks than its table.
     """
     count, width = block_tables.shape
-    if (
-        positions.shape != (count,)
-        or block_counts.shape != (count,)
-        or positions.dtype is not torch.int64
-        or block_counts.dtype is not torch.int32
-        or block_tables.dtype is not torch.int32
-        or not (positions.is_contiguous() and block_counts.is_contiguous())
-        or block_tables.stride(1) != 1
-    ):
-        raise mismatch(
-            "advance_drafts",
-            positions=positions,
-            block_tables=block_tables,
-            block_counts=block_counts,
-        )
+    _check_sequences("advance_drafts", block_tables, block_counts, positions)
     inside, slots = torch.empty_like(positions), torch.empty_like(positions)
     lens, starts = torch.empty_like(block_counts), block_counts.new_empty(count + 1)
     inputs = positions.data_ptr(), block_tables.data_ptr(), block_counts.data_ptr()
@@ -109,6 +96,55 @@ def advance_drafts(
         have = int(block_counts[wrong - 1])
         raise IndexError(f"sequence {wrong - 1} has {have} blocks, its table {width}")
     return inside, slots, lens, starts
+
+
+def place_blocks(
+    anchors: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_counts: torch.Tensor,
+    num_rows: int,
+    mask_token_id: int,
+    block_size: int,
+    max_model_len: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Token ids, positions and slots of the rows of each sequence's drafted block, context lengths
+    and starts.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: when a sequence has more blocks than its table.
+    """
+    count, width = block_tables.shape
+    _check_sequences("place_blocks", block_tables, block_counts, anchors, positions)
+    token_ids, inside, slots = (positions.new_empty(count * num_rows) for _ in range(3))
+    lens, starts = torch.empty_like(block_counts), block_counts.new_empty(count + 1)
+    inputs = anchors.data_ptr(), positions.data_ptr()
+    tables = block_tables.data_ptr(), block_counts.data_ptr()
+    rows = token_ids.data_ptr(), inside.data_ptr(), slots.data_ptr()
+    pointers = *inputs, *tables, *rows, lens.data_ptr(), starts.data_ptr()
+    shape = count, block_tables.stride(0), width, num_rows
+    if wrong := _place_blocks(None, *pointers, *shape, mask_token_id, block_size, max_model_len):
+        have = int(block_counts[wrong - 1])
+        raise IndexError(f"sequence {wrong - 1} has {have} blocks, its table {width}")
+    return token_ids, inside, slots, lens, starts
+
+
+def _check_sequences(
+    op: str, block_tables: torch.Tensor, block_counts: torch.Tensor, *per_sequence: torch.Tensor
+) -> None:
+    count = block_tables.shape[0]
+    if (
+        any(t.shape != (count,) or t.dtype is not torch.int64 for t in per_sequence)
+        or any(not t.is_contiguous() for t in per_sequence)
+        or block_counts.shape != (count,)
+        or block_counts.dtype is not torch.int32
+        or block_tables.dtype is not torch.int32
+        or not block_counts.is_contiguous()
+        or block_tables.stride(1) != 1
+    ):
+        given = {"positions": per_sequence[-1], "block_counts": block_counts}
+        raise mismatch(op, block_tables=block_tables, **given)
 
 
 def _are_integers(*tensors: torch.Tensor | None) -> bool:

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 
 from atom.model_ops.kernels.torch.paged import (
+    attention_mask,
     by_query_length,
-    causal_mask,
     compute_dtype,
     gather_blocks,
     longest_context,
@@ -38,10 +38,35 @@ def paged_attention(
 
     The last query of a sequence sits at the last position of its context.
     """
+    return _attend_all(q, kv_cache, metadata, scale, sliding_window, causal=True)
+
+
+def block_attention(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """`paged_attention` whose queries see the keys after them, too: a sequence's queries, its last
+    tokens, see each other and all of its context, or what a window leaves of it.
+    """
+    return _attend_all(q, kv_cache, metadata, scale, sliding_window, causal=False)
+
+
+def _attend_all(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+    causal: bool,
+) -> torch.Tensor:
     out = torch.empty_like(q)
     for length, rows, tokens in by_query_length(metadata, q.device):
         batch = (q if tokens is None else q[tokens]).view(len(rows), length, *q.shape[1:])
-        attended = _attend(batch, kv_cache, metadata, rows, scale, sliding_window).flatten(0, 1)
+        attended = _attend(batch, kv_cache, metadata, rows, scale, sliding_window, causal)
+        attended = attended.flatten(0, 1)
         if tokens is None:
             return attended
         out[tokens] = attended
@@ -55,6 +80,7 @@ def _attend(
     rows: list[int],
     scale: float,
     sliding_window: int | None,
+    causal: bool,
 ) -> torch.Tensor:
     """q [b, L, heads, d] of sequences `rows`, all with L queries."""
     num_seqs, length, heads, head_dim = q.shape
@@ -68,7 +94,7 @@ def _attend(
     # The query heads of one KV head become extra queries, so K and V need not be repeated.
     grouped = q.view(num_seqs, length, kv_heads, group, head_dim).permute(0, 2, 3, 1, 4)
     grouped = grouped.reshape(num_seqs, kv_heads, group * length, head_dim).to(dtype)
-    mask = causal_mask(metadata, rows, length, longest, sliding_window)
+    mask = attention_mask(metadata, rows, length, longest, sliding_window, causal)
     if mask is not None:
         mask = mask[:, None, None].expand(num_seqs, 1, group, length, longest)
         mask = mask.reshape(num_seqs, 1, group * length, longest)

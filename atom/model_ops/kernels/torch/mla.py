@@ -14,8 +14,8 @@ import torch
 import torch.nn.functional as F
 
 from atom.model_ops.kernels.torch.paged import (
+    attention_mask,
     by_query_length,
-    causal_mask,
     compute_dtype,
     gather_blocks,
     longest_context,
@@ -57,7 +57,7 @@ def mla_attention(
         batch = (q if tokens is None else q[tokens]).view(len(rows), length, heads, -1).to(dtype)
         longest = longest_context(metadata, rows)
         cache = gather_blocks(kv_cache.latent, kv_cache.scale, metadata, rows, longest, dtype)
-        mask = causal_mask(metadata, rows, length, longest)
+        mask = attention_mask(metadata, rows, length, longest)
         attend = _absorbed if length <= limit else _expanded
         attended = attend(batch, cache, w_uk, w_uv, mask, scale).flatten(0, 1).to(q.dtype)
         if tokens is None:

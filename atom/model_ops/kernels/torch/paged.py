@@ -102,28 +102,31 @@ def gather_blocks(
     return gathered
 
 
-def causal_mask(
+def attention_mask(
     metadata: AttentionMetadata,
     rows: list[int],
     length: int,
     longest: int,
     sliding_window: int | None = None,
+    causal: bool = True,
 ) -> torch.Tensor | None:
     """[b, length, longest] bool, True where a query may attend; None if everywhere.
 
-    The last query of a sequence sits at the last position of its context.
+    The last query of a sequence sits at the last position of its context. Without `causal` a query
+    sees the keys after it, too.
     """
     known = metadata.context_lens_cpu
     uniform = known is not None and all(known[b] == longest for b in rows)
-    if uniform and length == 1 and (sliding_window is None or longest <= sliding_window):
+    fits = sliding_window is None or longest <= sliding_window
+    if uniform and fits and (length == 1 or not causal):
         return None
     context_lens = _rows(metadata.context_lens, rows)
     device = context_lens.device
     last = context_lens[:, None] - length + torch.arange(length, device=device)
     keys = torch.arange(longest, device=device)
-    mask = keys <= last[:, :, None]
+    mask = keys <= (last[:, :, None] if causal else last[:, -1:, None])
     if sliding_window is not None:
-        mask &= keys > last[:, :, None] - sliding_window
+        mask = mask & (keys > last[:, :, None] - sliding_window)
     return mask
 
 

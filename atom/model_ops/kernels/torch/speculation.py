@@ -88,3 +88,45 @@ def advance_drafts(
     slots = torch.where(wanted < limit, blocks * block_size + inside % block_size, -1)
     starts = torch.arange(len(positions) + 1, dtype=torch.int32, device=positions.device)
     return inside, slots, (inside + 1).int(), starts
+
+
+def place_blocks(
+    anchors: torch.Tensor,
+    positions: torch.Tensor,
+    block_tables: torch.Tensor,
+    block_counts: torch.Tensor,
+    num_rows: int,
+    mask_token_id: int,
+    block_size: int,
+    max_model_len: int,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """The rows of each sequence's drafted block: its anchor, and masks after it.
+
+    Beyond a sequence's blocks or `max_model_len`, rows stay at its last position with slot -1.
+
+    Args:
+        anchors: [S] int64, the newest tokens.
+        positions: [S] int64, of the tokens before them.
+        block_tables: [S, max_blocks] int32.
+        block_counts: [S] int32; valid entries of each row.
+        num_rows: rows of a block.
+        block_size: slots of a block of the cache.
+
+    Returns:
+        Token ids, positions and slots [S * num_rows] int64; context lengths [S] int32, the rows
+        with slots included (a sequence without blocks has `num_rows`); starts [S + 1] int32.
+    """
+    count, width = block_tables.shape
+    device = positions.device
+    limit = (block_counts.long() * block_size).clamp(max=max_model_len)[:, None]
+    ahead = torch.arange(num_rows, device=device)
+    wanted = positions[:, None] + 1 + ahead
+    inside = wanted.minimum(limit - 1).clamp(min=0)
+    blocks = block_tables.long().gather(1, inside // block_size)
+    slots = torch.where(wanted < limit, blocks * block_size + inside % block_size, -1)
+    token_ids = torch.where(ahead == 0, anchors[:, None], mask_token_id)
+    nothing = min(num_rows, width * block_size, max_model_len)
+    lens = (wanted[:, -1:] + 1).minimum(limit)
+    lens = torch.where(limit == 0, nothing, lens)[:, 0].int()
+    starts = torch.arange(count + 1, dtype=torch.int32, device=device) * num_rows
+    return token_ids.flatten(), inside.flatten(), slots.flatten(), lens, starts

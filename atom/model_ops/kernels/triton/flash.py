@@ -94,13 +94,14 @@ def query_rows(first_token, kv_head, rows, GROUP: tl.constexpr):
 def visit_keys(
     state, q, positions, begin, end, pool, score_scale, window,
     HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr, BLOCK_N: tl.constexpr,
-    WINDOWED: tl.constexpr, MASKED: tl.constexpr,
+    WINDOWED: tl.constexpr, MASKED: tl.constexpr, CAUSAL: tl.constexpr = True,
 ):  # fmt: skip
     """Continue the softmax over keys begin .. end of one sequence and one KV head.
 
     `state` is (acc [M, D], total [M], top [M]): weighted values, and sums as in `soften`. q [M, D],
     query positions [M]. `pool` is (block table, keys and values of the head, strides of a block and
     a token). MASKED=False: every query sees every key, and end - begin is a multiple of BLOCK_N.
+    CAUSAL=False: a query sees the keys after it, too.
     """
     acc, total, top = state
     table_ptr, key_ptr, value_ptr, block_stride, token_stride = pool
@@ -117,7 +118,9 @@ def visit_keys(
         key = load_rows(key_ptr + offsets[:, None], HEAD_DIM, D).to(q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * score_scale
         if MASKED:
-            seen = (tokens < end)[None, :] & (tokens[None, :] <= positions[:, None])
+            seen = (tokens < end)[None, :]
+            if CAUSAL:
+                seen = seen & (tokens[None, :] <= positions[:, None])
             if WINDOWED:
                 seen = seen & (tokens[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))

@@ -47,7 +47,7 @@ def _attend(
     q_token_stride, q_head_stride, block_stride, token_stride, head_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
-    WINDOWED: tl.constexpr,
+    WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
 ):  # fmt: skip
     """Grid: sequences, KV heads times tiles of rows, splits.
 
@@ -82,7 +82,7 @@ def _attend(
     pool = table_ptr, key_ptr + head, value_ptr + head, block_stride, token_stride
     acc, total, top = visit_keys(
         nothing_seen(BLOCK_M, D), q, context - num_queries + rows // GROUP, begin, end,
-        pool, score_scale, window, HEAD_DIM, BLOCK_SIZE, BLOCK_N, WINDOWED, True,
+        pool, score_scale, window, HEAD_DIM, BLOCK_SIZE, BLOCK_N, WINDOWED, True, CAUSAL,
     )  # fmt: skip
     result = mean_value(acc, total, value_scale_ptr).to(out_ptr.dtype.element_ty)
     places = tokens * NUM_HEADS + heads
@@ -138,6 +138,21 @@ def paged_attention(
     return attend(compute_units(), q, kv_cache, metadata, scale, sliding_window)
 
 
+def block_attention(
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """`paged_attention` whose queries see the keys after them, too.
+
+    Raises:
+        ValueError: when the tensors do not fit together.
+    """
+    return attend(compute_units(), q, kv_cache, metadata, scale, sliding_window, causal=False)
+
+
 def attend(
     units: int,
     q: torch.Tensor,
@@ -145,8 +160,9 @@ def attend(
     metadata: AttentionMetadata,
     scale: float,
     sliding_window: int | None,
+    causal: bool = True,
 ) -> torch.Tensor:
-    """`paged_attention`, split to fill `units` compute units."""
+    """`paged_attention`, else `block_attention`, split to fill `units` compute units."""
     tiles, key = key_tiles(q, kv_cache), kv_cache.key
     rows = metadata.max_seqlen_q * (q.shape[1] // key.shape[2])
     row_tile = min(padded(rows), _LARGEST_ROW_TILE)
@@ -155,6 +171,7 @@ def attend(
         **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
         **tile_arguments(q, key, tiles),
         "BLOCK_M": row_tile,
+        "CAUSAL": causal,
         "num_warps": 4,
     }
     return launch_in_parts(_attend, arguments, programs, units, q, metadata)

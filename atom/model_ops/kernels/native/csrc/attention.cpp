@@ -1,4 +1,4 @@
-// Causal attention over the paged key-value cache, read where it lies.
+// Attention over the paged key-value cache, read where it lies.
 //
 // Keys are taken in chunks of kChunk positions that start at multiples of kChunk. A chunk gives
 // a softmax of its own, and chunks are merged in the order of their positions (the "online
@@ -30,7 +30,7 @@ int64_t check(const AttentionArgs& a) {
     const int64_t queries = int64_t(a.cu_seqlens_q[s + 1]) - a.cu_seqlens_q[s];
     const int64_t blocks = (context + a.block_size - 1) / a.block_size;
     if (a.cu_seqlens_q[s] < 0 || queries < 0 || a.cu_seqlens_q[s + 1] > a.tokens) return s + 1;
-    if (queries > context || blocks > a.table_width) return s + 1;
+    if ((queries > 0 && context < 1) || blocks > a.table_width) return s + 1;
     for (int64_t i = 0; i < blocks; ++i) {
       const int32_t block = a.block_tables[s * a.table_width + i];
       if (block < 0 || block >= a.num_blocks) return s + 1;
@@ -50,12 +50,15 @@ void plan(const AttentionArgs& a, int64_t unit_rows, int64_t shared_rows,
       const int64_t queries = std::min(most, end - t);
       const int64_t position = a.context_lens[s] - (end - t);
       const int64_t oldest = a.window > 0 ? std::max(int64_t{0}, position - a.window + 1) : 0;
-      const int64_t stop = (position + queries + kChunk - 1) / kChunk;
+      // A context may be shorter than its queries, of which the first then see nothing.
+      const int64_t end_position =
+          a.causal ? std::max(position + queries, int64_t{1}) : a.context_lens[s];
+      const int64_t stop = (end_position + kChunk - 1) / kChunk;
       const int64_t rows = queries * group, together = std::max(int64_t{1}, shared_rows / rows);
       for (int64_t h = 0; h < a.kv_heads; h += together) {
         const int64_t heads = std::min(together, a.kv_heads - h);
-        units.push_back({s, h, heads, t, queries, rows, heads * rows, position, oldest / kChunk,
-                         stop, nullptr, 0});
+        units.push_back({s, h, heads, t, queries, rows, heads * rows, position, end_position,
+                         oldest / kChunk, stop, nullptr, 0});
       }
     }
   }
@@ -153,12 +156,13 @@ class Attention {
       const int64_t token = unit.first_token + r / group % unit.queries;
       T* out = static_cast<T*>(a.out) + (token * a.heads + head) * a.head_dim;
       const float* acc = state.acc + r * head_dim;
+      const float total = state.total[r] == 0.0f ? 1.0f : state.total[r];
       for (int64_t d = 0; d < a.head_dim; d += 2 * kLanes) {
         T last[2 * kLanes];
         const int64_t left = a.head_dim - d;
         T* to = left < 2 * kLanes ? last : out + d;
-        store_pair(to, load(acc + d) / state.total[r] * scale,
-                   load(acc + d + kLanes) / state.total[r] * scale);
+        store_pair(to, load(acc + d) / total * scale,
+                   load(acc + d + kLanes) / total * scale);
         if (to == last) std::memcpy(out + d, last, left * sizeof(T));
       }
     }

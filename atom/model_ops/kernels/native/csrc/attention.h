@@ -20,7 +20,9 @@ struct AttentionArgs {
   const float* key_scale;       // [1] of a cache in FP8, else null
   const float* value_scale;
   int64_t tokens, heads, kv_heads, head_dim, num_blocks, block_size, table_width, sequences;
-  int64_t q_stride, window, threads;  // window: keys a query sees at most; 0 is all
+  int64_t q_stride, window;  // window: keys up to its own that a query sees at most; 0 is all
+  int64_t causal;            // whether a query sees no keys after its own
+  int64_t threads;
   double scale;
 
   int64_t group() const { return heads / kv_heads; }
@@ -40,6 +42,7 @@ struct Unit {
   int64_t first_token, queries;    // rows of q
   int64_t head_rows, rows;         // of one KV head, and of all
   int64_t first_position;          // of the first query
+  int64_t end_position;            // after the last key that some query sees
   int64_t chunk_begin, chunk_end;  // the chunks that some query sees
   float* parts;                    // the states of the chunks, of a unit in several tasks
   int64_t unfinished;              // tasks
@@ -64,7 +67,7 @@ inline void gather(const AttentionArgs& a, int64_t head_bytes, const Unit& unit,
   const int64_t oldest = a.window > 0 ? unit.first_position - a.window + 1 : 0;
   chunk.first_position = base;
   chunk.begin = std::max(int64_t{0}, oldest - base);
-  chunk.end = std::min(kChunk, unit.first_position + unit.queries - base);
+  chunk.end = std::min(kChunk, unit.end_position - base);
   std::fill(chunk.key, chunk.key + kChunk, a.key);
   std::fill(chunk.value, chunk.value + kChunk, a.value);
   const int32_t* table = a.block_tables + unit.sequence * a.table_width;

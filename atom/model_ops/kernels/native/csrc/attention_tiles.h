@@ -158,7 +158,8 @@ class Tiles {
     const int64_t oldest = a.window > 0 ? first + unit.queries - a.window : 0;
     if (from < std::max(chunk.begin, oldest) || stop > first + 1) {
       for (int64_t i = from; i < stop; ++i) {
-        vint seen = (position >= int32_t(i)) & -int32_t(i >= chunk.begin);
+        const bool in_use = i >= chunk.begin && i < chunk.end;
+        vint seen = ((position >= int32_t(i)) | -int32_t(!a.causal)) & -int32_t(in_use);
         if (a.window > 0) seen &= position < int32_t(std::min(i + a.window, int64_t{INT32_MAX}));
         store(scores + i * kSide, select(seen, load(scores + i * kSide), splat(kNothing)));
       }

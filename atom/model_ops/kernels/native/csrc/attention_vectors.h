@@ -166,7 +166,7 @@ class Vectors {
       const int64_t position = unit.first_position + query - chunk.first_position;
       const int64_t oldest = a.window > 0 ? position - a.window + 1 : 0;
       soften_row(scores + r * kChunk, from, chunk.end, std::max(chunk.begin, oldest),
-                 std::min(chunk.end, position + 1), scale, peak[r], total[r]);
+                 a.causal ? std::min(chunk.end, position + 1) : chunk.end, scale, peak[r], total[r]);
     }
   }
 

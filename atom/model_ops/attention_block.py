@@ -1,0 +1,44 @@
+"""Attention of a draft's block over its context and itself."""
+
+from __future__ import annotations
+
+import torch
+
+from atom.model_ops.attention_mha import Attention
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.metadata import AttentionMetadata, CacheTensor
+
+
+class BlockAttention(Attention):
+    """Writes a block's keys and values after those of its context, then attends over all of them.
+
+    The block's rows are the last of each sequence's context. Their keys and values are scratch:
+    what is written to their slots next replaces them.
+
+    Args:
+        sliding_window: a query at position p sees keys after p - window; None for all.
+        causal: whether queries see no keys after their own; else they see the whole block.
+    """
+
+    def __init__(
+        self,
+        num_heads: int,
+        num_kv_heads: int,
+        head_dim: int,
+        context: LayerContext,
+        sliding_window: int | None,
+        causal: bool,
+    ) -> None:
+        super().__init__(num_heads, num_kv_heads, head_dim, head_dim**-0.5, context, sliding_window)
+        self._op = "paged_attention" if causal else "block_attention"
+
+    def bind_kv_cache(self, cache: CacheTensor) -> None:
+        self._write, self._decode = self._use_cache(cache, ("kv_cache_write", self._op))
+
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
+    ) -> torch.Tensor:
+        """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads * d]; at most 16 rows a block."""
+        self.write(k, v, metadata)
+        out = self._attend(self._decode, q, metadata)
+        return out.reshape(q.shape[0], self.num_heads * self.head_dim)

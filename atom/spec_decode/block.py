@@ -1,0 +1,96 @@
+"""Block drafters: all drafts come from one pass over a block of masks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from torch import nn
+
+from atom.graphs.capture import GraphPlan
+from atom.kv_cache.base import KVCacheBuilder
+from atom.model_ops.kernels.torch.speculation import place_blocks
+from atom.models.block_draft.draft import BlockDraft
+from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
+from atom.spec_decode.chain import GRAPHS_PER_BUCKET, ChainStart, DraftGraphs
+from atom.spec_decode.choice import Chosen, DraftChoice
+from atom.spec_decode.mask_rows import MaskRows, PlaceOp, by_draft, together
+
+
+class BlockProposer:
+    """Proposes up to `num_speculative_tokens` drafts from a block of the draft's own size.
+
+    Every step writes the draft's keys and values of all tokens that the target just computed, its
+    context. Rows of rejected drafts lie behind the newest token, where the block is written, and
+    each block is overwritten by the next: neither is ever read as context. The block has as many
+    rows as in training, however many drafts are asked for, so drafts do not depend on their number.
+    Where a sequence is about to end, rows that have no slot are seen by none.
+    """
+
+    reads_steps = True
+
+    def __init__(
+        self,
+        draft: BlockDraft,
+        kv_cache_builder: KVCacheBuilder,
+        num_speculative_tokens: int,
+        block_size: int,
+        max_model_len: int,
+        place: PlaceOp = place_blocks,
+        choice: DraftChoice | None = None,
+    ) -> None:
+        self.lookahead = Lookahead(
+            num_speculative_tokens, num_slots=max(draft.config.block_size, num_speculative_tokens)
+        )
+        self.graphs_per_bucket = GRAPHS_PER_BUCKET
+        self.draft_model: nn.Module | None = draft
+        self.aux_layer_ids = draft.aux_layer_ids
+        self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
+        self._draft = draft
+        self._choice = choice or DraftChoice(draft.target_ids)
+        self._rows = MaskRows(draft.config.mask_token_id, block_size, max_model_len, place)
+        self._graphs: DraftGraphs | None = None
+
+    def capture(self, plan: GraphPlan) -> None:
+        nothing = self._draft.norm.weight.new_empty(1, 0)
+        most, confident = self.lookahead.num_tokens, self._choice.confident
+        self._graphs = DraftGraphs(plan, nothing, most, self._run_eagerly, confident)
+
+    def release_graphs(self) -> None:
+        self._graphs = None
+
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
+        model_input = step.model_input
+        states = self._draft.fuse(step.model_output.aux_hidden_states)
+        self._draft.write_context(states, model_input.positions, model_input.attention)
+        if num_drafts == 0 or not len(step.last_rows):
+            return Proposal(step.next_token_ids.new_empty((len(step.last_rows), num_drafts)))
+        anchors = step.next_token_ids[step.last_rows]
+        start = self._rows.start(step, anchors, self._draft.config.block_size)
+        if self._graphs is not None and num_drafts == self.lookahead.num_tokens:
+            drafts = self._graphs.replay(start)
+            if drafts is not None:
+                return drafts
+        return self._run_eagerly(start, num_drafts)
+
+    def _run_eagerly(self, start: ChainStart, num_drafts: int) -> Proposal:
+        """The pass over the blocks, and a walk along them."""
+        draft, choice = self._draft, self._choice
+        config, count = draft.config, len(start.token_ids)
+        states = by_draft(draft(*self._rows.place(start, config.block_size)), count)
+        first = 0 if config.samples_anchor else 1
+        states = states[first : first + num_drafts]
+        if start.race is None and not choice.confident and not draft.walks:
+            # No logits, which every rank would need all of.
+            greedy = draft.to_target_ids(draft.head.argmax(states.flatten(0, 1)))
+            return Proposal(greedy.view(num_drafts, count).t().contiguous())
+        logits = draft.compute_logits(states.flatten(0, 1)).view(num_drafts, count, -1)
+        drafts: list[Chosen] = []
+        previous, carried = start.token_ids, draft.begin_path(states[0])
+        for i in range(num_drafts):
+            scores, carried = draft.score(logits[i], states[i], previous, carried)
+            chosen = choice.choose(scores, start.race, start.positions, ahead=2 + i)
+            if choice.confident and config.confidence is not None:
+                chosen = Chosen(chosen.token_ids, draft.confidence(states[i], previous))
+            drafts.append(chosen)
+            previous = chosen.token_ids
+        return together(drafts)

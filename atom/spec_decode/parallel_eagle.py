@@ -1,0 +1,114 @@
+"""P-EAGLE: an Eagle3 draft that makes all drafts in one pass."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from atom.graphs.capture import GraphPlan
+from atom.kv_cache.base import KVCacheBuilder
+from atom.model_ops.kernels.torch.speculation import place_blocks
+from atom.model_ops.metadata import SamplingMetadata
+from atom.models.eagle3.base import Eagle3Draft
+from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
+from atom.spec_decode.chain import GRAPHS_PER_BUCKET, ChainStart, DraftGraphs
+from atom.spec_decode.choice import Chosen, DraftChoice
+from atom.spec_decode.mask_rows import MaskRows, PlaceOp, by_draft, together
+
+
+class ParallelEagleProposer:
+    """Proposes up to `num_speculative_tokens` drafts.
+
+    The first pass is that of `EagleProposer`. All other drafts come from a second one, over rows of
+    masks behind the newest one, which see it and what is before it in the cache. Their keys and
+    values are overwritten by the next step's first pass.
+    """
+
+    reads_steps = True
+
+    def __init__(
+        self,
+        draft: Eagle3Draft,
+        kv_cache_builder: KVCacheBuilder,
+        num_speculative_tokens: int,
+        block_size: int,
+        max_model_len: int,
+        place: PlaceOp = place_blocks,
+        choice: DraftChoice | None = None,
+    ) -> None:
+        assert draft.config.mask_token_id is not None
+        self.lookahead = Lookahead(num_speculative_tokens, kv_depends_on_successor=True)
+        self.graphs_per_bucket = GRAPHS_PER_BUCKET if num_speculative_tokens > 1 else 0
+        self.draft_model: nn.Module | None = draft
+        self.aux_layer_ids = draft.aux_layer_ids
+        self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
+        self._draft = draft
+        self._choice = choice or DraftChoice(draft.target_ids)
+        self._rows = MaskRows(draft.config.mask_token_id, block_size, max_model_len, place)
+        device = draft.mask_hidden.device
+        self._mask_token = torch.full((1,), draft.config.mask_token_id, device=device)
+        self._mask_state: torch.Tensor | None = None
+        self._graphs: DraftGraphs | None = None
+
+    def capture(self, plan: GraphPlan) -> None:
+        nothing, others = self._draft.norm.weight.new_empty(1, 0), self.lookahead.num_tokens - 1
+        if others:
+            self._graphs = DraftGraphs(
+                plan, nothing, others, self._run_eagerly, self._choice.confident
+            )
+
+    def release_graphs(self) -> None:
+        self._graphs = None
+
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
+        hidden = self._draft.fuse(step.model_output.aux_hidden_states)
+        model_input, last = step.model_input, step.last_rows
+        rows = (step.next_token_ids, hidden, model_input.positions, model_input.attention)
+        if num_drafts == 0 or not len(last):
+            self._draft.write_kv(*rows)
+            return Proposal(step.next_token_ids.new_empty((len(last), num_drafts)))
+        post_norm, _ = self._draft(*rows)
+        first = self._choose(post_norm[last], step.race, model_input.positions[last], 2)
+        if num_drafts == 1:
+            return together([first])
+        masks = torch.empty_like(first.token_ids)
+        masks.copy_(self._mask_token.expand(len(masks)))
+        start = self._rows.start(step, masks, num_drafts - 1)
+        others = None
+        if self._graphs is not None and num_drafts == self.lookahead.num_tokens:
+            others = self._graphs.replay(start)
+        others = others or self._run_eagerly(start, num_drafts - 1)
+        columns = zip(together([first]).tensors, others.tensors, strict=True)
+        return Proposal(*(torch.cat(pair, dim=1) for pair in columns))
+
+    def _run_eagerly(self, start: ChainStart, num_rows: int) -> Proposal:
+        """The drafts of rows of masks."""
+        token_ids, positions, metadata = self._rows.place(start, num_rows)
+        state = self._fused_mask()
+        hidden = state.new_empty(len(token_ids), len(state))
+        hidden.copy_(state.expand_as(hidden))
+        post_norm, _ = self._draft(token_ids, hidden, positions, metadata)
+        states = by_draft(post_norm, len(start.token_ids))
+        return together(
+            [self._choose(states[i], start.race, start.positions, 3 + i) for i in range(num_rows)]
+        )
+
+    def _fused_mask(self) -> torch.Tensor:
+        """[hidden], computed once."""
+        if self._mask_state is None:
+            self._mask_state = self._draft.fuse_mask()
+        return self._mask_state
+
+    def _choose(
+        self,
+        states: torch.Tensor,
+        race: SamplingMetadata | None,
+        positions: torch.Tensor,
+        ahead: int,
+    ) -> Chosen:
+        """Drafts of rows [S, hidden]."""
+        if race is None and not self._choice.confident:
+            return Chosen(self._draft.choose_token(states))
+        return self._choice.choose(self._draft.compute_logits(states), race, positions, ahead=ahead)
