@@ -7,14 +7,16 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 
 from atom.training.dataset import Example
 from atom.training.features import FeatureSource
 from atom.training.network import TrainingBatch
+from atom.training.target_probs import TargetProbabilities
 
 # Texts are sorted by length within groups of this size, to reduce padding.
 _SORT_GROUP = 256
+# Greedy texts are learnt at a temperature that stresses the most likely token and has gradients.
+GREEDY_TEMPERATURE = 0.5
 
 
 def trained_rows(example: Example) -> int:
@@ -48,11 +50,11 @@ def plan_epoch(
 
 @dataclass(frozen=True)
 class Targets:
-    """The target's distributions over the draft's vocabulary, truncated to the largest entries.
+    """The target's probabilities of the tokens that the draft knows, truncated to the largest.
 
     Attributes:
-        ids: [n - 1, K] int32 draft token ids.
-        probs: [n - 1, K]; each row sums to 1.
+        ids: [n - 1, K] int32 draft token ids, most likely first.
+        probs: [n - 1, K]; a row sums to 1 less what is left out.
     """
 
     ids: torch.Tensor
@@ -63,7 +65,7 @@ class BatchBuilder:
     """Builds training batches.
 
     Args:
-        head: [draft vocab, hidden], the target's output rows of the draft's tokens.
+        target: the distributions to learn.
         depth: number of unrolled draft steps.
         num_targets: K, the number of entries kept of a distribution.
     """
@@ -71,16 +73,16 @@ class BatchBuilder:
     def __init__(
         self,
         source: FeatureSource,
-        head: torch.Tensor,
+        target: TargetProbabilities,
         depth: int,
         num_targets: int,
         device: torch.device,
     ) -> None:
         self._source = source
-        self._head = head
-        self._hidden = head.shape[1]
+        self._target = target
+        self._hidden = target.hidden_size
         self._depth = depth
-        self._num_targets = min(num_targets, len(head))
+        self._num_targets = min(num_targets, len(target.vocabulary))
         self._device = device
         # Cached: small, and the same in every epoch.
         self._targets: dict[int, Targets] = {}
@@ -99,6 +101,7 @@ class BatchBuilder:
             positions=torch.cat([p.positions for p in parts]),
             texts=torch.cat([p.texts for p in parts]),
             active=torch.cat([p.active + n for p, n in zip(parts, first_rows, strict=False)]),
+            temperatures=torch.cat([p.temperatures for p in parts]),
             next_token_ids=torch.cat([p.next_token_ids for p in parts], dim=1),
             targets=torch.cat(
                 [p.targets + n for p, n in zip(parts, first_targets, strict=False)], dim=1
@@ -107,6 +110,7 @@ class BatchBuilder:
             target_ids=torch.cat([t.ids for t in targets]).long(),
             target_probs=torch.cat([t.probs for t in targets]).float(),
             answer_ids=torch.cat([p.answer_ids for p in parts], dim=1),
+            final=torch.cat([f[:, -self._hidden :] for f in features]),
         )
 
     def _rows(self, example: Example, features: torch.Tensor, text: int) -> TrainingBatch:
@@ -126,21 +130,25 @@ class BatchBuilder:
             positions=rows,
             texts=torch.full_like(rows, text),
             active=active,
+            temperatures=torch.full(
+                active.shape, example.temperature or GREEDY_TEMPERATURE, device=self._device
+            ),
             next_token_ids=ids[sources],
             targets=sources,
             valid=valid,
             target_ids=empty,
             target_probs=empty,
             answer_ids=ids[sources + 1],
+            final=empty,
         )
 
     def _targets_of(self, example: Example, features: torch.Tensor) -> Targets:
         known = self._targets.get(example.index)
         if known is None:
-            final = features[:, -self._hidden :].to(self._head.dtype)
-            logits = F.linear(final, self._head)
-            values, ids = logits.topk(self._num_targets, dim=-1)
-            known = Targets(ids.int(), values.float().softmax(-1).to(torch.float16))
+            temperature = example.temperature or GREEDY_TEMPERATURE
+            logprobs = self._target.logprobs(features[:, -self._hidden :], temperature)
+            values, ids = logprobs.topk(self._num_targets, dim=-1)
+            known = Targets(ids.int(), values.exp().to(torch.float16))
             self._targets[example.index] = known
         return known
 

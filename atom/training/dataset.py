@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import os
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -29,6 +30,7 @@ class Example:
         index: of the prompt that it answers.
         token_ids: [n] int32.
         mask: [n] bool; tokens that the target generated.
+        temperature: at which it answered; 0 is greedy.
         features: [n - 1, (A + 1) * hidden]; for every token but the last, the target's A aux hidden
             states and its final one after the norm, concatenated. None when not kept.
     """
@@ -37,6 +39,7 @@ class Example:
     token_ids: torch.Tensor
     mask: torch.Tensor
     features: torch.Tensor | None = None
+    temperature: float = 1.0
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -64,6 +67,10 @@ class Manifest:
     def add(self, name: str, amount: int = 1) -> None:
         self.counts[name] = self.counts.get(name, 0) + amount
 
+    def temperature(self, index: int) -> float:
+        """Of the answer to prompt `index`."""
+        return draw_temperature(self.settings["seed"], index, self.settings["temperatures"])
+
     def write(self, folder: Path) -> None:
         replace_file(folder / MANIFEST, json.dumps(asdict(self), indent=1).encode())
 
@@ -81,6 +88,17 @@ class Manifest:
         if manifest.format != _FORMAT:
             raise DataError(f"{path} has format {manifest.format}, this version reads {_FORMAT}")
         return manifest
+
+
+def draw_seed(seed: int, request_id: str) -> tuple[int, random.Random]:
+    """The seed of a request of a run with `seed`, and a generator for its other choices."""
+    rng = random.Random(f"{seed} {request_id}")
+    return rng.getrandbits(63), rng
+
+
+def draw_temperature(seed: int, index: int, temperatures: Sequence[float]) -> float:
+    """The temperature of the answer to prompt `index` in a run with `seed`."""
+    return draw_seed(seed, str(index))[1].choice(temperatures)
 
 
 def replace_file(path: Path, content: bytes) -> None:
@@ -181,7 +199,8 @@ class Dataset:
                 for example in read_shard_texts(folder / name):
                     _check(example, folder / name, vocab_size)
                     places.append(FeaturePlace(folder / name, first, first + len(example) - 1))
-                    texts.append(replace(example, index=len(texts)))
+                    temperature = manifest.temperature(example.index)
+                    texts.append(replace(example, index=len(texts), temperature=temperature))
                     first += len(example) - 1
         if len(kept) > 1 and None not in kept:
             layers = sorted(ids for ids in kept if ids)

@@ -1,4 +1,4 @@
-"""Soft cross-entropy between draft and target distributions."""
+"""Distance between draft and target distributions: soft cross-entropy and total variation."""
 
 from __future__ import annotations
 
@@ -11,17 +11,25 @@ import torch.nn.functional as F
 _NEGLIGIBLE = 1e-3
 
 
-class SoftCrossEntropy:
-    """`sum_rows -sum_v p(v) log q(v)`, over the whole vocabulary or a sample of it.
+class DraftLoss:
+    """`sum_rows (1 - w) * -sum_v p(v) log q(v) + w * sum_v |p(v) - q(v)|`.
+
+    A draft that guesses the target's sample with the target's own noise is right about as often as
+    the distributions overlap, which the second term measures. It is computed as
+    `2 - 2 sum_v min(p(v), q(v))`, so entries that are left out of p do no harm.
 
     With `num_negatives` the normaliser is estimated by importance sampling: candidates are the
     tokens in any row's target distribution and so many others, drawn uniformly, whose logits are
     increased by the log of the number of tokens that each represents.
+
+    Args:
+        l1_weight: w.
     """
 
-    def __init__(self, vocab_size: int, num_negatives: int | None) -> None:
+    def __init__(self, vocab_size: int, num_negatives: int | None, l1_weight: float) -> None:
         self._vocab_size = vocab_size
         self._num_negatives = num_negatives
+        self._l1_weight = l1_weight
 
     def candidates(
         self, target_ids: torch.Tensor, target_probs: torch.Tensor, generator: torch.Generator
@@ -58,19 +66,22 @@ class SoftCrossEntropy:
         """
         if candidates is None:
             logits, places = F.linear(hidden, head).float(), target_ids
+            hits = logits.detach().argmax(-1) == places[:, 0]
         else:
             ids, offsets = candidates
             logits = F.linear(hidden, head[ids]).float()
             place_of = ids.new_full((self._vocab_size,), -1)
             place_of[ids] = torch.arange(len(ids), device=ids.device)
             places = place_of[target_ids]
-            # Negligible entries may be missing among the candidates; the others get their share.
+            # Negligible entries may be missing among the candidates.
             target_probs = target_probs.masked_fill(places < 0, 0.0)
-            target_probs = target_probs / target_probs.sum(-1, keepdim=True)
             places = places.clamp(min=0)
             hits = logits.detach().argmax(-1) == places[:, 0]
             logits = logits + offsets
-        if candidates is None:
-            hits = logits.detach().argmax(-1) == places[:, 0]
-        expected = (target_probs * logits.gather(1, places)).sum(-1)
-        return (logits.logsumexp(-1) - expected).sum(), hits
+        log_q = logits.log_softmax(-1).gather(1, places)
+        entropy = -(target_probs * log_q).sum()
+        if not self._l1_weight:
+            return entropy, hits
+        overlap = torch.minimum(target_probs, log_q.exp()).sum()
+        l1 = 2 * (len(hidden) - overlap)
+        return (1 - self._l1_weight) * entropy + self._l1_weight * l1, hits

@@ -6,7 +6,7 @@ checkpoint's parameter names, and a test compares both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -34,11 +34,13 @@ class TrainingBatch:
         aux: [R, A * hidden].
         positions, texts: [R] int64; position in its text, and index of the text.
         active: [Q] int64, the rows that draft.
+        temperatures: [Q], at which draft and target are compared.
         next_token_ids: [depth, Q] int64; input token t + 1 + j of draft step j.
         targets: [depth, Q] int64; row of the `target` distributions for step j.
         valid: [depth, Q] bool; whether the text is long enough for step j.
         target_ids, target_probs: [N, K]; draft token ids and probabilities, most likely first.
         answer_ids: [depth, Q] int64; the text's token at that place, as a target id.
+        final: [N, hidden], the target's final states that the distributions come from.
     """
 
     token_ids: torch.Tensor
@@ -46,16 +48,14 @@ class TrainingBatch:
     positions: torch.Tensor
     texts: torch.Tensor
     active: torch.Tensor
+    temperatures: torch.Tensor
     next_token_ids: torch.Tensor
     targets: torch.Tensor
     valid: torch.Tensor
     target_ids: torch.Tensor
     target_probs: torch.Tensor
     answer_ids: torch.Tensor
-
-
-# (draft step, normed hidden states [Q, hidden]) -> token ids [Q] for the next step.
-Sampler = Callable[[int, torch.Tensor], torch.Tensor]
+    final: torch.Tensor
 
 
 class _Norm(nn.Module):
@@ -273,17 +273,17 @@ class TrainingDraft(nn.Module):
         self.register_buffer("whitening", whitening)
 
     def fuse(self, aux: torch.Tensor) -> torch.Tensor:
-        fused: torch.Tensor = self.fc(aux if self.whitening is None else aux @ self.whitening)
+        """[R, A * hidden] -> [R, hidden], in float32: a few columns of the aux states are huge."""
+        with torch.autocast(aux.device.type, enabled=False):
+            fused: torch.Tensor = self.fc(aux if self.whitening is None else aux @ self.whitening)
         return fused
 
-    def unroll(
-        self, batch: TrainingBatch, depth: int, sampler: Sampler | None = None
-    ) -> list[torch.Tensor]:
-        """The normed hidden states [Q, hidden] of each draft step.
+    def output_head(self) -> torch.Tensor:
+        """[draft vocab, hidden]."""
+        return self.lm_head.weight
 
-        Args:
-            sampler: chooses the next step's input tokens; None for the text's own tokens.
-        """
+    def unroll(self, batch: TrainingBatch, depth: int) -> list[torch.Tensor]:
+        """The normed hidden states [Q, hidden] of each draft step; it reads the text's tokens."""
         layer, attention = self.midlayer, self.midlayer.self_attn
         embedding, attending = self._embedding[0], _Attending(batch)
         hidden = self.fuse(batch.aux)
@@ -294,10 +294,8 @@ class TrainingDraft(nn.Module):
         outcomes: list[torch.Tensor] = []
         for j in range(depth):
             if j:
-                token_ids = (
-                    batch.next_token_ids[j] if sampler is None else sampler(j - 1, outcomes[-1])
-                )
-                x = layer.input(F.embedding(token_ids, embedding).float(), hidden)
+                embeds = F.embedding(batch.next_token_ids[j], embedding).float()
+                x = layer.input(embeds, hidden)
                 own = attention.keys_values(x, positions + j)
                 chain.append((attending.pad_queries(own[0]), attending.pad_queries(own[1])))
             q = attention.queries(x, positions + j)

@@ -13,6 +13,7 @@ class TrainOptions:
     accumulate: batches per optimiser step.
     depth: number of unrolled draft steps.
     step_decay: the weight of step i is `step_decay ** i`.
+    l1_weight: share of the total variation in the loss, beside soft cross-entropy.
     lr, lr_fc, lr_head: peak rates of AdamW; a head rate of 0 freezes the head.
     warmup: share of the steps with increasing rates.
     num_targets: entries kept of each target distribution.
@@ -28,12 +29,13 @@ class TrainOptions:
     accumulate: int = 1
     depth: int = 3
     step_decay: float = 0.8
+    l1_weight: float = 0.9
     lr: float = 8e-4
     lr_fc: float = 3e-4
     lr_head: float = 4e-4
     warmup: float = 0.03
     clip: float = 1.0
-    num_targets: int = 16
+    num_targets: int = 64
     num_negatives: int | None = None
     held_out: float = 0.02
     dtype: str = "float32"
@@ -48,6 +50,8 @@ class TrainOptions:
                 raise ValueError(f"{name} must be at least 1, got {getattr(self, name)}")
         if self.epochs <= 0:
             raise ValueError(f"epochs must be positive, got {self.epochs}")
+        if not 0 <= self.l1_weight <= 1:
+            raise ValueError(f"l1_weight must be in [0, 1], got {self.l1_weight}")
         if not 0 <= self.held_out < 1:
             raise ValueError(f"held_out must be in [0, 1), got {self.held_out}")
         if self.save_every % self.log_every:

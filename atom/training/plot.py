@@ -12,7 +12,7 @@ logger = logging.getLogger(__name__)
 
 
 def plot_log(log: Path, picture: Path) -> Path | None:
-    """Plot loss and held-out acceptance of each draft step over the number of rows.
+    """Plot the loss of each draft step and the held-out tokens per forward of each temperature.
 
     Returns None, with a warning, if matplotlib is not installed: the training must not fail for it.
     """
@@ -25,23 +25,19 @@ def plot_log(log: Path, picture: Path) -> Path | None:
     from matplotlib import pyplot
 
     lines = read_log(log)
-    measured = [line for line in lines if line.get("held_out")]
-    figure, (losses, shares) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    figure, (losses, kept) = pyplot.subplots(1, 2, figsize=(11, 4), layout="constrained")
+    rows = [line["rows"] for line in lines]
     for j in range(len(lines[0]["loss"]) if lines else 0):
-        losses.plot(
-            [x["rows"] for x in lines], [x["loss"][j] for x in lines], label=f"step {j + 1}"
-        )
-        shares.plot(
-            [x["rows"] for x in measured],
-            [x["held_out"]["acceptance"][j] for x in measured],
-            marker=".",
-            label=f"first {j + 1} right",
-        )
-    for axes, title in ((losses, "soft cross-entropy"), (shares, "held-out acceptance")):
+        losses.plot(rows, [line["loss"][j] for line in lines], label=f"draft {j + 1}")
+    measured = [line for line in lines if line.get("held_out")]
+    for temperature in measured[0]["held_out"] if measured else ():
+        tokens = [1 + sum(line["held_out"][temperature]["accepted"]) for line in measured]
+        rows = [line["rows"] for line in measured]
+        kept.plot(rows, tokens, marker=".", label=f"T = {temperature}")
+    for axes, title in ((losses, "loss"), (kept, "held-out tokens per forward")):
         axes.set(title=title, xlabel="trained rows seen")
         axes.grid(alpha=0.3)
         axes.legend()
-    shares.set_ylim(bottom=0)
     figure.savefig(picture, dpi=110)
     pyplot.close(figure)
     return picture

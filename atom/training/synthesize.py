@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from tqdm import tqdm
 from atom.messages import EngineRequest, SequenceOutput
 from atom.model_engine.engine_core import EngineCore
 from atom.sampling_params import SamplingParams
-from atom.training.dataset import Example, Manifest, write_shard
+from atom.training.dataset import Example, Manifest, draw_seed, draw_temperature, write_shard
 from atom.training.prompts import ChatTemplate, DataError, Prompt
 from atom.training.recorder import FeatureRecorder
 from atom.training.repetition import LoopDetector, repeated_bigram_share
@@ -152,8 +151,7 @@ class Synthesizer:
 
     def _submit(self, request_id: str, text: _Text) -> None:
         options = self._options
-        rng = random.Random(f"{options.seed} {request_id}")
-        seed = rng.getrandbits(63)
+        seed, _ = draw_seed(options.seed, request_id)
         if text.writes_turn:
             params = SamplingParams(
                 temperature=options.turn_temperature,
@@ -162,7 +160,7 @@ class Synthesizer:
             )
         else:
             params = SamplingParams(
-                temperature=rng.choice(options.temperatures),
+                temperature=draw_temperature(options.seed, text.prompt.index, options.temperatures),
                 top_p=options.top_p,
                 max_tokens=options.max_new_tokens,
             )

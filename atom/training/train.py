@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from atom.config import EngineConfig
 from atom.model_loader.source import resolve_model
@@ -19,33 +18,21 @@ from atom.models.eagle3.config import Eagle3Config
 from atom.platform import default_num_threads, select_platform
 from atom.training.batches import BatchBuilder
 from atom.training.checkpoint import (
-    Progress,
     TrainingCheckpoint,
     checkpoint_files,
     load_checkpoint,
 )
 from atom.training.dataset import Dataset, Example
-from atom.training.draft_config import make_draft_config
 from atom.training.features import FeatureSource, StoredFeatures, TargetFeatures
-from atom.training.initialise import (
-    SKIPPED_ROWS,
-    LinearGuess,
-    initialise,
-    whitening_matrix,
-)
 from atom.training.network import TrainingDraft
 from atom.training.options import TrainOptions
 from atom.training.prompts import DataError
+from atom.training.start import DraftKind, anew, further
 from atom.training.target_parts import TargetParts, load_target_parts
+from atom.training.target_probs import TargetProbabilities
 from atom.training.trainer import LOG, Trainer
-from atom.training.vocabulary import choose_vocabulary, count_tokens, soft_counts
 
 logger = logging.getLogger(__name__)
-
-# Rows for the initial fit and for the soft counts of the vocabulary.
-_FIT_ROWS = 120_000
-_COUNTED_ROWS = 20_000
-DEFAULT_DRAFT_VOCAB_SIZE = 8192
 
 
 @dataclass(frozen=True)
@@ -57,7 +44,7 @@ class TrainRequest:
     attention: `mha` or `mla`.
     draft_vocab_size: size of the draft's vocabulary; None for the default.
     aux_layer_ids: boundary ids; None for the dataset's, else the target's default.
-    initial_draft: folder or checkpoint of another run, whose draft is trained further.
+    initial_draft: a draft to train further: exported, or of another run; None for a new one.
     workers: batches computed concurrently; at most `accumulate`.
     """
 
@@ -92,12 +79,13 @@ def train(request: TrainRequest) -> TrainingCheckpoint:
         torch.set_num_threads(max(1, threads // request.workers))
     fitted, held_out = _split(dataset.texts, options)
     request.output.mkdir(parents=True, exist_ok=True)
+    kind = DraftKind(text_config, request.attention, request.draft_vocab_size)
     if checkpoint_files(request.output):
         start = load_checkpoint(request.output)
     elif request.initial_draft is not None:
-        start = _further(request, request.initial_draft, text_config, features)
+        start = further(request.initial_draft, kind, fitted, features, options.seed)
     else:
-        start = _start(request, text_config, fitted, features, parts)
+        start = anew(kind, fitted, features, parts, options.seed)
     draft_config = Eagle3Config.from_dict(start.draft_config)
     longest = max(len(text) for text in dataset.texts) + options.depth
     device = platform.device
@@ -105,12 +93,12 @@ def train(request: TrainRequest) -> TrainingCheckpoint:
         draft_config, parts.embedding.to(device), start.tensors.get("whitening"), longest
     ).to(device)
     draft.load_state_dict(start.weights(), strict=False)
-    head = parts.head[start.vocabulary].float().to(device)
-    builder = BatchBuilder(features, head, options.depth, options.num_targets, device)
+    target = TargetProbabilities(parts.head.to(device), start.vocabulary.to(device))
+    builder = BatchBuilder(features, target, options.depth, options.num_targets, device)
     trainer = Trainer(
         draft,
         start.draft_config,
-        start.vocabulary,
+        target,
         builder,
         options,
         request.output,
@@ -158,98 +146,6 @@ def _split(texts: Sequence[Example], options: TrainOptions) -> tuple[list[Exampl
     return order[count:], order[:count]
 
 
-def _further(
-    request: TrainRequest, path: Path, text_config: Any, features: FeatureSource
-) -> TrainingCheckpoint:
-    """Step 0, with the weights, vocabulary and whitening of another run."""
-    other = load_checkpoint(path)
-    size = len(other.vocabulary) if request.draft_vocab_size is None else request.draft_vocab_size
-    expected = make_draft_config(text_config, request.attention, size, features.aux_layer_ids)
-    differing = sorted(
-        name
-        for name in expected.keys() | other.draft_config.keys()
-        if expected.get(name) != other.draft_config.get(name)
-    )
-    if differing:
-        raise DataError(
-            f"{path} is a draft of another kind than the one asked for: they differ in "
-            f"{', '.join(differing)}"
-        )
-    kept = {f"weight.{name}": weight for name, weight in other.weights().items()}
-    if "whitening" in other.tensors:
-        kept["whitening"] = other.tensors["whitening"]
-    return TrainingCheckpoint(other.draft_config, {}, Progress(), other.vocabulary, kept)
-
-
-def _start(
-    request: TrainRequest,
-    text_config: Any,
-    texts: Sequence[Example],
-    features: FeatureSource,
-    parts: TargetParts,
-) -> TrainingCheckpoint:
-    """Step 0, with a new vocabulary, whitening and initial weights."""
-    options = request.options
-    order = list(texts)
-    random.Random(f"fit {options.seed}").shuffle(order)
-    sample, soft, guess = _look_at(order, features, parts)
-    counts = count_tokens((t.token_ids[t.mask] for t in texts), len(parts.head), soft)
-    size = (
-        DEFAULT_DRAFT_VOCAB_SIZE if request.draft_vocab_size is None else request.draft_vocab_size
-    )
-    vocabulary = choose_vocabulary(counts, size)
-    logger.info(
-        "%d texts, %d trained tokens; %d draft tokens cover %.2f %% of them",
-        len(texts),
-        sum(int(t.mask.sum()) for t in texts),
-        len(vocabulary),
-        100 * float(counts[vocabulary].sum() / counts.sum()),
-    )
-    raw = make_draft_config(text_config, request.attention, len(vocabulary), features.aux_layer_ids)
-    draft = TrainingDraft(Eagle3Config.from_dict(raw), parts.embedding, whitening_matrix(sample), 1)
-    mlp = None
-    if parts.gate_proj is not None and parts.up_proj is not None:
-        mlp = {"gate_proj": parts.gate_proj, "up_proj": parts.up_proj}
-    generator = torch.Generator().manual_seed(options.seed)
-    head = parts.head[vocabulary].float()
-    initialise(draft, guess, parts.final_norm, head, mlp, generator)
-    tensors = {f"weight.{name}": weight.data for name, weight in draft.named_parameters()}
-    assert draft.whitening is not None
-    tensors["whitening"] = draft.whitening
-    return TrainingCheckpoint(raw, {}, Progress(), vocabulary, tensors)
-
-
-def _look_at(
-    texts: Sequence[Example], features: FeatureSource, parts: TargetParts
-) -> tuple[torch.Tensor, torch.Tensor, LinearGuess]:
-    """Sampled aux states, the target's token probabilities, and the linear prediction."""
-    hidden = parts.embedding.shape[1]
-    guess: LinearGuess | None = None
-    sample: list[torch.Tensor] = []
-    soft = torch.zeros(len(parts.head), dtype=torch.float64)
-    head = parts.head.float()
-    rows = counted = 0
-    for start in range(0, len(texts), 16):
-        chosen = texts[start : start + 16]
-        for text, states in zip(chosen, features.features(chosen), strict=True):
-            skip = min(SKIPPED_ROWS, len(text) // 2)
-            aux, final = states[:, :-hidden].float(), states[:, -hidden:]
-            if guess is None:
-                guess = LinearGuess(aux.shape[1], hidden)
-            embeds = F.embedding(text.token_ids[skip + 1 : -1].long(), parts.embedding).float()
-            guess.add(aux[skip:-1], embeds, final[skip + 1 :].float() / parts.final_norm)
-            rows += len(embeds)
-            if counted < _COUNTED_ROWS:
-                written = final[text.mask[1:]]
-                soft += soft_counts(written.float(), head)
-                counted += len(written)
-                sample.append(aux[skip:])
-        if rows >= _FIT_ROWS:
-            break
-    assert guess is not None
-    return torch.cat(sample), soft, guess
-
-
 def _print_line(line: dict[str, Any]) -> None:
     loss = " ".join(f"{x:.3f}" for x in line["loss"])
     hits = " ".join(f"{x:.3f}" for x in line["hits"])
@@ -257,7 +153,7 @@ def _print_line(line: dict[str, Any]) -> None:
         f"step {line['step']}/{line['of']}  rows {line['rows']}  loss {loss}  hits {hits}  "
         f"{line['rows_per_second']:.0f} rows/s"
     )
-    if line.get("held_out"):
-        shares = " ".join(f"{x:.3f}" for x in line["held_out"]["acceptance"])
-        text += f"  held out {shares}"
+    for temperature, measured in line.get("held_out", {}).items():
+        shares = " ".join(f"{x:.3f}" for x in measured["accepted"])
+        text += f"  held out at {temperature}: {shares}"
     print(text, flush=True)

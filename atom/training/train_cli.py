@@ -15,7 +15,8 @@ from atom.model_engine.arg_utils import (
 from atom.training.options import TrainOptions
 from atom.training.plot import plot_log
 from atom.training.prompts import DataError
-from atom.training.train import DEFAULT_DRAFT_VOCAB_SIZE, TrainRequest, train
+from atom.training.start import DEFAULT_DRAFT_VOCAB_SIZE
+from atom.training.train import TrainRequest, train
 from atom.training.trainer import LOG
 
 HELP = "fit a draft to datasets of its target; resumes a run that was stopped"
@@ -26,6 +27,7 @@ _HELP = {
     "accumulate": "batches of an optimiser step",
     "depth": "draft steps that are unrolled",
     "step_decay": "weight of each unrolled step relative to the one before",
+    "l1_weight": "share of |p - q| in the loss; the rest is soft cross-entropy",
     "lr": "peak rate of AdamW",
     "lr_fc": "peak rate of fc",
     "lr_head": "peak rate of the output head; 0 freezes it",

@@ -24,9 +24,11 @@ from atom.training.checkpoint import (
     save_checkpoint,
 )
 from atom.training.dataset import Example
-from atom.training.loss import SoftCrossEntropy
+from atom.training.held_out import HeldOut
+from atom.training.loss import DraftLoss
 from atom.training.network import TrainingBatch, TrainingDraft
 from atom.training.options import TrainOptions
+from atom.training.target_probs import TargetProbabilities
 
 LOG = "log.jsonl"
 # Settings that do not affect the result; a resumed run may change them.
@@ -72,7 +74,7 @@ class Trainer:
     """Trains a draft.
 
     Args:
-        vocabulary: [draft vocab] int64 target token ids.
+        target: the distributions to learn, over the draft's vocabulary.
         folder: for the log and the checkpoints.
         workers: batches of a step that are computed concurrently, each in a thread.
         data_settings: further settings that a resumed run must share.
@@ -82,7 +84,7 @@ class Trainer:
         self,
         draft: TrainingDraft,
         draft_config: dict[str, Any],
-        vocabulary: torch.Tensor,
+        target: TargetProbabilities,
         builder: BatchBuilder,
         options: TrainOptions,
         folder: Path,
@@ -93,7 +95,7 @@ class Trainer:
     ) -> None:
         self._draft = draft
         self._draft_config = draft_config
-        self._vocabulary = vocabulary.to(device)
+        self._target = target
         self._builder = builder
         self._options = options
         self._folder = folder
@@ -101,7 +103,7 @@ class Trainer:
         self._workers = workers
         self._on_log = on_log
         self._settings = {**asdict(options), **(data_settings or {})}
-        self._loss = SoftCrossEntropy(len(vocabulary), options.num_negatives)
+        self._loss = DraftLoss(len(target.vocabulary), options.num_negatives, options.l1_weight)
         self._trained = [
             (name, weight)
             for name, weight in draft.named_parameters()
@@ -147,6 +149,9 @@ class Trainer:
         batches = batches_from(
             examples, options.rows_per_batch, options.seed, progress.epoch, progress.place
         )
+        measure = HeldOut(
+            held_out, self._builder.build, self._unroll, self._draft.output_head, self._target
+        )
         window, started, start_rows = Window(options.depth), time.monotonic(), progress.rows
         with ThreadPoolExecutor(self._workers) as pool:
             while self._progress.step < total:
@@ -168,7 +173,7 @@ class Trainer:
                 line |= {**window.means(), "rows_per_second": round(speed, 1)}
                 window = Window(options.depth)
                 if step % options.save_every == 0 or step == total:
-                    line["held_out"] = self._measure(held_out)
+                    line["held_out"] = measure.measure()
                     checkpoint = self._checkpoint()
                     save_checkpoint(self._folder, checkpoint)
                 self._log(line)
@@ -218,8 +223,8 @@ class Trainer:
         batch = self._builder.build(examples)
         generator = torch.Generator().manual_seed(options.seed * 1_000_003 + number)
         candidates = self._loss.candidates(batch.target_ids, batch.target_probs, generator)
+        outcomes = self._unroll(batch)
         with self._autocast():
-            outcomes = self._draft.unroll(batch, options.depth)
             losses, hits = self._losses(batch, outcomes, candidates)
         total = torch.stack([options.step_decay**j * loss for j, loss in enumerate(losses)]).sum()
         gradients = torch.autograd.grad(total, [weight for _, weight in self._trained])
@@ -233,12 +238,13 @@ class Trainer:
         candidates: tuple[torch.Tensor, torch.Tensor] | None,
     ) -> tuple[list[torch.Tensor], list[int]]:
         losses, hits = [], []
+        head = self._draft.output_head()
         for j, hidden in enumerate(outcomes):
             rows, valid = batch.targets[j], batch.valid[j]
             rows = rows[valid]
             loss, hit = self._loss(
-                hidden[valid],
-                self._draft.lm_head.weight,
+                hidden[valid] / batch.temperatures[valid][:, None],
+                head,
                 batch.target_ids[rows],
                 batch.target_probs[rows],
                 candidates,
@@ -247,31 +253,9 @@ class Trainer:
             hits.append(int(hit.sum()))
         return losses, hits
 
-    @torch.no_grad()
-    def _measure(self, held_out: Sequence[Example]) -> dict[str, Any] | None:
-        """Acceptance on held-out texts: how often the first 1, 2, ... drafts all match the text."""
-        if not held_out:
-            return None
-        depth = self._options.depth
-        accepted, count = torch.zeros(depth, dtype=torch.int64), 0
-        for start in range(0, len(held_out), 4):
-            batch = self._builder.build(held_out[start : start + 4])
-            drafts: list[torch.Tensor] = []
-
-            def sample(_: int, hidden: torch.Tensor, drafts: list[torch.Tensor] = drafts) -> Any:
-                chosen = self._draft.lm_head(hidden).argmax(-1)
-                drafts.append(self._vocabulary[chosen])
-                return drafts[-1]
-
-            with self._autocast():
-                outcomes = self._draft.unroll(batch, depth, sample)
-                sample(depth - 1, outcomes[-1])
-            right = (torch.stack(drafts) == batch.answer_ids).cumprod(0).bool()
-            whole = batch.valid.all(0)
-            accepted += right[:, whole].sum(1).cpu()
-            count += int(whole.sum())
-        shares = (accepted / max(count, 1)).tolist()
-        return {"acceptance": [round(share, 4) for share in shares], "rows": count}
+    def _unroll(self, batch: TrainingBatch) -> list[torch.Tensor]:
+        with self._autocast():
+            return self._draft.unroll(batch, self._options.depth)
 
     def _autocast(self) -> AbstractContextManager[Any]:
         if self._options.dtype == "float32":
@@ -287,7 +271,7 @@ class Trainer:
             self._draft_config,
             self._settings,
             self._progress,
-            self._vocabulary,
+            self._target.vocabulary,
             tensors,
         )
 

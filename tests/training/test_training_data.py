@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from atom.training.dataset import Dataset, Example, Manifest, write_shard
+from atom.training.dataset import Dataset, Example, Manifest, draw_temperature, write_shard
 from atom.training.prompts import ChatTemplate, DataError, PromptFile, plan_prompts
 from atom.training.repetition import LoopDetector, repeated_bigram_share
 
@@ -109,7 +109,8 @@ def dataset(folder: Path, target: str = "tiny", tokens: int = 9, aux: bool = Tru
     mask = torch.arange(tokens) >= 4
     features = torch.arange(2.0 * (tokens - 1)).view(-1, 2) if aux else None
     write_shard(folder / "a.safetensors", [Example(i, ids, mask, features) for i in (5, 3)])
-    manifest = Manifest({"target": target}, [1] if aux else None, shards=["a.safetensors"])
+    settings = {"target": target, "seed": 1, "temperatures": [0.0, 1.0]}
+    manifest = Manifest(settings, [1] if aux else None, shards=["a.safetensors"])
     manifest.write(folder)
     return folder
 
@@ -120,6 +121,8 @@ def test_datasets_are_numbered_through(tmp_path: Path) -> None:
     assert [text.index for text in read.texts] == [0, 1, 2, 3]
     assert [(p.first, p.last) for p in read.places] == [(0, 8), (8, 16)] * 2
     assert read.aux_layer_ids == (1,)
+    temperatures = [text.temperature for text in read.texts]
+    assert temperatures == [draw_temperature(1, i, [0.0, 1.0]) for i in (5, 3)] * 2
     without = dataset(tmp_path / "c", aux=False)
     assert Dataset.read([folders[0], without], "tiny", 9).aux_layer_ids is None
 

@@ -23,6 +23,7 @@ from atom.training.checkpoint import Progress, TrainingCheckpoint
 from atom.training.dataset import Example
 from atom.training.export import export_draft
 from atom.training.network import TrainingDraft
+from atom.training.target_probs import TargetProbabilities
 
 DEPTH = 4
 HIDDEN, VOCAB = draft_bench.HIDDEN, draft_bench.VOCAB
@@ -79,7 +80,8 @@ def test_training_equals_serving(kind: str, tmp_path: Path) -> None:
 
     features = RandomFeatures()
     head = torch.randn(len(vocabulary), HIDDEN, generator=generator)
-    builder = BatchBuilder(features, head, DEPTH, 5, torch.device("cpu"))
+    known = TargetProbabilities(head, torch.arange(len(vocabulary)))
+    builder = BatchBuilder(features, known, DEPTH, 5, torch.device("cpu"))
     examples = [example(0, 17, 5), example(1, 9, 3), example(2, 12, 1)]
     batch = builder.build(examples)
     trained = draft.unroll(batch, DEPTH)
@@ -113,7 +115,8 @@ def test_training_equals_serving(kind: str, tmp_path: Path) -> None:
 def test_targets_are_the_distribution_after_the_row() -> None:
     features = RandomFeatures()
     head = torch.randn(20, HIDDEN)
-    builder = BatchBuilder(features, head, 3, 20, torch.device("cpu"))
+    target = TargetProbabilities(head, torch.arange(20))
+    builder = BatchBuilder(features, target, 3, 20, torch.device("cpu"))
     text = example(3, 10, 4)
     batch = builder.build([text])
     assert batch.active.tolist() == [3, 4, 5, 6, 7]

@@ -52,6 +52,7 @@ def data(tmp_path_factory: pytest.TempPathFactory, target: Path) -> Path:
 TRAIN = (
     "--draft-vocab-size", 256, "--rows-per-batch", 64, "--accumulate", 2, "--warmup", 0.1,
     "--log-every", 2, "--save-every", 4, "--lr", 3e-3, "--lr-fc", 1e-3, "--lr-head", 1e-3,
+    "--held-out", 0.1,
 )  # fmt: skip
 
 
@@ -183,6 +184,37 @@ def test_a_draft_is_trained_further(
         more = (*args, "--initial-draft", whole, *change)
         assert main([str(a) for a in more]) == 2
         assert field in capsys.readouterr().err
+
+
+def test_an_exported_draft_is_trained_further(
+    data: Path, target: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run("export", whole, tmp_path / "first", "--dtype", "float32")
+    more = ("--initial-draft", tmp_path / "first", "--epochs", 1e-6, "--lr", 0, "--lr-fc", 0)
+    train(target, data, tmp_path / "again", *more, "--lr-head", 0)
+    run("export", tmp_path / "again", tmp_path / "second", "--dtype", "float32")
+    first, second = (load_file(tmp_path / n / "model.safetensors") for n in ("first", "second"))
+    assert first.keys() == second.keys()
+    for name in first.keys() - {"fc.weight"}:
+        assert torch.equal(first[name], second[name])
+    # Whitened for training, and folded back.
+    torch.testing.assert_close(first["fc.weight"], second["fc.weight"], atol=2e-5, rtol=1e-4)
+    whitened = load_file(sorted((tmp_path / "again").glob("checkpoint-*"))[-1])
+    assert not torch.equal(whitened["weight.fc.weight"], first["fc.weight"])
+    train(target, data, tmp_path / "run", "--epochs", 1, "--initial-draft", tmp_path / "first")
+    before, after = losses(whole), losses(tmp_path / "run")
+    assert after[0][1][0] < 0.9 * before[0][1][0]
+    (tmp_path / "second" / "model.safetensors").unlink()
+    args = ("train", "--model", target, "--data", data, "--output", tmp_path / "x", *ENGINE)
+    assert main([str(a) for a in (*args, "--initial-draft", tmp_path / "second")]) == 2
+    assert "is no exported draft" in capsys.readouterr().err
+
+
+def test_the_log_counts_kept_drafts_at_each_temperature(whole: Path) -> None:
+    measured = read_log(whole / trainer.LOG)[-1]["held_out"]
+    assert set(measured) <= {"0.0", "0.5"}
+    for shares in (m["accepted"] for m in measured.values()):
+        assert 1 >= shares[0] >= shares[1] >= shares[2] >= 0
 
 
 def test_a_latent_draft_trains(data: Path, target: Path, tmp_path: Path) -> None:

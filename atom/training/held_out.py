@@ -1,0 +1,110 @@
+"""How many drafts the engine would keep, measured on held-out texts.
+
+The text is the target's sample at its own temperature, so the noise that the target drew it with
+is known in distribution: Gumbel noise under the condition that the text's token won the race. The
+draft races with the same noise, as in serving.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from atom.training.dataset import Example
+from atom.training.network import TrainingBatch
+from atom.training.target_probs import TargetProbabilities
+
+_TEXTS_AT_A_TIME = 4
+_SEED = 0
+
+
+def coupled_choice(
+    draft_logits: torch.Tensor,
+    target_logprobs: torch.Tensor,
+    answers: torch.Tensor,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """What a draft chooses with noise with which the target chose `answers`; [N] int64.
+
+    Args:
+        draft_logits, target_logprobs: [N, vocab], both divided by the temperature; the latter
+            normalised, over a larger vocabulary if the draft's is pruned.
+        answers: [N] int64.
+    """
+
+    def gumbel(*shape: int) -> torch.Tensor:
+        noise = torch.empty(shape).exponential_(generator=generator)
+        return -noise.to(draft_logits.device).log()
+
+    best = gumbel(len(answers), 1)
+    raced = target_logprobs + gumbel(*target_logprobs.shape)
+    # Truncated at the winner's value (Maddison et al., A* sampling, 2014).
+    raced = -torch.logaddexp(-best, -raced)
+    raced = raced.scatter(1, answers[:, None], best)
+    return (draft_logits + raced - target_logprobs).argmax(-1)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Texts that only measure.
+
+    Args:
+        build: texts -> batch.
+        unroll: batch -> for each draft step the rows [Q, size] that `output_head` multiplies.
+        target: whose vocabulary is ascending.
+    """
+
+    texts: Sequence[Example]
+    build: Callable[[Sequence[Example]], TrainingBatch]
+    unroll: Callable[[TrainingBatch], list[torch.Tensor]]
+    output_head: Callable[[], torch.Tensor]
+    target: TargetProbabilities
+
+    @torch.no_grad()
+    def measure(self) -> dict[str, Any]:
+        """For each temperature of the texts, the share of rows whose first 1, 2, ... drafts are
+        right, as `{"0.7": {"accepted": [...], "rows": int}}`.
+        """
+        generator = torch.Generator().manual_seed(_SEED)
+        measured = {}
+        for temperature in sorted({text.temperature for text in self.texts}):
+            texts = [text for text in self.texts if text.temperature == temperature]
+            right = torch.cat(
+                [
+                    self._right(texts[i : i + _TEXTS_AT_A_TIME], temperature, generator)
+                    for i in range(0, len(texts), _TEXTS_AT_A_TIME)
+                ],
+                dim=1,
+            )
+            shares = (right.sum(1) / max(right.shape[1], 1)).tolist()
+            accepted = [round(share, 4) for share in shares]
+            measured[str(temperature)] = {"accepted": accepted, "rows": right.shape[1]}
+        return measured
+
+    def _right(
+        self, texts: Sequence[Example], temperature: float, generator: torch.Generator
+    ) -> torch.Tensor:
+        """[depth, rows] bool: whether all drafts so far are the text's tokens.
+
+        Each step reads the text's tokens: the drafts, as long as all are right.
+        """
+        batch = self.build(texts)
+        whole, vocabulary = batch.valid.all(0), self.target.vocabulary
+        logprobs = self.target.logprobs(batch.final, temperature) if temperature else None
+        right = []
+        for j, rows in enumerate(self.unroll(batch)):
+            logits = F.linear(rows[whole], self.output_head()).float()
+            answers = batch.answer_ids[j, whole]
+            if logprobs is None:
+                chosen = logits.argmax(-1)
+            else:
+                places = torch.searchsorted(vocabulary, answers).clamp(max=len(vocabulary) - 1)
+                chosen = coupled_choice(
+                    logits / temperature, logprobs[batch.targets[j, whole]], places, generator
+                )
+            right.append(vocabulary[chosen] == answers)
+        return torch.stack(right).cumprod(0).bool()
