@@ -10,7 +10,7 @@ import torch
 
 from atom.training.dataset import Example
 from atom.training.features import FeatureSource
-from atom.training.network import TrainingBatch
+from atom.training.layers import TrainingBatch
 from atom.training.target_probs import TargetProbabilities
 
 # Texts are sorted by length within groups of this size, to reduce padding.

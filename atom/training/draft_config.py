@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from atom.models.block_draft.config import BlockDraftConfig
 from atom.models.eagle3.config import Eagle3Config
 from atom.training.prompts import DataError
 
@@ -61,6 +62,53 @@ def make_draft_config(
     else:
         raise DataError(f"a draft's attention is mha or mla, got {attention!r}")
     Eagle3Config.from_dict(raw)
+    return raw
+
+
+def make_block_config(
+    target: PretrainedConfig,
+    num_layers: int,
+    block_size: int,
+    markov_rank: int,
+    draft_vocab_size: int,
+    mask_token_id: int,
+    aux_layer_ids: tuple[int, ...],
+) -> dict[str, Any]:
+    """The config of a DSpark draft with the target's hidden size and heads, in the layout of the
+    speculators library.
+    """
+    size, heads = target.hidden_size, target.num_attention_heads
+    raw: dict[str, Any] = {
+        "architectures": ["DSparkSpeculator"],
+        "speculators_model_type": "dspark",
+        "block_size": block_size,
+        "draft_vocab_size": draft_vocab_size,
+        "target_hidden_size": size,
+        "mask_token_id": mask_token_id,
+        "aux_hidden_state_layer_ids": list(aux_layer_ids),
+        "sample_from_anchor": True,
+        "markov_rank": markov_rank,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": False,
+        "confidence_head_with_markov": False,
+        "tie_word_embeddings": False,
+        "transformer_layer_config": {
+            "model_type": "qwen3",
+            "hidden_size": size,
+            "num_hidden_layers": num_layers,
+            "num_attention_heads": heads,
+            "num_key_value_heads": heads,
+            "head_dim": size // heads,
+            "intermediate_size": target.intermediate_size,
+            "rms_norm_eps": target.rms_norm_eps,
+            "vocab_size": target.vocab_size,
+            "max_position_embeddings": target.max_position_embeddings,
+            "rope_theta": target.rope_parameters["rope_theta"],
+            "attention_bias": True,
+            "hidden_act": "silu",
+        },
+    }
+    BlockDraftConfig.from_dict(raw)
     return raw
 
 

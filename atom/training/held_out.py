@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from atom.training.dataset import Example
-from atom.training.network import TrainingBatch
+from atom.training.layers import TrainingBatch
 from atom.training.target_probs import TargetProbabilities
 
 _TEXTS_AT_A_TIME = 4

@@ -36,6 +36,14 @@ def whitening_matrix(aux: torch.Tensor) -> torch.Tensor:
     return matrix
 
 
+def unfold_whitening(fc: torch.Tensor, whitening: torch.Tensor | None) -> torch.Tensor:
+    """The `fc` [hidden, width] of whitened states that computes what `fc` does of the states."""
+    if whitening is None:
+        return fc
+    unfolded: torch.Tensor = torch.linalg.solve(whitening.double(), fc.T.double()).T
+    return unfolded.float().contiguous()
+
+
 class LinearGuess:
     """Least squares from [aux_t, normed embedding of token t + 1] to the final state at t + 1."""
 
@@ -100,10 +108,7 @@ def initialise(
             weight.normal_(0, 0.02, generator=generator)
         elif not name.endswith("norm.weight"):
             weight.zero_()
-    if draft.whitening is not None:
-        whitening = draft.whitening.double()
-        from_aux = torch.linalg.solve(whitening, from_aux.T.double()).T.float()
-    draft.fc.weight.copy_(from_aux)
+    draft.fc.weight.copy_(unfold_whitening(from_aux, draft.whitening))
     draft.lm_head.weight.copy_(head)
     # Predictions are shorter than the states; the norm must not lengthen them.
     draft.norm.weight.copy_(final_norm * rms)

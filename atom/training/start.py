@@ -6,22 +6,17 @@ import json
 import logging
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
-from transformers import PretrainedConfig
 
-from atom.models.eagle3.config import Eagle3Config
 from atom.training.checkpoint import Progress, TrainingCheckpoint, load_checkpoint
 from atom.training.dataset import Example
-from atom.training.draft_config import make_draft_config
 from atom.training.features import FeatureSource
-from atom.training.initialise import SKIPPED_ROWS, LinearGuess, initialise, whitening_matrix
-from atom.training.network import TrainingDraft
+from atom.training.initialise import SKIPPED_ROWS, LinearGuess, unfold_whitening, whitening_matrix
+from atom.training.kinds import DraftKind
 from atom.training.prompts import DataError
 from atom.training.target_parts import TargetParts
 from atom.training.vocabulary import choose_vocabulary, count_tokens, soft_counts
@@ -34,26 +29,13 @@ _COUNTED_ROWS = 20_000
 DEFAULT_DRAFT_VOCAB_SIZE = 8192
 
 
-@dataclass(frozen=True)
-class DraftKind:
-    """What is asked for.
-
-    Attributes:
-        target: the target's text configuration.
-        attention: `mha` or `mla`.
-        vocab_size: of the draft; None for the default, or another draft's.
-    """
-
-    target: PretrainedConfig
-    attention: str
-    vocab_size: int | None
-
-    def config(self, vocab_size: int, aux_layer_ids: tuple[int, ...]) -> dict[str, Any]:
-        return make_draft_config(self.target, self.attention, vocab_size, aux_layer_ids)
-
-
 def further(
-    path: Path, kind: DraftKind, texts: Sequence[Example], features: FeatureSource, seed: int
+    path: Path,
+    kind: DraftKind,
+    vocab_size: int | None,
+    texts: Sequence[Example],
+    features: FeatureSource,
+    seed: int,
 ) -> TrainingCheckpoint:
     """Step 0, with the weights and vocabulary of another draft.
 
@@ -62,8 +44,9 @@ def further(
     """
     exported = (path / "config.json").exists()
     other = _read_exported(path) if exported else load_checkpoint(path)
-    size = len(other.vocabulary) if kind.vocab_size is None else kind.vocab_size
-    expected = kind.config(size, features.aux_layer_ids)
+    size = len(other.vocabulary) if vocab_size is None else vocab_size
+    mask_token_id = other.draft_config.get("mask_token_id", 0)
+    expected = kind.config(size, features.aux_layer_ids, mask_token_id)
     differing = sorted(
         name
         for name in expected.keys() | other.draft_config.keys()
@@ -78,7 +61,7 @@ def further(
     if exported:
         whitening = whitening_matrix(_sample_aux(_shuffled(texts, seed), features))
         kept["whitening"] = whitening
-        kept["weight.fc.weight"] = _unfold(kept["weight.fc.weight"], whitening)
+        kept["weight.fc.weight"] = unfold_whitening(kept["weight.fc.weight"], whitening)
     elif "whitening" in other.tensors:
         kept["whitening"] = other.tensors["whitening"]
     return TrainingCheckpoint(other.draft_config, {}, Progress(), other.vocabulary, kept)
@@ -98,14 +81,9 @@ def _read_exported(folder: Path) -> TrainingCheckpoint:
     return TrainingCheckpoint(config, {}, Progress(), vocabulary, weights)
 
 
-def _unfold(fc: torch.Tensor, whitening: torch.Tensor) -> torch.Tensor:
-    """The `fc` of whitened states that computes what `fc` does of the states."""
-    unfolded: torch.Tensor = torch.linalg.solve(whitening.double(), fc.T.double()).T
-    return unfolded.float().contiguous()
-
-
 def anew(
     kind: DraftKind,
+    vocab_size: int | None,
     texts: Sequence[Example],
     features: FeatureSource,
     parts: TargetParts,
@@ -115,7 +93,7 @@ def anew(
     order = _shuffled(texts, seed)
     soft, guess = _look_at(order, features, parts)
     counts = count_tokens((t.token_ids[t.mask] for t in texts), len(parts.head), soft)
-    size = DEFAULT_DRAFT_VOCAB_SIZE if kind.vocab_size is None else kind.vocab_size
+    size = DEFAULT_DRAFT_VOCAB_SIZE if vocab_size is None else vocab_size
     vocabulary = choose_vocabulary(counts, size)
     logger.info(
         "%d texts, %d trained tokens; %d draft tokens cover %.2f %% of them",
@@ -124,15 +102,12 @@ def anew(
         len(vocabulary),
         100 * float(counts[vocabulary].sum() / counts.sum()),
     )
-    raw = kind.config(len(vocabulary), features.aux_layer_ids)
+    raw = kind.config(len(vocabulary), features.aux_layer_ids, int(counts.argmin()))
     whitening = whitening_matrix(_sample_aux(order, features))
-    draft = TrainingDraft(Eagle3Config.from_dict(raw), parts.embedding, whitening, 1)
-    mlp = None
-    if parts.gate_proj is not None and parts.up_proj is not None:
-        mlp = {"gate_proj": parts.gate_proj, "up_proj": parts.up_proj}
-    generator = torch.Generator().manual_seed(seed)
-    head = parts.head[vocabulary].float()
-    initialise(draft, guess, parts.final_norm, head, mlp, generator)
+    draft = kind.network(raw, parts.embedding, whitening, 1)
+    kind.initialise(
+        draft, guess, parts, parts.head[vocabulary].float(), torch.Generator().manual_seed(seed)
+    )
     tensors = {f"weight.{name}": weight.data for name, weight in draft.named_parameters()}
     tensors["whitening"] = whitening
     return TrainingCheckpoint(raw, {}, Progress(), vocabulary, tensors)

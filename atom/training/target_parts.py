@@ -22,15 +22,14 @@ class TargetParts:
     """Attributes:
     embedding, head: [vocab, hidden], in the target's dtype.
     final_norm: [hidden].
-    gate_proj, up_proj: [intermediate, hidden] of the last dense layer; None without one.
+    mlp: `gate_proj` and `up_proj` [intermediate, hidden] of the last dense layer; None without one.
     default_aux_layer_ids: boundary ids of the states that a draft reads by default.
     """
 
     embedding: torch.Tensor
     head: torch.Tensor
     final_norm: torch.Tensor
-    gate_proj: torch.Tensor | None
-    up_proj: torch.Tensor | None
+    mlp: dict[str, torch.Tensor] | None
     default_aux_layer_ids: tuple[int, ...]
 
 
@@ -45,8 +44,9 @@ def load_target_parts(config: EngineConfig, source: ModelSource) -> TargetParts:
     embedding, head = target.token_embedding.dense(), target.output_head.dense()
     mlps = [module for module in target.modules() if isinstance(module, LlamaMLP)]
     dense = [mlp for mlp in mlps if mlp.gate_up_proj.storage.format is None]
-    gate = up = None
+    mlp = None
     if dense:
-        gate, up = (t.clone() for t in dense[-1].gate_up_proj.weight.data.float().chunk(2))
+        gate, up = dense[-1].gate_up_proj.weight.data.float().chunk(2)
+        mlp = {"gate_proj": gate.clone(), "up_proj": up.clone()}
     norm = target.final_norm.weight.data.float().clone()
-    return TargetParts(embedding, head, norm, gate, up, target.default_aux_layer_ids())
+    return TargetParts(embedding, head, norm, mlp, target.default_aux_layer_ids())

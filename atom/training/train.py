@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import PretrainedConfig
 
 from atom.config import EngineConfig
 from atom.model_loader.source import resolve_model
-from atom.models.eagle3.config import Eagle3Config
 from atom.platform import default_num_threads, select_platform
 from atom.training.batches import BatchBuilder
 from atom.training.checkpoint import (
@@ -24,10 +24,10 @@ from atom.training.checkpoint import (
 )
 from atom.training.dataset import Dataset, Example
 from atom.training.features import FeatureSource, StoredFeatures, TargetFeatures
-from atom.training.network import TrainingDraft
+from atom.training.kinds import BlockKind, DraftKind, Eagle3Kind
 from atom.training.options import TrainOptions
 from atom.training.prompts import DataError
-from atom.training.start import DraftKind, anew, further
+from atom.training.start import anew, further
 from atom.training.target_parts import TargetParts, load_target_parts
 from atom.training.target_probs import TargetProbabilities
 from atom.training.trainer import LOG, Trainer
@@ -41,7 +41,9 @@ class TrainRequest:
     config: of the engine that runs the target.
     data: dataset folders.
     output: folder of the run; resumed if it has a checkpoint.
-    attention: `mha` or `mla`.
+    draft: `eagle3`, or `block` for a DSpark draft.
+    attention: of an Eagle3 draft, `mha` or `mla`.
+    num_layers, markov_rank: of a block drafter; the block has `options.depth` rows.
     draft_vocab_size: size of the draft's vocabulary; None for the default.
     aux_layer_ids: boundary ids; None for the dataset's, else the target's default.
     initial_draft: a draft to train further: exported, or of another run; None for a new one.
@@ -52,11 +54,19 @@ class TrainRequest:
     options: TrainOptions
     data: tuple[Path, ...]
     output: Path
+    draft: str = "eagle3"
     attention: str = "mha"
+    num_layers: int = 1
+    markov_rank: int = 64
     draft_vocab_size: int | None = None
     aux_layer_ids: tuple[int, ...] | None = None
     initial_draft: Path | None = None
     workers: int = 1
+
+    def kind(self, target: PretrainedConfig) -> DraftKind:
+        if self.draft == "eagle3":
+            return Eagle3Kind(target, self.attention)
+        return BlockKind(target, self.num_layers, self.markov_rank, self.options.depth)
 
 
 def train(request: TrainRequest) -> TrainingCheckpoint:
@@ -79,18 +89,24 @@ def train(request: TrainRequest) -> TrainingCheckpoint:
         torch.set_num_threads(max(1, threads // request.workers))
     fitted, held_out = _split(dataset.texts, options)
     request.output.mkdir(parents=True, exist_ok=True)
-    kind = DraftKind(text_config, request.attention, request.draft_vocab_size)
+    kind = request.kind(text_config)
     if checkpoint_files(request.output):
         start = load_checkpoint(request.output)
     elif request.initial_draft is not None:
-        start = further(request.initial_draft, kind, fitted, features, options.seed)
+        start = further(
+            request.initial_draft,
+            kind,
+            request.draft_vocab_size,
+            fitted,
+            features,
+            options.seed,
+        )
     else:
-        start = anew(kind, fitted, features, parts, options.seed)
-    draft_config = Eagle3Config.from_dict(start.draft_config)
+        start = anew(kind, request.draft_vocab_size, fitted, features, parts, options.seed)
     longest = max(len(text) for text in dataset.texts) + options.depth
     device = platform.device
-    draft = TrainingDraft(
-        draft_config, parts.embedding.to(device), start.tensors.get("whitening"), longest
+    draft = kind.network(
+        start.draft_config, parts.embedding.to(device), start.tensors.get("whitening"), longest
     ).to(device)
     draft.load_state_dict(start.weights(), strict=False)
     target = TargetProbabilities(parts.head.to(device), start.vocabulary.to(device))
@@ -122,7 +138,10 @@ def data_settings(
     shards = sorted({f"{place.shard.parent.name}/{place.shard.name}" for place in dataset.places})
     tokens = sum(len(text) for text in dataset.texts)
     return {
+        "draft": request.draft,
         "attention": request.attention,
+        "num_layers": request.num_layers,
+        "markov_rank": request.markov_rank,
         "draft_vocab_size": request.draft_vocab_size,
         "initial_draft": None if request.initial_draft is None else str(request.initial_draft),
         "aux_layer_ids": list(features.aux_layer_ids),

@@ -25,7 +25,7 @@ _HELP = {
     "epochs": "passes over the data, not necessarily whole",
     "rows_per_batch": "drafting rows of a batch",
     "accumulate": "batches of an optimiser step",
-    "depth": "draft steps that are unrolled",
+    "depth": "draft steps that are unrolled; rows of a block drafter's blocks",
     "step_decay": "weight of each unrolled step relative to the one before",
     "l1_weight": "share of |p - q| in the loss; the rest is soft cross-entropy",
     "lr": "peak rate of AdamW",
@@ -45,7 +45,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, nargs="+", required=True, help="folders that synthesize wrote")
     add("--output", type=Path, required=True, help="folder of the run; resumed when begun")
-    add("--attention", choices=("mha", "mla"), default="mha", help="of the draft")
+    add("--draft", choices=("eagle3", "block"), default="eagle3", help="kind (default: eagle3)")
+    add("--attention", choices=("mha", "mla"), default="mha", help="of an Eagle3 draft")
+    add("--layers", type=int, default=1, help="of a block drafter (default: 1)")
+    add("--markov-rank", type=int, default=64, help="of a block drafter (default: 64)")
     add(
         "--draft-vocab-size",
         type=int,
@@ -54,7 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--initial-draft",
         type=Path,
-        help="another run's folder or checkpoint: train its draft further, on this data",
+        help="train this draft further, on this data: exported, or another run's folder",
     )
     add("--aux-layer-ids", type=int, nargs="+", help="boundary ids of the states it reads")
     add("--workers", type=int, default=1, help="batches of a step computed at a time")
@@ -93,7 +96,10 @@ def run(args: argparse.Namespace) -> None:
             options,
             tuple(args.data),
             args.output,
+            args.draft,
             args.attention,
+            args.layers,
+            args.markov_rank,
             args.draft_vocab_size,
             None if args.aux_layer_ids is None else tuple(args.aux_layer_ids),
             args.initial_draft,

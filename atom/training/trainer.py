@@ -25,8 +25,8 @@ from atom.training.checkpoint import (
 )
 from atom.training.dataset import Example
 from atom.training.held_out import HeldOut
+from atom.training.layers import TrainedDraft, TrainingBatch
 from atom.training.loss import DraftLoss
-from atom.training.network import TrainingBatch, TrainingDraft
 from atom.training.options import TrainOptions
 from atom.training.target_probs import TargetProbabilities
 
@@ -82,7 +82,7 @@ class Trainer:
 
     def __init__(
         self,
-        draft: TrainingDraft,
+        draft: TrainedDraft,
         draft_config: dict[str, Any],
         target: TargetProbabilities,
         builder: BatchBuilder,
