@@ -50,7 +50,8 @@ def export_draft(checkpoint: TrainingCheckpoint, folder: Path, dtype: torch.dtyp
         weights["fc.weight"] = folded.float()
     tensors = {name: weight.to(dtype).contiguous() for name, weight in weights.items()}
     vocabulary = checkpoint.vocabulary
-    known = torch.zeros(checkpoint.draft_config["vocab_size"], dtype=torch.bool)
+    layer_config = checkpoint.draft_config.get("transformer_layer_config", checkpoint.draft_config)
+    known = torch.zeros(layer_config["vocab_size"], dtype=torch.bool)
     known[vocabulary] = True
     tensors["d2t"] = vocabulary - torch.arange(len(vocabulary))
     tensors["t2d"] = known

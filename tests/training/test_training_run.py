@@ -226,6 +226,19 @@ def test_a_latent_draft_trains(data: Path, target: Path, tmp_path: Path) -> None
     assert config["architectures"] == ["Eagle3DeepseekV2ForCausalLM"]
 
 
+def test_a_block_drafter_trains(data: Path, target: Path, tmp_path: Path) -> None:
+    more = ("--draft", "block", "--depth", 4, "--markov-rank", 16)
+    train(target, data, tmp_path / "run", "--epochs", 2, *more)
+    curve = losses(tmp_path / "run")
+    assert len(curve[0][1]) == 4
+    assert sum(curve[-1][1]) < 0.8 * sum(curve[0][1])
+    run("export", tmp_path / "run", tmp_path / "draft", "--dtype", "float32")
+    train(
+        target, data, tmp_path / "on", "--epochs", 1, *more, "--initial-draft", tmp_path / "draft"
+    )
+    assert losses(tmp_path / "on")[0][1][0] < curve[0][1][0]
+
+
 def test_wrong_use_is_refused(
     data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
