@@ -19,7 +19,7 @@ _COMMANDS = {
 
 
 def create_parser(prog: str = _PROG) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog=prog, description="Trains an Eagle3 draft.")
+    parser = argparse.ArgumentParser(prog=prog, description="Trains draft models.")
     commands = parser.add_subparsers(dest="command", required=True)
     for name, module in _COMMANDS.items():
         command = commands.add_parser(name, help=module.HELP, description=module.HELP)

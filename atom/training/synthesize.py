@@ -39,7 +39,7 @@ class SynthesisOptions:
 
     max_new_tokens: int = 200
     max_turn_tokens: int = 80
-    temperatures: tuple[float, ...] = (0.0, 0.7)
+    temperatures: tuple[float, ...] = (1.0, 1.0, 0.7, 0.0)
     top_p: float = 1.0
     turn_temperature: float = 1.0
     turn_min_p: float = 0.1

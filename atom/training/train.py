@@ -43,7 +43,7 @@ class TrainRequest:
     output: folder of the run; resumed if it has a checkpoint.
     draft: `eagle3`, or `block` for a DSpark draft.
     attention: of an Eagle3 draft, `mha` or `mla`.
-    num_layers, markov_rank: of a block drafter; the block has `options.depth` rows.
+    layers, markov_rank: of a block drafter; the block has `options.depth` rows.
     draft_vocab_size: size of the draft's vocabulary; None for the default.
     aux_layer_ids: boundary ids; None for the dataset's, else the target's default.
     initial_draft: a draft to train further: exported, or of another run; None for a new one.
@@ -56,7 +56,7 @@ class TrainRequest:
     output: Path
     draft: str = "eagle3"
     attention: str = "mha"
-    num_layers: int = 1
+    layers: int = 1
     markov_rank: int = 64
     draft_vocab_size: int | None = None
     aux_layer_ids: tuple[int, ...] | None = None
@@ -66,7 +66,7 @@ class TrainRequest:
     def kind(self, target: PretrainedConfig) -> DraftKind:
         if self.draft == "eagle3":
             return Eagle3Kind(target, self.attention)
-        return BlockKind(target, self.num_layers, self.markov_rank, self.options.depth)
+        return BlockKind(target, self.layers, self.markov_rank, self.options.depth)
 
 
 def train(request: TrainRequest) -> TrainingCheckpoint:
@@ -140,7 +140,7 @@ def data_settings(
     return {
         "draft": request.draft,
         "attention": request.attention,
-        "num_layers": request.num_layers,
+        "layers": request.layers,
         "markov_rank": request.markov_rank,
         "draft_vocab_size": request.draft_vocab_size,
         "initial_draft": None if request.initial_draft is None else str(request.initial_draft),

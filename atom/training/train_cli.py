@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 from pathlib import Path
+from typing import Any
 
 from atom.model_engine.arg_utils import (
     add_engine_flags,
@@ -41,14 +42,18 @@ _HELP = {
 }
 
 
+# Flags that only one kind of draft has.
+_SHAPE = {"attention": "eagle3", "layers": "block", "markov_rank": "block"}
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--data", type=Path, nargs="+", required=True, help="folders that synthesize wrote")
     add("--output", type=Path, required=True, help="folder of the run; resumed when begun")
     add("--draft", choices=("eagle3", "block"), default="eagle3", help="kind (default: eagle3)")
-    add("--attention", choices=("mha", "mla"), default="mha", help="of an Eagle3 draft")
-    add("--layers", type=int, default=1, help="of a block drafter (default: 1)")
-    add("--markov-rank", type=int, default=64, help="of a block drafter (default: 64)")
+    add("--attention", choices=("mha", "mla"), help="of an Eagle3 draft (default: mha)")
+    add("--layers", type=int, help="of a block drafter (default: 1)")
+    add("--markov-rank", type=int, help="of a block drafter (default: 64)")
     add(
         "--draft-vocab-size",
         type=int,
@@ -85,6 +90,7 @@ def run(args: argparse.Namespace) -> None:
             f"--workers {args.workers} needs --accumulate {args.workers} or more: each worker "
             f"computes a batch of its own"
         )
+    shape = _shape(args)
     options = TrainOptions(
         **{name: getattr(args, name) for name in _HELP},
         dtype=args.compute_dtype,
@@ -96,15 +102,27 @@ def run(args: argparse.Namespace) -> None:
             options,
             tuple(args.data),
             args.output,
-            args.draft,
-            args.attention,
-            args.layers,
-            args.markov_rank,
-            args.draft_vocab_size,
-            None if args.aux_layer_ids is None else tuple(args.aux_layer_ids),
-            args.initial_draft,
-            args.workers,
+            draft=args.draft,
+            draft_vocab_size=args.draft_vocab_size,
+            aux_layer_ids=None if args.aux_layer_ids is None else tuple(args.aux_layer_ids),
+            initial_draft=args.initial_draft,
+            workers=args.workers,
+            **shape,
         )
     )
     picture = plot_log(args.output / LOG, args.output / "training.png")
     print(f"trained; the curves are in {picture}" if picture else "trained")
+
+
+def _shape(args: argparse.Namespace) -> dict[str, Any]:
+    """What was given of `_SHAPE`.
+
+    Raises:
+        DataError: for a flag of another kind of draft.
+    """
+    given = {name: getattr(args, name) for name in _SHAPE if getattr(args, name) is not None}
+    for name in given:
+        if _SHAPE[name] != args.draft:
+            flag = name.replace("_", "-")
+            raise DataError(f"--{flag} is for --draft {_SHAPE[name]}, not --draft {args.draft}")
+    return given

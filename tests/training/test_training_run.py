@@ -248,6 +248,9 @@ def test_wrong_use_is_refused(
 
     train_args = ("train", "--model", target, "--data", data, "--output", tmp_path / "r")
     assert "needs --accumulate 3" in refused(*train_args, "--workers", 3)
+    block = (*train_args, "--draft", "block")
+    assert "--attention is for --draft eagle3" in refused(*block, "--attention", "mha")
+    assert "--layers is for --draft block" in refused(*train_args, "--layers", 2)
     assert "does not fit a target" in refused(*train_args, "--draft-vocab-size", 10**6, *ENGINE)
     assert "multiple of log_every" in refused(*train_args, "--save-every", 7)
     assert "holds no checkpoint" in refused("export", tmp_path, tmp_path / "x")
