@@ -105,7 +105,8 @@ def test_tokens_are_those_of_steps_run_op_by_op(
     least = 2 if method in ("suffix", "everything") else 10
     assert replays["a step"] > least
     assert replays["a step that samples"] > least
-    assert (replays["drafting"] > 0) == (method not in ("none", "suffix"))
+    if method != "everything":
+        assert (replays["drafting"] > 0) == (method not in ("none", "suffix"))
 
 
 def test_a_steady_batch_is_replayed(target: Path, replays: Counter[str]) -> None:
