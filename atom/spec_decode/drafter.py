@@ -29,9 +29,9 @@ class Drafter:
     Attributes:
         proposer: makes drafts on the device.
         looks: whether there is a lookup.
-        looks_first: whether lookup and grammars come before the proposer, which may then be skipped
-            or follow them. Not on a GPU, where the host would have to wait for the tokens in the
-            middle of the step.
+        looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
+            a GPU, where the host would have to wait for the tokens in the middle of the step.
+        guides: whether the proposer follows grammars; not on a GPU, either.
 
     Args:
         source: the proposer's name in the statistics.
@@ -54,7 +54,8 @@ class Drafter:
     ) -> None:
         self.proposer = proposer
         self.looks = lookup is not None
-        self.looks_first = (self.looks or grammars is not None) and waiting_is_free
+        self.looks_first = self.looks and waiting_is_free
+        self.guides = grammars is not None and waiting_is_free
         self._recorder = recorder
         self._source = source
         self._lookup = lookup
