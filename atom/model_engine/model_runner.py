@@ -91,13 +91,15 @@ class ModelRunner:
         if step is None:
             return StepOutput([], self._drafter.num_lookup_tokens)
         view, verified = self._verify(batch, step)
-        if self._drafter.looks_first:
+        looks_first = self._drafter.looks_first
+        guides = self._drafter.guides and any(s.grammar is not None for s in step.sample.states)
+        if looks_first or guides:
             sampled = self._sampler.take(step.sample, self._bring_to_host(verified.tensors))
             found = self._look_up(batch, step)
             with self._grammar_drafts(batch, step) as allowed:
                 if allowed is not None and view is not None:
                     view = replace(view, guide=allowed.guide(found))
-                proposed = self._drafter.propose(view, found)
+                proposed = self._drafter.propose(view, found if looks_first else None)
                 made = None if proposed is None else self._bring_to_host([proposed.token_ids])[0]
                 drafts = self._drafter.merge(found, made, allowed)
         else:

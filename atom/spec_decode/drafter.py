@@ -37,9 +37,9 @@ class Drafter:
         proposer: makes drafts on the device.
         max_drafts: most drafts of a sequence.
         looks: whether there is a lookup.
-        looks_first: whether lookup and grammars come before the proposer, which may then be skipped
-            or follow them. Not on a GPU, where the host would have to wait for the tokens in the
-            middle of the step.
+        looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
+            a GPU, where the host would have to wait for the tokens in the middle of the step.
+        guides: whether the proposer follows grammars; not on a GPU, either.
 
     Args:
         source: the proposer's name in the statistics.
@@ -62,7 +62,8 @@ class Drafter:
     ) -> None:
         self.proposer = proposer
         self.looks = lookup is not None
-        self.looks_first = (self.looks or grammars is not None) and waiting_is_free
+        self.looks_first = self.looks and waiting_is_free
+        self.guides = grammars is not None and waiting_is_free
         own = proposer.lookahead.num_tokens
         self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
         self._recorder = recorder
