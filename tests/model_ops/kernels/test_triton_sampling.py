@@ -129,7 +129,7 @@ def test_tokens_are_those_of_torch(
 
 
 @pytest.mark.parametrize(
-    "filters", [None, set(), {"min_p"}, {"top_k", "top_p"}], ids=lambda names: str(names)
+    "filters", [None, set(), {"min_p"}, {"top_k", "top_p"}], ids=["greedy", "none", "min_p", "top"]
 )
 def test_drafts_are_what_the_target_would_sample(
     filters: set[str] | None, device: torch.device
