@@ -224,6 +224,17 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             prepare="aiter.quant_experts:prepare_experts",
         ),
         _kernel(
+            "native.quant_experts:quant_experts",
+            "native.quant_experts:refuses",
+            prepare="native.quant_experts:prepare",
+        ),
+        _kernel(
+            "native.quant_experts:dense_experts",
+            "native.quant_experts:refuses_dense",
+            prepare="torch.quant:prepare_experts",
+            dequantises=True,
+        ),
+        _kernel(
             "triton.quant_experts:quant_experts",
             "triton.quant_experts:refuses",
             prepare="triton.quant_experts:prepare",

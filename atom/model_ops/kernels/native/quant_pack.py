@@ -68,7 +68,11 @@ class PackedWeights:
 
 def refuses(query: OpQuery) -> str | None:
     """Why weights of this format cannot be multiplied packed; None if they can."""
-    form, size = query.weights, query.shape["in_features"]
+    return refuses_inputs(query.weights, query.shape["in_features"])
+
+
+def refuses_inputs(form: WeightFormat | None, size: int) -> str | None:
+    """The same of weights with so many inputs."""
     assert form is not None
     if form.codes not in BITS or form.scale_type not in ("float", "int8"):
         return f"reads int4, int6 and int8 with plain scales, not {form}"

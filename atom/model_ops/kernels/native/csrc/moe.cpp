@@ -4,7 +4,7 @@
 // depend on other tokens.
 #include <tuple>
 
-#include "arena.h"
+#include "moe_visits.h"
 #include "product.h"
 
 namespace atom {
@@ -27,28 +27,15 @@ constexpr int64_t kSerialWork = 1 << 16;
 // Activations of so few bytes are packed by the caller alone.
 constexpr int64_t kSerialPacking = 64 * 1024;
 
-// The tokens of one expert.
-struct Visited {
-  int64_t expert;
-  int64_t first, count;  // in the list of visits
-  int64_t x, h;          // where its packed inputs and activations begin, in bytes
-};
-
-struct Visit {
-  int64_t row;
-  float weight;
-};
-
 template <class T, class Product>
 class Experts {
  public:
-  explicit Experts(const ExpertsArgs& args) : a(args) {}
+  explicit Experts(const ExpertsArgs& args)
+      : a(args), choices_{a.weights, a.ids, a.rows, a.top_k, a.experts, a.id_bytes} {}
 
   // 0, or 1 + the row that has a negative id.
   int64_t run() {
-    for (int64_t i = 0; i < a.rows * a.top_k; ++i) {
-      if (id(i) < 0) return 1 + i / a.top_k;
-    }
+    if (const int64_t wrong = choices_.wrong()) return wrong;
     const int64_t work = a.rows * a.top_k * a.hidden * a.inter;
     const int64_t threads = work < kSerialWork ? 1 : std::max<int64_t>(1, team_size(a.threads));
     for (int64_t begin = 0; begin < a.rows; begin += kMostRows) {
@@ -61,10 +48,7 @@ class Experts {
   using Session = typename Product::Session;
 
   struct Work {
-    Visited* experts;
-    Visit* visits;
-    int64_t *first, *next;  // [experts + 1]
-    int64_t num_experts, num_visits;
+    Visits visits;
     int64_t x_bytes, h_bytes;
     char *x, *h;  // packed, expert by expert
     T* plain_h;   // [visits, inter]
@@ -74,77 +58,40 @@ class Experts {
   Product into(const Visited& e) const { return Product(e.count, a.hidden); }
   Product out_of(const Visited& e) const { return Product(e.count, a.inter); }
 
-  int64_t id(int64_t i) const {
-    return a.id_bytes == 4 ? static_cast<const int32_t*>(a.ids)[i]
-                           : static_cast<const int64_t*>(a.ids)[i];
-  }
-  const T* w13(int64_t expert, int64_t feature) const {
-    return static_cast<const T*>(a.w13) + (expert * 2 * a.inter + feature) * a.hidden;
-  }
-  const T* w2(int64_t expert, int64_t feature) const {
-    return static_cast<const T*>(a.w2) + (expert * a.hidden + feature) * a.inter;
-  }
-
   void run_rows(int64_t begin, int64_t end, int64_t threads) const;
-  void group(int64_t begin, int64_t end, Work& work) const;
   void pack_inputs(const Work& work, const Visited& e) const;
   void activate(const Work& work, const Visited& e, int64_t panel) const;
   void sum(const Work& work, int64_t begin, int64_t end, int64_t first, int64_t last) const;
 
   const ExpertsArgs& a;
+  const Choices choices_;
 };
-
-// Sorts the visits of rows [begin, end) by expert, then by row.
-template <class T, class Product>
-void Experts<T, Product>::group(int64_t begin, int64_t end, Work& work) const {
-  std::fill(work.first, work.first + a.experts + 1, 0);
-  for (int64_t i = begin * a.top_k; i < end * a.top_k; ++i) {
-    if (id(i) < a.experts) ++work.first[id(i) + 1];
-  }
-  for (int64_t e = 0; e < a.experts; ++e) {
-    const int64_t count = work.first[e + 1];
-    work.first[e + 1] += work.first[e];
-    work.next[e] = work.first[e];
-    if (count == 0) continue;
-    Visited& expert = work.experts[work.num_experts++];
-    expert = {e, work.first[e], count, work.x_bytes, work.h_bytes};
-    work.x_bytes += (into(expert).packed_bytes() + 63) / 64 * 64;
-    work.h_bytes += (out_of(expert).packed_bytes() + 63) / 64 * 64;
-  }
-  work.num_visits = work.first[a.experts];
-  for (int64_t i = begin * a.top_k; i < end * a.top_k; ++i) {
-    if (id(i) < a.experts) work.visits[work.next[id(i)]++] = {i / a.top_k, a.weights[i]};
-  }
-}
 
 template <class T, class Product>
 void Experts<T, Product>::run_rows(int64_t begin, int64_t end, int64_t threads) const {
   static thread_local Scratch list_scratch, packed_scratch;
-  const int64_t visits = (end - begin) * a.top_k;
-  Work work = carve(list_scratch, [&](Arena& arena) {
-    Work w{};
-    w.experts = arena.take<Visited>(std::min(visits, a.experts));
-    w.visits = arena.take<Visit>(visits);
-    w.first = arena.take<int64_t>(a.experts + 1);
-    w.next = arena.take<int64_t>(a.experts + 1);
-    return w;
+  Work work{};
+  work.visits = group_visits(choices_, begin, end, list_scratch, [&](Visited& e) {
+    e.x = work.x_bytes, e.h = work.h_bytes;
+    work.x_bytes += (into(e).packed_bytes() + 63) / 64 * 64;
+    work.h_bytes += (out_of(e).packed_bytes() + 63) / 64 * 64;
   });
-  group(begin, end, work);
+  const Visits& visits = work.visits;
   std::tie(work.x, work.h, work.plain_h) = carve(packed_scratch, [&](Arena& arena) {
     return std::tuple{arena.take<char>(work.x_bytes), arena.take<char>(work.h_bytes),
-                      arena.take<T>(work.num_visits * a.inter)};
+                      arena.take<T>(visits.num_visits * a.inter)};
   });
   const auto for_experts = [&](int64_t bytes, const auto& body) {
-    run_shares(work.num_experts, bytes < kSerialPacking ? 1 : threads,
+    run_shares(visits.num_experts, bytes < kSerialPacking ? 1 : threads,
                [&](int64_t first, int64_t last) {
-                 for (int64_t i = first; i < last; ++i) body(work.experts[i]);
+                 for (int64_t i = first; i < last; ++i) body(visits.experts[i]);
                });
   };
   for_experts(work.x_bytes, [&](const Visited& e) { pack_inputs(work, e); });
   const int64_t panels = (a.inter + kPanel - 1) / kPanel;
-  run_tasks(work.num_experts * panels, threads, [&](TaskQueue::Hand& hand) {
+  run_tasks(visits.num_experts * panels, threads, [&](TaskQueue::Hand& hand) {
     for (int64_t task; hand.take(task);) {
-      activate(work, work.experts[task / panels], task % panels * kPanel);
+      activate(work, visits.experts[task / panels], task % panels * kPanel);
     }
   });
   for_experts(work.h_bytes, [&](const Visited& e) {
@@ -164,7 +111,7 @@ void Experts<T, Product>::pack_inputs(const Work& work, const Visited& e) const 
   static thread_local Scratch scratch;
   T* const rows = scratch.get<T>(e.count * a.hidden);
   for (int64_t i = 0; i < e.count; ++i) {
-    const T* x = static_cast<const T*>(a.x) + work.visits[e.first + i].row * a.x_stride;
+    const T* x = static_cast<const T*>(a.x) + work.visits.list[e.first + i].row * a.x_stride;
     std::memcpy(rows + i * a.hidden, x, a.hidden * sizeof(T));
   }
   into(e).pack(rows, a.hidden, 0, e.count, work.x + e.x);
@@ -200,15 +147,15 @@ void Experts<T, Product>::sum(const Work& work, int64_t begin, int64_t end, int6
   const int64_t width = (last - first + kPanel - 1) / kPanel * kPanel;
   float* const totals = scratch.get<float>((end - begin) * width);
   std::fill(totals, totals + (end - begin) * width, 0.0f);
-  for (int64_t index = 0; index < work.num_experts; ++index) {
-    const Visited& e = work.experts[index];
+  for (int64_t index = 0; index < work.visits.num_experts; ++index) {
+    const Visited& e = work.visits.experts[index];
     const Product product = out_of(e);
     const Session session(product);
     const T* w2 = static_cast<const T*>(a.w2) + e.expert * a.hidden * a.inter;
     multiply(product, work.h + e.h, w2, a.inter, first, last,
              [&](int64_t m, int64_t count, int64_t n, int64_t outs, const float* sums) {
                for (int64_t i = 0; i < count; ++i) {
-                 const Visit& visit = work.visits[e.first + m + i];
+                 const Visit& visit = work.visits.list[e.first + m + i];
                  float* to = totals + (visit.row - begin) * width + n - first;
                  for (int64_t j = 0; j < outs; j += kLanes) {
                    store(to + j, fma(load(sums + i * kPanel + j), splat(visit.weight),

@@ -3,28 +3,18 @@
 
 #include "parallel.h"
 #include "quant_codes.h"
-#include "quant_rows.h"
-#include "quant_tiles.h"
+#include "quant_args.h"
 
 namespace atom {
 namespace {
 
 struct QuantLinearArgs {
-  const void* x;                // [rows, in_features], rows `x_stride` elements apart
-  const uint8_t* codes;         // as in QuantMatrix
-  const void* scale;
-  const void* shift;
-  const float16* super_scale;
-  const float16* super_offset;
-  const int32_t* order;         // as in QuantInputs
-  const void* bias;             // [outs] of the type of x, or null
-  void* out;                    // [rows, outs]
-  int64_t rows, x_stride, in_features, inputs, outs;
-  int64_t bits, middle, group, super_group;
-  Number scale_type, shift_type;
-  int64_t has_offsets, span;
-  Inputs input_kind;
-  int64_t input_group;
+  const void* x;     // [rows, in_features], rows `x_stride` elements apart
+  PackedTensors w;
+  const void* bias;  // [outs] of the type of x, or null
+  void* out;         // [rows, outs]
+  int64_t rows, x_stride;
+  PackedSizes sizes;
   double fixed_scale;
   int64_t threads;
 };
@@ -35,37 +25,18 @@ constexpr int64_t kSerialWork = 1 << 16;
 constexpr int64_t kPackAlone = 2;
 // Rows of inputs that pass by all weights before the next ones do.
 constexpr int64_t kBlockRows = 256;
-// From so many rows on tiles are faster: their sums leave once a span.
-int64_t tiles_from(const QuantLinearArgs& a) {
-  if (a.input_kind == Inputs::kInt16) return 1;
-  return a.span > 64 ? 12 : 28;
-}
 constexpr int64_t kTaskBytes = 16 * 1024;
-
-int64_t groups_of(int64_t inputs, int64_t group) {
-  return group == 0 ? 0 : (inputs + group - 1) / group;
-}
-
-QuantMatrix matrix_of(const QuantLinearArgs& a) {
-  return {a.codes,      a.scale,      a.shift,     a.super_scale, a.super_offset,
-          a.bits,       a.inputs,     a.outs,      a.middle,      a.group,
-          groups_of(a.in_features, a.group),      a.super_group, groups_of(a.in_features, a.super_group),
-          a.scale_type, a.shift_type, a.has_offsets};
-}
 
 template <class T, class Out>
 class Product {
  public:
   explicit Product(const QuantLinearArgs& a)
-      : a_(a), w_(matrix_of(a)),
-        with_tiles_(a.rows >= tiles_from(a) && has_tiles() &&
-                    (a.input_kind != Inputs::kNumbers || std::is_same_v<T, bfloat16>)),
-        inputs_{a.x,          a.order,       a.x_stride,    a.in_features, a.inputs, a.span,
-                a.input_kind, a.input_group, a.fixed_scale, excess_of(w_, a.input_kind),
-                with_tiles_ ? std::min(kTileSide, a.rows) : 0} {}
+      : a_(a), w_(matrix_of(a.w, a.sizes, 0)), with_tiles_(takes_tiles<T>(a.sizes, a.rows)),
+        inputs_(inputs_of(a.x, a.x_stride, a.w, a.sizes, a.fixed_scale, w_,
+                          with_tiles_ ? std::min(kTileSide, a.rows) : 0)) {}
 
   void run() {
-    const bool serial = a_.rows * a_.inputs * a_.outs < kSerialWork;
+    const bool serial = a_.rows * w_.inputs * w_.outs < kSerialWork;
     threads_ = serial ? 1 : a_.threads;
     if (a_.rows <= kPackAlone) return multiply(0, a_.rows, nullptr);
     static thread_local Scratch scratch;
@@ -131,17 +102,17 @@ class Product {
   template <int kCount>
   void finish(int64_t first, int64_t rows, int64_t panel, const float* sums) const {
     const int64_t n = panel * kLanes;
-    Out* out = static_cast<Out*>(a_.out) + first * a_.outs + n;
+    Out* out = static_cast<Out*>(a_.out) + first * w_.outs + n;
     vfloat bias[kCount] = {};
     for (int i = 0; i < kCount && a_.bias != nullptr; ++i) {
-      const int64_t left = a_.outs - n - i * kLanes;
+      const int64_t left = w_.outs - n - i * kLanes;
       if (left > 0) bias[i] = load_some(static_cast<const T*>(a_.bias) + n + i * kLanes, left);
     }
-    const bool whole = n + kCount * kLanes <= a_.outs;
-    for (int64_t m = 0; m < rows; ++m, out += a_.outs, sums += kCount * kLanes) {
+    const bool whole = n + kCount * kLanes <= w_.outs;
+    for (int64_t m = 0; m < rows; ++m, out += w_.outs, sums += kCount * kLanes) {
       ATOM_UNROLL for (int i = 0; i < kCount; ++i) {
         const vfloat sum = load(sums + i * kLanes) + bias[i];
-        const int64_t left = a_.outs - n - i * kLanes;
+        const int64_t left = w_.outs - n - i * kLanes;
         if (whole) store(out + i * kLanes, sum);
         else if (left > 0) store_some(out + i * kLanes, sum, left);
       }

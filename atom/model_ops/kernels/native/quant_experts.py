@@ -1,0 +1,109 @@
+"""Experts with packed quantised weights, and with those that are dequantised when loaded."""
+
+from __future__ import annotations
+
+import torch
+
+from atom.model_ops.kernels.native import quant_pack
+from atom.model_ops.kernels.native.bindings import (
+    Kernels,
+    constant,
+    mismatch,
+    num_threads,
+    rows_apart,
+)
+from atom.model_ops.kernels.native.moe import moe_experts
+from atom.model_ops.kernels.native.quant_pack import PackedWeights
+from atom.model_ops.kernels.torch.quant import DenseWeights
+from atom.model_ops.quant.weights import QuantWeights
+from atom.model_ops.registry import OpQuery
+
+_experts = Kernels("quant_experts", "16P32q2d")
+
+
+def refuses(query: OpQuery) -> str | None:
+    """Why experts of this format cannot be multiplied packed; None if they can."""
+    inter = query.shape["intermediate_size"]
+    if inter % constant("lanes"):
+        return f"intermediate_size={inter} is no multiple of {constant('lanes')}"
+    reasons = (
+        quant_pack.refuses_inputs(query.weights, n) for n in (query.shape["hidden_size"], inter)
+    )
+    return next((reason for reason in reasons if reason), None)
+
+
+def refuses_dense(query: OpQuery) -> str | None:
+    """Why dequantised experts are not for these kernels; None if they are."""
+    assert query.weights is not None
+    if query.weights.activations is None:
+        return None
+    return f"leaves inputs as they are, not {query.weights.activations}"
+
+
+def prepare(
+    w13: QuantWeights, w2: QuantWeights, dtype: torch.dtype
+) -> tuple[PackedWeights, PackedWeights]:
+    """Pack the matrices of all experts; none of their numbers changes."""
+    return quant_pack.prepare(w13, dtype), quant_pack.prepare(w2, dtype)
+
+
+def quant_experts(
+    x: torch.Tensor,
+    w13: PackedWeights,
+    w2: PackedWeights,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int = 0,
+) -> torch.Tensor:
+    """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
+
+    w13: of [2 * inter, hidden], gate above up. w2: of [hidden, inter]. Products as of
+    `quant_linear`; what is between them is rounded once. A row's result has the same bits in every
+    batch. Ids from the number of experts on add nothing.
+
+    Raises:
+        ValueError: when shapes or data types do not fit.
+        IndexError: for a negative id.
+    """
+    del elsewhere  # such an id adds nothing in any case
+    rows, hidden = x.shape
+    experts, inter = w13.codes.shape[0], w2.in_features
+    if (
+        (w13.in_features, w13.out_features, w2.out_features) != (hidden, 2 * inter, hidden)
+        or w2.codes.shape[0] != experts
+        or ids.shape != (rows, ids.shape[-1])
+        or weights.shape != ids.shape
+        or weights.dtype is not torch.float32
+        or ids.dtype not in (torch.int32, torch.int64)
+    ):
+        raise mismatch("quant_experts", x=x, w13=w13.codes, w2=w2.codes, weights=weights, ids=ids)
+    weights, ids = weights.contiguous(), ids.contiguous()
+    x, stride = rows_apart(x)
+    out = x.new_empty(rows, hidden)
+    wrong = _experts(
+        x.dtype,
+        x.data_ptr(),
+        *w13.addresses(),
+        *w2.addresses(),
+        *(weights.data_ptr(), ids.data_ptr(), out.data_ptr()),
+        *(rows, stride, ids.shape[-1], experts, ids.itemsize),
+        *w13.sizes,
+        *w2.sizes,
+        num_threads(),
+        *(w13.fixed_scale, w2.fixed_scale),
+    )
+    if wrong:
+        raise IndexError(f"token {wrong - 1} has experts {ids[wrong - 1].tolist()}")
+    return out
+
+
+def dense_experts(
+    x: torch.Tensor,
+    w13: DenseWeights,
+    w2: DenseWeights,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int = 0,
+) -> torch.Tensor:
+    """`quant_experts` of dequantised weights."""
+    return moe_experts(x, w13.weight, w2.weight, weights, ids, elsewhere)
