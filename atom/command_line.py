@@ -59,7 +59,8 @@ class CommandLine(argparse.ArgumentParser):
             for action in self._actions
             if action.default is not argparse.SUPPRESS and not action.dest.startswith(_POSITIONAL)
         }
-        return argparse.Namespace(**(values | given))
+        positionals = (a.dest.removeprefix(_POSITIONAL) for a in self._actions if a.nargs == "?")
+        return argparse.Namespace(**(dict.fromkeys(positionals) | values | given))
 
     def _given(self, args: Sequence[str] | None) -> dict[str, Any]:
         """What was said, without defaults."""

@@ -1,7 +1,7 @@
 """Tokens per forward under JSON schemas, with drafts from the grammars and without.
 
 python benchmarks/json_drafts.py --min-ratio 1.3
-python benchmarks/json_drafts.py --method ngram --num-speculative-tokens 7 --show-schema off
+python benchmarks/json_drafts.py --method suffix --num-speculative-tokens 7 --show-schema off
 
 The answers to twenty requests, each with a schema of its own, are the same on both sides. Without
 a --method the shipped draft makes three drafts a step. Exits with 1 when answers differ or the

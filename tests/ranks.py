@@ -16,7 +16,7 @@ from atom.config import EngineConfig
 from atom.distributed.collectives import TorchCollectives
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.distributed.place import Place
-from atom.model_engine import executor
+from atom.model_engine import executor, join
 
 Result = TypeVar("Result")
 
@@ -142,5 +142,5 @@ def place_of(ranks: Ranks, rank: int, config: EngineConfig, engine: int) -> Plac
 @contextmanager
 def engines_of_threads() -> Iterator[None]:
     """Engines that are built in here run their ranks as threads of this process."""
-    with patch.object(executor, "join_as_driver", ThreadDriver):
+    with patch.object(join, "join_as_driver", ThreadDriver):
         yield

@@ -209,7 +209,7 @@ def _load_config(folder: Path, raw: dict[str, Any], options: ModelOptions) -> Pr
         complete, text_config = config.to_dict(), config.get_text_config()
     except Exception as error:  # each configuration class raises its own kinds
         raise ConfigError(f"{path} of type {kind}: {error}") from error
-    if not _is_config(text_config):
+    if not _is_config(text_config) or not isinstance(raw.get("text_config", {}), dict):
         raise ConfigError(f"{path}: text_config={raw.get('text_config')!r} is none of {kind}")
     check_config(complete, str(path))
     return config

@@ -64,9 +64,9 @@ class TrainRequest:
     workers: int = 1
 
     def kind(self, target: PretrainedConfig) -> DraftKind:
-        if self.draft == "eagle3":
-            return Eagle3Kind(target, self.attention)
-        return BlockKind(target, self.layers, self.markov_rank, self.options.depth)
+        if self.draft == "block":
+            return BlockKind(target, self.layers, self.markov_rank, self.options.depth)
+        return Eagle3Kind(target, self.attention)
 
 
 def train(request: TrainRequest) -> TrainingCheckpoint:

@@ -15,7 +15,7 @@ export const CORRECTED = "corrected";
 /** The style of an origin: several sources share one. */
 export function styleOf(origin: Origin): string {
   if (origin === SAMPLED || origin === CORRECTED) return origin;
-  if (origin === "lookup" || origin === "ngram") return "lookup";
+  if (origin === "lookup" || origin === "suffix") return "lookup";
   if (origin === "suffix" || origin === "grammar") return origin;
   return "draft";
 }

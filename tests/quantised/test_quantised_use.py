@@ -58,5 +58,5 @@ def test_parts_of_a_quantised_target(engine: tuple[EngineConfig, EngineConfig]) 
     quantised, dense = (load_target_parts(config, resolve_model(config.model)) for config in engine)
     assert torch.equal(quantised.embedding, dense.embedding)
     assert torch.equal(quantised.head, dense.head)
-    assert quantised.gate_proj is None
-    assert dense.gate_proj is not None
+    assert quantised.mlp is None
+    assert dense.mlp is not None

@@ -24,7 +24,7 @@ from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.models.base import CausalLM
 from atom.models.block_draft.draft import BlockDraft
 from atom.platform import cpu_platform
-from atom.spec_decode.base import VerifiedStep
+from atom.spec_decode.base import Guide, VerifiedStep
 from atom.spec_decode.block import BlockProposer
 from atom.spec_decode.choice import Chosen, DraftChoice
 
@@ -277,10 +277,11 @@ class RecordedChoice(DraftChoice):
         logits: torch.Tensor,
         race: SamplingMetadata | None,
         positions: torch.Tensor,
+        guide: Guide | None = None,
         ahead: int = 2,
     ) -> Chosen:
         self.logits = [*getattr(self, "logits", []), logits.clone()]
-        return super().choose(logits, None, positions, ahead)
+        return super().choose(logits, None, positions, guide, ahead)
 
 
 class BlockBench:

@@ -66,7 +66,8 @@ class MarginalProposer(NullProposer):
         for ahead in range(2, 2 + num_drafts):
             places = (positions + ahead - self._start).clamp(max=NUM_TOKENS - 1)
             logits = self._logits[places]
-            drafts.append(self._choice.choose(logits, step.race, positions, ahead).token_ids)
+            chosen = self._choice.choose(logits, step.race, positions, ahead=ahead)
+            drafts.append(chosen.token_ids)
         return Proposal(torch.stack(drafts, dim=1))
 
 

@@ -28,7 +28,7 @@ def folders(
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"speculative_lookup": True, "ngram_min": 1}],
+    [{}, {"speculative_lookup": True}],
     ids=["eagle3", "lookup"],
 )
 def test_tokens_are_the_same_and_no_drafts_are_made(

@@ -102,7 +102,7 @@ def test_grammars_are_refused_and_the_log_and_answers_say_why(
 def test_other_lengths_are_refused(length: float) -> None:
     with pytest.raises(ConfigError, match=r"must be 1 to num_speculative_tokens \+ 1 = 4"):
         SpeculativeOptions(
-            method="ngram", num_speculative_tokens=K, synthetic_acceptance_length=length
+            method="suffix", num_speculative_tokens=K, synthetic_acceptance_length=length
         )
 
 

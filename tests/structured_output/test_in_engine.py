@@ -166,7 +166,7 @@ def test_tokens_equal_those_without_speculation(
 
 
 @pytest.mark.parametrize(
-    ("target", "method"), [("llama", "eagle3"), ("llama", "ngram"), ("deepseek_v3", "mtp")]
+    ("target", "method"), [("llama", "eagle3"), ("llama", "suffix"), ("deepseek_v3", "mtp")]
 )
 def test_drafts_made_before_the_tokens_are_known(
     targets: Targets, target: str, method: str, monkeypatch: pytest.MonkeyPatch

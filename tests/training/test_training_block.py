@@ -10,7 +10,6 @@ import torch
 from models import checkpoints
 from safetensors.torch import load_file
 from spec_decode.block_reference import BlockReference, Meaning
-from transformers import PretrainedConfig
 
 from atom.config import ModelOptions
 from atom.model_loader.drafts.block import load_block_draft
@@ -62,7 +61,6 @@ def kind(tmp_path: Path) -> BlockKind:
     checkpoints.llama(tmp_path / "target", **SIZES)
     source = resolve_model(ModelOptions(str(tmp_path / "target")))
     config = source.hf_config.get_text_config()
-    assert isinstance(config, PretrainedConfig)
     return BlockKind(config, num_layers=2, markov_rank=6, block_size=BLOCK)
 
 
