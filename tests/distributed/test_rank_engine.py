@@ -51,7 +51,7 @@ def test_the_same_tokens(alone: LLM, pair: LLM, setting: str) -> None:
 
 def test_greedy_and_sampled_rows_of_one_step(alone: LLM, pair: LLM) -> None:
     """And steps that change from the one to the other."""
-    settings = [*SETTINGS] * 4
+    settings = ([*SETTINGS] * len(PROMPTS))[: len(PROMPTS)]
     sampling = [params(setting, max_tokens=4 + 2 * i) for i, setting in enumerate(settings)]
     expected, got = (
         [output.outputs[0].token_ids for output in engine.generate(PROMPTS, sampling)]
