@@ -130,6 +130,7 @@ def test_quantised_weights(
         small_model(tmp_path / "plain", shape, benchmark_module, torch.float32)
     )
     monkeypatch.setenv("ATOM_OP_QUANT_LINEAR", "torch")
+    monkeypatch.setenv("ATOM_OP_QUANT_EXPERTS", "torch")
     monkeypatch.setattr(torch_quant, "prepare_linear", lambda weights, _: weights)
     monkeypatch.setattr(torch_quant, "prepare_experts", lambda w13, w2, _: (w13, w2))
     model = small_model(tmp_path, shape, benchmark_module, torch.float32, quantization="int4")
