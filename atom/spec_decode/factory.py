@@ -100,7 +100,9 @@ def create_drafter(
     length: DraftLength | None = None
     if options.adaptive:
         own = proposer.lookahead.num_tokens
-        length = AdaptiveLength(sorted({0, own, most}) if captured else spread_lengths(most))
+        # Few numbers, since steps of each are recorded and tried.
+        numbers = {0, own} if captured else {*spread_lengths(own)}
+        length = AdaptiveLength(sorted({*numbers, most}))
     return Drafter(
         proposer,
         options.method,
