@@ -153,13 +153,14 @@ def run(
     if compare and given.get("seed") is None:
         # Both engines draw the seeds of their requests from it.
         given = {**given, "seed": random.SystemRandom().getrandbits(31)}
-    answers = _answer_all(given, prompts, params, shown=True)
+    warm_up = 2 if not compare else 48  # a comparison is of steps that were recorded
+    answers = _answer_all(given, prompts, params, warm_up, shown=True)
     print()
     if not compare:
         print(format_table(answers))
     else:
         print("once more without speculation ...", flush=True)
-        plain = _answer_all(without_speculation(given), prompts, params, shown=False)
+        plain = _answer_all(without_speculation(given), prompts, params, warm_up, shown=False)
         print()
         print(format_comparison(answers, plain))
     drafts = [a.drafts for a in answers if a.drafts is not None]
@@ -168,14 +169,22 @@ def run(
 
 
 def _answer_all(
-    given: EngineOptions, prompts: Sequence[str], params: SamplingParams, *, shown: bool
+    given: EngineOptions,
+    prompts: Sequence[str],
+    params: SamplingParams,
+    warm_up: int,
+    *,
+    shown: bool,
 ) -> list[Answer]:
+    """Args:
+    warm_up: tokens of an answer that is not shown and comes first.
+    """
     llm = _start(given)
     if shown and (weights := llm.engine.core.limits.weights):
         print(weights)
     # The first steps of a process find memory and load kernels. No measured prompt is cached by it.
-    warm_up = msgspec.structs.replace(params, max_tokens=min(params.max_tokens or 2, 2))
-    _answer(llm, "Count from one to ten.", warm_up, shown=False)
+    few = msgspec.structs.replace(params, max_tokens=warm_up, ignore_eos=True)
+    _answer(llm, "Count from one to ten.", few, shown=False)
     answers = []
     for prompt in prompts:
         if shown:

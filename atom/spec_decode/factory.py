@@ -94,7 +94,9 @@ def create_drafter(
     lookup: SuffixLookup | None = None
     if options.looks_up:
         recent = _recent_outputs(options.suffix_cache_tokens)
-        if options.lookup:
+        if options.lookup and (captured or not options.adaptive):
+            # Steps on a CPU are recorded for each number of drafts; many numbers cost more than
+            # long drafts bring.
             most = MAX_SPECULATIVE_TOKENS
         lookup = SuffixLookup("lookup" if options.lookup else options.method, most, recent)
     length: DraftLength | None = None
