@@ -23,8 +23,7 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-# Programs, and shapes that were seen once.
-_MOST_PROGRAMS, _MOST_SEEN = 256, 4096
+_MOST_PROGRAMS = 256
 
 
 def create_recorder(platform: Platform) -> StepRecorder | None:
@@ -37,13 +36,12 @@ def create_recorder(platform: Platform) -> StepRecorder | None:
 class StepRecorder:
     """Replays work that it has seen before with the same tensors.
 
-    Work runs eagerly the first time and is recorded the second time. What cannot be recorded runs
-    eagerly for ever, and the log says why.
+    Work is recorded the first time, which takes about as long as running it op by op. What cannot
+    be recorded runs op by op for ever, and the log says why.
     """
 
     def __init__(self) -> None:
         self._arena = Arena()
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
         self._programs: OrderedDict[Hashable, tuple[Any, Program]] = OrderedDict()
         self._refused: set[str] = set()
         self._is_usual = True
@@ -73,11 +71,6 @@ class StepRecorder:
             program.replay()
             return cast(T, result)
         self._is_usual = False
-        if where not in self._seen:
-            self._seen[where] = None
-            if len(self._seen) > _MOST_SEEN:
-                self._seen.popitem(last=False)
-            return work()
         return self._record(name, where, work, results)
 
     def _record(
@@ -96,6 +89,7 @@ class StepRecorder:
         self._programs[where] = result, program
         if len(self._programs) > _MOST_PROGRAMS:
             self._programs.popitem(last=False)
+        program.replay()
         return result
 
     def take_usual(self) -> bool:
@@ -106,4 +100,3 @@ class StepRecorder:
     def release(self) -> None:
         """Drop all programs."""
         self._programs.clear()
-        self._seen.clear()

@@ -64,7 +64,7 @@ def test_a_replay_computes_on_what_the_tensors_hold_now() -> None:
 def test_replays_take_the_threads_of_the_moment(num_threads: int) -> None:
     x, forward = random(70, SIZE), layers(3)
     result, program = record(lambda: forward(x), lambda r: [r], Arena())
-    expected = result.clone()
+    expected = forward(x)
     torch.set_num_threads(num_threads)
     result.zero_()
     program.replay()
@@ -74,7 +74,8 @@ def test_replays_take_the_threads_of_the_moment(num_threads: int) -> None:
 def test_results_stay_while_other_programs_run() -> None:
     arena, forward = Arena(), layers(4)
     x = random(2, SIZE)
-    first, _ = record(lambda: forward(x), lambda r: [r], arena)
+    first, program = record(lambda: forward(x), lambda r: [r], arena)
+    program.replay()
     kept = first.clone()
     y = random(9, SIZE, seed=1)
     _, other = record(lambda: forward(y), lambda r: [r], arena)
@@ -118,8 +119,6 @@ def test_data_movement_is_recorded(
     result, program = record(lambda: move(x, index), lambda r: [r], Arena())
     assert len(program) > 0
     assert result.dtype is expected.dtype
-    assert same(result, expected)
-    result.zero_()
     program.replay()
     assert same(result, expected)
 
@@ -156,7 +155,7 @@ def run(recorder: StepRecorder, x: torch.Tensor, work: Callable[[], torch.Tensor
     return recorder.run("a step", None, [x, None], work, lambda r: [r])
 
 
-def test_steps_are_recorded_the_second_time() -> None:
+def test_steps_are_recorded_the_first_time() -> None:
     recorder, forward, runs = StepRecorder(), layers(2), []
     x = random(2, SIZE)
 
@@ -167,10 +166,10 @@ def test_steps_are_recorded_the_second_time() -> None:
     for seed in range(5):
         x.copy_(random(2, SIZE, seed=seed))
         assert same(run(recorder, x, work), forward(x))
-    assert len(runs) == 2
+    assert len(runs) == 1
     x = random(2, SIZE, seed=7)  # elsewhere
     assert same(run(recorder, x, work), forward(x))
-    assert len(runs) == 3
+    assert len(runs) == 2
 
 
 def test_what_cannot_be_recorded_runs_op_by_op(caplog: pytest.LogCaptureFixture) -> None:

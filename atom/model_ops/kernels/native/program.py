@@ -1,7 +1,7 @@
 """Recorded work: a list of kernels with their arguments, replayed in one call.
 
-While work runs under `record`, every native kernel that it calls is added to a program, and torch
-only allocates and makes views. The tensors in between are placed in one block of memory, the arena,
+While work runs under `record`, every native kernel that it calls is added to a program instead of
+being run, and torch only allocates and makes views. The tensors in between are placed in one block of memory, the arena,
 where those that are not needed at the same time share their place.
 """
 
@@ -83,7 +83,7 @@ class Program:
 def record(
     work: Callable[[], T], results: Callable[[T], Iterable[torch.Tensor]], arena: Arena
 ) -> tuple[T, Program]:
-    """Run `work` and record it.
+    """What `work` returns, and the kernels that compute it when they are replayed.
 
     Args:
         results: the tensors of what `work` returns.

@@ -90,17 +90,19 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
         # All memory allocated while recording stays, so that no two tensors have one address.
         self._storages: list[torch.UntypedStorage] = []
-        self._places: list[Place] = []
+        self._starts: list[int] = []
+        self._places: dict[int, Place] = {}
 
     def called(self, kernel: str, block: bytes, num_pointers: int) -> None:
         pointers = memoryview(block).cast("Q")[:num_pointers].tolist()
         self.calls.append(Call(kernel, block, tuple(map(self._place_of, pointers))))
 
     def _place_of(self, pointer: int) -> Place | None:
-        i = bisect_right(self._places, pointer, key=lambda place: place.storage) - 1
-        if i < 0 or pointer >= self._places[i].storage + self._places[i].num_bytes:
+        i = bisect_right(self._starts, pointer) - 1
+        if i < 0:
             return None
-        return self._places[i]
+        place = self._places[self._starts[i]]
+        return place if pointer < place.storage + place.num_bytes else None
 
     def __torch_dispatch__(
         self,
@@ -126,7 +128,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         storage = tensor.untyped_storage()
         if storage.nbytes():
             self._storages.append(storage)
-            insort(self._places, Place(storage.data_ptr(), storage.nbytes()))
+            place = Place(storage.data_ptr(), storage.nbytes())
+            self._places[place.storage] = place
+            insort(self._starts, place.storage)
         return tensor
 
     def new(
