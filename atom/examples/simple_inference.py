@@ -153,7 +153,7 @@ def run(
     if compare and given.get("seed") is None:
         # Both engines draw the seeds of their requests from it.
         given = {**given, "seed": random.SystemRandom().getrandbits(31)}
-    warm_up = 2 if not compare else 48  # a comparison is of steps that were recorded
+    warm_up = 48 if compare else 0  # a comparison is of steps that were recorded
     answers = _answer_all(given, prompts, params, warm_up, shown=True)
     print()
     if not compare:
@@ -177,14 +177,14 @@ def _answer_all(
     shown: bool,
 ) -> list[Answer]:
     """Args:
-    warm_up: tokens of an answer that is not shown and comes first.
+    warm_up: tokens of an answer that is not shown and comes first; 0 for none.
     """
     llm = _start(given)
     if shown and (weights := llm.engine.core.limits.weights):
         print(weights)
-    # The first steps of a process find memory and load kernels. No measured prompt is cached by it.
-    few = msgspec.structs.replace(params, max_tokens=warm_up, ignore_eos=True)
-    _answer(llm, "Count from one to ten.", few, shown=False)
+    if warm_up:  # No measured prompt is cached by it.
+        few = msgspec.structs.replace(params, max_tokens=warm_up, ignore_eos=True)
+        _answer(llm, "Count from one to ten.", few, shown=False)
     answers = []
     for prompt in prompts:
         if shown:
