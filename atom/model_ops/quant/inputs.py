@@ -26,8 +26,8 @@ def resolve_product(
     """The choice for `op`, or for that of weights which are quantised to `form`.
 
     Its query has the format with the inputs as they are rounded. `auto` rounds them on a CPU
-    where integer weights are multiplied as integers then: to int16 for weights with a scale per
-    row, since one per token is enough then and the sums of whole rows are integers; else to int8.
+    where integer weights are multiplied as integers then: to 15 bits, of which one scale per token
+    is enough to lose nothing.
 
     Args:
         shape: as the op has it.
@@ -48,7 +48,7 @@ def resolve_product(
             f"--activations float out"
         )
     elif wanted == "auto" and ops.platform.kind == "cpu" and _is_weight_only(form):
-        rounded = int8_inputs(form) if form.columns else replace(form, activations=_WIDE)
+        rounded = replace(form, activations=_WIDE)
         if not ops.consider(op, dtype, rounded, **shape).dequantises:
             form = rounded
     return ops.resolve_weights(op, dtype, form, **shape)

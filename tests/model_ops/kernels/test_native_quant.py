@@ -50,9 +50,7 @@ FORMATS = {
 }
 WIDE = Activations("int16")
 INPUTS = {"float": None, "token": TOKEN, "group": GROUP, "wide": WIDE}
-CASES = [
-    (name, how) for name in FORMATS for how in INPUTS if how != "wide" or not FORMATS[name].columns
-]
+CASES = [(name, how) for name in FORMATS for how in INPUTS]
 
 
 @pytest.fixture(autouse=True)
@@ -149,7 +147,15 @@ def test_products_are_exact_and_the_same_in_every_batch(name: str, how: str) -> 
                 )
 
 
-@pytest.mark.parametrize("form", [replace(INT4, activations=GROUP), replace(ROW, activations=WIDE)])
+@pytest.mark.parametrize(
+    "form",
+    [
+        replace(INT4, activations=GROUP),
+        replace(INT4, activations=WIDE),
+        replace(ROW, activations=WIDE),
+    ],
+    ids=str,
+)
 def test_any_number_of_rows_and_threads(form: WeightFormat) -> None:
     of = weights(form, 100, 96)
     packed = quant_pack.prepare(of, torch.float32)
@@ -219,12 +225,15 @@ def test_the_largest_codes_do_not_saturate() -> None:
     assert torch.equal(got.double(), x.double() @ codes.double().T)
 
 
-@pytest.mark.parametrize("size", [1024, 1536, 2500])
-def test_sums_of_wide_inputs_fit(size: int) -> None:
-    """Long rows are cut; products of the largest codes with the largest inputs add up."""
-    form = replace(ROW, activations=WIDE)
+@pytest.mark.parametrize(("size", "group"), [(1024, 0), (1536, 0), (2500, 0), (3200, 1600)])
+def test_sums_of_wide_inputs_fit(size: int, group: int) -> None:
+    """Long spans are cut; products of the largest codes with the largest inputs add up."""
     codes = torch.tensor([[-128], [127]], dtype=torch.int8).expand(2, size).contiguous()
-    of = QuantWeights(form, codes, row_scale=torch.ones(2))
+    if group:
+        form = WeightFormat("int8", 1, group, activations=WIDE)
+        of = QuantWeights(form, codes, scale=torch.ones(2, size // group))
+    else:
+        of = QuantWeights(replace(ROW, activations=WIDE), codes, row_scale=torch.ones(2))
     packed = quant_pack.prepare(of, torch.float32)
     for rows in (1, 2, 40):
         x = torch.tensor([[1.0], [-1.0]]).repeat(rows, 1).expand(-1, size)
@@ -243,12 +252,7 @@ def test_wide_inputs_have_fifteen_bits() -> None:
 @pytest.mark.parametrize("how", INPUTS)
 def test_inputs_that_are_not_finite_give_no_numbers(how: str, value: float) -> None:
     packed = quant_pack.prepare(
-        weights(
-            replace(FORMATS["int8 rows" if how == "wide" else "int8"], activations=INPUTS[how]),
-            33,
-            64,
-        ),
-        torch.float32,
+        weights(replace(INT8, activations=INPUTS[how]), 33, 64), torch.float32
     )
     x = inputs(40, 64)
     clean = quant.quant_logits(x, packed)
@@ -293,11 +297,7 @@ def test_packed_weights_take_the_bytes_of_their_codes() -> None:
         (WeightFormat("int4", 1, 16), 64, "groups of 16, not 32 or a multiple of 64"),
         (WeightFormat("int8", 1, 96), 192, "groups of 96"),
         (replace(INT8, activations=Activations("fp8")), 64, "not fp8 per token"),
-        (
-            replace(INT8, activations=WIDE),
-            64,
-            "int16 per token with weights that have a scale per row",
-        ),
+        (replace(INT8, activations=Activations("int16", 32)), 64, "not int16 per group 32"),
         (
             replace(WeightFormat("int8", 1, 192), activations=Activations("int8", 128)),
             384,

@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no native kernels: 
 
 EXPERTS, HIDDEN, INTER, TOP_K = 5, 256, 128, 3
 ROWS = 40
-INPUTS: dict[str, Activations | None] = {"float": None, "int8": GROUP}
+INPUTS: dict[str, Activations | None] = {"float": None, "int8": GROUP, "wide": Activations("int16")}
 
 
 def stacked(form: WeightFormat, out: int, size: int, seed: int) -> QuantWeights:

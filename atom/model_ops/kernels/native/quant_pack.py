@@ -100,9 +100,7 @@ def _refuses_inputs(form: WeightFormat) -> str | None:
     if how is None or (how.codes == "int8" and how.scale_type == "float"):
         return None
     if how != Activations("int16"):
-        return f"inputs become int8 or int16 or stay as they are, not {how}"
-    if form.columns:
-        return f"multiplies {how} with weights that have a scale per row only"
+        return f"inputs become int8, int16 per token or stay as they are, not {how}"
     return None
 
 
@@ -125,9 +123,11 @@ def prepare(weights: QuantWeights, dtype: torch.dtype) -> PackedWeights:
     how = form.activations
     input_group = min(how.group or columns, columns) if how is not None else columns
     span = min(group, input_group)
+    most = _MOST_WIDE if how is not None and how.codes == "int16" else _MOST_INPUTS
     if span == columns:
-        spans = math.ceil(columns / _MOST_WIDE) if how is not None and how.codes == "int16" else 1
-        span = math.ceil(columns / spans / _TILE) * _TILE
+        span = math.ceil(columns / math.ceil(columns / most) / _TILE) * _TILE
+    elif span > most:  # of whole tiles, as every large group
+        span = max(part for part in range(_TILE, most + 1, _TILE) if span % part == 0)
     inputs = math.ceil(columns / span) * span
     shift = weights.zeros.half() if weights.zeros is not None else weights.offset
     scale = _per_output(weights)

@@ -23,7 +23,7 @@ struct QuantInputs {
   bool as_bfloat16() const { return kind == Inputs::kNumbers && tile_rows != 0; }
   // Rows that are read side by side are in different lines of caches.
   int64_t stride() const {
-    if (is_wide()) return 2 * inputs + (tile_rows != 0 ? 0 : 64);
+    if (is_wide()) return tile_rows != 0 ? (inputs + 63) / 64 * 128 : 2 * inputs + 64;
     return inputs + 64;
   }
   int64_t spans() const { return inputs / span; }

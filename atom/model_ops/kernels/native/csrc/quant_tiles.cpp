@@ -151,7 +151,8 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
   for (int64_t part = 0; part <= parts; ++part) {
     if (part < parts) {
       const int64_t row = row_of(part), at = span_of(part) * span_bytes;
-      const auto* first = static_cast<const uint8_t*>(x.inputs) + row * row_bytes + at / depth * next;
+      const int64_t from = kWide ? at / kLineBytes * next + at % kLineBytes : at;
+      const auto* first = static_cast<const uint8_t*>(x.inputs) + row * row_bytes + from;
       const uint8_t* second = kWide                ? first + x.tile_rows * kLineBytes
                               : row + kSide < rows ? first + kSide * row_bytes
                                                    : first;
