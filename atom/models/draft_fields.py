@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from atom.config import ConfigError
 from atom.model_ops.rotary import SUPPORTED_ROPE_TYPES
 from atom.models.config_check import check_config
 from atom.models.config_file import is_there, read_json_object
+from atom.models.eagle3.aux_layers import AuxLayers
 from atom.models.hf_configs import built_in_config
 
 # Without effect on what a draft computes.
@@ -196,6 +197,42 @@ def read_draft_config(folder: Path) -> tuple[dict[str, Any], str]:
     if not is_there(path):
         raise ConfigError(f"{folder} holds no config.json, so it is no draft model folder")
     return read_json_object(path), str(path)
+
+
+def refuse_activations(fields: Fields) -> None:
+    """Raises ConfigError for any but SiLU."""
+    activation = fields.get("hidden_act")
+    if activation not in (None, "silu", "swish"):
+        raise fields.error(f"hidden_act={activation!r} is not supported; only silu is")
+
+
+def read_draft_vocab_size(fields: Fields, vocab_size: int) -> int:
+    """Rows of the draft's head, which are not more than `vocab_size`."""
+    size = fields.integer("draft_vocab_size", vocab_size)
+    if size > vocab_size:
+        raise fields.error(
+            f"draft_vocab_size={size} is larger than vocab_size={vocab_size}; a draft's "
+            f"vocabulary is a part of its target's"
+        )
+    return size
+
+
+def read_aux_layers(
+    fields: Fields, names: Iterable[str], stated: str | None = None
+) -> AuxLayers | None:
+    """The target layers that feed `fc`; None if the config leaves them open.
+
+    Args:
+        names: of the fields that may hold them, one at most.
+        stated: what they name, where the config's layout says it.
+    """
+    given = [
+        AuxLayers(name, ids, stated) for name in names if (ids := fields.integers(name)) is not None
+    ]
+    if len(given) > 1:
+        both = " and ".join(f"{aux.field}={list(aux.ids)}" for aux in given)
+        raise fields.error(f"{both} say the same thing in two ways; leave one of them")
+    return given[0] if given else None
 
 
 def mask_token(fields: Fields, vocab_size: int) -> int:

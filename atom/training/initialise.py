@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from atom.models.eagle3.config import Eagle3Config
+from atom.training.block_network import TrainingBlockDraft
 from atom.training.network import MultiHeadAttention, TrainingDraft
 
 logger = logging.getLogger(__name__)
@@ -101,6 +102,28 @@ def initialise(
         head: [draft vocab, hidden], the target's output rows.
         mlp: `gate_proj` and `up_proj` of a target layer of the same width; random if None.
     """
+    from_embedding = start_at_guess(draft, guess, final_norm, head, generator)
+    layer = draft.midlayer
+    layer.mlp.down_proj.weight.zero_()
+    if mlp is not None:
+        layer.mlp.gate_proj.weight.copy_(mlp["gate_proj"])
+        layer.mlp.up_proj.weight.copy_(mlp["up_proj"])
+    layer.self_attn.o_proj.weight.mul_(0.5)
+    if isinstance(layer.self_attn, MultiHeadAttention):
+        _let_heads_carry(layer.self_attn, draft.config, from_embedding, generator)
+
+
+def start_at_guess(
+    draft: TrainingDraft | TrainingBlockDraft,
+    guess: LinearGuess,
+    final_norm: torch.Tensor,
+    head: torch.Tensor,
+    generator: torch.Generator,
+) -> torch.Tensor:
+    """Set `fc`, head and norm, and all other weights at random.
+
+    Returns the embedding's part of the guess [hidden, hidden], which is left to do.
+    """
     from_aux, from_embedding, r2, rms = guess.solve()
     logger.info("least squares: R^2 %.3f", r2)
     for name, weight in draft.named_parameters():
@@ -112,14 +135,7 @@ def initialise(
     draft.lm_head.weight.copy_(head)
     # Predictions are shorter than the states; the norm must not lengthen them.
     draft.norm.weight.copy_(final_norm * rms)
-    layer = draft.midlayer
-    layer.mlp.down_proj.weight.zero_()
-    if mlp is not None:
-        layer.mlp.gate_proj.weight.copy_(mlp["gate_proj"])
-        layer.mlp.up_proj.weight.copy_(mlp["up_proj"])
-    layer.self_attn.o_proj.weight.mul_(0.5)
-    if isinstance(layer.self_attn, MultiHeadAttention):
-        _let_heads_carry(layer.self_attn, draft.config, from_embedding, generator)
+    return from_embedding
 
 
 def _let_heads_carry(

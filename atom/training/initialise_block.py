@@ -6,16 +6,13 @@ take from the newest position; the Markov head adds the part of the token before
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping
 
 import torch
 import torch.nn.functional as F
 
 from atom.training.block_network import BlockSelfAttention, TrainingBlockDraft
-from atom.training.initialise import LinearGuess, unfold_whitening
-
-logger = logging.getLogger(__name__)
+from atom.training.initialise import LinearGuess, start_at_guess
 
 # Rows of the block are attended to at first, but say little.
 _ROW_SCALE = 0.1
@@ -38,17 +35,7 @@ def initialise_block(
     """Set the draft's weights. Arguments are those of `initialise`, and the target's embedding
     [vocab, hidden].
     """
-    from_aux, from_embedding, r2, rms = guess.solve()
-    logger.info("least squares: R^2 %.3f", r2)
-    for name, weight in draft.named_parameters():
-        if weight.dim() == 2:
-            weight.normal_(0, 0.02, generator=generator)
-        elif not name.endswith("norm.weight"):
-            weight.zero_()
-    draft.fc.weight.copy_(unfold_whitening(from_aux, draft.whitening))
-    draft.lm_head.weight.copy_(head)
-    # Predictions are shorter than the states; the norm must not lengthen them.
-    draft.norm.weight.copy_(final_norm * rms)
+    from_embedding = start_at_guess(draft, guess, final_norm, head, generator)
     for layer in draft.blocks:
         layer.mlp.down_proj.weight.zero_()
         layer.self_attn.o_proj.weight.mul_(0.5)

@@ -12,8 +12,16 @@ from atom.model_ops.metadata import MAX_DECODE_QUERIES
 from atom.models.block_draft.formats import BlockFormat, block_fields
 from atom.models.block_draft.masks import LayerMask, read_masks
 from atom.models.config_check import check_config
-from atom.models.draft_fields import Fields, mask_token, read_draft_config, rope_parameters
-from atom.models.eagle3.aux_layers import AUX_FIELDS, AuxLayers
+from atom.models.draft_fields import (
+    Fields,
+    mask_token,
+    read_aux_layers,
+    read_draft_config,
+    read_draft_vocab_size,
+    refuse_activations,
+    rope_parameters,
+)
+from atom.models.eagle3.aux_layers import AuxLayers
 from atom.models.model_config import ModelConfig
 
 if TYPE_CHECKING:
@@ -179,13 +187,8 @@ class BlockDraftConfig:
         _refuse_unsupported(fields)
         network = _network(fields)
         check_config(network.to_dict(), where)
-        draft_vocab_size = fields.integer("draft_vocab_size", network.vocab_size)
-        if draft_vocab_size > network.vocab_size:
-            raise fields.error(
-                f"draft_vocab_size={draft_vocab_size} is larger than vocab_size="
-                f"{network.vocab_size}; a draft's vocabulary is a part of its target's"
-            )
-        aux_layers = _aux_layers(fields)
+        draft_vocab_size = read_draft_vocab_size(fields, network.vocab_size)
+        aux_layers = read_aux_layers(fields, _AUX_FIELDS)
         samples_anchor = _samples_anchor(fields, form)
         markov = _markov(fields, form)
         config = cls(
@@ -277,9 +280,7 @@ def _refuse_unsupported(fields: Fields) -> None:
     for name in ("use_gemma_norm", "attention_sink_bias", "mlp_bias"):
         if fields.flag(name):
             raise fields.error(f"{name}=true is not supported for a block drafter")
-    activation = fields.get("hidden_act")
-    if activation not in (None, "silu", "swish"):
-        raise fields.error(f"hidden_act={activation!r} is not supported; only silu is")
+    refuse_activations(fields)
 
 
 def _network(fields: Fields) -> ModelConfig:
@@ -321,17 +322,6 @@ def _block_size(fields: Fields, samples_anchor: bool) -> int:
             f"block_size={size} is not supported; it should be {least} to {MAX_DECODE_QUERIES}"
         )
     return size
-
-
-def _aux_layers(fields: Fields) -> AuxLayers | None:
-    assert AUX_FIELDS.keys() >= set(_AUX_FIELDS)
-    given = [
-        AuxLayers(name, ids) for name in _AUX_FIELDS if (ids := fields.integers(name)) is not None
-    ]
-    if len(given) > 1:
-        names = " and ".join(f"{aux.field}={list(aux.ids)}" for aux in given)
-        raise fields.error(f"{names} say the same thing in two ways; leave one of them")
-    return given[0] if given else None
 
 
 def _num_aux(fields: Fields, aux_layers: AuxLayers | None, num_layers: int) -> int:

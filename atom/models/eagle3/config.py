@@ -14,7 +14,10 @@ from atom.models.draft_fields import (
     Fields,
     Schema,
     mask_token,
+    read_aux_layers,
     read_draft_config,
+    read_draft_vocab_size,
+    refuse_activations,
     rope_parameters,
     with_layer_defaults,
 )
@@ -149,19 +152,15 @@ class Eagle3Config:
         ignored = fields.unknown()
         _refuse_unsupported(fields)
         vocab_size = fields.integer("vocab_size")
-        draft_vocab_size = fields.integer("draft_vocab_size", vocab_size)
-        if draft_vocab_size > vocab_size:
-            raise fields.error(
-                f"draft_vocab_size={draft_vocab_size} is larger than vocab_size={vocab_size}; a "
-                f"draft's vocabulary is a part of its target's"
-            )
+        draft_vocab_size = read_draft_vocab_size(fields, vocab_size)
         is_mla, is_parallel = architecture == MLA_ARCHITECTURE, architecture in _PARALLEL
         if fields.flag("norm_before_fc") and fields.flag("fc_norm"):
             raise fields.error("norm_before_fc and fc_norm exclude each other")
         num_layers = fields.integer("num_hidden_layers") if is_parallel else 1
         network = _mla_network(fields) if is_mla else _mha_network(fields, num_layers)
         check_config(network.to_dict(), fields.where)
-        aux_layers = _aux_layers(fields)
+        stated = None if fields.get("speculators_model_type") is None else BOUNDARY
+        aux_layers = read_aux_layers(fields, AUX_FIELDS, stated)
         return cls(
             architecture=architecture,
             network=network,
@@ -239,22 +238,7 @@ def _refuse_unsupported(fields: Fields) -> None:
             "use_aux_hidden_state=false is not supported: Eagle3 drafts read hidden states from "
             "between the target's layers"
         )
-    activation = fields.get("hidden_act")
-    if activation not in (None, "silu", "swish"):
-        raise fields.error(f"hidden_act={activation!r} is not supported; only silu is")
-
-
-def _aux_layers(fields: Fields) -> AuxLayers | None:
-    stated = None if fields.get("speculators_model_type") is None else BOUNDARY
-    given = [
-        AuxLayers(name, ids, stated)
-        for name in AUX_FIELDS
-        if (ids := fields.integers(name)) is not None
-    ]
-    if len(given) > 1:
-        names = " and ".join(f"{aux.field}={list(aux.ids)}" for aux in given)
-        raise fields.error(f"{names} say the same thing in two ways; leave one of them")
-    return given[0] if given else None
+    refuse_activations(fields)
 
 
 def _num_aux(fields: Fields, aux_layers: AuxLayers | None) -> int:

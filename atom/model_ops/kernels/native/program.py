@@ -1,8 +1,8 @@
 """Recorded work: a list of kernels with their arguments, replayed in one call.
 
 While work runs under `record`, every native kernel that it calls is added to a program instead of
-being run, and torch only allocates and makes views. The tensors in between are placed in one block of memory, the arena,
-where those that are not needed at the same time share their place.
+being run, and torch only allocates and makes views. The tensors in between are placed in one block
+of memory, the arena, where those that are not needed at the same time share their place.
 """
 
 from __future__ import annotations
