@@ -16,7 +16,8 @@ from atom.config import EngineConfig
 from atom.distributed.collectives import TorchCollectives
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.distributed.place import Place
-from atom.model_engine import executor, join
+from atom.model_engine import executor
+from atom.model_engine.processes import join
 
 Result = TypeVar("Result")
 

@@ -7,7 +7,7 @@ import pytest
 
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.messages import EngineStats
-from atom.model_engine.total_stats import total_stats
+from atom.model_engine.replicas.total_stats import total_stats
 from atom.stats import ExpectedAcceptance, SpecDecodeCounter, SpecDecodeStats
 
 

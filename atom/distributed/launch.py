@@ -17,7 +17,7 @@ from typing import Protocol
 from atom.distributed.rank_environment import RankEnvironment
 from atom.environment import environment_with
 
-RANK_MODULE = "atom.model_engine.rank_process"
+RANK_MODULE = "atom.model_engine.processes.rank_process"
 LENGTH_BYTES = 8
 # Once a rank is told to end, or has nobody to follow.
 _EXIT_SECONDS = 3.0

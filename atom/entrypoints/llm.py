@@ -22,9 +22,9 @@ from atom.entrypoints.offline.prompts import (
 )
 from atom.messages import RequestFailedError, RequestRefusedError
 from atom.model_engine.arg_utils import choose_draft, engine_config
-from atom.model_engine.launched import run_as_follower_if_launched
 from atom.model_engine.llm_engine import LLMEngine
-from atom.model_engine.mailbox import merge
+from atom.model_engine.processes.launched import run_as_follower_if_launched
+from atom.model_engine.replicas.mailbox import merge
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 

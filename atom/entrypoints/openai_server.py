@@ -23,7 +23,7 @@ from atom.model_engine.arg_utils import (
     engine_config,
     engine_options,
 )
-from atom.model_engine.launched import run_as_follower_if_launched
+from atom.model_engine.processes.launched import run_as_follower_if_launched
 
 _PROG = "python -m atom.entrypoints.openai_server"
 

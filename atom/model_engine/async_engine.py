@@ -21,13 +21,13 @@ from atom.messages import (
     check_request,
     check_text,
 )
-from atom.model_engine.engine_client import EngineClient
-from atom.model_engine.mailbox import Mailbox
-from atom.model_engine.replica import Replica
-from atom.model_engine.replica_placement import place_engines
-from atom.model_engine.replica_set import Relaunch, ReplicaSet, StartedEngine
-from atom.model_engine.router import Router
-from atom.model_engine.total_stats import common_limits, total_stats
+from atom.model_engine.processes.engine_client import EngineClient
+from atom.model_engine.replicas.mailbox import Mailbox
+from atom.model_engine.replicas.placement import place_engines
+from atom.model_engine.replicas.replica import Replica
+from atom.model_engine.replicas.replica_set import Relaunch, ReplicaSet, StartedEngine
+from atom.model_engine.replicas.router import Router
+from atom.model_engine.replicas.total_stats import common_limits, total_stats
 from atom.model_loader.generation_config import describe_defaults
 from atom.model_loader.plain_tokenizer import PlainTokenizer
 from atom.model_loader.source import resolve_model

@@ -11,8 +11,8 @@ from atom.batch import Orders, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.distributed.place import Place
 from atom.messages import EngineDeadError, EngineLimits
-from atom.model_engine.causes import is_users
-from atom.model_engine.lockstep import Lockstep
+from atom.model_engine.processes.causes import is_users
+from atom.model_engine.processes.lockstep import Lockstep
 from atom.model_engine.worker import Worker
 from atom.model_loader.source import ModelSource
 from atom.sampling.sampler import SamplingFailedError
@@ -215,7 +215,7 @@ def create_executor(
     if config.parallel.tensor_parallel_size == 1 and not config.parallel.couples_engines:
         return Worker(config, source=source)
     # One rank alone does without what connects several.
-    from atom.model_engine.join import join_as_driver
+    from atom.model_engine.processes.join import join_as_driver
 
     return RanksExecutor(config, join_as_driver(config), source)
 

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.config import ConfigError
 from atom.distributed.rank_environment import RankEnvironment
-from atom.model_engine.launched import coupled_engines
+from atom.model_engine.processes.launched import coupled_engines
 
 _ENGINE = """
 import json, sys

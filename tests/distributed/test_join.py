@@ -21,10 +21,10 @@ from atom.distributed.groups import ProcessGroups
 from atom.distributed.rank_environment import RankEnvironment
 from atom.distributed.store import Store, host_store, listen
 from atom.entrypoints import llm, openai_server
-from atom.model_engine import join, launched
 from atom.model_engine.arg_utils import engine_config
-from atom.model_engine.join import join_as_driver, join_as_follower
-from atom.model_engine.launched import (
+from atom.model_engine.processes import join, launched
+from atom.model_engine.processes.join import join_as_driver, join_as_follower
+from atom.model_engine.processes.launched import (
     by_hand,
     coupled_engines,
     coupled_others,

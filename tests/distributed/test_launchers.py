@@ -24,8 +24,8 @@ from atom.distributed.rank_environment import RankEnvironment
 from atom.distributed.ray_launch import NodePlan, plan_nodes
 from atom.messages import EngineDeadError
 from atom.model_engine.arg_utils import engine_config
-from atom.model_engine.join import join_as_driver
-from atom.model_engine.launched import instructions
+from atom.model_engine.processes.join import join_as_driver
+from atom.model_engine.processes.launched import instructions
 from atom.options import ConfigError
 
 OPTIONS = {"dtype": "float32", "kv_cache_memory": "4MB", "max_model_len": 128, "num_threads": 1}

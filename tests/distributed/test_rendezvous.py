@@ -20,7 +20,7 @@ from atom.distributed.launch import RankStartError
 from atom.distributed.rank_environment import RankEnvironment, launched_rank
 from atom.distributed.rendezvous import RankCard, meet, meet_as_first, refuse, refuse_all
 from atom.model_engine.arg_utils import engine_config
-from atom.model_engine.own_card import own_card
+from atom.model_engine.processes.own_card import own_card
 
 HERE = RankEnvironment(0, 2, 0)
 

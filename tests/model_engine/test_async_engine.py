@@ -17,7 +17,6 @@ import pytest_asyncio
 
 from atom.config import CacheOptions, ConfigError, EngineConfig, ModelOptions
 from atom.messages import EngineDeadError, RequestRefusedError, StepReport
-from atom.model_engine import replica, wire
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import (
     AsyncEngine,
@@ -26,6 +25,8 @@ from atom.model_engine.async_engine import (
     NullObserver,
     QueueFullError,
 )
+from atom.model_engine.processes import wire
+from atom.model_engine.replicas import replica
 from atom.outputs import RequestMetrics, RequestOutput
 from atom.sampling_params import SamplingParams
 from atom.text.prepared_params import PreparedParams

@@ -26,9 +26,9 @@ from atom.messages import (
     SequenceOutput,
     StepReport,
 )
-from atom.model_engine import heartbeat, wire
 from atom.model_engine.arg_utils import engine_config
-from atom.model_engine.engine_process import EngineLoop
+from atom.model_engine.processes import heartbeat, wire
+from atom.model_engine.processes.engine_process import EngineLoop
 from atom.sampling_params import SamplingParams
 
 LIMITS = EngineLimits(max_model_len=64, num_blocks=8, block_size=16, vocab_size=100, max_logprobs=5)
@@ -330,7 +330,13 @@ def test_what_sequences_share_crosses_once() -> None:
 
 def test_process_ends_with_its_parent_alone(tmp_path: Path) -> None:
     process = subprocess.Popen(
-        [sys.executable, "-m", "atom.model_engine.engine_process", "--socket-dir", str(tmp_path)],
+        [
+            sys.executable,
+            "-m",
+            "atom.model_engine.processes.engine_process",
+            "--socket-dir",
+            str(tmp_path),
+        ],
         stdin=subprocess.PIPE,
     )
     try:

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.model_engine.mailbox import Mailbox
+from atom.model_engine.replicas.mailbox import Mailbox
 from atom.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 
 DELTA = st.builds(

@@ -10,10 +10,10 @@ import pytest
 
 from atom import LLM
 from atom.config import ConfigError
-from atom.model_engine import replica_placement
 from atom.model_engine.arg_utils import engine_config
-from atom.model_engine.engine_client import EngineClient
-from atom.model_engine.replica_placement import Placement, place_engines
+from atom.model_engine.processes.engine_client import EngineClient
+from atom.model_engine.replicas import placement as replica_placement
+from atom.model_engine.replicas.placement import Placement, place_engines
 
 
 @pytest.fixture

@@ -18,7 +18,6 @@ from atom.messages import (
     SequenceOutput,
     StepReport,
 )
-from atom.model_engine import replica, replica_restarts, wire
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import (
     MAX_TRIES,
@@ -27,6 +26,9 @@ from atom.model_engine.async_engine import (
     EngineStuckError,
     QueueFullError,
 )
+from atom.model_engine.processes import wire
+from atom.model_engine.replicas import replica
+from atom.model_engine.replicas import restarts as replica_restarts
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
 

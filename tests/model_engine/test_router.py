@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from atom.model_engine import router
-from atom.model_engine.router import Router
+from atom.model_engine.replicas import router
+from atom.model_engine.replicas.router import Router
 
 BLOCK = 16
 

@@ -3,7 +3,7 @@ from __future__ import annotations
 import msgspec
 
 from atom.messages import EngineLimits, EngineStats
-from atom.model_engine.total_stats import common_limits, counters_of, total_stats
+from atom.model_engine.replicas.total_stats import common_limits, counters_of, total_stats
 from atom.stats import SpecDecodeStats
 
 STATS = EngineStats(

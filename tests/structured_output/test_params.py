@@ -8,7 +8,7 @@ import pytest
 
 from atom import SamplingParams, StructuredOutput
 from atom.messages import EngineRequest
-from atom.model_engine import wire
+from atom.model_engine.processes import wire
 from atom.structured_output.params import MAX_CHARACTERS
 
 S = {"type": "string"}

@@ -22,9 +22,9 @@ from atom.messages import (
     SequenceOutput,
     StepReport,
 )
-from atom.model_engine import wire
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import AsyncEngine
+from atom.model_engine.processes import wire
 from atom.sampling_params import SamplingParams
 
 HEARTBEAT_SECONDS = 1.0

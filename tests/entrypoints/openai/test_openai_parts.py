@@ -43,7 +43,7 @@ from atom.model_engine.async_engine import (
     EngineStuckError,
     QueueFullError,
 )
-from atom.model_engine.replica_set import ReplicaHealth
+from atom.model_engine.replicas.replica_set import ReplicaHealth
 from atom.outputs import RequestMetrics
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats

@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 from atom.entrypoints.engine_metrics import engine_metrics
 from atom.messages import EngineStats
-from atom.model_engine.replica_set import ReplicaHealth
+from atom.model_engine.replicas.replica_set import ReplicaHealth
 from atom.outputs import RequestMetrics
 from atom.stats import ExpectedAcceptance, SpecDecodeStats
 

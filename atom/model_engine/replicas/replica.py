@@ -7,8 +7,8 @@ import logging
 from typing import Protocol
 
 from atom.messages import EngineDeadError, EngineRequest, RequestRefusedError, StepReport
-from atom.model_engine import wire
-from atom.model_engine.engine_client import EngineClient
+from atom.model_engine.processes import wire
+from atom.model_engine.processes.engine_client import EngineClient
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import zmq
 
-from atom.model_engine import wire
+from atom.model_engine.processes import wire
 
 HEARTBEAT_SECONDS = 1.0
 

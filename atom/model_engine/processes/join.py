@@ -12,7 +12,7 @@ from atom.distributed.launch import Launched, LocalRanks
 from atom.distributed.rank_environment import RankEnvironment
 from atom.distributed.rendezvous import MEETING_SECONDS, meet, meet_as_first, refuse, refuse_all
 from atom.distributed.store import Store, host_store, listen, reach_store, scope
-from atom.model_engine.launched import (
+from atom.model_engine.processes.launched import (
     by_hand,
     coupled_others,
     instructions,
@@ -20,7 +20,7 @@ from atom.model_engine.launched import (
     local_ranks,
     ranks_per_node,
 )
-from atom.model_engine.own_card import own_card
+from atom.model_engine.processes.own_card import own_card
 from atom.platform import select_platform
 
 # Ranks that a launcher started follow one engine, and end with it.

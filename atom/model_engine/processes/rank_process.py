@@ -1,4 +1,4 @@
-"""The process of a rank that follows rank 0: `python -m atom.model_engine.rank_process`.
+"""The process of a rank that follows rank 0: `python -m atom.model_engine.processes.rank_process`.
 
 Whoever starts it sets RANK and so on, writes its instructions to its standard input, and holds that
 open: the process ends when it closes.
@@ -17,7 +17,7 @@ from atom.config import EngineConfig
 from atom.distributed.launch import LENGTH_BYTES
 from atom.distributed.rank_environment import RankEnvironment, launched_rank
 from atom.environment import rank_variables
-from atom.model_engine import wire
+from atom.model_engine.processes import wire
 
 logger = logging.getLogger(__name__)
 
@@ -39,9 +39,9 @@ def main() -> int:
 def follow_rank_0(config: EngineConfig, environment: RankEnvironment) -> int:
     """Be a rank until rank 0 ends; returns the exit status of the process."""
     # Imported after signals and standard input are handled, since it takes seconds.
-    from atom.model_engine.causes import is_users
     from atom.model_engine.executor import follow
-    from atom.model_engine.join import join_as_follower
+    from atom.model_engine.processes.causes import is_users
+    from atom.model_engine.processes.join import join_as_follower
 
     try:
         follower = join_as_follower(config, environment)

@@ -10,7 +10,7 @@ import torch
 
 from atom.config import DEFAULT_CPU_MEMORY_UTILIZATION, ConfigError, EngineConfig
 from atom.environment import environment_with, visible_devices
-from atom.model_engine.launched import coupled_engines
+from atom.model_engine.processes.launched import coupled_engines
 from atom.platform import cpus_by_core, default_num_threads, num_gpus
 
 

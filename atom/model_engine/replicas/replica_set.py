@@ -10,11 +10,11 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from atom.messages import EngineStats, StepReport
-from atom.model_engine import wire
-from atom.model_engine.engine_client import EngineClient
-from atom.model_engine.replica import Replica
-from atom.model_engine.replica_restarts import RestartPolicy
-from atom.model_engine.total_stats import counters_of, total_stats
+from atom.model_engine.processes import wire
+from atom.model_engine.processes.engine_client import EngineClient
+from atom.model_engine.replicas.replica import Replica
+from atom.model_engine.replicas.restarts import RestartPolicy
+from atom.model_engine.replicas.total_stats import counters_of, total_stats
 
 logger = logging.getLogger(__name__)
 

@@ -40,7 +40,7 @@ def run_as_follower_if_launched(config: EngineConfig) -> int | None:
         return _supervise(config)
     if environment is None or environment.rank == 0:
         return None
-    from atom.model_engine.rank_process import follow_rank_0
+    from atom.model_engine.processes.rank_process import follow_rank_0
 
     return follow_rank_0(config, environment)
 
@@ -127,7 +127,7 @@ def coupled_others(parallel: ParallelOptions, first: RankEnvironment) -> list[Ra
 
 def instructions(config: EngineConfig) -> bytes:
     """What the process of a rank is told on its standard input."""
-    from atom.model_engine import wire  # it takes a while, and few programs start ranks
+    from atom.model_engine.processes import wire  # it takes a while, and few programs start ranks
 
     return wire.encode(wire.Start(config, logging.getLogger("atom").getEffectiveLevel()))
 

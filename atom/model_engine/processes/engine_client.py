@@ -15,8 +15,8 @@ import zmq
 
 from atom.config import ConfigError
 from atom.messages import EngineDeadError
-from atom.model_engine import wire
-from atom.model_engine.replica_placement import Placement
+from atom.model_engine.processes import wire
+from atom.model_engine.replicas.placement import Placement
 
 # The path of a Unix socket is limited to about 100 bytes.
 _LONGEST_SOCKET_DIR = 80
@@ -43,7 +43,7 @@ class EngineClient:
         self._reports = self._create_socket(zmq.PULL)
         self._reports.bind(wire.reports_address(self._socket_dir))
         self._loop.add_reader(self._reports.fileno(), self._on_readable)
-        command = [sys.executable, "-m", "atom.model_engine.engine_process"]
+        command = [sys.executable, "-m", "atom.model_engine.processes.engine_process"]
         command += ["--socket-dir", str(self._socket_dir), "--name", placement.name]
         if placement.cpus:
             command += ["--cpus", *map(str, placement.cpus)]

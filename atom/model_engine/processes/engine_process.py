@@ -1,4 +1,4 @@
-"""The engine process: `python -m atom.model_engine.engine_process`.
+"""The engine process: `python -m atom.model_engine.processes.engine_process`.
 
 The frontend starts it and talks to it over two ZMQ sockets. It exits when its standard input
 closes, which means that the frontend is gone.
@@ -30,9 +30,9 @@ from atom.messages import (
     SequenceOutput,
     StepReport,
 )
-from atom.model_engine import wire
-from atom.model_engine.causes import is_users
-from atom.model_engine.heartbeat import Heart
+from atom.model_engine.processes import wire
+from atom.model_engine.processes.causes import is_users
+from atom.model_engine.processes.heartbeat import Heart
 
 logger = logging.getLogger(__name__)
 
