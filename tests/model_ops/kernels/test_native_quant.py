@@ -15,7 +15,10 @@ import pytest
 import torch
 
 from atom.model_ops.kernels.native import quant, quant_pack
+from atom.model_ops.kernels.native.bindings import constant
 from atom.model_ops.kernels.native.build import SOURCE_DIR, native_build
+from atom.model_ops.kernels.native.linear import linear, logits
+from atom.model_ops.kernels.native.quant_embedding import quant_embedding
 from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.kernels.torch.quantise import requantise
 from atom.model_ops.ops import OPS
@@ -133,12 +136,15 @@ def test_products_are_exact_and_the_same_in_every_batch(name: str, how: str) -> 
             size = 512
         of = weights(form, out, size)
         assert quant_pack.refuses(query(form, size)) is None
-        packed = quant_pack.prepare(of, torch.bfloat16)
         for dtype in (torch.float32, torch.bfloat16):
+            packed = quant_pack.prepare(of, dtype)
             x = inputs(70, size, dtype)
             torch.set_num_threads(1)
             everything = quant.quant_logits(x, packed)
-            assert_exact(everything, x, of)
+            if packed.takes_bfloat16:
+                assert torch.equal(everything, logits(x, dequantise(of, dtype)))
+            else:
+                assert_exact(everything, x, of)
             torch.set_num_threads(2)
             for rows in (0, 1, 2, 3, 7, 12, 17, 29, 32, 69):
                 assert torch.equal(quant.quant_logits(x[:rows], packed), everything[:rows])
@@ -165,6 +171,44 @@ def test_any_number_of_rows_and_threads(form: WeightFormat) -> None:
     for rows in range(1, 71):
         torch.set_num_threads(rows % 3 + 1)
         assert torch.equal(quant.quant_logits(x[:rows], packed), everything[:rows])
+
+
+needs_tiles = pytest.mark.skipif(
+    REASON is not None or not constant("has_tiles"), reason="the processor has no AMX-BF16"
+)
+
+
+@needs_tiles
+@pytest.mark.parametrize("name", FORMATS)
+def test_tiles_have_the_bits_of_the_product_with_bfloat16_weights(name: str) -> None:
+    """Few rows, whose tiles are unpacked on their way, and blocks of many."""
+    size = 512 if FORMATS[name].super_columns else 640
+    of = weights(FORMATS[name], 90, size)
+    packed, dense = quant_pack.prepare(of, torch.bfloat16), dequantise(of, torch.bfloat16)
+    assert packed.takes_bfloat16
+    bias = inputs(1, 90, torch.bfloat16)[0]
+    for rows in (1, 2, 16, 17, 32, 33, 64, 65, 150):
+        x = inputs(rows, size + 8, torch.bfloat16)[:, 3 : size + 3]
+        assert torch.equal(quant.quant_linear(x, packed, bias), linear(x, dense, bias))
+    ids = torch.tensor([89, 0, 40])
+    assert torch.equal(quant_embedding(ids, packed, torch.bfloat16), dense[ids])
+
+
+@needs_tiles
+def test_tiles_with_columns_in_another_order() -> None:
+    of = weights(INT4, 40, 128)
+    of.column_order = torch.randperm(128, generator=torch.Generator().manual_seed(3))
+    x = inputs(3, 128, torch.bfloat16)
+    got = quant.quant_logits(x, quant_pack.prepare(of, torch.bfloat16))
+    exact_sums = x.double() @ dequantise(of, torch.bfloat16).double().T
+    assert (got - exact_sums).abs().max() < 1e-5 * exact_sums.abs().mean()
+
+
+@needs_tiles
+def test_weights_packed_for_bfloat16_take_nothing_else() -> None:
+    packed = quant_pack.prepare(weights(INT4, 40, 64), torch.bfloat16)
+    with pytest.raises(ValueError, match="do not fit together"):
+        quant.quant_logits(inputs(2, 64), packed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -21,8 +21,9 @@ def quant_linear(
 ) -> torch.Tensor:
     """x [M, in] -> [M, out].
 
-    Codes are multiplied with codes where the format quantises inputs, else with float32 numbers;
-    sums of groups are float32. A row's result has the same bits for every M.
+    Codes are multiplied with codes where the format quantises inputs; bfloat16 on matrix tiles with
+    the weights as bfloat16, which has the bits of `linear`; other numbers in float32, with float32
+    sums of groups. A row's result has the same bits for every M.
 
     Raises:
         ValueError: when shapes or data types differ.
@@ -58,7 +59,7 @@ def _multiply(
 ) -> torch.Tensor:
     rows, size = x.shape
     outs = weights.out_features
-    if size != weights.in_features:
+    if size != weights.in_features or (weights.takes_bfloat16 and x.dtype is not torch.bfloat16):
         raise mismatch(kernels.op, x=x, codes=weights.codes)
     if bias is not None and (bias.numel() != outs or bias.dtype is not x.dtype):
         raise mismatch(kernels.op, x=x, bias=bias)

@@ -43,8 +43,9 @@ def refuses_dense(query: OpQuery) -> str | None:
 def prepare(
     w13: QuantWeights, w2: QuantWeights, dtype: torch.dtype
 ) -> tuple[PackedWeights, PackedWeights]:
-    """Pack the matrices of all experts; none of their numbers changes."""
-    return quant_pack.prepare(w13, dtype), quant_pack.prepare(w2, dtype)
+    """Pack the matrices of all experts for inputs of any dtype; none of their numbers changes."""
+    del dtype
+    return quant_pack.prepare(w13, torch.float32), quant_pack.prepare(w2, torch.float32)
 
 
 def quant_experts(

@@ -19,10 +19,12 @@ _UNITS = {"int4": 32, "int6": 16, "int8": 32}
 _TILE = 64
 # `Inputs` and `kMostWide` in csrc/quant_matrix.h.
 _INPUTS = {"int8": 1, "int16": 2}
+_PLAIN_INPUTS, _BFLOAT16_INPUTS = 0, 3
+_UNIT_INPUTS = 32
 _MOST_WIDE = 1024
 # Sums of products of codes stay within 32 bits.
 _MOST_INPUTS = 1 << 16
-_pack = Kernels("quant_pack", "2P5q")
+_pack = Kernels("quant_pack", "2P6q")
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,11 @@ class PackedWeights:
         """Of the tensors, in their order; 0 for those that there are not."""
         tensors = self.scale, self.shift, self.super_scale, self.super_offset, self.order
         return self.codes.data_ptr(), *(0 if t is None else t.data_ptr() for t in tensors)
+
+    @property
+    def takes_bfloat16(self) -> bool:
+        """Whether inputs are bfloat16 and nothing else."""
+        return self.sizes[11] == _BFLOAT16_INPUTS
 
     @property
     def in_features(self) -> int:
@@ -108,13 +115,29 @@ def _input_group(how: Activations | None) -> int:
     return 0 if how is None else how.group
 
 
+def takes_tiles(columns: int, dtype: torch.dtype) -> bool:
+    """Whether so many inputs of `dtype` that are not rounded are multiplied on matrix tiles of
+    bfloat16, which the weights become meanwhile: see `csrc/quant_unpack.h`.
+    """
+    is_whole = columns % _UNIT_INPUTS == 0
+    return dtype is torch.bfloat16 and is_whole and bool(constant("has_tiles"))
+
+
+def _input_kind(form: WeightFormat, columns: int, dtype: torch.dtype) -> int:
+    if form.activations is not None:
+        return _INPUTS[form.activations.codes]
+    return _BFLOAT16_INPUTS if takes_tiles(columns, dtype) else _PLAIN_INPUTS
+
+
 def prepare(weights: QuantWeights, dtype: torch.dtype) -> PackedWeights:
     """Pack a matrix, or those of all experts; none of its numbers changes.
+
+    Args:
+        dtype: of the inputs; those of weights packed for float32 may have any.
 
     Raises:
         ValueError: when groups of inputs share scales and the columns are in another order.
     """
-    del dtype
     form = weights.format
     if weights.column_order is not None and _input_group(form.activations):
         raise ValueError(f"inputs in the order of their groups are none in that of columns: {form}")
@@ -133,16 +156,17 @@ def prepare(weights: QuantWeights, dtype: torch.dtype) -> PackedWeights:
     scale = _per_output(weights)
     order = weights.column_order
     middle = 128 if form.codes == "int8" else 0 if form.has_zeros else form.zero
+    kind = _input_kind(form, columns, dtype)
     sizes = (
         *(columns, inputs, out, BITS[form.codes], middle),
         *(inputs if group == columns else group, form.super_columns),
         *(_NUMBERS[scale.dtype], 0 if shift is None else _NUMBERS[shift.dtype]),
-        *(form.has_offsets, span, 0 if how is None else _INPUTS[how.codes]),
+        *(form.has_offsets, span, kind),
         inputs if input_group == columns else input_group,
     )
     fixed = how is not None and how.is_static and weights.input_scale is not None
     return PackedWeights(
-        _pack_codes(weights, inputs),
+        _pack_codes(weights, inputs, kind == _BFLOAT16_INPUTS),
         _in_panels(scale),
         None if shift is None else _in_panels(shift),
         None if weights.super_scale is None else _in_panels(weights.super_scale),
@@ -170,8 +194,8 @@ def _in_panels(values: torch.Tensor) -> torch.Tensor:
     return padded.view(*values.shape[:-2], -1, lanes, count).transpose(-1, -2).contiguous()
 
 
-def _pack_codes(weights: QuantWeights, inputs: int) -> torch.Tensor:
-    """-> uint8 [..., panels, bytes]; int8 codes are stored 128 above their values."""
+def _pack_codes(weights: QuantWeights, inputs: int, in_units: bool) -> torch.Tensor:
+    """-> uint8 [..., panels, bytes]."""
     bits, lanes = BITS[weights.format.codes], constant("lanes")
     codes = weights.codes.contiguous()
     out, columns = weights.shape
@@ -182,5 +206,5 @@ def _pack_codes(weights: QuantWeights, inputs: int) -> torch.Tensor:
     sources, targets = codes.view(-1, *codes.shape[-2:]), packed.view(-1, *packed.shape[-2:])
     for source, target in zip(sources, targets, strict=True):
         pointers = source.data_ptr(), target.data_ptr()
-        _pack(None, *pointers, out, columns, inputs, bits, num_threads())
+        _pack(None, *pointers, out, columns, inputs, bits, in_units, num_threads())
     return packed

@@ -42,13 +42,13 @@ struct alignas(64) Config {
 class Session {
  public:
   explicit Session(const Config& config) { asm volatile("ldtilecfg %0" ::"m"(config)); }
-  // columns: 4-byte columns of tiles 0 to 3, the sums, and of tiles 5 to 7, the right operands.
-  // Tile 4 and, where all have 16 columns, any other can be a left operand.
+  // columns: 4-byte columns of tiles 0 to 3, the sums, and of tiles 6 and 7, the right operands.
+  // Tiles 4 and 5 and, where all have 16 columns, any other can be a left operand.
   explicit Session(int64_t columns = kSide) {
     Config config;
     for (int i = 0; i < 8; ++i) {
       config.rows[i] = kSide;
-      config.row_bytes[i] = i == 4 ? kRowBytes : uint16_t(4 * columns);
+      config.row_bytes[i] = i == 4 || i == 5 ? kRowBytes : uint16_t(4 * columns);
     }
     asm volatile("ldtilecfg %0" ::"m"(config));
   }

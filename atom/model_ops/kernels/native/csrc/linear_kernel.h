@@ -4,18 +4,11 @@
 
 #include <algorithm>
 
+#include "linear_args.h"
 #include "parallel.h"
 #include "product.h"
 
 namespace atom {
-
-struct LinearArgs {
-  const void* x;       // [rows, in_features], rows `x_stride` elements apart
-  const void* weight;  // [out_features, in_features]
-  const void* bias;    // [out_features] or null
-  void* out;           // [rows, out_features]
-  int64_t rows, in_features, out_features, x_stride, threads;
-};
 
 namespace {
 
@@ -59,12 +52,12 @@ ATOM_INLINE void store_sums(const float* sums, int64_t count, int64_t outs, cons
 }
 
 // Rows from `first` on, all that `product` has.
-template <class T, class Out, class Product>
-void linear_block(const LinearArgs& a, const Product& product, int64_t first, int64_t rows) {
+template <class T, class Out, class Product, class Weights>
+void linear_block(const LinearArgs& a, const Product& product, const Weights& weights,
+                  int64_t first, int64_t rows) {
   static thread_local Scratch scratch;
   const int64_t bytes = product.packed_bytes(), size = a.in_features;
   const T* x = static_cast<const T*>(a.x) + first * a.x_stride;
-  const T* weight = static_cast<const T*>(a.weight);
   const T* bias = static_cast<const T*>(a.bias);
   Out* out = static_cast<Out*>(a.out) + first * a.out_features;
   char* packed = scratch.get<char>(bytes);
@@ -79,7 +72,7 @@ void linear_block(const LinearArgs& a, const Product& product, int64_t first, in
     const typename Product::Session session(product);
     for (int64_t panel; hand.take(panel);) {
       const int64_t begin = panel * kPanel, end = std::min(begin + kPanel, a.out_features);
-      multiply(product, packed, weight, size, begin, end,
+      multiply(product, packed, weights, begin, end,
                [&](int64_t m, int64_t count, int64_t n, int64_t outs, const float* sums) {
                  store_sums(sums, count, outs, bias == nullptr ? nullptr : bias + n,
                             out + m * a.out_features + n, a.out_features);
@@ -88,21 +81,27 @@ void linear_block(const LinearArgs& a, const Product& product, int64_t first, in
   });
 }
 
+// A block of rows at a time, which stays in a cache, with that product.
+template <class T, class Out, class Product, class Weights>
+void linear_blocks(const LinearArgs& a, const Weights& weights) {
+  const int64_t row_bytes = std::max(int64_t{1}, a.in_features) * int64_t(sizeof(T));
+  const int64_t most =
+      std::clamp(Product::kBlockBytes / row_bytes, Product::kMostChunk, Product::kMostBlockRows);
+  const int64_t blocks = (a.rows + most - 1) / most;  // equal ones, of whole chunks
+  const int64_t chunks = (a.rows + blocks * Product::kMostChunk - 1) /
+                         std::max(int64_t{1}, blocks * Product::kMostChunk);
+  const int64_t size = chunks * Product::kMostChunk;
+  for (int64_t first = 0; first < a.rows; first += size) {
+    const int64_t rows = std::min(size, a.rows - first);
+    linear_block<T, Out>(a, Product(rows, a.in_features), weights, first, rows);
+  }
+}
+
 template <class T, class Out = T>
 int64_t linear(const LinearArgs& a) {
   with_product<T>(a.rows, a.in_features, [&](const auto& whole) {
-    using Product = std::decay_t<decltype(whole)>;
-    const int64_t row_bytes = std::max(int64_t{1}, a.in_features) * int64_t(sizeof(T));
-    const int64_t most = std::clamp(Product::kBlockBytes / row_bytes, Product::kMostChunk,
-                                    Product::kMostBlockRows);
-    const int64_t blocks = (a.rows + most - 1) / most;  // equal ones, of whole chunks
-    const int64_t chunks = (a.rows + blocks * Product::kMostChunk - 1) /
-                           std::max(int64_t{1}, blocks * Product::kMostChunk);
-    const int64_t size = chunks * Product::kMostChunk;
-    for (int64_t first = 0; first < a.rows; first += size) {
-      const int64_t rows = std::min(size, a.rows - first);
-      linear_block<T, Out>(a, Product(rows, a.in_features), first, rows);
-    }
+    const MatrixRows<T> weights{static_cast<const T*>(a.weight), a.in_features};
+    linear_blocks<T, Out, std::decay_t<decltype(whole)>>(a, weights);
   });
   return 0;
 }

@@ -152,7 +152,7 @@ void Experts<T, Product>::sum(const Work& work, int64_t begin, int64_t end, int6
     const Product product = out_of(e);
     const Session session(product);
     const T* w2 = static_cast<const T*>(a.w2) + e.expert * a.hidden * a.inter;
-    multiply(product, work.h + e.h, w2, a.inter, first, last,
+    multiply(product, work.h + e.h, MatrixRows<T>{w2, a.inter}, first, last,
              [&](int64_t m, int64_t count, int64_t n, int64_t outs, const float* sums) {
                for (int64_t i = 0; i < count; ++i) {
                  const Visit& visit = work.visits.list[e.first + m + i];

@@ -7,7 +7,7 @@
 //     with_product<T>(rows, size, [&](const auto& product) {
 //       product.pack(x, stride, 0, rows, packed);  // packed_bytes() of memory
 //       typename std::decay_t<decltype(product)>::Session session(product);
-//       multiply(product, packed, weight, size, begin, end, [&](m, count, n, outs, sums) { ... });
+//       multiply(product, packed, weights, begin, end, [&](m, count, n, outs, sums) { ... });
 //     });
 #pragma once
 
@@ -19,6 +19,15 @@ namespace atom {
 
 // Weight rows that are multiplied together, and the stride of their sums.
 constexpr int64_t kPanel = 32;
+
+// A matrix [rows, size] in memory, as `multiply` reads it.
+template <class T>
+struct MatrixRows {
+  const T* weight;
+  int64_t size;
+
+  const T* rows(int64_t n) const { return weight + n * size; }
+};
 
 // Brings a chunk's share of the panel behind this one from memory.
 template <class T>
@@ -136,17 +145,17 @@ void with_product(int64_t rows, int64_t size, const Use& use) {
   use(VectorProduct<T>(rows, size));
 }
 
-// All rows times weight rows begin to end. Calls `store(m, count, n, outs, sums)` for rows m to
+// All rows times weight rows begin to end; `weights.rows(n)` are those from n on. Calls `store(m, count, n, outs, sums)` for rows m to
 // m + count and weight rows n to n + outs: sums[i * kPanel + r] is that of row m + i with n + r.
-template <class Product, class Store>
-ATOM_INLINE void multiply(const Product& product, const void* packed,
-                          const typename Product::Weight* weight, int64_t size, int64_t begin,
-                          int64_t end, const Store& store) {
+template <class Product, class Weights, class Store>
+ATOM_INLINE void multiply(const Product& product, const void* packed, const Weights& weights,
+                          int64_t begin, int64_t end, const Store& store) {
   alignas(64) float sums[Product::kMostChunk * kPanel];
   for (int64_t n = begin; n < end; n += kPanel) {
     const int64_t outs = std::min(kPanel, end - n);
+    const auto* rows = weights.rows(n);
     product.for_chunks([&](int64_t m, int64_t count) {
-      product.multiply(packed, m, count, weight + n * size, outs, sums);
+      product.multiply(packed, m, count, rows, outs, sums);
       store(m, count, n, outs, sums);
     });
   }

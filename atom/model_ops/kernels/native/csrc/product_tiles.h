@@ -14,6 +14,28 @@
 
 namespace atom {
 
+// Tiles of 16 weight rows from `weight` on, `bytes` apart; `load<F>(step)` brings those of F blocks of
+// 16 rows into registers 4 and 5. kFetch: whether the next steps are fetched from memory meanwhile.
+template <bool kFetch>
+struct RowTiles {
+  const bfloat16* weight;
+  int64_t bytes;
+
+  template <int F>
+  ATOM_INLINE void load(int64_t step) const {
+    const char* w = reinterpret_cast<const char*>(weight) + step * amx::kRowBytes;
+    if constexpr (kFetch) {
+      const bool next = step * amx::kRowBytes + kAhead >= bytes;  // the next block of rows
+      const char* ahead = w + kAhead + (next ? (amx::kSide - 1) * bytes : 0);
+      ATOM_UNROLL for (int r = 0; r < amx::kSide; ++r) __builtin_prefetch(ahead + r * bytes);
+    }
+    amx::unrolled<F>([&](auto f) { amx::load<4 + f>(w + f * amx::kSide * bytes, bytes); });
+  }
+
+  // Bytes from what is read of a row to what is fetched of it.
+  static constexpr int64_t kAhead = 512;
+};
+
 class TileProduct {
  public:
   using Weight = bfloat16;
@@ -26,6 +48,7 @@ class TileProduct {
   TileProduct(int64_t rows, int64_t size)
       : rows_(rows), size_(size), steps_((size + amx::kDepth - 1) / amx::kDepth) {}
 
+  int64_t rows() const { return rows_; }
   int64_t packed_bytes() const {
     if (rows_ == 1) return group_bytes() / amx::kSide;
     return (rows_ + amx::kSide - 1) / amx::kSide * group_bytes();
@@ -71,15 +94,15 @@ class TileProduct {
 
   // sums[i * kPanel + r] = weight[r] . x[first + i], for `count` rows of a chunk and `outs`
   // features, at most kPanel.
+  // kInMemory: whether weights must be fetched, and the next ones lie behind them.
+  template <bool kInMemory = true>
   void multiply(const void* packed, int64_t first, int64_t count, const bfloat16* weight,
                 int64_t outs, float* sums) const {
     const char* x = static_cast<const char*>(packed) + first / amx::kSide * group_bytes();
-    const int64_t groups = (count + amx::kSide - 1) / amx::kSide;
     const bool whole = outs == kPanel && size_ % amx::kDepth == 0;
-    if (rows_ > kStreamUpTo) fetch_next_panel(weight, size_, first, count, rows_);
+    if (kInMemory && rows_ > kStreamUpTo) fetch_next_panel(weight, size_, first, count, rows_);
     if (rows_ > kStreamUpTo && whole) {
-      return groups == 1 ? blocks<2, 1, false>(weight, size_, x, count, sums)
-                         : blocks<2, 2, false>(weight, size_, x, count, sums);
+      return blocks<2>(RowTiles<false>{weight, size_ * int64_t(sizeof(bfloat16))}, x, count, sums);
     }
     for (int64_t n = 0; n < outs; n += amx::kSide) {
       const bfloat16* w = weight + n * size_;
@@ -88,21 +111,21 @@ class TileProduct {
         w = padded(w, std::min(amx::kSide, outs - n));
         stride = steps_ * amx::kDepth;
       }
-      switch (groups) {
-        case 1: blocks<1, 1, true>(w, stride, x, count, sums + n); break;
-        case 2: blocks<1, 2, true>(w, stride, x, count, sums + n); break;
-        case 3: blocks<1, 3, true>(w, stride, x, count, sums + n); break;
-        default: blocks<1, 4, true>(w, stride, x, count, sums + n);
-      }
+      blocks<1>(RowTiles<kInMemory>{w, stride * int64_t(sizeof(bfloat16))}, x, count, sums + n);
     }
   }
+
+  // The same for a few rows and F blocks of 16 features, of which `tiles` loads what it makes.
+  template <int F, class Tiles>
+  void multiply_tiles(const void* packed, const Tiles& tiles, float* sums) const {
+    blocks<F>(tiles, static_cast<const char*>(packed), rows_, sums);
+  }
+  // Rows that those may be.
+  static constexpr int64_t kFewRows = 2 * amx::kSide;
 
  private:
   // Up to here weights are streamed from memory, 16 rows at a time.
   static constexpr int64_t kStreamUpTo = kMostChunk;
-
-  // From what is read of a weight row to what is fetched of it.
-  static constexpr int64_t kAheadBytes = 512;
 
   int64_t group_bytes() const { return steps_ * amx::kTileBytes; }
 
@@ -118,26 +141,30 @@ class TileProduct {
     return to;
   }
 
-  // F blocks of 16 features times G groups of up to 16 rows.
-  template <int F, int G, bool kStream>
-  void blocks(const bfloat16* weight, int64_t stride, const char* x, int64_t count,
-              float* sums) const {
+  // F blocks of 16 features times `count` rows.
+  template <int F, class Tiles>
+  void blocks(const Tiles& tiles, const char* x, int64_t count, float* sums) const {
+    const int64_t groups = (count + amx::kSide - 1) / amx::kSide;
+    if (groups == 1) return blocks<F, 1>(tiles, x, count, sums);
+    if (F == 2 || groups == 2) return blocks<F, 2>(tiles, x, count, sums);
+    if constexpr (F == 1) {
+      if (groups == 3) return blocks<1, 3>(tiles, x, count, sums);
+      blocks<1, 4>(tiles, x, count, sums);
+    }
+  }
+
+  // The same with G groups of up to 16 rows.
+  template <int F, int G, class Tiles>
+  void blocks(const Tiles& tiles, const char* x, int64_t count, float* sums) const {
     using namespace amx;
     static_assert(F * G <= 4 && F <= 2);
-    constexpr auto right = [](int g) { return F == 1 ? 5 + g % 3 : 6 + g; };
-    const int64_t bytes = stride * sizeof(bfloat16), columns = rows_ == 1 ? 1 : kSide;
-    const int64_t group = group_bytes();
-    const auto* w = reinterpret_cast<const char*>(weight);
+    constexpr auto right = [](int g) { return F == 1 ? 5 + (g + 1) % 3 : 6 + g; };
+    const int64_t columns = rows_ == 1 ? 1 : kSide, group = group_bytes();
     unrolled<F * G>([](auto i) { zero<i>(); });
-    for (int64_t k = 0; k < steps_; ++k, w += kRowBytes, x += kRowBytes * columns) {
-      if constexpr (kStream) {
-        const bool next = k * kRowBytes + kAheadBytes >= bytes;  // the next block of features
-        const char* ahead = w + kAheadBytes + (next ? (kSide - 1) * bytes : 0);
-        ATOM_UNROLL for (int r = 0; r < kSide; ++r) __builtin_prefetch(ahead + r * bytes);
-      }
-      unrolled<F>([&](auto f) { load<4 + f>(w + f * kSide * bytes, bytes); });
+    for (int64_t k = 0; k < steps_; ++k, x += kRowBytes * columns) {
+      tiles.template load<F>(k);
       unrolled<G>([&](auto g) {
-        load<right(g)>(x + g * group, 4 * columns);
+        amx::load<right(g)>(x + g * group, 4 * columns);
         unrolled<F>([&](auto f) { multiply_add<f * G + g, 4 + f, right(g)>(); });
       });
     }
@@ -145,11 +172,11 @@ class TileProduct {
       unrolled<F>([&](auto f) { store<f * G>(sums + f * kSide, sizeof(float)); });
       return;
     }
-    alignas(64) float tiles[F * G][kSide * kSide];
-    unrolled<F * G>([&](auto i) { store<i>(tiles[i], kRowBytes); });
+    alignas(64) float results[F * G][kSide * kSide];
+    unrolled<F * G>([&](auto i) { store<i>(results[i], kRowBytes); });
     ATOM_UNROLL for (int i = 0; i < F * G; ++i) {
       __m512i rows[16];
-      ATOM_UNROLL for (int r = 0; r < 16; ++r) rows[r] = _mm512_load_si512(tiles[i] + r * kSide);
+      ATOM_UNROLL for (int r = 0; r < 16; ++r) rows[r] = _mm512_load_si512(results[i] + r * kSide);
       transpose(rows);
       float* to = sums + i % G * kSide * kPanel + i / G * kSide;
       const int64_t most = std::min(kSide, count - i % G * kSide);

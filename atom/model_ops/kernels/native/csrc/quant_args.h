@@ -30,10 +30,6 @@ struct PackedSizes {
   int64_t groups_of(int64_t size) const { return size == 0 ? 0 : (in_features + size - 1) / size; }
 };
 
-inline int64_t bytes_of(Number type) {
-  return type == Number::kFloat32 ? 4 : type == Number::kInt8 ? 1 : 2;
-}
-
 // Matrix `index` of those that lie behind each other.
 inline QuantMatrix matrix_of(const PackedTensors& t, const PackedSizes& s, int64_t index) {
   QuantMatrix w{t.codes,  nullptr, nullptr,  t.super_scale,          t.super_offset,

@@ -1,6 +1,6 @@
 // Rows of quantised weights as numbers.
 #include "parallel.h"
-#include "quant_span.h"
+#include "quant_unpack.h"
 
 namespace atom {
 namespace {
@@ -40,13 +40,19 @@ uint32_t quad_of_lane(const uint8_t* unit, int64_t j, int64_t lane) {
 template <class C>
 void read_row(const QuantMatrix& w, const QuantEmbeddingArgs& a, int64_t row, float* out) {
   const int64_t panel = row / kLanes, lane = row % kLanes;
-  const uint8_t* unit = w.codes + panel * w.panel_bytes();
-  for (int64_t first = 0; first < a.in_features; first += C::kUnit, unit += C::kBytes) {
+  const uint8_t* codes = w.codes + panel * w.panel_bytes();
+  const auto code_of = [&](int64_t i) {
+    if (a.input_kind == Inputs::kBfloat16) {
+      return unit_code(codes + i / kUnitInputs * unit_bytes(w.bits), w.bits, lane, i % kUnitInputs);
+    }
+    const uint32_t quad = quad_of_lane<C>(codes + i / C::kUnit * C::kBytes, i % C::kUnit / 4, lane);
+    return quad >> (8 * (i % 4)) & 0xff;
+  };
+  for (int64_t first = 0; first < a.in_features; first += C::kUnit) {
     const Factors factors = load_factors(w, panel, first);
     const float scale = factors.scale[lane], shift = factors.shift[lane];
     for (int64_t i = 0; i < C::kUnit && first + i < a.in_features; ++i) {
-      const uint32_t quad = quad_of_lane<C>(unit, i / 4, lane);
-      const float code = float(int64_t(quad >> (8 * (i % 4)) & 0xff) - a.middle);
+      const float code = float(int64_t(code_of(first + i)) - a.middle);
       const int64_t column = a.order == nullptr ? first + i : a.order[first + i];
       out[column] = a.has_offsets ? code * scale + shift : (code - shift) * scale;
     }

@@ -2,8 +2,9 @@
 #include <algorithm>
 
 #include "parallel.h"
-#include "quant_codes.h"
 #include "quant_args.h"
+#include "quant_codes.h"
+#include "quant_numbers.h"
 
 namespace atom {
 namespace {
@@ -26,6 +27,13 @@ constexpr int64_t kPackAlone = 2;
 // Rows of inputs that pass by all weights before the next ones do.
 constexpr int64_t kBlockRows = 256;
 constexpr int64_t kTaskBytes = 16 * 1024;
+
+template <class Out>
+void multiply_bfloat16(const QuantLinearArgs& a) {
+  const LinearArgs args{a.x,    nullptr,              a.bias,       a.out,      a.rows,
+                        a.sizes.in_features, a.sizes.outs, a.x_stride, a.threads};
+  atom::multiply_bfloat16(args, matrix_of(a.w, a.sizes, 0), a.w.order, std::is_same_v<Out, float>);
+}
 
 template <class T, class Out>
 class Product {
@@ -126,17 +134,22 @@ class Product {
   int64_t threads_ = 1;
 };
 
+template <class T, class Out>
+int64_t multiply(const QuantLinearArgs& a) {
+  if (a.sizes.input_kind == Inputs::kBfloat16) multiply_bfloat16<Out>(a);
+  else Product<T, Out>(a).run();
+  return 0;
+}
+
 }  // namespace
 }  // namespace atom
 
 #define ATOM_QUANT(name, type)                                                        \
   ATOM_EXPORT int64_t atom_quant_linear_##name(const atom::QuantLinearArgs* args) {   \
-    atom::Product<type, type>(*args).run();                                           \
-    return 0;                                                                         \
+    return atom::multiply<type, type>(*args);                                         \
   }                                                                                   \
   ATOM_EXPORT int64_t atom_quant_logits_##name(const atom::QuantLinearArgs* args) {   \
-    atom::Product<type, float>(*args).run();                                          \
-    return 0;                                                                         \
+    return atom::multiply<type, float>(*args);                                        \
   }
 
 ATOM_QUANT(float32, float)

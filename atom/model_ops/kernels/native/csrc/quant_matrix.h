@@ -11,8 +11,13 @@ namespace atom {
 
 enum class Number : int64_t { kFloat32, kBfloat16, kFloat16, kInt8 };
 
-// What inputs are: numbers, or codes of -127..127 or -kWideLimit..kWideLimit.
-enum class Inputs : int64_t { kNumbers, kInt8, kInt16 };
+inline int64_t bytes_of(Number type) {
+  return type == Number::kFloat32 ? 4 : type == Number::kInt8 ? 1 : 2;
+}
+
+// What inputs are: numbers, codes of -127..127 or -kWideLimit..kWideLimit, or bfloat16, whose weights
+// become bfloat16 as well and have the layout of quant_unpack.h.
+enum class Inputs : int64_t { kNumbers, kInt8, kInt16, kBfloat16 };
 
 constexpr int64_t kTileSide = 16;  // rows of a tile: outputs of a panel, and of inputs
 

@@ -1,0 +1,16 @@
+// The arguments of linear layers and logits.
+#pragma once
+
+#include <cstdint>
+
+namespace atom {
+
+struct LinearArgs {
+  const void* x;       // [rows, in_features], rows `x_stride` elements apart
+  const void* weight;  // [out_features, in_features]
+  const void* bias;    // [out_features] or null
+  void* out;           // [rows, out_features]
+  int64_t rows, in_features, out_features, x_stride, threads;
+};
+
+}  // namespace atom
