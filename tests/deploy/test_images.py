@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import subprocess
@@ -104,6 +105,21 @@ def test_the_server_is_the_first_process_and_nobody_special() -> None:
 def test_every_kind_has_its_stages(kind: str) -> None:
     stages = re.findall(r"^FROM \S+ AS (\S+)$", DOCKERFILE, re.MULTILINE)
     assert {f"base-{kind}", f"kernels-{kind}"} <= set(stages)
+
+
+def test_a_rocm_image_refuses_another_torch(tmp_path: Path) -> None:
+    python = tmp_path / "python3"
+    python.write_text("#!/bin/sh\necho 2.13.0 None\n")
+    python.chmod(0o755)
+    result = subprocess.run(
+        [IMAGES / "install", "packages", "rocm"],
+        env={**os.environ, "PYTHON": str(python)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert result.returncode == 1
+    assert "not built for ROCm: 2.13.0 None" in result.stderr
 
 
 def services(name: str) -> dict[str, dict[str, Any]]:
