@@ -16,7 +16,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.messages import EngineStats
-from atom.model_engine.replica_set import ReplicaHealth
+from atom.model_engine.replicas.replica_set import ReplicaHealth
 from atom.stats import ExpectedAcceptance, SpecDecodeCounter
 
 CHART = Path(__file__).parents[2] / "deploy" / "helm" / "atom"
