@@ -155,7 +155,9 @@ class StepOutput(msgspec.Struct, frozen=True):
     """Attributes:
     sequences: results in the order of `ScheduledBatch.sequences`.
     num_lookup_tokens: tokens that the lookup holds after the step.
+    is_replayed: whether the target's part was a graph, or a program on a CPU.
     """
 
     sequences: list[SequenceResult]
     num_lookup_tokens: int = 0
+    is_replayed: bool = False

@@ -17,11 +17,19 @@ _RANK_VARIABLES = (
 
 
 def cache_dir() -> Path:
-    """Where converted checkpoints are kept: `$ATOM_CACHE`, else the user's cache folder."""
-    if configured := os.environ.get("ATOM_CACHE"):
-        return Path(configured).expanduser()
+    """Where converted checkpoints are kept: `$ATOM_CACHE`, else the user's cache folder.
+
+    Raises:
+        ConfigError: when there is none, as for a user that the system does not know.
+    """
+    configured = os.environ.get("ATOM_CACHE")
     base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(base).expanduser() / "atom"
+    try:
+        return Path(configured).expanduser() if configured else Path(base).expanduser() / "atom"
+    except RuntimeError as error:
+        raise ConfigError(
+            "this user has no home folder to keep files in: set HOME, or ATOM_CACHE to a folder"
+        ) from error
 
 
 def history_file() -> Path:

@@ -87,6 +87,7 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Attributes:
         num_lookup_tokens: that the lookup for drafts holds: live sequences and recent outputs.
+        num_replayed_steps: steps whose target was a graph, or a program on a CPU.
     """
 
     num_running: int = 0
@@ -100,6 +101,8 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_generation_tokens: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    num_steps: int = 0
+    num_replayed_steps: int = 0
     num_lookup_tokens: int = 0
     spec_decode: SpecDecodeStats | None = None
     expected_acceptance: ExpectedAcceptance | None = None

@@ -29,6 +29,12 @@ def engine_metrics(stats: EngineStats) -> list[EngineMetric]:
     ]
     counters = [
         ("generation_tokens", "Tokens generated.", stats.num_generation_tokens),
+        ("steps", "Steps of the engine.", stats.num_steps),
+        (
+            "replayed_steps",
+            "Steps whose target was a graph, or a recorded program on a CPU.",
+            stats.num_replayed_steps,
+        ),
         ("preemptions", "Sequences preempted.", stats.num_preemptions),
         (
             "prefix_cache_queries",

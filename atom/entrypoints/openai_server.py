@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import logging
+import signal
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -129,5 +130,11 @@ def _run(main: Coroutine[Any, Any, int]) -> int:
     return uvloop.run(main)
 
 
+def _leave(*_: object) -> None:
+    """Before `serve` handles signals; the first process of a container has no default action."""
+    sys.exit(0)
+
+
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, _leave)
     end_process(main())

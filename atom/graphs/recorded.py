@@ -38,6 +38,9 @@ class StepRecorder:
 
     Work is recorded the first time, which takes about as long as running it op by op. What cannot
     be recorded runs op by op for ever, and the log says why.
+
+    Attributes:
+        was_replayed: whether the last work was.
     """
 
     def __init__(self) -> None:
@@ -45,6 +48,7 @@ class StepRecorder:
         self._programs: OrderedDict[Hashable, tuple[Any, Program]] = OrderedDict()
         self._refused: set[str] = set()
         self._is_usual = True
+        self.was_replayed = False
 
     def run(
         self,
@@ -62,6 +66,7 @@ class StepRecorder:
             inputs: the tensors that `work` reads and that are not the same in every step.
             results: the tensors of what it returns.
         """
+        self.was_replayed = False
         if name in self._refused:
             return work()
         where = (name, key, tuple(None if t is None else (t.data_ptr(), t.shape) for t in inputs))
@@ -69,6 +74,7 @@ class StepRecorder:
             self._programs.move_to_end(where)
             result, program = self._programs[where]
             program.replay()
+            self.was_replayed = True
             return cast(T, result)
         self._is_usual = False
         return self._record(name, where, work, results)

@@ -91,6 +91,7 @@ class ModelRunner:
         if step is None:
             return StepOutput([], self._drafter.num_lookup_tokens)
         view, verified = self._verify(batch, step)
+        is_replayed = self._was_replayed(step)
         looks_first = self._drafter.looks_first
         guides = self._drafter.guides and any(s.grammar is not None for s in step.sample.states)
         if looks_first or guides:
@@ -112,7 +113,11 @@ class ModelRunner:
             found = self._look_up(batch, step)
             with self._grammar_drafts(batch, step) as allowed:
                 drafts = self._drafter.merge(found, made, allowed)
-        return self._results(batch, step, sampled, drafts)
+        return StepOutput(
+            self._results(batch, step, sampled, drafts),
+            self._drafter.num_lookup_tokens,
+            is_replayed,
+        )
 
     @torch.inference_mode()
     def follow(self, orders: Orders) -> None:
@@ -178,6 +183,12 @@ class ModelRunner:
         )
         return view, done.verified
 
+    def _was_replayed(self, step: StepInput) -> bool:
+        """Whether the target's part was, which `_verify` has just run."""
+        if self._recorder is not None and step.recurs and self._recorder.was_replayed:
+            return True
+        return step.graph is not None
+
     def _compute(self, step: StepInput) -> _Computed:
         """The device's part of a step without the drafts."""
         output = self._forward.run(step.model_input, step.graph)
@@ -212,7 +223,7 @@ class ModelRunner:
         step: StepInput,
         sampled: Sampled,
         drafts: Sequence[tuple[list[int], str]],
-    ) -> StepOutput:
+    ) -> list[SequenceResult]:
         results = [SequenceResult([])] * len(batch.sequences)
         for index, prompt_logprobs in sampled.prompt_logprobs.items():
             results[index] = SequenceResult([], prompt_logprobs=prompt_logprobs)
@@ -222,4 +233,4 @@ class ModelRunner:
         ):
             prompt = sampled.prompt_logprobs.get(index) if sampled.prompt_logprobs else None
             results[index] = SequenceResult(tokens, logprobs, prompt, draft_ids, source, failure)
-        return StepOutput(results, self._drafter.num_lookup_tokens)
+        return results

@@ -176,6 +176,8 @@ class Scheduler:
             self._spec.count(num_drafts, num_accepted, source, times)
         self._verified.clear()
         self._totals.num_lookup_tokens = output.num_lookup_tokens
+        self._totals.num_steps += 1
+        self._totals.num_replayed_steps += output.is_replayed
         return outputs
 
     def give_back(

@@ -82,6 +82,8 @@ def test_tokens_of_graphs(
     engine, replays = graphed_engine(monkeypatch, target)
     assert {name: generate(engine, params(name)) for name in SETTINGS} == expected
     assert replays["GraphRunner"] >= 20
+    stats = engine.engine.core.stats
+    assert replays["GraphRunner"] <= stats.num_replayed_steps < stats.num_steps
     for method in METHODS:
         if (kind, method) in (("llama", "mtp"), ("llama", "mla")):
             continue

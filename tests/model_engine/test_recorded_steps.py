@@ -101,6 +101,7 @@ def test_torch_is_asked_for_views_and_copies_only(
     monkeypatch.setattr(runner, "_compute", compute)
     monkeypatch.setattr(proposer, "propose", propose)
     before = len(worker._recorder._programs)
+    replayed = engine.engine.core.stats.num_replayed_steps
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, seed=1, **params)
     prompts = PROMPTS[:NUM_SEQS]
     recorded = [o.outputs[0].token_ids for o in engine.generate(prompts, sampling, use_tqdm=False)]
@@ -108,7 +109,11 @@ def test_torch_is_asked_for_views_and_copies_only(
     assert names.seen - ALLOWED == set()
     assert worker._recorder._refused == set()
     assert len(worker._recorder._programs) > before
+    stats = engine.engine.core.stats
+    assert replayed < stats.num_replayed_steps < stats.num_steps
+    replayed = stats.num_replayed_steps
     monkeypatch.setattr(runner, "_recorder", None)
     monkeypatch.setattr(worker._drafter, "_recorder", None)
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     assert recorded == [output.outputs[0].token_ids for output in outputs]
+    assert engine.engine.core.stats.num_replayed_steps == replayed

@@ -13,7 +13,7 @@ import torch
 from gguf_files import tiny_model
 
 from atom.config import ConfigError
-from atom.environment import cache_limit
+from atom.environment import cache_dir, cache_limit
 from atom.model_loader.gguf import cache as gguf_cache
 from atom.model_loader.gguf.cache import make_room, use
 from atom.model_loader.gguf.convert import converted_folder
@@ -123,3 +123,14 @@ def test_the_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ATOM_CACHE_LIMIT", "much")
     with pytest.raises(ConfigError, match=r"\$ATOM_CACHE_LIMIT: expected a size"):
         cache_limit()
+
+
+def test_a_user_without_a_home_folder(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(_: Path) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("ATOM_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "expanduser", refuse)
+    with pytest.raises(ConfigError, match="set HOME, or ATOM_CACHE"):
+        cache_dir()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import ipaddress
 import logging
 import os
 import signal
@@ -123,7 +124,7 @@ async def _listen(
     sock: socket.socket,
     signals: _Signals,
 ) -> int:
-    url = _url(sock)  # uvicorn closes the socket
+    url, is_open = _url(sock), _is_open(sock)  # uvicorn closes the socket
     try:
         sock.listen(BACKLOG)  # not left to the event loop: uvloop keeps a failure to itself
     except OSError as error:
@@ -139,6 +140,10 @@ async def _listen(
         gc.freeze()
         if not serving.done():
             logger.info("Ready: %s serves %s", url, engine.model_name)
+            if is_open and not options.api_keys:
+                logger.warning(
+                    "whoever reaches %s may use it: give --api-key, or set $ATOM_API_KEY", url
+                )
         await signals.wait_unless_done(serving, dead)
         died = dead.done()
         if died:
@@ -167,6 +172,13 @@ async def _drain(
     await asyncio.wait({serving, ending}, timeout=FLUSH_SECONDS)
     if serving.done():
         serving.result()
+
+
+def _is_open(sock: socket.socket) -> bool:
+    """Whether other machines may reach it."""
+    if sock.family == socket.AF_UNIX:
+        return False
+    return not ipaddress.ip_address(sock.getsockname()[0].partition("%")[0]).is_loopback
 
 
 def _url(sock: socket.socket) -> str:

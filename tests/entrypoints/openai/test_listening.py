@@ -15,7 +15,7 @@ from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
 from atom.entrypoints.openai.http.root_path import RootPathMiddleware
-from atom.entrypoints.openai.serve import bind_uds
+from atom.entrypoints.openai.serve import _is_open, bind, bind_uds
 
 
 def test_a_server_on_a_socket_with_its_flags_in_a_file(
@@ -47,6 +47,12 @@ def test_a_server_on_a_socket_with_its_flags_in_a_file(
         process.send_signal(signal.SIGTERM)
         assert process.wait(60) == 0, process.stderr.read()
     assert not path.exists()
+
+
+@pytest.mark.parametrize(("host", "is_open"), [("127.0.0.1", False), ("0.0.0.0", True)])
+def test_what_other_machines_may_reach(host: str, is_open: bool) -> None:
+    with bind(host, 0) as sock:
+        assert _is_open(sock) is is_open
 
 
 def test_a_socket_that_a_dead_server_left_is_replaced(tmp_path: Path) -> None:

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -22,6 +25,16 @@ from atom.entrypoints.openai_server import main
 KEY = {"Authorization": "Bearer second"}
 ORIGIN = "https://app.example"
 LONG: dict[str, Any] = {"prompt": "The", "max_tokens": 480, "ignore_eos": True}
+
+
+def test_a_signal_while_torch_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text(
+        "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(60)"
+    )
+    command = [sys.executable, "-m", "atom.entrypoints.openai_server", "--port", "0"]
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path.cwd()}"}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+    assert result.returncode == 0, result.stderr
 
 
 @pytest.fixture(scope="module")

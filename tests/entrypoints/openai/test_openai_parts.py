@@ -313,7 +313,9 @@ def test_metrics_of_replicas_are_told_apart() -> None:
     ):
         assert text.splitlines().count(line) == 1, text
     assert text.count("# TYPE atom:num_requests_running gauge") == 1
-    assert "replica" not in ServerMetrics().expose(stats[1])[0].decode()
+    alone = ServerMetrics().expose(stats[1], health=health[:1])[0].decode().splitlines()
+    assert "atom:num_requests_running 2.0" in alone
+    assert 'atom:replica_healthy{replica="0"} 1.0' in alone
 
 
 def _options(*flags: str) -> ServerOptions:

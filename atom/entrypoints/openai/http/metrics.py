@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.exposition import CONTENT_TYPE_LATEST
@@ -103,7 +103,7 @@ class ServerMetrics:
 class _EngineCollector(Collector):
     """The engine's `EngineStats` as metrics; read when scraped, so steps cost nothing.
 
-    Those of several replicas are told apart by a label.
+    Those of several replicas are told apart by a label; health always has it.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,11 @@ class _EngineCollector(Collector):
     def collect(self) -> Iterator[Metric]:
         if len(self.stats) == 1:
             yield from _engine_families(self.stats[0])
-            return
+        else:
+            yield from self._labelled()
+        yield from _health_families(self.health)
+
+    def _labelled(self) -> Iterable[Metric]:
         labelled: dict[str, Metric] = {}
         for index, stats in enumerate(self.stats):
             for family in _engine_families(stats):
@@ -123,8 +127,7 @@ class _EngineCollector(Collector):
                 ]
                 if (known := labelled.setdefault(family.name, family)) is not family:
                     known.samples += family.samples
-        yield from labelled.values()
-        yield from _health_families(self.health)
+        return labelled.values()
 
 
 def _engine_families(stats: EngineStats) -> Iterator[Metric]:
