@@ -1,14 +1,15 @@
 // Everything that a request may ask for.
 import { useState } from "preact/hooks";
-import { keepKey } from "./api";
+import { keepKey, type Model } from "./api";
 import type { Settings } from "./store";
 
 interface ControlsProps {
   settings: Settings;
+  model: Model | null;
   change: (changes: Partial<Settings>) => void;
 }
 
-export function Controls({ settings, change }: ControlsProps) {
+export function Controls({ settings, model, change }: ControlsProps) {
   const number = (name: "temperature" | "topP" | "seed" | "maxTokens", label: string, step: string) => (
     <label>
       {label}
@@ -32,7 +33,8 @@ export function Controls({ settings, change }: ControlsProps) {
         {number("seed", "Seed", "1")}
       </div>
       <Switch
-        label="Speculation"
+        label={model && !model.speculation ? "Speculation (the server has none)" : "Speculation"}
+        isOff={model !== null && !model.speculation}
         value={settings.speculation}
         set={(speculation) => change({ speculation })}
       />
@@ -61,13 +63,19 @@ export function Controls({ settings, change }: ControlsProps) {
   );
 }
 
-function Switch(props: { label: string; value: boolean; set: (value: boolean) => void }) {
+function Switch(props: {
+  label: string;
+  isOff?: boolean;
+  value: boolean;
+  set: (value: boolean) => void;
+}) {
   return (
     <label class="switch">
       <input
         type="checkbox"
         role="switch"
-        checked={props.value}
+        disabled={props.isOff}
+        checked={props.value && !props.isOff}
         onChange={(event) => props.set(event.currentTarget.checked)}
       />
       <span>{props.label}</span>
@@ -99,6 +107,7 @@ function Text(props: {
         value={props.value}
         onInput={(event) => props.set(event.currentTarget.value)}
       />
+      {problem && <p class="invalid">{problem}</p>}
     </details>
   );
 }

@@ -16,8 +16,12 @@ export function createBody(turns: Turn[], settings: Settings): Body {
   ];
   for (const [name, text] of numbers) {
     if (text.trim() === "") continue;
-    if (Number.isNaN(Number(text))) throw new SettingError(`${name} is not a number: ${text}`);
-    body[name] = Number(text);
+    const value = Number(text);
+    if (Number.isNaN(value)) throw new SettingError(`${name} is not a number: ${text}`);
+    if (Math.abs(value) > Number.MAX_SAFE_INTEGER) {
+      throw new SettingError(`${name} ${text} is beyond ±2^53, which a browser can send exactly.`);
+    }
+    body[name] = value;
   }
   if (settings.tools.trim()) body.tools = parse("Tools", settings.tools);
   if (settings.schema.trim()) {
@@ -57,7 +61,14 @@ for chunk in stream:
 
 function messages(turns: Turn[], system: string): Body[] {
   const first = system.trim() ? [{ role: "system", content: system }] : [];
-  return [...first, ...turns.map(message)];
+  return [...first, ...turns.filter(isSaid).map(message)];
+}
+
+/** An answer that failed before its first token was none. */
+function isSaid(turn: Turn): boolean {
+  if (turn.role !== "assistant") return true;
+  const { content, reasoning, calls } = turn.answer;
+  return content.length + reasoning.length + calls.length > 0;
 }
 
 function message(turn: Turn): Body {
