@@ -27,6 +27,11 @@ from atom.model_engine.arg_utils import (
 from atom.model_engine.processes.launched import run_as_follower_if_launched
 
 _PROG = "python -m atom.entrypoints.openai_server"
+_FIRST = (
+    *("--host", "--port", "--api-key", "--served-model-name"),
+    *("--max-model-len", "--quantization", "--tensor-parallel-size"),
+    *("--method", "--draft-model", "--num-speculative-tokens"),
+)
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
@@ -61,8 +66,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
 
 def create_parser(kind: type[CommandLine] = CommandLine, *, prog: str = _PROG) -> CommandLine:
     parser = kind(
-        prog=prog,
-        description="Serve a model with the OpenAI API.",
+        prog=prog, description="Serve a model with the OpenAI and Anthropic APIs.", first=_FIRST
     )
     add_model(parser)
     ServerOptions.add_cli_args(parser)
