@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import signal
 import sys
@@ -113,7 +114,9 @@ def serve_forever(config: EngineConfig, options: ServerOptions) -> int:
     try:
         sock = bind_uds(options.uds) if options.uds else bind(options.host, options.port)
     except OSError as error:
-        print(f"error: cannot listen on {where}: {error}", file=sys.stderr)
+        is_taken = error.errno == errno.EADDRINUSE and not options.uds
+        hint = "; --port chooses another" if is_taken else ""
+        print(f"error: cannot listen on {where}: {error}{hint}", file=sys.stderr)
         return 1
     with sock:
         try:
