@@ -135,7 +135,7 @@ export function KeyForm({ given, refused }: { given: () => void; refused: boolea
       }}
     >
       <label>
-        {refused ? "The server refuses that API key; another one" : "This server asks for an API key"}
+        {refused ? "The server refuses that API key; try another" : "This server asks for an API key"}
         <input
           type="password"
           autocomplete="off"
