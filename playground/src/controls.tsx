@@ -3,6 +3,9 @@ import { useState } from "preact/hooks";
 import { keepKey, type Model } from "./api";
 import type { Settings } from "./store";
 
+const MINIMA = { temperature: 0, topP: 0, seed: undefined, maxTokens: 1, drafts: 1 };
+type NumberName = keyof typeof MINIMA;
+
 interface ControlsProps {
   settings: Settings;
   model: Model | null;
@@ -10,15 +13,15 @@ interface ControlsProps {
 }
 
 export function Controls({ settings, model, change }: ControlsProps) {
-  const number = (name: "temperature" | "topP" | "seed" | "maxTokens", label: string, step: string) => (
+  const number = (name: NumberName, label: string, step: string, placeholder = "default") => (
     <label>
       {label}
       <input
         type="number"
         inputMode="decimal"
-        min={name === "maxTokens" ? 1 : name === "seed" ? undefined : 0}
+        min={MINIMA[name]}
         step={step}
-        placeholder="default"
+        placeholder={placeholder}
         value={settings[name]}
         onInput={(event) => change({ [name]: event.currentTarget.value })}
       />
@@ -38,6 +41,9 @@ export function Controls({ settings, model, change }: ControlsProps) {
         value={settings.speculation}
         set={(speculation) => change({ speculation })}
       />
+      {model?.speculation &&
+        settings.speculation &&
+        number("drafts", "Most drafts per forward (k)", "1", `${model.speculation.num_speculative_tokens}`)}
       <Switch label="Mark tokens" value={settings.marks} set={(marks) => change({ marks })} />
       <Text
         label="System prompt"

@@ -13,6 +13,7 @@ export function createBody(turns: Turn[], settings: Settings): Body {
     ["top_p", settings.topP],
     ["seed", settings.seed],
     ["max_tokens", settings.maxTokens],
+    ["num_speculative_tokens", settings.speculation ? settings.drafts : ""],
   ];
   for (const [name, text] of numbers) {
     if (text.trim() === "") continue;
@@ -42,9 +43,10 @@ export function asCurl(body: Body): string {
 }
 
 export function asPython(body: Body): string {
-  const { model, messages, speculation, ...others } = body;
+  const { model, messages, speculation, num_speculative_tokens, ...others } = body;
   const fields = Object.entries({ model, messages, ...others });
-  if (speculation !== undefined) fields.push(["extra_body", { speculation }]);
+  const own = Object.entries({ speculation, num_speculative_tokens }).filter(([, v]) => v !== undefined);
+  if (own.length) fields.push(["extra_body", Object.fromEntries(own)]);
   const key = apiKey() ? 'os.environ["ATOM_API_KEY"]' : '"none"';
   const spelled = fields.map(([name, value]) => `    ${name}=${python(value)},`).join("\n");
   return `${apiKey() ? "import os\n\n" : ""}from openai import OpenAI

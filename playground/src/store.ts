@@ -19,6 +19,8 @@ export interface Settings {
   topP: string;
   seed: string;
   maxTokens: string;
+  /** Most drafts that a forward verifies. */
+  drafts: string;
   tools: string;
   schema: string;
   speculation: boolean;
@@ -33,6 +35,7 @@ export const DEFAULTS: Settings = {
   topP: "",
   seed: "",
   maxTokens: "",
+  drafts: "",
   tools: "",
   schema: "",
   speculation: true,

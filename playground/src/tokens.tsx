@@ -34,7 +34,22 @@ class Block extends Component<BlockProps> {
   }
 }
 
-export function Tokens({ pieces }: { pieces: Piece[] }) {
+/** Answers are filled in place: the number of pieces says whether there are new ones. */
+export const Tokens = ({ pieces }: { pieces: Piece[] }) => (
+  <Blocks pieces={pieces} count={pieces.length} />
+);
+
+class Blocks extends Component<{ pieces: Piece[]; count: number }> {
+  override shouldComponentUpdate(next: { pieces: Piece[]; count: number }): boolean {
+    return next.pieces !== this.props.pieces || next.count !== this.props.count;
+  }
+
+  override render() {
+    return <>{blocksOf(this.props.pieces)}</>;
+  }
+}
+
+function blocksOf(pieces: Piece[]) {
   const code = [...textOf(pieces).matchAll(FENCED)].map((found) => ({
     start: found.index,
     end: found.index + found[0].length,
@@ -51,5 +66,5 @@ export function Tokens({ pieces }: { pieces: Piece[] }) {
     while (to < pieces.length && to < from + BLOCK && isCode[to] === isCode[from]) to++;
     blocks.push(<Block key={from} pieces={pieces} from={from} to={to} isCode={isCode[from]!} />);
   }
-  return <>{blocks}</>;
+  return blocks;
 }

@@ -28,11 +28,13 @@ def test_a_chat(page: Any, scripted: ScriptedServer) -> None:
     page.locator(".model select").select_option("second")
     page.get_by_label("Seed").fill("7")
     page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("Most drafts per forward").fill("1000")
     with page.expect_request("**/v1/chat/completions") as sent:
         send(page)
     answer = finished(page)
     asked = json.loads(sent.value.post_data)
     assert (asked["model"], asked["seed"], asked["temperature"]) == ("second", 7, 0.5)
+    assert asked["num_speculative_tokens"] == 1000
     assert answer.locator("> .text").inner_text() == TEXT
     assert not answer.locator(".reasoning .text").is_visible()
     answer.locator(".reasoning summary").click()
