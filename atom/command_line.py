@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from atom.help_text import HelpFormatter, format_sections
+
 _POSITIONAL = "positional_"
 
 
@@ -17,10 +19,14 @@ class CommandLine(argparse.ArgumentParser):
     """Flags, `--config FILE` with more of them, and one positional that stands for a flag.
 
     What the command line says goes before what the file says.
+
+    Args:
+        first: flags that the help lists before all others.
     """
 
-    def __init__(self, **kwargs: Any) -> None:
-        super().__init__(allow_abbrev=False, **kwargs)
+    def __init__(self, *, first: Sequence[str] = (), **kwargs: Any) -> None:
+        super().__init__(allow_abbrev=False, formatter_class=HelpFormatter, **kwargs)
+        self._first = first
         self._stated: dict[argparse.Action, Any] = {}
         self.add_argument(
             "--config",
@@ -38,7 +44,7 @@ class CommandLine(argparse.ArgumentParser):
         """The help text, which tells defaults also while they are set aside for parsing."""
         known = {action: self._stated.get(action, action.default) for action in self._actions}
         with _defaults(self._actions, known):
-            return super().format_help()
+            return format_sections(self, self._action_groups, self._first)
 
     def error(self, message: str) -> NoReturn:
         """Say what is wrong, and in one line where to read more; ends the process with code 2."""

@@ -165,7 +165,7 @@ class Option:
             extra["type"] = self.parse
         elif declared.parse is None and not self.is_document:
             extra["type"] = self.kind
-        suffix = "" if extra["default"] is None else " (default: %(default)s)"
+        suffix = "" if extra["default"] in (None, "") else " (default: %(default)s)"
         parser.add_argument(*flags, help=(declared.help + suffix).strip(), **extra)
 
 
@@ -186,6 +186,20 @@ def add_flags(parser: argparse._ActionsContainer, tree: type[Any]) -> None:
     """Add a flag for every option of `tree`."""
     for each in options_of(tree):
         each.add_to(parser)
+
+
+def add_flags_by_subject(
+    parser: argparse.ArgumentParser, tree: type[Any], subjects: Mapping[str | None, str]
+) -> None:
+    """Add a flag for every option of `tree`, in a section of the help for each subject.
+
+    Args:
+        subjects: by the name of the group; None is of options that are in no group.
+    """
+    sections = {title: parser.add_argument_group(title) for title in subjects.values()}
+    for each in options_of(tree):
+        group = each.field.name if each.is_document else each.group
+        each.add_to(sections[subjects[group]])
 
 
 def given_flags(namespace: argparse.Namespace, tree: type[Any]) -> dict[str, Any]:

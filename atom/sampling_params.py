@@ -58,6 +58,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             also before `min_tokens` when it allows nothing else, and excludes `ignore_eos`.
         structured_outputs: another way to write `structured_output`, which it becomes.
         speculation: False verifies no drafts for this request; its tokens are the same.
+        num_speculative_tokens: drafts that each forward verifies at most; None: all that are made.
+            The tokens are the same.
     """
 
     n: int = 1
@@ -87,6 +89,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
     structured_output: StructuredOutput | None = None
     structured_outputs: StructuredOutputsParams | None = None
     speculation: bool = True
+    num_speculative_tokens: int | None = None
 
     def __post_init__(self) -> None:
         if self.structured_outputs is not None:
@@ -170,6 +173,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("repetition_penalty", 1e-6, 1e6),
     ("seed", -(2**63), 2**63 - 1),
     ("min_tokens", 0, 2**31 - 1),
+    ("num_speculative_tokens", 1, 2**31 - 1),
     ("max_tokens", 1, 2**31 - 1),
     ("logprobs", ALL_LOGPROBS, 2**31 - 1),
     ("prompt_logprobs", ALL_LOGPROBS, 2**31 - 1),

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from _report import environment_markdown, markdown_table
+from atom.bench.report import environment_markdown, markdown_table
 
 _NOTES = (
     "Tokens/s and both ratios are medians over chunks; a ratio compares the chunks that two arms "

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from _report import read_text
-
+from atom.bench.report import read_text
 from atom.sampling_params import SamplingParams
 
 if TYPE_CHECKING:

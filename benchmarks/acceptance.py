@@ -26,9 +26,9 @@ from typing import Any
 from _acceptance_bound import measure_bounds
 from _acceptance_report import line, to_markdown
 from _arms import Arm, Batch, Conversation, OfflineArm, Sampling, ServerArm
-from _report import environment, read_conversations, write_json, write_text
 from tqdm import tqdm
 
+from atom.bench.report import environment, read_conversations, write_json, write_text
 from atom.config import ConfigError, EngineConfig
 from atom.model_engine.arg_utils import (
     EngineOptions,

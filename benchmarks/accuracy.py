@@ -32,15 +32,15 @@ from _lm_eval import (
     write_local_gsm8k,
 )
 from _prometheus import drafts_between, scrape_spec_decode
-from _report import (
+from _server import ROOT, Server, ServerError
+
+from atom.bench.report import (
     environment,
     environment_markdown,
     markdown_table,
     write_json,
     write_text,
 )
-from _server import ROOT, Server, ServerError
-
 from atom.stats import SpecDecodeStats
 
 STRICT, FLEXIBLE = "exact_match,strict-match", "exact_match,flexible-extract"

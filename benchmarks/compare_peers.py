@@ -26,7 +26,8 @@ from _cpu_facts import cpu_features
 from _peer_process import PEERS, PROBE, Peer, Worker
 from _peer_setup import ENVIRONMENTS, set_up
 from _quiet import OtherWork, neighbour
-from _report import (
+
+from atom.bench.report import (
     environment,
     environment_markdown,
     markdown_table,

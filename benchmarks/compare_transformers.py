@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _report import (
+from atom.bench.report import (
     DEFAULT_CONVERSATIONS,
     environment,
     environment_markdown,

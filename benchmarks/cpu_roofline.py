@@ -30,7 +30,14 @@ from _cpu_limits import Limits, measure_limits
 from _cpu_ops import operations_of, ops_of
 from _decode_engine import DecodeEngine, Setup
 from _plot import plot_steps
-from _report import environment, environment_markdown, markdown_table, write_json, write_text
+
+from atom.bench.report import (
+    environment,
+    environment_markdown,
+    markdown_table,
+    write_json,
+    write_text,
+)
 
 _WARMUP_STEPS = 4
 _PLOTTED_BATCHES = [1, 2, 4, 8, 16, 32, 64]

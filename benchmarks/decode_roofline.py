@@ -35,9 +35,9 @@ from _device import (
     copy_bandwidth,
     free_device_memory,
 )
-from _report import environment, environment_markdown, markdown_table, write_json
 from _transformers_decode import TransformersDecode
 
+from atom.bench.report import environment, environment_markdown, markdown_table, write_json
 from atom.platform import Platform
 
 # Of an engine on a GPU before one was timed; with less left it is not begun.

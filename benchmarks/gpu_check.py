@@ -26,7 +26,8 @@ import kernels
 from _device import NO_GPU
 from _gpu_tests import ROOT, kernel_files, marked_files, run, run_tests
 from _kernel_loads import HeadSizes, LatentSizes
-from _report import environment, environment_markdown, markdown_table, write_json
+
+from atom.bench.report import environment, environment_markdown, markdown_table, write_json
 
 # Seconds of each part; what one leaves over is the next one's.
 _SECONDS = {"graphs": 100.0, "kernel tests": 130.0, "kernels": 80.0, "decode steps": 210.0}

@@ -16,9 +16,9 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
-from _report import environment, write_json
 
 from atom.batch import ScheduledBatch, StepOutput
+from atom.bench.report import environment, write_json
 from atom.graphs.runner import EagerRunner
 from atom.messages import EngineLimits, EngineRequest
 from atom.model_engine.arg_utils import engine_config

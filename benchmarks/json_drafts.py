@@ -22,8 +22,8 @@ from typing import Any
 from unittest import mock
 
 from _json_schemas import REQUESTS, Schema
-from _report import environment, markdown_table, write_json
 
+from atom.bench.report import environment, markdown_table, write_json
 from atom.model_engine import worker
 from atom.model_engine.arg_utils import (
     EngineOptions,

@@ -47,8 +47,8 @@ from _kernel_loads import (
     implementations,
     worst_error,
 )
-from _report import environment, environment_markdown, markdown_table, write_json
 
+from atom.bench.report import environment, environment_markdown, markdown_table, write_json
 from atom.model_ops.registry import OpUnavailableError
 from atom.platform import Platform, free_memory_bytes
 

@@ -21,7 +21,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from _likelihood import read_scored_text, score, windows_of
-from _report import (
+
+from atom.bench.report import (
     environment,
     environment_markdown,
     markdown_table,
@@ -30,7 +31,6 @@ from _report import (
     write_json,
     write_text,
 )
-
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import (
     add_engine_flags,

@@ -19,8 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _report import environment, markdown_table, write_json
-
+from atom.bench.report import environment, markdown_table, write_json
 from atom.model_engine.arg_utils import add_engine_flags, engine_config, engine_options
 from atom.model_engine.async_engine import AsyncEngine
 from atom.sampling_params import SamplingParams

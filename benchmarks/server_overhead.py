@@ -24,9 +24,9 @@ from pathlib import Path
 from typing import Any
 
 import psutil
-from _report import environment, markdown_table, read_conversations, write_json
 from _server import Server
 
+from atom.bench.report import environment, markdown_table, read_conversations, write_json
 from atom.model_engine.arg_utils import add_engine_flags, engine_options, speculation_of
 from atom.sampling_params import SamplingParams
 

@@ -19,7 +19,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import psutil
-from _report import environment, markdown_table, write_json
+
+from atom.bench.report import environment, markdown_table, write_json
 
 ROOT = Path(__file__).resolve().parents[1]
 PROMPT = "What is the capital of France?"

@@ -18,8 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _report import DEFAULT_CONVERSATIONS, environment, markdown_table, write_json
-
+from atom.bench.report import DEFAULT_CONVERSATIONS, environment, markdown_table, write_json
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     engine_config,

@@ -22,10 +22,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from _agent_trace import Step, agent_trace
-from _report import environment, markdown_table, write_json, write_text
 from tqdm import tqdm
 
 from atom.batch import NewSequence
+from atom.bench.report import environment, markdown_table, write_json, write_text
 from atom.config import ModelOptions
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer

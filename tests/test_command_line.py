@@ -175,6 +175,5 @@ class TestFile:
 def test_help_is_grouped() -> None:
     text = create_parser().format_help()
     assert "\nserver:\n" in text
-    assert "\nengine:\n" in text
-    assert "--tensor-parallel-size" in text.partition("\nengine:\n")[2]
+    assert "--block-size" in text.partition("\nmemory for keys and values:\n")[2]
     assert "[MODEL]" in text

@@ -22,6 +22,8 @@ from atom.config import ConfigError
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai_server import create_parser as server_parser
 from atom.entrypoints.ray_options import read_args
+from atom.entrypoints.terminal import command as atom_command
+from atom.entrypoints.terminal.command import PROGRAMS
 from atom.examples import simple_inference
 from atom.model_engine.arg_utils import engine_config, engine_options
 
@@ -151,7 +153,7 @@ def test_every_command_is_known(recipe: Path) -> None:
     commands = read_commands(recipe)
     assert commands
     benchmarks = {path.stem for path in (ROOT / "benchmarks").glob("[a-z]*.py")}
-    known = {SERVER, DEMO, TRAINING, "curl", *FOREIGN, *benchmarks}
+    known = {SERVER, DEMO, TRAINING, "atom", "curl", *FOREIGN, *benchmarks}
     assert {command.program for command in commands} <= known
 
 
@@ -207,9 +209,16 @@ def test_training_flags(command: Command) -> None:
         engine_config(**engine_options(args))
 
 
+@of("atom")
+def test_atom_flags(command: Command) -> None:
+    program, words = PROGRAMS[command.arguments[0]], command.arguments[1:]
+    while program.programs:
+        program, words = program.programs[words[0]], words[1:]
+    importlib.import_module(program.entry.partition(":")[0]).create_parser().parse_args(words)
+
+
 @of(
-    "acceptance", "accuracy", "compare_transformers", "decode_roofline", "gpu_check", "kernels",
-    "serving", "throughput",
+    "acceptance", "accuracy", "compare_transformers", "decode_roofline", "gpu_check", "kernels"
 )  # fmt: skip
 def test_benchmark_flags(command: Command, benchmark: Callable[[str], Any], folder: Path) -> None:
     module = benchmark(command.program)
@@ -272,17 +281,16 @@ def test_acceptance_runs(
         assert (folder / output / "acceptance.png").exists()
 
 
-@of("throughput", "compare_transformers")
+@of("atom", "compare_transformers", recipes="SmolLM2")
 def test_benchmarks_run(
     command: Command, benchmark: Callable[[str], Any], folder: Path, tiny_llama_dir: Path
 ) -> None:
     flags = ["--model", str(tiny_llama_dir), "--max-tokens", "4", "--rounds", "1"]
     flags += ["--dtype", "float32", "--num-threads", "1", "--output-json", "report.json"]
     if command.program == "compare_transformers":
-        flags += ["--prefill-tokens", "32"]
+        benchmark(command.program).main([*command.arguments, *flags, "--prefill-tokens", "32"])
     else:
-        flags += ["--num-prompts", "4"]
-    benchmark(command.program).main([*command.arguments, *flags])
+        assert atom_command.main([*command.arguments, *flags, "--num-prompts", "4"]) == 0
     assert json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import logging
 import signal
 import sys
@@ -27,6 +28,11 @@ from atom.model_engine.arg_utils import (
 from atom.model_engine.processes.launched import run_as_follower_if_launched
 
 _PROG = "python -m atom.entrypoints.openai_server"
+_FIRST = (
+    *("--host", "--port", "--api-key", "--served-model-name"),
+    *("--max-model-len", "--quantization", "--tensor-parallel-size"),
+    *("--method", "--draft-model", "--num-speculative-tokens"),
+)
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
@@ -61,8 +67,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = _PROG) -> int:
 
 def create_parser(kind: type[CommandLine] = CommandLine, *, prog: str = _PROG) -> CommandLine:
     parser = kind(
-        prog=prog,
-        description="Serve a model with the OpenAI API.",
+        prog=prog, description="Serve a model with the OpenAI and Anthropic APIs.", first=_FIRST
     )
     add_model(parser)
     ServerOptions.add_cli_args(parser)
@@ -109,7 +114,9 @@ def serve_forever(config: EngineConfig, options: ServerOptions) -> int:
     try:
         sock = bind_uds(options.uds) if options.uds else bind(options.host, options.port)
     except OSError as error:
-        print(f"error: cannot listen on {where}: {error}", file=sys.stderr)
+        is_taken = error.errno == errno.EADDRINUSE and not options.uds
+        hint = "; --port chooses another" if is_taken else ""
+        print(f"error: cannot listen on {where}: {error}{hint}", file=sys.stderr)
         return 1
     with sock:
         try:

@@ -78,11 +78,7 @@ def _speed(answers: Sequence[Answer]) -> float:
 
 
 def create_parser(prog: str = _PROG) -> CommandLine:
-    parser = CommandLine(
-        prog=prog,
-        description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = CommandLine(prog=prog, description=__doc__)
     add_model(parser)
     parser.add_argument("--prompt", action="append", help="a user message; may be repeated")
     parser.add_argument("--prompts-file", type=Path, help="text file with one user message a line")

@@ -12,19 +12,31 @@ from typing import Any
 from atom.command_line import CommandLine
 from atom.config import ConfigError, EngineConfig
 from atom.model_loader.drafts.shipped import SHIPPED_OPTIONS, shipped_draft_for
-from atom.options import add_flags, build, given_flags, options_of
+from atom.options import add_flags_by_subject, build, given_flags, options_of
 
 EngineOptions = Mapping[str, Any]
 
 
+# The sections of the help.
+_SUBJECTS = {
+    "model": "model and weights",
+    "speculative": "speculation",
+    "cache": "memory for keys and values",
+    "scheduler": "batches",
+    "graphs": "recorded steps",
+    "parallel": "several GPUs and machines, threads",
+    None: "engine",
+}
+
+
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each engine option, as --kebab-case and --snake_case."""
-    add_flags(parser.add_argument_group("engine"), EngineConfig)
+    add_flags_by_subject(parser, EngineConfig, _SUBJECTS)
 
 
 def add_model(parser: CommandLine) -> None:
     """Let the model be named without a flag."""
-    parser.add_positional("model", "the same as --model")
+    parser.add_positional("model", "what --model says")
 
 
 def add_no_speculation(parser: argparse.ArgumentParser) -> None:

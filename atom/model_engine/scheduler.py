@@ -385,7 +385,8 @@ class Scheduler:
         if seq.prompt_logprobs is not None:
             seq.prompt_logprobs += result.prompt_logprobs or ()
         seq.num_computed = scheduled.context_len - num_drafts
-        seq.draft_token_ids = result.draft_token_ids if scheduled.wants_drafts else []
+        most = seq.request.params.num_speculative_tokens
+        seq.draft_token_ids = result.draft_token_ids[:most] if scheduled.wants_drafts else []
         seq.draft_source = result.draft_source
         if not scheduled.wants_sample:
             self._prefixes.publish(seq)

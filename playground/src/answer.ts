@@ -66,7 +66,7 @@ export function speed({ tokens, first, latest }: Numbers): number | null {
   return ((tokens - 1) * 1000) / (latest - first);
 }
 
-/** Fill `answer` from a request; `changed` is called after each chunk. Throws only KeyError. */
+/** Fill `answer` from a request; `changed` is called after each chunk. Throws what ended it early, but for a stop. */
 export async function receive(
   answer: Answer,
   body: Body,
@@ -84,12 +84,8 @@ export async function receive(
   } catch (error) {
     answer.state = signal.aborted ? "stopped" : "failed";
     if (!signal.aborted) {
-      const unreachable = error instanceof TypeError;
-      answer.problem = unreachable
-        ? answer.numbers.tokens
-          ? "The connection was lost."
-          : "The server cannot be reached."
-        : sentence((error as Error).message);
+      const isLost = error instanceof TypeError && answer.numbers.tokens > 0;
+      answer.problem = isLost ? "The connection was lost." : problemOf(error);
       throw error;
     }
   } finally {
@@ -131,6 +127,12 @@ function count(answer: Answer, step: Step): void {
   }
   recent.push({ origins });
   if (recent.length > RECENT) recent.shift();
+}
+
+/** What a request's error means to a reader; `fetch` throws TypeError where nothing answers. */
+export function problemOf(error: unknown): string {
+  if (error instanceof TypeError) return "The server cannot be reached.";
+  return sentence((error as Error).message);
 }
 
 function sentence(text: string): string {

@@ -34,6 +34,8 @@ export interface Chunk {
 export interface Model {
   id: string;
   max_model_len: number;
+  /** How drafts are made; null when the server makes none. */
+  speculation: { method: string; num_speculative_tokens: number; lookup: boolean } | null;
 }
 
 export type Body = Record<string, unknown>;

@@ -1,22 +1,25 @@
 import { useCallback, useEffect, useRef, useState } from "preact/hooks";
-import type { Answer } from "./answer";
+import { problemOf, type Answer } from "./answer";
 import { KeyError, apiKey, listModels, type Model } from "./api";
 import { Chat } from "./chat";
 import { Controls, KeyForm } from "./controls";
 import { Instruments } from "./instruments";
 import { useRedraw } from "./live";
-import { Race } from "./race";
+import { Race, SAMPLE } from "./race";
 import {
+  keepConversation,
   loadConversations,
   loadSettings,
   newConversation,
-  saveConversations,
+  onOtherTab,
+  removeConversation,
   saveSettings,
   type Conversation,
   type Settings,
 } from "./store";
 
 const THEMES = ["auto", "light", "dark"] as const;
+const THEME_NAMES = { auto: "Auto theme", light: "Light", dark: "Dark" };
 
 export function App() {
   const [settings, setSettings] = useState(loadSettings);
@@ -31,9 +34,11 @@ export function App() {
   const [said, setSaid] = useState("");
   // Where the screen is narrow, one side lies over the page.
   const [drawer, setDrawer] = useState<Drawer | null>(null);
+  const [racePrompt, setRacePrompt] = useState(SAMPLE);
   const redraw = useRedraw();
-  const all = useRef(conversations);
-  all.current = conversations;
+  // An answer that still comes to one of these is not kept.
+  const removed = useRef(new Set<string>());
+  const model = models.find((each) => each.id === settings.model) ?? null;
 
   const change = useCallback((changes: Partial<Settings>) => {
     setSettings((before) => {
@@ -56,19 +61,24 @@ export function App() {
       );
     } catch (error) {
       if (error instanceof KeyError) setRefusals((n) => n + 1);
-      else setProblem("The server cannot be reached.");
+      else setProblem(problemOf(error));
     }
   }, []);
   useEffect(() => void connect(), [connect]);
+  useEffect(() => onOtherTab(setConversations), []);
+  useEffect(() => {
+    const onKey = (event: KeyboardEvent) => {
+      if (event.key === "Escape") setDrawer(null);
+    };
+    document.addEventListener("keydown", onKey);
+    return () => document.removeEventListener("keydown", onKey);
+  }, []);
   useEffect(() => {
     document.documentElement.dataset.theme = settings.theme;
   }, [settings.theme]);
 
   const keep = useCallback((conversation: Conversation) => {
-    const others = all.current.filter((each) => each.id !== conversation.id);
-    const kept = [conversation, ...others];
-    setConversations(kept);
-    saveConversations(kept);
+    if (!removed.current.has(conversation.id)) setConversations(keepConversation(conversation));
   }, []);
   const open = (conversation: Conversation) => {
     setCurrent(conversation);
@@ -77,9 +87,8 @@ export function App() {
     setDrawer(null);
   };
   const remove = (conversation: Conversation) => {
-    const kept = conversations.filter((each) => each.id !== conversation.id);
-    setConversations(kept);
-    saveConversations(kept);
+    removed.current.add(conversation.id);
+    setConversations(removeConversation(conversation));
     if (conversation.id === current.id) open(newConversation());
   };
   const shown = useCallback((answer: Answer) => setMeasured(answer), []);
@@ -112,7 +121,10 @@ export function App() {
             <button
               type="button"
               aria-current={view === name ? "page" : undefined}
-              onClick={() => setView(name)}
+              onClick={() => {
+                setView(name);
+                setDrawer(null);
+              }}
             >
               {name === "chat" ? "Chat" : "Race"}
             </button>
@@ -125,7 +137,7 @@ export function App() {
             onChange={(event) => change({ theme: event.currentTarget.value as Settings["theme"] })}
           >
             {THEMES.map((theme) => (
-              <option value={theme}>{theme === "auto" ? "System" : theme === "light" ? "Light" : "Dark"}</option>
+              <option value={theme}>{THEME_NAMES[theme]}</option>
             ))}
           </select>
         </label>
@@ -156,7 +168,7 @@ export function App() {
         <p class="hint">Kept in this browser only.</p>
       </aside>
 
-      <main>
+      <main inert={drawer !== null}>
         {refusals > 0 && (
           <KeyForm key={refusals} given={() => void connect()} refused={apiKey() !== ""} />
         )}
@@ -173,16 +185,26 @@ export function App() {
             key={current.id}
             conversation={current}
             settings={settings}
-            isReady={settings.model !== "" && models.length > 0}
+            model={model}
             keep={keep}
             announce={setSaid}
             refused={refused}
+            failed={connect}
+            race={() => setView("race")}
             shown={shown}
             redraw={redraw}
           />
         </div>
         <div class="view" hidden={view !== "race"}>
-          <Race settings={settings} announce={setSaid} refused={refused} shown={shown} />
+          <Race
+            prompt={racePrompt}
+            setPrompt={setRacePrompt}
+            settings={settings}
+            model={model}
+            announce={setSaid}
+            refused={refused}
+            shown={shown}
+          />
         </div>
       </main>
 
@@ -190,7 +212,7 @@ export function App() {
         <Live answer={measured} />
         <details class="drawer" open>
           <summary>Request</summary>
-          <Controls settings={settings} change={change} />
+          <Controls settings={settings} change={change} model={model} />
         </details>
       </aside>
       <p class="unseen" role="status" aria-live="polite">

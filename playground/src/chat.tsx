@@ -1,27 +1,26 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { newAnswer, receive, textOf, type Answer } from "./answer";
-import { KeyError } from "./api";
+import { KeyError, type Model } from "./api";
 import { useFollow } from "./live";
 import { SettingError, asCurl, asPython, createBody } from "./request";
+import { Welcome } from "./welcome";
 import type { Conversation, Settings, Turn } from "./store";
 import { AssistantTurn, ToolTurn, UserTurn, wholeText } from "./turns";
 
 interface ChatProps {
   conversation: Conversation;
   settings: Settings;
-  isReady: boolean;
+  /** Null until the server has named its models. */
+  model: Model | null;
   keep: (conversation: Conversation) => void;
   announce: (text: string) => void;
   refused: () => void;
+  /** A request failed for another reason than its key. */
+  failed: () => void;
+  race: () => void;
   shown: (answer: Answer) => void;
   redraw: () => void;
 }
-
-const SUGGESTIONS = [
-  "Explain in three sentences how speculative decoding stays exact.",
-  "Count from one to thirty, in words, separated by commas.",
-  "Write a Python function that merges two sorted lists, with a test.",
-];
 
 export function Chat(props: ChatProps) {
   const { conversation, settings, announce, redraw } = props;
@@ -29,10 +28,13 @@ export function Chat(props: ChatProps) {
   const [problem, setProblem] = useState<string | null>(null);
   const stop = useRef<AbortController | null>(null);
   const field = useRef<HTMLTextAreaElement>(null);
-  const { box, toEnd } = useFollow<HTMLDivElement>();
   const turns = conversation.turns;
+  const { box, toEnd } = useFollow<HTMLDivElement>(turns.length > 0);
   const busy = stop.current !== null;
+  // A phone would cover the page with its keyboard.
+  const toField = () => matchMedia("(pointer: fine)").matches && field.current?.focus();
 
+  useEffect(() => void toField(), []);
   useEffect(() => () => stop.current?.abort(), []);
   useEffect(() => {
     const onKey = (event: KeyboardEvent) => {
@@ -66,12 +68,14 @@ export function Chat(props: ChatProps) {
     toEnd();
     props.keep(conversation);
     props.shown(answer);
+    toField();
     announce("The model answers.");
     try {
       await receive(answer, body, controller.signal, redraw);
       announce(`${wholeText(answer)} — the end of the answer.`);
     } catch (error) {
       if (error instanceof KeyError) props.refused();
+      else props.failed();
     }
     stop.current = null;
     props.keep(conversation);
@@ -80,16 +84,22 @@ export function Chat(props: ChatProps) {
 
   function send() {
     const text = draft.trim();
-    if (!text || busy || !props.isReady) return;
+    if (!text || busy || !props.model) return;
     setDraft("");
     void answerTo([...turns, { role: "user", text }]);
   }
 
   async function copy(index: number, what: "text" | "curl" | "python") {
     const answer = (turns[index] as { answer: Answer }).answer;
-    const body = createBody(turns.slice(0, index), settings);
-    const text =
-      what === "text" ? textOf(answer.content) : what === "curl" ? asCurl(body) : asPython(body);
+    let text = textOf(answer.content);
+    if (what !== "text") {
+      try {
+        text = (what === "curl" ? asCurl : asPython)(createBody(turns.slice(0, index), settings));
+      } catch (error) {
+        if (!(error instanceof SettingError)) throw error;
+        return setProblem(error.message);
+      }
+    }
     announce((await copied(text)) ? "Copied." : "The browser did not let the page copy.");
   }
 
@@ -97,26 +107,11 @@ export function Chat(props: ChatProps) {
     <div class="chat">
       <div class="thread" ref={box} tabIndex={0} role="region" aria-label="Conversation">
         {turns.length === 0 && (
-          <div class="welcome">
-            <p>
-              Each token of an answer shows how it came: <span class="token sampled">sampled</span>{" "}
-              by the model, <span class="token draft">accepted</span> from a draft, or{" "}
-              <span class="token corrected">corrected</span> where a draft was refused.
-            </p>
-            <ul>
-              {SUGGESTIONS.map((text) => (
-                <li>
-                  <button
-                    type="button"
-                    disabled={!props.isReady}
-                    onClick={() => void answerTo([{ role: "user", text }])}
-                  >
-                    {text}
-                  </button>
-                </li>
-              ))}
-            </ul>
-          </div>
+          <Welcome
+            model={props.model}
+            ask={(text) => void answerTo([{ role: "user", text }])}
+            race={props.race}
+          />
         )}
         {turns.map((turn, i) => {
           if (turn.role === "tool") return <ToolTurn key={i} text={turn.text} />;
@@ -185,7 +180,7 @@ export function Chat(props: ChatProps) {
             Stop
           </button>
         ) : (
-          <button type="submit" class="primary" disabled={!draft.trim() || !props.isReady}>
+          <button type="submit" class="primary" disabled={!draft.trim() || !props.model}>
             Send
           </button>
         )}

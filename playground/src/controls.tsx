@@ -1,23 +1,27 @@
 // Everything that a request may ask for.
 import { useState } from "preact/hooks";
-import { keepKey } from "./api";
+import { keepKey, type Model } from "./api";
 import type { Settings } from "./store";
+
+const MINIMA = { temperature: 0, topP: 0, seed: undefined, maxTokens: 1, drafts: 1 };
+type NumberName = keyof typeof MINIMA;
 
 interface ControlsProps {
   settings: Settings;
+  model: Model | null;
   change: (changes: Partial<Settings>) => void;
 }
 
-export function Controls({ settings, change }: ControlsProps) {
-  const number = (name: "temperature" | "topP" | "seed" | "maxTokens", label: string, step: string) => (
+export function Controls({ settings, model, change }: ControlsProps) {
+  const number = (name: NumberName, label: string, step: string, placeholder = "default") => (
     <label>
       {label}
       <input
         type="number"
         inputMode="decimal"
-        min={name === "maxTokens" ? 1 : name === "seed" ? undefined : 0}
+        min={MINIMA[name]}
         step={step}
-        placeholder="default"
+        placeholder={placeholder}
         value={settings[name]}
         onInput={(event) => change({ [name]: event.currentTarget.value })}
       />
@@ -32,10 +36,14 @@ export function Controls({ settings, change }: ControlsProps) {
         {number("seed", "Seed", "1")}
       </div>
       <Switch
-        label="Speculation"
+        label={model && !model.speculation ? "Speculation (the server has none)" : "Speculation"}
+        isOff={model !== null && !model.speculation}
         value={settings.speculation}
         set={(speculation) => change({ speculation })}
       />
+      {model?.speculation &&
+        settings.speculation &&
+        number("drafts", "Most drafts per forward (k)", "1", `${model.speculation.num_speculative_tokens}`)}
       <Switch label="Mark tokens" value={settings.marks} set={(marks) => change({ marks })} />
       <Text
         label="System prompt"
@@ -61,13 +69,19 @@ export function Controls({ settings, change }: ControlsProps) {
   );
 }
 
-function Switch(props: { label: string; value: boolean; set: (value: boolean) => void }) {
+function Switch(props: {
+  label: string;
+  isOff?: boolean;
+  value: boolean;
+  set: (value: boolean) => void;
+}) {
   return (
     <label class="switch">
       <input
         type="checkbox"
         role="switch"
-        checked={props.value}
+        disabled={props.isOff}
+        checked={props.value && !props.isOff}
         onChange={(event) => props.set(event.currentTarget.checked)}
       />
       <span>{props.label}</span>
@@ -99,6 +113,7 @@ function Text(props: {
         value={props.value}
         onInput={(event) => props.set(event.currentTarget.value)}
       />
+      {problem && <p class="invalid">{problem}</p>}
     </details>
   );
 }
@@ -126,7 +141,7 @@ export function KeyForm({ given, refused }: { given: () => void; refused: boolea
       }}
     >
       <label>
-        {refused ? "The server refuses that API key; another one" : "This server asks for an API key"}
+        {refused ? "The server refuses that API key; try another" : "This server asks for an API key"}
         <input
           type="password"
           autocomplete="off"

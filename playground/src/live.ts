@@ -14,8 +14,8 @@ export function useRedraw(): () => void {
   }, []);
 }
 
-/** Scroll to the end while the reader is there. */
-export function useFollow<T extends HTMLElement>() {
+/** Scroll to the end while the reader is there; `isOn` is false where there is nothing to follow. */
+export function useFollow<T extends HTMLElement>(isOn: boolean) {
   const box = useRef<T>(null);
   const atEnd = useRef(true);
   useEffect(() => {
@@ -27,7 +27,7 @@ export function useFollow<T extends HTMLElement>() {
     return () => element.removeEventListener("scroll", note);
   }, []);
   useEffect(() => {
-    if (atEnd.current) box.current!.scrollTop = box.current!.scrollHeight;
+    if (isOn && atEnd.current) box.current!.scrollTop = box.current!.scrollHeight;
   });
   return { box, toEnd: () => void (atEnd.current = true) };
 }

@@ -12,11 +12,10 @@ export interface Piece {
 export const SAMPLED = "sampled";
 export const CORRECTED = "corrected";
 
-/** The style of an origin: several sources share one. */
+/** The style of an origin: all draft models share one. */
 export function styleOf(origin: Origin): string {
   if (origin === SAMPLED || origin === CORRECTED) return origin;
-  if (origin === "lookup" || origin === "suffix") return "lookup";
-  if (origin === "suffix" || origin === "grammar") return origin;
+  if (origin === "lookup" || origin === "suffix" || origin === "grammar") return origin;
   return "draft";
 }
 

@@ -1,7 +1,7 @@
 // The same request twice, with speculation and without: what is faster, and is the text the same?
 import { useRef, useState } from "preact/hooks";
 import { newAnswer, receive, speed, textOf, type Answer } from "./answer";
-import { KeyError } from "./api";
+import { KeyError, type Model } from "./api";
 import { milliseconds, summary } from "./instruments";
 import { useRedraw } from "./live";
 import { createBody, SettingError } from "./request";
@@ -16,19 +16,22 @@ interface Lane {
   waits: boolean;
 }
 
-const SAMPLE =
+export const SAMPLE =
   "Write a Python class for a bank account with deposit, withdraw and transfer, then show how to use it.";
 
 interface RaceProps {
+  prompt: string;
+  setPrompt: (prompt: string) => void;
   settings: Settings;
+  model: Model | null;
   announce: (text: string) => void;
   refused: () => void;
   /** The answer to measure, as it comes. */
   shown: (answer: Answer) => void;
 }
 
-export function Race({ settings, announce, refused, shown }: RaceProps) {
-  const [prompt, setPrompt] = useState(SAMPLE);
+export function Race(props: RaceProps) {
+  const { prompt, settings, model, announce, refused, shown } = props;
   const [together, setTogether] = useState(false);
   const [lanes, setLanes] = useState<Lane[]>([]);
   const [problem, setProblem] = useState<string | null>(null);
@@ -81,6 +84,16 @@ export function Race({ settings, announce, refused, shown }: RaceProps) {
     redraw();
   }
 
+  if (model && !model.speculation) {
+    return (
+      <div class="race">
+        <p class="notice">
+          <strong>There is nothing to race.</strong> This server runs without speculation; start it
+          with <code>--method</code> to compare.
+        </p>
+      </div>
+    );
+  }
   const isRunning = stop.current !== null;
   const longest = Math.max(1, ...lanes.map((each) => each.elapsed));
   const verdict = isRunning ? null : judge(lanes);
@@ -98,7 +111,7 @@ export function Race({ settings, announce, refused, shown }: RaceProps) {
           <textarea
             rows={3}
             value={prompt}
-            onInput={(event) => setPrompt(event.currentTarget.value)}
+            onInput={(event) => props.setPrompt(event.currentTarget.value)}
           />
         </label>
         <div class="actions">
@@ -107,7 +120,7 @@ export function Race({ settings, announce, refused, shown }: RaceProps) {
               Stop
             </button>
           ) : (
-            <button type="submit" class="primary" disabled={!prompt.trim()}>
+            <button type="submit" class="primary" disabled={!prompt.trim() || !model}>
               Race
             </button>
           )}
@@ -134,13 +147,27 @@ export function Race({ settings, announce, refused, shown }: RaceProps) {
         </p>
       )}
       {verdict && (
-        <p class={`verdict ${verdict.same ? "same" : "differs"}`}>
-          <strong>{verdict.same ? "Same text." : "Different text."}</strong> {verdict.detail}
-        </p>
+        <section class={`verdict ${verdict.same ? "same" : "differs"}`} aria-label="Result">
+          <p>
+            <strong>{verdict.same ? "Same text." : "Different text."}</strong> {verdict.detail}
+          </p>
+          <dl>
+            {verdict.gain && (
+              <div>
+                <dt>the speed</dt>
+                <dd>{verdict.gain}</dd>
+              </div>
+            )}
+            <div>
+              <dt>{verdict.forwards}</dt>
+              <dd>{verdict.fewer}</dd>
+            </div>
+          </dl>
+        </section>
       )}
       <div class="lanes">
         {lanes.map((each) => (
-          <section class="lane" aria-label={each.speculation ? "Speculation on" : "Speculation off"}>
+          <section class={`lane ${each.speculation ? "on" : "off"}`} aria-label={each.speculation ? "Speculation on" : "Speculation off"}>
             <h2>
               Speculation {each.speculation ? "on" : "off"}
               <span class="time">{each.waits ? "waits" : milliseconds(each.elapsed)}</span>
@@ -167,28 +194,50 @@ function lane(speculation: boolean): Lane {
   return { speculation, answer: newAnswer(), elapsed: 0, waits: true };
 }
 
+interface Verdict {
+  same: boolean;
+  detail: string;
+  /** Times as fast; null where an answer was too short to time. */
+  gain: string | null;
+  fewer: string;
+  forwards: string;
+  /** All of it, for screen readers. */
+  words: string;
+}
+
 /** Compare two finished lanes; null when there are none. */
-function judge(lanes: Lane[]): { same: boolean; words: string; detail: string } | null {
+function judge(lanes: Lane[]): Verdict | null {
   const [on, off] = lanes;
   if (!on || !off || on.answer.state !== "done" || off.answer.state !== "done") return null;
   const [one, other] = [whole(on.answer), whole(off.answer)];
-  const [fewer, slow, fast] = [
-    off.answer.numbers.forwards / on.answer.numbers.forwards,
-    speed(off.answer.numbers),
-    speed(on.answer.numbers),
+  const [slow, fast] = [speed(off.answer.numbers), speed(on.answer.numbers)];
+  const [few, many] = [on.answer.numbers.forwards, off.answer.numbers.forwards];
+  const gain = slow && fast ? `${(fast / slow).toFixed(2)}×` : null;
+  const fewer = `${(many / few).toFixed(2)}×`;
+  const forwards = `fewer forwards: ${few} instead of ${many}`;
+  const same = one === other && on.answer.numbers.tokens === off.answer.numbers.tokens;
+  const detail = same ? equality(on.answer) : difference(one, other);
+  const words = [
+    same ? "Same text." : "Different text.",
+    detail,
+    gain && `${gain} the speed,`,
+    `${fewer} ${forwards}.`,
   ];
-  const gain = slow && fast ? `, and ${(fast / slow).toFixed(2)}× the speed` : "";
-  const cost = `${on.answer.numbers.forwards} forwards instead of ${off.answer.numbers.forwards} (${fewer.toFixed(2)}× fewer)${gain}.`;
-  if (one === other && on.answer.numbers.tokens === off.answer.numbers.tokens) {
-    const detail = `All ${one.length} characters and ${on.answer.numbers.tokens} tokens are equal. ${cost}`;
-    return { same: true, words: `Same text. ${detail}`, detail };
-  }
-  let i = 0;
-  while (i < one.length && one[i] === other[i]) i++;
-  const detail = `They part after ${i} characters: “${one.slice(i, i + 20)}” and “${other.slice(i, i + 20)}”. ${cost}`;
-  return { same: false, words: `Different text. ${detail}`, detail };
+  return { same, detail, gain, fewer, forwards, words: words.filter(Boolean).join(" ") };
 }
 
+function equality(answer: Answer): string {
+  const length = textOf(answer.reasoning).length + textOf(answer.content).length;
+  return `All ${length} characters and ${answer.numbers.tokens} tokens are equal.`;
+}
+
+function difference(one: string, other: string): string {
+  let i = 0;
+  while (i < one.length && one[i] === other[i]) i++;
+  return `They part after ${i} characters: “${one.slice(i, i + 20)}” and “${other.slice(i, i + 20)}”.`;
+}
+
+/** Everything that the model said. */
 function whole(answer: Answer): string {
   return JSON.stringify([textOf(answer.reasoning), textOf(answer.content), answer.calls.map((c) => [c.name, c.arguments])]);
 }

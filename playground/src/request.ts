@@ -13,11 +13,16 @@ export function createBody(turns: Turn[], settings: Settings): Body {
     ["top_p", settings.topP],
     ["seed", settings.seed],
     ["max_tokens", settings.maxTokens],
+    ["num_speculative_tokens", settings.speculation ? settings.drafts : ""],
   ];
   for (const [name, text] of numbers) {
     if (text.trim() === "") continue;
-    if (Number.isNaN(Number(text))) throw new SettingError(`${name} is not a number: ${text}`);
-    body[name] = Number(text);
+    const value = Number(text);
+    if (Number.isNaN(value)) throw new SettingError(`${name} is not a number: ${text}`);
+    if (Math.abs(value) > Number.MAX_SAFE_INTEGER) {
+      throw new SettingError(`${name} ${text} is beyond ±2^53, which a browser can send exactly.`);
+    }
+    body[name] = value;
   }
   if (settings.tools.trim()) body.tools = parse("Tools", settings.tools);
   if (settings.schema.trim()) {
@@ -38,9 +43,10 @@ export function asCurl(body: Body): string {
 }
 
 export function asPython(body: Body): string {
-  const { model, messages, speculation, ...others } = body;
+  const { model, messages, speculation, num_speculative_tokens, ...others } = body;
   const fields = Object.entries({ model, messages, ...others });
-  if (speculation !== undefined) fields.push(["extra_body", { speculation }]);
+  const own = Object.entries({ speculation, num_speculative_tokens }).filter(([, v]) => v !== undefined);
+  if (own.length) fields.push(["extra_body", Object.fromEntries(own)]);
   const key = apiKey() ? 'os.environ["ATOM_API_KEY"]' : '"none"';
   const spelled = fields.map(([name, value]) => `    ${name}=${python(value)},`).join("\n");
   return `${apiKey() ? "import os\n\n" : ""}from openai import OpenAI
@@ -57,7 +63,14 @@ for chunk in stream:
 
 function messages(turns: Turn[], system: string): Body[] {
   const first = system.trim() ? [{ role: "system", content: system }] : [];
-  return [...first, ...turns.map(message)];
+  return [...first, ...turns.filter(isSaid).map(message)];
+}
+
+/** An answer that failed before its first token was none. */
+function isSaid(turn: Turn): boolean {
+  if (turn.role !== "assistant") return true;
+  const { content, reasoning, calls } = turn.answer;
+  return content.length + reasoning.length + calls.length > 0;
 }
 
 function message(turn: Turn): Body {

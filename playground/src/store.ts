@@ -19,6 +19,8 @@ export interface Settings {
   topP: string;
   seed: string;
   maxTokens: string;
+  /** Most drafts that a forward verifies. */
+  drafts: string;
   tools: string;
   schema: string;
   speculation: boolean;
@@ -33,6 +35,7 @@ export const DEFAULTS: Settings = {
   topP: "",
   seed: "",
   maxTokens: "",
+  drafts: "",
   tools: "",
   schema: "",
   speculation: true,
@@ -58,15 +61,38 @@ export function loadConversations(): Conversation[] {
   return found;
 }
 
+/** Keep a conversation as the latest, beside those that other tabs have kept; returns all. */
+export function keepConversation(conversation: Conversation): Conversation[] {
+  return save([conversation, ...othersThan(conversation)]);
+}
+
+/** Returns those that are left. */
+export function removeConversation(conversation: Conversation): Conversation[] {
+  return save(othersThan(conversation));
+}
+
+/** Call back with all conversations when another tab has changed them; returns how to end that. */
+export function onOtherTab(changed: (all: Conversation[]) => void): () => void {
+  const listen = (event: StorageEvent) => {
+    if (event.key === CONVERSATIONS || event.key === null) changed(loadConversations());
+  };
+  addEventListener("storage", listen);
+  return () => removeEventListener("storage", listen);
+}
+
+function othersThan(conversation: Conversation): Conversation[] {
+  return read<Conversation[]>(CONVERSATIONS, []).filter((each) => each.id !== conversation.id);
+}
+
 /** Keep what fits; the oldest go first. */
-export function saveConversations(all: Conversation[]): void {
+function save(all: Conversation[]): Conversation[] {
   let kept = all.filter((each) => each.turns.length).slice(0, MOST);
   for (;;) {
     try {
       localStorage.setItem(CONVERSATIONS, JSON.stringify(kept));
-      return;
+      return kept;
     } catch {
-      if (!kept.length) return;
+      if (!kept.length) return kept;
       kept = kept.slice(0, -1);
     }
   }

@@ -93,13 +93,13 @@ export function AssistantTurn(props: AssistantProps) {
           {answer.problem}
         </p>
       )}
-      {!isRunning && (
-        <footer>
-          <span class="numbers">
-            {answer.numbers.tokens > 0 && summary(answer.numbers)}
-            {answer.finish === "length" && " · cut at the limit of tokens"}
-            {answer.state === "stopped" && " · stopped"}
-          </span>
+      <footer>
+        <span class="numbers">
+          {answer.numbers.tokens > 0 && summary(answer.numbers)}
+          {answer.finish === "length" && " · cut at the limit of tokens"}
+          {answer.state === "stopped" && " · stopped"}
+        </span>
+        {!isRunning && (
           <div class="actions">
             <button type="button" disabled={props.busy} onClick={props.retry}>
               Retry
@@ -114,8 +114,8 @@ export function AssistantTurn(props: AssistantProps) {
               Copy as Python
             </button>
           </div>
-        </footer>
-      )}
+        )}
+      </footer>
     </article>
   );
 }

@@ -13,6 +13,7 @@ import pytest
 import stub_server
 import torch
 
+from atom.bench.report import read_conversations
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.messages import EngineStats
 from atom.stats import SpecDecodeStats
@@ -180,25 +181,22 @@ def test_options_with_colons(acceptance: Any, tmp_path: Path) -> None:
         ({"messages": [{"role": "user", "content": "M"}], "prompt": "P"}, "M"),
     ],
 )
-def test_fields_are_found(
-    benchmark_module: Import, tmp_path: Path, record: dict[str, Any], text: str
-) -> None:
+def test_fields_are_found(tmp_path: Path, record: dict[str, Any], text: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(json.dumps(record))
-    found = benchmark_module("_report").read_conversations(path, None)
+    found = read_conversations(path, None)
     assert found == [[{"role": "user", "content": text}]]
 
 
-def test_bad_prompts_name_the_line(benchmark_module: Import, tmp_path: Path) -> None:
-    read = benchmark_module("_report").read_conversations
+def test_bad_prompts_name_the_line(tmp_path: Path) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"question": "Q"}\n{"text": "T"}\n')
     with pytest.raises(ValueError, match=r"prompts.jsonl:2: messages, question, .*there is: text"):
-        read(path, None)
+        read_conversations(path, None)
     bad = tmp_path / "prompts.jsonl.gz"
     bad.write_bytes(b"no gzip")
     with pytest.raises(ValueError, match="cannot read"):
-        read(bad, None)
+        read_conversations(bad, None)
 
 
 def test_our_own_metrics_are_read_back(benchmark_module: Import) -> None:

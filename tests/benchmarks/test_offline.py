@@ -31,17 +31,6 @@ def run(benchmark_module: Callable[[str], Any], tmp_path: Path) -> Run:
     return run
 
 
-def test_throughput(run: Run, tiny_llama_dir: Path) -> None:
-    sizes = ("--num-prompts", "5", "--max-tokens", "7", "--rounds", "2")
-    model = ("--model", str(tiny_llama_dir), "--dtype", "float32", "--num-threads", "1")
-    report = run("throughput", *model, *sizes, "--random-input-len", "20")
-    assert len(report["rounds"]) == 2
-    assert report["median"]["output_tokens"] == 35
-    assert report["median"]["prompt_tokens"] == 100
-    assert report["median"]["output_tokens_per_s"] > 0
-    assert report["engine"]["model"]["dtype"] == "float32"
-
-
 @pytest.mark.slow
 def test_replicas(run: Run, tiny_llama_dir: Path) -> None:
     sizes = ("--requests", "3", "--clients", "2", "--max-tokens", "5", "--rounds", "2")

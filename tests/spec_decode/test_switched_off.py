@@ -64,6 +64,20 @@ def test_tokens_are_the_same_and_no_drafts_are_made(
             assert sum(step.num_tokens for step in steps) == len(_tokens(each))
 
 
+def test_fewer_drafts_are_verified_when_a_request_says_so(folders: tuple[Path, Path]) -> None:
+    target, draft = folders
+    drafting = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": K}
+    engine = create_engine(target, **drafting)
+    expected = [_tokens(each) for each in _run(engine, params("warm"))]
+    for most in (1, 2, 1000):
+        found = _run(engine, params("warm", num_speculative_tokens=most))
+        assert [_tokens(each) for each in found] == expected
+        drafts = [step.num_drafts for each in found for step in each.outputs[0].steps]
+        assert max(drafts) == min(most, K)
+    with pytest.raises(ValueError, match="num_speculative_tokens must be in"):
+        params("warm", num_speculative_tokens=0)
+
+
 def _run(engine: LLM, sampling: Any) -> list[RequestOutput]:
     return engine.generate(list(PROMPTS), sampling, use_tqdm=False)
 

@@ -319,4 +319,16 @@ class Api:
             "root": self.model_names[0],
             "parent": None,
             "max_model_len": self.engine.limits.max_model_len,
+            "speculation": self._speculation(),
+        }
+
+    def _speculation(self) -> dict[str, Any] | None:
+        """How drafts are proposed; None without speculation."""
+        options = self.engine.config.speculative
+        if options is None:
+            return None
+        return {
+            "method": options.method,
+            "num_speculative_tokens": options.num_speculative_tokens,
+            "lookup": options.lookup,
         }

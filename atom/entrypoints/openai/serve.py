@@ -17,6 +17,7 @@ import uvicorn
 
 from atom.config import EngineConfig
 from atom.entrypoints.openai.app import create_app
+from atom.entrypoints.openai.http.banner import banner
 from atom.entrypoints.openai.http.connection import BoundedProtocol
 from atom.entrypoints.openai.http.metrics import ServerMetrics
 from atom.entrypoints.openai.http.options import OptionError, ServerOptions
@@ -139,6 +140,8 @@ async def _listen(
         gc.collect()
         gc.freeze()
         if not serving.done():
+            for line in banner(url, options, engine.config.speculative):
+                logger.info(line)
             logger.info("Ready: %s serves %s", url, engine.model_name)
             if is_open and not options.api_keys:
                 logger.warning(

@@ -1,5 +1,9 @@
 """`atom chat`: a conversation in the terminal.
 
+atom chat                              # with a model in this process
+atom chat MODEL
+atom chat --url http://127.0.0.1:8000  # with a running server
+
 Ctrl-C stops an answer, Ctrl-D leaves.
 """
 
@@ -9,12 +13,11 @@ import argparse
 import contextlib
 import sys
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
-from atom.command_line import CommandLine
+from atom.command_line import CommandLine, did_you_mean
 from atom.config import ConfigError
-from atom.entrypoints.terminal.talk import SETTINGS
-from atom.environment import history_file
+from atom.entrypoints.terminal.talk import SETTINGS, ChatModel, LocalModel, Talk
+from atom.environment import api_key_from_environment, history_file
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     add_model,
@@ -23,9 +26,6 @@ from atom.model_engine.arg_utils import (
     engine_options,
     speculation_of,
 )
-
-if TYPE_CHECKING:
-    from atom.entrypoints.terminal.talk import Talk
 
 HELP = f"""\
 /set NAME VALUE   change {", ".join(SETTINGS)}
@@ -43,37 +43,57 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "atom chat") -> int:
     parser = create_parser(prog)
     args = parser.parse_args(argv)
     try:
-        given = choose_draft(engine_options(args), args.no_speculation)
-        talk = _begin(args, given)
+        model = _connect(args) if args.url is not None else _load(args)
     except ConfigError as error:
         parser.error(str(error))
     except (ValueError, RuntimeError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    print(f"{model.name}; /help lists commands, Ctrl-D leaves")
     with _history():
-        Terminal(talk).run()
+        Terminal(Talk(model, args.system)).run()
     return 0
 
 
 def create_parser(prog: str = "atom chat") -> CommandLine:
     parser = CommandLine(prog=prog, description=__doc__)
     add_model(parser)
+    parser.add_argument(
+        "--url", help="of a running OpenAI-compatible server to talk to; --model names its model"
+    )
+    parser.add_argument("--api-key", metavar="KEY", help="of that server; else $ATOM_API_KEY")
     parser.add_argument("--system", metavar="TEXT", help="a system prompt")
     add_engine_flags(parser)
     add_no_speculation(parser)
     return parser
 
 
-def _begin(args: argparse.Namespace, given: dict[str, object]) -> Talk:
+def _connect(args: argparse.Namespace) -> ChatModel:
+    from atom.entrypoints.terminal.remote import RemoteModel
+
+    others = sorted(set(engine_options(args)) - {"model"})
+    if args.no_speculation:
+        others.append("no_speculation")
+    if others:
+        flag = others[0].replace("_", "-")
+        raise ConfigError(f"--{flag} is for a model in this process; --url talks to a server")
+    return RemoteModel(args.url, args.api_key or api_key_from_environment(), args.model)
+
+
+def _load(args: argparse.Namespace) -> ChatModel:
+    if args.api_key is not None:
+        raise ConfigError("--api-key has no effect without --url")
+    given = choose_draft(engine_options(args), args.no_speculation)
     # After the options were found right: these imports bring torch.
     from atom.entrypoints.llm import LLM
-    from atom.entrypoints.terminal.talk import Talk
 
-    llm = LLM(**given, no_speculation=not speculation_of(given))  # type: ignore[arg-type]
-    params = llm.get_default_sampling_params()
-    params.max_tokens = None
-    print(f"{llm.engine.model_name}; /help lists commands, Ctrl-D leaves")
-    return Talk(llm, params, args.system)
+    llm = LLM(**given, no_speculation=not speculation_of(given))
+    return LocalModel(llm)
+
+
+def _unknown(command: str) -> str:
+    commands = [line.split()[0] for line in HELP.splitlines() if line.startswith("/")]
+    return f"unknown command {command}{did_you_mean(command, commands)}\n{HELP}"
 
 
 class Terminal:
@@ -132,7 +152,7 @@ class Terminal:
         elif name == "/show":
             self._show()
         else:
-            print(HELP if name == "/help" else f"unknown command {name}\n{HELP}")
+            print(HELP if name == "/help" else _unknown(name))
         return True
 
     def _set(self, rest: str) -> None:
@@ -144,7 +164,7 @@ class Terminal:
 
     def _show(self) -> None:
         for name in SETTINGS:
-            print(f"{name} {str(getattr(self._talk.params, name)).lower()}")
+            print(f"{name} {self._talk.value(name)}")
         print(f"system {self._talk.system or 'none'}")
 
     def _dim(self, text: str) -> str:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import NamedTuple
 
 from atom.command_line import did_you_mean
@@ -16,65 +17,78 @@ from atom.version import __version__
 
 
 class Program(NamedTuple):
-    """`module:function`, which takes the arguments and `prog`, and a line of help."""
+    """What a word stands for.
 
-    entry: str
+    Attributes:
+        help: one line.
+        entry: `module:function`, which takes the arguments and `prog`; "" where `programs` says
+            what the next word may be.
+    """
+
     help: str
+    entry: str = ""
+    programs: Mapping[str, Program] = MappingProxyType({})
 
 
 PROGRAMS = {
     "serve": Program(
-        "atom.entrypoints.openai_server:main", "serve a model with the OpenAI and Anthropic APIs"
+        "serve a model with the OpenAI and Anthropic APIs", "atom.entrypoints.openai_server:main"
     ),
-    "chat": Program("atom.entrypoints.terminal.chat:main", "talk to a model in the terminal"),
-    "run": Program("atom.entrypoints.terminal.run:main", "answer one prompt"),
+    "chat": Program("talk to a model in the terminal", "atom.entrypoints.terminal.chat:main"),
+    "run": Program("answer one prompt", "atom.entrypoints.terminal.run:main"),
+    "demo": Program(
+        "what speculation brings on this machine", "atom.examples.simple_inference:main"
+    ),
     "bench": Program(
-        "atom.examples.simple_inference:main", "what speculation brings on this machine"
+        "measure a server or an engine under load",
+        programs={
+            "serve": Program("load on a running server", "atom.bench.serve:main"),
+            "latency": Program("one batch, again and again", "atom.bench.latency:main"),
+            "throughput": Program("all prompts at once", "atom.bench.throughput:main"),
+        },
     ),
-    "plan": Program("atom.plan.cli:main", "how a model lies on GPUs, and how fast it can be"),
-    "train": Program("atom.training.cli:main", "train a draft for a model"),
-    "ops": Program("atom.entrypoints.terminal.ops:main", "which kernel runs each operation here"),
+    "plan": Program("how a model lies on GPUs, and how fast it can be", "atom.plan.cli:main"),
+    "train": Program("train a draft for a model", "atom.training.cli:main"),
+    "ops": Program("which kernel runs each operation here", "atom.entrypoints.terminal.ops:main"),
     "completion": Program(
-        "atom.entrypoints.terminal.completion:main", "completion of these words, for a shell"
+        "completion of these words, for a shell", "atom.entrypoints.terminal.completion:main"
     ),
 }
-
-
-def describe() -> str:
-    """The help text."""
-    lines = [
-        "usage: atom COMMAND ...",
-        "",
-        "LLM inference with lossless speculative decoding.",
-        "",
-        *(f"  {name:<11} {program.help}" for name, program in PROGRAMS.items()),
-        "",
-        "  atom COMMAND --help lists what a command takes; atom --version says which this is.",
-        "  Without a model, a small one that comes with the package is used.",
-    ]
-    return "\n".join(lines)
+_ABOUT = """
+  atom COMMAND --help lists what a command takes; atom --version says which this is.
+  Without a model, a small one that comes with the package is used."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the program that the first word names; returns its exit code, 2 for an unknown word."""
+    """Run the program that the first words name; returns its exit code, 2 for an unknown word."""
     words = list(sys.argv[1:] if argv is None else argv)
-    name = words[0] if words else "--help"
-    if name in ("--help", "-h", "help"):
-        print(describe())
-        return 0
-    if name in ("--version", "-V", "version"):
+    if words and words[0] in ("--version", "-V", "version"):
         print(f"atom {__version__}")
         return 0
-    program = PROGRAMS.get(name)
-    if program is None:
-        print(
-            f"error: unknown command {name}{did_you_mean(name, PROGRAMS)}\natom --help lists them",
-            file=sys.stderr,
-        )
+    about = Program("LLM inference with lossless speculative decoding.", programs=PROGRAMS)
+    return _dispatch("atom", about, words, _ABOUT)
+
+
+def _dispatch(prog: str, program: Program, words: Sequence[str], about: str = "") -> int:
+    if program.entry:
+        module, _, function = program.entry.partition(":")
+        status: int = getattr(importlib.import_module(module), function)(words, prog=prog)
+        return status
+    name = words[0] if words else "--help"
+    if name in ("--help", "-h", "help"):
+        print(_describe(prog, program), about, sep="\n" if about else "")
+        return 0
+    chosen = program.programs.get(name)
+    if chosen is None:
+        hint = did_you_mean(name, program.programs)
+        print(f"error: unknown command {name}{hint}\n{prog} --help lists them", file=sys.stderr)
         return 2
-    module, _, function = program.entry.partition(":")
-    status: int = getattr(importlib.import_module(module), function)(words[1:], prog=f"atom {name}")
-    return status
+    return _dispatch(f"{prog} {name}", chosen, words[1:])
+
+
+def _describe(prog: str, program: Program) -> str:
+    lines = [f"  {name:<11} {each.help}" for name, each in program.programs.items()]
+    return "\n".join([f"usage: {prog} COMMAND ...", "", program.help, "", *lines])
 
 
 def run() -> None:

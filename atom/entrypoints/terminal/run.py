@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 from atom.command_line import CommandLine
 from atom.config import ConfigError
-from atom.entrypoints.terminal.talk import SETTINGS
+from atom.entrypoints.terminal.talk import SETTINGS, LocalModel, Talk, read_setting
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     add_no_speculation,
@@ -19,7 +20,6 @@ from atom.model_engine.arg_utils import (
     engine_options,
     speculation_of,
 )
-from atom.sampling_params import SamplingParams
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "atom run") -> int:
@@ -28,12 +28,13 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "atom run") -> int:
     args = parser.parse_args(argv)
     try:
         prompt = _read_prompt(args.prompt)
+        settings = _read_settings(args.set or ())
         given = choose_draft(engine_options(args), args.no_speculation)
         from atom.entrypoints.llm import LLM
-        from atom.entrypoints.terminal.talk import Talk
 
         llm = LLM(**given, no_speculation=not speculation_of(given))
-        talk = Talk(llm, _params(args.set or (), llm.get_default_sampling_params()), args.system)
+        talk = Talk(LocalModel(llm), args.system)
+        talk.settings |= settings
     except (ConfigError, ValueError) as error:
         parser.error(str(error))
     except (RuntimeError, OSError) as error:
@@ -75,17 +76,16 @@ def _read_prompt(given: str | None) -> str:
     return prompt
 
 
-def _params(settings: Sequence[str], params: SamplingParams) -> SamplingParams:
+def _read_settings(words: Sequence[str]) -> dict[str, Any]:
     """Raises ConfigError for a setting that cannot be."""
-    from atom.entrypoints.terminal.talk import changed
-
-    params.max_tokens = None
-    for setting in settings:
-        name, equals, value = setting.partition("=")
+    settings = {}
+    for word in words:
+        name, equals, value = word.partition("=")
         if not equals:
-            raise ConfigError(f"--set {setting} should be NAME=VALUE")
+            raise ConfigError(f"--set {word} should be NAME=VALUE")
+        name = name.replace("-", "_")
         try:
-            params = changed(params, name.replace("-", "_"), value)
+            settings[name] = read_setting(name, value)
         except ValueError as error:
             raise ConfigError(f"--set: {error}") from error
-    return params
+    return settings

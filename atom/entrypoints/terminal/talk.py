@@ -1,12 +1,12 @@
-"""A conversation with a model in this process: messages, parameters, one answer at a time."""
+"""A conversation with a model: messages, parameters, one answer at a time."""
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -14,13 +14,73 @@ from atom.sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from atom.entrypoints.llm import LLM
-    from atom.stats import SpecDecodeStats
+
+Message = dict[str, Any]
+Settings = Mapping[str, Any]
 
 # What `/set` changes.
 SETTINGS = (
     *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty"),
+    *("presence_penalty", "frequency_penalty", "repetition_penalty", "speculation"),
 )
+
+
+class Piece(NamedTuple):
+    """What came of an answer at once.
+
+    Attributes:
+        finish_reason: None before the end.
+        per_forward: tokens for each forward of the model, so far; None without drafts.
+    """
+
+    text: str
+    num_tokens: int
+    finish_reason: str | None = None
+    per_forward: float | None = None
+
+
+class ChatModel(Protocol):
+    """What answers.
+
+    Attributes:
+        name: for people.
+    """
+
+    name: str
+
+    def stream(self, messages: Sequence[Message], settings: Settings) -> Iterator[Piece]:
+        """Answer; closing the iterator ends the answer.
+
+        Raises:
+            ValueError: when the messages or settings cannot be answered.
+            RuntimeError: when the engine or the server failed.
+        """
+        ...
+
+    def default(self, name: str) -> str:
+        """Of a setting that nobody set, for people."""
+        ...
+
+
+class LocalModel:
+    """An engine in this process."""
+
+    def __init__(self, llm: LLM) -> None:
+        self.name = llm.engine.model_name
+        self._llm = llm
+        params = llm.get_default_sampling_params()
+        self._params = msgspec.structs.replace(params, max_tokens=None)
+
+    def stream(self, messages: Sequence[Message], settings: Settings) -> Iterator[Piece]:
+        params = msgspec.structs.replace(self._params, **settings)
+        for output in self._llm.stream(self._llm.render_chat(messages), params):
+            completion, drafts = output.outputs[0], output.spec_decode
+            per_forward = drafts.tokens_per_forward if drafts and drafts.num_drafts else None
+            num_tokens = len(completion.token_ids)
+            yield Piece(completion.text, num_tokens, completion.finish_reason, per_forward)
+
+    def default(self, name: str) -> str:
+        return spelled(getattr(self._params, name))
 
 
 @dataclass
@@ -32,7 +92,7 @@ class Answer:
         first: seconds until its first token; None when none came.
         rest: seconds from then on.
         finish_reason: None when it was stopped.
-        drafts: those that were verified; None without speculation.
+        per_forward: tokens for each forward; None without speculation.
     """
 
     text: str = ""
@@ -40,7 +100,7 @@ class Answer:
     first: float | None = None
     rest: float = 0.0
     finish_reason: str | None = None
-    drafts: SpecDecodeStats | None = None
+    per_forward: float | None = None
 
     def describe(self) -> str:
         """One line."""
@@ -49,8 +109,8 @@ class Answer:
             parts.append(f"{(self.num_tokens - 1) / self.rest:.1f} a second")
         if self.first is not None:
             parts.append(f"the first after {self.first:.2f} s")
-        if self.drafts is not None and self.drafts.num_drafts:
-            parts.append(f"{self.drafts.tokens_per_forward:.2f} per forward")
+        if self.per_forward is not None:
+            parts.append(f"{self.per_forward:.2f} per forward")
         if self.finish_reason is None:
             parts.append("stopped")
         elif self.finish_reason == "length":
@@ -58,8 +118,8 @@ class Answer:
         return ", ".join(parts)
 
 
-def changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
-    """Parameters with one of `SETTINGS` changed; `none` for one that may be left out.
+def read_setting(name: str, value: str) -> Any:
+    """The value of one of `SETTINGS`; `none` for one that may be left out.
 
     Raises:
         ValueError: for an unknown name, or a value that it cannot have.
@@ -69,23 +129,29 @@ def changed(params: SamplingParams, name: str, value: str) -> SamplingParams:
     kind = next(f.type for f in msgspec.structs.fields(SamplingParams) if f.name == name)
     text = value.strip().lower()
     try:
-        typed = None if text == "none" else json.loads(text)
-        return msgspec.structs.replace(params, **{name: msgspec.convert(typed, kind)})
+        typed = msgspec.convert(None if text == "none" else json.loads(text), kind)
+        msgspec.structs.replace(SamplingParams(), **{name: typed})
     except (json.JSONDecodeError, msgspec.ValidationError):
         raise ValueError(f"{name} cannot be {value!r}") from None
+    return typed
+
+
+def spelled(value: Any) -> str:
+    """A setting's value as `/set` takes it."""
+    return str(value).lower()
 
 
 class Talk:
     """Attributes:
     messages: of the conversation so far, as OpenAI has them.
-    params: of the next answer.
+    settings: of the next answer; what is not there is the model's default.
     """
 
-    def __init__(self, llm: LLM, params: SamplingParams, system: str | None = None) -> None:
-        self._llm = llm
-        self.params = params
+    def __init__(self, model: ChatModel, system: str | None = None) -> None:
+        self._model = model
+        self.settings: dict[str, Any] = {}
         self.system = system
-        self.messages: list[dict[str, Any]] = []
+        self.messages: list[Message] = []
 
     def ask(self, text: str, show: Callable[[str], None]) -> Answer:
         """Answer a message; Ctrl-C stops the answer, of which the conversation keeps what came.
@@ -121,22 +187,25 @@ class Talk:
         self.messages.clear()
 
     def set(self, name: str, value: str) -> None:
-        """Change a parameter, as `changed` does."""
-        self.params = changed(self.params, name, value)
+        """Change a setting, as `read_setting` reads it."""
+        self.settings[name] = read_setting(name, value)
+
+    def value(self, name: str) -> str:
+        """Of a setting, for people."""
+        if name in self.settings:
+            return spelled(self.settings[name])
+        return self._model.default(name)
 
     def _stream(self, answer: Answer, show: Callable[[str], None]) -> None:
         system = [] if self.system is None else [{"role": "system", "content": self.system}]
-        prompt = self._llm.render_chat([*system, *self.messages])
-        started = time.perf_counter()
-        first = started
-        for output in self._llm.stream(prompt, self.params):
-            completion = output.outputs[0]
+        started = first = time.perf_counter()
+        for piece in self._model.stream([*system, *self.messages], self.settings):
             now = time.perf_counter()
-            if completion.token_ids and answer.first is None:
+            if answer.first is None and (piece.num_tokens or piece.text):
                 first, answer.first = now, now - started
-            answer.num_tokens += len(completion.token_ids)
+            answer.num_tokens += piece.num_tokens
             answer.rest = now - first
-            answer.text += completion.text
-            answer.drafts = output.spec_decode
-            answer.finish_reason = completion.finish_reason
-            show(completion.text)
+            answer.text += piece.text
+            answer.per_forward = piece.per_forward
+            answer.finish_reason = piece.finish_reason
+            show(piece.text)

@@ -184,6 +184,7 @@ def test_models(client: openai.OpenAI) -> None:
     assert card.object == "model"
     assert card.model_extra is not None
     assert card.model_extra["max_model_len"] == 512
+    assert card.model_extra["speculation"] is None
 
 
 def test_tokenize_and_back(

@@ -4,86 +4,17 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from playground_page import KEY, TEXT, finished, send
 from scripted_server import ScriptedServer
-from transformers import PreTrainedTokenizerFast
-
-from atom.entrypoints.openai.http.options import ServerOptions
 
 pytestmark = pytest.mark.browser
 
-KEY = "secret"
-TEXT = "The sky is blue because air scatters short waves the most. Naïve? 日本語 😀 no."
 CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_call>'
-STEPS = [(3, 3, "eagle3"), (3, 1, "eagle3"), (2, 0, "lookup"), (2, 2, "lookup"), (0, 0, "eagle3")]
 TOOLS = [{"type": "function", "function": {"name": "get_weather"}}]
-
-
-@pytest.fixture(scope="module")
-def server(byte_level_tokenizer: PreTrainedTokenizerFast) -> Iterator[ScriptedServer]:
-    template = (
-        "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
-    )
-    options = ServerOptions(
-        chat_template=template,
-        served_model_names=("first", "second"),
-        api_keys=(KEY,),
-        tool_call_parser="hermes",
-        reasoning_parser="deepseek_r1",
-        unknown_fields="refuse",
-    )
-    server = ScriptedServer(byte_level_tokenizer, options)
-    server.model.drafts = lambda number: STEPS[number % len(STEPS)]
-    yield server
-    server.stop()
-
-
-@pytest.fixture(scope="module")
-def browser(chromium: str) -> Iterator[Any]:
-    from playwright.sync_api import sync_playwright
-
-    with sync_playwright() as playwright:
-        browser = playwright.chromium.launch(
-            executable_path=chromium, args=["--no-sandbox", "--disable-gpu"]
-        )
-        yield browser
-        browser.close()
-
-
-@pytest.fixture
-def page(browser: Any, server: ScriptedServer) -> Iterator[Any]:
-    """A page that has the key; no error and no other host is let pass."""
-    server.says(TEXT)
-    server.model.seconds_per_step = 0.0
-    context = browser.new_context(viewport={"width": 1380, "height": 860})
-    context.add_init_script(f"sessionStorage['atom.key'] ??= '{KEY}'")
-    page = context.new_page()
-    wrong: list[str] = []
-    page.on("pageerror", lambda error: wrong.append(str(error)))
-    page.on("console", lambda said: wrong.append(said.text) if said.type == "error" else None)
-    page.on(
-        "request", lambda sent: None if sent.url.startswith(server.url) else wrong.append(sent.url)
-    )
-    page.wrong = wrong
-    page.goto(f"{server.url}/")
-    page.get_by_role("option", name="second").wait_for(state="attached")
-    yield page
-    context.close()
-    assert not wrong
-
-
-def _send(page: Any, text: str = "Why is the sky blue?") -> None:
-    page.get_by_label("Message", exact=True).fill(text)
-    page.keyboard.press("Enter")
-
-
-def _answer(page: Any) -> Any:
-    page.locator(".assistant footer").last.wait_for()
-    return page.locator(".assistant").last
 
 
 def _counts(page: Any) -> dict[str, int]:
@@ -92,16 +23,18 @@ def _counts(page: Any) -> dict[str, int]:
     return {cell.get_attribute("data-origin"): int(cell.inner_text()) for cell in cells}
 
 
-def test_a_chat(page: Any, server: ScriptedServer) -> None:
-    server.says(f"<think>Air, light.</think>{TEXT}")
+def test_a_chat(page: Any, scripted: ScriptedServer) -> None:
+    scripted.says(f"<think>Air, light.</think>{TEXT}")
     page.locator(".model select").select_option("second")
     page.get_by_label("Seed").fill("7")
     page.get_by_label("Temperature").fill("0.5")
+    page.get_by_label("Most drafts per forward").fill("1000")
     with page.expect_request("**/v1/chat/completions") as sent:
-        _send(page)
-    answer = _answer(page)
+        send(page)
+    answer = finished(page)
     asked = json.loads(sent.value.post_data)
     assert (asked["model"], asked["seed"], asked["temperature"]) == ("second", 7, 0.5)
+    assert asked["num_speculative_tokens"] == 1000
     assert answer.locator("> .text").inner_text() == TEXT
     assert not answer.locator(".reasoning .text").is_visible()
     answer.locator(".reasoning summary").click()
@@ -111,8 +44,8 @@ def test_a_chat(page: Any, server: ScriptedServer) -> None:
     said = re.match(r"(\d+) tokens · (\d+) forwards", answer.locator(".numbers").inner_text())
     assert said is not None
     assert sum(counts.values()) == int(said[1])
-    assert all(counts[name] > 0 for name in ("sampled", "corrected", "eagle3", "lookup"))
-    assert answer.locator(".token.lookup").count() > 0
+    assert all(counts[name] > 0 for name in ("sampled", "corrected", "eagle3", "lookup", "suffix"))
+    assert all(answer.locator(f".token.{name}").count() for name in ("draft", "lookup", "suffix"))
     assert answer.locator(".token.corrected").count() <= counts["corrected"]
     # It is still there after the page was loaded anew, and can be asked again.
     page.reload()
@@ -122,15 +55,15 @@ def test_a_chat(page: Any, server: ScriptedServer) -> None:
     page.locator(".user").get_by_role("button", name="Edit").click()
     page.get_by_label("Your message").fill("Why is it red?")
     page.keyboard.press("Enter")
-    _answer(page)
-    assert "Why is it red?" in server.prompt
-    assert "blue" not in server.prompt
+    finished(page)
+    assert "Why is it red?" in scripted.prompt
+    assert "blue" not in scripted.prompt
 
 
 def test_the_usage_is_what_the_colours_add_up_to(page: Any) -> None:
     with page.expect_response("**/v1/chat/completions") as got:
-        _send(page)
-    _answer(page)
+        send(page)
+    finished(page)
     *_, last = re.findall(r'"completion_tokens":(\d+)', got.value.text())
     assert sum(_counts(page).values()) == int(last)
 
@@ -147,31 +80,31 @@ def test_a_race(page: Any) -> None:
     assert page.get_by_label("Speculation on").locator(".token.draft").count() > 0
 
 
-def test_a_tool_call(page: Any, server: ScriptedServer) -> None:
-    server.says(CALL)
+def test_a_tool_call(page: Any, scripted: ScriptedServer) -> None:
+    scripted.says(CALL)
     page.get_by_text("Tools (JSON)").click()
     page.get_by_label("Tools (JSON)").fill(json.dumps(TOOLS))
-    _send(page, "How is Rome?")
+    send(page, "How is Rome?")
     call = page.get_by_label("Call of get_weather")
     call.wait_for()
     assert json.loads(call.locator("pre").inner_text()) == {"city": "Rome"}
-    server.says(TEXT)
+    scripted.says(TEXT)
     page.get_by_label("Result", exact=True).fill("sunny")
     page.get_by_role("button", name="Give the result").click()
     page.locator(".assistant").get_by_text(TEXT).wait_for()
-    assert "<tool_response>\nsunny" in server.prompt
+    assert "<tool_response>\nsunny" in scripted.prompt
 
 
-def test_a_dropped_connection(page: Any, server: ScriptedServer) -> None:
-    server.model.seconds_per_step = 0.05
-    _send(page)
+def test_a_dropped_connection(page: Any, scripted: ScriptedServer) -> None:
+    scripted.model.seconds_per_step = 0.05
+    send(page)
     page.locator(".assistant .token").first.wait_for()
-    server.drop_connections()
+    scripted.drop_connections()
     problem = page.locator(".assistant .problem")
     problem.wait_for()
     assert "connection" in problem.inner_text()
     page.wrong.clear()  # the browser says so, too
-    server.model.seconds_per_step = 0.0
+    scripted.model.seconds_per_step = 0.0
     page.get_by_role("button", name="Retry").click()
     page.locator(".assistant").get_by_text(TEXT).wait_for()
     assert page.locator(".assistant .problem").count() == 0
@@ -187,17 +120,20 @@ def test_a_key_is_asked_for(page: Any) -> None:
     page.get_by_role("option", name="first").wait_for(state="attached")
     assert page.evaluate("Object.keys(localStorage).join()").count("key") == 0
     page.wrong.clear()  # 401 is an error of the console
-    _send(page)
-    _answer(page)
+    send(page)
+    finished(page)
 
 
-def test_stopped_by_the_keyboard_alone(page: Any, server: ScriptedServer) -> None:
-    server.model.seconds_per_step = 0.05
-    page.keyboard.press("Tab")
-    assert page.evaluate("document.activeElement.className") == "skip"
+def test_stopped_by_the_keyboard_alone(page: Any, scripted: ScriptedServer) -> None:
+    scripted.model.seconds_per_step = 0.05
+    assert page.evaluate("document.activeElement.id") == "composer"
+    page.evaluate("document.activeElement.blur()")
+    page.locator(".skip").focus()
     page.keyboard.press("Enter")
+    assert page.evaluate("document.activeElement.id") == "composer"
+    page.evaluate("document.activeElement.blur()")
     page.keyboard.press("/")
-    _send(page)
+    send(page)
     page.locator(".assistant .token").first.wait_for()
     page.keyboard.press("Escape")
     page.get_by_text("· stopped").wait_for()
@@ -207,8 +143,8 @@ def test_stopped_by_the_keyboard_alone(page: Any, server: ScriptedServer) -> Non
 
 def test_copied_for_other_programs(page: Any) -> None:
     page.context.grant_permissions(["clipboard-read", "clipboard-write"])
-    _send(page, "It's 5 o'clock")
-    answer = _answer(page)
+    send(page, "It's 5 o'clock")
+    answer = finished(page)
     answer.get_by_role("button", name="Copy as Python").click()
     page.get_by_text("Copied.").wait_for(state="attached")
     script = page.evaluate("navigator.clipboard.readText()")
@@ -219,14 +155,14 @@ def test_copied_for_other_programs(page: Any) -> None:
     assert "'\\''" in page.evaluate("navigator.clipboard.readText()")
 
 
-@pytest.mark.parametrize("size", [(1380, 860), (390, 844)])
+@pytest.mark.parametrize("size", [(1380, 860), (360, 740)])
 @pytest.mark.parametrize("theme", ["light", "dark"])
 def test_all_can_be_read(page: Any, theme: str, size: tuple[int, int]) -> None:
     """Text stands out from what is behind it (WCAG AA), and nothing is wider than the screen."""
     page.set_viewport_size({"width": size[0], "height": size[1]})
     page.emulate_media(color_scheme=theme)
-    _send(page)
-    _answer(page)
+    send(page)
+    finished(page)
     assert page.evaluate(_CONTRAST) == []
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     unnamed = "button, input, select, textarea"
@@ -237,5 +173,39 @@ def test_all_can_be_read(page: Any, theme: str, size: tuple[int, int]) -> None:
             )
 
 
+_FIRST_PAINT = """() => new Promise((done) =>
+  new PerformanceObserver((list) => done(list.getEntries()[0].startTime))
+    .observe({ type: "paint", buffered: true }))"""
 # Every text that can be seen: its colour against the colours behind it, laid over one another.
 _CONTRAST = (Path(__file__).parent / "contrast.js").read_text(encoding="utf-8")
+
+
+def test_the_keyboard_reaches_everything(page: Any) -> None:
+    send(page)
+    finished(page)
+    for name in ("System prompt", "Tools (JSON)", "JSON schema of the answer"):
+        page.get_by_text(name).click()
+    page.evaluate("document.activeElement.blur()")
+    count = page.evaluate(
+        """() => [...document.querySelectorAll("a, button, input, select, textarea, summary")]
+          .filter((e) => !e.disabled && e.checkVisibility()).map((e, i) => (e.dataset.stop = i))
+          .length"""
+    )
+    reached = set()
+    for _ in range(count + 5):
+        page.keyboard.press("Tab")
+        reached.add(page.evaluate("document.activeElement?.dataset.stop"))
+    assert count > 20
+    assert reached - {None} == {str(i) for i in range(count)}
+
+
+def test_it_is_painted_within_a_second(browser: Any, scripted: ScriptedServer) -> None:
+    """From a fresh cache; the best of three, as the machine may be busy."""
+    times = []
+    for _ in range(3):
+        context = browser.new_context()
+        page = context.new_page()
+        page.goto(f"{scripted.url}/")
+        times.append(page.evaluate(_FIRST_PAINT))
+        context.close()
+    assert min(times) < 1000, times

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 
 import pytest
 
@@ -23,14 +26,38 @@ def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_an_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert command.main(["serv"]) == 2
     assert capsys.readouterr().err.startswith("error: unknown command serv; did you mean serve?\n")
+    assert command.main(["bench", "srve"]) == 2
+    assert "did you mean serve?\natom bench --help" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", command.PROGRAMS)
-def test_each_command_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        command.main([name, "--help"])
-    assert ended.value.code == 0
-    assert capsys.readouterr().out.startswith(f"usage: atom {name} ")
+def _all_words() -> Iterator[list[str]]:
+    for name, program in command.PROGRAMS.items():
+        yield [name]
+        yield from ([name, inner] for inner in program.programs)
+
+
+@pytest.mark.parametrize("words", list(_all_words()), ids=" ".join)
+def test_each_command_has_help(words: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with contextlib.suppress(SystemExit):
+        command.main([*words, "--help"])
+    assert capsys.readouterr().out.startswith(f"usage: atom {' '.join(words)} ")
+
+
+def test_the_help_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ten flags first, then subjects; each flag once, in one spelling."""
+    with pytest.raises(SystemExit):
+        command.main(["serve", "--help"])
+    out = capsys.readouterr().out
+    sections = re.split(r"^(\S.*):$", out, flags=re.M)
+    titles, contents = sections[1::2], sections[2::2]
+    assert titles[:3] == ["positional arguments", "what most people need first", "options"]
+    assert titles[-7:][:3] == ["model and weights", "speculation", "memory for keys and values"]
+    flags = [re.findall(r"^  (--\S+?),? ", content, re.M) for content in contents]
+    assert len(flags[1]) == 10
+    everything = [flag for section in flags for flag in section]
+    assert len(everything) == len(set(everything)) >= 60
+    assert "--[no-]ui" in everything
+    assert not [flag for flag in everything if "_" in flag]
 
 
 def test_errors_name_the_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,13 +77,23 @@ def test_python_m_atom() -> None:
 
 def test_completion(capsys: pytest.CaptureFixture[str]) -> None:
     bash = completion.script("bash")
-    assert "serve chat run" in bash
-    assert " --max-model-len " in bash
-    if (shell := shutil.which("bash")) is not None:
-        asked = f"{bash}COMP_WORDS=(atom serve --max-mod) COMP_CWORD=2; _atom; echo $COMPREPLY"
+    shell = shutil.which("bash")
+    assert shell is not None
+    for words, last, expected in (
+        ("atom ser", 1, "serve"),
+        ("atom serve --max-mod", 2, "--max-model-len"),
+        ("atom bench lat", 2, "latency"),
+        ("atom bench serve --num-pr", 3, "--num-prompts"),
+    ):
+        asked = f"{bash}COMP_WORDS=({words}) COMP_CWORD={last}; _atom; echo $COMPREPLY"
         done = subprocess.run([shell, "-c", asked], capture_output=True, text=True, check=True)
-        assert done.stdout == "--max-model-len\n"
-    assert "complete -c atom" in completion.script("fish")
+        assert done.stdout == f"{expected}\n"
+    assert completion.script("zsh").endswith(bash)
+    fish = completion.script("fish").splitlines()
+    assert [line for line in fish if "-a latency" in line and "from bench" in line]
+    inner = [line for line in fish if line.endswith(" -l num-iters")]
+    assert len(inner) == 1
+    assert "from bench; and __fish_seen_subcommand_from latency" in inner[0]
     with pytest.raises(SystemExit):
         command.main(["completion", "tcsh"])
     assert "name a shell: bash, zsh, fish" in capsys.readouterr().err

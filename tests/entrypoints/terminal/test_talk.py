@@ -15,10 +15,14 @@ from pathlib import Path
 
 import pytest
 from models import checkpoints
+from scripted_server import ScriptedServer
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
-from atom.entrypoints.terminal.talk import Talk, changed
+from atom.entrypoints.openai.http.options import ServerOptions
+from atom.entrypoints.terminal import chat
+from atom.entrypoints.terminal.remote import RemoteModel
+from atom.entrypoints.terminal.talk import LocalModel, Talk, read_setting
 
 
 @pytest.fixture(scope="module")
@@ -38,20 +42,25 @@ def llm(folder: Path) -> Iterator[LLM]:
 
 
 def test_settings() -> None:
-    params = SamplingParams()
-    params = changed(params, "temperature", "0.5")
-    params = changed(params, "max_tokens", "none")
-    params = changed(params, "seed", "7")
-    assert (params.temperature, params.max_tokens, params.seed) == (0.5, None, 7)
+    assert read_setting("temperature", "0.5") == 0.5
+    assert read_setting("max_tokens", "none") is None
+    assert read_setting("seed", "7") == 7
+    assert read_setting("speculation", "False") is False
     for name, value in (("temperature", "hot"), ("temperature", "-1"), ("top_k", "1.5")):
         with pytest.raises(ValueError, match=name):
-            changed(params, name, value)
+            read_setting(name, value)
     with pytest.raises(ValueError, match="unknown setting 'heat'; there are temperature"):
-        changed(params, "heat", "1")
+        read_setting("heat", "1")
+
+
+def _talk(llm: LLM, max_tokens: int, system: str | None = None) -> Talk:
+    talk = Talk(LocalModel(llm), system)
+    talk.settings |= {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True}
+    return talk
 
 
 def test_a_conversation(llm: LLM) -> None:
-    talk = Talk(llm, SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True), "Be brief.")
+    talk = _talk(llm, 8, "Be brief.")
     pieces: list[str] = []
     answer = talk.ask("hello", pieces.append)
     assert "".join(pieces) == answer.text
@@ -75,7 +84,7 @@ def test_a_conversation(llm: LLM) -> None:
 
 
 def test_ctrl_c_keeps_what_came(llm: LLM) -> None:
-    talk = Talk(llm, SamplingParams(temperature=0.0, max_tokens=50, ignore_eos=True))
+    talk = _talk(llm, 50)
 
     def interrupt(_: str) -> None:
         if answer_so_far := len(shown):
@@ -92,10 +101,85 @@ def test_ctrl_c_keeps_what_came(llm: LLM) -> None:
 
 
 def test_a_message_that_does_not_fit_is_taken_back(llm: LLM) -> None:
-    talk = Talk(llm, SamplingParams(max_tokens=4))
+    talk = _talk(llm, 4)
     with pytest.raises(ValueError, match="token"):
         talk.ask("a" * 100_000, print)
     assert talk.messages == []
+
+
+@pytest.fixture(scope="module")
+def server(byte_level_tokenizer: PreTrainedTokenizerFast) -> Iterator[ScriptedServer]:
+    """Speculates, is called `far`, and wants a key."""
+    options = ServerOptions(served_model_names=("far",), api_keys=("secret",))
+    server = ScriptedServer(byte_level_tokenizer, options)
+    server.model.drafts = lambda number: (2, 1, "eagle3")
+    server.says("Blue light scatters most.")
+    yield server
+    server.stop()
+
+
+def test_a_conversation_with_a_server(server: ScriptedServer) -> None:
+    talk = Talk(RemoteModel(f"{server.url}/v1/", "secret", None), "Be brief.")
+    talk.set("seed", "7")
+    pieces: list[str] = []
+    answer = talk.ask("Why?", pieces.append)
+    assert "".join(pieces) == answer.text == "Blue light scatters most."
+    assert answer.finish_reason == "stop"
+    assert answer.per_forward is not None
+    assert 1.5 < answer.per_forward <= 2
+    assert server.model.params is not None
+    assert server.model.params.seed == 7
+    assert "Be brief." in server.prompt
+    talk.ask("And why?", pieces.append)
+    assert answer.text in server.prompt
+    talk.set("speculation", "false")
+    plain = talk.ask("Why?", pieces.append)
+    assert (plain.per_forward, plain.num_tokens) == (None, answer.num_tokens)
+    assert talk.value("top_p") == "the server's"
+    with pytest.raises(ValueError, match="8000"):
+        talk.ask("a" * 50_000, pieces.append)
+    assert len(talk.messages) == 6
+
+
+def test_a_connection_that_breaks(server: ScriptedServer) -> None:
+    talk = Talk(RemoteModel(server.url, "secret", "far"))
+    server.model.seconds_per_step = 0.05
+    with pytest.raises(RuntimeError, match="connection was lost"):
+        talk.ask("Why?", lambda _: server.drop_connections())
+    server.model.seconds_per_step = 0.0
+    assert talk.ask("Why?", print).finish_reason == "stop"
+
+
+def test_servers_that_do_not_answer(server: ScriptedServer) -> None:
+    with pytest.raises(RuntimeError, match=r"no server answers at http://127\.0\.0\.1:9: "):
+        RemoteModel("http://127.0.0.1:9", None, None)
+    with pytest.raises(RuntimeError, match="give --api-key, or set ATOM_API_KEY"):
+        RemoteModel(server.url, None, None)
+    with pytest.raises(RuntimeError, match="has no model near; it has far"):
+        RemoteModel(server.url, "secret", "near")
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["--url", "http://127.0.0.1:9", "--dtype", "float32"], "--dtype is for a model in this"),
+        (["--url", "http://127.0.0.1:9", "--no-speculation"], "--no-speculation is for a model"),
+        (["--url", "http://127.0.0.1:9"], "no server answers at"),
+        (["--api-key", "k"], "--api-key has no effect without --url"),
+        (["no/such-folder"], "no/such-folder"),
+    ],
+)
+def test_what_cannot_be_is_said_plainly(
+    words: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        status = chat.main(words)
+    except SystemExit as ended:
+        status = int(str(ended.code))
+    assert status in (1, 2)
+    error = capsys.readouterr().err
+    assert error.startswith("error: ")
+    assert said in error
 
 
 class PseudoTerminal:
@@ -164,6 +248,26 @@ def test_chat_in_a_terminal(folder: Path, tmp_path: Path) -> None:
     assert terminal.end() == 0
     history = (tmp_path / "atom" / "chat_history").read_text()
     assert "hello" in history
+
+
+def test_chat_with_a_server_in_a_terminal(server: ScriptedServer, tmp_path: Path) -> None:
+    words = ("chat", "--url", server.url, "--api-key", "secret")
+    terminal = PseudoTerminal(*words, home=tmp_path)
+    terminal.wait_for("far; /help lists commands, Ctrl-D leaves\r\n> ")
+    terminal.say("Why?\n")
+    terminal.wait_for(r"scatters most\.\r\n\S*\(\d+ tokens, .*, 1\.\d\d per forward\)(?s:.*)> ")
+    server.model.seconds_per_step = 0.2
+    terminal.say("Why?\n")
+    terminal.wait_for("Bl")
+    os.kill(terminal.pid, signal.SIGINT)
+    terminal.wait_for(r"stopped\)(?s:.*)> ", 20)
+    os.kill(terminal.pid, signal.SIGINT)
+    terminal.wait_for(r"\(Ctrl-D leaves\)", 20)
+    server.model.seconds_per_step = 0.0
+    terminal.say("/hlep\n")
+    terminal.wait_for(r"unknown command /hlep; did you mean /help\?")
+    terminal.say("/quit\n")
+    assert terminal.end() == 0
 
 
 def test_run(folder: Path) -> None:

@@ -175,6 +175,7 @@ class GenerationRequest(SamplingFields):
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     speculation: bool | None = None
+    num_speculative_tokens: int | None = None
 
     # Harmless.
     user: Any = None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from starlette.responses import RedirectResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 
@@ -13,6 +14,11 @@ class RootPathMiddleware:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http" and scope["path"].startswith(f"{self._root_path}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
+        if scope["type"] == "http":
+            if scope["path"] == self._root_path:
+                # The page's addresses are relative to the folder.
+                await RedirectResponse(f"{self._root_path}/")(scope, receive, send)
+                return
+            if scope["path"].startswith(f"{self._root_path}/"):
+                scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
         await self._app(scope, receive, send)

@@ -1,4 +1,7 @@
-"""What every benchmark shares: prompts, statistics, and where the numbers were made."""
+"""What every benchmark shares: prompts, statistics, and where the numbers were made.
+
+The programs of `benchmarks/` use it, too.
+"""
 
 from __future__ import annotations
 
@@ -160,7 +163,8 @@ def _command(argv: Sequence[str]) -> str:
     for before, argument in zip(("", *argv), argv, strict=False):
         secret = before == "--api-key" or argument.startswith("--api-key=")
         shown.append("--api-key=..." if secret else argument)
-    return "python " + shlex.join(a for a in shown if a != "--api-key")
+    command = shlex.join(a for a in shown if a != "--api-key")
+    return f"python {command}" if argv[0].endswith(".py") else command
 
 
 def _cpu_name() -> str:
@@ -193,11 +197,13 @@ def _version(package: str) -> str | None:
 
 
 def _commit() -> str | None:
+    """Of the checkout that this runs from; None for an installed package."""
+    root = Path(__file__).resolve().parents[2]
+    if not (root / ".git").exists():
+        return None
     command = ["git", "describe", "--always", "--dirty"]
     try:
-        done = subprocess.run(
-            command, cwd=Path(__file__).parent, capture_output=True, text=True, check=True
-        )
+        done = subprocess.run(command, cwd=root, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return None
     return done.stdout.strip()

@@ -6,7 +6,6 @@ import asyncio
 import contextlib
 import json
 import socket
-import subprocess
 import sys
 import threading
 import time
@@ -19,24 +18,10 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from atom.bench import report as report_module
+from atom.bench import serve as serving
+
 FIRST, GAP, TOKENS = 0.06, 0.02, 5
-
-
-@pytest.fixture
-def serving(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import serving
-
-    return serving
-
-
-@pytest.fixture
-def report_module(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import _report
-
-    return _report
 
 
 class Stub:
@@ -92,7 +77,7 @@ def served(app: FastAPI) -> Iterator[str]:
 
 
 @pytest.mark.parametrize("load", [["--max-concurrency", "3"], ["--request-rate", "100"]])
-def test_report_of_a_known_server(serving: Any, tmp_path: Path, load: list[str]) -> None:
+def test_report_of_a_known_server(tmp_path: Path, load: list[str]) -> None:
     stub, path = Stub(), tmp_path / "sub" / "report.json"
     command = ["--num-prompts", "12", "--output-json", str(path), "--slo-ttft-ms", "60000"]
     with served(stub.app) as url:
@@ -116,7 +101,7 @@ def test_report_of_a_known_server(serving: Any, tmp_path: Path, load: list[str])
 
 
 def test_failures_are_counted_and_the_exit_status_says_so(
-    serving: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text('{"question": "hello"}\n{"question": "refuse"}\n', encoding="utf-8")
@@ -128,12 +113,12 @@ def test_failures_are_counted_and_the_exit_status_says_so(
     assert "2 x ValueError: HTTP 400" in printed
 
 
-def test_no_server_is_said_plainly(serving: Any) -> None:
+def test_no_server_is_said_plainly() -> None:
     with pytest.raises(SystemExit, match="no model at http"):
         serving.main(["--base-url", "http://127.0.0.1:9/v1"])
 
 
-def test_evaluate_and_goodput(serving: Any) -> None:
+def test_evaluate_and_goodput() -> None:
     exchange = serving.Exchange
     exchanges = [
         exchange(0.0, 0.0, 1.0, [0.2, 0.6, 1.0], prompt_tokens=5, output_tokens=5),
@@ -152,7 +137,7 @@ def test_evaluate_and_goodput(serving: Any) -> None:
     assert report["goodput"]["good"] == 1
 
 
-def test_percentiles_are_interpolated(report_module: Any) -> None:
+def test_percentiles_are_interpolated() -> None:
     assert report_module.percentile([4, 1, 3, 2], 50) == 2.5
     assert report_module.percentile([7], 99) == 7
     assert report_module.summarise([]) is None
@@ -167,7 +152,7 @@ def test_percentiles_are_interpolated(report_module: Any) -> None:
         ('{"messages": ["hi", "second turn"]}', "hi"),
     ],
 )
-def test_prompts_of_a_file(report_module: Any, tmp_path: Path, line: str, text: str) -> None:
+def test_prompts_of_a_file(tmp_path: Path, line: str, text: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(f"\n{line}\n", encoding="utf-8")
     expected = [[{"role": "user", "content": text}]]
@@ -175,7 +160,7 @@ def test_prompts_of_a_file(report_module: Any, tmp_path: Path, line: str, text: 
 
 
 @pytest.mark.parametrize("line", ["not json", '{"question": "hi"}', "[1]", '{"messages": []}'])
-def test_bad_prompt_files_are_refused(report_module: Any, tmp_path: Path, line: str) -> None:
+def test_bad_prompt_files_are_refused(tmp_path: Path, line: str) -> None:
     path = tmp_path / "prompts.jsonl"
     path.write_text(line, encoding="utf-8")
     with pytest.raises(ValueError, match=r"prompts\.jsonl:1"):
@@ -186,15 +171,11 @@ def test_bad_prompt_files_are_refused(report_module: Any, tmp_path: Path, line: 
 
 
 @pytest.mark.parametrize("key", [["--api-key", "s3cret"], ["--api-key=s3cret"]])
-def test_reports_hold_no_key(
-    report_module: Any, monkeypatch: pytest.MonkeyPatch, key: list[str]
-) -> None:
+def test_reports_hold_no_key(monkeypatch: pytest.MonkeyPatch, key: list[str]) -> None:
     monkeypatch.setattr(sys, "argv", ["serving.py", *key, "--seed", "1"])
     assert report_module.environment()["command"] == "python serving.py --api-key=... --seed 1"
 
 
-@pytest.mark.parametrize("name", ["serving", "throughput", "compare_transformers"])
-def test_help(name: str) -> None:
-    command = [sys.executable, str(BENCHMARKS / f"{name}.py"), "--help"]
-    done = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert "--output-json" in done.stdout
+@pytest.mark.parametrize("url", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/"])
+def test_the_address_of_a_server(url: str) -> None:
+    assert serving.api_url(url) == "http://a:1/v1"

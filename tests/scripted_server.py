@@ -128,7 +128,9 @@ class ScriptedServer:
         max_model_len: int = 8000,
         sampling_defaults: Mapping[str, Any] | None = None,
         synthetic_acceptance_length: float | None = None,
+        engine_options: Mapping[str, Any] | None = None,
     ) -> None:
+        self._engine_config = engine_config(**(engine_options or {}))
         self._tokenizer = tokenizer
         self._synthetic_acceptance_length = synthetic_acceptance_length
         self._max_model_len = max_model_len
@@ -190,7 +192,7 @@ class ScriptedServer:
         engine = AsyncEngine(
             [(self.model, wire.Ready(limits, EngineStats(), 0.0))],  # type: ignore[list-item]
             relaunch,
-            engine_config(),
+            self._engine_config,
             "scripted",
             "llama",
             self._tokenizer,

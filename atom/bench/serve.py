@@ -1,10 +1,10 @@
-"""Latency and throughput of an OpenAI-compatible server under load.
+"""`atom bench serve`: latency and throughput of an OpenAI-compatible server under load.
 
 Chats from a file are sent either open-loop, at Poisson arrivals that do not wait for answers
 (--request-rate), or by a fixed number of clients that each wait (--max-concurrency).
 
-python benchmarks/serving.py --max-concurrency 8 --num-prompts 64
-python benchmarks/serving.py --request-rate 2 --prompts-file questions.jsonl --field question \\
+atom bench serve --max-concurrency 8 --num-prompts 64
+atom bench serve --request-rate 2 --prompts-file questions.jsonl --field question \\
     --slo-ttft-ms 500 --slo-tpot-ms 50 --output-json result.json
 """
 
@@ -15,7 +15,6 @@ import asyncio
 import itertools
 import json
 import random
-import sys
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
@@ -24,7 +23,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from _report import environment, markdown_table, read_conversations, summarise, write_json
+
+from atom.bench.report import (
+    environment,
+    markdown_table,
+    read_conversations,
+    summarise,
+    write_json,
+)
+from atom.command_line import CommandLine
 
 # Requests at the end of an open-loop run may still wait for this long.
 DEFAULT_TIMEOUT = 600.0
@@ -220,7 +227,7 @@ async def run(args: argparse.Namespace) -> dict[str, Any]:
     prompts = list(itertools.islice(itertools.cycle(conversations), args.num_prompts))
     headers = {"Authorization": f"Bearer {args.api_key}"} if args.api_key else {}
     async with httpx.AsyncClient(
-        base_url=args.base_url.rstrip("/") + "/",
+        base_url=api_url(args.base_url) + "/",
         headers=headers,
         timeout=args.timeout,
         limits=httpx.Limits(max_connections=None),
@@ -257,6 +264,12 @@ async def first_model(http: httpx.AsyncClient) -> str:
         raise SystemExit(f"error: no model at {http.base_url}models: {error!r}") from error
 
 
+def api_url(url: str) -> str:
+    """The address of the API below a server's, `/v1` given or not."""
+    url = url.rstrip("/")
+    return url if url.endswith("/v1") else f"{url}/v1"
+
+
 def _json_object(text: str) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
@@ -278,11 +291,11 @@ def _positive_int(text: str) -> int:
     return value
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+def create_parser(prog: str = "atom bench serve") -> CommandLine:
+    parser = CommandLine(prog=prog, description=__doc__)
+    parser.add_argument(
+        "--base-url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)"
     )
-    parser.add_argument("--base-url", default="http://127.0.0.1:8000/v1")
     parser.add_argument("--model", help="the server's first when omitted")
     parser.add_argument("--api-key")
     load = parser.add_mutually_exclusive_group()
@@ -296,7 +309,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--num-prompts", type=_positive_int, default=64, help="(default: 64)")
     parser.add_argument("--num-warmups", type=int, default=2, help="not measured (default: 2)")
-    parser.add_argument("--max-tokens", type=_positive_int, default=128, help="(default: 128)")
+    parser.add_argument(
+        "--max-tokens", "--output-len", type=_positive_int, default=128, help="(default: 128)"
+    )
     parser.add_argument("--temperature", type=float, default=0.0, help="(default: 0)")
     parser.add_argument("--ignore-eos", action="store_true", help="answers of full length")
     parser.add_argument(
@@ -309,16 +324,17 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
             f"--slo-{name}-ms", type=_positive, help=f"goodput counts requests with {name} below"
         )
     parser.add_argument("--output-json", type=Path)
-    return parser.parse_args(argv)
+    return parser
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    args = parse_args(argv)
-    report = asyncio.run(run(args))
+def main(argv: Sequence[str] | None = None, *, prog: str = "atom bench serve") -> int:
+    """Returns 1 when a request failed."""
+    parser = create_parser(prog)
+    args = parser.parse_args(argv)
+    try:
+        report = asyncio.run(run(args))
+    except ValueError as error:
+        parser.error(str(error))
     print(to_markdown(report))
     write_json(args.output_json, report)
     return 1 if report["failed"] else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,8 +1,8 @@
-"""Offline throughput: all prompts at once through `atom.LLM`.
+"""`atom bench throughput`: all prompts at once through an engine in this process.
 
-python benchmarks/throughput.py --num-prompts 64 --max-tokens 128
-python benchmarks/throughput.py --prompts-file questions.jsonl --field question
-python benchmarks/throughput.py --random-input-len 512 --max-tokens 64
+atom bench throughput --num-prompts 64 --max-tokens 128
+atom bench throughput --prompts-file questions.jsonl --field question
+atom bench throughput --input-len 512 --output-len 64
 """
 
 from __future__ import annotations
@@ -18,10 +18,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from _report import environment, markdown_table, read_conversations, write_json
-
+from atom.bench.report import environment, markdown_table, read_conversations, write_json
+from atom.command_line import CommandLine
+from atom.config import ConfigError
 from atom.model_engine.arg_utils import (
+    EngineOptions,
     add_engine_flags,
+    add_model,
+    add_no_speculation,
+    choose_draft,
     engine_config,
     engine_options,
     speculation_of,
@@ -32,25 +37,39 @@ if TYPE_CHECKING:
     from atom import LLM
 
 
-def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--prompts-file", type=Path, help="JSONL; built-in prompts when omitted")
-    parser.add_argument(
-        "--field", default="messages", help="field with messages or text (default: %(default)s)"
-    )
-    parser.add_argument("--random-input-len", type=int, help="prompts of so many random tokens")
+def create_parser(prog: str = "atom bench throughput") -> CommandLine:
+    parser = CommandLine(prog=prog, description=__doc__)
+    add_prompts(parser)
     parser.add_argument("--num-prompts", type=int, default=32, help="(default: %(default)s)")
-    parser.add_argument("--max-tokens", type=int, default=128, help="(default: %(default)s)")
-    parser.add_argument("--temperature", type=float, default=0.0, help="(default: %(default)s)")
-    parser.add_argument(
-        "--stop-at-eos", action="store_true", help="let answers end before --max-tokens"
-    )
     parser.add_argument("--rounds", type=int, default=3, help="the median counts (default: 3)")
-    parser.add_argument("--output-json", type=Path)
+    add_engine(parser)
+    return parser
+
+
+def add_prompts(parser: CommandLine) -> None:
+    """The flags of what is answered, for the benchmarks of an engine in this process."""
+    add = parser.add_argument
+    add("--prompts-file", type=Path, help="JSONL; built-in prompts when omitted")
+    add("--field", default="messages", help="field with messages or text (default: %(default)s)")
+    add("--random-input-len", "--input-len", type=int, help="prompts of so many random tokens")
+    add("--max-tokens", "--output-len", type=int, default=128, help="(default: %(default)s)")
+    add("--temperature", type=float, default=0.0, help="(default: %(default)s)")
+    add("--stop-at-eos", action="store_true", help="let answers end before --max-tokens")
+    add("--output-json", type=Path)
+
+
+def add_engine(parser: CommandLine) -> None:
+    """The flags of the engine."""
+    add_model(parser)
     add_engine_flags(parser)
-    return parser.parse_args(argv)
+    add_no_speculation(parser)
+
+
+def start(options: EngineOptions) -> LLM:
+    # After the options were found right: this import brings torch.
+    from atom.entrypoints.llm import LLM
+
+    return LLM(**options, no_speculation=not speculation_of(options))
 
 
 def make_prompts(llm: LLM, args: argparse.Namespace) -> list[list[int]]:
@@ -83,16 +102,19 @@ def measure(llm: LLM, prompts: list[list[int]], params: SamplingParams) -> dict[
     }
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    args = parse_args(argv)
-    from atom import LLM
-
-    options = engine_options(args)
-    llm = LLM(**options, no_speculation=not speculation_of(options))
-    params = SamplingParams(
-        max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=not args.stop_at_eos
-    )
-    prompts = make_prompts(llm, args)
+def main(argv: Sequence[str] | None = None, *, prog: str = "atom bench throughput") -> int:
+    parser = create_parser(prog)
+    args = parser.parse_args(argv)
+    try:
+        options = choose_draft(engine_options(args), args.no_speculation)
+        params = sampling(args)
+        llm = start(options)
+        prompts = make_prompts(llm, args)
+    except (ConfigError, ValueError) as error:
+        parser.error(str(error))
+    except (RuntimeError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     llm.generate(prompts[:2], SamplingParams(max_tokens=4), use_tqdm=False)  # warm-up
     rounds = [measure(llm, prompts, params) for _ in range(args.rounds)]
     llm.shutdown()
@@ -107,7 +129,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             "rounds": rounds,
         },
     )
+    return 0
 
 
-if __name__ == "__main__":
-    main()
+def sampling(args: argparse.Namespace) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=args.max_tokens, temperature=args.temperature, ignore_eos=not args.stop_at_eos
+    )

@@ -1,0 +1,1 @@
+"""Load and speed of servers and engines: what `atom bench` runs."""
