@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,59 @@ def test_the_installer_is_heard_only_when_it_fails(tmp_path: Path, status: int) 
         assert ran.stderr.splitlines()[:4] == ["line 1", "line 2", "line 3", "why"]
         assert "pip install something failed" in ran.stderr.splitlines()[-1]
     assert [path.name for path in tmp_path.iterdir()] == ["bin"]
+
+
+def say(script: str, tmp_path: Path, **env: str) -> subprocess.CompletedProcess[str]:
+    """Run `script` after env.sh; `_pip` says what it would install."""
+    return subprocess.run(
+        ["bash", "-euc", f". '{ENV}'; _pip() {{ echo pip \"$@\"; }}; {script}"],
+        env={"PATH": "/usr/bin:/bin", "ATOM_VENV": str(tmp_path / "venv"), **env},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize(
+    ("system", "has_nvidia", "reaches", "installs"),
+    [
+        ("Linux", False, True, "pip --extra-index-url https://download.pytorch.org/whl/cpu torch="),
+        ("Linux", False, False, "pip torch=="),
+        ("Linux", True, True, "pip torch=="),
+        ("Darwin", False, True, "pip torch=="),
+    ],
+)
+def test_without_an_nvidia_gpu_torch_is_the_cpu_build_where_it_can_be_had(
+    tmp_path: Path, system: str, has_nvidia: bool, reaches: bool, installs: str
+) -> None:
+    ran = say(
+        f"uname() {{ echo {system}; }}; _has_nvidia() {{ {str(has_nvidia).lower()}; }}; "
+        f"_can_reach() {{ {str(reaches).lower()}; }}; _install_torch",
+        tmp_path,
+    )
+    assert ran.stdout.startswith(installs), ran
+    assert ran.stdout.endswith("+cpu\n") == ("cpu" in installs)
+
+
+def test_an_index_that_cannot_be_reached_is_given_up_without_a_word(tmp_path: Path) -> None:
+    ran = say(
+        f"ATOM_PYTHON={sys.executable}; _can_reach http://127.0.0.1:9/ || echo no; "
+        f"_can_reach file://{ENV} && echo yes",
+        tmp_path,
+    )
+    assert (ran.stdout, ran.stderr) == ("no\nyes\n", "")
+
+
+def test_an_amd_gpu_without_its_torch_is_told_before_anything_is_made(tmp_path: Path) -> None:
+    pretend = "_torch_to_keep() { :; }; _has_amd() { true; }; ensure_env server"
+    ran = say(pretend, tmp_path, PYTHON=sys.executable)
+    assert ran.returncode == 1
+    assert ran.stdout == ""
+    assert "get-started" in ran.stderr
+    assert "ATOM_CPU_ONLY=1" in ran.stderr
+    assert not (tmp_path / "venv").exists()
+
+
+def test_a_cpu_only_environment_asks_for_no_gpu(tmp_path: Path) -> None:
+    ran = say("_has_amd || _has_nvidia || echo cpu", tmp_path, ATOM_CPU_ONLY="1")
+    assert ran.stdout == "cpu\n"

@@ -1,12 +1,14 @@
 # Makes the project's virtual environment. Sourced by the scripts; bash 3.2 is enough.
 #
-#   PYTHON=python3.12   the interpreter to build it with (3.10 to 3.13)
+#   PYTHON=python3.12   the interpreter to build it with (3.10 to 3.14)
 #   ATOM_VENV=DIR       where it lies (default: .venv in the repository)
+#   ATOM_CPU_ONLY=1     install PyTorch's CPU build, whatever GPU there is
 
 ATOM_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)"
 ATOM_VENV="${ATOM_VENV:-$ATOM_ROOT/.venv}"
 ATOM_PYTHON="$ATOM_VENV/bin/python"
 ATOM_TORCH="torch==2.13.0" # installed only where there is no torch yet
+ATOM_TORCH_CPU_INDEX="https://download.pytorch.org/whl/cpu"
 ATOM_TRITON="triton==3.7.0" # for tests, only where torch brought none; the one that aiter pins
 
 say() { printf '\033[2m[atom]\033[0m %s\n' "$*" >&2; }
@@ -47,14 +49,7 @@ _pip() {
 
 _install() {
     local constraint="$ATOM_VENV/.atom-constraint"
-    if [ -z "$(_torch_version)" ]; then
-        if [ -e /dev/kfd ]; then
-            say "this machine has an AMD GPU but $ATOM_PYTHON no ROCm torch: the engine will run on" \
-                "the CPU. To use the GPU, remove $ATOM_VENV and set PYTHON to an interpreter with one"
-        fi
-        say "installing $ATOM_TORCH (a large download)"
-        _pip "$ATOM_TORCH"
-    fi
+    [ -n "$(_torch_version)" ] || _install_torch
     # The torch that is there stays: a ROCm or CUDA build must never be replaced.
     echo "torch==$(_torch_version)" >"$constraint"
     say "installing the project with [$1] beside $(cat "$constraint")"
@@ -68,6 +63,37 @@ _install() {
     fi
     # By all processors at once, where pip uses one; some packages hold files that do not compile.
     "$ATOM_PYTHON" -m compileall -qq -j 0 "$(_site_packages)" "$ATOM_ROOT/atom" || true
+}
+
+# The default build for Linux brings gigabytes of CUDA: without an NVIDIA GPU, PyTorch's own index
+# has one for CPUs. Where that cannot be reached, and on macOS, it is the default build.
+_install_torch() {
+    if [ "$(uname -s)" = Linux ] && ! _has_nvidia && _can_reach "$ATOM_TORCH_CPU_INDEX/torch/"; then
+        say "installing the CPU build of $ATOM_TORCH (about 200 MB)"
+        _pip --extra-index-url "$ATOM_TORCH_CPU_INDEX" "$ATOM_TORCH+cpu"
+    else
+        say "installing $ATOM_TORCH (a large download)"
+        _pip "$ATOM_TORCH"
+    fi
+}
+
+_has_nvidia() {
+    [ -z "${ATOM_CPU_ONLY:-}" ] && { [ -e /dev/nvidiactl ] || command -v nvidia-smi >/dev/null; }
+}
+
+_has_amd() {
+    [ -z "${ATOM_CPU_ONLY:-}" ] && [ -e /dev/kfd ]
+}
+
+# By the venv's Python, with the proxies and certificates of the environment; curl may be missing.
+_can_reach() {
+    "$ATOM_PYTHON" - "$1" 2>/dev/null <<'PY'
+import sys
+import urllib.request
+
+request = urllib.request.Request(sys.argv[1], method="HEAD")
+urllib.request.urlopen(request, timeout=5).close()
+PY
 }
 
 _site_packages() {
@@ -87,6 +113,7 @@ _create_venv() {
     local torch
     torch="$(_torch_to_keep "$python")" || exit 1
     if [ -z "$torch" ]; then
+        ! _has_amd || _die_without_rocm "$python"
         say "creating $ATOM_VENV with $("$python" --version)"
         "$python" -m venv "$ATOM_VENV"
         return
@@ -102,26 +129,37 @@ _create_venv() {
     fi
 }
 
+# Before anything is downloaded: PyTorch's default build does not run on AMD GPUs.
+_die_without_rocm() {
+    die "this machine has an AMD GPU, and $1 has no PyTorch that can use it. Either
+  install PyTorch for ROCm 2.11 or newer into some environment, with the command that
+  https://pytorch.org/get-started/locally shows for ROCm, and run this again as
+    PYTHON=that-environment/bin/python $0
+  or run on the CPU:
+    ATOM_CPU_ONLY=1 $0
+  recipes/ROCm.md says more."
+}
+
 # The first interpreter that is new and old enough.
 _find_python() {
     local candidate
     if [ -n "${PYTHON:-}" ]; then
-        _is_supported "$PYTHON" || die "PYTHON=$PYTHON must run Python 3.10 to 3.13"
+        _is_supported "$PYTHON" || die "PYTHON=$PYTHON must run Python 3.10 to 3.14"
         echo "$PYTHON"
         return
     fi
-    for candidate in python3 python3.13 python3.12 python3.11 python3.10; do
+    for candidate in python3 python3.14 python3.13 python3.12 python3.11 python3.10; do
         if _is_supported "$candidate"; then
             echo "$candidate"
             return
         fi
     done
-    die "no Python 3.10 to 3.13 found (python3 is $(_version python3 || echo missing));" \
+    die "no Python 3.10 to 3.14 found (python3 is $(_version python3 || echo missing));" \
         "install one, or name it with PYTHON=..."
 }
 
 _is_supported() {
-    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 14))' 2>/dev/null
+    "$1" -c 'import sys; sys.exit(not (3, 10) <= sys.version_info < (3, 15))' 2>/dev/null
 }
 
 _version() {
