@@ -154,6 +154,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     Attributes:
         kv_cache_dtype: torch's name of the storage dtype.
         weights: how they are quantised and their inputs rounded, in words; "" if they are not.
+        runs_on: dtype, device and kernels, in words.
         synthetic_acceptance_length: drafts are accepted at random, so that texts mean nothing; None
             if they are not.
     """
@@ -165,6 +166,7 @@ class EngineLimits(msgspec.Struct, frozen=True, kw_only=True):
     max_logprobs: int
     kv_cache_dtype: str = ""
     weights: str = ""
+    runs_on: str = ""
     synthetic_acceptance_length: float | None = None
 
     @property

@@ -173,6 +173,7 @@ class Worker:
             ),
             kv_cache_dtype=dtype_name(storage),
             weights=describe_weights(self._model, source.quantization),
+            runs_on=f"{dtype_name(dtype)} on {self.ops.summary()}",
             synthetic_acceptance_length=_synthetic_length(config),
         )
         if place.is_first:

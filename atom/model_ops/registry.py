@@ -7,6 +7,7 @@ reason is recorded. `ATOM_OP_<NAME>=impl` overrides the choice or fails.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -208,6 +209,13 @@ class OpTable:
     def describe(self) -> str:
         """A table of the choices made so far, one row per distinct decision."""
         return format_choices(self._choices.values())
+
+    def summary(self) -> str:
+        """The platform and each implementation's number of ops, in words."""
+        names = Counter(name for _, name in {(c.op, c.name) for c in self._choices.values()})
+        order = preference(self.platform)
+        counts = ", ".join(f"{name} {names[name]}" for name in order if name in names)
+        return f"{self.platform.kind} ({self.platform.arch}); kernels: {counts}"
 
 
 def always(_: OpQuery) -> None:

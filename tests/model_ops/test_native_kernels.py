@@ -355,6 +355,18 @@ def test_a_missing_or_failing_compiler_is_a_reason(tmp_path: Path) -> None:
     assert "broken failed: out of luck" in reason
 
 
+def test_who_waits_for_a_compiler_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(
+        "atom.model_ops.kernels.native.build._run", lambda command: Path(command[-1]).touch()
+    )
+    caplog.set_level("INFO", "atom.model_ops.kernels.native.build")
+    for _ in range(2):
+        build(tmp_path)
+    assert caplog.messages == ["Compiling kernels for this processor, once"]
+
+
 def test_a_build_is_reused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atom.model_ops.kernels.native.build._run", None)
     assert build(cache_dir() / "native").exists()

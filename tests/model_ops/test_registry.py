@@ -78,6 +78,16 @@ def test_an_override_is_honoured_or_fails(monkeypatch: pytest.MonkeyPatch) -> No
             OpTable(MI300X, {"some_op": entries}).resolve("some_op", torch.bfloat16)
 
 
+def test_the_summary_counts_ops_by_implementation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ATOM_OP_SECOND", "torch")
+    both = (named("torch"), named("triton"))
+    table = OpTable(MI300X, {"first": both, "second": both, "third": both})
+    for op in ("first", "second", "third"):
+        table.resolve(op, torch.bfloat16)
+    table.resolve("first", torch.float16)
+    assert table.summary() == "rocm (gfx942); kernels: triton 2, torch 1"
+
+
 def test_an_implementation_of_another_platform_is_no_choice(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

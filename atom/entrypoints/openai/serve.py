@@ -140,8 +140,7 @@ async def _listen(
         gc.collect()
         gc.freeze()
         if not serving.done():
-            for line in banner(url, options, engine.config.speculative):
-                logger.info(line)
+            logger.info("%s", banner(url, options, engine))
             logger.info("Ready: %s serves %s", url, engine.model_name)
             if is_open and not options.api_keys:
                 logger.warning(

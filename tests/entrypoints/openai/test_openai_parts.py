@@ -26,7 +26,6 @@ from atom.entrypoints.openai.chat.protocol import (
     DetokenizeRequest,
 )
 from atom.entrypoints.openai.http import body as body_module
-from atom.entrypoints.openai.http.banner import banner
 from atom.entrypoints.openai.http.body import BodyRoom, parse_body, read_body
 from atom.entrypoints.openai.http.errors import ApiError, as_api_error
 from atom.entrypoints.openai.http.metrics import ServerMetrics
@@ -39,7 +38,6 @@ from atom.messages import (
     RefusedSequence,
     RequestRefusedError,
 )
-from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.async_engine import (
     EngineShuttingDownError,
     EngineStuckError,
@@ -340,18 +338,3 @@ def test_defaults_stay_at_home() -> None:
     options = _options()
     assert (options.host, options.port) == ("127.0.0.1", 8000)
     assert options.cors_allow_origins == ()
-
-
-def test_what_the_log_says_at_the_start() -> None:
-    drafts = engine_config(method="suffix", num_speculative_tokens=4).speculative
-    speculation, places = banner("http://a:1", ServerOptions(root_path="/llm"), drafts)
-    assert speculation.endswith(", speculation: suffix, up to 4 drafts per forward")
-    expected = "playground http://a:1/llm/, OpenAI API http://a:1/llm/v1, metrics"
-    assert places == f"{expected} http://a:1/llm/metrics"
-    options = ServerOptions(ui=False, api_keys=("secret",))
-    plain, places = banner("http://a:1", options, None)
-    assert plain.endswith(", without speculation")
-    assert "playground" not in places
-    assert places.endswith("; an API key is needed")
-    assert "secret" not in places
-    assert len(banner("unix:/s", ServerOptions(uds="/s"), None)) == 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import hashlib
+import logging
 import os
 import platform
 import re
@@ -16,7 +17,11 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from tqdm import tqdm
+
 from atom.environment import cache_dir, cpu_arch, cxx_compiler
+
+logger = logging.getLogger(__name__)
 
 SOURCE_DIR = Path(__file__).parent / "csrc"
 _COMPILERS = ("c++", "g++", "clang++")
@@ -91,7 +96,11 @@ def build(folder: Path) -> Path:
                 os.replace(result, target)
 
         with ThreadPoolExecutor(os.cpu_count()) as pool:
-            list(pool.map(compile_one, objects.keys(), objects.values()))
+            done = pool.map(compile_one, objects.keys(), objects.values())
+            what = "Compiling kernels for this processor, once"
+            logger.info("%s", what)
+            for _ in tqdm(done, desc=what, total=len(objects), unit="file", disable=None):
+                pass
         library = Path(scratch) / target.name
         _run([compiler, "-shared", "-pthread", *map(str, objects.values()), "-o", str(library)])
         os.replace(library, target)
