@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
 
 ROOT = Path(__file__).parents[1]
-RECIPES = sorted((ROOT / "recipes").glob("*.md"))
+RECIPES = sorted(set((ROOT / "recipes").glob("*.md")) - {ROOT / "recipes" / "README.md"})
 SERVER = "atom.entrypoints.openai_server"
 DEMO = "atom.examples.simple_inference"
 TRAINING = "atom.training"
