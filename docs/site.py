@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
+from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.*", "recipes/*.*", "LICENSE")
@@ -21,3 +23,13 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     ]
     theme = [file for file in files if file.src_dir != config.docs_dir]
     return Files([*ours, *theme])
+
+
+def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
+    """Links to folders of the repository, which have no page, become plain text."""
+    folder = (ROOT / page.file.src_uri).parent
+
+    def plain(link: re.Match[str]) -> str:
+        return link[1] if (folder / link[2]).is_dir() else link[0]
+
+    return re.sub(r"\[([^\]]+)\]\(([^)#:]+)\)", plain, markdown)

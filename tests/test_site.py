@@ -22,3 +22,7 @@ def test_the_site_is_built_with_every_link_right(tmp_path: Path) -> None:
     assert (tmp_path / "docs" / "pictures" / "step.svg").exists()
     loads = re.compile(r'<(?:script|img|link)[^>]* (?:src|href)="https?://(?!127\.0\.0\.1)[^"]*"')
     assert {path: found for path, text in pages.items() if (found := loads.findall(text))} == {}
+    shown = re.compile(r'<(?:img|source)[^>]* (?:src|srcset)="([^":]+)"')
+    for path, text in pages.items():
+        for picture in shown.findall(text):
+            assert (path.parent / picture).exists(), (path, picture)
