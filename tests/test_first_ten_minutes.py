@@ -33,11 +33,24 @@ def read_blocks() -> list[Block]:
 
 
 def clean_environment(home: Path) -> dict[str, str]:
-    """Nothing of this interpreter's, of a running test's, or of an earlier start's."""
+    """Nothing of this interpreter's or of an earlier start's; only how pip gets at packages."""
     tools = [path for path in os.environ["PATH"].split(":") if not path.endswith(".venv/bin")]
-    base = Path(sys.base_prefix, "bin")
-    env = {"HOME": str(home), "PATH": ":".join([str(base), *tools]), "TERM": "xterm"}
-    return env | {"ATOM_CACHE": str(home / "cache")}
+    config = os.environ.get("XDG_CONFIG_HOME") or str(Path.home() / ".config")
+    cache = subprocess.run(
+        [sys.executable, "-m", "pip", "cache", "dir"], capture_output=True, text=True, check=True
+    )
+    ways = {name: value for name, value in os.environ.items() if _WAYS.search(name)}
+    return ways | {
+        "HOME": str(home),
+        "PATH": ":".join([str(Path(sys.base_prefix, "bin")), *tools]),
+        "TERM": "xterm",
+        "ATOM_CACHE": str(home / "cache"),
+        "XDG_CONFIG_HOME": config,
+        "PIP_CACHE_DIR": cache.stdout.strip(),
+    }
+
+
+_WAYS = re.compile(r"^PIP_|_proxy$|^SSL_CERT|^REQUESTS_CA", re.IGNORECASE)
 
 
 @pytest.fixture
