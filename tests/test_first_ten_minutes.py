@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from filelock import FileLock
 from terminal import Terminal
 
 ROOT = Path(__file__).parents[1]
@@ -54,8 +55,10 @@ _WAYS = re.compile(r"^PIP_|_proxy$|^SSL_CERT|^REQUESTS_CA", re.IGNORECASE)
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Iterator[Path]:
-    yield tmp_path
+def home(tmp_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """A home of its own; one player at a time, since the page's server has a fixed port."""
+    with FileLock(tmp_path_factory.getbasetemp().parent / "port-8000.lock"):
+        yield tmp_path
     shutil.rmtree(tmp_path)  # an environment takes more than a gigabyte
 
 
