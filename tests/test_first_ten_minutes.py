@@ -112,7 +112,7 @@ def chat(terminal: Terminal, command: str, typed: str) -> None:
     terminal.begin(command)
     start = len(terminal.text)
     for line in typed.splitlines():
-        start = terminal.wait_for(r"^> ", START_SECONDS, start).end()
+        start = terminal.wait_for(r"> \Z", START_SECONDS, start).end()
         terminal.type(line)
         if not line.startswith("/") or line == "/retry":
             start = terminal.wait_for(ANSWERED.pattern, STEP_SECONDS, start).end()
