@@ -10,7 +10,14 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "CONTRIBUTING.md", "docs/**/*.*", "recipes/*.*", "LICENSE")
+PAGES = (
+    "README.md",
+    "CONTRIBUTING.md",
+    "docs/**/*.*",
+    "recipes/*.*",
+    "deploy/helm/atom/examples/*.yaml",
+    "LICENSE",
+)
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
