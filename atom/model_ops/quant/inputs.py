@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
-import torch
-
 from atom.config import ConfigError
-from atom.model_ops.kernels.native.quant_pack import takes_tiles
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.storage import MatrixStorage
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
@@ -31,8 +27,7 @@ def resolve_product(
 
     Its query has the format with the inputs as they are rounded. `auto` rounds them on a CPU
     where integer weights are multiplied as integers then: to 15 bits, of which one scale per token
-    is enough to lose nothing. Where weights in groups are multiplied on matrix tiles of bfloat16,
-    inputs stay as they are: every group's integer sums would leave the tiles.
+    is enough to lose nothing.
 
     Args:
         shape: as the op has it.
@@ -54,8 +49,7 @@ def resolve_product(
         )
     elif wanted == "auto" and ops.platform.kind == "cpu" and _is_weight_only(form):
         rounded = replace(form, activations=_WIDE)
-        packed = not ops.consider(op, dtype, rounded, **shape).dequantises
-        if packed and not _stays_float(op, form, dtype, shape):
+        if not ops.consider(op, dtype, rounded, **shape).dequantises:
             form = rounded
     return ops.resolve_weights(op, dtype, form, **shape)
 
@@ -73,13 +67,6 @@ def int8_inputs(form: WeightFormat) -> WeightFormat:
     of a token costs ten times as much likelihood.
     """
     return replace(form, activations=Activations("int8", _GROUP))
-
-
-def _stays_float(op: str, form: WeightFormat, dtype: torch.dtype, shape: Mapping[str, int]) -> bool:
-    """Whether products with packed weights in groups run on tiles of bfloat16."""
-    if op == "quant_experts" or not form.columns:
-        return False
-    return takes_tiles(shape["in_features"], dtype)
 
 
 def _is_weight_only(form: WeightFormat) -> bool:
