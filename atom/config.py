@@ -237,6 +237,11 @@ class SchedulerOptions(Options):
     max_num_batched_tokens: int = option(2048, "tokens computed in one step", at_least=1)
     max_num_seqs: int = option(64, "sequences computed in one step", at_least=1)
     enable_chunked_prefill: bool = option(True, "compute long prompts in several steps")
+    overlap: bool | None = option(
+        None,
+        "launch each step before the results of the one before it are read (by default on one GPU, "
+        "unless drafts are looked up)",
+    )
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from atom.batch import ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, ScheduledBatch
 from atom.bench.report import environment, write_json
 from atom.graphs.runner import EagerRunner
 from atom.messages import EngineLimits, EngineRequest
@@ -88,6 +88,7 @@ class NullExecutor:
 
     can_be_interrupted = True
     patience_ms: int | None = None
+    depth = 1
 
     def __init__(self, num_seqs: int, num_drafts: int, context: int) -> None:
         longest = context + ROOM
@@ -120,8 +121,8 @@ class NullExecutor:
         drafter = Drafter(proposer, "null", None, None, waiting_is_free=True)
         self._runner = ModelRunner(inputs, forward, sampler, drafter)
 
-    def step(self, batch: ScheduledBatch) -> StepOutput:
-        return self._runner.step(batch)
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        return self._runner.launch(batch)
 
     def shutdown(self) -> None:
         self.grammars.shutdown()

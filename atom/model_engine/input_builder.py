@@ -14,13 +14,14 @@ from atom.graphs.capture import Bucket, GraphPlan
 from atom.graphs.runner import ForwardRunner, GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
+from atom.model_engine.carried_rows import CarriedPlan, CarriedRows
 from atom.model_engine.kept_step import KeptStep, KeptSteps, layout_of
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
 
 # Staging buffer bytes for each token, for each sequence, and a constant part.
-_TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 96, 512, 1 << 16
+_TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 144, 512, 1 << 16
 # Blocks of the block tables of recorded steps, at least.
 _LEAST_WIDTH = 64
 
@@ -40,6 +41,7 @@ class StepInput:
             proposer that reads steps.
         recurs: whether other steps have the same shapes, as steps that decode do, and all that
             differs between them is in tensors.
+        carried: what passes from step to step on the device; None if steps do not overlap.
     """
 
     model_input: ModelInput
@@ -49,6 +51,7 @@ class StepInput:
     sampled: torch.Tensor | None
     race_rows: torch.Tensor | None
     recurs: bool
+    carried: CarriedPlan | None
 
 
 class _Places:
@@ -108,6 +111,7 @@ class InputBuilder:
         max_model_len: limit of a context.
         drafts: whether to compute `next_token_ids`, which proposers read.
         in_place: whether the inputs of steps with the same shapes are at the same addresses.
+        carried: what passes from step to step on the device; None if steps do not overlap.
     """
 
     def __init__(
@@ -123,6 +127,7 @@ class InputBuilder:
         device: torch.device,
         drafts: bool,
         in_place: bool = False,
+        carried: CarriedRows | None = None,
     ) -> None:
         most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
         num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
@@ -130,6 +135,7 @@ class InputBuilder:
         self._sampler = sampler
         self._block_size = block_size
         self._drafts = drafts
+        self._carried = carried
         self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
         self._kept = KeptSteps()
         # The block tables in `_step_tables`, and which they are.
@@ -222,13 +228,14 @@ class InputBuilder:
         rest = (graph, sample, next_token_ids)
         words = self.staging.words() if layout is not None and recurs else None
         # Last, since their number changes between steps that are otherwise the same.
-        self._send()
+        carried = self._send(sequences, sample)
         model_input = self._model_input(places, sequences, shape, graph)
+        self._take_carried(carried, model_input, sample, next_token_ids)
         if words is not None:
             first = (sequences, model_input, graph, sample, next_token_ids)
             own = KeptStep.of(*first, places.rows_there, race_rows, self.staging, words)
             self._kept.add(layout, own)
-        return StepInput(model_input, *rest, sampled, race_rows, recurs)
+        return StepInput(model_input, *rest, sampled, race_rows, recurs, carried)
 
     def _repeat(self, kept: KeptStep, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
         """A step of a known layout; None if it needs another graph."""
@@ -241,27 +248,47 @@ class InputBuilder:
         self.staging.repeat(kept.words)
         self._tables.grow(sequences)
         kept.fill(sequences, context_lens, self._tables, self._block_size)
-        self._send()
+        carried = self._send(sequences, kept.sample)
         attention = replace(
             attention,
             block_tables=self._select_tables(sequences, kept.rows_there, kept.graph),
             max_context_len=longest,
-            context_lens_cpu=context_lens,
+            context_lens_cpu=_known(sequences, context_lens),
         )
+        model_input = replace(kept.model_input, attention=attention)
+        self._take_carried(carried, model_input, kept.sample, kept.next_token_ids)
         return StepInput(
-            replace(kept.model_input, attention=attention),
+            model_input,
             *(kept.graph, kept.sample, kept.next_token_ids),
             sampled=None,
             race_rows=kept.race_rows,
             recurs=True,
+            carried=carried,
         )
 
-    def _send(self) -> None:
+    def _send(
+        self, sequences: Sequence[ScheduledSequence], sample: SamplePlan
+    ) -> CarriedPlan | None:
         if self._tables.have_grown:
             self._selected = None
         self._tables.stage(self.staging)
+        carried = None
+        if self._carried is not None:
+            carried = self._carried.put(sequences, sample, self.staging)
         self.staging.send()
         self._tables.update()
+        return carried
+
+    def _take_carried(
+        self,
+        plan: CarriedPlan | None,
+        model_input: ModelInput,
+        sample: SamplePlan,
+        next_token_ids: torch.Tensor | None,
+    ) -> None:
+        if self._carried is not None and plan is not None:
+            given = (model_input, sample, next_token_ids, self._tables, self._block_size)
+            self._carried.take(plan, *given)
 
     def _fill(self, places: _Places, sequences: Sequence[ScheduledSequence], shape: _Shape) -> None:
         count, size = shape.num_sequences, self._block_size
@@ -333,6 +360,13 @@ class InputBuilder:
                 max_seqlen_q=shape.longest_query,
                 max_context_len=shape.longest_context,
                 query_lens_cpu=tuple(shape.lens),
-                context_lens_cpu=tuple(shape.context_lens),
+                context_lens_cpu=_known(sequences, tuple(shape.context_lens)),
             ),
         )
+
+
+def _known(
+    sequences: Sequence[ScheduledSequence], context_lens: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The context lengths if the host knows them; with a sequence ahead they are the most."""
+    return None if any(s.is_ahead for s in sequences) else context_lens

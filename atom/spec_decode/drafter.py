@@ -36,13 +36,13 @@ class Drafter:
     Attributes:
         proposer: makes drafts on the device.
         max_drafts: most drafts of a sequence.
+        source: the proposer's name in the statistics.
         looks: whether there is a lookup.
         looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
             a GPU, where the host would have to wait for the tokens in the middle of the step.
         guides: whether the proposer follows grammars; not on a GPU, either.
 
     Args:
-        source: the proposer's name in the statistics.
         length: chooses the number of drafts; None for the maximum.
         grammars: drafts for sequences with grammars; None if they have those of others alone.
         waiting_is_free: whether a host sync costs nothing (the device is the CPU).
@@ -61,13 +61,13 @@ class Drafter:
         recorder: StepRecorder | None = None,
     ) -> None:
         self.proposer = proposer
+        self.source = source
         self.looks = lookup is not None
         self.looks_first = self.looks and waiting_is_free
         self.guides = grammars is not None and waiting_is_free
         own = proposer.lookahead.num_tokens
         self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
         self._recorder = recorder
-        self._source = source
         self._lookup = lookup
         self._length = length
         self._grammars = grammars
@@ -98,7 +98,7 @@ class Drafter:
         Args:
             num_sampled: sequences that the step samples and that want drafts.
         """
-        self._choose([self._source] * num_sampled, True)
+        self._choose([self.source] * num_sampled, True)
         return self._num_made
 
     def follow(self, num_drafts: int) -> None:
@@ -203,7 +203,7 @@ class Drafter:
                 )
                 num_rows += sequence.num_drafts + 1
         for each in verifications:
-            if each.source == self._source and each.num_drafts:
+            if each.source == self.source and each.num_drafts:
                 self._num_observed = min(self._num_observed + 1, _ACCEPTED_WINDOW)
                 self._accepted += (each.num_accepted - self._accepted) / self._num_observed
         if self._length is not None:
@@ -227,5 +227,5 @@ class Drafter:
 
     def _source_of(self, drafts: Continuation | None) -> str:
         if drafts is None or self._lookup is None:
-            return self._source
+            return self.source
         return self._lookup.source

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
-from atom.batch import ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, ScheduledBatch
 from atom.model_engine.worker import Worker
 
 NUM_SEQS = 4
@@ -79,23 +79,22 @@ def decode_step(engine: LLM, params: list[SamplingParams]) -> tuple[Crossings, S
         engine.engine.add_request(str(i), prompt, own)
     seen = Crossings()
     counted: list[ScheduledBatch] = []
-    step = executor.step
+    launch = executor.launch
 
-    def counting(batch: ScheduledBatch) -> StepOutput:
-        if any(s.start == 0 for s in batch.sequences):
-            return step(batch)
-        if counted:
-            return step(batch)
+    def counting(batch: ScheduledBatch) -> LaunchedStep:
+        if counted or any(s.start == 0 for s in batch.sequences):
+            return launch(batch)
         counted.append(batch)
         with Calls(seen), Kernels(seen, executor.inputs.staging.host):
-            return step(batch)
+            output = launch(batch).collect()
+        return LaunchedStep(lambda: output)
 
-    executor.step = counting  # type: ignore[method-assign]
+    executor.launch = counting  # type: ignore[method-assign]
     try:
         while not counted:
             engine.engine.step()
     finally:
-        executor.step = step  # type: ignore[method-assign]
+        executor.launch = launch  # type: ignore[method-assign]
     for i in range(len(params)):
         engine.engine.abort(str(i))
     return seen, counted[0]
