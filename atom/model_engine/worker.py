@@ -39,11 +39,11 @@ from atom.model_engine.expert_ranks import check_experts, expert_ranks, has_spre
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
-from atom.model_engine.overlap import overlaps
 from atom.model_engine.worker_setup import (
     create_grammars,
     dtype_name,
     fit_context,
+    overlaps,
     resolve_dtype,
     take_threads,
 )
