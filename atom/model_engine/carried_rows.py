@@ -79,8 +79,8 @@ class CarriedRows:
         cls, num_rows: int, most_drafts: int, device: torch.device, ops: OpTable
     ) -> CarriedRows:
         """With the platform's ops."""
-        take = ops.resolve("take_carried", torch.int64)
-        leave = ops.resolve("leave_carried", torch.int64)
+        take = ops.resolve("take_carried", torch.float32)
+        leave = ops.resolve("leave_carried", torch.float32)
         return cls(num_rows, most_drafts, device, take, leave)
 
     def put(

@@ -254,6 +254,7 @@ class InputBuilder:
             block_tables=self._select_tables(sequences, kept.rows_there, kept.graph),
             max_context_len=longest,
             context_lens_cpu=_known(sequences, context_lens),
+            most_context_cpu=context_lens,
         )
         model_input = replace(kept.model_input, attention=attention)
         self._take_carried(carried, model_input, kept.sample, kept.next_token_ids)
@@ -361,6 +362,7 @@ class InputBuilder:
                 max_context_len=shape.longest_context,
                 query_lens_cpu=tuple(shape.lens),
                 context_lens_cpu=_known(sequences, tuple(shape.context_lens)),
+                most_context_cpu=tuple(shape.context_lens),
             ),
         )
 

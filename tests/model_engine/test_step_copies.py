@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -86,8 +87,9 @@ def decode_step(engine: LLM, params: list[SamplingParams]) -> tuple[Crossings, S
             return launch(batch)
         counted.append(batch)
         with Calls(seen), Kernels(seen, executor.inputs.staging.host):
-            output = launch(batch).collect()
-        return LaunchedStep(lambda: output)
+            launched = launch(batch)
+            output = launched.collect()
+        return replace(launched, collect=lambda: output)
 
     executor.launch = counting  # type: ignore[method-assign]
     try:
@@ -100,7 +102,7 @@ def decode_step(engine: LLM, params: list[SamplingParams]) -> tuple[Crossings, S
     return seen, counted[0]
 
 
-@pytest.fixture(scope="module", params=["none", "suffix", "eagle3"])
+@pytest.fixture(scope="module", params=["none", "suffix", "eagle3", "overlap"])
 def engine(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -112,9 +114,11 @@ def engine(
     options: dict[str, Any] = {"method": request.param, "num_speculative_tokens": 3}
     if request.param == "none":
         options = {}
-    if request.param == "eagle3":
+    if request.param in ("eagle3", "overlap"):
         draft = engines.write_draft("mha", folder / "draft", len(byte_level_tokenizer))
-        options["draft_model"] = str(draft)
+        options |= {"method": "eagle3", "draft_model": str(draft)}
+    if request.param == "overlap":
+        options["overlap"] = True
     # Op by op: in a recorded step torch makes nothing.
     return create_engine(target, enforce_eager=True, **options)
 
