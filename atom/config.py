@@ -240,7 +240,7 @@ class SchedulerOptions(Options):
     overlap: bool | None = option(
         None,
         "launch each step before the results of the one before it are read (by default on one GPU, "
-        "unless drafts are looked up)",
+        "unless drafts are looked up or their number is adaptive)",
     )
 
 
@@ -433,6 +433,8 @@ class EngineConfig(Options):
             return "several ranks take part in each step and must know the tokens it begins with"
         if drafts is not None and drafts.looks_up:
             return "the host looks the newest tokens up before each step"
+        if drafts is not None and drafts.adaptive:
+            return "the host chooses the number of drafts from the results of each step"
         if drafts is not None and drafts.synthetic_acceptance_length is not None:
             return "synthetic acceptance is decided by positions that the host must know"
         return None

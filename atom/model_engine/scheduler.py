@@ -291,12 +291,10 @@ class Scheduler:
             # One token of the budget is kept for each later sequence, so a long prefill stalls no
             # decode.
             share = max(plan.budget - (len(running) - index), 1)
-            start, known, made = seq.most_computed, seq.most_known, len(seq.draft_token_ids)
-            if seq.is_sampling:
-                if known >= seq.max_num_tokens or seq.must_wait(drafts_follow):
-                    continue
-                assert before is not None
-                made = before.num_drafts if seq.request.params.speculation else 0
+            start, known, made = seq.most_computed, seq.most_known, seq.num_drafts(before)
+            may_have_ended = known >= seq.max_num_tokens
+            if seq.is_sampling and (may_have_ended or seq.must_wait(drafts_follow)):
+                continue
             count, num_drafts = known - start, 0
             if count > share:
                 count = share

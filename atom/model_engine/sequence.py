@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from atom.batch import ScheduledSequence
+from atom.batch import LaunchedStep, ScheduledSequence
 from atom.messages import (
     EngineRequest,
     FinishReason,
@@ -105,6 +105,18 @@ class Sequence:
         """Known tokens after the launched steps if all their drafts are accepted."""
         sampled = sum(s.num_drafts + 1 for s in self.launched if s.wants_sample)
         return len(self.token_ids) + sampled
+
+    def num_drafts(self, before: LaunchedStep | None) -> int:
+        """How many drafts there are for its next step.
+
+        Args:
+            before: the newest launched step.
+        """
+        params, made = self.request.params, len(self.draft_token_ids)
+        if self.is_sampling and before is not None:
+            made = before.num_drafts if params.speculation else 0
+        most = params.num_speculative_tokens
+        return made if most is None else min(made, most)
 
     def must_wait(self, drafts: bool) -> bool:
         """Whether the host must know its last token before the step that samples the next.

@@ -120,11 +120,14 @@ def test_ragged_acceptance(
     llm = checkpoints.engine("none", overlap=True, **options)
     watched = Watched(llm, monkeypatch)
     wishes = [params("greedy", max_tokens=24 - i) for i in range(len(PROMPTS))]
+    wishes[1] = params("greedy", max_tokens=23, num_speculative_tokens=1)
     got = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, wishes, use_tqdm=False)]
     assert got == [tokens[: 24 - i] for i, tokens in enumerate(expected)]
     counts = llm.engine.core.stats.spec_decode
     assert 0.5 < counts.num_accepted_tokens / counts.num_draft_tokens < 0.9
     assert sum(s.is_ahead for batch in watched.batches for s in batch.sequences) > 40
+    limited = [s.num_drafts for b in watched.batches for s in b.sequences if s.id[:2] == "1/"]
+    assert max(limited) == 1
     check_blocks(llm)
 
 
@@ -284,6 +287,15 @@ def test_most_waiting_sequences_keep_to_one_group(
     [
         ({"method": "suffix", "num_speculative_tokens": 3}, "looks the newest tokens up"),
         ({"tensor_parallel_size": 2}, "several ranks"),
+        (
+            {
+                "method": "eagle3",
+                "draft_model": "d",
+                "num_speculative_tokens": 3,
+                "speculative_adaptive": True,
+            },
+            "number of drafts",
+        ),
     ],
 )
 def test_what_cannot_overlap_is_refused(
