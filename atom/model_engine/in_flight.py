@@ -26,15 +26,21 @@ class InFlight:
         return bool(self._batches)
 
     @property
-    def newest(self) -> list[Sequence]:
-        """The sequences of the newest batch."""
-        return self._batches[-1][1] if self._batches else []
-
-    @property
     def ended(self) -> Iterator[Sequence]:
         """The sequences that have ended, each once."""
         met = {seq.order: seq for _, sequences in self._batches for seq in sequences}
         return (seq for seq in met.values() if seq.status is SequenceStatus.FINISHED)
+
+    def can_be_followed(self, drafts: bool) -> bool:
+        """Whether most sequences of the newest batch can go on without its results.
+
+        Otherwise those that must wait would run in two groups, each in every other step.
+
+        Args:
+            drafts: whether steps verify drafts.
+        """
+        newest = self._batches[-1][1] if self._batches else []
+        return 2 * sum(seq.must_wait(drafts) for seq in newest) <= len(newest)
 
     def check_room(self, before: LaunchedStep | None) -> None:
         """Check that a batch may follow those in flight.

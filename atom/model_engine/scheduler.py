@@ -9,10 +9,7 @@ ones count as computed.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable
-
-import msgspec
 
 from atom.batch import (
     LaunchedStep,
@@ -36,10 +33,10 @@ from atom.model_engine.block_pool import BlockPool
 from atom.model_engine.in_flight import InFlight
 from atom.model_engine.planned_batch import PlannedBatch
 from atom.model_engine.prefix_cache import PrefixCache
-from atom.model_engine.sequence import DraftCounts, Sequence, SequenceQueue, SequenceStatus
+from atom.model_engine.scheduler_counts import SchedulerCounts
+from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus
 from atom.model_engine.suspects import Suspects
 from atom.spec_decode.base import NO_LOOKAHEAD, Lookahead
-from atom.stats import SpecDecodeCounter
 
 
 class Scheduler:
@@ -76,9 +73,7 @@ class Scheduler:
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._lookahead = lookahead
-        self._spec = SpecDecodeCounter(lookahead.num_tokens, lookahead.expected_acceptance)
-        # Verifications in the current `update`, counted by value.
-        self._verified: Counter[DraftCounts] = Counter()
+        self._counts = SchedulerCounts(limits, lookahead)
         self._live: dict[str, Sequence] = {}
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
@@ -87,12 +82,6 @@ class Scheduler:
         self._free_rows = list(reversed(range(options.max_num_seqs)))
         self._freed_rows: list[int] = []
         self._in_flight = InFlight()
-        self._totals = EngineStats(
-            num_blocks=pool.num_blocks,
-            block_size=pool.block_size,
-            kv_cache_dtype=limits.kv_cache_dtype,
-            expected_acceptance=lookahead.expected_acceptance,
-        )
         self._refused: list[RefusedSequence] = []
         self._suspects = Suspects()
 
@@ -155,7 +144,8 @@ class Scheduler:
         plan = PlannedBatch(self._options.max_num_batched_tokens, before)
         # Blocks that a preemption freed are for those who run.
         if (
-            self._can_go_on()
+            self._in_flight.can_be_followed(bool(self._lookahead.num_tokens))
+            and not (self._in_flight and self._suspects)
             and not self._schedule_suspects(plan)
             and not self._schedule_running(plan, before)
         ):
@@ -190,12 +180,7 @@ class Scheduler:
                     outputs.append(made)
             elif not seq.launched:
                 self._free(seq)
-        for (num_drafts, num_accepted, source), times in self._verified.items():
-            self._spec.count(num_drafts, num_accepted, source, times)
-        self._verified.clear()
-        self._totals.num_lookup_tokens = output.num_lookup_tokens
-        self._totals.num_steps += 1
-        self._totals.num_replayed_steps += output.is_replayed
+        self._counts.step_ended(output)
         return outputs
 
     def give_back(
@@ -235,19 +220,8 @@ class Scheduler:
         return refused
 
     def stats(self) -> EngineStats:
-        """The current state, and totals since the start.
-
-        Prompt tokens are counted once, with the first output token, cached or not. Prefix cache
-        queries and hits are counted at the first admission only, so that a preempted sequence that
-        finds its own blocks does not count as a hit.
-        """
-        return msgspec.structs.replace(
-            self._totals,
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_used_blocks=self._pool.num_used,
-            spec_decode=self._spec.snapshot(),
-        )
+        """The current state, and totals since the start."""
+        return self._counts.stats(len(self._running), len(self._waiting), self._pool.num_used)
 
     def check_integrity(self) -> None:
         """Check the pool's state, also against the live block tables.
@@ -258,18 +232,6 @@ class Scheduler:
         self._pool.check_integrity()
         holders = [*self._live.values(), *self._in_flight.ended]
         self._pool.check_references(seq.block_ids for seq in holders)
-
-    def _can_go_on(self) -> bool:
-        """Whether a step may be scheduled now; always without a batch in flight.
-
-        Not while suspects run, and not if most sequences in flight must wait for their results:
-        they would run in two groups, each with every other step.
-        """
-        newest = self._in_flight.newest
-        if not newest:
-            return True
-        waiting = sum(seq.must_wait(bool(self._lookahead.num_tokens)) for seq in newest)
-        return not self._suspects and 2 * waiting <= len(newest)
 
     def _schedule_running(self, plan: PlannedBatch, before: LaunchedStep | None) -> bool:
         """Schedule running sequences, preempting the last ones when blocks run out.
@@ -339,7 +301,7 @@ class Scheduler:
         self._release(seq)
         seq.restart()
         self._waiting.add(seq)
-        self._totals.num_preemptions += 1
+        self._counts.preempted()
 
     def _admit(self, plan: PlannedBatch) -> None:
         """Start waiting sequences, strictly in order."""
@@ -397,8 +359,7 @@ class Scheduler:
             return 0
         if seq.num_preemptions == 0 and self._prefixes.serves(seq):
             seq.num_cached_tokens = start
-            self._totals.prefix_cache_queries += seq.num_prompt_tokens
-            self._totals.prefix_cache_hits += start
+            self._counts.matched(seq)
         seq.row = self._free_rows.pop()
         seq.block_ids = cached + block_ids
         seq.num_computed = start
@@ -435,14 +396,13 @@ class Scheduler:
             self._refuse(seq, result.failure)
             return None
         if len(seq.token_ids) == seq.num_prompt_tokens:
-            self._totals.num_prompt_tokens += seq.num_prompt_tokens
+            self._counts.computed_prompt(seq)
         verified = None
         if num_drafts:
             num_accepted = len(token_ids) - (result.failure is None)
             verified = num_drafts, num_accepted, scheduled.draft_source
-            self._verified[verified] += 1
         num_new, finish_reason, stop_reason = seq.extend(token_ids)
-        self._totals.num_generation_tokens += num_new
+        self._counts.generated(num_new, verified)
         # Tokens before the failure are dropped, unless they finish the sequence.
         if result.failure is not None and finish_reason is None:
             self._refuse(seq, result.failure)
