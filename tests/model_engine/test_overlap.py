@@ -18,6 +18,7 @@ from atom import LLM, SamplingParams, StructuredOutput
 from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
 from atom.config import ConfigError
 from atom.entrypoints.llm import GenerationError
+from atom.graphs.capture import ReexecuteBackend
 from atom.kv_cache.base import KVCachePlan
 from atom.model_engine import worker
 from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
@@ -103,6 +104,21 @@ def check_blocks(llm: LLM) -> None:
 def test_tokens_are_as_without(checkpoints: Checkpoints, method: str, setting: str) -> None:
     expected = engines.generate(checkpoints.plain(method), params(setting), PROMPTS)
     assert engines.generate(checkpoints.ahead(method), params(setting), PROMPTS) == expected
+
+
+@pytest.mark.parametrize("setting", ["greedy", "top-p"])
+def test_graphs_read_what_the_last_step_left(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """Its tokens and positions are written where the graphs were captured."""
+    expected = engines.generate(checkpoints.plain("eagle3"), params(setting), PROMPTS)
+    monkeypatch.setattr(worker, "capture_backend", lambda _: ReexecuteBackend())
+    llm = checkpoints.engine("eagle3", overlap=True)
+    watched = Watched(llm, monkeypatch)
+    assert engines.generate(llm, params(setting), PROMPTS) == expected
+    stats = llm.engine.core.stats
+    assert stats.num_replayed_steps > stats.num_steps / 2
+    assert all(s.is_ahead for s in watched.batches[-4].sequences)
 
 
 @pytest.mark.parametrize("blocks", [None, 24])
