@@ -84,9 +84,17 @@ class CarriedRows:
         return cls(num_rows, most_drafts, device, take, leave)
 
     def put(
-        self, sequences: Sequence[ScheduledSequence], plan: SamplePlan, staging: StagingBuffer
+        self,
+        sequences: Sequence[ScheduledSequence],
+        plan: SamplePlan,
+        query_lens: Sequence[int],
+        staging: StagingBuffer,
     ) -> CarriedPlan:
-        """Stage the places of a step; its own are staged already."""
+        """Stage which rows take and leave something; the step's own inputs are staged already.
+
+        Args:
+            query_lens: [B], rows of each sequence in the forward pass.
+        """
         layout = plan.layout
         rows = np.array([sequences[i].row for i in layout.indices], dtype=np.int64)
         first = layout.logits_indices[layout.first]
@@ -112,7 +120,7 @@ class CarriedRows:
             first[own] + offsets,
             layout.first[own] + offsets,
             targets,
-            layout.num_drafts[own] + 1,
+            np.array(query_lens)[indices][owners],
         )
         return CarriedPlan(staging.put(np.stack(columns)), len(ahead), left)
 

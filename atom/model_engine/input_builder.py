@@ -228,7 +228,7 @@ class InputBuilder:
         rest = (graph, sample, next_token_ids)
         words = self.staging.words() if layout is not None and recurs else None
         # Last, since their number changes between steps that are otherwise the same.
-        carried = self._send(sequences, sample)
+        carried = self._send(sequences, sample, shape.lens)
         model_input = self._model_input(places, sequences, shape, graph)
         self._take_carried(carried, model_input, sample, next_token_ids)
         if words is not None:
@@ -248,7 +248,7 @@ class InputBuilder:
         self.staging.repeat(kept.words)
         self._tables.grow(sequences)
         kept.fill(sequences, context_lens, self._tables, self._block_size)
-        carried = self._send(sequences, kept.sample)
+        carried = self._send(sequences, kept.sample, attention.query_lens_cpu)
         attention = replace(
             attention,
             block_tables=self._select_tables(sequences, kept.rows_there, kept.graph),
@@ -268,14 +268,14 @@ class InputBuilder:
         )
 
     def _send(
-        self, sequences: Sequence[ScheduledSequence], sample: SamplePlan
+        self, sequences: Sequence[ScheduledSequence], sample: SamplePlan, query_lens: Sequence[int]
     ) -> CarriedPlan | None:
         if self._tables.have_grown:
             self._selected = None
         self._tables.stage(self.staging)
         carried = None
         if self._carried is not None:
-            carried = self._carried.put(sequences, sample, self.staging)
+            carried = self._carried.put(sequences, sample, query_lens, self.staging)
         self.staging.send()
         self._tables.update()
         return carried

@@ -55,7 +55,7 @@ def take_carried(
     Args:
         places: [6, A] int64, of A tokens: the row; the token's place in `carried.token_ids`, its
             place in T, and in R; of a newest token its sequence's place in B, of a draft its place
-            in `drafts`, flattened; and the number of tokens of its sequence in this step.
+            in `drafts`, flattened; and the number of rows of its sequence in this step.
         num_newest: so many newest tokens come first, then drafts.
         block_tables: [rows, width] int32.
     """
