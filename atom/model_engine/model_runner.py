@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 
 import torch
@@ -17,7 +16,6 @@ from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import VerifiedStep
 from atom.spec_decode.drafter import NO_DRAFTS, Drafter, Found
-from atom.spec_decode.grammar import GrammarDrafts
 
 
 @dataclass(frozen=True)
@@ -92,27 +90,28 @@ class ModelRunner:
             return StepOutput([], self._drafter.num_lookup_tokens)
         view, verified = self._verify(batch, step)
         is_replayed = self._was_replayed(step)
+        rows = [batch.sequences[i].row for i in step.sample.layout.indices]
         looks_first = self._drafter.looks_first
         guides = self._drafter.guides and any(s.grammar is not None for s in step.sample.states)
         if looks_first or guides:
             sampled = self._sampler.take(step.sample, self._bring_to_host(verified.tensors))
             found = self._look_up(batch, step)
-            with self._grammar_drafts(batch, step) as allowed:
+            with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
                 if allowed is not None and view is not None:
                     view = replace(view, guide=allowed.guide(found))
                 proposed = self._drafter.propose(view, found if looks_first else None)
-                made = None if proposed is None else self._bring_to_host([proposed.token_ids])[0]
-                drafts = self._drafter.merge(found, made, allowed)
+                made = [] if proposed is None else self._bring_to_host(proposed.tensors)
+                drafts = self._drafter.merge(rows, found, made, allowed)
         else:
             proposed = self._drafter.propose(view, None)
             self._sampler.raise_failure()
-            parts = [] if proposed is None else [proposed.token_ids]
+            parts = [] if proposed is None else proposed.tensors
             arrays = self._bring_to_host([*parts, *verified.tensors])
-            made = None if proposed is None else arrays.pop(0)
+            made, arrays = arrays[: len(parts)], arrays[len(parts) :]
             sampled = self._sampler.take(step.sample, arrays)
             found = self._look_up(batch, step)
-            with self._grammar_drafts(batch, step) as allowed:
-                drafts = self._drafter.merge(found, made, allowed)
+            with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
+                drafts = self._drafter.merge(rows, found, made, allowed)
         return StepOutput(
             self._results(batch, step, sampled, drafts),
             self._drafter.num_lookup_tokens,
@@ -198,12 +197,6 @@ class ModelRunner:
             last_rows = self._sampler.place(step.sample, verified, step.next_token_ids)
         race = self._sampler.race(step.sample, step.race_rows)
         return _Computed(output, verified, last_rows, race)
-
-    def _grammar_drafts(
-        self, batch: ScheduledBatch, step: StepInput
-    ) -> AbstractContextManager[GrammarDrafts | None]:
-        rows = [batch.sequences[i].row for i in step.sample.layout.indices]
-        return self._drafter.grammar_drafts(rows, step.sample.states)
 
     def _look_up(self, batch: ScheduledBatch, step: StepInput) -> Found:
         plan = step.sample
