@@ -242,6 +242,8 @@ class Worker:
         )
         ops = SamplingOps.resolve(context.ops, vocab_size)
         synthetic = _synthetic_length(config)
+        # Steps with other numbers of drafts are recorded as one, if they have as many in all.
+        ragged_most = 0 if self._recorder is None else drafter.max_drafts
         sampler = Sampler(
             self._model.compute_logits,
             rows,
@@ -254,6 +256,7 @@ class Worker:
             choose_greedily=(
                 self._model.output_head.choose_greedily if self._place.tensor.size > 1 else None
             ),
+            ragged_most=ragged_most,
         )
         forward = self._graphs or EagerRunner(self._model.forward)
         inputs = InputBuilder(
@@ -267,6 +270,7 @@ class Worker:
             device=device,
             drafts=self._proposer.reads_steps,
             in_place=self._recorder is not None,
+            ragged_len=ragged_most + 1,
         )
         return inputs, ModelRunner(inputs, forward, sampler, drafter, publish, self._recorder)
 

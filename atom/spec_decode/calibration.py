@@ -71,7 +71,7 @@ class Calibration:
         self._made = [_Mean(_FIRST_GUESS, _FIRST_WEIGHT) for _ in range(most)]
         self._recent = np.full((NUM_RECENT, most), _UNKNOWN, dtype=np.int8)
         self._num_recent = 0
-        self._table: Array | None = None
+        self._table: list[list[float]] | None = None
 
     def observe(self, confidences: Sequence[float], num_accepted: int) -> None:
         """Learn from verified drafts of a sequence, of which the first `num_accepted` were kept."""
@@ -92,16 +92,17 @@ class Calibration:
         rates = self._rates()
         row = self._recent[self._num_recent % NUM_RECENT]
         self._num_recent += 1
+        ranges = [bisect(_LIMITS, confidence) for confidence in confidences]
         # Fewer than asked for means that there were no more.
-        row[: min(asked, self._most)] = _NONE
-        row[asked:] = _UNKNOWN
+        seen = [*ranges[:asked], *[_NONE] * (asked - len(ranges))][: self._most]
+        row[: len(seen)] = seen
+        row[len(seen) :] = _UNKNOWN
         survivals, reached = [], 1.0
-        for place, confidence in enumerate(confidences):
-            known, which = min(place, self._most - 1), bisect(_LIMITS, confidence)
-            if place < self._most:
-                row[place] = which
-                self._made[place].add(rates[place, which])
-            reached *= rates[known, which]
+        for place, which in enumerate(ranges):
+            known = min(place, self._most - 1)
+            rate = rates[known][which]
+            self._made[known].add(rate)
+            reached *= rate
             survivals.append(reached)
         return survivals
 
@@ -109,22 +110,29 @@ class Calibration:
         """[`NUM_RECENT`, num_drafts]: of sequences lately, for each of so many drafts the
         probability that it and all before it are accepted.
         """
-        rates = self._rates().copy()
-        rates[:, _UNKNOWN] = [mean.value for mean in self._made]
+        rates = np.array(
+            [[*own, mean.value, 0.0] for own, mean in zip(self._rates(), self._made, strict=True)]
+        )
         own = self._recent[:, :num_drafts]
         return np.cumprod(rates[np.arange(num_drafts), own], axis=1)
 
-    def _rates(self) -> Array:
-        """[most, ranges + 2]; the last columns are of `_UNKNOWN`, undefined, and `_NONE`."""
+    def _rates(self) -> list[list[float]]:
+        """By position and range."""
         if self._table is None:
-            self._table = np.zeros((self._most, len(_MIDDLES) + 2))
             factor = self._accepted.value / self._promised.value
             doubt = 1 / math.sqrt(self._accepted.count) - 1 / math.sqrt(_WINDOW)
             priors = [min(factor * middle, _HIGHEST) for middle in _MIDDLES]
             wholes = [own.after(prior) for own, prior in zip(self._ranges, priors, strict=True)]
-            for place, cells in enumerate(self._cells):
-                for which, (cell, whole) in enumerate(zip(cells, wholes, strict=True)):
-                    rate = cell.after(whole)
-                    raised = rate + math.sqrt(rate * (1 - rate)) * doubt
-                    self._table[place, which] = min(raised, _HIGHEST)
+            self._table = [
+                [
+                    _raised(cell.after(whole), doubt)
+                    for cell, whole in zip(cells, wholes, strict=True)
+                ]
+                for cells in self._cells
+            ]
         return self._table
+
+
+def _raised(rate: float, doubt: float) -> float:
+    """A rate with the benefit of the doubt, in standard deviations."""
+    return min(rate + math.sqrt(rate * (1 - rate)) * doubt, _HIGHEST)

@@ -8,7 +8,7 @@ tries other numbers now and then, for a bounded share of the time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Protocol
@@ -20,6 +20,8 @@ from atom.spec_decode.step_times import StepTimes, batch_bucket
 
 # Share of the time that may be lost to tries.
 _PROBE_SHARE = 0.01
+# Steps after which expectations are computed anew, and how many of them are kept.
+_LASTING, _MOST_KEPT = 4, 64
 # Means of drafts to verify per sequence, besides whole numbers: where few of many are worth it.
 _FRACTIONS = (0.125, 0.25, 0.5, 1.5)
 
@@ -240,6 +242,9 @@ class AdaptiveLength:
         # Expected tokens per second of what is best; None before times are known.
         self._rate: float | None = None
         self._is_try = False
+        # Expectations by numbers of sequences of each source, and the step they were computed in.
+        self._kept: dict[Hashable, tuple[int, Mapping[int, Mapping[float, float]]]] = {}
+        self._num_steps = 0
 
     def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
         self._asked = self._choose(sources, drafts)
@@ -289,22 +294,39 @@ class AdaptiveLength:
         if not times.is_known:
             self._rate = None
             return self._choices[-1]
-        groups = [(count, self._of(source)) for source, count in Counter(sources).items()]
+        expected = self._expected(sources)
         # For each choice, the step that verifies the best of its drafts, and that of all of them.
         best_of: dict[int, _Step] = {}
         all_of: dict[int, _Step] = {}
         for n in self._choices:
             made = n if drafts else 0
-            recent = [(count, own.recent(n)) for count, own in groups]
             steps = {
                 level: _Step(len(sources) + gain, times.at(level, made))
-                for level, gain in self._rule.expected(recent).items()
+                for level, gain in expected[n].items()
             }
             best_of[n] = max(steps.values(), key=lambda step: step.tokens / step.seconds)
             all_of[n] = steps[max(steps)]
         best = max(self._choices, key=lambda n: best_of[n].tokens / best_of[n].seconds)
         self._rate = best_of[best].tokens / best_of[best].seconds
         return self._or_try(best, best_of[best], all_of)
+
+    def _expected(self, sources: Sequence[str]) -> Mapping[int, Mapping[float, float]]:
+        """The drafts that are expected to be accepted, by choice and level."""
+        self._num_steps += 1
+        key = frozenset(Counter(sources).items())
+        known = self._kept.get(key)
+        if known is not None and self._num_steps < known[0] + _LASTING:
+            return known[1]
+        most = self._choices[-1]
+        groups = [(count, self._of(source).recent(most)) for source, count in key]
+        expected = {
+            n: self._rule.expected([(count, own[:, :n]) for count, own in groups])
+            for n in self._choices
+        }
+        if len(self._kept) == _MOST_KEPT:
+            self._kept.clear()
+        self._kept[key] = self._num_steps, expected
+        return expected
 
     def _or_try(self, best: int, step: _Step, steps: Mapping[int, _Step]) -> int:
         """The best choice, or one that is due to be tried.
