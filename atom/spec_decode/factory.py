@@ -32,6 +32,7 @@ from atom.spec_decode.grammar import GrammarDrafter
 from atom.spec_decode.lengths import AdaptiveLength, CutToLongest, DraftLength, spread_lengths
 from atom.spec_decode.mtp import MTPProposer
 from atom.spec_decode.parallel_eagle import ParallelEagleProposer
+from atom.spec_decode.step_times import ROW_OF_CPU, ROW_OF_GPU
 from atom.spec_decode.suffix_index import BYTES_PER_TOKEN
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 from atom.speculative_methods import SPECULATIVE_METHODS
@@ -105,7 +106,13 @@ def create_drafter(
         # Few numbers, since steps of each are recorded and tried.
         numbers = {0, own} if captured else {*spread_lengths(own)}
         choices = sorted({*numbers, most})
-        length = AdaptiveLength(choices, CutToLongest(choices) if captured else None)
+        length = AdaptiveLength(
+            choices,
+            CutToLongest(choices) if captured else None,
+            # Recording takes about as long again as the step.
+            first_run=0.0 if recorder is None else 1.0,
+            row_guess=ROW_OF_CPU if waiting_is_free else ROW_OF_GPU,
+        )
     return Drafter(
         proposer,
         options.method,

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Protocol
 
 import numpy as np
 
 from atom.spec_decode.calibration import NUM_RECENT, Array, Calibration
-from atom.spec_decode.step_times import StepTimes, batch_bucket
+from atom.spec_decode.step_times import ROW_OF_GPU, StepTimes, batch_bucket
 
 # Share of the time that may be lost to tries.
 _PROBE_SHARE = 0.01
@@ -227,9 +227,20 @@ class AdaptiveLength:
     Args:
         choices: ascending numbers of drafts, starting with 0.
         rule: `CutByTotal` of these when left out.
+        first_run: what a step of a new shape takes more than others like it, as a share of a step.
+            Such steps are run when they pay for that in as many steps as the engine has had with as
+            many sequences. Their first run is not measured then.
+        row_guess: as for `StepTimes`.
     """
 
-    def __init__(self, choices: Sequence[int], rule: CutRule | None = None) -> None:
+    def __init__(
+        self,
+        choices: Sequence[int],
+        rule: CutRule | None = None,
+        *,
+        first_run: float = 0.0,
+        row_guess: float = ROW_OF_GPU,
+    ) -> None:
         if len(choices) < 2 or choices[0] != 0 or list(choices) != sorted(set(choices)):
             raise ValueError(f"expected ascending numbers of drafts from 0, got {choices}")
         self._choices = tuple(choices)
@@ -237,6 +248,13 @@ class AdaptiveLength:
         self._calibrations: dict[str, Calibration] = {}
         self._times: dict[int, StepTimes] = {}  # by `batch_bucket` of the number of sequences
         self._credits = dict.fromkeys(choices, 0.0)
+        self._first_run, self._row_guess = first_run, row_guess
+        # Steps that were run: sequences, drafts verified in all, and drafts made of each sequence;
+        # and how many, by sequences.
+        self._shapes: set[tuple[int, int, int]] = set()
+        self._num_run: Counter[int] = Counter()
+        # Drafts that the step verifies, in all.
+        self._num_verified = 0
         # Of the current step: drafts requested, and those of them that the draft model makes.
         self._asked = self._made = 0
         # Expected tokens per second of what is best; None before times are known.
@@ -252,8 +270,11 @@ class AdaptiveLength:
         return self._asked
 
     def cut(self, made: Sequence[Candidates]) -> list[int]:
-        if not self._asked:
-            return [0] * len(made)
+        kept = self._cut(made) if self._asked else [0] * len(made)
+        self._num_verified = sum(kept)
+        return kept
+
+    def _cut(self, made: Sequence[Candidates]) -> list[int]:
         survivals = [self._of(own.source).see(own.confidences, self._asked) for own in made]
         cuts = self._rule.cuts(survivals)
         if self._is_try or self._rate is None:
@@ -263,7 +284,8 @@ class AdaptiveLength:
 
         def worth(level: float) -> float:
             gain = sum(own[n] for own, n in zip(sums, cuts[level], strict=True))
-            return gain - rate * times.at(level, self._made)
+            new = self._is_new(len(made), sum(cuts[level]), self._made)
+            return gain - rate * times.at(level, self._made) * (1 + new)
 
         return cuts[max(cuts, key=worth)]
 
@@ -274,26 +296,42 @@ class AdaptiveLength:
         for v in verifications:
             if v.source is not None:
                 self._of(v.source).observe(v.confidences, v.num_accepted)
-        if not verifications or seconds is None:
+        if not verifications:
             return
-        level = self._rule.level_of([len(v.confidences) for v in verifications])
-        if level is not None:
-            self._of_batch(len(verifications)).observe(level, self._made, seconds)
+        nums = [len(v.confidences) for v in verifications]
+        self._shapes.add((len(nums), sum(nums), self._made))
+        self._num_run[len(nums)] += 1
+        level = self._rule.level_of(nums)
+        if seconds is not None and level is not None:
+            self._of_batch(len(nums)).observe(level, self._made, seconds)
+
+    def _is_new(self, num_sequences: int, num_verified: int, made: int) -> float:
+        """What a step takes more if it is the first of its kind, as a share, over such steps."""
+        if not self._first_run or (num_sequences, num_verified, made) in self._shapes:
+            return 0.0
+        return self._first_run / (1 + self._num_run[num_sequences])
 
     def _of_batch(self, num_sequences: int) -> StepTimes:
         bucket = batch_bucket(num_sequences)
         if bucket not in self._times:
             near = min(self._times, key=lambda other: abs(other - bucket), default=bucket)
             like = self._times.get(near)
-            times = StepTimes(self._rule.levels, self._choices, num_sequences, like)
-            self._times[bucket] = times
+            self._times[bucket] = StepTimes(
+                self._rule.levels,
+                self._choices,
+                num_sequences,
+                like,
+                row_guess=self._row_guess,
+                skips_first=not self._first_run,
+            )
         return self._times[bucket]
 
     def _choose(self, sources: Sequence[str], drafts: bool) -> int:
         times = self._of_batch(len(sources))
         if not times.is_known:
             self._rate = None
-            return self._choices[-1]
+            # The smallest steps where each shape costs.
+            return 0 if self._first_run else self._choices[-1]
         expected = self._expected(sources)
         # For each choice, the step that verifies the best of its drafts, and that of all of them.
         best_of: dict[int, _Step] = {}
@@ -306,8 +344,18 @@ class AdaptiveLength:
             }
             best_of[n] = max(steps.values(), key=lambda step: step.tokens / step.seconds)
             all_of[n] = steps[max(steps)]
-        best = max(self._choices, key=lambda n: best_of[n].tokens / best_of[n].seconds)
+        new = {
+            n: self._is_new(len(sources), self._num_verified, n if drafts else 0)
+            for n in self._choices
+        }
+        best = max(
+            self._choices,
+            key=lambda n: best_of[n].tokens / (best_of[n].seconds * (1 + new[n])),
+        )
         self._rate = best_of[best].tokens / best_of[best].seconds
+        count = 1 + self._num_run[len(sources)]
+        for n, step in all_of.items():
+            all_of[n] = replace(step, seconds=step.seconds * (1 + new[n] * count))
         return self._or_try(best, best_of[best], all_of)
 
     def _expected(self, sources: Sequence[str]) -> Mapping[int, Mapping[float, float]]:

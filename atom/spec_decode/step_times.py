@@ -12,10 +12,12 @@ _NOISE = 0.1
 _SPEED_DRIFT, _PART_DRIFT = 0.05, 0.005
 # A step's time is capped at this multiple of the expected one, since interruptions do not repeat.
 _OUTLIER = 2.0
-# Guesses before measurements, relative to the time of a step with one row: the cost of a further
-# row and of making a draft, the error of both slopes, and the deviation of a single number of
-# drafts from a straight line.
-_ROW_GUESS, _MAKING_GUESS, _GUESS_ERROR, _CURVATURE = 0.04, 0.05, 0.3, 0.1
+# What a further row takes, as a share of a step of one row: a guess before measurements, where
+# steps wait for weights, and where they compute.
+ROW_OF_GPU, ROW_OF_CPU = 0.04, 0.15
+# Likewise the cost of making a draft, the error of both slopes, and the deviation of a single
+# number of drafts from a straight line.
+_MAKING_GUESS, _GUESS_ERROR, _CURVATURE = 0.05, 0.3, 0.1
 # Lower bound of an estimated step time, as a share of its most expensive part.
 _LEAST = 0.02
 
@@ -32,6 +34,9 @@ class StepTimes:
         choices: ascending numbers of drafts to make.
         num_sequences: in the batch.
         like: times of another batch size, as a first estimate.
+        row_guess: what a further row takes, as a share of a step of one row.
+        skips_first: whether the first step with a number of drafts only counts if it is fast, since
+            it may include allocation or compilation.
     """
 
     def __init__(
@@ -40,16 +45,22 @@ class StepTimes:
         choices: Sequence[int],
         num_sequences: int,
         like: StepTimes | None = None,
+        *,
+        row_guess: float = ROW_OF_GPU,
+        skips_first: bool = True,
     ) -> None:
         self._verifying = {n: i for i, n in enumerate(levels)}
         self._making = {n: len(levels) + i for i, n in enumerate(choices)}
         self._constant = self._making[0]  # takes 0 seconds
-        growth = _ROW_GUESS * num_sequences / (1 + _ROW_GUESS * (num_sequences - 1))
-        # Verifying, then making, each number of drafts. In arbitrary units until measured.
-        self._seconds = [1 + growth * n for n in levels] + [_MAKING_GUESS * n for n in choices]
-        self._is_known = False
+        self._num_sequences, self._skips_first = num_sequences, skips_first
+        base, row = (1 - row_guess, row_guess) if like is None else like._line()
+        verifying = [base + row * num_sequences * (1 + n) for n in levels]
+        making = [verifying[0] * _MAKING_GUESS * n for n in choices]
         if like is not None:
-            self._seconds, self._is_known = list(like._seconds), like._is_known
+            making = [like._seconds[j] for j in like._making.values()]
+        # Verifying, then making, each number of drafts. In arbitrary units until measured.
+        self._seconds: list[float] = verifying + making
+        self._is_known: bool = like is not None and like._is_known
         self._covariance = _guessed_covariance(levels, choices, self.at(0, 0))
         self._is_measured = False
         self._seen: set[int] = set()
@@ -65,14 +76,10 @@ class StepTimes:
         return max(self._seconds[i] + self._seconds[j], _LEAST * max(self._seconds))
 
     def observe(self, verified: float, made: int, seconds: float) -> None:
-        """Record a step's time.
-
-        The first step with a number of drafts only counts if it is fast: it may include allocation
-        or compilation.
-        """
+        """Record a step's time."""
         parts = self._find(verified, made)
         expected = self.at(verified, made)
-        is_first = not self._seen.issuperset(parts)
+        is_first = self._skips_first and not self._seen.issuperset(parts)
         self._seen.update(parts)
         if is_first and (not self._is_measured or seconds > expected):
             return
@@ -84,6 +91,14 @@ class StepTimes:
 
     def _find(self, verified: float, made: int) -> tuple[int, int]:
         return self._verifying[verified], self._making[made]
+
+    def _line(self) -> tuple[float, float]:
+        """Verifying as a constant and a time for each row."""
+        most, last = max(self._verifying.items())
+        rows = self._num_sequences
+        slope = (self._seconds[last] - self._seconds[0]) / (rows * most)
+        slope = min(max(slope, 0.0), self._seconds[0] / rows)
+        return self._seconds[0] - slope * rows, slope
 
     def _scale(self, factor: float) -> None:
         self._seconds = [s * factor for s in self._seconds]

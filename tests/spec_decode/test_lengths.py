@@ -172,6 +172,73 @@ def test_no_fixed_number_is_five_percent_faster(name: str, choices: tuple[int, .
     assert found.rate > 0.95 * best, found.chosen
 
 
+@pytest.mark.parametrize(
+    ("machine", "batch", "gain"),
+    [
+        (Machine(step=(0.01, 0.001), acceptance={"eagle3": 0.5}, tells=0.45), 1, 1.0),
+        (Machine(step=(0.01, 0.001), acceptance={"eagle3": 0.5}, tells=0.45), 8, 1.05),
+        (Machine(acceptance={"eagle3": 0.7}, tells=0.28), 64, 1.02),
+    ],
+    ids=["alone", "eight", "many"],
+)
+def test_confidences_beat_every_fixed_number(machine: Machine, batch: int, gain: float) -> None:
+    """Drafts that tell how good they are: those of eight sequences pay where no number does."""
+    best = max(rate_of(n, machine, batch) for n in (0, 1, 2, 3))
+    length, machine = AdaptiveLength((0, 1, 2, 3)), fresh(machine)
+    run(length, machine, batch, 100)
+    assert run(length, machine, batch, num_steps(batch)).rate > gain * best
+
+
+@pytest.mark.parametrize("rule", [CutByTotal, CutToLongest])
+@pytest.mark.parametrize("lies", [True, False], ids=["lying", "useless"])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_never_slower_than_off(batch: int, lies: bool, rule: type[CutByTotal]) -> None:
+    """Within 3 % once it is known that drafts are wrong, however sure their source is of them."""
+    machine = Machine(acceptance={"eagle3": 0.0}, lies=lies)
+    # Nothing is made without speculation, not even the draft's KV.
+    off = rate_of(0, replace(machine, draft=(0.0, 0.0)), batch)
+    length, machine = AdaptiveLength((0, 1, 2, 3), rule((0, 1, 2, 3))), fresh(machine)
+    run(length, machine, batch, 150)
+    assert run(length, machine, batch, num_steps(batch)).rate > 0.97 * off
+
+
+def test_totals_are_those_of_the_likeliest_drafts() -> None:
+    rule = CutByTotal((0, 1, 2, 3))
+    cuts = rule.cuts([[0.9, 0.8, 0.1], [0.2], [0.85, 0.3, 0.25], []])
+    # Every total is a step, and each takes the best drafts there are.
+    assert {sum(kept): kept for kept in cuts.values()} == {
+        0: [0, 0, 0, 0],
+        1: [1, 0, 0, 0],
+        2: [1, 0, 1, 0],
+        4: [2, 0, 2, 0],
+        6: [2, 1, 3, 0],
+    }
+    for level, kept in cuts.items():
+        assert rule.level_of(kept) == level
+    assert rule.level_of([3, 0, 0, 0]) is None
+
+
+def test_in_graphs_the_longest_counts() -> None:
+    rule = CutToLongest((0, 3))
+    assert rule.cuts([[0.9, 0.8], [0.2]]) == {0: [0, 0], 3: [2, 1]}
+    assert rule.level_of([0, 0]) == 0
+    assert rule.level_of([0, 1]) == 3
+    assert rule.level_of([4, 1]) is None
+
+
+def test_new_shapes_are_run_where_they_pay() -> None:
+    """Each takes twice as long the first time, so a batch that soon ends runs few of them."""
+
+    def shapes(first_run: float) -> int:
+        length = AdaptiveLength((0, 1, 2, 3), first_run=first_run)
+        for batch in (8, 7, 6, 5, 4, 3, 2, 1):
+            machine = Machine(step=(0.01, 0.001), acceptance={"eagle3": 0.5}, tells=0.45)
+            run(length, machine, batch, 20)
+        return len(length._shapes)
+
+    assert shapes(1.0) < 0.6 * shapes(0.0)
+
+
 TROUBLES: dict[str, Machine] = {
     "slow beginning": Machine(slowness=lambda step: 5.0 if step < 10 else 1.0),
     "fading slowness": Machine(slowness=lambda step: 1 + 9 * 0.8**step),
@@ -275,7 +342,10 @@ def test_another_batch_begins_with_what_is_known_of_the_nearest() -> None:
     assert not StepTimes((0, 3), (0, 3), 5).is_known
     guessed = StepTimes((0, 3), (0, 3), 5, known)
     assert guessed.is_known
-    assert guessed.at(3, 3) == known.at(3, 3)
+    # Twice as many rows per level for twice the sequences: a step of each total takes what it took.
+    double = StepTimes((0, 3), (0, 3), 8, known)
+    assert double.at(0, 0) == pytest.approx(known.at(0, 0) + (known.at(3, 0) - known.at(0, 0)) / 3)
+    assert guessed.at(3, 3) - guessed.at(3, 0) == pytest.approx(known.at(3, 3) - known.at(3, 0))
     for _ in range(4):
         guessed.observe(3, 3, 5.0)
     assert guessed.at(3, 3) == pytest.approx(5)
