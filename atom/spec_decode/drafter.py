@@ -75,8 +75,10 @@ class Drafter:
         self._grammars = grammars
         # Of this step: most drafts of a sequence, and how many the proposer makes of them.
         self._limit = self._num_made = 0
-        # By row, the confidences of the drafts that were made for its sequence.
+        # By row, the confidences of the drafts that were last made for its sequence: in this step,
+        # and before it.
         self._pending: dict[int, list[float]] = {}
+        self._verified: dict[int, list[float]] = {}
         # Mean number of accepted drafts where the proposer made them, and its observations.
         self._accepted, self._num_observed = _FIRST_ACCEPTED, 1
 
@@ -193,7 +195,8 @@ class Drafter:
             kept = self._length.cut([Candidates(sources[i], merged[i].confidences) for i in which])
             for i, count in zip(which, kept, strict=True):
                 merged[i] = merged[i].first(count)
-        self._pending = {row: each.confidences for row, each in zip(rows, merged, strict=True)}
+        made_now = {row: each.confidences for row, each in zip(rows, merged, strict=True)}
+        self._verified, self._pending = self._pending, {**self._pending, **made_now}
         return [(each.token_ids, source) for each, source in zip(merged, sources, strict=True)]
 
     def _extend(self, row: int, own: Continuation) -> Continuation:
@@ -217,7 +220,7 @@ class Drafter:
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
             if sequence.wants_sample and sequence.wants_drafts:
                 accepted = max(min(len(result.token_ids) - 1, sequence.num_drafts), 0)
-                known = self._pending[sequence.row] if sequence.num_drafts else []
+                known = self._verified[sequence.row] if sequence.num_drafts else []
                 drafts = known[: sequence.num_drafts]
                 verifications.append(Verification(sequence.draft_source, drafts, accepted))
                 num_rows += sequence.num_drafts + 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,26 +20,11 @@ from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import GraphRunner
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
-from atom.spec_decode.lengths import Candidates
+from atom.spec_decode.lengths import Candidates, Verification
 
 __all__ = ["one_thread"]
 K = 3
 NATIVE = pytest.mark.skipif(native_build().reason is not None, reason="needs the native kernels")
-
-
-class Ragged:
-    """All drafts are made, and `cut` says how many of each sequence's are verified."""
-
-    cut: Callable[[Sequence[Candidates]], list[int]]
-
-    def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
-        self._most = choices[-1]
-
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
-        return self._most
-
-    def observe(self, *_: Any) -> None:
-        """Nothing is learnt."""
 
 
 class Cuts:
@@ -47,20 +32,50 @@ class Cuts:
 
     Attributes:
         confidences: of all drafts.
+        kept: of those of the newest step, and of the step before, which it verified.
+        are_known: whether verified drafts had the confidences that they were made with, by step.
     """
 
     def __init__(self, *, same_total: bool = False) -> None:
         self._same_total = same_total
         self._rng = random.Random(0)
         self.confidences: list[float] = []
+        self.kept: tuple[list[list[float]], list[list[float]]] = [], []
+        self.are_known: list[bool] = []
 
-    def __call__(self, made: Sequence[Candidates]) -> list[int]:
+    def cut(self, made: Sequence[Candidates]) -> list[int]:
         self.confidences += [c for own in made for c in own.confidences]
+        counts = [i % (K + 1) for i in range(len(made))]
+        self._rng.shuffle(counts)
         if not self._same_total:
-            return [self._rng.randint(0, len(own.confidences)) for own in made]
-        kept = [i % (K + 1) for i in range(len(made))]
-        self._rng.shuffle(kept)
-        return kept
+            counts = [self._rng.randint(0, len(own.confidences)) for own in made]
+        kept = [[*own.confidences[:n]] for own, n in zip(made, counts, strict=True)]
+        self.kept = kept, self.kept[0]
+        return counts
+
+    def check(self, verified: Sequence[Verification]) -> None:
+        for own in verified:
+            # Fewer at the end of a text.
+            known = (kept[: len(own.confidences)] for kept in self.kept[1])
+            self.are_known.append(own.confidences in known)
+
+
+class Ragged:
+    """All drafts are made, and `cuts` says how many of each sequence's are verified."""
+
+    cuts: Cuts
+
+    def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
+        self._most = choices[-1]
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
+        return self._most
+
+    def cut(self, made: Sequence[Candidates]) -> list[int]:
+        return self.cuts.cut(made)
+
+    def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
+        self.cuts.check([own for own in verifications if own.confidences])
 
 
 @pytest.fixture
@@ -68,7 +83,7 @@ def cuts(monkeypatch: pytest.MonkeyPatch) -> Cuts:
     """The lengths of adaptive engines."""
     made = Cuts()
     monkeypatch.setattr(factory, "AdaptiveLength", Ragged)
-    monkeypatch.setattr(Ragged, "cut", staticmethod(made), raising=False)
+    monkeypatch.setattr(Ragged, "cuts", made, raising=False)
     return made
 
 
@@ -113,6 +128,8 @@ def test_tokens_are_those_without_speculation(
     # Every source says how sure it is, which differs from draft to draft.
     assert all(0 <= c <= 1 for c in cuts.confidences)
     assert len(set(cuts.confidences)) > 20
+    assert len(cuts.are_known) > 50
+    assert all(cuts.are_known)
 
 
 @pytest.mark.usefixtures("cuts")
@@ -154,7 +171,7 @@ def test_programs_serve_all_steps_with_as_many_drafts(
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     tensors = engines.draft_bench.draft_tensors(raw)
     engines.draft_bench.write_draft(tmp_path / "mha", raw, tensors)
-    monkeypatch.setattr(Ragged, "cut", staticmethod(Cuts(same_total=True)))
+    monkeypatch.setattr(Ragged, "cuts", Cuts(same_total=True))
     is_usual: list[bool] = []
     take = StepRecorder.take_usual
 
