@@ -9,11 +9,10 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from atom.spec_decode.cuts import CutByTotal, CutToLongest
 from atom.spec_decode.lengths import (
     AdaptiveLength,
     Candidates,
-    CutByTotal,
-    CutToLongest,
     DraftLength,
     Verification,
     spread_lengths,
