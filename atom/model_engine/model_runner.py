@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -19,7 +18,6 @@ from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import VerifiedStep
 from atom.spec_decode.drafter import NO_DRAFTS, Drafter, Found
-from atom.spec_decode.grammar import GrammarDrafts
 
 
 @dataclass(frozen=True)
@@ -111,9 +109,9 @@ class ModelRunner:
         drafts = None if proposed is None else proposed.token_ids
         if self._carried is not None and step.carried is not None:
             self._carried.leave(step.carried, verified, step.model_input, drafts)
-        parts = [] if drafts is None else [drafts]
+        parts = [] if proposed is None else proposed.tensors
         arriving = self._send_to_host([*parts, *verified.tensors])
-        given = (batch, step, arriving, drafts is not None, is_replayed)
+        given = (batch, step, arriving, len(parts), is_replayed)
         collect = partial(self._collect, *given)
         made = 0 if drafts is None else drafts.shape[1]
         return LaunchedStep(collect, made, self._drafter.source)
@@ -124,16 +122,17 @@ class ModelRunner:
         batch: ScheduledBatch,
         step: StepInput,
         arriving: Arriving,
-        has_drafts: bool,
+        num_parts: int,
         is_replayed: bool,
     ) -> StepOutput:
-        """Wait for the tokens and the drafts, which come first if there are any."""
+        """Wait for the tokens and the drafts, whose parts come first."""
         arrays = arriving()
-        made = arrays.pop(0) if has_drafts else None
+        made, arrays = arrays[:num_parts], arrays[num_parts:]
         sampled = self._sampler.take(step.sample, arrays)
         found = self._look_up(batch, step)
-        with self._grammar_drafts(batch, step) as allowed:
-            drafts = self._drafter.merge(found, made, allowed)
+        rows = [batch.sequences[i].row for i in step.sample.layout.indices]
+        with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
+            drafts = self._drafter.merge(rows, found, made, allowed)
         results = self._results(batch, step, sampled, drafts)
         return StepOutput(results, self._drafter.num_lookup_tokens, is_replayed)
 
@@ -148,12 +147,13 @@ class ModelRunner:
         """The host knows the tokens before drafts are made."""
         sampled = self._sampler.take(step.sample, self._send_to_host(verified.tensors)())
         found = self._look_up(batch, step)
-        with self._grammar_drafts(batch, step) as allowed:
+        rows = [batch.sequences[i].row for i in step.sample.layout.indices]
+        with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
             if allowed is not None and view is not None:
                 view = replace(view, guide=allowed.guide(found))
             proposed = self._drafter.propose(view, found if self._drafter.looks_first else None)
-            made = None if proposed is None else self._send_to_host([proposed.token_ids])()[0]
-            drafts = self._drafter.merge(found, made, allowed)
+            made = [] if proposed is None else self._send_to_host(proposed.tensors)()
+            drafts = self._drafter.merge(rows, found, made, allowed)
         results = self._results(batch, step, sampled, drafts)
         return StepOutput(results, self._drafter.num_lookup_tokens, is_replayed)
 
@@ -236,12 +236,6 @@ class ModelRunner:
             last_rows = self._sampler.place(step.sample, verified, step.next_token_ids)
         race = self._sampler.race(step.sample, step.race_rows)
         return _Computed(output, verified, last_rows, race)
-
-    def _grammar_drafts(
-        self, batch: ScheduledBatch, step: StepInput
-    ) -> AbstractContextManager[GrammarDrafts | None]:
-        rows = [batch.sequences[i].row for i in step.sample.layout.indices]
-        return self._drafter.grammar_drafts(rows, step.sample.states)
 
     def _look_up(self, batch: ScheduledBatch, step: StepInput) -> Found:
         plan = step.sample

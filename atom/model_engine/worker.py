@@ -249,6 +249,8 @@ class Worker:
         )
         ops = SamplingOps.resolve(context.ops, vocab_size)
         synthetic = _synthetic_length(config)
+        # Steps with other numbers of drafts are recorded as one, if they have as many in all.
+        ragged_most = 0 if self._recorder is None else drafter.max_drafts
         sampler = Sampler(
             self._model.compute_logits,
             rows,
@@ -261,6 +263,7 @@ class Worker:
             choose_greedily=(
                 self._model.output_head.choose_greedily if self._place.tensor.size > 1 else None
             ),
+            ragged_most=ragged_most,
         )
         forward = self._graphs or EagerRunner(self._model.forward)
         carried = None
@@ -279,6 +282,7 @@ class Worker:
             drafts=self._proposer.reads_steps,
             in_place=self._recorder is not None,
             carried=carried,
+            ragged_len=ragged_most + 1,
         )
         parts = inputs, forward, sampler, drafter
         return inputs, ModelRunner(*parts, publish, self._recorder, carried)
