@@ -5,6 +5,9 @@ Plain Python; tensors are in `atom.model_ops.metadata`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import dataclass
+
 import msgspec
 
 from atom.messages import TokenLogprobs
@@ -29,6 +32,9 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
         successor_token: after a prefill chunk that is not the last, the next prompt token
             (proposers pair it with the last row); else None.
         wants_drafts: whether its request lets drafts be made for the next step.
+        is_ahead: the step is launched before the results of the one that samples its first token
+            are read. That token, the drafts and their place are on the device: `token_ids` are
+            zeros, and `start` is the most that it may be.
     """
 
     id: str
@@ -42,6 +48,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     draft_source: str | None = None
     successor_token: int | None = None
     wants_drafts: bool = True
+    is_ahead: bool = False
 
     @property
     def draft_token_ids(self) -> list[int]:
@@ -161,3 +168,18 @@ class StepOutput(msgspec.Struct, frozen=True):
     sequences: list[SequenceResult]
     num_lookup_tokens: int = 0
     is_replayed: bool = False
+
+
+@dataclass(frozen=True)
+class LaunchedStep:
+    """A step whose results are not read yet.
+
+    Attributes:
+        collect: waits for the results; steps are collected in the order in which they are launched.
+        num_drafts: drafts that lie on the device for each sampled sequence that wants them.
+        draft_source: the source of these drafts, as in `SequenceResult`.
+    """
+
+    collect: Callable[[], StepOutput]
+    num_drafts: int = 0
+    draft_source: str | None = None

@@ -237,6 +237,11 @@ class SchedulerOptions(Options):
     max_num_batched_tokens: int = option(2048, "tokens computed in one step", at_least=1)
     max_num_seqs: int = option(64, "sequences computed in one step", at_least=1)
     enable_chunked_prefill: bool = option(True, "compute long prompts in several steps")
+    overlap: bool | None = option(
+        None,
+        "launch each step before the results of the one before it are read (by default on one GPU, "
+        "unless drafts are looked up or their number is adaptive)",
+    )
 
 
 @dataclass(frozen=True)
@@ -417,6 +422,22 @@ class EngineConfig(Options):
                 f"max_num_seqs={self.scheduler.max_num_seqs} sequences"
             )
         self._check_draft_ranks()
+        if self.scheduler.overlap and self.overlap_obstacle is not None:
+            raise ConfigError(f"overlap: {self.overlap_obstacle}; leave --overlap out")
+
+    @property
+    def overlap_obstacle(self) -> str | None:
+        """Why steps cannot overlap; None if they can."""
+        drafts = self.speculative
+        if self.parallel.tensor_parallel_size > 1 or self.parallel.couples_engines:
+            return "several ranks take part in each step and must know the tokens it begins with"
+        if drafts is not None and drafts.looks_up:
+            return "the host looks the newest tokens up before each step"
+        if drafts is not None and drafts.adaptive:
+            return "the host chooses the number of drafts from the results of each step"
+        if drafts is not None and drafts.synthetic_acceptance_length is not None:
+            return "synthetic acceptance is decided by positions that the host must know"
+        return None
 
     def _check_draft_ranks(self) -> None:
         ranks = self.parallel.tensor_parallel_size

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from _bytes import model_bytes
 
-from atom.batch import ScheduledBatch, SequenceResult, StepOutput
+from atom.batch import LaunchedStep, ScheduledBatch, SequenceResult, StepOutput
 from atom.config import EngineConfig
 from atom.messages import EngineRequest
 from atom.model_engine.arg_utils import engine_config
@@ -98,6 +98,7 @@ class _Recorded:
 
     can_be_interrupted = True
     patience_ms: int | None = None
+    depth = 1
 
     def __init__(self, inner: Worker) -> None:
         self._inner = inner
@@ -109,14 +110,15 @@ class _Recorded:
         self.last = ScheduledBatch([], [], [])
         self.pretends = False
 
-    def step(self, batch: ScheduledBatch) -> StepOutput:
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         self.last = batch
         if self.pretends:
             if batch.sequences:
                 self.inputs.build(batch)
             tokens: list[list[int]] = [[1] if s.wants_sample else [] for s in batch.sequences]
-            return StepOutput([SequenceResult(token_ids) for token_ids in tokens])
-        return self._inner.step(batch)
+            output = StepOutput([SequenceResult(token_ids) for token_ids in tokens])
+            return LaunchedStep(lambda: output)
+        return self._inner.launch(batch)
 
     def shutdown(self) -> None:
         self._inner.shutdown()

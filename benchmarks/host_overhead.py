@@ -17,11 +17,12 @@ from typing import Any, NoReturn
 
 import torch
 
-from atom.batch import ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, ScheduledBatch
 from atom.bench.report import environment, write_json
 from atom.graphs.runner import EagerRunner
 from atom.messages import EngineLimits, EngineRequest
 from atom.model_engine.arg_utils import engine_config
+from atom.model_engine.carried_rows import CarriedRows
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.model_runner import ModelRunner
@@ -52,9 +53,9 @@ WISHES: dict[str, dict[str, Any]] = {
 class NullModel:
     """Hidden states and logits of zeros, made once."""
 
-    def __init__(self, num_rows: int, num_tokens: int) -> None:
+    def __init__(self, num_rows: int, num_tokens: int, vocab_size: int) -> None:
         self._hidden = torch.zeros(num_tokens, 8)
-        self._logits = torch.zeros(num_rows, VOCAB_SIZE, dtype=torch.bfloat16)
+        self._logits = torch.zeros(num_rows, vocab_size, dtype=torch.bfloat16)
 
     def forward(self, model_input: ModelInput) -> ModelOutput:
         return ModelOutput(self._hidden[: model_input.input_ids.shape[0]])
@@ -84,28 +85,42 @@ class NoGrammars:
 
 
 class NullExecutor:
-    """The engine's own runner around a null model."""
+    """The engine's own runner around a null model.
+
+    Args:
+        depth: with 2, steps overlap.
+        vocab_size: tokens that the null model tells apart.
+    """
 
     can_be_interrupted = True
     patience_ms: int | None = None
 
-    def __init__(self, num_seqs: int, num_drafts: int, context: int) -> None:
+    def __init__(
+        self,
+        num_seqs: int,
+        num_drafts: int,
+        context: int,
+        depth: int = 1,
+        vocab_size: int = VOCAB_SIZE,
+    ) -> None:
+        self.depth = depth
         longest = context + ROOM
         self.limits = EngineLimits(
             max_model_len=longest,
             num_blocks=num_seqs * (longest // BLOCK_SIZE),
             block_size=BLOCK_SIZE,
-            vocab_size=VOCAB_SIZE,
+            vocab_size=vocab_size,
             max_logprobs=20,
         )
         self.eos_token_ids = frozenset([2])
         self.lookahead = Lookahead(num_drafts)
         self.grammars = GrammarCache(NoGrammars())
-        model = NullModel(num_seqs * (num_drafts + 1), num_seqs * context)
+        model = NullModel(num_seqs * (num_drafts + 1), num_seqs * context, vocab_size)
         proposer = RightProposer(self.lookahead) if num_drafts else NullProposer()
-        rows = SamplingRows(num_seqs, VOCAB_SIZE, self.eos_token_ids, CPU, self.grammars)
-        sampler = Sampler(model.compute_logits, rows, VOCAB_SIZE, CPU, SamplingOps(_choose))
+        rows = SamplingRows(num_seqs, vocab_size, self.eos_token_ids, CPU, self.grammars)
+        sampler = Sampler(model.compute_logits, rows, vocab_size, CPU, SamplingOps(_choose))
         forward = EagerRunner(model.forward)
+        carried = CarriedRows(num_seqs, num_drafts, CPU) if depth > 1 else None
         inputs = InputBuilder(
             forward,
             sampler,
@@ -116,12 +131,13 @@ class NullExecutor:
             block_size=BLOCK_SIZE,
             device=CPU,
             drafts=proposer.reads_steps,
+            carried=carried,
         )
-        drafter = Drafter(proposer, "null", None, None, waiting_is_free=True)
-        self._runner = ModelRunner(inputs, forward, sampler, drafter)
+        drafter = Drafter(proposer, "null", None, None, waiting_is_free=depth == 1)
+        self._runner = ModelRunner(inputs, forward, sampler, drafter, carried=carried)
 
-    def step(self, batch: ScheduledBatch) -> StepOutput:
-        return self._runner.step(batch)
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        return self._runner.launch(batch)
 
     def shutdown(self) -> None:
         self.grammars.shutdown()

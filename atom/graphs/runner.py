@@ -44,8 +44,14 @@ class GraphKey:
 class ForwardRunner(Protocol):
     """Runs the target's layers on a batch."""
 
-    def fit(self, num_sequences: int, query_len: int, max_context_len: int) -> GraphKey | None:
-        """The graph for a batch with equal query lengths; None to run eagerly."""
+    def fit(self, num_sequences: int, query_len: int, num_cached: int) -> GraphKey | None:
+        """The graph for a batch; None to run eagerly.
+
+        Args:
+            query_len: of the longest query. The graph's may be longer: it is that of all sequences,
+                with rows of padding behind their own.
+            num_cached: the most tokens of a sequence before its query.
+        """
         ...
 
     def run(self, model_input: ModelInput, graph: GraphKey | None) -> ModelOutput:
@@ -59,7 +65,7 @@ class EagerRunner:
     def __init__(self, forward: ForwardOp) -> None:
         self._forward = forward
 
-    def fit(self, num_sequences: int, query_len: int, max_context_len: int) -> GraphKey | None:
+    def fit(self, num_sequences: int, query_len: int, num_cached: int) -> GraphKey | None:
         return None
 
     def run(self, model_input: ModelInput, graph: GraphKey | None) -> ModelOutput:
@@ -67,10 +73,10 @@ class EagerRunner:
 
 
 class GraphRunner:
-    """Replays a graph for every batch whose sequences have equal query lengths.
+    """Replays a graph for every batch with queries no longer than the longest that is captured.
 
-    Batches that fit no bucket run eagerly: prefill, different numbers of drafts, too many
-    sequences, too long a context. Before `capture` all do.
+    Batches that fit no bucket run eagerly: prefill, too many sequences, too long a context. Before
+    `capture` all do.
 
     Attributes:
         plan: what to capture.
@@ -89,9 +95,12 @@ class GraphRunner:
         self.graph_aux_hidden: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         self._replays: dict[GraphKey, Callable[[], None]] = {}
 
-    def fit(self, num_sequences: int, query_len: int, max_context_len: int) -> GraphKey | None:
-        bucket = self.plan.fit(num_sequences, max_context_len)
-        key = None if bucket is None else GraphKey(bucket, query_len)
+    def fit(self, num_sequences: int, query_len: int, num_cached: int) -> GraphKey | None:
+        padded = min((n for n in self._query_lens if n >= query_len), default=None)
+        if padded is None:
+            return None
+        bucket = self.plan.fit(num_sequences, num_cached + padded)
+        key = None if bucket is None else GraphKey(bucket, padded)
         return key if key in self._replays else None
 
     def run(self, model_input: ModelInput, graph: GraphKey | None) -> ModelOutput:

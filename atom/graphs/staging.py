@@ -6,7 +6,7 @@ recorded, they read what was written in its place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -119,30 +119,50 @@ class StagingBuffer:
         return start
 
 
-def bring_to_host(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
-    """Copy tensors to the host in one copy, and wait for it.
+# Waits for tensors on their way to the host.
+Arriving = Callable[[], list[np.ndarray]]
+
+
+def send_to_host(tensors: Sequence[torch.Tensor]) -> Arriving:
+    """Start to copy tensors to the host, in one copy.
 
     Args:
         tensors: int64 (with values that fit in 32 bits), int32 or float32, on one device.
 
     Returns:
-        Arrays of the same shapes: float32 for float32 tensors, else int32.
+        Waits for the copy and returns arrays of the same shapes: float32 for float32 tensors, else
+        int32. Work that is launched later may overwrite the tensors.
     """
     if not tensors:
-        return []
+        return list
     flat = [
         t.flatten().view(torch.int32) if t.is_floating_point() else t.flatten() for t in tensors
     ]
-    packed = torch.cat([part.to(torch.int32) for part in flat]).cpu().numpy()
-    arrays, start = [], 0
-    for tensor in tensors:
-        end = start + tensor.numel()
-        part = packed[start:end].reshape(tensor.shape)
-        arrays.append(part.view(np.float32) if tensor.is_floating_point() else part)
-        start = end
-    return arrays
+    packed = torch.cat([part.to(torch.int32) for part in flat])
+    copied: torch.cuda.Event | None = None
+    if packed.is_cuda:
+        # The allocator of pinned memory hands this out again only once the copy is made.
+        host = torch.empty(packed.shape, dtype=packed.dtype, pin_memory=True)
+        host.copy_(packed, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+    else:
+        host = packed.cpu()
+    shapes = [(tensor.shape, tensor.is_floating_point()) for tensor in tensors]
+
+    def arrive() -> list[np.ndarray]:
+        if copied is not None:
+            copied.synchronize()
+        words, arrays, start = host.numpy(), [], 0
+        for shape, is_float in shapes:
+            part = words[start : start + shape.numel()].reshape(shape)
+            arrays.append(part.view(np.float32) if is_float else part)
+            start += shape.numel()
+        return arrays
+
+    return arrive
 
 
-def read_in_place(tensors: Sequence[torch.Tensor]) -> list[np.ndarray]:
+def read_in_place(tensors: Sequence[torch.Tensor]) -> Arriving:
     """The memory of a CPU's tensors, for arrays that are read before it is written again."""
-    return [tensor.numpy() for tensor in tensors]
+    return lambda: [tensor.numpy() for tensor in tensors]

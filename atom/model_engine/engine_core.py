@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import TypeVar
 
-from atom.batch import ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, ScheduledBatch
 from atom.config import EngineConfig
 from atom.messages import (
     EngineDeadError,
@@ -26,6 +28,8 @@ from atom.platform import is_device_lost, is_out_of_memory, release_cached_memor
 from atom.structured_output.params import StructuredOutput
 
 logger = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 
 class EngineCore:
@@ -65,7 +69,9 @@ class EngineCore:
         self._death: str | None = None
         # Refusals that the next step reports.
         self._refused: list[RefusedSequence] = []
-        # Tokens of the current or last step.
+        # Launched steps whose results are not read yet, oldest first.
+        self._launched: deque[tuple[ScheduledBatch, LaunchedStep]] = deque()
+        # Tokens of the steps that run, or of the last one.
         self.num_step_tokens = 0
         # Whether the model runs. Only then is an interrupt harmless.
         self.is_computing = False
@@ -87,9 +93,14 @@ class EngineCore:
             self._scheduler.add(request)
 
     def abort(self, ids: Iterable[str]) -> list[SequenceOutput]:
-        """Abort sequences; their blocks are free when this returns."""
+        """Abort sequences; their blocks are free when this returns, or after the next step if a
+        launched step computes them beside others.
+        """
         ids = list(ids)
-        return self._grammar_queue.abort(ids) + self._scheduler.abort(ids)
+        outputs = self._grammar_queue.abort(ids) + self._scheduler.abort(ids)
+        with suppress(EngineDeadError):  # the next request is told
+            self._drain()
+        return outputs
 
     def compile_grammar(self, wanted: StructuredOutput) -> None:
         """Compile a grammar, blocking, so that a request with it is scheduled at once.
@@ -115,15 +126,18 @@ class EngineCore:
         return stats
 
     def step(self) -> StepReport:
-        """Run one batch and report its results.
+        """Launch the next batch and report the results of the oldest one.
+
+        With `depth` 1 of the executor these are the same batch; with 2 the next one is launched
+        before the results of the last one are read.
 
         If all requests wait for their grammars, first waits briefly for one of them, unless other
         engines wait for this one.
 
-        A batch that fails is given back to the scheduler, which finds the sequence that caused it.
-        If the model is interrupted (by a `BaseException` that is no `Exception`, while
-        `is_computing`), the batch is given back, too, and the exception is re-raised. An interrupt
-        at any other time ends the engine.
+        A batch that fails is given back to the scheduler, which finds the sequence that caused it;
+        with it one whose results are not read. If the model is interrupted (by a `BaseException`
+        that is no `Exception`, while `is_computing`), all are given back, too, and the exception is
+        re-raised. An interrupt at any other time ends the engine.
 
         Raises:
             EngineDeadError: when the device is lost, two steps in a row ran out of memory, an empty
@@ -134,11 +148,11 @@ class EngineCore:
             self._grammar_queue.wait()
         with self._ends_the_engine():
             self._refused += self._grammar_queue.release(self._scheduler.add)
-            batch = self._scheduler.schedule()
-        self.num_step_tokens = batch.num_tokens
-        output = self._run(batch)
+        while len(self._launched) < self.executor.depth and self._launch():
+            pass
+        outputs = self._collect() if self._launched else []
+        self._drain()
         with self._ends_the_engine():
-            outputs = [] if output is None else self._scheduler.update(batch, output)
             refused, self._refused = self._refused + self._scheduler.take_refused(), []
             self._grammar_queue.forget(o.id for o in outputs if o.finish_reason is not None)
             self._grammar_queue.forget(sequence.id for sequence in refused)
@@ -151,10 +165,41 @@ class EngineCore:
     def shutdown(self) -> None:
         self.executor.shutdown()
 
-    def _run(self, batch: ScheduledBatch) -> StepOutput | None:
-        """Run a batch; None when it failed and the engine can go on."""
+    def _launch(self) -> bool:
+        """Launch the next batch; false if none can follow those that run, or it failed."""
+        before = self._launched[-1][1] if self._launched else None
+        with self._ends_the_engine():
+            batch = self._scheduler.schedule(before)
+        if not batch.sequences and self._launched:
+            return False
+        running = sum(other.num_tokens for other, _ in self._launched)
+        self.num_step_tokens = running + batch.num_tokens
+        launched = self._run(batch, lambda: self.executor.launch(batch))
+        if launched is not None:
+            self._launched.append((batch, launched))
+        return launched is not None
+
+    def _collect(self) -> list[SequenceOutput]:
+        """Read the results of the oldest step."""
+        batch, launched = self._launched[0]
+        output = self._run(batch, launched.collect)
+        if output is None:
+            return []
+        self._launched.popleft()
+        self._was_out_of_memory = False
+        with self._ends_the_engine():
+            return self._scheduler.update(batch, output)
+
+    def _drain(self) -> None:
+        """Finish steps that compute nothing but sequences that have ended."""
+        while self._launched and not self._scheduler.has_unfinished:
+            self._collect()
+
+    def _run(self, batch: ScheduledBatch, work: Callable[[], _T]) -> _T | None:
+        """Do a part of a batch's step; None when it failed and the engine can go on."""
+        self.is_computing = self.executor.can_be_interrupted
         try:
-            output = self._compute(batch)
+            result = work()
         except EngineDeadError as error:
             self._death = str(error)
             raise
@@ -168,23 +213,19 @@ class EngineCore:
                 raise EngineDeadError(cause) from error
             logger.exception("a step with %d sequences failed", len(batch.sequences))
             message = f"the step that computed nothing but this sequence failed: {cause}"
+            self._launched.clear()
             self._scheduler.give_back(batch, message, one_by_one=out_of_memory)
             if out_of_memory:
                 release_cached_memory()
             self._was_out_of_memory = out_of_memory
             return None
         except BaseException:
+            self._launched.clear()
             self._scheduler.give_back(batch, None)
             raise
-        self._was_out_of_memory = False
-        return output
-
-    def _compute(self, batch: ScheduledBatch) -> StepOutput:
-        self.is_computing = self.executor.can_be_interrupted
-        try:
-            return self.executor.step(batch)
         finally:
             self.is_computing = False
+        return result
 
     @contextmanager
     def _ends_the_engine(self) -> Iterator[None]:

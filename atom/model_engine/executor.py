@@ -7,7 +7,7 @@ from typing import Protocol
 
 import msgspec
 
-from atom.batch import Orders, ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, Orders, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.distributed.place import Place
 from atom.messages import EngineDeadError, EngineLimits
@@ -35,12 +35,14 @@ class Executor(Protocol):
         can_be_interrupted: whether an interrupted step leaves the executor usable.
         patience_ms: without work, run an empty batch after so long at the latest, since other
             engines wait, or ranks may be lost; None when that is not needed.
+        depth: how many steps may be launched before the results of the first are read: 1 or 2.
     """
 
     limits: EngineLimits
     eos_token_ids: frozenset[int]
     lookahead: Lookahead
     can_be_interrupted: bool
+    depth: int
 
     @property
     def grammars(self) -> GrammarCache: ...
@@ -48,7 +50,7 @@ class Executor(Protocol):
     @property
     def patience_ms(self) -> int | None: ...
 
-    def step(self, batch: ScheduledBatch) -> StepOutput: ...
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep: ...
 
     def shutdown(self) -> None: ...
 
@@ -114,6 +116,8 @@ class RanksExecutor:
     """
 
     can_be_interrupted = False
+    # Other ranks would have to know the number of tokens that a step accepts.
+    depth = 1
 
     def __init__(
         self, config: EngineConfig, driver: Driver, source: ModelSource | None = None
@@ -145,15 +149,16 @@ class RanksExecutor:
     def patience_ms(self) -> int | None:
         return self._lockstep.patience_ms if self._lockstep.is_coupled else _IDLE_MS
 
-    def step(self, batch: ScheduledBatch) -> StepOutput:
-        """Run a batch on all ranks.
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """Run a batch on all ranks, to its end.
 
         Raises:
             EngineDeadError: when a rank failed or was lost; the other ranks are ended then.
         """
         self._driver.is_awaited = True
         try:
-            return self._step(batch)
+            output = self._step(batch)
+            return LaunchedStep(lambda: output)
         except EngineDeadError as error:
             self._failure = str(error)
             self._driver.close(self._failure)
@@ -168,7 +173,7 @@ class RanksExecutor:
             return StepOutput([])
         self._is_published = False
         try:
-            output = self._worker.step(batch)
+            output = self._worker.launch(batch).collect()
         except SamplingFailedError as error:
             raise error.cause from None
         except EngineDeadError:

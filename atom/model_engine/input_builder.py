@@ -14,13 +14,14 @@ from atom.graphs.capture import Bucket, GraphPlan
 from atom.graphs.runner import ForwardRunner, GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
+from atom.model_engine.carried_rows import CarriedPlan, CarriedRows
 from atom.model_engine.kept_step import KeptStep, KeptSteps, layout_of
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
 
 # Staging buffer bytes for each token, for each sequence, and a constant part.
-_TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 96, 512, 1 << 16
+_TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 144, 512, 1 << 16
 # Blocks of the block tables of recorded steps, at least.
 _LEAST_WIDTH = 64
 
@@ -40,6 +41,7 @@ class StepInput:
             proposer that reads steps.
         recurs: whether other steps have the same shapes, as steps that decode do, and all that
             differs between them is in tensors.
+        carried: what passes from step to step on the device; None if steps do not overlap.
     """
 
     model_input: ModelInput
@@ -49,6 +51,7 @@ class StepInput:
     sampled: torch.Tensor | None
     race_rows: torch.Tensor | None
     recurs: bool
+    carried: CarriedPlan | None
 
 
 class _Places:
@@ -63,36 +66,59 @@ class _Places:
         self.block_counts, self.block_counts_there = staging.reserve(num_sequences, torch.int32)
         self.starts, self.starts_there = staging.reserve(num_sequences + 1, torch.int32)
 
-    def pad(self, num_tokens: int, num_sequences: int, query_len: int) -> None:
-        """Fill the padding: sequences with slot -1 (no KV write) and a context of `query_len`
-        tokens.
+    def pad(self, query_len: int) -> None:
+        """Fill everything with padding: sequences with slot -1 (no KV write) and a context of
+        `query_len` tokens.
         """
-        self.input_ids[num_tokens:] = 0
-        self.positions[num_tokens:] = 0
-        self.slots[num_tokens:] = -1
-        self.rows[num_sequences:] = 0
-        self.block_counts[num_sequences:] = 0
+        self.input_ids[:] = 0
+        self.positions[:] = 0
+        self.slots[:] = -1
+        self.rows[:] = 0
+        self.block_counts[:] = 0
         # A context cannot be shorter than its queries.
-        self.context_lens[num_sequences:] = query_len
+        self.context_lens[:] = query_len
         self.starts[:] = np.arange(len(self.starts)) * query_len
 
 
 class _Shape:
-    """Lengths, positions and row of each token of a batch."""
+    """Which rows of a step the tokens of a batch get.
 
-    def __init__(self, sequences: Sequence[ScheduledSequence]) -> None:
-        self.lens = [len(s.token_ids) for s in sequences]
+    In a graph all sequences have as many rows: those behind a sequence's tokens are padding.
+
+    Attributes:
+        graph: the graph to replay, or None.
+        lens, context_lens: [B], padding included.
+        num_rows: T, the sum of these lengths.
+        longest_query, longest_context: the largest of them, or an upper bound.
+        rows: [B], the sequences' rows in the tables.
+        ends: [B], the row after each sequence's last token.
+        places, positions, owners: of each token, its row of T, its position, and its sequence's row
+            in the tables.
+    """
+
+    def __init__(
+        self, sequences: Sequence[ScheduledSequence], forward: ForwardRunner, ragged_len: int
+    ) -> None:
+        lens = [len(s.token_ids) for s in sequences]
         starts = [s.start for s in sequences]
-        self.context_lens = list(map(add, starts, self.lens))
-        self.num_sequences, self.num_tokens = len(sequences), sum(self.lens)
-        self.longest_query, self.longest_context = max(self.lens), max(self.context_lens)
-        self.is_ragged = self.longest_query * len(sequences) != self.num_tokens
+        count, self.longest_query = len(sequences), max(lens)
+        self.graph = forward.fit(count, self.longest_query, max(starts))
+        own = np.array(lens)
+        if self.graph is not None:
+            self.longest_query = self.graph.query_len
+            lens = [self.longest_query] * count
+        elif min(lens) != self.longest_query:
+            self.longest_query = max(self.longest_query, ragged_len)
+        self.lens, self.num_sequences, self.num_rows = lens, count, sum(lens)
+        self.context_lens = list(map(add, starts, lens))
+        self.longest_context = max(self.context_lens)
         self.rows = np.array([s.row for s in sequences])
-        lens = np.array(self.lens)
-        self.ends = np.cumsum(lens)
-        begins = self.ends - lens
-        self.positions = np.arange(self.num_tokens) + np.repeat(np.array(starts) - begins, lens)
-        self.owners = np.repeat(self.rows, lens)
+        begins = np.cumsum(lens) - lens
+        self.ends = begins + own
+        within = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
+        self.places = within + np.repeat(begins, own)
+        self.positions = within + np.repeat(np.array(starts), own)
+        self.owners = np.repeat(self.rows, own)
 
 
 class InputBuilder:
@@ -108,6 +134,9 @@ class InputBuilder:
         max_model_len: limit of a context.
         drafts: whether to compute `next_token_ids`, which proposers read.
         in_place: whether the inputs of steps with the same shapes are at the same addresses.
+        carried: what passes from step to step on the device; None if steps do not overlap.
+        ragged_len: the longest query of steps whose queries differ in length, at least, so that
+            more of them recur.
     """
 
     def __init__(
@@ -123,6 +152,8 @@ class InputBuilder:
         device: torch.device,
         drafts: bool,
         in_place: bool = False,
+        carried: CarriedRows | None = None,
+        ragged_len: int = 0,
     ) -> None:
         most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
         num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
@@ -130,6 +161,8 @@ class InputBuilder:
         self._sampler = sampler
         self._block_size = block_size
         self._drafts = drafts
+        self._carried = carried
+        self._ragged_len = ragged_len
         self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
         self._kept = KeptSteps()
         # The block tables in `_step_tables`, and which they are.
@@ -161,7 +194,7 @@ class InputBuilder:
         size = len(block_tables)
         self.staging.restart()
         places = _Places(self.staging, size * query_len, size)
-        places.pad(0, 0, query_len)
+        places.pad(query_len)
         self.staging.send()
         return ModelInput(
             places.input_ids_there,
@@ -188,24 +221,26 @@ class InputBuilder:
         kept = self._kept.find(layout)
         if kept is not None and (step := self._repeat(kept, sequences)) is not None:
             return step
-        shape = _Shape(sequences)
-        graph = None
-        if not shape.is_ragged:
-            fit = (shape.num_sequences, shape.longest_query, shape.longest_context)
-            graph = self._forward.fit(*fit)
+        shape = _Shape(sequences, self._forward, self._ragged_len)
+        graph = shape.graph
         self.staging.restart()
-        size, tokens = shape.num_sequences, shape.num_tokens
+        size, tokens = shape.num_sequences, shape.num_rows
         if graph is not None:
             size, tokens = graph.batch_size, graph.batch_size * graph.query_len
         places = _Places(self.staging, tokens, size)
         if graph is not None:
-            places.pad(shape.num_tokens, shape.num_sequences, graph.query_len)
+            places.pad(graph.query_len)
         self._tables.grow(sequences)
         self._fill(places, sequences, shape)
-        input_ids = places.input_ids[: shape.num_tokens]
+        input_ids = places.input_ids[: shape.num_rows]
         next_token_ids = self._put_successors(input_ids, sequences, shape)
         sample = self._sampler.lay_out(
-            batch, shape.rows, input_ids, shape.positions, shape.ends, self.staging
+            batch,
+            shape.rows,
+            input_ids,
+            places.positions[: shape.num_rows],
+            shape.ends,
+            self.staging,
         )
         indices = sample.layout.indices
         sampled, races = None, next_token_ids is not None and sample.rows is not None
@@ -222,50 +257,74 @@ class InputBuilder:
         rest = (graph, sample, next_token_ids)
         words = self.staging.words() if layout is not None and recurs else None
         # Last, since their number changes between steps that are otherwise the same.
-        self._send()
+        carried = self._send(sequences, sample, shape.lens)
         model_input = self._model_input(places, sequences, shape, graph)
+        self._take_carried(carried, model_input, sample, next_token_ids)
         if words is not None:
             first = (sequences, model_input, graph, sample, next_token_ids)
-            own = KeptStep.of(*first, places.rows_there, race_rows, self.staging, words)
+            where = (places.rows_there, race_rows, shape.places)
+            own = KeptStep.of(*first, *where, self.staging, words)
             self._kept.add(layout, own)
-        return StepInput(model_input, *rest, sampled, race_rows, recurs)
+        return StepInput(model_input, *rest, sampled, race_rows, recurs, carried)
 
     def _repeat(self, kept: KeptStep, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
         """A step of a known layout; None if it needs another graph."""
-        context_lens = tuple(s.start + len(s.token_ids) for s in sequences)
-        longest, attention = max(context_lens), kept.model_input.attention
-        if not attention.is_ragged:
-            fit = (len(sequences), attention.max_seqlen_q, longest)
-            if self._forward.fit(*fit) != kept.graph:
-                return None
+        attention = kept.model_input.attention
+        starts = [s.start for s in sequences]
+        longest_query = max(len(s.token_ids) for s in sequences)
+        if self._forward.fit(len(sequences), longest_query, max(starts)) != kept.graph:
+            return None
+        context_lens = tuple(map(add, starts, attention.query_lens_cpu))
+        longest = max(context_lens)
         self.staging.repeat(kept.words)
         self._tables.grow(sequences)
         kept.fill(sequences, context_lens, self._tables, self._block_size)
-        self._send()
+        carried = self._send(sequences, kept.sample, attention.query_lens_cpu)
         attention = replace(
             attention,
             block_tables=self._select_tables(sequences, kept.rows_there, kept.graph),
             max_context_len=longest,
-            context_lens_cpu=context_lens,
+            context_lens_cpu=_known(sequences, context_lens),
+            most_context_cpu=context_lens,
         )
+        model_input = replace(kept.model_input, attention=attention)
+        self._take_carried(carried, model_input, kept.sample, kept.next_token_ids)
         return StepInput(
-            replace(kept.model_input, attention=attention),
+            model_input,
             *(kept.graph, kept.sample, kept.next_token_ids),
             sampled=None,
             race_rows=kept.race_rows,
             recurs=True,
+            carried=carried,
         )
 
-    def _send(self) -> None:
+    def _send(
+        self, sequences: Sequence[ScheduledSequence], sample: SamplePlan, query_lens: Sequence[int]
+    ) -> CarriedPlan | None:
         if self._tables.have_grown:
             self._selected = None
         self._tables.stage(self.staging)
+        carried = None
+        if self._carried is not None:
+            carried = self._carried.put(sequences, sample, query_lens, self.staging)
         self.staging.send()
         self._tables.update()
+        return carried
+
+    def _take_carried(
+        self,
+        plan: CarriedPlan | None,
+        model_input: ModelInput,
+        sample: SamplePlan,
+        next_token_ids: torch.Tensor | None,
+    ) -> None:
+        if self._carried is not None and plan is not None:
+            given = (model_input, sample, next_token_ids, self._tables, self._block_size)
+            self._carried.take(plan, *given)
 
     def _fill(self, places: _Places, sequences: Sequence[ScheduledSequence], shape: _Shape) -> None:
         count, size = shape.num_sequences, self._block_size
-        own = slice(0, shape.num_tokens)
+        own = shape.places
         places.input_ids[own] = [token for s in sequences for token in s.token_ids]
         places.positions[own] = shape.positions
         blocks = self._tables.blocks_at(shape.owners, shape.positions // size).astype(np.int64)
@@ -274,7 +333,7 @@ class InputBuilder:
         places.context_lens[:count] = shape.context_lens
         places.block_counts[:count] = [s.num_blocks for s in sequences]
         places.starts[0] = 0
-        places.starts[1 : count + 1] = shape.ends
+        places.starts[1 : count + 1] = np.cumsum(shape.lens)
 
     def _select_tables(
         self, sequences: Sequence[ScheduledSequence], rows: torch.Tensor, graph: GraphKey | None
@@ -320,7 +379,7 @@ class InputBuilder:
         shape: _Shape,
         graph: GraphKey | None,
     ) -> ModelInput:
-        count, tokens = shape.num_sequences, shape.num_tokens
+        count, tokens = shape.num_sequences, shape.num_rows
         return ModelInput(
             places.input_ids_there[:tokens],
             places.positions_there[:tokens],
@@ -333,6 +392,14 @@ class InputBuilder:
                 max_seqlen_q=shape.longest_query,
                 max_context_len=shape.longest_context,
                 query_lens_cpu=tuple(shape.lens),
-                context_lens_cpu=tuple(shape.context_lens),
+                context_lens_cpu=_known(sequences, tuple(shape.context_lens)),
+                most_context_cpu=tuple(shape.context_lens),
             ),
         )
+
+
+def _known(
+    sequences: Sequence[ScheduledSequence], context_lens: tuple[int, ...]
+) -> tuple[int, ...] | None:
+    """The context lengths if the host knows them; with a sequence ahead they are the most."""
+    return None if any(s.is_ahead for s in sequences) else context_lens

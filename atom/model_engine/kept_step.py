@@ -32,18 +32,21 @@ def layout_of(sequences: Sequence[ScheduledSequence]) -> Hashable | None:
 
 @dataclass(frozen=True)
 class KeptStep:
-    """A step whose T rows are all sampled, as it lies in a staging buffer.
+    """A step of which every token is sampled, as it lies in a staging buffer.
+
+    It has T rows for its N tokens; in a graph some are padding.
 
     Attributes:
         model_input, graph, sample, next_token_ids, race_rows: of its `StepInput`.
         rows_there: the B sequences' rows on the device, padded for a graph.
         words: what the host memory held, without new block ids.
-        owners: [T], which of the B sequences a row belongs to.
-        rows: [T], that sequence's row.
-        offsets: [T], the row's place among its sequence's.
+        owners: [N], which of the B sequences a token belongs to.
+        rows: [N], that sequence's row in the tables.
+        offsets: [N], the token's place among its sequence's.
+        where: [N], the row of T of each token.
         places: host arrays of what differs in the next step: input ids, positions and slots [T],
             context lengths and block counts [B].
-        successors, drafts, sampled_positions, accepted: likewise [T], [S * k], [T] and [S], if the
+        successors, drafts, sampled_positions, accepted: likewise [T], [S * k], [N] and [S], if the
             step has them.
     """
 
@@ -57,6 +60,7 @@ class KeptStep:
     owners: np.ndarray
     rows: np.ndarray
     offsets: np.ndarray
+    where: np.ndarray
     places: tuple[np.ndarray, ...]
     successors: np.ndarray | None
     drafts: np.ndarray | None
@@ -73,6 +77,7 @@ class KeptStep:
         next_token_ids: torch.Tensor | None,
         rows_there: torch.Tensor,
         race_rows: torch.Tensor | None,
+        where: np.ndarray,
         staging: StagingBuffer,
         words: np.ndarray,
     ) -> KeptStep | None:
@@ -103,6 +108,7 @@ class KeptStep:
             np.repeat(np.arange(len(sequences)), lens),
             np.repeat([s.row for s in sequences], lens),
             np.concatenate([np.arange(n) for n in lens]),
+            where,
             tuple(known),
             *others,
         )
@@ -115,18 +121,19 @@ class KeptStep:
         block_size: int,
     ) -> None:
         """Write what differs in a step of the same layout."""
-        input_ids, positions, slots, contexts, block_counts = self.places
+        input_ids, own_positions, slots, contexts, block_counts = self.places
         tokens = [token for s in sequences for token in s.token_ids]
-        input_ids[:] = tokens
+        input_ids[self.where] = tokens
         starts = np.array([s.start for s in sequences])
-        np.add(starts[self.owners], self.offsets, out=positions)
+        positions = starts[self.owners] + self.offsets
+        own_positions[self.where] = positions
         indices, places = np.divmod(positions, block_size)
-        np.multiply(tables.blocks_at(self.rows, indices), block_size, out=slots, dtype=np.int64)
-        slots += places
+        blocks = tables.blocks_at(self.rows, indices).astype(np.int64)
+        slots[self.where] = blocks * block_size + places
         contexts[:] = context_lens
         block_counts[:] = [s.num_blocks for s in sequences]
         if self.successors is not None:
-            self.successors[:] = tokens[1:] + tokens[:1]
+            self.successors[self.where] = tokens[1:] + tokens[:1]
         if self.sampled_positions is not None:
             np.add(positions, 1, out=self.sampled_positions)
         if self.accepted is not None:

@@ -3,21 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
-from atom.batch import Orders, ScheduledBatch, SequenceResult, StepOutput
+from atom.batch import LaunchedStep, Orders, ScheduledBatch, SequenceResult, StepOutput
 from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import ForwardRunner
-from atom.graphs.staging import bring_to_host, read_in_place
+from atom.graphs.staging import Arriving, read_in_place, send_to_host
+from atom.model_engine.carried_rows import CarriedRows
 from atom.model_engine.input_builder import InputBuilder, StepInput
 from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import VerifiedStep
 from atom.spec_decode.drafter import NO_DRAFTS, Drafter, Found
-from atom.spec_decode.grammar import GrammarDrafts
 
 
 @dataclass(frozen=True)
@@ -55,6 +55,7 @@ class ModelRunner:
         publish: called with what other ranks must do, after all that can fail because of a request
             and before the model runs; None when there are no others.
         recorder: replays steps that recur; None if every step runs op by op.
+        carried: what passes from step to step on the device; None if steps do not overlap.
     """
 
     def __init__(
@@ -65,18 +66,23 @@ class ModelRunner:
         drafter: Drafter,
         publish: Callable[[Orders], Orders] | None = None,
         recorder: StepRecorder | None = None,
+        carried: CarriedRows | None = None,
     ) -> None:
         self._recorder = recorder
-        self._bring_to_host = bring_to_host if recorder is None else read_in_place
+        self._send_to_host = send_to_host if recorder is None else read_in_place
         self._inputs = inputs
         self._forward = forward
         self._sampler = sampler
         self._drafter = drafter
         self._publish = publish
+        self._carried = carried
 
     @torch.inference_mode()
-    def step(self, batch: ScheduledBatch) -> StepOutput:
-        """Compute the scheduled tokens, sample and verify, and propose the next drafts."""
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        """Compute the scheduled tokens, sample and verify, and propose the next drafts.
+
+        On a GPU this only launches kernels; nothing waits for them before `collect`.
+        """
         self._start(batch)
         num_drafts = 0
         if not self._drafter.looks_first:
@@ -89,35 +95,67 @@ class ModelRunner:
             self._drafter.follow(orders.num_drafts)
             self._go_along(orders)
         if step is None:
-            return StepOutput([], self._drafter.num_lookup_tokens)
+            nothing = StepOutput([], self._drafter.num_lookup_tokens)
+            return LaunchedStep(lambda: nothing)
         view, verified = self._verify(batch, step)
         is_replayed = self._was_replayed(step)
         looks_first = self._drafter.looks_first
         guides = self._drafter.guides and any(s.grammar is not None for s in step.sample.states)
         if looks_first or guides:
-            sampled = self._sampler.take(step.sample, self._bring_to_host(verified.tensors))
-            found = self._look_up(batch, step)
-            with self._grammar_drafts(batch, step) as allowed:
-                if allowed is not None and view is not None:
-                    view = replace(view, guide=allowed.guide(found))
-                proposed = self._drafter.propose(view, found if looks_first else None)
-                made = None if proposed is None else self._bring_to_host([proposed.token_ids])[0]
-                drafts = self._drafter.merge(found, made, allowed)
-        else:
-            proposed = self._drafter.propose(view, None)
-            self._sampler.raise_failure()
-            parts = [] if proposed is None else [proposed.token_ids]
-            arrays = self._bring_to_host([*parts, *verified.tensors])
-            made = None if proposed is None else arrays.pop(0)
-            sampled = self._sampler.take(step.sample, arrays)
-            found = self._look_up(batch, step)
-            with self._grammar_drafts(batch, step) as allowed:
-                drafts = self._drafter.merge(found, made, allowed)
-        return StepOutput(
-            self._results(batch, step, sampled, drafts),
-            self._drafter.num_lookup_tokens,
-            is_replayed,
-        )
+            output = self._draft_after_sampling(batch, step, view, verified, is_replayed)
+            return LaunchedStep(lambda: output)
+        proposed = self._drafter.propose(view, None)
+        self._sampler.raise_failure()
+        drafts = None if proposed is None else proposed.token_ids
+        if self._carried is not None and step.carried is not None:
+            self._carried.leave(step.carried, verified, step.model_input, drafts)
+        parts = [] if proposed is None else proposed.tensors
+        arriving = self._send_to_host([*parts, *verified.tensors])
+        given = (batch, step, arriving, len(parts), is_replayed)
+        collect = partial(self._collect, *given)
+        made = 0 if drafts is None else drafts.shape[1]
+        return LaunchedStep(collect, made, self._drafter.source)
+
+    @torch.inference_mode()
+    def _collect(
+        self,
+        batch: ScheduledBatch,
+        step: StepInput,
+        arriving: Arriving,
+        num_parts: int,
+        is_replayed: bool,
+    ) -> StepOutput:
+        """Wait for the tokens and the drafts, whose parts come first."""
+        arrays = arriving()
+        made, arrays = arrays[:num_parts], arrays[num_parts:]
+        sampled = self._sampler.take(step.sample, arrays)
+        found = self._look_up(batch, step)
+        rows = [batch.sequences[i].row for i in step.sample.layout.indices]
+        with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
+            drafts = self._drafter.merge(rows, found, made, allowed)
+        results = self._results(batch, step, sampled, drafts)
+        return StepOutput(results, self._drafter.num_lookup_tokens, is_replayed)
+
+    def _draft_after_sampling(
+        self,
+        batch: ScheduledBatch,
+        step: StepInput,
+        view: VerifiedStep | None,
+        verified: Verified,
+        is_replayed: bool,
+    ) -> StepOutput:
+        """The host knows the tokens before drafts are made."""
+        sampled = self._sampler.take(step.sample, self._send_to_host(verified.tensors)())
+        found = self._look_up(batch, step)
+        rows = [batch.sequences[i].row for i in step.sample.layout.indices]
+        with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
+            if allowed is not None and view is not None:
+                view = replace(view, guide=allowed.guide(found))
+            proposed = self._drafter.propose(view, found if self._drafter.looks_first else None)
+            made = [] if proposed is None else self._send_to_host(proposed.tensors)()
+            drafts = self._drafter.merge(rows, found, made, allowed)
+        results = self._results(batch, step, sampled, drafts)
+        return StepOutput(results, self._drafter.num_lookup_tokens, is_replayed)
 
     @torch.inference_mode()
     def follow(self, orders: Orders) -> None:
@@ -198,12 +236,6 @@ class ModelRunner:
             last_rows = self._sampler.place(step.sample, verified, step.next_token_ids)
         race = self._sampler.race(step.sample, step.race_rows)
         return _Computed(output, verified, last_rows, race)
-
-    def _grammar_drafts(
-        self, batch: ScheduledBatch, step: StepInput
-    ) -> AbstractContextManager[GrammarDrafts | None]:
-        rows = [batch.sequences[i].row for i in step.sample.layout.indices]
-        return self._drafter.grammar_drafts(rows, step.sample.states)
 
     def _look_up(self, batch: ScheduledBatch, step: StepInput) -> Found:
         plan = step.sample

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
+from atom.batch import LaunchedStep, NewSequence, ScheduledBatch, ScheduledSequence
 from atom.model_engine.sequence import Sequence
 
 
@@ -13,11 +13,15 @@ class PlannedBatch:
         sequences: as objects, since by the time the results arrive an id may belong to another
             sequence.
         budget: how many more tokens the step may compute.
+
+    Args:
+        before: the step whose results are not known yet; None if there is none.
     """
 
-    def __init__(self, budget: int) -> None:
+    def __init__(self, budget: int, before: LaunchedStep | None = None) -> None:
         self.sequences: list[Sequence] = []
         self.budget = budget
+        self._before = before
         self._scheduled: list[ScheduledSequence] = []
         self._new: list[NewSequence] = []
 
@@ -25,29 +29,35 @@ class PlannedBatch:
         """Schedule the next `count` known tokens and, after the last known one, `num_drafts`
         drafts.
         """
-        start, known = seq.num_computed, seq.token_ids
-        end = start + count
-        is_last = end == len(known)
+        start, known = seq.most_computed, seq.token_ids
+        end, is_ahead = start + count, seq.is_sampling
+        is_last = is_ahead or end == len(known)
         num_sent, seq.num_sent_blocks = seq.num_sent_blocks, len(seq.block_ids)
-        token_ids = known[start:end]
-        if num_drafts:
-            token_ids += seq.draft_token_ids[:num_drafts]
-        self.sequences.append(seq)
-        self._scheduled.append(
-            ScheduledSequence(
-                seq.request.id,
-                seq.row,
-                token_ids,
-                start,
-                seq.block_ids[num_sent:],
-                seq.num_sent_blocks,
-                is_last,
-                num_drafts,
-                seq.draft_source,
-                None if is_last else known[end],
-                seq.request.params.speculation,
-            )
+        source = seq.draft_source
+        if is_ahead:
+            assert self._before is not None
+            token_ids, source = [0] * (count + num_drafts), self._before.draft_source
+        else:
+            token_ids = known[start:end]
+            if num_drafts:
+                token_ids += seq.draft_token_ids[:num_drafts]
+        scheduled = ScheduledSequence(
+            seq.request.id,
+            seq.row,
+            token_ids,
+            start,
+            seq.block_ids[num_sent:],
+            seq.num_sent_blocks,
+            is_last,
+            num_drafts,
+            source,
+            None if is_last else known[end],
+            seq.request.params.speculation,
+            is_ahead,
         )
+        seq.launched.append(scheduled)
+        self.sequences.append(seq)
+        self._scheduled.append(scheduled)
         self.budget -= len(token_ids)
 
     def start(self, seq: Sequence, count: int) -> None:

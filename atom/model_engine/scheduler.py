@@ -9,12 +9,15 @@ ones count as computed.
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Iterable
 
-import msgspec
-
-from atom.batch import ScheduledBatch, ScheduledSequence, SequenceResult, StepOutput
+from atom.batch import (
+    LaunchedStep,
+    ScheduledBatch,
+    ScheduledSequence,
+    SequenceResult,
+    StepOutput,
+)
 from atom.config import SchedulerOptions
 from atom.messages import (
     EngineLimits,
@@ -27,19 +30,22 @@ from atom.messages import (
     check_request,
 )
 from atom.model_engine.block_pool import BlockPool
+from atom.model_engine.in_flight import InFlight
 from atom.model_engine.planned_batch import PlannedBatch
 from atom.model_engine.prefix_cache import PrefixCache
-from atom.model_engine.sequence import DraftCounts, Sequence, SequenceQueue, SequenceStatus
+from atom.model_engine.scheduler_counts import SchedulerCounts
+from atom.model_engine.sequence import Sequence, SequenceQueue, SequenceStatus
 from atom.model_engine.suspects import Suspects
 from atom.spec_decode.base import NO_LOOKAHEAD, Lookahead
-from atom.stats import SpecDecodeCounter
 
 
 class Scheduler:
     """Continuous batching over one block pool.
 
     Each step calls `schedule`, then `update`, or `give_back` if the step failed; `add` and `abort`
-    may be called at any time. Sequences are ordered by (priority, arrival): the first running
+    may be called at any time. One more step may be scheduled before the `update` of the last one:
+    it goes on with the tokens that the last one samples, whatever they are, and has room for all
+    that it may accept. Sequences are ordered by (priority, arrival): the first running
     sequence always makes progress, the last one is preempted when blocks run out, and waiting
     sequences are admitted in order. So every sequence finishes.
 
@@ -67,9 +73,7 @@ class Scheduler:
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._lookahead = lookahead
-        self._spec = SpecDecodeCounter(lookahead.num_tokens, lookahead.expected_acceptance)
-        # Verifications in the current `update`, counted by value.
-        self._verified: Counter[DraftCounts] = Counter()
+        self._counts = SchedulerCounts(limits, lookahead)
         self._live: dict[str, Sequence] = {}
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
@@ -77,15 +81,7 @@ class Scheduler:
         # Rows not in use, and rows that the runner must clear before the next step.
         self._free_rows = list(reversed(range(options.max_num_seqs)))
         self._freed_rows: list[int] = []
-        # The running batch and its sequences, as objects: by the time the results arrive, an id may
-        # belong to another sequence.
-        self._in_flight: tuple[ScheduledBatch, list[Sequence]] | None = None
-        self._totals = EngineStats(
-            num_blocks=pool.num_blocks,
-            block_size=pool.block_size,
-            kv_cache_dtype=limits.kv_cache_dtype,
-            expected_acceptance=lookahead.expected_acceptance,
-        )
+        self._in_flight = InFlight()
         self._refused: list[RefusedSequence] = []
         self._suspects = Suspects()
 
@@ -122,7 +118,9 @@ class Scheduler:
         self._waiting.add(seq)
 
     def abort(self, ids: Iterable[str]) -> list[SequenceOutput]:
-        """Abort sequences and free their blocks; unknown ids are ignored."""
+        """Abort sequences and free their blocks, once no batch in flight computes them; unknown ids
+        are ignored.
+        """
         outputs = []
         for id in ids:
             seq = self._live.get(id)
@@ -131,22 +129,33 @@ class Scheduler:
                 outputs.append(seq.report([], FinishReason.ABORT))
         return outputs
 
-    def schedule(self) -> ScheduledBatch:
-        """The next step's batch; empty only when there are no unfinished sequences.
+    def schedule(self, before: LaunchedStep | None = None) -> ScheduledBatch:
+        """The next step's batch; empty when there are no unfinished sequences, or all of them wait
+        for a batch in flight.
+
+        Args:
+            before: the step of the batch in flight; None if there is none.
 
         Raises:
-            RuntimeError: when the last batch was passed to neither `update` nor `give_back`.
+            RuntimeError: when too many batches were passed to neither `update` nor `give_back`, or
+                `before` is missing.
         """
-        if self._in_flight is not None:
-            raise RuntimeError("schedule() was called again before update() of the last batch")
-        plan = PlannedBatch(self._options.max_num_batched_tokens)
+        self._in_flight.check_room(before)
+        plan = PlannedBatch(self._options.max_num_batched_tokens, before)
         # Blocks that a preemption freed are for those who run.
-        if not self._schedule_suspects(plan) and not self._schedule_running(plan):
+        if (
+            self._in_flight.can_be_followed(bool(self._lookahead.num_tokens))
+            and not (self._in_flight and self._suspects)
+            and not self._schedule_suspects(plan)
+            and not self._schedule_running(plan, before)
+        ):
             self._admit(plan)
+        if self._in_flight and not plan.sequences:
+            return plan.finish([])
         batch = plan.finish(self._freed_rows)
         self._freed_rows = []
         if plan.sequences:
-            self._in_flight = batch, plan.sequences
+            self._in_flight.add(batch, plan.sequences)
         return batch
 
     def update(self, batch: ScheduledBatch, output: StepOutput) -> list[SequenceOutput]:
@@ -157,10 +166,7 @@ class Scheduler:
         Raises:
             RuntimeError: when `batch` is not in flight, or the results do not match it.
         """
-        rows: list[Sequence] = []
-        if self._in_flight is not None and self._in_flight[0] is batch:
-            rows = self._in_flight[1]
-            self._in_flight = None
+        rows = self._in_flight.take(batch)
         if not len(rows) == len(batch.sequences) == len(output.sequences):
             raise RuntimeError(
                 f"update() got {len(output.sequences)} results for a batch of "
@@ -172,21 +178,18 @@ class Scheduler:
                 made = self._advance(seq, scheduled, result)
                 if made is not None:
                     outputs.append(made)
-        for (num_drafts, num_accepted, source), times in self._verified.items():
-            self._spec.count(num_drafts, num_accepted, source, times)
-        self._verified.clear()
-        self._totals.num_lookup_tokens = output.num_lookup_tokens
-        self._totals.num_steps += 1
-        self._totals.num_replayed_steps += output.is_replayed
+            elif not seq.launched:
+                self._free(seq)
+        self._counts.step_ended(output)
         return outputs
 
     def give_back(
         self, batch: ScheduledBatch, cause: str | None, *, one_by_one: bool = False
     ) -> None:
-        """Undo a batch whose step did not complete.
+        """Undo a batch whose step did not complete, and all others in flight.
 
         All running sequences are preempted with the tokens known before the step. Whatever the step
-        wrote to their blocks or to the runner is discarded, and the batch's `freed_rows` are sent
+        wrote to their blocks or to the runner is discarded, and the batches' `freed_rows` are sent
         again with the next one.
 
         Args:
@@ -195,15 +198,12 @@ class Scheduler:
             one_by_one: run each suspect alone instead of in halves.
 
         Raises:
-            RuntimeError: when another batch is in flight.
+            RuntimeError: when only other batches are in flight.
         """
-        rows: list[Sequence] = []
-        if self._in_flight is not None:
-            if self._in_flight[0] is not batch:
-                raise RuntimeError("give_back() got another batch than the one that runs")
-            rows = [s for s in self._in_flight[1] if s.status is SequenceStatus.RUNNING]
-            self._in_flight = None
-        self._freed_rows = [*batch.freed_rows, *self._freed_rows]
+        rows, ended, freed = self._in_flight.take_back(batch)
+        self._freed_rows = [*freed, *self._freed_rows]
+        for seq in ended:
+            self._free(seq)
         for seq in list(self._running):
             self._preempt(seq)
         if cause is None:
@@ -220,19 +220,8 @@ class Scheduler:
         return refused
 
     def stats(self) -> EngineStats:
-        """The current state, and totals since the start.
-
-        Prompt tokens are counted once, with the first output token, cached or not. Prefix cache
-        queries and hits are counted at the first admission only, so that a preempted sequence that
-        finds its own blocks does not count as a hit.
-        """
-        return msgspec.structs.replace(
-            self._totals,
-            num_running=len(self._running),
-            num_waiting=len(self._waiting),
-            num_used_blocks=self._pool.num_used,
-            spec_decode=self._spec.snapshot(),
-        )
+        """The current state, and totals since the start."""
+        return self._counts.stats(len(self._running), len(self._waiting), self._pool.num_used)
 
     def check_integrity(self) -> None:
         """Check the pool's state, also against the live block tables.
@@ -241,17 +230,22 @@ class Scheduler:
             AssertionError: saying what is inconsistent.
         """
         self._pool.check_integrity()
-        self._pool.check_references(seq.block_ids for seq in self._live.values())
+        holders = [*self._live.values(), *self._in_flight.ended]
+        self._pool.check_references(seq.block_ids for seq in holders)
 
-    def _schedule_running(self, plan: PlannedBatch) -> bool:
+    def _schedule_running(self, plan: PlannedBatch, before: LaunchedStep | None) -> bool:
         """Schedule running sequences, preempting the last ones when blocks run out.
 
+        Those wait for their results whose next token needs them, or who may have ended; and when
+        blocks run out, one for whom a sequence in flight would have to be preempted.
+
         Returns:
-            Whether a sequence was preempted.
+            Whether blocks ran out.
         """
         running = self._running.items
-        num_before = len(running)
+        num_before, ran_out = len(running), False
         block_size, ahead = self._pool.block_size, self._lookahead.num_reserved
+        drafts_follow = bool(self._lookahead.num_tokens)
         index = 0
         while plan.budget > 0 and index < len(running):
             seq = running[index]
@@ -259,19 +253,24 @@ class Scheduler:
             # One token of the budget is kept for each later sequence, so a long prefill stalls no
             # decode.
             share = max(plan.budget - (len(running) - index), 1)
-            count, num_drafts = len(seq.token_ids) - seq.num_computed, 0
+            start, known, made = seq.most_computed, seq.most_known, seq.num_drafts(before)
+            may_have_ended = known >= seq.max_num_tokens
+            if seq.is_sampling and (may_have_ended or seq.must_wait(drafts_follow)):
+                continue
+            count, num_drafts = known - start, 0
             if count > share:
                 count = share
-            elif seq.draft_token_ids:
+            elif made:
                 # If all drafts are accepted, the bonus token must still fit in max_num_tokens.
-                room = seq.max_num_tokens - len(seq.token_ids) - 1
-                num_drafts = max(min(len(seq.draft_token_ids), share - count, room), 0)
-            num_tokens = seq.num_computed + count + num_drafts
+                room = seq.max_num_tokens - known - 1
+                num_drafts = max(min(made, share - count, room), 0)
+            num_tokens = start + count + num_drafts
             has_room = len(seq.block_ids) * block_size >= num_tokens + ahead
             if not has_room and not self._reserve(seq, num_tokens):
+                ran_out = True
                 break
             plan.add(seq, count, num_drafts)
-        return len(running) < num_before
+        return ran_out or len(running) < num_before
 
     def _num_reserved(self, seq: Sequence, num_tokens: int) -> int:
         """Slots to reserve: `num_tokens` plus the proposer's lookahead.
@@ -281,13 +280,17 @@ class Scheduler:
         return min(num_tokens + self._lookahead.num_reserved, seq.max_num_tokens - 1)
 
     def _reserve(self, seq: Sequence, num_tokens: int) -> bool:
-        """Grow the block table to `num_tokens`; false if `seq` itself had to be preempted."""
+        """Grow the block table to `num_tokens`; false if `seq` itself had to be preempted, or has
+        to wait for one in flight.
+        """
         wanted = self._num_reserved(seq, num_tokens)
         missing = self._num_blocks(wanted) - len(seq.block_ids)
         if missing <= 0:
             return True
         while (block_ids := self._pool.allocate(missing)) is None:
             victim = self._running[-1]
+            if victim.launched:
+                return False
             self._preempt(victim)
             if victim is seq:
                 return False
@@ -298,13 +301,12 @@ class Scheduler:
         self._release(seq)
         seq.restart()
         self._waiting.add(seq)
-        self._totals.num_preemptions += 1
+        self._counts.preempted()
 
     def _admit(self, plan: PlannedBatch) -> None:
         """Start waiting sequences, strictly in order."""
         now = time.monotonic()
-        most = self._options.max_num_seqs
-        while plan.budget > 0 and len(self._running) < most and self._waiting:
+        while plan.budget > 0 and self._free_rows and self._waiting:
             seq = self._waiting[0]
             if seq in self._suspects:
                 return
@@ -327,8 +329,7 @@ class Scheduler:
             if seq.status is SequenceStatus.RUNNING:
                 plan.add(seq, min(len(seq.token_ids) - seq.num_computed, plan.budget))
                 continue
-            has_place = len(self._running) < self._options.max_num_seqs
-            count = self._start(seq, plan.budget) if has_place else 0
+            count = self._start(seq, plan.budget) if self._free_rows else 0
             if count == 0:
                 break
             plan.start(seq, count)
@@ -358,8 +359,7 @@ class Scheduler:
             return 0
         if seq.num_preemptions == 0 and self._prefixes.serves(seq):
             seq.num_cached_tokens = start
-            self._totals.prefix_cache_queries += seq.num_prompt_tokens
-            self._totals.prefix_cache_hits += start
+            self._counts.matched(seq)
         seq.row = self._free_rows.pop()
         seq.block_ids = cached + block_ids
         seq.num_computed = start
@@ -384,9 +384,8 @@ class Scheduler:
             )
         if seq.prompt_logprobs is not None:
             seq.prompt_logprobs += result.prompt_logprobs or ()
-        seq.num_computed = scheduled.context_len - num_drafts
-        most = seq.request.params.num_speculative_tokens
-        seq.draft_token_ids = result.draft_token_ids[:most] if scheduled.wants_drafts else []
+        seq.num_computed += len(scheduled.token_ids) - num_drafts
+        seq.draft_token_ids = result.draft_token_ids if scheduled.wants_drafts else []
         seq.draft_source = result.draft_source
         if not scheduled.wants_sample:
             self._prefixes.publish(seq)
@@ -397,14 +396,13 @@ class Scheduler:
             self._refuse(seq, result.failure)
             return None
         if len(seq.token_ids) == seq.num_prompt_tokens:
-            self._totals.num_prompt_tokens += seq.num_prompt_tokens
+            self._counts.computed_prompt(seq)
         verified = None
         if num_drafts:
             num_accepted = len(token_ids) - (result.failure is None)
             verified = num_drafts, num_accepted, scheduled.draft_source
-            self._verified[verified] += 1
         num_new, finish_reason, stop_reason = seq.extend(token_ids)
-        self._totals.num_generation_tokens += num_new
+        self._counts.generated(num_new, verified)
         # Tokens before the failure are dropped, unless they finish the sequence.
         if result.failure is not None and finish_reason is None:
             self._refuse(seq, result.failure)
@@ -435,13 +433,19 @@ class Scheduler:
         else:
             self._waiting.remove(seq)
         seq.status = SequenceStatus.FINISHED
-        seq.block_ids = []
         del self._live[seq.request.id]
         self._suspects.discard(seq.request.id)
 
     def _release(self, seq: Sequence) -> None:
-        """Stop running a sequence: free its blocks and its row."""
+        """Stop running a sequence; if it is in flight, it keeps blocks and row until it no longer
+        is.
+        """
         self._running.remove(seq)
+        if not seq.launched:
+            self._free(seq)
+
+    def _free(self, seq: Sequence) -> None:
         self._pool.free(seq.block_ids)
+        seq.block_ids = []
         self._free_rows.append(seq.row)
         self._freed_rows.append(seq.row)

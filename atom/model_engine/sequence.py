@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
+from atom.batch import LaunchedStep, ScheduledSequence
 from atom.messages import (
     EngineRequest,
     FinishReason,
@@ -22,7 +23,9 @@ _NO_DRAFTS: DraftCounts = (0, 0, None)
 
 
 class SequenceStatus(enum.Enum):
-    """Only a RUNNING sequence holds blocks and has a row in the runner."""
+    """Only a RUNNING sequence holds blocks and has a row in the runner, or one that is FINISHED
+    while a launched step still computes it.
+    """
 
     WAITING = "waiting"
     RUNNING = "running"
@@ -42,7 +45,8 @@ class Sequence:
         draft_token_ids: drafts to verify in the next step.
         draft_source: the source of these drafts, as in `SequenceResult`.
         num_computed: tokens whose KV is in the cache; always less than the known tokens.
-        row: its row in the runner's per-sequence tables; only while RUNNING.
+        launched: its parts of steps whose results are not known yet, oldest first.
+        row: its row in the runner's per-sequence tables; only while it holds blocks.
         block_ids: the block table.
         num_sent_blocks: how many of them were sent to the runner.
         num_published: leading blocks of the table that are published or came from the prefix cache.
@@ -64,6 +68,7 @@ class Sequence:
     draft_token_ids: list[int] = field(default_factory=list)
     draft_source: str | None = None
     num_computed: int = 0
+    launched: list[ScheduledSequence] = field(default_factory=list)
     row: int = -1
     block_ids: list[int] = field(default_factory=list)
     num_sent_blocks: int = 0
@@ -84,6 +89,53 @@ class Sequence:
     @property
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_sampling(self) -> bool:
+        """Whether a launched step samples its next token."""
+        return bool(self.launched) and self.launched[-1].wants_sample
+
+    @property
+    def most_computed(self) -> int:
+        """`num_computed` after the launched steps if all their drafts are accepted."""
+        return self.num_computed + sum(len(s.token_ids) for s in self.launched)
+
+    @property
+    def most_known(self) -> int:
+        """Known tokens after the launched steps if all their drafts are accepted."""
+        sampled = sum(s.num_drafts + 1 for s in self.launched if s.wants_sample)
+        return len(self.token_ids) + sampled
+
+    def num_drafts(self, before: LaunchedStep | None) -> int:
+        """How many drafts there are for its next step.
+
+        Args:
+            before: the newest launched step.
+        """
+        params, made = self.request.params, len(self.draft_token_ids)
+        if self.is_sampling and before is not None:
+            made = before.num_drafts if params.speculation else 0
+        most = params.num_speculative_tokens
+        return made if most is None else min(made, most)
+
+    def must_wait(self, drafts: bool) -> bool:
+        """Whether the host must know its last token before the step that samples the next.
+
+        Args:
+            drafts: whether steps verify drafts.
+        """
+        params = self.request.params
+        is_penalised = (
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        )
+        return bool(
+            params.structured_output is not None
+            or self.num_outputs < params.min_tokens
+            or params.bad_word_ids
+            or params.logits_processors
+            # Tokens are counted on the device, but drafts on the host.
+            or (drafts and is_penalised)
+        )
 
     def block_hashes(self, count: int, block_size: int, overlap: int) -> list[BlockHash]:
         """The hashes of the first `count` blocks; each is computed once.

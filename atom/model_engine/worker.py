@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from atom.batch import Orders, ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, Orders, ScheduledBatch, StepOutput
 from atom.config import ConfigError, EngineConfig
 from atom.distributed.ordered import in_order
 from atom.distributed.place import ALONE, Place
@@ -33,6 +33,7 @@ from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.memory import estimate_graph_bytes, kv_cache_budget
 from atom.kv_cache.paged import PagedCache
 from atom.messages import EngineLimits
+from atom.model_engine.carried_rows import CarriedRows
 from atom.model_engine.context_len import resolve_max_model_len
 from atom.model_engine.expert_ranks import check_experts, expert_ranks, has_spread_experts
 from atom.model_engine.input_builder import InputBuilder
@@ -42,6 +43,7 @@ from atom.model_engine.worker_setup import (
     create_grammars,
     dtype_name,
     fit_context,
+    overlaps,
     resolve_dtype,
     take_threads,
 )
@@ -73,7 +75,7 @@ ProposerFactory = Callable[[EngineConfig, CausalLM, ModelSource, LayerContext], 
 class Worker:
     """Runs the model on one device, alone or as a rank among others.
 
-    The first rank is given batches (`step`) and samples; the others do as it tells (`follow`).
+    The first rank is given batches (`launch`) and samples; the others do as it tells (`follow`).
 
     Attributes:
         ops: the implementations selected for the target's and the draft's ops.
@@ -101,10 +103,14 @@ class Worker:
         source: ModelSource | None = None,
     ) -> None:
         started = time.perf_counter()
+        # When the last step ended.
+        self._ended = started
         self._place = place
         platform = select_platform(config.device)
         if platform.is_gpu:
             torch.cuda.set_device(place.local_rank)
+        is_ahead = overlaps(config, platform)
+        self.depth = 2 if is_ahead else 1
         self._threads = take_threads(config, place, platform)
         source = source or resolve_model(config.model)
         dtype = resolve_dtype(config.model.dtype, source)
@@ -138,14 +144,14 @@ class Worker:
         self._grammars = create_grammars(config.model, source) if place.is_first else None
         # Ranks wait for each other in the middle of a step.
         self._recorder = None
-        if place.is_alone and not config.graphs.enforce_eager:
+        if place.is_alone and not is_ahead and not config.graphs.enforce_eager:
             self._recorder = create_recorder(platform)
         self._drafter = create_drafter(
             config.speculative,
             self._proposer,
             captured=self._graphs is not None,
-            # Other ranks must know the number of drafts before the step.
-            waiting_is_free=not platform.is_gpu and place.is_alone,
+            # Other ranks must know the number of drafts before the step, and so must the next step.
+            waiting_is_free=not platform.is_gpu and place.is_alone and not is_ahead,
             recorder=self._recorder,
         )
         self.inputs, self._runner = self._create_runner(
@@ -243,6 +249,8 @@ class Worker:
         )
         ops = SamplingOps.resolve(context.ops, vocab_size)
         synthetic = _synthetic_length(config)
+        # Steps with other numbers of drafts are recorded as one, if they have as many in all.
+        ragged_most = 0 if self._recorder is None else drafter.max_drafts
         sampler = Sampler(
             self._model.compute_logits,
             rows,
@@ -255,8 +263,13 @@ class Worker:
             choose_greedily=(
                 self._model.output_head.choose_greedily if self._place.tensor.size > 1 else None
             ),
+            ragged_most=ragged_most,
         )
         forward = self._graphs or EagerRunner(self._model.forward)
+        carried = None
+        if self.depth > 1:
+            given = scheduler.max_num_seqs, drafter.max_drafts, device, context.ops
+            carried = CarriedRows.create(*given)
         inputs = InputBuilder(
             forward,
             sampler,
@@ -268,8 +281,11 @@ class Worker:
             device=device,
             drafts=self._proposer.reads_steps,
             in_place=self._recorder is not None,
+            carried=carried,
+            ragged_len=ragged_most + 1,
         )
-        return inputs, ModelRunner(inputs, forward, sampler, drafter, publish, self._recorder)
+        parts = inputs, forward, sampler, drafter
+        return inputs, ModelRunner(*parts, publish, self._recorder, carried)
 
     def _allocate_kv_cache(
         self,
@@ -323,7 +339,7 @@ class Worker:
         try:
             for batch in largest_steps(config, context.max_model_len, most, vocab_size):
                 if self._place.is_first:
-                    runner.step(batch)
+                    runner.launch(batch).collect()
                 else:
                     runner.follow(Orders.of(batch, drafter.max_drafts))
         except (torch.OutOfMemoryError, SamplingFailedError) as failed:
@@ -345,10 +361,17 @@ class Worker:
         if self._proposer.draft_model is not None:
             bind_kv_caches(self._proposer.draft_model, builders)
 
-    def step(self, batch: ScheduledBatch) -> StepOutput:
+    def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         started = time.perf_counter()
-        output = self._runner.step(batch)
-        seconds = time.perf_counter() - started
+        launched = self._runner.launch(batch)
+        collect = partial(self._collect, batch, launched, started)
+        return replace(launched, collect=collect)
+
+    def _collect(self, batch: ScheduledBatch, launched: LaunchedStep, started: float) -> StepOutput:
+        output = launched.collect()
+        ended = time.perf_counter()
+        # A step begins when it is launched, or when the one before it has ended.
+        seconds, self._ended = ended - max(started, self._ended), ended
         is_usual = self._recorder is None or self._recorder.take_usual()
         self._drafter.observe(batch, output, seconds if is_usual else None)
         if self._threads is not None:

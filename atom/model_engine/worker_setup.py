@@ -49,6 +49,17 @@ def take_threads(config: EngineConfig, place: Place, platform: Platform) -> Adap
     return None
 
 
+def overlaps(config: EngineConfig, platform: Platform) -> bool:
+    """Whether steps are launched before the results of the last one are read: on a GPU unless told
+    otherwise, where they can.
+    """
+    if config.scheduler.overlap is not None or not platform.is_gpu:
+        return bool(config.scheduler.overlap)
+    if config.overlap_obstacle is not None:
+        logger.info("steps do not overlap: %s", config.overlap_obstacle)
+    return config.overlap_obstacle is None
+
+
 def create_grammars(options: ModelOptions, source: ModelSource) -> GrammarCache:
     if missing := missing_packages():
         logger.warning(

@@ -28,9 +28,12 @@ class AttentionMetadata:
         max_seqlen_q, max_context_len: the largest query length, and the largest context length or
             an upper bound of it.
         query_lens_cpu, context_lens_cpu: the lengths on the host. context_lens_cpu is None if they
-            are unknown: in a graph, which is replayed with other lengths than at capture, and in a
-            draft's single-token steps. Then an op sizes its work by `max_context_len` and masks by
+            are unknown: in a graph, which is replayed with other lengths than at capture, in a
+            draft's single-token steps, and where a sequence goes on with tokens that only the
+            device knows. Then an op sizes its work by `max_context_len` and masks by
             `context_lens`.
+        most_context_cpu: upper bounds of the context lengths, those of sequences with more than
+            `MAX_DECODE_QUERIES` queries exact; None if there are none.
     """
 
     slot_mapping: torch.Tensor
@@ -42,6 +45,7 @@ class AttentionMetadata:
     max_context_len: int
     query_lens_cpu: tuple[int, ...]
     context_lens_cpu: tuple[int, ...] | None
+    most_context_cpu: tuple[int, ...] | None = None
     _derived: dict[Hashable, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )

@@ -54,15 +54,19 @@ def split(metadata: AttentionMetadata) -> tuple[BatchPart, BatchPart]:
     lens = metadata.query_lens_cpu
     short = [i for i, n in enumerate(lens) if n <= MAX_DECODE_QUERIES]
     long = [i for i, n in enumerate(lens) if n > MAX_DECODE_QUERIES]
-    return _part(metadata, short), _part(metadata, long)
+    # Those of long ones are always known.
+    known = metadata.context_lens_cpu or metadata.most_context_cpu
+    return _part(metadata, short, metadata.context_lens_cpu), _part(metadata, long, known)
 
 
-def _part(metadata: AttentionMetadata, which: list[int]) -> BatchPart:
+def _part(
+    metadata: AttentionMetadata, which: list[int], contexts: tuple[int, ...] | None
+) -> BatchPart:
     """Args:
     which: the sequences, ascending.
+    contexts: context lengths of the batch, exact for these.
     """
     lens = tuple(metadata.query_lens_cpu[i] for i in which)
-    contexts = metadata.context_lens_cpu
     known = None if contexts is None else tuple(contexts[i] for i in which)
     first, last = which[0], which[-1]
     sequences: _Index

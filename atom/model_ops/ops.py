@@ -287,4 +287,12 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _kernel("native.speculation:place_blocks"),
         _kernel("torch.speculation:place_blocks"),
     ),
+    "take_carried": (
+        _kernel("triton.carried:take_carried"),
+        _kernel("torch.carried:take_carried"),
+    ),
+    "leave_carried": (
+        _kernel("triton.carried:leave_carried"),
+        _kernel("torch.carried:leave_carried"),
+    ),
 }

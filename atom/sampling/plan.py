@@ -32,6 +32,7 @@ class RowLayout:
         first: [S], the first logits row of each.
         logits_indices: [R], row of the forward pass for each row of logits.
         owners: [R], which of the S sequences a row belongs to.
+        most: k, the places for drafts of each sequence.
     """
 
     indices: list[int]
@@ -39,11 +40,15 @@ class RowLayout:
     first: np.ndarray
     logits_indices: np.ndarray
     owners: np.ndarray
+    most: int
 
     @classmethod
-    def of(cls, sequences: Sequence[ScheduledSequence], ends: np.ndarray) -> RowLayout:
+    def of(
+        cls, sequences: Sequence[ScheduledSequence], ends: np.ndarray, ragged_most: int = 0
+    ) -> RowLayout:
         """Args:
         ends: [B], where each sequence's rows of the forward pass end.
+        ragged_most: places for drafts, at least, where numbers of drafts differ.
         """
         indices = [i for i, s in enumerate(sequences) if s.wants_sample]
         num_drafts = np.array([sequences[i].num_drafts for i in indices], dtype=np.int64)
@@ -52,11 +57,10 @@ class RowLayout:
         owners = np.repeat(np.arange(len(indices)), counts)
         begins = ends[indices] - counts if indices else counts
         logits_indices = begins[owners] + np.arange(len(owners)) - first[owners]
-        return cls(indices, num_drafts, first, logits_indices, owners)
-
-    @property
-    def most(self) -> int:
-        return int(self.num_drafts.max()) if len(self.num_drafts) else 0
+        most = int(num_drafts.max(initial=0))
+        if len(owners) != len(indices) * (most + 1):
+            most = max(most, ragged_most)
+        return cls(indices, num_drafts, first, logits_indices, owners, most)
 
     def table(self) -> np.ndarray | None:
         """[S, k + 1] logits rows, padded by repeating the last; None when all have k drafts."""

@@ -143,6 +143,7 @@ class Sampler:
         synthetic: accepts drafts at random; None to accept those that equal the samples.
         choose_greedily: the tokens of greedy rows as all ranks find them, from hidden states; None
             on a rank that has all logits.
+        ragged_most: as in `RowLayout.of`.
     """
 
     def __init__(
@@ -157,7 +158,9 @@ class Sampler:
         others_wait: bool = False,
         synthetic: SyntheticAcceptance | None = None,
         choose_greedily: Callable[[torch.Tensor], torch.Tensor] | None = None,
+        ragged_most: int = 0,
     ) -> None:
+        self._ragged_most = ragged_most
         self._compute_logits = compute_logits
         self._group = group
         self._others_wait = others_wait
@@ -186,7 +189,7 @@ class Sampler:
         """
         self._rows.learn(batch.new, staging)
         sequences = batch.sequences
-        layout = RowLayout.of(sequences, ends)
+        layout = RowLayout.of(sequences, ends, self._ragged_most)
         everyone = self._rows.needs[rows]
         rows, needs = rows[layout.indices], everyone[layout.indices]
         together = Needs(int(np.bitwise_or.reduce(needs)))

@@ -81,13 +81,10 @@ class Proposal:
         token_ids: [S, n] int64.
         confidences: [S, n] float32, the draft's own probability of each of its tokens, after
             temperature and filters; None if it has none or nobody asked.
-        candidates: [S, n, m] int64, the m best tokens of each position's race, best first; None
-            unless asked for.
     """
 
     token_ids: torch.Tensor
     confidences: torch.Tensor | None = None
-    candidates: torch.Tensor | None = None
 
     @classmethod
     def empty(cls, step: VerifiedStep) -> Proposal:
@@ -97,8 +94,7 @@ class Proposal:
     @property
     def tensors(self) -> list[torch.Tensor]:
         """All that there are."""
-        parts = self.token_ids, self.confidences, self.candidates
-        return [part for part in parts if part is not None]
+        return [t for t in (self.token_ids, self.confidences) if t is not None]
 
 
 @dataclass(frozen=True)

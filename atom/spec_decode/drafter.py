@@ -12,7 +12,7 @@ from atom.graphs.recorded import StepRecorder
 from atom.sampling.rows import SequenceState
 from atom.spec_decode.base import Proposal, Proposer, VerifiedStep
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
-from atom.spec_decode.lengths import DraftLength, Verification
+from atom.spec_decode.lengths import Candidates, DraftLength, Verification
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
@@ -23,6 +23,8 @@ Found = Sequence[Continuation | None]
 # Of a sequence that wants none.
 NO_DRAFTS = Continuation([], [])
 
+# Confidence in drafts whose source says nothing.
+_UNSAID = 0.5
 # The proposer's accepted drafts, before any were verified, and the window of their mean.
 _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
 
@@ -36,13 +38,13 @@ class Drafter:
     Attributes:
         proposer: makes drafts on the device.
         max_drafts: most drafts of a sequence.
+        source: the proposer's name in the statistics.
         looks: whether there is a lookup.
         looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
             a GPU, where the host would have to wait for the tokens in the middle of the step.
         guides: whether the proposer follows grammars; not on a GPU, either.
 
     Args:
-        source: the proposer's name in the statistics.
         length: chooses the number of drafts; None for the maximum.
         grammars: drafts for sequences with grammars; None if they have those of others alone.
         waiting_is_free: whether a host sync costs nothing (the device is the CPU).
@@ -61,20 +63,22 @@ class Drafter:
         recorder: StepRecorder | None = None,
     ) -> None:
         self.proposer = proposer
+        self.source = source
         self.looks = lookup is not None
         self.looks_first = self.looks and waiting_is_free
         self.guides = grammars is not None and waiting_is_free
         own = proposer.lookahead.num_tokens
         self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
         self._recorder = recorder
-        self._source = source
         self._lookup = lookup
         self._length = length
         self._grammars = grammars
         # Of this step: most drafts of a sequence, and how many the proposer makes of them.
         self._limit = self._num_made = 0
-        # Rows of the sequences looked up.
-        self._rows: Sequence[int] = []
+        # By row, the confidences of the drafts that were last made for its sequence: in this step,
+        # and before it.
+        self._pending: dict[int, list[float]] = {}
+        self._verified: dict[int, list[float]] = {}
         # Mean number of accepted drafts where the proposer made them, and its observations.
         self._accepted, self._num_observed = _FIRST_ACCEPTED, 1
 
@@ -98,7 +102,7 @@ class Drafter:
         Args:
             num_sampled: sequences that the step samples and that want drafts.
         """
-        self._choose([self._source] * num_sampled, True)
+        self._choose([self.source] * num_sampled, True)
         return self._num_made
 
     def follow(self, num_drafts: int) -> None:
@@ -127,7 +131,6 @@ class Drafter:
         """The lookup's drafts for each sampled sequence."""
         lookup = self._lookup
         assert lookup is not None
-        self._rows = rows
         rival = self._accepted if self.proposer.reads_steps else 0.0
         found = (lookup.find(row, *history) for row, history in zip(rows, histories, strict=True))
         return [each if each.score > rival else None for each in found]
@@ -159,31 +162,50 @@ class Drafter:
         )
 
     def merge(
-        self, found: Found, made: np.ndarray | None, allowed: GrammarDrafts | None = None
+        self,
+        rows: Sequence[int],
+        found: Found,
+        made: Sequence[np.ndarray],
+        allowed: GrammarDrafts | None = None,
     ) -> list[tuple[list[int], str]]:
-        """The drafts of each sampled sequence, and their source.
+        """The drafts of each sampled sequence that are to be verified, and their source.
 
         Args:
+            rows: of the sampled sequences.
+            made: the tensors of the proposer's drafts, if it made any.
             allowed: drafts of the sequences with grammars, if any has one.
         """
-        own: list[list[int]] = [[] for _ in found] if made is None else made.tolist()
+        own = _by_sequence(made, len(found))
         merged = [
-            (self._extend(i, own[i]) if each is None else each.token_ids[: self._limit], source)
-            for i, each in enumerate(found)
-            for source in [self._source_of(each)]
+            self._extend(row, drafts) if each is None else each.first(self._limit)
+            for row, drafts, each in zip(rows, own, found, strict=True)
         ]
+        sources = [self._source_of(each) for each in found]
         if allowed is not None:
-            for index, draft in allowed.finish([drafts for drafts, _ in merged]).items():
-                source = GRAMMAR if draft.is_forced else merged[index][1]
-                merged[index] = draft.token_ids, source
-        return merged
+            for index, draft in allowed.finish([each.token_ids for each in merged]).items():
+                sources[index] = GRAMMAR if draft.is_forced else sources[index]
+                merged[index] = _replaced(merged[index], draft.token_ids)
+        if self._length is not None:
+            # What must follow is certain, and sequences that want no drafts do not count.
+            which = [
+                i
+                for i, source in enumerate(sources)
+                if source != GRAMMAR and found[i] is not NO_DRAFTS
+            ]
+            kept = self._length.cut([Candidates(sources[i], merged[i].confidences) for i in which])
+            for i, count in zip(which, kept, strict=True):
+                merged[i] = merged[i].first(count)
+        made_now = {row: each.confidences for row, each in zip(rows, merged, strict=True)}
+        self._verified, self._pending = self._pending, {**self._pending, **made_now}
+        return [(each.token_ids, source) for each, source in zip(merged, sources, strict=True)]
 
-    def _extend(self, index: int, made: list[int]) -> list[int]:
+    def _extend(self, row: int, own: Continuation) -> Continuation:
         """The proposer's drafts of a sampled sequence, with what the lookup expects after them."""
-        room = self._limit - len(made)
-        if self._lookup is None or not made or room <= 0:
-            return made
-        return made + self._lookup.extend(self._rows[index], made, room).token_ids
+        room = self._limit - len(own.token_ids)
+        if self._lookup is None or not own.token_ids or room <= 0:
+            return own
+        more = self._lookup.extend(row, own.token_ids, room)
+        return Continuation(own.token_ids + more.token_ids, own.confidences + more.confidences)
 
     def observe(self, batch: ScheduledBatch, output: StepOutput, seconds: float | None) -> None:
         """Learn from a finished step.
@@ -198,12 +220,12 @@ class Drafter:
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
             if sequence.wants_sample and sequence.wants_drafts:
                 accepted = max(min(len(result.token_ids) - 1, sequence.num_drafts), 0)
-                verifications.append(
-                    Verification(sequence.draft_source, sequence.num_drafts, accepted)
-                )
+                known = self._verified[sequence.row] if sequence.num_drafts else []
+                drafts = known[: sequence.num_drafts]
+                verifications.append(Verification(sequence.draft_source, drafts, accepted))
                 num_rows += sequence.num_drafts + 1
         for each in verifications:
-            if each.source == self._source and each.num_drafts:
+            if each.source == self.source and each.confidences:
                 self._num_observed = min(self._num_observed + 1, _ACCEPTED_WINDOW)
                 self._accepted += (each.num_accepted - self._accepted) / self._num_observed
         if self._length is not None:
@@ -227,5 +249,26 @@ class Drafter:
 
     def _source_of(self, drafts: Continuation | None) -> str:
         if drafts is None or self._lookup is None:
-            return self._source
+            return self.source
         return self._lookup.source
+
+
+def _by_sequence(made: Sequence[np.ndarray], num_sequences: int) -> list[Continuation]:
+    """The proposer's drafts of each sequence.
+
+    Args:
+        made: the tensors of a `Proposal`, if there is one.
+    """
+    if not made:
+        return [NO_DRAFTS] * num_sequences
+    token_ids = made[0].tolist()
+    if len(made) == 1:
+        return [Continuation(own, [_UNSAID] * len(own)) for own in token_ids]
+    return [Continuation(*own) for own in zip(token_ids, made[1].tolist(), strict=True)]
+
+
+def _replaced(drafts: Continuation, token_ids: list[int]) -> Continuation:
+    """Drafts as a grammar allows them: those that it put in must follow."""
+    known = zip(drafts.token_ids, drafts.confidences, strict=True)
+    said = [c if t == new else 1.0 for (t, c), new in zip(known, token_ids, strict=False)]
+    return Continuation(token_ids, said + [1.0] * (len(token_ids) - len(said)))

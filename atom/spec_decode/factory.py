@@ -25,6 +25,7 @@ from atom.models.base import CausalLM
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
 from atom.spec_decode.block import BlockProposer
 from atom.spec_decode.choice import DraftChoice
+from atom.spec_decode.cuts import CutToLongest
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
@@ -32,6 +33,7 @@ from atom.spec_decode.grammar import GrammarDrafter
 from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
 from atom.spec_decode.mtp import MTPProposer
 from atom.spec_decode.parallel_eagle import ParallelEagleProposer
+from atom.spec_decode.step_times import ROW_OF_CPU, ROW_OF_GPU
 from atom.spec_decode.suffix_index import BYTES_PER_TOKEN
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 from atom.speculative_methods import SPECULATIVE_METHODS
@@ -104,7 +106,14 @@ def create_drafter(
         own = proposer.lookahead.num_tokens
         # Few numbers, since steps of each are recorded and tried.
         numbers = {0, own} if captured else {*spread_lengths(own)}
-        length = AdaptiveLength(sorted({*numbers, most}))
+        choices = sorted({*numbers, most})
+        length = AdaptiveLength(
+            choices,
+            CutToLongest(choices) if captured else None,
+            # Recording takes about as long again as the step.
+            first_run=0.0 if recorder is None else 1.0,
+            row_guess=ROW_OF_CPU if waiting_is_free else ROW_OF_GPU,
+        )
     return Drafter(
         proposer,
         options.method,
@@ -142,7 +151,7 @@ def create_eagle3(
     storage = storage_dtype(config.cache, context)
     builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
     size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
-    choice = create_choice(context, size, draft.target_ids, scale)
+    choice = create_choice(options, context, size, draft.target_ids, scale)
     limits = options.num_speculative_tokens, config.cache.block_size, context.max_model_len
     if draft.config.mask_token_id is not None:
         place = context.ops.resolve("place_blocks", context.dtype)
@@ -183,6 +192,7 @@ def create_block(
         context.max_model_len,
         context.ops.resolve("place_blocks", context.dtype),
         create_choice(
+            options,
             context,
             draft.config.draft_vocab_size,
             draft.target_ids,
@@ -192,14 +202,17 @@ def create_block(
 
 
 def create_choice(
+    options: SpeculativeOptions,
     context: LayerContext,
     vocab_size: int,
     token_ids: torch.Tensor | None = None,
     temperature_scale: float = 1.0,
 ) -> DraftChoice:
-    """The choice of drafts from logits [S, vocab_size], with this platform's op."""
+    """The choice of drafts from logits [S, vocab_size], with this platform's op, and with
+    confidences where numbers of drafts are adaptive.
+    """
     op = context.ops.resolve("choose_drafts", torch.float32, vocab_size=vocab_size)
-    return DraftChoice(token_ids, temperature_scale, op=op)
+    return DraftChoice(token_ids, temperature_scale, op=op, confident=options.adaptive)
 
 
 def create_mtp(
@@ -221,7 +234,7 @@ def create_mtp(
         block_size,
         context.max_model_len,
         context.ops.resolve("advance_drafts", context.dtype),
-        create_choice(context, source.hf_config.get_text_config().vocab_size),
+        create_choice(options, context, source.hf_config.get_text_config().vocab_size),
     )
 
 

@@ -76,29 +76,25 @@ class _Walker:
     has_ended: bool = False
     was_guided: bool = False
 
-    def follow(self, token_ids: Sequence[int], candidates: np.ndarray | None) -> None:
+    def follow(self, token_ids: Sequence[int]) -> None:
         """Go on by drafts that were made without the grammar, up to the first that it refuses."""
-        for place, token_id in enumerate(token_ids):
-            more = [] if candidates is None else candidates[self.index, place].tolist()
-            if self.offer([token_id, *more]) != token_id:
+        for token_id in token_ids:
+            if self.offer(token_id) != token_id:
                 return
 
-    def offer(self, token_ids: Sequence[int]) -> int:
-        """Go on by the first of these tokens that is allowed, or by what must follow; returns the
-        token.
-        """
+    def offer(self, token_id: int) -> int:
+        """Go on by this token if it is allowed, or by what must follow; returns the token."""
         if not self.has_ended and not self.walk.is_finished:
             if forced := _forced(self.walk, self.text, 1):
                 if self.num_forced == len(self.drafts):
                     self.num_forced += len(forced)
                 self._take(forced)
                 return forced[0]
-            chosen = next((t for t in token_ids if self.walk.accept(t)), None)
-            if chosen is not None:
-                self._take([chosen])
-                return chosen
+            if self.walk.accept(token_id):
+                self._take([token_id])
+                return token_id
         self.has_ended = True
-        return token_ids[0]
+        return token_id
 
     def go_on(self, most: int) -> None:
         """Add what must follow, up to so many drafts in all."""
@@ -145,7 +141,7 @@ class GrammarGuide:
         for walker in self._walkers:
             walker.was_guided = True
             with walker.walk.timed():
-                token_ids[walker.index] = walker.offer([int(token_ids[walker.index])])
+                token_ids[walker.index] = walker.offer(int(token_ids[walker.index]))
         return token_ids
 
 
@@ -160,20 +156,17 @@ class GrammarDrafts:
         """For a proposer that drafts for the sequences for which nothing was found (None)."""
         return GrammarGuide([w for w in self._walkers if found[w.index] is None])
 
-    def finish(
-        self, drafts: Sequence[Sequence[int]], candidates: np.ndarray | None = None
-    ) -> dict[int, GrammarDraft]:
+    def finish(self, drafts: Sequence[Sequence[int]]) -> dict[int, GrammarDraft]:
         """The drafts by index of the sequence, with what must follow them.
 
         Args:
             drafts: of each sampled sequence; where no guide was followed, they count as far as the
                 grammar allows them.
-            candidates: [S, n, m], what else to choose from at each draft, best first.
         """
         for walker in self._walkers:
             with walker.walk.timed():
                 if not walker.was_guided:
-                    walker.follow(drafts[walker.index][: self._most], candidates)
+                    walker.follow(drafts[walker.index][: self._most])
                 walker.go_on(self._most)
         return {w.index: GrammarDraft(w.drafts, w.num_forced > 0) for w in self._walkers}
 

@@ -39,7 +39,11 @@ class ParallelEagleProposer:
         choice: DraftChoice | None = None,
     ) -> None:
         assert draft.config.mask_token_id is not None
-        self.lookahead = Lookahead(num_speculative_tokens, kv_depends_on_successor=True)
+        self.lookahead = Lookahead(
+            num_speculative_tokens,
+            kv_depends_on_successor=True,
+            expected_acceptance=draft.config.expected_acceptance,
+        )
         self.graphs_per_bucket = GRAPHS_PER_BUCKET if num_speculative_tokens > 1 else 0
         self.draft_model: nn.Module | None = draft
         self.aux_layer_ids = draft.aux_layer_ids

@@ -51,6 +51,10 @@ class Continuation:
             expected += reached
         return expected
 
+    def first(self, count: int) -> Continuation:
+        """The first tokens."""
+        return Continuation(self.token_ids[:count], self.confidences[:count])
+
 
 def predict(followers: Followers, most: int, floor: float) -> Continuation:
     """The tokens that weighted votes of the followers choose, one after the other.

@@ -15,7 +15,7 @@ from spec_decode.engines import PROMPTS, SETTINGS, create_engine, generate, para
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
-from atom.batch import ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, ScheduledBatch
 from atom.distributed.parallel_state import ParallelGroup
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.paged import PagedCache
@@ -142,14 +142,14 @@ def test_a_rank_that_is_lost_in_a_step_spoils_its_tokens(
     with engines_of_threads(), create_engine(folder, tensor_parallel_size=2) as engine:
         executor = engine.engine.core.executor
         assert isinstance(executor, RanksExecutor)
-        step = executor._worker.step
+        launch = executor._worker.launch
 
-        def lose(batch: ScheduledBatch) -> StepOutput:
-            output = step(batch)
+        def lose(batch: ScheduledBatch) -> LaunchedStep:
+            launched = launch(batch)
             monkeypatch.setattr(ThreadDriver, "lost", "rank 1 was killed")
-            return output
+            return launched
 
-        monkeypatch.setattr(executor._worker, "step", lose)
+        monkeypatch.setattr(executor._worker, "launch", lose)
         with pytest.raises(EngineDeadError, match="rank 1 was killed"):
             generate(engine, params("greedy"))
 
@@ -168,14 +168,14 @@ def test_a_failure_of_rank_0_is_told_to_the_others(
     with engines_of_threads(), create_engine(folder, tensor_parallel_size=2) as engine:
         executor = engine.engine.core.executor
         assert isinstance(executor, RanksExecutor)
-        step = executor._worker.step
+        launch = executor._worker.launch
 
-        def fail(batch: ScheduledBatch) -> StepOutput:
+        def fail(batch: ScheduledBatch) -> LaunchedStep:
             assert executor._driver.is_awaited
-            step(batch)
+            launch(batch)
             raise ValueError("no such thing")
 
-        monkeypatch.setattr(executor._worker, "step", fail)
+        monkeypatch.setattr(executor._worker, "launch", fail)
         for _ in range(2):  # and nothing is published to nobody
             with pytest.raises(EngineDeadError, match="rank 0 raised ValueError: no such thing"):
                 generate(engine, params("greedy"))

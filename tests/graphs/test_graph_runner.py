@@ -58,9 +58,9 @@ def test_buckets_chosen(make_pair: Callable[[], Pair]) -> None:
         ({"a": prompt(9), "b": prompt(4)}, None),  # prefill
         ({"a": one, "b": one}, (Bucket(2, 16), 1)),
         ({"a": three, "b": three}, (Bucket(2, 16), 3)),
-        ({"a": one, "b": three}, None),  # ragged
+        ({"a": one, "b": three}, (Bucket(2, 16), 3)),  # ragged: padded
         ({"b": three}, (Bucket(1, 16), 3)),
-        ({"a": [1, 2]}, None),  # no graph for two queries
+        ({"a": [1, 2]}, (Bucket(1, 48), 3)),  # 14 tokens and three rows
         ({"a": one}, (Bucket(1, 48), 1)),  # 17 tokens
         ({"a": three, "b": three, "c": three}, (Bucket(4, 48), 3)),  # a new prompt of three
         (dict.fromkeys("abcde", one), None),  # too many sequences

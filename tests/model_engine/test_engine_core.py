@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from atom.batch import ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, ScheduledBatch
 from atom.messages import EngineRequest
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
@@ -19,13 +19,13 @@ def test_the_tokens_of_a_step_are_known_while_it_runs(
     config = engine_config(model=str(tiny_llama_dir), num_threads=1, kv_cache_memory="4MiB")
     core = EngineCore(config)
     known: list[int] = []
-    step = core.executor.step
+    launch = core.executor.launch
 
-    def watched(batch: ScheduledBatch) -> StepOutput:
+    def watched(batch: ScheduledBatch) -> LaunchedStep:
         known.append(core.num_step_tokens)
-        return step(batch)
+        return launch(batch)
 
-    monkeypatch.setattr(core.executor, "step", watched)
+    monkeypatch.setattr(core.executor, "launch", watched)
     for name, size in (("a", 5), ("b", 7)):
         params = SamplingParams(max_tokens=2, ignore_eos=True)
         core.add_request(EngineRequest(id=name, prompt_token_ids=[1] * size, params=params, seed=1))

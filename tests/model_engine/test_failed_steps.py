@@ -18,7 +18,7 @@ from spec_decode.engines import PROMPTS, create_engine, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
-from atom.batch import ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import EngineDeadError, RequestFailedError
@@ -67,12 +67,12 @@ def break_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM, raises: Raises, when:
     That is before the step, in the drafter (the tokens are remembered by then), or after it all.
     """
     runner: Any = llm.engine.core.executor._runner  # type: ignore[attr-defined]
-    step, propose = runner.step, runner._drafter.propose
+    launch, propose = runner.launch, runner._drafter.propose
 
-    def broken(batch: ScheduledBatch) -> StepOutput:
+    def broken(batch: ScheduledBatch) -> LaunchedStep:
         error = raises(batch)
         if error is None:
-            return step(batch)  # type: ignore[no-any-return]
+            return launch(batch)  # type: ignore[no-any-return]
         if when == "before":
             raise error
 
@@ -83,12 +83,17 @@ def break_steps(monkeypatch: pytest.MonkeyPatch, llm: LLM, raises: Raises, when:
         if when == "drafting":
             runner._drafter.propose = broken_propose
         try:
-            step(batch)
+            launched = launch(batch)
         finally:
             runner._drafter.propose = propose
-        raise error
 
-    monkeypatch.setattr(runner, "step", broken)
+        def collect() -> StepOutput:
+            launched.collect()
+            raise error
+
+        return LaunchedStep(collect, launched.num_drafts, launched.draft_source)
+
+    monkeypatch.setattr(runner, "launch", broken)
 
 
 def at_steps(error: Callable[[], BaseException], *numbers: int) -> Raises:

@@ -14,7 +14,7 @@ from spec_decode import engines
 from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
-from atom.batch import ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.kv_cache.base import KVCacheMemoryError
 from atom.model_engine import worker
@@ -139,11 +139,11 @@ def record(
     steps: list[tuple[ScheduledBatch, StepOutput]] = []
 
     class RecordingRunner(ModelRunner):
-        def step(self, batch: ScheduledBatch) -> StepOutput:
-            output = super().step(batch)
+        def launch(self, batch: ScheduledBatch) -> LaunchedStep:
+            output = super().launch(batch).collect()
             sizes.append((batch.num_tokens, len(plans[-1].logits_indices)))
             steps.append((batch, output))
-            return output
+            return LaunchedStep(lambda: output)
 
     monkeypatch.setattr(worker, "ModelRunner", RecordingRunner)
     return sizes, steps
@@ -227,7 +227,7 @@ def test_too_little_memory_names_the_options(
     folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Failing(ModelRunner):
-        def step(self, batch: ScheduledBatch) -> StepOutput:
+        def launch(self, batch: ScheduledBatch) -> LaunchedStep:
             raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
     monkeypatch.setattr(worker, "ModelRunner", Failing)

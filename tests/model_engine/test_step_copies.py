@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
-from atom.batch import ScheduledBatch, StepOutput
+from atom.batch import LaunchedStep, ScheduledBatch
 from atom.model_engine.worker import Worker
 
 NUM_SEQS = 4
@@ -79,29 +80,29 @@ def decode_step(engine: LLM, params: list[SamplingParams]) -> tuple[Crossings, S
         engine.engine.add_request(str(i), prompt, own)
     seen = Crossings()
     counted: list[ScheduledBatch] = []
-    step = executor.step
+    launch = executor.launch
 
-    def counting(batch: ScheduledBatch) -> StepOutput:
-        if any(s.start == 0 for s in batch.sequences):
-            return step(batch)
-        if counted:
-            return step(batch)
+    def counting(batch: ScheduledBatch) -> LaunchedStep:
+        if counted or any(s.start == 0 for s in batch.sequences):
+            return launch(batch)
         counted.append(batch)
         with Calls(seen), Kernels(seen, executor.inputs.staging.host):
-            return step(batch)
+            launched = launch(batch)
+            output = launched.collect()
+        return replace(launched, collect=lambda: output)
 
-    executor.step = counting  # type: ignore[method-assign]
+    executor.launch = counting  # type: ignore[method-assign]
     try:
         while not counted:
             engine.engine.step()
     finally:
-        executor.step = step  # type: ignore[method-assign]
+        executor.launch = launch  # type: ignore[method-assign]
     for i in range(len(params)):
         engine.engine.abort(str(i))
     return seen, counted[0]
 
 
-@pytest.fixture(scope="module", params=["none", "suffix", "eagle3"])
+@pytest.fixture(scope="module", params=["none", "suffix", "eagle3", "overlap"])
 def engine(
     request: pytest.FixtureRequest,
     tmp_path_factory: pytest.TempPathFactory,
@@ -113,9 +114,11 @@ def engine(
     options: dict[str, Any] = {"method": request.param, "num_speculative_tokens": 3}
     if request.param == "none":
         options = {}
-    if request.param == "eagle3":
+    if request.param in ("eagle3", "overlap"):
         draft = engines.write_draft("mha", folder / "draft", len(byte_level_tokenizer))
-        options["draft_model"] = str(draft)
+        options |= {"method": "eagle3", "draft_model": str(draft)}
+    if request.param == "overlap":
+        options["overlap"] = True
     # Op by op: in a recorded step torch makes nothing.
     return create_engine(target, enforce_eager=True, **options)
 

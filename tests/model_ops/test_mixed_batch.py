@@ -167,3 +167,15 @@ def test_on_cpus_nothing_is_split(kind: str) -> None:
     sizes |= {"block_size": BLOCK_SIZE, "num_blocks": 4}
     decode, prefill = (table.resolve(op, torch.float32, torch.float32, **sizes) for op in ops)
     assert decode is prefill
+
+
+def test_long_sequences_are_known_beside_some_that_are_not() -> None:
+    """Those that the host knows only bounds of go on with a few tokens."""
+    metadata = metadata_of(BATCHES["anywhere"])
+    lens = metadata.context_lens_cpu
+    assert lens is not None
+    most = tuple(n + 3 * (q <= 16) for n, q in zip(lens, metadata.query_lens_cpu, strict=True))
+    ahead = replace(metadata, context_lens_cpu=None, most_context_cpu=most)
+    short, long = split(ahead)
+    assert short.metadata.context_lens_cpu is None
+    assert long.metadata.context_lens_cpu == (32, 25, 20)

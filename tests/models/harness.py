@@ -89,6 +89,8 @@ class ModelBench:
         self.pools = cache.allocate_kv_cache_tensors(num_blocks)
         bind_kv_caches(self.model, [cache])
         self.output: ModelOutput | None = None
+        # Its rows that are tokens.
+        self.rows = torch.empty(0)
         self.block_ids: dict[str, list[int]] = {}
         self._lengths: dict[str, int] = {}
         self._rows: dict[str, int] = {}
@@ -122,8 +124,12 @@ class ModelBench:
         self._new = []
         self.output = self.runner.run(step.model_input, step.graph)
         logits = self.model.compute_logits(self.output.hidden_states)
-        lengths = [len(ids) for ids in tokens.values()]
-        return dict(zip(tokens, logits.split(lengths), strict=True))
+        # In a graph rows of padding follow a sequence's own.
+        lens = step.model_input.attention.query_lens_cpu
+        parts_of = torch.arange(len(logits)).split(lens)
+        rows = [own[: len(ids)] for ids, own in zip(tokens.values(), parts_of, strict=True)]
+        self.rows = torch.cat(rows)
+        return {name: logits[own] for name, own in zip(tokens, rows, strict=True)}
 
     def run(self, tokens: list[int], sizes: list[int], name: str = "seq") -> torch.Tensor:
         """Run one sequence in steps of the given sizes, the last repeated -> [T, vocab]."""

@@ -175,11 +175,14 @@ def _record(drafter: Drafter) -> dict[tuple[int, ...], list[int]]:
         return look_up(rows, histories) if looks else [None] * len(rows)
 
     def recorded_merge(
-        found: Found, made: np.ndarray | None, allowed: GrammarDrafts | None = None
+        rows: Sequence[int],
+        found: Found,
+        made: Sequence[np.ndarray],
+        allowed: GrammarDrafts | None = None,
     ) -> list[tuple[list[int], str]]:
-        rows = [[] for _ in found] if made is None else made.tolist()
-        drafts.update(zip(behind, rows, strict=True))
-        return merge(found, made, allowed)
+        own = made[0].tolist() if made else [[] for _ in found]
+        drafts.update(zip(behind, own, strict=True))
+        return merge(rows, found, made, allowed)
 
     drafter.looks = True
     drafter.look_up = recorded_look_up  # type: ignore[method-assign]

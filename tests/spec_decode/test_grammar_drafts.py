@@ -55,7 +55,6 @@ class Bench:
         wanted: StructuredOutput,
         text: str,
         others: Sequence[int] = (),
-        candidates: np.ndarray | None = None,
         most: int = 40,
     ) -> tuple[str, bool]:
         """What follows a text, and whether it had to."""
@@ -64,7 +63,7 @@ class Bench:
         state.fill(mask, 0, [])
         with GrammarDrafter(most).drafts([5], [state], [outputs]) as drafts:
             assert drafts is not None
-            draft = drafts.finish([others], candidates)[0]
+            draft = drafts.finish([others])[0]
         state.fill(mask, 1, [])
         np.testing.assert_array_equal(mask[0], mask[1])
         assert state.advance(draft.token_ids) == len(draft.token_ids)
@@ -129,13 +128,6 @@ def test_others_drafts_go_on_while_they_are_allowed(bench: Bench) -> None:
     assert draft('{"', bench.encode("kind")) == ('name": "', True)
     assert draft('{"name": "x", "kind": "x', bench.encode("abc")) == ("", False)
     assert draft('{"name": "x', bench.encode("abcdefgh"), most=2) == ("ab", False)
-
-
-def test_refused_drafts_are_replaced_by_the_best_candidate(bench: Bench) -> None:
-    o, t, x, q = (bench.encode(letter)[0] for letter in "otxq")
-    text = '{"name": "x", "kind": "x'
-    candidates = np.array([[[x, q, o, t], [o, t, x, q]]])
-    assert bench.draft(DOCUMENT, text, [x, o], candidates) == ('one", "ok":', False)
 
 
 def test_a_guided_proposer_sees_what_is_allowed(bench: Bench) -> None:

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.spec_decode.base import Proposer
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.lengths import Verification
+from atom.spec_decode.lengths import Candidates, Verification
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
 K = 3
@@ -26,7 +26,7 @@ MIXED = [*PROMPTS[:4], *PROMPTS[10:14], prompt(6, seed=5) * 3]
 
 
 class RandomLength:
-    """Any number of drafts at any step, none included."""
+    """Any number of drafts at any step, none included, and any of them verified."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -34,6 +34,9 @@ class RandomLength:
 
     def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
         return self._rng.choice([0, 0, *range(self._most + 1)])
+
+    def cut(self, made: Sequence[Candidates]) -> list[int]:
+        return [self._rng.randint(0, len(own.confidences)) for own in made]
 
     def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
         pass

@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
+from atom.spec_decode.cuts import CutByTotal, CutToLongest
 from atom.spec_decode.lengths import (
-    Acceptance,
     AdaptiveLength,
+    Candidates,
     DraftLength,
-    StepTimes,
     Verification,
     spread_lengths,
 )
+from atom.spec_decode.step_times import StepTimes
 
 
 @dataclass
@@ -27,6 +28,9 @@ class Machine:
         step: of a target step, and of each of its rows.
         draft: of a draft step, and of completing the draft's KV alone.
         acceptance: by source, of a draft whose predecessors were accepted.
+        tells: how much more likely a draft is accepted that looks good, and how much less one that
+            looks bad; of 0 confidences say nothing.
+        lies: drafts look good whatever they are.
         mix: the share of steps that a sequence spends on each source.
         noise: relative deviation of every time.
         slowness: factor of every time, by step.
@@ -36,6 +40,8 @@ class Machine:
     step: tuple[float, float] = (0.0100, 0.0004)
     draft: tuple[float, float] = (0.0008, 0.0001)
     acceptance: dict[str, float] = field(default_factory=lambda: {"eagle3": 0.65})
+    tells: float = 0.0
+    lies: bool = False
     mix: dict[str, float] = field(default_factory=lambda: {"eagle3": 1.0})
     noise: float = 0.1
     slowness: Callable[[int], float] = lambda step: 1.0
@@ -43,17 +49,20 @@ class Machine:
     rng: random.Random = field(default_factory=lambda: random.Random(0))
 
     def seconds(self, num_sequences: int, verified: int, made: int) -> float:
-        """Of a step that verifies so many drafts of each sequence and makes so many."""
+        """Of a step that verifies so many drafts in all and makes so many of each sequence."""
         base, per_row = self.step
-        verifying = base + per_row * num_sequences * (1 + verified)
+        verifying = base + per_row * (num_sequences + verified)
         drafting = self.draft[0] * made if made else self.draft[1]
         return self.jitter(verifying) + self.jitter(drafting)
 
-    def accepted(self, source: str, num_drafts: int) -> int:
-        count = 0
-        while count < num_drafts and self.rng.random() < self.acceptance[source]:
-            count += 1
-        return count
+    def drafts(self, source: str, count: int) -> tuple[list[float], int]:
+        """Confidences of drafts, and how many of them the target would sample."""
+        mean, confidences, hits = self.acceptance[source], [], []
+        for _ in range(count):
+            likely = min(max(mean + self.rng.choice((-1, 1)) * self.tells, 0.0), 1.0)
+            confidences.append(0.97 if self.lies else 0.8 * likely)
+            hits.append(self.rng.random() < likely)
+        return confidences, (*hits, False).index(False)
 
     def jitter(self, seconds: float) -> float:
         return seconds * (1 + self.noise * abs(self.rng.gauss(0, 1)))
@@ -68,6 +77,9 @@ class FixedLength:
     def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
         return self._num_drafts
 
+    def cut(self, made: Sequence[Candidates]) -> list[int]:
+        return [len(own.confidences) for own in made]
+
     def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
         """Nothing is learnt."""
 
@@ -76,6 +88,7 @@ class FixedLength:
 class Run:
     tokens: int = 0
     seconds: float = 0.0
+    rows: int = 0
     chosen: Counter[int] = field(default_factory=Counter)
 
     @property
@@ -86,26 +99,34 @@ class Run:
 def run(length: DraftLength, machine: Machine, batch: int, steps: int) -> Run:
     result = Run()
     names, shares = list(machine.mix), list(machine.mix.values())
-    pending: list[tuple[str, int]] = []
+    # Source, confidences of the drafts to verify, and how many of them are right.
+    pending: list[tuple[str, list[float], int]] = []
     seen: set[tuple[str, int]] = set()
     for step in range(steps):
         sources = machine.rng.choices(names, shares, k=batch)
         drafts = "lookup" not in sources or "eagle3" in sources
         chosen = length.choose(sources, drafts=drafts)
-        verified, made = pending[0][1] if pending else 0, chosen if drafts else 0
+        verified, made = sum(len(own) for _, own, _ in pending), chosen if drafts else 0
         seconds = machine.seconds(batch, verified, made)
         kinds = {("verified", verified), ("made", made)}
         seconds += machine.first_run * len(kinds - seen)
         seconds *= machine.slowness(step)
         seen |= kinds
-        verifications = [Verification(None, 0, 0)] * (batch - len(pending))
-        for source, count in pending:
-            verifications.append(Verification(source, count, machine.accepted(source, count)))
+        verifications = [Verification(None, [], 0)] * (batch - len(pending))
+        verifications += [Verification(*own) for own in pending]
+        outcomes = [machine.drafts(source, chosen) for source in sources]
+        kept = length.cut(
+            [Candidates(s, own) for s, (own, _) in zip(sources, outcomes, strict=True)]
+        )
         length.observe(verifications, seconds)
         result.tokens += batch + sum(v.num_accepted for v in verifications)
         result.seconds += seconds
         result.chosen[chosen] += 1
-        pending = [(source, chosen) for source in sources]
+        result.rows += sum(kept)
+        pending = [
+            (source, own[:count], min(right, count))
+            for source, (own, right), count in zip(sources, outcomes, kept, strict=True)
+        ]
     return result
 
 
@@ -148,6 +169,73 @@ def test_no_fixed_number_is_five_percent_faster(name: str, choices: tuple[int, .
     best = max(rate_of(n, machine, batch) for n in choices)
     found = run(AdaptiveLength(choices), fresh(machine), batch, num_steps(batch))
     assert found.rate > 0.95 * best, found.chosen
+
+
+@pytest.mark.parametrize(
+    ("machine", "batch", "gain"),
+    [
+        (Machine(step=(0.01, 0.001), acceptance={"eagle3": 0.5}, tells=0.45), 1, 1.0),
+        (Machine(step=(0.01, 0.001), acceptance={"eagle3": 0.5}, tells=0.45), 8, 1.05),
+        (Machine(acceptance={"eagle3": 0.7}, tells=0.28), 64, 1.02),
+    ],
+    ids=["alone", "eight", "many"],
+)
+def test_confidences_beat_every_fixed_number(machine: Machine, batch: int, gain: float) -> None:
+    """Drafts that tell how good they are: those of eight sequences pay where no number does."""
+    best = max(rate_of(n, machine, batch) for n in (0, 1, 2, 3))
+    length, machine = AdaptiveLength((0, 1, 2, 3)), fresh(machine)
+    run(length, machine, batch, 100)
+    assert run(length, machine, batch, num_steps(batch)).rate > gain * best
+
+
+@pytest.mark.parametrize("rule", [CutByTotal, CutToLongest])
+@pytest.mark.parametrize("lies", [True, False], ids=["lying", "useless"])
+@pytest.mark.parametrize("batch", [1, 8, 64])
+def test_never_slower_than_off(batch: int, lies: bool, rule: type[CutByTotal]) -> None:
+    """Within 3 % once it is known that drafts are wrong, however sure their source is of them."""
+    machine = Machine(acceptance={"eagle3": 0.0}, lies=lies)
+    # Nothing is made without speculation, not even the draft's KV.
+    off = rate_of(0, replace(machine, draft=(0.0, 0.0)), batch)
+    length, machine = AdaptiveLength((0, 1, 2, 3), rule((0, 1, 2, 3))), fresh(machine)
+    run(length, machine, batch, 150)
+    assert run(length, machine, batch, num_steps(batch)).rate > 0.97 * off
+
+
+def test_totals_are_those_of_the_likeliest_drafts() -> None:
+    rule = CutByTotal((0, 1, 2, 3))
+    cuts = rule.cuts([[0.9, 0.8, 0.1], [0.2], [0.85, 0.3, 0.25], []])
+    # Every total is a step, and each takes the best drafts there are.
+    assert {sum(kept): kept for kept in cuts.values()} == {
+        0: [0, 0, 0, 0],
+        1: [1, 0, 0, 0],
+        2: [1, 0, 1, 0],
+        4: [2, 0, 2, 0],
+        6: [2, 1, 3, 0],
+    }
+    for level, kept in cuts.items():
+        assert rule.level_of(kept) == level
+    assert rule.level_of([3, 0, 0, 0]) is None
+
+
+def test_in_graphs_the_longest_counts() -> None:
+    rule = CutToLongest((0, 3))
+    assert rule.cuts([[0.9, 0.8], [0.2]]) == {0: [0, 0], 3: [2, 1]}
+    assert rule.level_of([0, 0]) == 0
+    assert rule.level_of([0, 1]) == 3
+    assert rule.level_of([4, 1]) is None
+
+
+def test_new_shapes_are_run_where_they_pay() -> None:
+    """Each takes twice as long the first time, so a batch that soon ends runs few of them."""
+
+    def shapes(first_run: float) -> int:
+        length = AdaptiveLength((0, 1, 2, 3), first_run=first_run)
+        for batch in (8, 7, 6, 5, 4, 3, 2, 1):
+            machine = Machine(step=(0.01, 0.001), acceptance={"eagle3": 0.5}, tells=0.45)
+            run(length, machine, batch, 20)
+        return len(length._shapes)
+
+    assert shapes(1.0) < 0.6 * shapes(0.0)
 
 
 TROUBLES: dict[str, Machine] = {
@@ -226,47 +314,6 @@ def test_sources_are_told_apart() -> None:
     assert chosen.most_common(1)[0][0] == 0
 
 
-def test_drafts_that_were_not_made_count_as_rejected() -> None:
-    acceptance = Acceptance(3)
-    for _ in range(200):
-        acceptance.observe(3, 0)
-    assert acceptance.num_accepted(3) < 0.05
-    acceptance.observe(0, 0)  # nobody asked
-
-
-def test_positions_are_measured_where_they_were_reached() -> None:
-    acceptance = Acceptance(3)
-    for _ in range(300):
-        acceptance.observe(1, 1)
-    first = acceptance.num_accepted(1)
-    assert first > 0.95
-    # Nothing was learnt of the second, so it has the benefit of the doubt.
-    assert 0.6 * first < acceptance.num_accepted(2) - first < 0.9 * first
-    for _ in range(300):
-        acceptance.observe(3, 1)
-    assert acceptance.num_accepted(3) == pytest.approx(1, abs=0.05)
-
-
-class ScriptedLength(AdaptiveLength):
-    """Learns as ever, and chooses what it is told."""
-
-    def __init__(self, choices: tuple[int, ...], script: list[int]) -> None:
-        super().__init__(choices)
-        self._script = iter(script)
-
-    def _choose(self, sources: Sequence[str], drafts: bool) -> int:
-        return next(self._script)
-
-
-def test_verifications_belong_to_the_choice_of_the_step_before() -> None:
-    length = ScriptedLength((0, 3), [3, 0] * 100)
-    for step in range(200):
-        asked = 3 * (step % 2)
-        length.choose(["eagle3"], drafts=True)
-        length.observe([Verification("eagle3", asked, asked)], None)
-    assert length._acceptance["eagle3"].num_accepted(3) > 2.9
-
-
 def measured(times: StepTimes, script: list[tuple[int, int]]) -> StepTimes:
     """After steps that verify 0 to 3 drafts in 10 to 13 ms and make them in 0 to 6 ms."""
     for verified, made in script:
@@ -277,31 +324,34 @@ def measured(times: StepTimes, script: list[tuple[int, int]]) -> StepTimes:
 def test_a_single_try_shows_what_a_choice_costs() -> None:
     """What a step took that made one number and verified another is told apart."""
     script = [(3, 3)] * 50 + [(3, 0), (0, 3)] * 2 + [(3, 3)]
-    times = measured(StepTimes((0, 3), 1), script)
+    times = measured(StepTimes((0, 3), (0, 3), 1), script)
     assert times.at(3, 3) == pytest.approx(0.019, rel=0.01)
     assert times.at(0, 0) == pytest.approx(0.010, rel=0.03)
 
 
 def test_numbers_between_are_guessed_from_others() -> None:
     script = [(3, 3)] * 10 + [(3, 0), (0, 0), (0, 3), (3, 3)] * 5
-    times = measured(StepTimes((0, 1, 2, 3), 1), script)
+    times = measured(StepTimes((0, 1, 2, 3), (0, 1, 2, 3), 1), script)
     assert times.at(1, 1) == pytest.approx(0.013, rel=0.1)
     assert times.at(2, 2) == pytest.approx(0.016, rel=0.1)
 
 
 def test_another_batch_begins_with_what_is_known_of_the_nearest() -> None:
-    known = measured(StepTimes((0, 3), 4), [(3, 3)] * 3)
-    assert not StepTimes((0, 3), 5).is_known
-    guessed = StepTimes((0, 3), 5, known)
+    known = measured(StepTimes((0, 3), (0, 3), 4), [(3, 3)] * 3)
+    assert not StepTimes((0, 3), (0, 3), 5).is_known
+    guessed = StepTimes((0, 3), (0, 3), 5, known)
     assert guessed.is_known
-    assert guessed.at(3, 3) == known.at(3, 3)
+    # Twice as many rows per level for twice the sequences: a step of each total takes what it took.
+    double = StepTimes((0, 3), (0, 3), 8, known)
+    assert double.at(0, 0) == pytest.approx(known.at(0, 0) + (known.at(3, 0) - known.at(0, 0)) / 3)
+    assert guessed.at(3, 3) - guessed.at(3, 0) == pytest.approx(known.at(3, 3) - known.at(3, 0))
     for _ in range(4):
         guessed.observe(3, 3, 5.0)
     assert guessed.at(3, 3) == pytest.approx(5)
 
 
 def test_an_interrupted_step_says_little() -> None:
-    times = StepTimes((0, 1), 1)
+    times = StepTimes((0, 1), (0, 1), 1)
     for _ in range(50):
         for verified, made in ((1, 1), (1, 0), (0, 0), (0, 1)):
             times.observe(verified, made, 1 + 0.1 * verified + 0.2 * made)
@@ -318,7 +368,7 @@ def test_an_interrupted_step_says_little() -> None:
 
 def test_first_runs_are_forgotten() -> None:
     """Of a batch, and of a number of drafts in it."""
-    times = StepTimes((0, 2), 1)
+    times = StepTimes((0, 2), (0, 2), 1)
     times.observe(0, 2, 9.0)
     times.observe(2, 2, 9.0)
     assert not times.is_known

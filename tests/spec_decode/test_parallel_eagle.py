@@ -29,6 +29,11 @@ NATIVE: dict[str, Any] = {
     "architectures": ["PeagleLlamaForCausalLM"],
     "num_hidden_layers": LAYERS,
     "ptd_token_id": MASK,
+    "expected_acceptance_length": {
+        "tokens_per_forward": 2.5,
+        "num_speculative_tokens": 5,
+        "data": "none",
+    },
 }
 _LAYER = {
     key: MHA[key] for key in MHA if key not in ("architectures", "eagle_config", "draft_vocab_size")
@@ -113,6 +118,7 @@ def test_drafts_equal_those_of_one_dense_pass(
     reference = Reference({**NATIVE, **raw}, double, embed.double(), head.double())
     builder = Eagle3DraftBuilder(model, 4, torch.float32, draft_bench.CPU)
     proposer = ParallelEagleProposer(model, builder, 5, 4, 128)
+    assert (proposer.lookahead.expected_acceptance is not None) == (raw is NATIVE)
     builder.allocate_kv_cache_tensors(16)
     bind_kv_caches(model, [builder])
     generator = torch.Generator().manual_seed(6)

@@ -118,7 +118,7 @@ def test_the_lookup_goes_on_where_the_draft_ends() -> None:
     assert drafter.begin(2) == K
     drafter.look_up([3, 5], [([], [])] * 2)
     own = Continuation([70, 71, 72], [0.9] * 3)
-    merged = drafter.merge([None, own], np.array([[10, 20], [30, 40]]))
+    merged = drafter.merge([3, 5], [None, own], [np.array([[10, 20], [30, 40]])])
     assert merged == [([10, 20, 21, 22], "draft"), ([70, 71, 72], "lookup")]
 
 

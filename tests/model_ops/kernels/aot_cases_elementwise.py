@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from aot_case import Case
 
+from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpQuery
 
@@ -116,7 +117,39 @@ def _masks(vocab_size: int, all_rows: bool) -> Case:
     return Case(name, "mask_tokens", arguments, {"vocab_size": vocab_size}, dtype=FP32)
 
 
+def _integers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype)
+
+
+def _take_carried(num_drafts: int) -> Case:
+    def arguments(_: OpQuery) -> tuple[object, ...]:
+        rows = num_drafts + 1
+        drafts = _integers(64, num_drafts) if num_drafts else None
+        after = _integers(64 * rows) if num_drafts else None
+        tokens = [_integers(64 * rows) for _ in range(3)]
+        lens = _integers(64, dtype=torch.int32)
+        inputs = CarriedInputs(*tokens, lens, after, _integers(64 * rows), drafts)
+        kept = CarriedTokens(_integers(256, rows), _integers(256))
+        tables = _integers(256, 512, dtype=torch.int32)
+        return kept, inputs, _integers(6, 64 * rows), 64, tables, 16
+
+    return Case(f"take_carried/{num_drafts}", "take_carried", arguments, {}, dtype=FP32)
+
+
+def _leave_carried(num_drafts: int) -> Case:
+    def arguments(_: OpQuery) -> tuple[object, ...]:
+        rows = num_drafts + 1
+        kept = CarriedTokens(_integers(256, rows), _integers(256))
+        drafts = _integers(64, num_drafts) if num_drafts else None
+        step = _integers(64, rows), _integers(64), _integers(64 * rows)
+        return kept, _integers(2, 64), *step, drafts
+
+    return Case(f"leave_carried/{num_drafts}", "leave_carried", arguments, {}, dtype=FP32)
+
+
 CASES: tuple[Case, ...] = (
+    *(_take_carried(n) for n in (0, 3)),
+    *(_leave_carried(n) for n in (0, 3)),
     *(_norm(size, 64, adds) for size in (576, 4096, 7168) for adds in (False, True)),
     _norm(576, 64, True, FP32),
     _norm(4096, 64, True, FP16),

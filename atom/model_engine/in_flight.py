@@ -1,0 +1,92 @@
+"""The batches whose results are not known yet."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+from atom.batch import LaunchedStep, ScheduledBatch
+from atom.model_engine.sequence import Sequence, SequenceStatus
+
+# One that runs, and one that is launched behind it.
+MOST_IN_FLIGHT = 2
+
+
+class InFlight:
+    """Scheduled batches in order, with their sequences as objects: by the time the results arrive,
+    an id may belong to another sequence.
+
+    A sequence that ends meanwhile keeps its blocks and its row until no batch computes it.
+    """
+
+    def __init__(self) -> None:
+        self._batches: deque[tuple[ScheduledBatch, list[Sequence]]] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._batches)
+
+    @property
+    def ended(self) -> Iterator[Sequence]:
+        """The sequences that have ended, each once."""
+        met = {seq.order: seq for _, sequences in self._batches for seq in sequences}
+        return (seq for seq in met.values() if seq.status is SequenceStatus.FINISHED)
+
+    def can_be_followed(self, drafts: bool) -> bool:
+        """Whether most sequences of the newest batch can go on without its results.
+
+        Otherwise those that must wait would run in two groups, each in every other step.
+
+        Args:
+            drafts: whether steps verify drafts.
+        """
+        newest = self._batches[-1][1] if self._batches else []
+        return 2 * sum(seq.must_wait(drafts) for seq in newest) <= len(newest)
+
+    def check_room(self, before: LaunchedStep | None) -> None:
+        """Check that a batch may follow those in flight.
+
+        Args:
+            before: the newest batch's step.
+
+        Raises:
+            RuntimeError: when as many batches as may be are in flight, or `before` is missing.
+        """
+        count = len(self._batches)
+        if count >= MOST_IN_FLIGHT or (count and before is None):
+            raise RuntimeError(
+                f"schedule() was called again before update() of the last batch: {count} are in "
+                f"flight"
+            )
+
+    def add(self, batch: ScheduledBatch, sequences: list[Sequence]) -> None:
+        self._batches.append((batch, sequences))
+
+    def take(self, batch: ScheduledBatch) -> list[Sequence]:
+        """The sequences of the oldest batch, whose results have arrived; none if it is another."""
+        if not self._batches or self._batches[0][0] is not batch:
+            return []
+        sequences = self._batches.popleft()[1]
+        for seq in sequences:
+            seq.launched.pop(0)
+        return sequences
+
+    def take_back(self, failed: ScheduledBatch) -> tuple[list[Sequence], list[Sequence], list[int]]:
+        """Forget all batches -> the failed one's running sequences, those that have ended, and the
+        rows that all batches freed.
+
+        Raises:
+            RuntimeError: when others are in flight, but not the one that failed.
+        """
+        batches = self._batches
+        if batches and failed.sequences and not any(b is failed for b, _ in batches):
+            raise RuntimeError("give_back() got another batch than one that runs")
+        freed = [row for batch, _ in batches for row in batch.freed_rows]
+        if not failed.sequences:
+            freed += failed.freed_rows
+        ended = list(self.ended)
+        blamed = [seq for batch, own in batches if batch is failed for seq in own]
+        for _, sequences in batches:
+            for seq in sequences:
+                seq.launched.clear()
+        batches.clear()
+        return [s for s in blamed if s.status is SequenceStatus.RUNNING], ended, freed

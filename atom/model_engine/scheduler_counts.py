@@ -1,0 +1,64 @@
+"""What the scheduler counts since the start."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+
+from atom.batch import StepOutput
+from atom.messages import EngineLimits, EngineStats
+from atom.model_engine.sequence import DraftCounts, Sequence
+from atom.spec_decode.base import Lookahead
+from atom.stats import SpecDecodeCounter
+
+
+class SchedulerCounts:
+    """Totals. Prompt tokens are counted once, with the first output token, cached or not. Prefix
+    cache queries and hits are counted at the first admission only, so that a preempted sequence
+    that finds its own blocks does not count as a hit.
+    """
+
+    def __init__(self, limits: EngineLimits, lookahead: Lookahead) -> None:
+        self._spec = SpecDecodeCounter(lookahead.num_tokens, lookahead.expected_acceptance)
+        # Verifications since the last step ended, counted by value.
+        self._verified: Counter[DraftCounts] = Counter()
+        self._totals = EngineStats(
+            num_blocks=limits.num_blocks,
+            block_size=limits.block_size,
+            kv_cache_dtype=limits.kv_cache_dtype,
+            expected_acceptance=lookahead.expected_acceptance,
+        )
+
+    def preempted(self) -> None:
+        self._totals.num_preemptions += 1
+
+    def matched(self, seq: Sequence) -> None:
+        """A sequence was admitted whose prompt was looked up in the prefix cache."""
+        self._totals.prefix_cache_queries += seq.num_prompt_tokens
+        self._totals.prefix_cache_hits += seq.num_cached_tokens
+
+    def computed_prompt(self, seq: Sequence) -> None:
+        self._totals.num_prompt_tokens += seq.num_prompt_tokens
+
+    def generated(self, num_tokens: int, verified: DraftCounts | None) -> None:
+        self._totals.num_generation_tokens += num_tokens
+        if verified is not None:
+            self._verified[verified] += 1
+
+    def step_ended(self, output: StepOutput) -> None:
+        for (num_drafts, num_accepted, source), times in self._verified.items():
+            self._spec.count(num_drafts, num_accepted, source, times)
+        self._verified.clear()
+        self._totals.num_lookup_tokens = output.num_lookup_tokens
+        self._totals.num_steps += 1
+        self._totals.num_replayed_steps += output.is_replayed
+
+    def stats(self, num_running: int, num_waiting: int, num_used_blocks: int) -> EngineStats:
+        return msgspec.structs.replace(
+            self._totals,
+            num_running=num_running,
+            num_waiting=num_waiting,
+            num_used_blocks=num_used_blocks,
+            spec_decode=self._spec.snapshot(),
+        )

@@ -1,0 +1,124 @@
+"""Which drafts a step can verify: as graphs and recorded programs allow, the likeliest ones."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import numpy as np
+
+from atom.spec_decode.calibration import NUM_RECENT, Array
+
+# Means of drafts to verify per sequence, besides whole numbers: where few of many are worth it.
+_FRACTIONS = (0.125, 0.25, 0.5, 1.5)
+
+
+class CutRule(Protocol):
+    """What steps there are to verify drafts in, and which drafts each would verify.
+
+    Attributes:
+        levels: the steps, by the number of drafts per sequence; ascending from 0.
+    """
+
+    levels: tuple[float, ...]
+
+    def expected(self, groups: Sequence[tuple[int, Array]]) -> Mapping[float, float]:
+        """The expected number of accepted drafts, by level.
+
+        Args:
+            groups: numbers of sequences, and for each what drafts of such sequences are like:
+                [`NUM_RECENT`, n] probabilities that a draft and all before it are accepted.
+        """
+        ...
+
+    def cuts(self, survivals: Sequence[Sequence[float]]) -> Mapping[float, list[int]]:
+        """The best numbers of drafts to verify of each sequence, by level.
+
+        Args:
+            survivals: of each sequence's drafts, the same probabilities.
+        """
+        ...
+
+    def level_of(self, nums_verified: Sequence[int]) -> float | None:
+        """The level of a step that verifies so many drafts of each sequence; None if it is none."""
+        ...
+
+
+class CutByTotal:
+    """Steps differ in their drafts in all: the likeliest ones are verified, whose they may be.
+
+    The totals are few, so that steps recur.
+
+    Args:
+        choices: numbers of drafts to make.
+    """
+
+    def __init__(self, choices: Sequence[int]) -> None:
+        inner = {n for n in _FRACTIONS if n < choices[-1]}
+        self.levels: tuple[float, ...] = tuple(sorted({*map(float, choices), *inner}))
+        self._totals: dict[int, dict[int, float]] = {}
+
+    def expected(self, groups: Sequence[tuple[int, Array]]) -> Mapping[float, float]:
+        num_sequences = sum(count for count, _ in groups)
+        values = np.concatenate([survivals.ravel() for _, survivals in groups])
+        weights = np.repeat([n / NUM_RECENT for n, _ in groups], [s.size for _, s in groups])
+        order = np.argsort(-values)
+        rows = np.concatenate([[0.0], np.cumsum(weights[order])])
+        gains = np.concatenate([[0.0], np.cumsum((values * weights)[order])])
+        totals = self._of(num_sequences)
+        found = np.interp(list(totals), rows, gains)
+        return {
+            level: gain
+            for (total, level), gain in zip(totals.items(), found.tolist(), strict=True)
+            if total <= rows[-1] + 0.5
+        }
+
+    def cuts(self, survivals: Sequence[Sequence[float]]) -> Mapping[float, list[int]]:
+        # Along a sequence they fall, so those before a draft are verified, too.
+        drafts = [(-s, place, i) for i, own in enumerate(survivals) for place, s in enumerate(own)]
+        owners = [i for _, _, i in sorted(drafts)]
+        cuts: dict[float, list[int]] = {}
+        for total, level in self._of(len(survivals)).items():
+            if total <= len(owners):
+                chosen = Counter(owners[:total])
+                cuts[level] = [chosen[i] for i in range(len(survivals))]
+        return cuts
+
+    def level_of(self, nums_verified: Sequence[int]) -> float | None:
+        return self._of(len(nums_verified)).get(sum(nums_verified))
+
+    def _of(self, num_sequences: int) -> dict[int, float]:
+        """Levels by ascending totals; of two for the same total the whole number."""
+        if num_sequences not in self._totals:
+            fractions = [level for level in self.levels if not level.is_integer()]
+            whole = [level for level in self.levels if level.is_integer()]
+            totals = {round(num_sequences * level): level for level in (*fractions, *whole)}
+            self._totals[num_sequences] = dict(sorted(totals.items()))
+        return self._totals[num_sequences]
+
+
+class CutToLongest:
+    """Steps differ in the most drafts of a sequence, to which the others are padded.
+
+    Args:
+        choices: numbers of drafts to make, each of which has a step.
+    """
+
+    def __init__(self, choices: Sequence[int]) -> None:
+        self.levels: tuple[float, ...] = tuple(map(float, choices))
+
+    def expected(self, groups: Sequence[tuple[int, Array]]) -> Mapping[float, float]:
+        longest = max(survivals.shape[1] for _, survivals in groups)
+        return {
+            level: sum(n * float(s[:, : int(level)].sum(1).mean()) for n, s in groups)
+            for level in self.levels
+            if level <= longest
+        }
+
+    def cuts(self, survivals: Sequence[Sequence[float]]) -> Mapping[float, list[int]]:
+        return {level: [min(len(s), int(level)) for s in survivals] for level in self.levels}
+
+    def level_of(self, nums_verified: Sequence[int]) -> float | None:
+        most = max(nums_verified)
+        return next((level for level in self.levels if level >= most), None)

@@ -1,0 +1,153 @@
+"""How long a step takes, by how many drafts it verifies and makes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+# Relative noise of a step's time.
+_NOISE = 0.1
+# Relative change of the machine's speed from one step to the next, and of each part of a step on
+# its own.
+_SPEED_DRIFT, _PART_DRIFT = 0.05, 0.005
+# A step's time is capped at this multiple of the expected one, since interruptions do not repeat.
+_OUTLIER = 2.0
+# What a further row takes, as a share of a step of one row: a guess before measurements, where
+# steps wait for weights, and where they compute.
+ROW_OF_GPU, ROW_OF_CPU = 0.04, 0.15
+# Likewise the cost of making a draft, the error of both slopes, and the deviation of a single
+# number of drafts from a straight line.
+_MAKING_GUESS, _GUESS_ERROR, _CURVATURE = 0.05, 0.3, 0.1
+# Lower bound of an estimated step time, as a share of its most expensive part.
+_LEAST = 0.02
+
+
+class StepTimes:
+    """Estimated step times of one batch size, by drafts verified and made.
+
+    A step's time is the sum of the two parts, and only sums are measured. A Kalman filter estimates
+    all parts together, so that a measurement also corrects parts that are correlated with it. The
+    time of a step that makes no drafts counts as verifying.
+
+    Args:
+        levels: ascending numbers of drafts to verify, per sequence: means, which may be fractions.
+        choices: ascending numbers of drafts to make.
+        num_sequences: in the batch.
+        like: times of another batch size, as a first estimate.
+        row_guess: what a further row takes, as a share of a step of one row.
+        skips_first: whether the first step with a number of drafts only counts if it is fast, since
+            it may include allocation or compilation.
+    """
+
+    def __init__(
+        self,
+        levels: Sequence[float],
+        choices: Sequence[int],
+        num_sequences: int,
+        like: StepTimes | None = None,
+        *,
+        row_guess: float = ROW_OF_GPU,
+        skips_first: bool = True,
+    ) -> None:
+        self._verifying = {n: i for i, n in enumerate(levels)}
+        self._making = {n: len(levels) + i for i, n in enumerate(choices)}
+        self._constant = self._making[0]  # takes 0 seconds
+        self._num_sequences, self._skips_first = num_sequences, skips_first
+        base, row = (1 - row_guess, row_guess) if like is None else like._line()
+        verifying = [base + row * num_sequences * (1 + n) for n in levels]
+        making = [verifying[0] * _MAKING_GUESS * n for n in choices]
+        if like is not None:
+            making = [like._seconds[j] for j in like._making.values()]
+        # Verifying, then making, each number of drafts. In arbitrary units until measured.
+        self._seconds: list[float] = verifying + making
+        self._is_known: bool = like is not None and like._is_known
+        self._covariance = _guessed_covariance(levels, choices, self.at(0, 0))
+        self._is_measured = False
+        self._seen: set[int] = set()
+
+    @property
+    def is_known(self) -> bool:
+        """Whether times are in seconds; before that only their proportions are estimated."""
+        return self._is_known
+
+    def at(self, verified: float, made: int) -> float:
+        """Time of a step that verifies and makes these numbers of drafts per sequence."""
+        i, j = self._find(verified, made)
+        return max(self._seconds[i] + self._seconds[j], _LEAST * max(self._seconds))
+
+    def observe(self, verified: float, made: int, seconds: float) -> None:
+        """Record a step's time."""
+        parts = self._find(verified, made)
+        expected = self.at(verified, made)
+        is_first = self._skips_first and not self._seen.issuperset(parts)
+        self._seen.update(parts)
+        if is_first and (not self._is_measured or seconds > expected):
+            return
+        if not self._is_measured:
+            self._scale(seconds / expected)
+            self._is_known = self._is_measured = True
+            expected = seconds
+        self._correct(*parts, min(seconds, _OUTLIER * expected))
+
+    def _find(self, verified: float, made: int) -> tuple[int, int]:
+        return self._verifying[verified], self._making[made]
+
+    def _line(self) -> tuple[float, float]:
+        """Verifying as a constant and a time for each row."""
+        most, last = max(self._verifying.items())
+        rows = self._num_sequences
+        slope = (self._seconds[last] - self._seconds[0]) / (rows * most)
+        slope = min(max(slope, 0.0), self._seconds[0] / rows)
+        return self._seconds[0] - slope * rows, slope
+
+    def _scale(self, factor: float) -> None:
+        self._seconds = [s * factor for s in self._seconds]
+        self._covariance = [[c * factor**2 for c in row] for row in self._covariance]
+
+    def _correct(self, i: int, j: int, seconds: float) -> None:
+        """Kalman update: parts `i` and `j` took `seconds` together."""
+        error = seconds - self._seconds[i] - self._seconds[j]
+        own_drift = (_PART_DRIFT * seconds) ** 2
+        # Disturbances only slow steps down; a much faster step means a faster machine.
+        is_faster = seconds < (self._seconds[i] + self._seconds[j]) / _OUTLIER
+        drift = [(1.0 if is_faster else _SPEED_DRIFT) * s for s in self._seconds]
+        columns = zip(self._covariance[i], self._covariance[j], drift, strict=True)
+        both = [x + y + d * (drift[i] + drift[j]) for x, y, d in columns]
+        both[i] += own_drift
+        both[j] += own_drift if j != self._constant else 0.0
+        variance = both[i] + both[j] + (_NOISE * seconds) ** 2
+        gain = [b / variance for b in both]
+        self._seconds = [s + g * error for s, g in zip(self._seconds, gain, strict=True)]
+        self._covariance = [
+            [c + d * x - g * b for c, x, b in zip(row, drift, both, strict=True)]
+            for row, d, g in zip(self._covariance, drift, gain, strict=True)
+        ]
+        for place, row in enumerate(self._covariance):
+            row[place] += own_drift if place != self._constant else 0.0
+
+
+def _guessed_covariance(
+    levels: Sequence[float], choices: Sequence[int], seconds: float
+) -> list[list[float]]:
+    """Covariance of the initial estimates: both parts are lines with uncertain slope that bend at
+    random on their way; the one for verifying also has an uncertain offset, and another without
+    drafts.
+
+    Args:
+        seconds: time of a step without drafts.
+    """
+
+    def of(is_verifying: bool, same_part: bool, m: float, n: float) -> float:
+        if not same_part:
+            return 0.0
+        slope = _GUESS_ERROR**2 * m * n
+        bend = _CURVATURE**2 * (1.0 if is_verifying and m == n == 0 else min(m, n))
+        return seconds**2 * (slope + bend + is_verifying)
+
+    places = [(True, float(n)) for n in levels] + [(False, float(n)) for n in choices]
+    return [[of(a, a == b, m, n) for b, n in places] for a, m in places]
+
+
+def batch_bucket(num_sequences: int) -> int:
+    """Batch size bucket: exact up to 8, then in steps of about a fifth."""
+    return num_sequences if num_sequences <= 8 else round(8 + 4 * math.log2(num_sequences / 8))

@@ -1,0 +1,337 @@
+"""Steps that are launched before the results of the last one are read give the same tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from spec_decode import engines
+from spec_decode.engines import create_engine, params
+from transformers import PreTrainedTokenizerFast
+
+from atom import LLM, SamplingParams, StructuredOutput
+from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
+from atom.config import ConfigError
+from atom.entrypoints.llm import GenerationError
+from atom.graphs.capture import ReexecuteBackend
+from atom.kv_cache.base import KVCachePlan
+from atom.model_engine import worker
+from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
+
+METHODS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
+    "dflash": {"method": "dflash", "num_speculative_tokens": 4},
+    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
+}
+PROMPTS = engines.PROMPTS[:6] + engines.PROMPTS[10:12]
+MIXED = [
+    params("greedy"),
+    params("warm", logprobs=1, prompt_logprobs=0),
+    params("penalties"),
+    params("greedy", structured_output=StructuredOutput.regex("[a-f0-9]{20}"), ignore_eos=False),
+    params("top-p", min_tokens=9, stop_token_ids=list(range(100, 300)), ignore_eos=False),
+    params("warm", n=3, max_tokens=9),
+    params("greedy", bad_word_ids=[[7], [8, 9]], logit_bias={5: 3.0}),
+    params("greedy", speculation=False, max_tokens=2),
+]
+
+
+class Checkpoints:
+    """Engines without overlap (`plain`) and with it (`ahead`)."""
+
+    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+        self.target = cache(lambda kind: engines.write_target(kind, folder / kind, tokenizer))
+        self._draft = cache(lambda kind: engines.write_draft(kind, folder / kind, len(tokenizer)))
+        self.plain: Callable[[str], LLM] = cache(self.engine)
+        self.ahead: Callable[[str], LLM] = cache(
+            lambda method: self.engine(method, overlap=True, max_num_batched_tokens=48)
+        )
+
+    def engine(self, method: str, **options: Any) -> LLM:
+        if method in ("eagle3", "dflash"):
+            options["draft_model"] = str(self._draft("mha" if method == "eagle3" else method))
+        target = self.target("deepseek_v3" if method == "mtp" else "llama")
+        return create_engine(target, **METHODS[method], **options)
+
+
+@pytest.fixture(scope="module")
+def checkpoints(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Checkpoints:
+    return Checkpoints(tmp_path_factory.mktemp("overlap"), byte_level_tokenizer)
+
+
+class KnowingProposer(NullProposer):
+    """Drafts what greedy sequences will say, and something else at some positions.
+
+    Args:
+        texts: prompts with their outputs, by the number that ids begin with.
+    """
+
+    reads_steps = True
+
+    def __init__(self, texts: list[list[int]]) -> None:
+        super().__init__(Lookahead(3))
+        longest = max(map(len, texts)) + 8
+        self._texts = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
+
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
+        sampled = step.sampled
+        own = range(len(step.sequences)) if sampled is None else sampled.tolist()
+        texts = torch.tensor([int(step.sequences[i].id.partition("/")[0]) for i in own])
+        newest = step.model_input.positions[step.last_rows] + 1
+        places = newest[:, None] + 1 + torch.arange(num_drafts)
+        right = self._texts[texts[:, None], places.clamp(max=self._texts.shape[1] - 1)]
+        return Proposal(torch.where((places + texts[:, None]) % 5 == 0, (right + 1) % 300, right))
+
+
+def check_blocks(llm: LLM) -> None:
+    llm.engine.core.block_pool.check_integrity()
+    assert llm.engine.core.block_pool.num_used == 0
+    assert not llm.engine.core.has_work
+
+
+@pytest.mark.parametrize(
+    ("method", "setting"),
+    [("none", "greedy"), ("eagle3", "top-p"), ("dflash", "greedy"), ("mtp", "top-p")],
+)
+def test_tokens_are_as_without(checkpoints: Checkpoints, method: str, setting: str) -> None:
+    expected = engines.generate(checkpoints.plain(method), params(setting), PROMPTS)
+    assert engines.generate(checkpoints.ahead(method), params(setting), PROMPTS) == expected
+
+
+@pytest.mark.parametrize("setting", ["greedy", "top-p"])
+def test_graphs_read_what_the_last_step_left(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, setting: str
+) -> None:
+    """Its tokens and positions are written where the graphs were captured."""
+    expected = engines.generate(checkpoints.plain("eagle3"), params(setting), PROMPTS)
+    monkeypatch.setattr(worker, "capture_backend", lambda _: ReexecuteBackend())
+    llm = checkpoints.engine("eagle3", overlap=True)
+    watched = Watched(llm, monkeypatch)
+    assert engines.generate(llm, params(setting), PROMPTS) == expected
+    stats = llm.engine.core.stats
+    assert stats.num_replayed_steps > stats.num_steps / 2
+    assert all(s.is_ahead for s in watched.batches[-4].sequences)
+
+
+@pytest.mark.parametrize("blocks", [None, 24])
+def test_ragged_acceptance(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, blocks: int | None
+) -> None:
+    """Positions that the host guesses too high by 0 to 3 tokens, for each sequence its own."""
+    expected = engines.generate(checkpoints.plain("none"), params("greedy"), PROMPTS)
+    texts = [[*prompt, *outputs] for prompt, outputs in zip(PROMPTS, expected, strict=True)]
+    monkeypatch.setattr(worker, "create_proposer", lambda *_: KnowingProposer(texts))
+    options: dict[str, Any] = {}
+    if blocks is not None:
+        monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(blocks, 0))
+        options = {"max_model_len": 96, "max_num_seqs": 6}
+    llm = checkpoints.engine("none", overlap=True, **options)
+    watched = Watched(llm, monkeypatch)
+    wishes = [params("greedy", max_tokens=24 - i) for i in range(len(PROMPTS))]
+    wishes[1] = params("greedy", max_tokens=23, num_speculative_tokens=1)
+    got = [o.outputs[0].token_ids for o in llm.generate(PROMPTS, wishes, use_tqdm=False)]
+    assert got == [tokens[: 24 - i] for i, tokens in enumerate(expected)]
+    counts = llm.engine.core.stats.spec_decode
+    assert 0.5 < counts.num_accepted_tokens / counts.num_draft_tokens < 0.9
+    assert sum(s.is_ahead for batch in watched.batches for s in batch.sequences) > 40
+    limited = [s.num_drafts for b in watched.batches for s in b.sequences if s.id[:2] == "1/"]
+    assert max(limited) == 1
+    check_blocks(llm)
+
+
+@pytest.mark.parametrize("method", ["none", "eagle3"])
+def test_requests_with_wishes_beside_others(checkpoints: Checkpoints, method: str) -> None:
+    """Those that need the host wait for it; all give what they give without overlap."""
+    plain, ahead = (
+        engine.generate(PROMPTS, MIXED, use_tqdm=False)
+        for engine in (checkpoints.plain(method), checkpoints.ahead(method))
+    )
+    for without, with_ in zip(plain, ahead, strict=True):
+        for a, b in zip(without.outputs, with_.outputs, strict=True):
+            assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
+            assert [set(x) for x in a.logprobs or []] == [set(x) for x in b.logprobs or []]
+    check_blocks(checkpoints.ahead(method))
+
+
+def test_stop_strings_end_what_is_in_flight(checkpoints: Checkpoints) -> None:
+    method = "none"
+    whole = checkpoints.plain(method).generate(PROMPTS, params("warm"), use_tqdm=False)
+    stops = [each.outputs[0].text[3:5] for each in whole]
+    own = [params("warm", stop=[stop]) for stop in stops]
+    expected, got = (
+        [(o.outputs[0].text, o.outputs[0].stop_reason) for o in outputs]
+        for outputs in (
+            engine.generate(PROMPTS, own, use_tqdm=False)
+            for engine in (checkpoints.plain(method), checkpoints.ahead(method))
+        )
+    )
+    assert got == expected
+    assert any(text != each.outputs[0].text for (text, _), each in zip(got, whole, strict=True))
+    check_blocks(checkpoints.ahead(method))
+
+
+def test_blocks_run_out(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Preemptions and prefix hits, from a pool of blocks for three of the sequences."""
+    expected = engines.generate(checkpoints.plain("eagle3"), params("warm"), PROMPTS)
+    monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+    llm = checkpoints.engine("eagle3", overlap=True, max_model_len=96, max_num_seqs=6)
+    for _ in range(2):
+        assert engines.generate(llm, params("warm"), PROMPTS) == expected
+    assert llm.engine.core.stats.num_preemptions > 0
+
+
+class Watched:
+    """Launches and collections of an engine, in order, and errors to raise at them."""
+
+    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.events: list[str] = []
+        self.batches: list[ScheduledBatch] = []
+        self.raises: Callable[[ScheduledBatch, str], BaseException | None] = lambda *_: None
+        runner: Any = llm.engine.core.executor._runner  # type: ignore[attr-defined]
+        self._launch, counter = runner.launch, count()
+
+        def launch(batch: ScheduledBatch) -> LaunchedStep:
+            number = next(counter)
+            self.batches.append(batch)
+            self.check(batch, f"launch {number}")
+            launched = self._launch(batch)
+
+            def collect() -> StepOutput:
+                output = launched.collect()
+                self.check(batch, f"collect {number}")
+                return output
+
+            return LaunchedStep(collect, launched.num_drafts, launched.draft_source)
+
+        monkeypatch.setattr(runner, "launch", launch)
+
+    def check(self, batch: ScheduledBatch, event: str) -> None:
+        self.events.append(event)
+        if (error := self.raises(batch, event)) is not None:
+            raise error
+
+
+@pytest.mark.parametrize("method", ["none", "eagle3"])
+def test_results_are_read_behind_the_next_launch(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """Also where the sequence ends: found late, and its row is thrown away."""
+    llm = checkpoints.ahead(method)
+    watched = Watched(llm, monkeypatch)
+    last = engines.generate(checkpoints.plain(method), params("warm"), PROMPTS[:1])[0][-9]
+    ends = params("warm", ignore_eos=False, stop_token_ids=[last])
+    (result,) = llm.generate(PROMPTS[:1], ends, use_tqdm=False)
+    assert result.outputs[0].stop_reason == last
+    events = watched.events
+    assert events[:2] == ["launch 0", "launch 1"]
+    for number in range(1, len(watched.batches) - 1):
+        assert events.index(f"launch {number + 1}") < events.index(f"collect {number}")
+    assert [s.is_ahead for batch in watched.batches for s in batch.sequences][1:] == [True] * (
+        len(watched.batches) - 1
+    )
+    check_blocks(llm)
+
+
+@pytest.mark.parametrize("when", ["launch", "collect"])
+@pytest.mark.parametrize("method", ["none", "eagle3"])
+def test_a_failure_blames_its_own_batch(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, method: str, when: str
+) -> None:
+    """Only the second prompt's own steps fail; the others lose nothing."""
+    expected = engines.generate(checkpoints.plain(method), params("warm"), PROMPTS)
+    llm = checkpoints.engine(method, overlap=True)
+    watched = Watched(llm, monkeypatch)
+
+    def raises(batch: ScheduledBatch, event: str) -> BaseException | None:
+        # Those that compute its fifth output.
+        fifth = len(PROMPTS[1]) + 4
+        is_bad = any(
+            s.id.startswith("1/") and s.start <= fifth < s.context_len for s in batch.sequences
+        )
+        return ValueError("bad") if is_bad and event.startswith(when) else None
+
+    watched.raises = raises
+    with pytest.raises(GenerationError, match="1 of 8 prompts failed; prompt 1") as caught:
+        llm.generate(PROMPTS, params("warm"), use_tqdm=False)
+    results = [r and r.outputs[0].token_ids for r in caught.value.results]
+    assert results == [expected[0], None, *expected[2:]]
+    check_blocks(llm)
+
+
+@pytest.mark.parametrize("event", ["launch 4", "collect 4"])
+def test_passing_trouble_and_interrupts_change_no_token(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, event: str
+) -> None:
+    expected = engines.generate(checkpoints.plain("eagle3"), params("warm"), PROMPTS)
+    llm = checkpoints.ahead("eagle3")
+    with monkeypatch.context() as patch:
+        watched = Watched(llm, patch)
+        watched.raises = lambda _, at: OSError("oops") if at == event else None
+        assert engines.generate(llm, params("warm"), PROMPTS) == expected
+    with monkeypatch.context() as patch:
+        watched = Watched(llm, patch)
+        watched.raises = lambda _, at: KeyboardInterrupt() if at == event else None
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate(PROMPTS, params("warm"), use_tqdm=False)
+    check_blocks(llm)
+    assert engines.generate(llm, params("warm"), PROMPTS) == expected
+
+
+def test_most_waiting_sequences_keep_to_one_group(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With every other step half of them would run; so nothing is launched ahead."""
+    llm = checkpoints.ahead("none")
+    watched = Watched(llm, monkeypatch)
+    waits = params("greedy", bad_word_ids=[[7]], max_tokens=6)
+    llm.generate(PROMPTS[:4], [waits, waits, waits, params("greedy", max_tokens=6)], use_tqdm=False)
+    decoding = [len(b.sequences) for b in watched.batches if not b.new]
+    assert decoding == [4] * 5
+    assert not any(s.is_ahead for b in watched.batches for s in b.sequences)
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"method": "suffix", "num_speculative_tokens": 3}, "looks the newest tokens up"),
+        ({"tensor_parallel_size": 2}, "several ranks"),
+        (
+            {
+                "method": "eagle3",
+                "draft_model": "d",
+                "num_speculative_tokens": 3,
+                "speculative_adaptive": True,
+            },
+            "number of drafts",
+        ),
+    ],
+)
+def test_what_cannot_overlap_is_refused(
+    checkpoints: Checkpoints, options: dict[str, Any], reason: str
+) -> None:
+    with pytest.raises(ConfigError, match=rf"overlap: .*{reason}.*; leave --overlap out"):
+        create_engine(checkpoints.target("llama"), overlap=True, **options)
+
+
+def test_a_cpu_does_not_overlap_by_itself(checkpoints: Checkpoints) -> None:
+    assert checkpoints.plain("none").engine.core.executor.depth == 1
+    assert checkpoints.engine("none", overlap=False).engine.core.executor.depth == 1
+    assert checkpoints.ahead("none").engine.core.executor.depth == 2
+
+
+def test_a_short_answer_beside_long_ones(checkpoints: Checkpoints) -> None:
+    """Every way to end: at once, by length, by a token, while the next step runs."""
+    own = [SamplingParams(max_tokens=n, temperature=0, ignore_eos=True) for n in range(1, 9)]
+    plain, ahead = (
+        [o.outputs[0].token_ids for o in engine.generate(PROMPTS, own, use_tqdm=False)]
+        for engine in (checkpoints.plain("eagle3"), checkpoints.ahead("eagle3"))
+    )
+    assert ahead == plain

@@ -1,0 +1,192 @@
+"""Numbers of drafts that differ by sequence: the same tokens, op by op, in graphs and recorded."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from graphs.test_graphs_in_engine import graphed_engine, one_thread
+from models import checkpoints
+from spec_decode import engines
+from spec_decode.engines import PROMPTS, create_engine, generate, params
+from transformers import PreTrainedTokenizerFast
+
+from atom import LLM
+from atom.graphs.recorded import StepRecorder
+from atom.graphs.runner import GraphRunner
+from atom.model_ops.kernels.native.build import native_build
+from atom.spec_decode import factory
+from atom.spec_decode.lengths import Candidates, Verification
+
+__all__ = ["one_thread"]
+K = 3
+NATIVE = pytest.mark.skipif(native_build().reason is not None, reason="needs the native kernels")
+
+
+class Cuts:
+    """Any numbers of drafts, or numbers with the same sum, turn by turn.
+
+    Attributes:
+        confidences: of all drafts.
+        kept: of those of the newest step, and of the step before, which it verified.
+        are_known: whether verified drafts had the confidences that they were made with, by step.
+    """
+
+    def __init__(self, *, same_total: bool = False) -> None:
+        self._same_total = same_total
+        self._rng = random.Random(0)
+        self.confidences: list[float] = []
+        self.kept: tuple[list[list[float]], list[list[float]]] = [], []
+        self.are_known: list[bool] = []
+
+    def cut(self, made: Sequence[Candidates]) -> list[int]:
+        self.confidences += [c for own in made for c in own.confidences]
+        counts = [i % (K + 1) for i in range(len(made))]
+        self._rng.shuffle(counts)
+        if not self._same_total:
+            counts = [self._rng.randint(0, len(own.confidences)) for own in made]
+        kept = [[*own.confidences[:n]] for own, n in zip(made, counts, strict=True)]
+        self.kept = kept, self.kept[0]
+        return counts
+
+    def check(self, verified: Sequence[Verification]) -> None:
+        for own in verified:
+            # Fewer at the end of a text.
+            known = (kept[: len(own.confidences)] for kept in self.kept[1])
+            self.are_known.append(own.confidences in known)
+
+
+class Ragged:
+    """All drafts are made, and `cuts` says how many of each sequence's are verified."""
+
+    cuts: Cuts
+
+    def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
+        self._most = choices[-1]
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
+        return self._most
+
+    def cut(self, made: Sequence[Candidates]) -> list[int]:
+        return self.cuts.cut(made)
+
+    def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
+        self.cuts.check([own for own in verifications if own.confidences])
+
+
+@pytest.fixture
+def cuts(monkeypatch: pytest.MonkeyPatch) -> Cuts:
+    """The lengths of adaptive engines."""
+    made = Cuts()
+    monkeypatch.setattr(factory, "AdaptiveLength", Ragged)
+    monkeypatch.setattr(Ragged, "cuts", made, raising=False)
+    return made
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Path:
+    folder = tmp_path_factory.mktemp("ragged")
+    for kind in ("llama", "deepseek_v3"):
+        engines.write_target(kind, folder / kind, byte_level_tokenizer)
+    for draft in ("mha", "dspark", "dflash2"):
+        engines.write_draft(draft, folder / draft, len(byte_level_tokenizer))
+    return folder
+
+
+def speculation(draft: str, folder: Path) -> dict[str, Any]:
+    common = {"num_speculative_tokens": K, "speculative_adaptive": True}
+    if draft in ("mtp", "suffix"):
+        return {**common, "method": draft}
+    return {**common, "method": engines.method_of(draft), "draft_model": str(folder / draft)}
+
+
+@pytest.mark.parametrize(
+    ("draft", "graphs"),
+    [
+        *((draft, True) for draft in ("mha", "dspark", "dflash2", "mtp", "suffix")),
+        *((draft, False) for draft in ("mha", "dspark")),
+    ],
+)
+def test_tokens_are_those_without_speculation(
+    draft: str, graphs: bool, folder: Path, cuts: Cuts, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = folder / ("deepseek_v3" if draft == "mtp" else "llama")
+    options = speculation(draft, folder)
+    plain = create_engine(target)
+    if graphs:
+        engine, _ = graphed_engine(monkeypatch, target, **options)
+    else:
+        engine = create_engine(target, **options)
+    for name in ("greedy", "top-k min-p"):
+        assert generate(engine, params(name)) == generate(plain, params(name)), name
+    # Every source says how sure it is, which differs from draft to draft.
+    assert all(0 <= c <= 1 for c in cuts.confidences)
+    assert len(set(cuts.confidences)) > 20
+    assert len(cuts.are_known) > 50
+    assert all(cuts.are_known)
+
+
+@pytest.mark.usefixtures("cuts")
+def test_graphs_serve_as_many_steps_as_with_equal_lengths(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    steps: Counter[bool] = Counter()
+    run = GraphRunner.run
+
+    def counted(self: GraphRunner, model_input: Any, graph: Any) -> Any:
+        steps[graph is not None] += 1
+        return run(self, model_input, graph)
+
+    monkeypatch.setattr(GraphRunner, "run", counted)
+
+    def share(**options: Any) -> float:
+        engine, _ = graphed_engine(monkeypatch, folder / "llama", **options)
+        steps.clear()
+        generate(engine, params("warm"))
+        return steps[True] / steps.total()
+
+    options = speculation("mha", folder)
+    equal = share(**{**options, "speculative_adaptive": False})
+    assert share(**options) >= equal > 0.8
+
+
+@NATIVE
+@pytest.mark.usefixtures("cuts")
+def test_programs_serve_all_steps_with_as_many_drafts(
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Steps that verify the same number in all are one program, whoever the drafts belong to."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1}
+    checkpoints.llama(tmp_path / "target", vocab_size=len(byte_level_tokenizer), **sizes)
+    byte_level_tokenizer.save_pretrained(tmp_path / "target")
+    raw = engines.draft_bench.MHA | sizes | {"vocab_size": len(byte_level_tokenizer)}
+    raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+    tensors = engines.draft_bench.draft_tensors(raw)
+    engines.draft_bench.write_draft(tmp_path / "mha", raw, tensors)
+    monkeypatch.setattr(Ragged, "cuts", Cuts(same_total=True))
+    is_usual: list[bool] = []
+    take = StepRecorder.take_usual
+
+    def counted(self: StepRecorder) -> bool:
+        is_usual.append(take(self))
+        return is_usual[-1]
+
+    monkeypatch.setattr(StepRecorder, "take_usual", counted)
+
+    def tokens(engine: LLM) -> list[list[int]]:
+        return generate(engine, params("greedy", max_tokens=60), PROMPTS[:8])
+
+    with create_engine(tmp_path / "target", enforce_eager=True) as plain:
+        expected = tokens(plain)
+    with create_engine(tmp_path / "target", **speculation("mha", tmp_path)) as engine:
+        assert tokens(engine) == expected
+    # Until the first sequences end, only block tables that grow wider make new programs.
+    assert sum(is_usual[3:25]) >= 18
