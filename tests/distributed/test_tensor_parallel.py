@@ -13,6 +13,7 @@ from models.harness import ModelBench
 from quantised import test_awq
 from quantised.compressed import FORMATS
 from quantised.conftest import exact_activations as exact_activations
+from quantised.conftest import weights_alone as weights_alone
 from quantised.packing import Pack, quantised
 from quantised.test_compressed_tensors import KIMI_IGNORES, of_experts
 from ranks import run_ranks
