@@ -426,6 +426,10 @@ class EngineConfig(Options):
             raise ConfigError(f"overlap: {self.overlap_obstacle}; leave --overlap out")
 
     @property
+    def synthetic_acceptance_length(self) -> float | None:
+        return None if self.speculative is None else self.speculative.synthetic_acceptance_length
+
+    @property
     def overlap_obstacle(self) -> str | None:
         """Why steps cannot overlap; None if they can."""
         drafts = self.speculative
@@ -435,7 +439,7 @@ class EngineConfig(Options):
             return "the host looks the newest tokens up before each step"
         if drafts is not None and drafts.adaptive:
             return "the host chooses the number of drafts from the results of each step"
-        if drafts is not None and drafts.synthetic_acceptance_length is not None:
+        if self.synthetic_acceptance_length is not None:
             return "synthetic acceptance is decided by positions that the host must know"
         return None
 

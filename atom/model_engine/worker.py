@@ -180,7 +180,7 @@ class Worker:
             kv_cache_dtype=dtype_name(storage),
             weights=describe_weights(self._model, source.quantization),
             runs_on=f"{dtype_name(dtype)} on {self.ops.summary()}",
-            synthetic_acceptance_length=_synthetic_length(config),
+            synthetic_acceptance_length=config.synthetic_acceptance_length,
         )
         if place.is_first:
             self._log(config, source, dtype, platform, storage, time.perf_counter() - started)
@@ -248,7 +248,7 @@ class Worker:
             scheduler.max_num_seqs, vocab_size, source.eos_token_ids, device, self._grammars
         )
         ops = SamplingOps.resolve(context.ops, vocab_size)
-        synthetic = _synthetic_length(config)
+        synthetic = config.synthetic_acceptance_length
         # Steps with other numbers of drafts are recorded as one, if they have as many in all.
         ragged_most = 0 if self._recorder is None else drafter.max_drafts
         sampler = Sampler(
@@ -422,7 +422,3 @@ def _create_graph_runner(
         platform.device,
     )
     return GraphRunner(model.forward, plan, tuple(sorted({1, 1 + lookahead.num_tokens})))
-
-
-def _synthetic_length(config: EngineConfig) -> float | None:
-    return None if config.speculative is None else config.speculative.synthetic_acceptance_length
