@@ -15,7 +15,10 @@ from atom.model_ops.kernels.torch import elementwise as torch_elementwise
 from atom.model_ops.kernels.torch import mla as torch_mla
 from atom.model_ops.kernels.torch import moe as torch_moe
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+from atom.model_ops.ops import OPS
+from atom.model_ops.registry import OpTable
 from atom.model_ops.routing import Routing
+from atom.platform import cpu_platform
 
 REASON = native_build().reason
 pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no native kernels: {REASON}")
@@ -221,6 +224,13 @@ def test_a_token_has_the_same_bits_beside_any_others(dtype: torch.dtype) -> None
     for rows in (slice(1), slice(2, 5), slice(1090, 1100), slice(100, 200)):
         got = moe.moe_experts(x[rows], w13, w2, weights[rows], ids[rows])
         assert torch.equal(got, everything[rows])
+
+
+def test_a_shared_expert_is_left_to_others() -> None:
+    """On a CPU its products are faster alone; if it is routed anyway, torch does that."""
+    for has_shared, function in ((0, moe.moe_route), (1, torch_moe.moe_route)):
+        ops = OpTable(cpu_platform(), OPS)
+        assert ops.resolve("moe_route", torch.float32, has_shared=has_shared) is function
 
 
 def test_impossible_choices_are_refused() -> None:

@@ -158,7 +158,7 @@ def test_ignored_experts_and_what_is_never_quantised(tmp_path: Path) -> None:
     model = load_model(folder, 8, quantization="int4", quantization_ignore=ignored)
     matrices = {name for name, p in model.named_parameters() if p.dim() > 1}
     left = {name.removeprefix("model.layers.") for name in matrices if "layers" in name}
-    attention = ("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj")
+    attention = ("qkv_a_proj", "q_b_proj", "kv_b_proj", "o_proj")
     assert left == {
         *(f"0.self_attn.{name}.weight" for name in attention),
         *(f"{i}.self_attn.kv_b_proj.weight" for i in (1, 2)),

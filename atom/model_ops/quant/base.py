@@ -100,6 +100,14 @@ class QuantMethod(ABC):
         """
 
 
+def are_alike(*methods: QuantMethod | None) -> bool:
+    """Whether weights of all these methods can be parts of one product."""
+    described = [
+        method and (type(method), method.format, dict(method.stored)) for method in methods
+    ]
+    return all(other == described[0] for other in described)
+
+
 class QuantConfig(Protocol):
     """A checkpoint's quantisation: selects the method of each layer."""
 

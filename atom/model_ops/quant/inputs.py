@@ -11,7 +11,6 @@ from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpChoice
 
 _GROUP = 32
-_WIDE = Activations("int16")
 _OF_QUANTISED = {
     "linear": "quant_linear",
     "logits": "quant_logits",
@@ -26,8 +25,8 @@ def resolve_product(
     """The choice for `op`, or for that of weights which are quantised to `form`.
 
     Its query has the format with the inputs as they are rounded. `auto` rounds them on a CPU
-    where integer weights are multiplied as integers then: to 15 bits, of which one scale per token
-    is enough to lose nothing.
+    where integer weights are multiplied as integers then: to 15 bits, those of int4 to 12. One
+    scale per token is enough then to lose nothing.
 
     Args:
         shape: as the op has it.
@@ -48,7 +47,7 @@ def resolve_product(
             f"--activations float out"
         )
     elif wanted == "auto" and ops.platform.kind == "cpu" and _is_weight_only(form):
-        rounded = replace(form, activations=_WIDE)
+        rounded = replace(form, activations=wide_inputs(form))
         if not ops.consider(op, dtype, rounded, **shape).dequantises:
             form = rounded
     return ops.resolve_weights(op, dtype, form, **shape)
@@ -67,6 +66,11 @@ def int8_inputs(form: WeightFormat) -> WeightFormat:
     of a token costs ten times as much likelihood.
     """
     return replace(form, activations=Activations("int8", _GROUP))
+
+
+def wide_inputs(form: WeightFormat) -> Activations:
+    """What `auto` rounds inputs to."""
+    return Activations("int12" if form.codes == "int4" else "int16")
 
 
 def _is_weight_only(form: WeightFormat) -> bool:

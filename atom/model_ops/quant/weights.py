@@ -35,16 +35,16 @@ class Activations:
     """How the inputs of a product are quantised.
 
     Attributes:
-        codes: `int8`, `int16` (of 15 bits), `fp8` (the device's e4m3) or `fp4`.
+        codes: `int8`, `int12`, `int16` (of 15 bits), `fp8` (the device's e4m3) or `fp4`.
         group: inputs per scale; 0 for one scale per token.
-        scale_type: `float`: amax / 127, 16383, 448 or 6. `e8m0`: for `fp8` the smallest power of
-            two that is at least amax / 448; for `fp4` 2^(floor(log2(amax)) - 2), where an amax of
-            7/4 of a power of two or more counts as the next one, as Quark (`even`) and
+        scale_type: `float`: amax / 127, 2039, 16383, 448 or 6. `e8m0`: for `fp8` the smallest
+            power of two that is at least amax / 448; for `fp4` 2^(floor(log2(amax)) - 2), where an
+            amax of 7/4 of a power of two or more counts as the next one, as Quark (`even`) and
             compressed-tensors round. `e4m3`: per group, times `QuantWeights.input_scale`.
         is_static: the scale is `QuantWeights.input_scale`, whatever the inputs.
     """
 
-    codes: Literal["int8", "int16", "fp8", "fp4"]
+    codes: Literal["int8", "int12", "int16", "fp8", "fp4"]
     group: int = 0
     scale_type: ScaleType = "float"
     is_static: bool = False

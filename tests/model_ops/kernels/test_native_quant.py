@@ -22,6 +22,7 @@ from atom.model_ops.kernels.native.quant_embedding import quant_embedding
 from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.kernels.torch.quantise import requantise
 from atom.model_ops.ops import OPS
+from atom.model_ops.quant.inputs import wide_inputs
 from atom.model_ops.quant.weights import (
     Activations,
     QuantWeights,
@@ -51,8 +52,15 @@ FORMATS = {
     "int4 of 256": WeightFormat("int4", 1, 32, "int8", has_offsets=True, super_columns=256),
     "int6 of 256": WeightFormat("int6", 1, 16, "int8", super_columns=256),
 }
-WIDE = Activations("int16")
-INPUTS = {"float": None, "token": TOKEN, "group": GROUP, "wide": WIDE}
+INPUTS = ("float", "token", "group", "wide")
+
+
+def with_inputs(form: WeightFormat, how: str) -> WeightFormat:
+    if how == "wide":
+        return replace(form, activations=wide_inputs(form))
+    return replace(form, activations={"float": None, "token": TOKEN, "group": GROUP}[how])
+
+
 CASES = [(name, how) for name in FORMATS for how in INPUTS]
 
 
@@ -129,7 +137,7 @@ def query(form: WeightFormat, size: int, dtype: torch.dtype = torch.bfloat16) ->
 @pytest.mark.parametrize(("name", "how"), CASES)
 def test_products_are_exact_and_the_same_in_every_batch(name: str, how: str) -> None:
     """Few rows, and many of bfloat16, which are tiles' where the processor has them."""
-    form = replace(FORMATS[name], activations=INPUTS[how])
+    form = with_inputs(FORMATS[name], how)
     for out, size in ((37, 512), (70, 288)):
         size = size if form.columns <= 32 or size % form.columns == 0 else 576
         if form.super_columns:
@@ -157,8 +165,8 @@ def test_products_are_exact_and_the_same_in_every_batch(name: str, how: str) -> 
     "form",
     [
         replace(INT4, activations=GROUP),
-        replace(INT4, activations=WIDE),
-        replace(ROW, activations=WIDE),
+        with_inputs(INT4, "wide"),
+        with_inputs(ROW, "wide"),
     ],
     ids=str,
 )
@@ -274,10 +282,10 @@ def test_sums_of_wide_inputs_fit(size: int, group: int) -> None:
     """Long spans are cut; products of the largest codes with the largest inputs add up."""
     codes = torch.tensor([[-128], [127]], dtype=torch.int8).expand(2, size).contiguous()
     if group:
-        form = WeightFormat("int8", 1, group, activations=WIDE)
+        form = with_inputs(WeightFormat("int8", 1, group), "wide")
         of = QuantWeights(form, codes, scale=torch.ones(2, size // group))
     else:
-        of = QuantWeights(replace(ROW, activations=WIDE), codes, row_scale=torch.ones(2))
+        of = QuantWeights(with_inputs(ROW, "wide"), codes, row_scale=torch.ones(2))
     packed = quant_pack.prepare(of, torch.float32)
     for rows in (1, 2, 40):
         x = torch.tensor([[1.0], [-1.0]]).repeat(rows, 1).expand(-1, size)
@@ -286,18 +294,17 @@ def test_sums_of_wide_inputs_fit(size: int, group: int) -> None:
         assert torch.equal(got[:2], quant.quant_logits(x[:2], packed))
 
 
-def test_wide_inputs_have_fifteen_bits() -> None:
+@pytest.mark.parametrize(("form", "limit"), [(INT8, 16383), (INT4, 2039)])
+def test_wide_inputs_have_fifteen_or_twelve_bits(form: WeightFormat, limit: int) -> None:
     x = inputs(4, 96)
-    rounded = requantise(x, WIDE)
-    assert (rounded - x).abs().max() <= x.abs().max() / 16383 * 0.501
+    rounded = requantise(x, wide_inputs(form))
+    assert (rounded - x).abs().max() <= x.abs().max() / limit * 0.501
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("how", INPUTS)
 def test_inputs_that_are_not_finite_give_no_numbers(how: str, value: float) -> None:
-    packed = quant_pack.prepare(
-        weights(replace(INT8, activations=INPUTS[how]), 33, 64), torch.float32
-    )
+    packed = quant_pack.prepare(weights(with_inputs(INT8, how), 33, 64), torch.float32)
     x = inputs(40, 64)
     clean = quant.quant_logits(x, packed)
     x[7, 5] = value
@@ -343,13 +350,18 @@ def test_packed_weights_take_the_bytes_of_their_codes() -> None:
         (replace(INT8, activations=Activations("fp8")), 64, "not fp8 per token"),
         (replace(INT8, activations=Activations("int16", 32)), 64, "not int16 per group 32"),
         (
+            replace(INT8, activations=Activations("int12")),
+            64,
+            "int16 per token or stay",
+        ),
+        (
             replace(WeightFormat("int8", 1, 192), activations=Activations("int8", 128)),
             384,
             "of 192",
         ),
         (ROW, 1 << 17, "in_features=131072 is more than 65536"),
     ],
-    ids=["fp8", "small groups", "uneven", "inputs", "wide", "across", "large"],
+    ids=["fp8", "small groups", "uneven", "inputs", "wide", "bits", "across", "large"],
 )
 def test_what_is_refused(form: WeightFormat, size: int, reason: str) -> None:
     refusal = quant_pack.refuses(query(form, size))

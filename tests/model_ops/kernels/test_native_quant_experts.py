@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_ops.kernels.test_native_quant import FORMATS, GROUP, REASON, inputs, weights
+from model_ops.kernels.test_native_quant import FORMATS, REASON, inputs, weights, with_inputs
 
 from atom.model_ops.kernels.native import quant, quant_experts, quant_pack
 from atom.model_ops.kernels.torch import quant as torch_quant
-from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
+from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery
 from atom.platform import cpu_platform
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no native kernels: 
 
 EXPERTS, HIDDEN, INTER, TOP_K = 5, 256, 128, 3
 ROWS = 40
-INPUTS: dict[str, Activations | None] = {"float": None, "int8": GROUP, "wide": Activations("int16")}
+INPUTS = ("float", "group", "wide")
 
 
 def stacked(form: WeightFormat, out: int, size: int, seed: int) -> QuantWeights:
@@ -65,10 +65,10 @@ def experts(
 @pytest.mark.parametrize("how", INPUTS)
 @pytest.mark.parametrize("name", ["int8 rows", "int8", "int4", "int4 zeros", "int4 of 256"])
 def test_the_sum_of_single_experts(name: str, how: str) -> None:
-    form = replace(FORMATS[name], activations=INPUTS[how])
+    form = with_inputs(FORMATS[name], how)
     w13, w2 = stacked(form, 2 * INTER, HIDDEN, 0), stacked(form, HIDDEN, INTER, 50)
     if form.super_columns:
-        w2 = stacked(replace(FORMATS["int4"], activations=INPUTS[how]), HIDDEN, INTER, 50)
+        w2 = stacked(with_inputs(FORMATS["int4"], how), HIDDEN, INTER, 50)
     x, (scores, ids) = inputs(ROWS, HIDDEN), choices()
     expected = one_by_one(x, w13, w2, scores, ids)
     got = experts(x, w13, w2, scores, ids)
@@ -80,7 +80,7 @@ def test_the_sum_of_single_experts(name: str, how: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("how", INPUTS)
 def test_a_row_has_the_same_bits_in_every_batch(how: str, dtype: torch.dtype) -> None:
-    form = replace(FORMATS["int4"], activations=INPUTS[how])
+    form = with_inputs(FORMATS["int4"], how)
     w13, w2 = stacked(form, 2 * INTER, HIDDEN, 0), stacked(form, HIDDEN, INTER, 50)
     prepared = quant_experts.prepare(w13, w2, dtype)
     x, (scores, ids) = inputs(200, HIDDEN, dtype), choices(200)

@@ -18,7 +18,7 @@ _NUMBERS = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2, torch.int8: 3
 _UNITS = {"int4": 32, "int6": 16, "int8": 32}
 _TILE = 64
 # `Inputs` and `kMostWide` in csrc/quant_matrix.h.
-_INPUTS = {"int8": 1, "int16": 2}
+_INPUTS = {"int8": 1, "int16": 2, "int12": 4}
 _PLAIN_INPUTS, _BFLOAT16_INPUTS = 0, 3
 _UNIT_INPUTS = 32
 _MOST_WIDE = 1024
@@ -106,9 +106,8 @@ def _refuses_inputs(form: WeightFormat) -> str | None:
     how = form.activations
     if how is None or (how.codes == "int8" and how.scale_type == "float"):
         return None
-    if how != Activations("int16"):
-        return f"inputs become int8, int16 per token or stay as they are, not {how}"
-    return None
+    wide = Activations("int12" if form.codes == "int4" else "int16")
+    return None if how == wide else f"inputs become int8, {wide} or stay as they are, not {how}"
 
 
 def _input_group(how: Activations | None) -> int:

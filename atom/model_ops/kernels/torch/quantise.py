@@ -6,7 +6,7 @@ import torch
 
 from atom.model_ops.quant.weights import FP4_VALUES, Activations, scale_values
 
-_LIMITS = {"int8": 127.0, "int16": 16383.0, "fp8": 448.0, "fp4": 6.0}
+_LIMITS = {"int8": 127.0, "int16": 16383.0, "int12": 2039.0, "fp8": 448.0, "fp4": 6.0}
 _E4M3_LIMIT = 448.0
 _SMALLEST_SCALE = 1e-12
 
@@ -34,7 +34,7 @@ def quantise_activations(
         scale = input_scale.expand(*grouped.shape[:-1])
     else:
         scale = _scales(grouped.abs().amax(dim=-1), limit, how, input_scale)
-    if how.codes == "int16":  # of so many that an inverse's rounding does not matter
+    if how.codes in ("int12", "int16"):  # of so many that an inverse's rounding does not matter
         codes = (grouped * scale.reciprocal()[..., None]).round()
     else:
         codes = _round((grouped / scale[..., None]).clamp(-limit, limit), how.codes)

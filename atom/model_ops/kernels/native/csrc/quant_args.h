@@ -57,7 +57,7 @@ inline QuantInputs inputs_of(const void* x, int64_t x_stride, const PackedTensor
 template <class T>
 bool takes_tiles(const PackedSizes& s, int64_t rows) {
   if (s.input_kind == Inputs::kNumbers && !std::is_same_v<T, bfloat16>) return false;
-  const int64_t least = s.span <= 64 ? 28 : s.input_kind == Inputs::kInt16 ? 1 : 12;
+  const int64_t least = s.span <= 64 ? (s.input_kind == Inputs::kInt12 ? 16 : 28) : is_wide(s.input_kind) ? 1 : 12;
   return rows >= least && has_tiles();
 }
 

@@ -15,14 +15,24 @@ inline int64_t bytes_of(Number type) {
   return type == Number::kFloat32 ? 4 : type == Number::kInt8 ? 1 : 2;
 }
 
-// What inputs are: numbers, codes of -127..127 or -kWideLimit..kWideLimit, or bfloat16, whose weights
-// become bfloat16 as well and have the layout of quant_unpack.h.
-enum class Inputs : int64_t { kNumbers, kInt8, kInt16, kBfloat16 };
+// What inputs are: numbers, codes of -127..127 or wide ones, or bfloat16, whose weights become bfloat16
+// as well and have the layout of quant_unpack.h. kInt12 is for weights of 4 bits.
+enum class Inputs : int64_t { kNumbers, kInt8, kInt16, kBfloat16, kInt12 };
+
+constexpr bool is_wide(Inputs kind) { return kind == Inputs::kInt16 || kind == Inputs::kInt12; }
+// Low bits of a wide code, with a sign; those above fit into a byte as well.
+constexpr int low_bits(Inputs kind) { return kind == Inputs::kInt12 ? 4 : 8; }
+// The largest code.
+constexpr int32_t limit_of(Inputs kind) {
+  return kind == Inputs::kInt16 ? 16383 : kind == Inputs::kInt12 ? (127 << 4) + 7 : 127;
+}
+// Wide inputs in a line of 64 bytes of a tile. Those of 12 bits are there with both their bytes: the
+// products of high ones are with 16 times a code of weights, and so all sums are one.
+constexpr int64_t line_inputs(Inputs kind) { return kind == Inputs::kInt12 ? 32 : 64; }
 
 constexpr int64_t kTileSide = 16;  // rows of a tile: outputs of a panel, and of inputs
 
-// The sum of kMostWide products of such codes with bytes is within 32 bits.
-constexpr int32_t kWideLimit = 16383;
+// The sum of so many products of kInt16 with bytes is within 32 bits.
 constexpr int64_t kMostWide = 1024;
 
 // W = (q - middle - zero) * scale + offset, where a zero or an offset may be missing. Per panel:

@@ -1,4 +1,6 @@
 // Products of few rows, with vectors.
+#include <cstdlib>
+
 #include "quant_span.h"
 #include "quant_wide.h"
 
@@ -30,7 +32,7 @@ ATOM_INLINE void sum_units(const uint8_t* codes, int64_t units, const int8_t* x,
 }
 
 // The same with wide inputs, so many in a row of weights.
-template <class C, int R>
+template <class C, Inputs kKind, int R>
 ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t units, const int8_t* x,
                                 int64_t inputs, int64_t stride, vint (&sums)[R]) {
   vint others[R] = {};
@@ -54,7 +56,7 @@ ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t units, const int8_
       }
     }
   }
-  ATOM_UNROLL for (int r = 0; r < R; ++r) sums[r] += kSplitsWide ? others[r] << 8 : others[r];
+  ATOM_UNROLL for (int r = 0; r < R; ++r) sums[r] += kSplitsWide ? others[r] << low_bits(kKind) : others[r];
 }
 
 // As tiles of bfloat16 sum: of each unit the even inputs and the odd ones, then both.
@@ -91,7 +93,7 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
   const Span* of_spans = rows.spans + first * spans;
   const Shifts shifts(w);
   vfloat totals[R] = {};
-  const int64_t span_inputs = rows.span * (kKind == Inputs::kInt16 && !kSplitsWide ? 2 : 1);
+  const int64_t span_inputs = rows.span * (is_wide(kKind) && !kSplitsWide ? 2 : 1);
   for (int64_t span = 0; span < spans; ++span, codes += units * C::kBytes, x += span_inputs) {
     Sum sums[R];
     ATOM_UNROLL for (int r = 0; r < R; ++r) {
@@ -99,8 +101,8 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
       if constexpr (kInteger) sums[r] = splat(of.first_code);
       else sums[r] = Sum{};
     }
-    if constexpr (kKind == Inputs::kInt16) {
-      sum_wide_units<C, R>(codes, units, x, w.inputs, rows.stride, sums);
+    if constexpr (is_wide(kKind)) {
+      sum_wide_units<C, kKind, R>(codes, units, x, w.inputs, rows.stride, sums);
     } else {
       sum_units<C, R>(codes, units, x, rows.stride, sums);
     }
@@ -147,6 +149,9 @@ void multiply_panel(const QuantMatrix& w, int64_t panel, const QuantRows& rows, 
         return multiply_panel<C, Inputs::kInt8>(w, panel, rows, first, count, out);
       case Inputs::kInt16:
         return multiply_panel<C, Inputs::kInt16>(w, panel, rows, first, count, out);
+      case Inputs::kInt12:
+        return multiply_panel<Codes<4>, Inputs::kInt12>(w, panel, rows, first, count, out);
+      case Inputs::kBfloat16: std::abort();  // quant_numbers.cpp has those
     }
   };
   switch (w.bits) {

@@ -37,8 +37,6 @@ void gather(const QuantInputs& how, const T* x, float* out) {
   std::fill(out + i, out + how.inputs + kSpare, 0.0f);
 }
 
-float limit_of(Inputs kind) { return kind == Inputs::kInt16 ? kWideLimit : 127; }
-
 // The scales of a row's groups: amax / limit, at least 1e-12; NaN where a number is not finite, as all
 // products with it.
 void compute_scales(const QuantInputs& how, const float* x, int64_t groups, float* scales) {
@@ -55,7 +53,7 @@ void compute_scales(const QuantInputs& how, const float* x, int64_t groups, floa
   for (int64_t g = 0; g < groups; g += kLanes) {
     const vfloat amax = load(scales + g);
     const vint is_finite = amax <= std::numeric_limits<float>::max();
-    const vfloat scale = max(amax / limit_of(how.kind), splat(kSmallestScale));
+    const vfloat scale = max(amax / float(limit_of(how.kind)), splat(kSmallestScale));
     store(scales + g, select(is_finite, scale, splat(std::numeric_limits<float>::quiet_NaN())));
   }
 }
@@ -92,8 +90,11 @@ void quantise_row(const QuantInputs& how, const float* x, float* scales, int8_t*
   } else {
     compute_scales(how, x, groups, scales);
   }
-  const WideRow wide{codes, how.tile_rows == 0 ? 64 : 2 * how.tile_rows * 64,
-                     how.tile_rows == 0 ? how.inputs : how.tile_rows * 64};
+  constexpr bool kPaired = kKind == Inputs::kInt12;
+  const int64_t tile = how.tile_rows * 64;
+  const WideRow wide = how.tile_rows == 0 ? WideRow{codes, 64, 64, how.inputs}
+                       : kPaired          ? WideRow{codes, 32, tile, 32}
+                                          : WideRow{codes, 64, 2 * tile, tile};
   for (int64_t g = 0; g < groups; g += kLanes) store(inverses + g, 1 / load(scales + g));
   for (int64_t span = 0; span < how.spans(); ++span) {
     const int64_t begin = span * how.span, group = begin / how.group;
@@ -101,9 +102,9 @@ void quantise_row(const QuantInputs& how, const float* x, float* scales, int8_t*
     vint sums = {};
     for (int64_t i = begin; i < begin + how.span; i += kLanes) {
       vint code;
-      if constexpr (kKind == Inputs::kInt16) {
+      if constexpr (is_wide(kKind)) {
         code = quantise_wide(load(x + i), inverse);
-        store_wide(wide, i, code);
+        store_wide<kKind>(wide, i, code);
       } else {
         code = quantise(load(x + i), scale, inverse);
         store_bytes(codes + i, code);
@@ -149,6 +150,9 @@ void pack_row(const QuantInputs& how, int64_t row, void* packed, Span* spans) {
     }
     if (how.kind == Inputs::kInt16) {
       return quantise_row<Inputs::kInt16>(how, numbers, scales, codes, spans);
+    }
+    if (how.kind == Inputs::kInt12) {
+      return quantise_row<Inputs::kInt12>(how, numbers, scales, codes, spans);
     }
     sum_spans(how, numbers, spans);
     bfloat16* out = static_cast<bfloat16*>(packed);

@@ -18,13 +18,15 @@ struct QuantInputs {
   int64_t excess;      // of every code of the weights: see `excess_of`
   int64_t tile_rows;   // as in QuantRows
 
-  bool is_wide() const { return kind == Inputs::kInt16; }
+  bool is_wide() const { return atom::is_wide(kind); }
   // Where products want numbers in bfloat16.
   bool as_bfloat16() const { return kind == Inputs::kNumbers && tile_rows != 0; }
   // Rows that are read side by side are in different lines of caches.
   int64_t stride() const {
-    if (is_wide()) return tile_rows != 0 ? (inputs + 63) / 64 * 128 : 2 * inputs + 64;
-    return inputs + 64;
+    if (!is_wide()) return inputs + 64;
+    if (tile_rows == 0) return 2 * inputs + 64;
+    const int64_t line = line_inputs(kind);
+    return (inputs + line - 1) / line * (128 * line / 64);
   }
   int64_t spans() const { return inputs / span; }
   int64_t groups() const { return (inputs + group - 1) / group; }

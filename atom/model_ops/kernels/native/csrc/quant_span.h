@@ -22,12 +22,15 @@ struct Factors {
   vfloat scale, shift;
 };
 
+// Which group of `size` inputs an input is in. Dividing 64 bits takes twice as long.
+inline int64_t group_of(int64_t input, int64_t size) { return uint32_t(input) / uint32_t(size); }
+
 ATOM_INLINE Factors load_factors(const QuantMatrix& w, int64_t panel, int64_t input) {
-  const int64_t at = (panel * w.groups + input / w.group) * kLanes;
+  const int64_t at = (panel * w.groups + group_of(input, w.group)) * kLanes;
   Factors f{load_numbers(w.scale, at, w.scale_type), vfloat{}};
   if (w.shift != nullptr) f.shift = load_numbers(w.shift, at, w.shift_type);
   if (w.super_scale != nullptr) {
-    const int64_t above = (panel * w.super_groups + input / w.super_group) * kLanes;
+    const int64_t above = (panel * w.super_groups + group_of(input, w.super_group)) * kLanes;
     f.scale *= load_numbers(w.super_scale, above, Number::kFloat16);
     if (w.has_offsets) f.shift *= load_numbers(w.super_offset, above, Number::kFloat16);
   }

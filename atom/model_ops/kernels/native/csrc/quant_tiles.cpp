@@ -7,6 +7,7 @@
 
 #if defined(ATOM_AMX) && defined(__AMX_INT8__) && defined(__AVX512VNNI__)
 #include <algorithm>
+#include <cstdlib>
 
 #include "parallel.h"
 #include "quant_span.h"
@@ -23,7 +24,10 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-int64_t element_bytes(const QuantRows& x) { return x.kind == Inputs::kNumbers ? 2 : 1; }
+// Of an input and of its weights in tiles.
+int64_t element_bytes(const QuantRows& x) {
+  return x.kind == Inputs::kNumbers || x.kind == Inputs::kInt12 ? 2 : 1;
+}
 
 // Bytes of a row of inputs that one product of tiles consumes.
 int64_t depth_bytes(const QuantRows& x) { return std::min(kLineBytes, x.span * element_bytes(x)); }
@@ -31,6 +35,9 @@ int64_t depth_bytes(const QuantRows& x) { return std::min(kLineBytes, x.span * e
 // Whether codes are tiles as they lie.
 template <class C, Inputs kKind>
 constexpr bool kAreTiles = kKind != Inputs::kNumbers && C::kFillsByte;
+// Whether bytes of weights in tiles have no sign.
+template <class C, Inputs kKind>
+constexpr bool kUnsigned = kAreTiles<C, kKind> || kKind == Inputs::kInt12;
 
 // Codes of a panel as signed bytes, [inputs / 4, kSide, 4].
 template <class C>
@@ -39,6 +46,19 @@ void unpack_bytes(const QuantMatrix& w, const uint8_t* codes, uint8_t* out) {
   for (int64_t i = 0; i < w.inputs; i += C::kUnit, codes += C::kBytes) {
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j, out += kQuadBytes) {
       _mm512_store_si512(out, _mm512_sub_epi8((__m512i)C::quad(codes, j), middle));
+    }
+  }
+}
+
+// Codes of a panel for inputs of 12 bits, [inputs / 32, 64 / 4, kSide, 4]: of 32 inputs 16 times their
+// codes, then the codes.
+void unpack_pairs(const QuantMatrix& w, const uint8_t* codes, uint8_t* out) {
+  using C = Codes<4>;
+  for (int64_t i = 0; i < w.inputs; i += C::kUnit, codes += C::kBytes, out += 2 * C::kQuads * kQuadBytes) {
+    ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
+      const vuint quad = (vuint)C::quad(codes, j), high = quad << 4;
+      std::memcpy(out + j * kQuadBytes, &high, sizeof high);
+      std::memcpy(out + (C::kQuads + j) * kQuadBytes, &quad, sizeof quad);
     }
   }
 }
@@ -74,7 +94,7 @@ ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride, in
     amx::load<6>(w[0] + at, kLineBytes);
     amx::load<7>(w[1] + at, kLineBytes);
     amx::load<5>(x[1] + step * next, stride);
-    if constexpr (kAreTiles<C, kKind>) {
+    if constexpr (kUnsigned<C, kKind>) {
       _tile_dpbsud(0, 4, 6);
       _tile_dpbsud(1, 4, 7);
       _tile_dpbsud(2, 5, 6);
@@ -110,7 +130,7 @@ void add_products(const int32_t (&sums)[4][kSide * kSide], int64_t half, int64_t
     } else {
       vint codes = raw<vint>(at);
       if constexpr (kKind == Inputs::kInt16) codes = (codes << 8) + raw<vint>(at + 2 * kSide * kSide);
-      if constexpr (kAreTiles<C, kKind>) codes += x[m * spans].first_code;
+      if constexpr (kUnsigned<C, kKind>) codes += x[m * spans].first_code;
       products = convert(codes);
     }
     float* total = totals + m * 2 * kSide;
@@ -127,18 +147,20 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
   for (int64_t half = 0; half < 2; ++half) {
     codes[half] = w.codes + panels[half] * w.panel_bytes();
     if constexpr (!kAreTiles<C, kKind>) {
-      constexpr bool kInteger = kKind != Inputs::kNumbers;
       auto* unpacked = scratch.get<uint8_t>(2 * panel_bytes) + half * panel_bytes;
-      if constexpr (kInteger) unpack_bytes<C>(w, codes[half], unpacked);
-      else unpack_numbers<C>(w, codes[half], unpacked);
+      if constexpr (kKind == Inputs::kInt12) unpack_pairs(w, codes[half], unpacked);
+      else if constexpr (kKind == Inputs::kNumbers) unpack_numbers<C>(w, codes[half], unpacked);
+      else unpack_bytes<C>(w, codes[half], unpacked);
       codes[half] = unpacked;
     }
   }
-  constexpr bool kWide = kKind == Inputs::kInt16;
+  constexpr bool kWide = kKind == Inputs::kInt16, kPaired = kKind == Inputs::kInt12;
   const int64_t spans = w.inputs / x.span, span_bytes = x.span * element_bytes(x);
-  const int64_t row_bytes = x.stride * element_bytes(x), depth = depth_bytes(x);
-  const int64_t stride = kWide ? kLineBytes : row_bytes;
-  const int64_t next = kWide ? 2 * x.tile_rows * kLineBytes : depth;
+  const int64_t row_bytes = x.stride * (kPaired ? 1 : element_bytes(x)), depth = depth_bytes(x);
+  const int64_t stride = kWide || kPaired ? kLineBytes : row_bytes;
+  const int64_t next = kWide     ? 2 * x.tile_rows * kLineBytes
+                       : kPaired ? x.tile_rows * kLineBytes
+                                 : depth;
   const Shifts shifts(w);
   std::fill(out, out + rows * 2 * kSide, 0.0f);
   alignas(64) int32_t sums[2][4][kSide * kSide];
@@ -151,7 +173,7 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
   for (int64_t part = 0; part <= parts; ++part) {
     if (part < parts) {
       const int64_t row = row_of(part), at = span_of(part) * span_bytes;
-      const int64_t from = kWide ? at / kLineBytes * next + at % kLineBytes : at;
+      const int64_t from = kWide || kPaired ? at / kLineBytes * next + at % kLineBytes : at;
       const auto* first = static_cast<const uint8_t*>(x.inputs) + row * row_bytes + from;
       const uint8_t* second = kWide                ? first + x.tile_rows * kLineBytes
                               : row + kSide < rows ? first + kSide * row_bytes
@@ -176,6 +198,8 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
     case Inputs::kNumbers: return multiply<C, Inputs::kNumbers>(w, panel, x, rows, out);
     case Inputs::kInt8: return multiply<C, Inputs::kInt8>(w, panel, x, rows, out);
     case Inputs::kInt16: return multiply<C, Inputs::kInt16>(w, panel, x, rows, out);
+    case Inputs::kInt12: return multiply<Codes<4>, Inputs::kInt12>(w, panel, x, rows, out);
+    case Inputs::kBfloat16: std::abort();  // quant_numbers.cpp has those
   }
 }
 

@@ -51,6 +51,8 @@ struct UnitFactors {
       store(scale[half], f.scale);
       store(shift[half], f.shift);
     }
+    // From memory they are broadcast for nothing; from registers by the unit that also looks up.
+    asm volatile("" ::"r"(this) : "memory");
   }
 };
 
@@ -125,7 +127,7 @@ struct Unpacking {
   }
 
   ATOM_INLINE void fetch_factors(int64_t panel, int64_t input) const {
-    const int64_t at = (panel * w.groups + input / w.group) * kLanes;
+    const int64_t at = (panel * w.groups + group_of(input, w.group)) * kLanes;
     __builtin_prefetch(static_cast<const char*>(w.scale) + at * bytes_of(w.scale_type));
     if (kShift == Shift::kNone) return;
     __builtin_prefetch(static_cast<const char*>(w.shift) + at * bytes_of(w.shift_type));

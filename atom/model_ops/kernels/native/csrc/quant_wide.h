@@ -2,6 +2,7 @@
 #pragma once
 
 #include "quant_codes.h"
+#include "quant_matrix.h"
 
 namespace atom {
 
@@ -14,19 +15,21 @@ constexpr bool kSplitsWide = true;
 constexpr bool kSplitsWide = kUnsignedProduct;
 #endif
 
-// A row of wide inputs. Of split ones 64 high bytes lie together, and the next 64 lie `next` further;
-// low bytes lie `low` behind the high ones.
+// A row of wide inputs. Of split ones the high bytes of `line` inputs lie together, and the next ones
+// `next` further; low bytes lie `low` behind the high ones.
 struct WideRow {
   int8_t* row;
-  int64_t next, low;
+  int64_t line, next, low;
 };
 
 // Stores kLanes codes of wide inputs, from input `i` on.
+template <Inputs kKind>
 ATOM_INLINE void store_wide(const WideRow& to, int64_t i, vint codes) {
   if (kSplitsWide) {
-    const vint low = (vint)((vuint)codes << 24) >> 24;
-    int8_t* at = to.row + i / 64 * to.next + i % 64;
-    store_bytes(at, (codes - low) >> 8);
+    constexpr int kLow = low_bits(kKind);
+    const vint low = (vint)((vuint)codes << (32 - kLow)) >> (32 - kLow);
+    int8_t* at = to.row + i / to.line * to.next + i % to.line;
+    store_bytes(at, (codes - low) >> kLow);
     return store_bytes(at + to.low, low);
   }
   [[maybe_unused]] int8_t* row = to.row;
