@@ -106,9 +106,16 @@ class ModelBytes:
             cached_tokens: the sum of the context lengths, the T tokens included.
             visited: experts that some token visits, of each layer that has them.
         """
-        experts = sum(count * size for count, size in zip(visited, self.expert, strict=True))
-        cache = (cached_tokens + tokens) * self.cached_token
-        return self.always + tokens * self.embedding_row + experts + cache
+        return sum(self.parts(tokens, cached_tokens, visited).values())
+
+    def parts(self, tokens: int, cached_tokens: int, visited: Sequence[int]) -> dict[str, int]:
+        """The same by the kernels that move them."""
+        return {
+            "products": self.always,
+            "experts": sum(n * size for n, size in zip(visited, self.expert, strict=True)),
+            "attention": (cached_tokens + tokens) * self.cached_token,
+            "embedding": tokens * self.embedding_row,
+        }
 
 
 def model_bytes(model: CausalLM) -> ModelBytes:

@@ -1,39 +1,37 @@
-"""Decode steps of the engine on dummy weights: wall time, the device's share of it, and bytes."""
+"""Decode steps of the engine on dummy weights, overlapped as users run them where they can be."""
 
 from __future__ import annotations
 
-import json
 import random
-import statistics
-import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from _bytes import model_bytes
+from _trace import Timeline, mark_step, record
 
 from atom.batch import LaunchedStep, ScheduledBatch, SequenceResult, StepOutput
 from atom.config import EngineConfig
-from atom.messages import EngineRequest
+from atom.kv_cache.builders import attention_layers
+from atom.messages import EngineRequest, EngineStats
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.worker import Worker
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.moe import FusedMoE
 from atom.models.base import CausalLM
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Proposer
 from atom.spec_decode.factory import create_proposer
 
-WARMUP_STEPS = 5
-PROFILED_STEPS = 8
-# Of a trace's events, those that keep the device busy.
-_DEVICE_WORK = ("kernel", "gpu_memcpy", "gpu_memset")
+# An FP8 number below this byte is finite and positive.
+_FP8_BYTES = 0x70
 
 
 @dataclass(frozen=True)
@@ -43,6 +41,8 @@ class Setup:
     Attributes:
         folders: of the target and of the draft.
         max_model_len: room for the prompt and every step.
+        overlap: whether steps overlap; None for the platform's default.
+        serves: as a server starts, with the default limits and graphs for all batch sizes.
     """
 
     folders: tuple[Path, Path]
@@ -58,6 +58,8 @@ class Setup:
     load_format: str = "dummy"
     quantization: str | None = None
     kv_cache_memory: int | None = None
+    overlap: bool | None = None
+    serves: bool = False
 
     def engine_config(self) -> EngineConfig:
         options: dict[str, Any] = {}
@@ -69,16 +71,19 @@ class Setup:
             }
         if self.quantization is not None:
             options["quantization"] = self.quantization
-        if not self.eager:
-            options["cudagraph_capture_sizes"] = list(self.batch_sizes)
+        if self.overlap is not None:
+            options["overlap"] = self.overlap
+        if not self.serves:
+            options["max_num_seqs"] = self.batch_sizes[-1]
+            options["max_num_batched_tokens"] = max(4096, 2 * self.batch_sizes[-1])
+            if not self.eager:
+                options["cudagraph_capture_sizes"] = list(self.batch_sizes)
         return engine_config(
             model=str(self.folders[0]),
             load_format=self.load_format,
             dtype=self.dtype,
             kv_cache_dtype=self.kv_cache_dtype,
             device=self.device,
-            max_num_seqs=self.batch_sizes[-1],
-            max_num_batched_tokens=max(4096, 2 * self.batch_sizes[-1]),
             max_model_len=self.max_model_len,
             enable_prefix_caching=False,
             enforce_eager=self.eager,
@@ -90,25 +95,35 @@ class Setup:
 
 
 class _Recorded:
-    """An executor that remembers the last batch.
+    """An executor that remembers the last batch, and how long its results were waited for.
 
     Attributes:
-        pretends: takes any token for the next one and computes nothing; the cache stays empty.
+        depth: 1 while no step is launched before the results of the last one are read.
+        pretends: takes any token for the next one and computes nothing; the cache stays as it is.
+        marks: marks the beginning of each step in a trace.
+        waited: seconds.
     """
 
     can_be_interrupted = True
     patience_ms: int | None = None
-    depth = 1
 
-    def __init__(self, inner: Worker) -> None:
+    def __init__(self, inner: Worker, device: torch.device) -> None:
         self._inner = inner
+        self._device = device
         self.limits = inner.limits
         self.eos_token_ids = inner.eos_token_ids
         self.lookahead = inner.lookahead
         self.grammars = inner.grammars
         self.inputs = inner.inputs
         self.last = ScheduledBatch([], [], [])
+        self.depth = inner.depth
         self.pretends = False
+        self.marks = False
+        self.waited = 0.0
+
+    def overlap(self, overlaps: bool) -> None:
+        """Whether steps overlap from now on, if they can."""
+        self.depth = self._inner.depth if overlaps else 1
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         self.last = batch
@@ -118,7 +133,22 @@ class _Recorded:
             tokens: list[list[int]] = [[1] if s.wants_sample else [] for s in batch.sequences]
             output = StepOutput([SequenceResult(token_ids) for token_ids in tokens])
             return LaunchedStep(lambda: output)
-        return self._inner.launch(batch)
+        if self.marks:
+            mark_step(self._device)
+        launched = self._inner.launch(batch)
+        # Its results are on their way by now.
+        done: torch.cuda.Event | None = None
+        if self._device.type != "cpu":
+            done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            done.record()
+        return replace(launched, collect=partial(self._collect, launched, done))
+
+    def _collect(self, launched: LaunchedStep, done: torch.cuda.Event | None) -> StepOutput:
+        started = time.perf_counter()
+        if done is not None:
+            done.synchronize()
+        self.waited += time.perf_counter() - started
+        return launched.collect()
 
     def shutdown(self) -> None:
         self._inner.shutdown()
@@ -130,6 +160,9 @@ class DecodeEngine:
     Attributes:
         ops: the table of what runs.
         model: the target.
+        device: where it runs.
+        overlaps: whether each step is launched before the results of the last one are read.
+        ready_seconds: from the resolved options to an engine that takes requests.
     """
 
     def __init__(self, setup: Setup) -> None:
@@ -143,11 +176,15 @@ class DecodeEngine:
             return create_proposer(config, model, source, context)
 
         config = setup.engine_config()
+        started = time.perf_counter()
         executor = Worker(config, proposer_factory=factory)
         self.ops: str = executor.ops.describe()
         (self.model,) = models
-        self._executor = _Recorded(executor)
+        self.device: torch.device = next(self.model.parameters()).device
+        self.overlaps: bool = executor.depth > 1
+        self._executor = _Recorded(executor, self.device)
         self._core = EngineCore(config, self._executor)
+        self.ready_seconds = time.perf_counter() - started
         self._ids: list[str] = []
 
     @property
@@ -157,6 +194,20 @@ class DecodeEngine:
     @property
     def inputs(self) -> InputBuilder:
         return self._executor.inputs
+
+    @property
+    def stats(self) -> EngineStats:
+        return self._core.stats
+
+    @property
+    def waited_seconds(self) -> float:
+        """How long the host has waited for results, all in all."""
+        return self._executor.waited
+
+    @property
+    def num_layers(self) -> int:
+        """Of the target, those with attention."""
+        return len(attention_layers(self.model))
 
     @property
     def num_cached_tokens(self) -> int:
@@ -174,6 +225,7 @@ class DecodeEngine:
         """
         prompt_len = prompt_len or self._setup.prompt_len
         self._executor.pretends = pretend
+        self._executor.overlap(not pretend)
         rng = random.Random(batch_size)
         room = self._core.limits.max_model_len - prompt_len
         params = SamplingParams(temperature=0, max_tokens=room, ignore_eos=True)
@@ -190,12 +242,35 @@ class DecodeEngine:
             report.check()
             waiting -= {o.id for o in report.outputs if o.token_ids}
         self._executor.pretends = False
+        self._executor.overlap(True)
+        if self.overlaps:
+            self.settle()
+
+    def fill_cache(self) -> None:
+        """Random numbers in the target's KV cache, as after prompts that were computed."""
+        for layer in attention_layers(self.model).values():
+            cache = layer.kv_cache
+            pools = (
+                (cache.key, cache.value) if isinstance(cache, KVCacheTensor) else (cache.latent,)
+            )
+            for pool in pools:
+                if pool.dtype.itemsize == 1:
+                    pool.view(torch.uint8).random_(0, _FP8_BYTES)
+                else:
+                    pool.normal_()
+
+    def settle(self) -> None:
+        """Read all results, and run one step whose every token the host knows.
+
+        Steps that follow overlap again.
+        """
+        self._executor.overlap(False)
+        for _ in range(2):
+            self._core.step()
+        self._executor.overlap(True)
 
     def step(self) -> int:
-        """One step of all sequences; how many tokens it gave them.
-
-        The tokens are on the host when it returns, so the device has done what they need.
-        """
+        """Launch steps of all sequences, and read the tokens of one; how many it gave them."""
         outputs = self._core.step().outputs
         if len(outputs) != len(self._ids):
             raise RuntimeError(f"{len(outputs)} of {len(self._ids)} sequences were computed")
@@ -208,12 +283,27 @@ class DecodeEngine:
     def shutdown(self) -> None:
         self._core.shutdown()
 
+    def trace(self, steps: int) -> Timeline:
+        """What the device does in some more steps."""
+
+        def work() -> None:
+            self._executor.marks = True
+            for _ in range(steps):
+                self.step()
+            self._executor.marks = False
+
+        return record(work, self.device)
+
     def step_bytes(self) -> int:
-        """What the target's part of the last step had to move at least."""
+        """What the target's part of the last step had to move at least; `settle` comes first."""
+        return sum(self.step_bytes_by_class().values())
+
+    def step_bytes_by_class(self) -> dict[str, int]:
+        """The same by what reads it, as `ModelBytes.parts` has it."""
         sequences = self._executor.last.sequences
         tokens = sum(len(s.token_ids) for s in sequences)
         cached = sum(s.context_len for s in sequences)
-        return model_bytes(self.model).step(tokens, cached, self._visits())
+        return model_bytes(self.model).parts(tokens, cached, self._visits())
 
     @torch.inference_mode()
     def _visits(self) -> list[int]:
@@ -234,59 +324,3 @@ class DecodeEngine:
         for hook in hooks:
             hook.remove()
         return visited
-
-
-def measure(engine: DecodeEngine, batch_size: int, steps: int) -> dict[str, Any]:
-    """Median seconds and mean tokens of a step; bytes of one in the middle; device seconds."""
-    engine.start(batch_size)
-    for _ in range(WARMUP_STEPS):
-        engine.step()
-    seconds, tokens, half = [], [], steps // 2
-    num_bytes = 0
-    for i in range(steps):
-        started = time.perf_counter()
-        tokens.append(engine.step())
-        seconds.append(time.perf_counter() - started)
-        if i == half:
-            num_bytes = engine.step_bytes()
-    busy = _busy_seconds_of(engine)
-    engine.stop()
-    return {
-        "seconds": statistics.median(seconds),
-        "tokens": statistics.fmean(tokens),
-        "bytes": num_bytes,
-        "device_seconds": busy,
-    }
-
-
-def _busy_seconds_of(engine: DecodeEngine) -> float | None:
-    """Seconds of a step in which the device works; None without a device."""
-    if not torch.cuda.is_available() or next(engine.model.parameters()).device.type == "cpu":
-        return None
-    from torch.profiler import ProfilerActivity, profile
-
-    torch.cuda.synchronize()
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "trace.json"
-        with profile(activities=[ProfilerActivity.CUDA]) as profiler:
-            for _ in range(PROFILED_STEPS):
-                engine.step()
-            torch.cuda.synchronize()
-        profiler.export_chrome_trace(str(path))
-        trace = json.loads(path.read_text(encoding="utf-8"))
-    total = busy_seconds(trace["traceEvents"])
-    return total / PROFILED_STEPS if total else None
-
-
-def busy_seconds(events: Sequence[Mapping[str, Any]]) -> float:
-    """How long any kernel or copy runs: work side by side counts once. Times are in us."""
-    spans = sorted(
-        (float(e["ts"]), float(e["ts"]) + float(e["dur"]))
-        for e in events
-        if e.get("cat") in _DEVICE_WORK
-    )
-    total, reached = 0.0, float("-inf")
-    for begin, end in spans:
-        total += max(end - max(begin, reached), 0.0)
-        reached = max(reached, end)
-    return total / 1e6

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import torch
+from _trace import kernel_table, record
 
 from atom.graphs.capture import CudaGraphBackend
 from atom.platform import Platform, free_memory_bytes, select_platform
@@ -67,32 +71,54 @@ class Timing:
     """Attributes:
     seconds: of one call, the median over repetitions.
     how: `graph`, or how else the calls were made.
+    kernels: those of one call, from a trace; None without one.
     """
 
     seconds: float
     how: str
+    kernels: list[dict[str, Any]] | None = None
 
 
-def time_calls(calls: Sequence[Call], device: torch.device, repeats: int = 9) -> Timing:
+def time_calls(
+    calls: Sequence[Call], device: torch.device, repeats: int = 9, trace: bool = False
+) -> Timing:
     """The time of one of `calls`, which run one after another.
 
     On a GPU all are captured in one graph, as the engine runs them, and the device's own clock
     counts: what the host needs to launch them is not in it.
     """
     if device.type == "cpu":
-        return Timing(_median_on_cpu(calls, repeats), "called")
-    replay, how = _captured(calls)
-    for _ in range(2):
-        replay()
-    seconds = statistics.median(_device_seconds(replay) for _ in range(repeats))
-    return Timing(seconds / len(calls), how)
+        seconds, how, replay = _median_on_cpu(calls, repeats), "called", _in_turn(calls)
+    else:
+        replay, how = _captured(calls)
+        for _ in range(2):
+            replay()
+        whole = statistics.median(_device_seconds(replay) for _ in range(repeats))
+        seconds = whole / len(calls)
+    return Timing(seconds, how, _kernels_of(replay, len(calls), device) if trace else None)
 
 
-def _captured(calls: Sequence[Call]) -> tuple[Callable[[], None], str]:
+def _kernels_of(
+    work: Callable[[], None], calls: int, device: torch.device
+) -> list[dict[str, Any]] | None:
+    """None where the profiler fails: the time stands."""
+    try:
+        return kernel_table(record(work, device).work, calls)
+    except RuntimeError as error:
+        print(f"no trace: {error}", file=sys.stderr, flush=True)
+        return None
+
+
+def _in_turn(calls: Sequence[Call]) -> Callable[[], None]:
     def work() -> None:
         for call in calls:
             call()
 
+    return work
+
+
+def _captured(calls: Sequence[Call]) -> tuple[Callable[[], None], str]:
+    work = _in_turn(calls)
     try:
         return CudaGraphBackend().capture(work), "graph"
     except torch.OutOfMemoryError:
@@ -152,3 +178,10 @@ def free_device_memory(platform: Platform) -> None:
     if platform.is_gpu:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()
+
+
+def num_cached_kernels() -> int:
+    """Kernels that Triton has compiled into its cache, by whatever process."""
+    default = Path.home() / ".triton" / "cache"
+    folder = Path(os.environ.get("TRITON_CACHE_DIR", default))
+    return sum(1 for _ in folder.glob("*/__grp__*.json")) if folder.is_dir() else 0

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from _bytes import Sizes, mla_attention_bytes, moe_experts_bytes, paged_attention_bytes
 from _device import num_calls
+from _kernel_sizes import ExpertSizes, HeadSizes, LatentSizes
 
 from atom.model_ops.attention_mha import Attention
 from atom.model_ops.attention_mla import MLAAttention
@@ -20,7 +21,6 @@ from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpTable, preference
 from atom.platform import Platform
 
-BLOCK_SIZE = 16
 # Random numbers of standard deviation 1, times this scale's inverse, reach 200 of the 240 or 448
 # that 8 bits hold.
 _FP8_SCALE = 0.02
@@ -30,12 +30,14 @@ _TOKENS_WRITTEN_AT_ONCE = 1 << 16
 @dataclass(frozen=True)
 class Case:
     """Attributes:
-    batch: sequences with one query each; of experts, tokens.
+    batch: sequences; of experts, tokens.
     context: cached tokens of every sequence; 0 where there is no cache.
+    queries: of each sequence: 1, or the rows that verify drafts.
     """
 
     batch: int
     context: int = 0
+    queries: int = 1
 
 
 @dataclass(frozen=True)
@@ -101,45 +103,6 @@ def implementations(op: str, platform: Platform) -> list[str]:
     return [name for name in preference(platform) if name in listed]
 
 
-@dataclass(frozen=True)
-class HeadSizes:
-    """Llama-3-8B's attention, unless told otherwise."""
-
-    heads: int = 32
-    kv_heads: int = 8
-    head_dim: int = 128
-
-    def __str__(self) -> str:
-        return f"{self.heads}/{self.kv_heads} heads of {self.head_dim}"
-
-
-@dataclass(frozen=True)
-class LatentSizes:
-    """Kimi-K2.5's attention on one rank of eight."""
-
-    heads: int = 8
-    rank: int = 512
-    rope: int = 64
-    nope: int = 128
-    v: int = 128
-
-    def __str__(self) -> str:
-        return f"{self.heads} heads, latent {self.rank} + {self.rope}"
-
-
-@dataclass(frozen=True)
-class ExpertSizes:
-    """Kimi-K2.5's routed experts on one rank of eight."""
-
-    experts: int = 384
-    top_k: int = 8
-    hidden: int = 7168
-    intermediate: int = 256
-
-    def __str__(self) -> str:
-        return f"{self.experts} experts, top {self.top_k}, {self.hidden} x {self.intermediate}"
-
-
 class _Paged:
     """What both kinds of attention share: a pool of which each call reads other blocks."""
 
@@ -150,44 +113,47 @@ class _Paged:
         storage: torch.dtype,
         pool_tokens: int,
         rotated_bytes: int,
+        block_size: int,
     ) -> None:
         self.storage: torch.dtype | None = storage
         self._platform, self._dtype = platform, dtype
         self._device = platform.device
         self._rotated_bytes = rotated_bytes
-        self._blocks = pool_tokens // BLOCK_SIZE
+        self._block_size = block_size
+        self._blocks = pool_tokens // block_size
         self._element = Sizes(dtype.itemsize, storage.itemsize)
         generator = torch.Generator(self._device).manual_seed(1)
         self._order = torch.randperm(self._blocks, generator=generator, device=self._device).int()
 
     def refusal(self, case: Case) -> str | None:
-        wanted = case.batch * -(-case.context // BLOCK_SIZE)
+        wanted = case.batch * -(-case.context // self._block_size)
         if wanted > self._blocks:
             return f"needs {wanted} blocks of the cache, there is memory for {self._blocks}"
         return None
 
     def _metadata(self, case: Case, call_bytes: int) -> list[AttentionMetadata]:
         """As inside a graph: the host does not know the lengths. Each on blocks of its own."""
-        per_sequence = -(-case.context // BLOCK_SIZE)
+        per_sequence = -(-case.context // self._block_size)
         blocks = case.batch * per_sequence
         count = num_calls(call_bytes, self._blocks // blocks * call_bytes, self._rotated_bytes)
         edges = range(0, (count + 1) * blocks, blocks)
         tables = [self._order[a:b].view(case.batch, per_sequence) for a, b in pairwise(edges)]
 
-        def integers(value: int, dtype: torch.dtype) -> torch.Tensor:
-            return torch.full((case.batch,), value, dtype=dtype, device=self._device)
+        def integers(value: int, dtype: torch.dtype, count: int = case.batch) -> torch.Tensor:
+            return torch.full((count,), value, dtype=dtype, device=self._device)
 
         starts = torch.arange(case.batch + 1, dtype=torch.int32, device=self._device)
+        starts = starts * case.queries
         return [
             AttentionMetadata(
-                slot_mapping=integers(-1, torch.int64),
+                slot_mapping=integers(-1, torch.int64, case.batch * case.queries),
                 block_tables=table,
                 block_counts=integers(per_sequence, torch.int32),
                 context_lens=integers(case.context, torch.int32),
                 cu_seqlens_q=starts,
-                max_seqlen_q=1,
+                max_seqlen_q=case.queries,
                 max_context_len=case.context,
-                query_lens_cpu=(1,) * case.batch,
+                query_lens_cpu=(case.queries,) * case.batch,
                 context_lens_cpu=None,
             )
             for table in tables
@@ -205,19 +171,19 @@ class _Paged:
 
     def _pool(self, *row: int) -> torch.Tensor:
         """With the spare block at the end."""
-        shape = (self._blocks + 1, BLOCK_SIZE, *row)
+        shape = (self._blocks + 1, self._block_size, *row)
         return torch.empty(shape, dtype=self.storage, device=self._device)
 
     def _fill(self, write: Callable[[int, torch.Tensor], None]) -> None:
         """`write` takes a number of tokens and their slots."""
-        total = self._blocks * BLOCK_SIZE
+        total = self._blocks * self._block_size
         for first in range(0, total, _TOKENS_WRITTEN_AT_ONCE):
             end = min(first + _TOKENS_WRITTEN_AT_ONCE, total)
             write(end - first, torch.arange(first, end, device=self._device))
 
 
 class PagedDecode(_Paged):
-    """One query a sequence over keys and values."""
+    """Queries that decode or verify, over keys and values."""
 
     op = "paged_attention"
 
@@ -233,7 +199,7 @@ class PagedDecode(_Paged):
     def use(self, implementation: str) -> None:
         h = self._heads
         ops = FoundOps(self._platform, self.op, implementation)
-        context = LayerContext(self._dtype, self._device, ops, self._blocks * BLOCK_SIZE)
+        context = LayerContext(self._dtype, self._device, ops, self._blocks * self._block_size)
         layer = Attention(h.heads, h.kv_heads, h.head_dim, h.head_dim**-0.5, context)
         layer.bind_kv_cache(self._cache)
         self._attend = ops.functions[self.op]
@@ -247,9 +213,10 @@ class PagedDecode(_Paged):
 
     def calls(self, case: Case) -> Calls:
         h, attend, cache = self._heads, self._attend, self._cache
-        q = self._random(case.batch, h.heads, h.head_dim)
+        q = self._random(case.batch * case.queries, h.heads, h.head_dim)
         lens = [case.context] * case.batch
-        size = paged_attention_bytes(lens, 1, h.heads, h.kv_heads, h.head_dim, self._element)
+        sizes = h.heads, h.kv_heads, h.head_dim
+        size = paged_attention_bytes(lens, case.queries, *sizes, self._element)
 
         def call(metadata: AttentionMetadata) -> Callable[[], torch.Tensor]:
             return lambda: attend(q, cache, metadata, h.head_dim**-0.5, None)
@@ -258,7 +225,7 @@ class PagedDecode(_Paged):
 
 
 class LatentDecode(_Paged):
-    """One query a sequence over latents, into the latent space and back included."""
+    """The same over latents, into the latent space and back included."""
 
     op = "mla_decode"
 
@@ -271,7 +238,7 @@ class LatentDecode(_Paged):
     def use(self, implementation: str) -> None:
         w = self._widths
         ops = FoundOps(self._platform, self.op, implementation)
-        context = LayerContext(self._dtype, self._device, ops, self._blocks * BLOCK_SIZE)
+        context = LayerContext(self._dtype, self._device, ops, self._blocks * self._block_size)
         layer = MLAAttention(w.heads, w.rank, w.rope, w.v, (w.nope + w.rope) ** -0.5, context)
         layer.bind_kv_cache(self._cache)
         self._attend = ops.functions[self.op]
@@ -285,10 +252,11 @@ class LatentDecode(_Paged):
 
     def calls(self, case: Case) -> Calls:
         w, attend, cache = self._widths, self._attend, self._cache
-        q = self._random(case.batch, w.heads, w.nope + w.rope)
+        q = self._random(case.batch * case.queries, w.heads, w.nope + w.rope)
         up = self._random(w.heads, w.nope + w.v, w.rank) / w.rank**0.5
         widths = w.heads, w.rank, w.rope, w.nope, w.v
-        size = mla_attention_bytes([case.context] * case.batch, 1, *widths, self._element)
+        lens = [case.context] * case.batch
+        size = mla_attention_bytes(lens, case.queries, *widths, self._element)
 
         def call(metadata: AttentionMetadata) -> Callable[[], torch.Tensor]:
             return lambda: attend(q, cache, up, metadata, (w.nope + w.rope) ** -0.5)

@@ -5,9 +5,10 @@ python benchmarks/decode_roofline.py --shapes 8b --batch-sizes 1 --num-speculati
 python benchmarks/decode_roofline.py --device cpu --tiny                # a rehearsal
 
 A step is all that the engine does from one token of every sequence to the next: scheduling, the
-model through graphs, sampling, verifying and drafting with k > 0, and the tokens on the host.
-Bytes are those that the target's part must move at least; of a draft they are not counted. The
-host's time is what the wall clock shows beyond the time in which the device works. Dummy drafts
+model through graphs, sampling, verifying and drafting with k > 0, and the tokens on the host. Steps
+overlap, as on a GPU they do for users. Bytes are those that the target's part must move at least;
+of a draft they are not counted. The host's time is what it works in a step instead of waiting for
+results; the device's, and the gap between its steps, are from a trace of more steps. Dummy drafts
 are hardly ever right: k > 0 shows what speculation costs. Beside the 8B shape runs transformers
 with a static cache, compiled. Exit status: 0, 1 when something failed, 2 without a GPU.
 """
@@ -15,18 +16,21 @@ with a static cache, compiled. Exit status: 0, 1 when something failed, 2 withou
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import gc
+import logging
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from _decode_engine import PROFILED_STEPS, WARMUP_STEPS, DecodeEngine, Setup, measure
+from _decode_engine import DecodeEngine, Setup
+from _decode_report import Report, line_of, named, to_markdown
 from _decode_shapes import SHAPES, write_configs
+from _decode_steps import UNTIMED_STEPS, DecodeCase, fitting, measure
 from _device import (
     NO_GPU,
     Clock,
@@ -34,15 +38,16 @@ from _device import (
     chosen_platform,
     copy_bandwidth,
     free_device_memory,
+    num_cached_kernels,
 )
-from _transformers_decode import TransformersDecode
 
-from atom.bench.report import environment, environment_markdown, markdown_table, write_json
+from atom.bench.report import environment, environment_markdown, write_json
 from atom.platform import Platform
 
 # Of an engine on a GPU before one was timed; with less left it is not begun.
 _SECONDS_OF_AN_ENGINE = 25.0
 _MARGIN = 1.2
+_CONTEXT_OF_A_SERVER = 16384
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -59,10 +64,22 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         default=[0, 3], help=f"drafts a step; 0 is no speculation{default}",
     )  # fmt: skip
     parser.add_argument("--prompt-len", type=int, help="(default: 1024)")
+    parser.add_argument(
+        "--long", type=int, nargs=2, metavar=("BATCH", "CONTEXT"),
+        help="one more case of shapes without experts, without drafts: its prompts are not "
+        "computed (default: 64 8000; 0 0 leaves it out)",
+    )  # fmt: skip
     parser.add_argument("--steps", type=int, help="that are timed (default: 32)")
     parser.add_argument(
         "--modes", nargs="+", choices=("graph", "eager"), help="(default: graph; on a CPU eager)"
     )
+    parser.add_argument(
+        "--no-overlap", action="store_true", help="read each step's tokens before the next one"
+    )
+    parser.add_argument(
+        "--start", nargs="+", choices=SHAPES, default=[],
+        help="only time how these shapes start, with a draft and all graphs that a server has",
+    )  # fmt: skip
     parser.add_argument("--dtype", default="bfloat16", help=default.strip())
     parser.add_argument("--kv-cache-dtype", "--kv_cache_dtype", default="auto")
     parser.add_argument("--num-threads", "--num_threads", type=int, help="of a rehearsal")
@@ -75,37 +92,29 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args.batch_sizes = sorted(set(args.batch_sizes or ([1, 3] if tiny else [1, 16, 64])))
     args.prompt_len = args.prompt_len or (9 if tiny else 1024)
     args.steps = args.steps or (2 if tiny else 32)
+    args.long = args.long or ([2, 40] if tiny else [64, 8000])
     return args
 
 
-@dataclasses.dataclass
-class Report:
-    """Rows that were measured, what was not run and why, and which kernels ran."""
-
-    copy_bytes_per_s: float
-    results: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    left_out: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    faults: list[str] = dataclasses.field(default_factory=list)
-    ops: dict[str, str] = dataclasses.field(default_factory=dict)
-
-    def add(self, row: dict[str, Any]) -> None:
-        """Add what follows from a row's seconds, bytes and device seconds."""
-        row["bytes_per_s"] = row["of_copy"] = row["host_seconds"] = None
-        if row["bytes"] is not None:
-            row["bytes_per_s"] = row["bytes"] / row["seconds"]
-            row["of_copy"] = row["bytes_per_s"] / self.copy_bytes_per_s
-        if row["device_seconds"] is not None:
-            row["host_seconds"] = max(row["seconds"] - row["device_seconds"], 0.0)
-        row["tokens_per_s"] = row["tokens"] / row["seconds"]
-        self.results.append(row)
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclass(frozen=True)
 class Task:
     """One engine, or transformers at one batch size."""
 
     about: dict[str, Any]
     run: Callable[[], None]
+
+
+class CaptureTimes(logging.Handler):
+    """Reads from the log how many graphs were captured, and in how many seconds."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self.graphs, self.seconds = 0, 0.0
+
+    def emit(self, record: logging.LogRecord) -> None:
+        if record.msg.startswith("captured") and isinstance(record.args, tuple):
+            self.graphs += int(str(record.args[0]))
+            self.seconds += float(str(record.args[1]))
 
 
 class Session:
@@ -121,6 +130,8 @@ class Session:
     def tasks(self) -> list[Task]:
         """The engines without speculation first, then transformers for one sequence."""
         args = self.args
+        if args.start:
+            return [self._start_task(shape) for shape in args.start]
         modes = args.modes or (["graph"] if self.platform.is_gpu else ["eager"])
         engines = [
             self._engine_task(shape, k, mode)
@@ -134,8 +145,7 @@ class Session:
             for shape in args.shapes
             if SHAPES[shape].has_peer and not args.no_peer
         ]
-        first = len(args.shapes) * len(modes)
-        return [*engines[:first], *peers[:1], *engines[first:], *peers[1:]]
+        return [*engines, *peers]
 
     def _engine_task(self, shape: str, k: int, mode: str) -> Task:
         about = {"shape": shape, "by": "atom", "k": k, "mode": mode}
@@ -144,6 +154,10 @@ class Session:
     def _peer_task(self, shape: str, batch: int) -> Task:
         about = {"shape": shape, "by": "transformers", "k": 0, "batch": batch}
         return Task(about, lambda: self._run_peer(about))
+
+    def _start_task(self, shape: str) -> Task:
+        about = {"shape": shape, "by": "atom", "k": max(self.args.num_speculative_tokens)}
+        return Task(about, lambda: self._run_start(about))
 
     def run(self, task: Task, clock: Clock) -> None:
         """Run one task; what keeps it from running, or goes wrong, is in the report."""
@@ -157,40 +171,90 @@ class Session:
         except torch.OutOfMemoryError:
             self.report.left_out.append({**task.about, "why": "out of memory"})
         except Exception as error:
-            fault = f"{_named(task.about)}: {type(error).__name__}: {error}"
+            fault = f"{named(task.about)}: {type(error).__name__}: {error}"
             self.report.faults.append(fault)
         gc.collect()
         free_device_memory(self.platform)
         self._took[key] = time.perf_counter() - started
 
-    def _run_engine(self, about: dict[str, Any]) -> None:
+    def _cases(self, about: dict[str, Any]) -> list[DecodeCase]:
+        args = self.args
+        cases = [DecodeCase(batch, args.prompt_len) for batch in args.batch_sizes]
+        has_experts = "n_routed_experts" in SHAPES[about["shape"]].target
+        if about["k"] == 0 and args.long[0] and not has_experts:
+            # Equal tokens would all visit the same experts.
+            batch, context = args.long
+            cases.append(DecodeCase(batch, context, pretend=True))
+        return cases
+
+    def _setup(self, about: dict[str, Any], folder: Path) -> Setup:
         args, k = self.args, about["k"]
-        tokens = (WARMUP_STEPS + args.steps + PROFILED_STEPS + 2) * (k + 1)
+        cases = self._cases(about)
         # Sequences that were prefilled first decode while the others are.
         waiting = (k + 1) * -(-args.batch_sizes[-1] * args.prompt_len // 4096)
-        context = args.prompt_len + tokens + waiting + 64
+        context = max(case.context for case in cases)
+        context += (args.steps + UNTIMED_STEPS) * (k + 1) + waiting + 64
+        sizes = {case.batch for case in cases}
+        sizes |= {case.batch // 2 for case in cases if case.pretend and case.batch > 1}
+        return Setup(
+            write_configs(folder, SHAPES[about["shape"]], context),
+            k,
+            about.get("mode", "eager") == "eager",
+            tuple(sorted(sizes)),
+            args.prompt_len,
+            context,
+            args.dtype,
+            args.kv_cache_dtype,
+            self.platform.device.type,
+            args.num_threads,
+            overlap=not args.no_overlap,
+        )
+
+    def _run_engine(self, about: dict[str, Any]) -> None:
         with tempfile.TemporaryDirectory() as folder:
-            folders = write_configs(Path(folder), SHAPES[about["shape"]], context)
-            setup = Setup(
-                folders,
-                k,
-                about["mode"] == "eager",
-                tuple(args.batch_sizes),
-                args.prompt_len,
-                context,
-                args.dtype,
-                args.kv_cache_dtype,
-                self.platform.device.type,
-                args.num_threads,
-            )
-            engine = DecodeEngine(setup)
-        self.report.ops[f"{about['shape']}, k={k}"] = engine.ops
-        for batch in args.batch_sizes:
-            found = measure(engine, batch, args.steps)
-            self.report.add({**about, "batch": batch, "context": args.prompt_len, **found})
+            engine = DecodeEngine(self._setup(about, Path(folder)))
+        self.report.ops[f"{about['shape']}, k={about['k']}"] = engine.ops
+        for case in self._cases(about):
+            self._run_case(engine, about, case)
+        engine.shutdown()
+
+    def _run_case(self, engine: DecodeEngine, about: dict[str, Any], case: DecodeCase) -> None:
+        row = {**about, "batch": case.batch, "context": case.context}
+        batch = fitting(engine, case, self.args.steps, about["k"])
+        if batch != case.batch:
+            why = f"the cache has room for {engine.num_cached_tokens} tokens"
+            self.report.left_out.append({**row, "why": why})
+        if batch:
+            found = measure(engine, replace(case, batch=batch), self.args.steps, about["k"])
+            self.report.add({**row, "batch": batch, **found})
+            print(line_of(self.report.results[-1]), file=sys.stderr, flush=True)
+
+    def _run_start(self, about: dict[str, Any]) -> None:
+        """From the resolved options to a ready engine, with the limits that a server has."""
+        times = CaptureTimes()
+        logger = logging.getLogger("atom.graphs.runner")
+        logger.addHandler(times)
+        logger.setLevel(logging.INFO)
+        before = num_cached_kernels()
+        with tempfile.TemporaryDirectory() as name:
+            context = self.args.prompt_len if self.args.tiny else _CONTEXT_OF_A_SERVER
+            setup = replace(self._setup(about, Path(name)), serves=True, max_model_len=context)
+            engine = DecodeEngine(replace(setup, eager=not self.platform.is_gpu))
+        logger.removeHandler(times)
+        row = {
+            **about,
+            "seconds": engine.ready_seconds,
+            "graphs": times.graphs,
+            "capture_seconds": times.seconds,
+            "compiled": num_cached_kernels() - before,
+            "layers": engine.num_layers,
+        }
+        self.report.starts.append(row)
         engine.shutdown()
 
     def _run_peer(self, about: dict[str, Any]) -> None:
+        from _transformers_decode import TransformersDecode
+
         args, batch = self.args, about["batch"]
         dtype = getattr(torch, args.dtype)
         with tempfile.TemporaryDirectory() as folder:
@@ -201,64 +265,16 @@ class Session:
             found = peer.measure(batch, args.prompt_len, args.steps)
         finally:
             peer.close()
-        ours = (r for r in self.report.results if self._is_same_work(r, about))
-        num_bytes = next((r["bytes"] for r in ours), None)
-        self.report.add(
-            about | found | {
-                "mode": peer.how, "context": args.prompt_len, "tokens": batch,
-                "bytes": num_bytes, "device_seconds": None,
-            }
-        )  # fmt: skip
+        row = about | found | {"mode": peer.how, "context": args.prompt_len, "tokens": batch}
+        ours = (r for r in self.report.results if self._is_same_work(r, row))
+        unknown = ("device_seconds", "host_seconds", "gap_seconds", "replayed", "trace")
+        row |= dict.fromkeys(unknown) | {"bytes": next((r["bytes"] for r in ours), None)}
+        self.report.add(row)
 
-    def _is_same_work(self, row: dict[str, Any], about: dict[str, Any]) -> bool:
-        keys = ("shape", "batch", "k")
+    def _is_same_work(self, ours: dict[str, Any], theirs: dict[str, Any]) -> bool:
+        keys = ("shape", "batch", "k", "context")
         plain = self.args.kv_cache_dtype == "auto"  # transformers keeps its cache in --dtype
-        return plain and row["by"] == "atom" and all(row[k] == about[k] for k in keys)
-
-
-def _named(about: dict[str, Any]) -> str:
-    parts = [f"shape {about['shape']}", about["by"]]
-    parts += [f"{name} {about[name]}" for name in ("k", "batch", "mode") if name in about]
-    return ", ".join(parts)
-
-
-def to_markdown(report: dict[str, Any]) -> str:
-    """The tables of a report, as this program writes it to JSON."""
-    header = ["shape", "by", "batch", "k", "step (ms)", "device (ms)", "host (us)", "GB", "GB/s",
-              "of copy", "tokens/s"]  # fmt: skip
-    rows = [
-        (
-            r["shape"],
-            f"{r['by']} ({r['mode']})",
-            r["batch"],
-            r["k"],
-            f"{1e3 * r['seconds']:.2f}",
-            _shown(r["device_seconds"], 1e3, ".2f"),
-            _shown(r["host_seconds"], 1e6, ".0f"),
-            _shown(r["bytes"], 1e-9, ".2f"),
-            _shown(r["bytes_per_s"], 1e-9, ".0f"),
-            _shown(r["of_copy"], 100, ".0f") + (" %" if r["of_copy"] is not None else ""),
-            f"{r['tokens_per_s']:.0f}",
-        )
-        for r in report["results"]
-    ]
-    parts = [
-        f"A copy within the device moves {report['copy_bytes_per_s'] / 1e9:.0f} GB/s, reads and "
-        f"writes together.",
-        markdown_table(header, rows),
-        *(f"- `{name}`: {SHAPES[name].about}" for name in dict.fromkeys(r[0] for r in rows)),
-    ]
-    if report["faults"]:
-        parts.append("Failed:\n\n" + "\n".join(f"- {fault}" for fault in report["faults"]))
-    if report["left_out"]:
-        left = [f"- {_named(row)}: {row['why']}" for row in report["left_out"]]
-        parts.append("Not run:\n\n" + "\n".join(left))
-    parts += [f"Ops, {name}:\n\n```\n{table}\n```" for name, table in report["ops"].items()]
-    return "\n\n".join(parts)
-
-
-def _shown(value: float | None, factor: float, form: str) -> str:
-    return "" if value is None else format(value * factor, form)
+        return plain and ours["by"] == "atom" and all(ours[k] == theirs[k] for k in keys)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -272,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     session = Session(args, platform)
 
     def so_far() -> dict[str, Any]:
-        return {"environment": facts, "options": options, **dataclasses.asdict(session.report)}
+        return {"environment": facts, "options": options, **asdict(session.report)}
 
     for task in session.tasks():
         session.run(task, clock)

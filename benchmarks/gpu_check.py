@@ -1,78 +1,92 @@
-"""Everything that only a GPU can show, in one report: tests on the device, and two benchmarks.
+"""Everything that only a GPU can show, part by part, in one report.
 
-./scripts/gpu-check                      # finds or makes the environment, then runs this
-python benchmarks/gpu_check.py --output benchmarks/results/my-machine.md
+./scripts/gpu-check                       # finds or makes the environment, then runs this
+./scripts/gpu-check                       # once more: goes on with the parts that did not fit
+python benchmarks/gpu_check.py --parts kernels steps
+python benchmarks/gpu_check.py --rehearse # on a CPU, in a minute: that it all runs
 
-Writes a Markdown report and a JSON one beside it, within --minutes. Each part has its share of
-the time; what does not fit is listed as not run. Exit status: 0, 1 when a part failed or did not
-end in time, 2 without a GPU, when nothing is checked. Missing a goal for speed is no failure.
+Parts run in order within --minutes; those that do not fit are left for the next run, which adds to
+the same Markdown and JSON report if machine and code are the same. Each part ends with a line on
+standard error. Compiled kernels are kept in build/gpu-check. Exit status: 0, 1 when a part failed
+or did not end in time, 2 without a GPU, when nothing is checked. A missed goal for speed is no
+failure: the report says where the time goes instead.
 """
 
 from __future__ import annotations
 
 import argparse
-import datetime
-import json
+import os
 import sys
-import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import decode_roofline
-import kernels
-from _device import NO_GPU
-from _gpu_tests import ROOT, kernel_files, marked_files, run, run_tests
-from _kernel_loads import HeadSizes, LatentSizes
+from _gpu_needs import NEEDS, NO_TORCH, describe, missing_of
+from _gpu_parts import PARTS, Turn
+from _gpu_report import (
+    OtherReportError,
+    code_digest,
+    default_name,
+    load_parts,
+    summary_line,
+    write,
+)
+from _gpu_run import ROOT
 
-from atom.bench.report import environment, environment_markdown, markdown_table, write_json
+from atom.bench.report import environment
 
-# Seconds of each part; what one leaves over is the next one's.
-_SECONDS = {"graphs": 100.0, "kernel tests": 130.0, "kernels": 80.0, "decode steps": 210.0}
-_FILES_AT_ONCE = 6
+NO_GPU = 2
 _GIB = 2**30
-
-Part = dict[str, Any]
+_KEPT = ROOT / "build" / "gpu-check"
+# A moment to write the report.
+_SECONDS_TO_WRITE = 4
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    today = datetime.datetime.now(datetime.timezone.utc).date().isoformat()
     parser.add_argument(
         "--output",
         type=Path,
-        default=ROOT / "benchmarks" / "results" / f"gpu-check-{today}.md",
-        help="the Markdown report (default: benchmarks/results/gpu-check-DATE.md)",
+        help="the Markdown report (default: benchmarks/results/gpu-check-DEVICE-CODE.md)",
     )
     parser.add_argument("--minutes", type=float, default=8.8, help="(default: %(default)s)")
     parser.add_argument(
-        "--parts", nargs="+", choices=_SECONDS, default=list(_SECONDS), help="(default: all)"
+        "--parts", nargs="+", choices=PARTS, help="run these, even again (default: what remains)"
     )
+    parser.add_argument("--new", action="store_true", help="begin the report again")
     parser.add_argument(
-        "--shapes", nargs="+", help="of decode_roofline.py; 8b and kimi where they fit, else 1b"
+        "--shapes", nargs="+", help="of decode_roofline.py, for the part steps: 8b, or 1b on a "
+        "device with less than 40 GiB",
+    )  # fmt: skip
+    parser.add_argument(
+        "--rehearse", action="store_true", help="on a CPU, tiny, about a minute; proves no speed"
     )
     return parser.parse_args(argv)
 
 
-def gpu_facts() -> dict[str, Any]:
+def gpu_facts(rehearse: bool) -> dict[str, Any]:
     """The device and the build of torch that drives it."""
     import torch
 
-    from atom.platform import current_platform
+    from atom.platform import cpu_platform, current_platform
 
+    facts: dict[str, Any] = {
+        "cuda": torch.version.cuda,
+        "hip": torch.version.hip,
+        **{name: _version(name) for name in ("triton", "aiter", "amd-aiter")},
+    }
+    if rehearse:
+        return {"device": "CPU", "architecture": cpu_platform().arch, "memory": 0, **facts}
     properties = torch.cuda.get_device_properties(0)
     return {
         "device": properties.name,
         "architecture": current_platform().arch,
         "memory": f"{properties.total_memory / _GIB:.0f} GiB",
         "devices": torch.cuda.device_count(),
-        "cuda": torch.version.cuda,
-        "hip": torch.version.hip,
-        **{name: _version(name) for name in ("triton", "aiter", "amd-aiter")},
+        **facts,
     }
 
 
@@ -85,165 +99,112 @@ def _version(package: str) -> str | None:
         return None
 
 
-def run_benchmark(program: str, seconds: float, folder: Path, *flags: str) -> Part:
-    """What a program reports; as far as it came, when it had to be stopped."""
-    path = folder / f"{program}.json"
-    # It stops beginning new work in time to write its report.
-    own = max(seconds - 15, 5)
-    command = [sys.executable, str(ROOT / "benchmarks" / f"{program}.py"), *flags]
-    command += ["--seconds", f"{own:.0f}", "--output-json", str(path)]
-    started = time.perf_counter()
-    status, printed = run(command, seconds)
-    report = json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
-    took = time.perf_counter() - started
-    return {
-        "passed": status == 0,
-        "status": status,
-        "seconds": took,
-        "output": printed,
-        "report": report,
-    }
+def has_aiter(facts: dict[str, Any]) -> bool:
+    return facts["hip"] is not None and facts["architecture"] in ("gfx942", "gfx950")
 
 
-def run_parts(names: Sequence[str], minutes: float, shapes: Sequence[str]) -> dict[str, Part]:
-    """The parts in turn, none beyond the time that those after it need."""
-    end = time.perf_counter() + 60 * minutes
-    # Shares of the time that is allowed.
-    scale = 60 * minutes / sum(_SECONDS[name] for name in names)
-    found: dict[str, Part] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        programs: dict[str, Callable[[float], Part]] = {
-            "graphs": lambda s: run_tests(marked_files(), s, folder, marked=True, processes=2),
-            "kernel tests": lambda s: run_tests(
-                kernel_files(), s, folder, marked=False, processes=_FILES_AT_ONCE
-            ),
-            "kernels": lambda s: run_benchmark("kernels", s, folder),
-            "decode steps": lambda s: run_benchmark(
-                "decode_roofline", s, folder, "--shapes", *shapes
-            ),
-        }
-        for i, part in enumerate(names):
-            reserved = sum(_SECONDS[later] for later in names[i + 1 :]) * scale
-            # And a moment to write it all down.
-            left = end - time.perf_counter() - reserved - 3
-            print(f"{part}: up to {left:.0f} s", file=sys.stderr, flush=True)
-            found[part] = programs[part](left)
-    return found
+def keep_compiled_kernels() -> None:
+    """In a folder that the next run finds, unless the environment names another."""
+    names = {"TRITON_CACHE_DIR": "triton", "TORCHINDUCTOR_CACHE_DIR": "inductor"}
+    for variable, folder in names.items():
+        os.environ.setdefault(variable, str(_KEPT / folder))
 
 
-def goals(parts: dict[str, Part]) -> list[dict[str, Any]]:
-    """What speed is wanted, and what was reached; None when it was not measured."""
-    wanted = []
-    ops = (("paged_attention", str(HeadSizes()), 0.75), ("mla_decode", str(LatentSizes()), 0.70))
-    for op, sizes, share in ops:
-        rows = _rows(parts, "kernels", op=op, batch=64, context=8192, cache="bfloat16")
-        rows = [r for r in rows if r["implementation"] != "torch" and r["sizes"] == sizes]
-        best = max((row["of_copy"] for row in rows), default=None)
-        name = f"{op}, bfloat16, batch 64, context 8192"
-        wanted.append({"goal": name, "at least": share, "reached": best})
-    steps = _rows(parts, "decode steps", shape="8b", by="atom", batch=1, k=0, mode="graph")
-    step = steps[0] if steps else {"of_copy": None, "host_seconds": None}
-    name = "decode step of the 8B shape, batch 1"
-    wanted.append({"goal": name, "at least": 0.80, "reached": step["of_copy"]})
-    host = {"goal": f"host time, {name}", "at most": 250e-6, "reached": step["host_seconds"]}
-    return [*wanted, host]
+class Check:
+    """One run: the parts that are asked for, into one report.
+
+    Args:
+        report: with the parts of earlier runs.
+        memory: of the device, GiB.
+    """
+
+    def __init__(
+        self, args: argparse.Namespace, path: Path, report: dict[str, Any], memory: float
+    ) -> None:
+        self._args = args
+        self._path = path
+        self._report = report
+        self._memory = memory
+        self._end = time.perf_counter() + 60 * args.minutes
+        self.text = ""
+
+    def run(self) -> list[str]:
+        """Run what fits -> the parts that remain."""
+        found: dict[str, Any] = self._report["parts"]
+        unfinished = [n for n in PARTS if n not in found or found[n]["status"] is None]
+        wanted = self._args.parts or unfinished
+        remaining = []
+        for name in (name for name in PARTS if name in wanted):
+            left = self._end - time.perf_counter() - _SECONDS_TO_WRITE
+            why = self._why_not(name)
+            if why is None and left < PARTS[name].least and not self._args.rehearse:
+                remaining.append(name)
+                continue
+            found[name] = _left_out(why) if why else self._run_part(name, left)
+            print(summary_line(name, found[name], wanted), file=sys.stderr, flush=True)
+            self.text = write(self._path, self._report)
+        self.text = self.text or write(self._path, self._report)
+        return remaining
+
+    def _why_not(self, name: str) -> str | None:
+        if missing := missing_of(name):
+            return f"it needs {', '.join(missing)}"
+        if self._memory < PARTS[name].memory and not self._args.rehearse:
+            return f"the device has {self._memory:.0f} GiB, it needs {PARTS[name].memory:.0f}"
+        return None
+
+    def _run_part(self, name: str, left: float) -> dict[str, Any]:
+        seconds = min(left, PARTS[name].most)
+        print(f"{name}: up to {seconds:.0f} s", file=sys.stderr, flush=True)
+        folder = self._path.parent / f"{self._path.stem}.parts"
+        folder.mkdir(parents=True, exist_ok=True)
+        shapes = self._args.shapes or (["8b"] if self._memory >= 40 else ["1b"])
+        if self._args.rehearse:
+            shapes = ["tiny"]
+        aiter = has_aiter(self._report["gpu"])
+        turn = Turn(name, seconds, folder, tuple(shapes), aiter, self._args.rehearse)
+        started = time.perf_counter()
+        found = PARTS[name].run(turn)
+        found.pop("log", None)
+        return {**found, "seconds": time.perf_counter() - started}
 
 
-def _rows(parts: dict[str, Part], part: str, **fields: Any) -> list[dict[str, Any]]:
-    report = parts.get(part, {}).get("report")
-    rows = report["results"] if report else []
-    return [row for row in rows if all(row[name] == value for name, value in fields.items())]
-
-
-def markdown(report: dict[str, Any]) -> str:
-    parts: dict[str, Part] = report["parts"]
-    text = [
-        "# GPU check",
-        environment_markdown(report["environment"] | report["gpu"]),
-        markdown_table(
-            ["part", "outcome", "time"],
-            [(name, _verdict(part), f"{part['seconds']:.0f} s") for name, part in parts.items()],
-        ),
-    ]
-    if report["not run"]:
-        text.append(f"Not run, by --parts: {', '.join(report['not run'])}.")
-    text += ["## Goals", markdown_table(["goal", "wanted", "reached"], _goal_rows(report["goals"]))]
-    titles = {
-        "graphs": "Graphs of target and draft, speculation on equals off",
-        "kernel tests": "Kernels against float64",
-        "kernels": "Kernels against a copy",
-        "decode steps": "Decode steps against a copy",
-    }
-    shown = {"kernels": kernels.to_markdown, "decode steps": decode_roofline.to_markdown}
-    for name, part in parts.items():
-        text.append(f"## {titles[name]}: {_verdict(part)}")
-        if "tests" in part:
-            text += _tests_markdown(part, every=name == "graphs")
-        elif part["report"] is not None:
-            text.append(shown[name](part["report"]))
-        if not part["passed"]:
-            text.append(f"```\n{part['output'].strip()}\n```")
-    return "\n\n".join(text) + "\n"
-
-
-def _tests_markdown(part: Part, every: bool) -> list[str]:
-    counts = Counter(test["outcome"] for test in part["tests"])
-    text = [", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items())) + "."]
-    if part["left_out"]:
-        text.append(f"Not run to the end, out of time: {', '.join(part['left_out'])}.")
-    chosen = [t for t in part["tests"] if every or t["outcome"] != "passed"]
-    rows = [
-        (t["name"], t["outcome"], f"{t['seconds']:.1f} s", t["message"].partition("\n")[0][:120])
-        for t in chosen
-    ]
-    return [*text, markdown_table(["test", "outcome", "time", ""], rows)] if rows else text
-
-
-def _goal_rows(found: Sequence[dict[str, Any]]) -> list[tuple[str, str, str]]:
-    rows = []
-    for goal in found:
-        is_share = "at least" in goal
-        limit = goal["at least"] if is_share else goal["at most"]
-
-        def shown(value: float, is_share: bool = is_share) -> str:
-            return f"{100 * value:.0f} % of copy" if is_share else f"{1e6 * value:.0f} us"
-
-        reached = goal["reached"]
-        outcome = "not measured"
-        if reached is not None:
-            is_met = reached >= limit if is_share else reached <= limit
-            outcome = f"{shown(reached)}{'' if is_met else ', MISSED'}"
-        wanted = f"{'at least' if is_share else 'at most'} {shown(limit)}"
-        rows.append((goal["goal"], wanted, outcome))
-    return rows
-
-
-def _verdict(part: Part) -> str:
-    if part["passed"]:
-        return "passed"
-    return "out of time" if part["status"] is None else f"failed (exit status {part['status']})"
+def _left_out(why: str) -> dict[str, Any]:
+    return {"passed": True, "status": 0, "seconds": 0.0, "output": "", "why": why}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
+    lines, status = describe(args.parts or list(NEEDS))
+    print(*lines, sep="\n" if lines else "", file=sys.stderr, flush=True)
+    if status == NO_TORCH:
+        print("torch is not installed: there is nothing to check")
+        return NO_GPU
     import torch
 
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() and not args.rehearse:
         print(f"torch {torch.__version__} sees no CUDA or ROCm device: there is nothing to check")
         return NO_GPU
-    memory = torch.cuda.get_device_properties(0).total_memory
-    shapes = args.shapes or (["8b", "kimi"] if memory > 64 * _GIB else ["1b"])
-    report: dict[str, Any] = {"environment": environment(), "gpu": gpu_facts()}
-    report["not run"] = [name for name in _SECONDS if name not in args.parts]
-    report["parts"] = run_parts(args.parts, args.minutes, shapes)
-    report["goals"] = goals(report["parts"])
-    text = markdown(report)
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(text, encoding="utf-8")
-    write_json(args.output.with_suffix(".json"), report)
-    print(text)
-    print(f"wrote {args.output}", file=sys.stderr)
+    keep_compiled_kernels()
+    facts = gpu_facts(args.rehearse)
+    code = code_digest()
+    key = {**facts, "torch": torch.__version__, "code": code, "rehearsal": args.rehearse}
+    folder = _KEPT if args.rehearse else ROOT / "benchmarks" / "results"
+    path = args.output or folder / default_name(facts["device"], code)
+    report: dict[str, Any] = {"key": key, "environment": environment(), "gpu": facts}
+    report |= {"rehearsal": args.rehearse}
+    try:
+        report["parts"] = {} if args.new or args.rehearse else load_parts(path, key)
+    except OtherReportError as error:
+        print(error, file=sys.stderr)
+        return 1
+    memory = torch.cuda.get_device_properties(0).total_memory / _GIB if not args.rehearse else 0.0
+    check = Check(args, path, report, memory)
+    remaining = check.run()
+    print(check.text)
+    print(f"wrote {path} and .json", file=sys.stderr)
+    if remaining:
+        print(f"no time for {', '.join(remaining)}: run this again", file=sys.stderr)
     return 0 if all(part["passed"] for part in report["parts"].values()) else 1
 
 

@@ -2,13 +2,15 @@
 
 python benchmarks/kernels.py                              # needs a GPU
 python benchmarks/kernels.py --ops mla_decode --batch-sizes 1 16 --contexts 8192
+python benchmarks/kernels.py --warm                       # only compiles what the others run
 python benchmarks/kernels.py --device cpu --tiny          # a rehearsal, its figures mean nothing
 
 Paged decode of a Llama-3-8B layer and of an Eagle3 draft's, latent decode and fused experts of a
 Kimi-K2.5 layer on one rank of eight. Every implementation that runs here takes its turn, plain
 torch (`F.sdpa` over gathered blocks, `bmm` over experts) last; all must agree with it. Calls are
-captured in a graph over data that no cache holds, and the device's clock counts. Exit status: 0,
-1 when an implementation fails or disagrees, 2 without a GPU.
+captured in a graph over data that no cache holds, and the device's clock counts. The first batch
+size and context are traced, too, and run a second time with --queries of each sequence. Exit
+status: 0, 1 when an implementation fails or disagrees, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import argparse
 import dataclasses
 import gc
 import sys
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -34,21 +37,20 @@ from _device import (
     time_calls,
 )
 from _kernel_loads import (
-    BLOCK_SIZE,
     TOLERANCES,
     Case,
     Experts,
-    ExpertSizes,
-    HeadSizes,
     LatentDecode,
-    LatentSizes,
     Load,
     PagedDecode,
     implementations,
     worst_error,
 )
+from _kernel_report import line_of, named, to_markdown
+from _kernel_sizes import TINY_HEADS, TINY_LATENTS, ExpertSizes, HeadSizes, LatentSizes
 
-from atom.bench.report import environment, environment_markdown, markdown_table, write_json
+from atom.bench.report import environment, environment_markdown, write_json
+from atom.config import CacheOptions
 from atom.model_ops.registry import OpUnavailableError
 from atom.platform import Platform, free_memory_bytes
 
@@ -63,10 +65,14 @@ _TINY_ROTATED_BYTES = 1 << 16
 
 @dataclasses.dataclass
 class Report:
-    """Rows that were measured, rows that were not and why, and what is wrong."""
+    """Rows that were measured, rows that were not and why, and what is wrong.
+
+    `warmed` has the seconds of first calls, which compile.
+    """
 
     copy_bytes_per_s: float
     results: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    warmed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     left_out: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     faults: list[str] = dataclasses.field(default_factory=list)
 
@@ -86,7 +92,14 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )  # fmt: skip
     parser.add_argument("--batch-sizes", type=int, nargs="+", help="(default: 64 1 16 256)")
     parser.add_argument("--contexts", type=int, nargs="+", help="(default: 8192 1024 65536)")
+    parser.add_argument("--queries", type=int, default=4, help=f"that verify drafts{default}")
+    parser.add_argument(
+        "--block-size", type=int, default=CacheOptions().block_size, help=f"of the cache{default}"
+    )
     parser.add_argument("--implementations", nargs="+", help="only these; torch checks the others")
+    parser.add_argument(
+        "--warm", action="store_true", help="call each once, for kernels that compile; no torch"
+    )
     parser.add_argument("--seconds", type=float, help="what does not fit is listed as not run")
     parser.add_argument("--output-json", type=Path)
     args = parser.parse_args(argv)
@@ -103,14 +116,16 @@ def loads(
     dtype: torch.dtype = getattr(torch, args.dtype)
     rotated = _TINY_ROTATED_BYTES if args.tiny else ROTATED_BYTES
     cases = [Case(batch, context) for context in args.contexts for batch in args.batch_sizes]
-    heads = HeadSizes(4, 2, 32) if args.tiny else HeadSizes()
+    cases.insert(1, dataclasses.replace(cases[0], queries=args.queries))
+    heads = TINY_HEADS if args.tiny else HeadSizes()
     draft = HeadSizes(2, 2, 32) if args.tiny else HeadSizes(8, 8, 128)
     of_draft = [case for case in cases if case.context == args.contexts[0]]
-    latents = LatentSizes(2, 32, 16, 16, 16) if args.tiny else LatentSizes()
+    latents = TINY_LATENTS if args.tiny else LatentSizes()
     experts = ExpertSizes(8, 2, 64, 32) if args.tiny else ExpertSizes()
 
     def tokens(token_bytes: int) -> int:
-        largest = max(c.batch * -(-c.context // BLOCK_SIZE) for c in cases) * BLOCK_SIZE
+        size: int = args.block_size
+        largest = max(c.batch * -(-c.context // size) for c in cases) * size
         rotation = 2 * rotated // token_bytes
         most = int(_POOL_SHARE * free_memory_bytes(platform)) // token_bytes
         return min(max(largest, rotation), most)
@@ -120,11 +135,15 @@ def loads(
 
         def paged(sizes: HeadSizes, storage: torch.dtype = storage) -> Load:
             size = 2 * sizes.kv_heads * sizes.head_dim * storage.itemsize
-            return PagedDecode(sizes, platform, dtype, storage, tokens(size), rotated)
+            return PagedDecode(
+                sizes, platform, dtype, storage, tokens(size), rotated, args.block_size
+            )
 
         def latent(storage: torch.dtype = storage) -> Load:
             size = (latents.rank + latents.rope) * storage.itemsize
-            return LatentDecode(latents, platform, dtype, storage, tokens(size), rotated)
+            return LatentDecode(
+                latents, platform, dtype, storage, tokens(size), rotated, args.block_size
+            )
 
         if "paged_attention" in args.ops:
             yield partial(paged, heads), cases
@@ -144,6 +163,8 @@ def measure(
 ) -> None:  # fmt: skip
     """Every implementation of one load; plain torch last, which the others are compared with."""
     names = implementations(load.op, platform)
+    if args.warm:
+        names = [name for name in names if name != "torch"]
     if args.implementations:
         names = [name for name in names if name in args.implementations]
     outputs: dict[tuple[str, Case], torch.Tensor] = {}
@@ -167,8 +188,28 @@ def measure(
             if why is not None:
                 report.left_out.append({**row, "why": why})
                 continue
-            _measure_case(load, case, row, platform, report, outputs)
+            if args.warm:
+                _warm_case(load, case, row, platform, report)
+            else:
+                trace = (case.batch, case.context) == (cases[0].batch, cases[0].context)
+                _measure_case(load, case, row, platform, report, outputs, trace)
     _compare(load, outputs, TOLERANCES[getattr(torch, args.dtype)], report)
+
+
+def _warm_case(
+    load: Load, case: Case, row: dict[str, Any], platform: Platform, report: Report
+) -> None:
+    """Call once; what is in the way is found when it is measured."""
+    started = time.perf_counter()
+    try:
+        load.calls(case).calls[0]()
+    except Exception as error:
+        report.left_out.append({**row, "why": f"{type(error).__name__}: {error}"})
+        return
+    finally:
+        free_device_memory(platform)
+    report.warmed.append({**row, "seconds": time.perf_counter() - started})
+    print(f"{named(row)}: {report.warmed[-1]['seconds']:.1f} s", file=sys.stderr, flush=True)
 
 
 def _measure_case(
@@ -178,6 +219,7 @@ def _measure_case(
     platform: Platform,
     report: Report,
     outputs: dict[tuple[str, Case], torch.Tensor],
+    trace: bool,
 ) -> None:
     name = row["implementation"]
     try:
@@ -188,12 +230,12 @@ def _measure_case(
             report.left_out.append({**row, "why": why})
             return
         outputs[name, case] = work.calls[0]().cpu()
-        timing = time_calls(work.calls, platform.device)
+        timing = time_calls(work.calls, platform.device, trace=trace)
     except torch.OutOfMemoryError:
         report.left_out.append({**row, "why": "out of memory"})
         return
     except Exception as error:
-        report.faults.append(f"{_named(row)}: {type(error).__name__}: {error}")
+        report.faults.append(f"{named(row)}: {type(error).__name__}: {error}")
         return
     finally:
         free_device_memory(platform)
@@ -205,10 +247,12 @@ def _measure_case(
             "seconds": timing.seconds,
             "how": timing.how,
             "calls": len(work.calls),
+            "kernels": timing.kernels,
             "bytes_per_s": achieved,
             "of_copy": achieved / report.copy_bytes_per_s,
         }
     )
+    print(line_of(report.results[-1]), file=sys.stderr, flush=True)
 
 
 def _compare(
@@ -221,63 +265,25 @@ def _compare(
     storage = str(load.storage).removeprefix("torch.")
     about = load.op, load.sizes, storage
     rows = [r for r in report.results if (r["op"], r["sizes"], r["cache"]) == about]
-    seconds = {(r["implementation"], r["batch"], r["context"]): r["seconds"] for r in rows}
+    seconds = {(r["implementation"], _case_of(r)): r["seconds"] for r in rows}
     for row in rows:
-        case = Case(row["batch"], row["context"])
+        case = _case_of(row)
         expected = outputs.get(("torch", case))
         if row["implementation"] == "torch" or expected is None:
             continue
         row["error"] = worst_error(outputs[row["implementation"], case], expected)
-        baseline = seconds.get(("torch", case.batch, case.context))
+        baseline = seconds.get(("torch", case))
         if baseline is not None:
             row["torch_over_this"] = baseline / row["seconds"]
         if not row["error"] <= tolerance:  # nor may it be no number
             report.faults.append(
-                f"{_named(row)} differs from torch by {row['error']:.1e} of the largest result, "
+                f"{named(row)} differs from torch by {row['error']:.1e} of the largest result, "
                 f"more than {tolerance:.0e}"
             )
 
 
-def _named(row: dict[str, Any]) -> str:
-    parts = [f"{row['op']} ({row['sizes']}) by {row['implementation']}"]
-    if row["cache"] != "None":
-        parts.append(f"cache {row['cache']}")
-    parts += [f"{name} {row[name]}" for name in ("batch", "context") if row.get(name)]
-    return ", ".join(parts)
-
-
-def to_markdown(report: dict[str, Any]) -> str:
-    """The tables of a report, as this program writes it to JSON."""
-    header = ["op", "sizes", "by", "cache", "batch", "context", "us", "GB", "GB/s", "of copy",
-              "torch takes", "error"]  # fmt: skip
-    rows = [
-        (
-            r["op"],
-            r["sizes"],
-            r["implementation"] + ("" if r["how"] in ("graph", "called") else f" ({r['how']})"),
-            r["cache"] if r["context"] else "",
-            r["batch"],
-            r["context"] or "",
-            f"{1e6 * r['seconds']:.1f}",
-            f"{r['bytes'] / 1e9:.3g}",
-            f"{r['bytes_per_s'] / 1e9:.0f}",
-            f"{100 * r['of_copy']:.0f} %",
-            f"{r['torch_over_this']:.1f} x" if "torch_over_this" in r else "",
-            f"{r['error']:.0e}" if "error" in r else "",
-        )
-        for r in report["results"]
-    ]
-    parts = [
-        f"A copy within the device moves {report['copy_bytes_per_s'] / 1e9:.0f} GB/s, reads and "
-        f"writes together.",
-        markdown_table(header, rows),
-    ]
-    if report["faults"]:
-        parts.append("Wrong:\n\n" + "\n".join(f"- {fault}" for fault in report["faults"]))
-    if report["left_out"]:
-        left = [f"- {_named(row)}: {row['why']}" for row in report["left_out"]]
-        parts.append("Not run:\n\n" + "\n".join(left))
-    return "\n\n".join(parts)
+def _case_of(row: dict[str, Any]) -> Case:
+    return Case(row["batch"], row["context"], row["queries"])
 
 
 @torch.inference_mode()

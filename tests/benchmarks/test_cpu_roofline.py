@@ -60,7 +60,7 @@ def test_a_rehearsal(
     attention = found["decode, batch 2", "self_attn.attn"]
     cached = attention["operations"]["float32"] / (2 * 4 * 2 * 64)
     assert 40 < cached <= 47
-    ends = 2 * 4 * 2 * (64 + 32 + 32 + 64)
+    ends = 2 * 2 * (4 * (64 + 32 + 32 + 64) + 8)  # and a position
     assert attention["bytes"] == 2 * 2 * cached * 2 * 2 * 16 * 4 + ends
     prefill = found["prefill of 32", "self_attn.attn"]
     assert prefill["operations"]["float32"] == 2 * 4 * (32 * 33 / 2) * 64

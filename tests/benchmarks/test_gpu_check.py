@@ -1,0 +1,443 @@
+"""The report that every run on a GPU adds to: its parts, goals, and what is missing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from test_gpu import KERNEL_ROW
+
+ROOT = Path(__file__).parents[2]
+Module = Callable[[str], Any]
+
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="for machines without a GPU")
+
+TRACE = {
+    "steps": 7, "step_us": 5000.0, "busy_us": 4700.0, "gap_us": 150.0, "longest_gap_us": 200.0,
+    "launches": 330.0, "layers": 32,
+    "kernels": [
+        {"kernel": "_attend", "class": "attention", "calls": 32.0, "us": 900.0, "share": 0.19}
+    ],
+    "classes": [
+        {"class": "attention", "calls": 32.0, "us": 900.0, "share": 0.19, "bytes": 1.8e9,
+         "bytes_per_s": 2e12}
+    ],
+}  # fmt: skip
+STEP_ROW = {
+    "shape": "8b", "by": "atom", "k": 0, "mode": "graph", "batch": 1, "context": 1024,
+    "seconds": 5e-3, "tokens": 1.0, "bytes": 16e9, "device_seconds": 4.7e-3, "overlapped": True,
+    "host_seconds": 1e-4, "gap_seconds": 1.5e-4, "replayed": 1.0, "bytes_per_s": 3.2e12,
+    "of_copy": 0.8, "tokens_per_s": 200.0, "trace": TRACE,
+}  # fmt: skip
+START_ROW = {
+    "shape": "kimi", "by": "atom", "k": 3, "seconds": 75.0, "graphs": 42, "capture_seconds": 30.0,
+    "compiled": 12, "layers": 5,
+}  # fmt: skip
+
+
+def finished(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
+    report = {"copy_bytes_per_s": 4e12, "results": list(rows), "left_out": [], "faults": []}
+    report |= {"ops": {}, "starts": [], "warmed": [], **more}
+    return {"passed": True, "status": 0, "seconds": 2.0, "output": "noise", "report": report}
+
+
+def of_tests(**outcomes: str) -> dict[str, Any]:
+    tests = [
+        {"name": name, "outcome": outcome, "seconds": 1.0, "message": f"why {name}\nmore"}
+        for name, outcome in outcomes.items()
+    ]
+    failed = "failure" in outcomes.values()
+    return {
+        "passed": not failed, "status": int(failed), "seconds": 3.0, "output": "1 failed",
+        "tests": tests, "left_out": ["test_slow.py"],
+    }  # fmt: skip
+
+
+def report_of(**parts: Any) -> dict[str, Any]:
+    gpu = {"device": "GPU 9000", "hip": None}
+    return {"environment": {"torch": "2"}, "gpu": gpu, "rehearsal": False, "parts": parts}
+
+
+class TestTests:
+    def test_which_files_have_something_to_show(self, benchmark_module: Module) -> None:
+        tests = benchmark_module("_gpu_tests")
+        marked = [path.name for path in tests.marked_files()]
+        adapters = {
+            f"test_aiter{what}.py" for what in ("", "_mla", "_moe", "_quant", "_quant_experts")
+        }
+        assert {"test_graphs_on_gpu.py", *adapters} <= set(marked)
+        assert {path.name for path in tests.aiter_files()} == adapters
+        kernels = {path.name for path in tests.kernel_files()}
+        assert {"test_triton_attention.py", "test_every_implementation.py"} <= kernels
+        assert not any("aot" in name for name in kernels)
+
+    @without_gpu
+    def test_skipped_tests_are_no_success(self, benchmark_module: Module, tmp_path: Path) -> None:
+        tests = benchmark_module("_gpu_tests")
+        files = [path for path in tests.marked_files() if "capturable" in path.name]
+        part = tests.run_tests(files, 200, tmp_path, marked=True)
+        assert {test["outcome"] for test in part["tests"]} == {"skipped"}
+        assert not part["passed"]
+        assert part["status"] == 0
+
+    def test_several_files_side_by_side(
+        self, benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tests = benchmark_module("_gpu_tests")
+        monkeypatch.setattr(tests, "is_installed", lambda name: name != "hypothesis")
+        bodies = {"good": "pass", "bad": "assert 1 == 2", "lacking": "from hypothesis import given"}
+        for name, body in bodies.items():
+            (tmp_path / f"test_{name}.py").write_text(f"def test_{name}(): {body}\n")
+        files = sorted(tmp_path.glob("test_*.py"))
+        part = tests.run_tests(files, 200, tmp_path, marked=False, processes=2)
+        assert [test["outcome"] for test in part["tests"]] == ["failure", "passed"]
+        assert (part["passed"], part["status"]) == (False, 1)
+        assert part["left_out"] == ["test_lacking.py (needs hypothesis)"]
+        assert "assert 1 == 2" in part["output"]
+
+    def test_out_of_time(self, benchmark_module: Module, tmp_path: Path) -> None:
+        part = benchmark_module("_gpu_tests").run_tests(
+            [Path("test_a.py"), Path("test_b.py")], 0, tmp_path, marked=False
+        )
+        assert part["left_out"] == ["test_a.py", "test_b.py"]
+        assert (part["passed"], part["status"]) == (False, None)
+
+
+class TestRun:
+    def test_what_takes_too_long_is_ended_with_its_children(
+        self, benchmark_module: Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        there = tmp_path / "there"
+        child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(there)!r}).touch()"
+        program = (
+            "import subprocess, sys, time; print('begun', flush=True); "
+            "print('told', file=sys.stderr, flush=True); "
+            f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+        )
+        run = benchmark_module("_gpu_run").run
+        status, printed = run([sys.executable, "-c", program], 2, shows=True)
+        assert status is None
+        assert printed == "begun\ntold\n"
+        assert capsys.readouterr().err == "  told\n"
+        time.sleep(3)
+        assert not there.exists()
+
+    def test_the_exit_status(self, benchmark_module: Module) -> None:
+        run = benchmark_module("_gpu_run").run
+        assert run([sys.executable, "-c", "print('x'); exit(3)"], 20, keeps=1) == (3, "\n")
+
+    def test_a_benchmark_is_run_within_its_time(
+        self, benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        parts = benchmark_module("_gpu_parts")
+        commands: list[list[str]] = []
+
+        def run(command: list[str], seconds: float, shows: bool) -> tuple[int | None, str]:
+            commands.append(command)
+            assert shows
+            Path(command[-1]).write_text('{"results": []}')
+            return (None, "stuck") if seconds < 50 else (0, "")
+
+        monkeypatch.setattr(parts, "run", run)
+        turn = parts.Turn("steps", 60, tmp_path, ("8b",), False, False)
+        part = parts.PARTS["steps"].run(turn)
+        assert (part["passed"], part["report"]) == (True, {"results": []})
+        shown = ["--shapes", "8b", "--seconds", "45", "--output-json", str(tmp_path / "steps.json")]
+        assert commands[0][2:] == shown
+        stopped = parts.run_benchmark("kernels", turn, 40)
+        assert (stopped["passed"], stopped["status"]) == (False, None)
+        assert stopped["report"] == {"results": []}
+
+    def test_modules_that_aiter_builds(
+        self, benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """As its log says; tests that fail are not this part's."""
+        parts = benchmark_module("_gpu_parts")
+        log = "[aiter] start build [module_moe]\n[aiter] \033[32mfinish build [module_norm], cost "
+        log += "7.5s \033[0m\nfinish build [module_moe], cost 57.80000000s\n"
+        given: dict[str, Any] = {}
+
+        def tests(files: list[Path], *_: object, **options: object) -> dict[str, Any]:
+            given.update(options, files=files)
+            return {"status": 1, "output": "", "left_out": [], "log": log}
+
+        monkeypatch.setattr(parts, "run_tests", tests)
+        compiled = finished() | {"passed": True}
+        monkeypatch.setattr(parts, "run_benchmark", lambda *_: compiled)
+        turn = parts.Turn("warm", 300, tmp_path, (), True, False)
+        part = parts.PARTS["warm"].run(turn)
+        assert part["modules"] == [
+            {"module": "module_moe", "seconds": 57.8},
+            {"module": "module_norm", "seconds": 7.5},
+        ]
+        assert part["passed"]
+        assert (given["seconds_of_a_test"], given["options"]) == (0, ["-s"])  # builds take minutes
+
+
+class TestCheck:
+    """The bookkeeping: parts are stand-ins that take no time."""
+
+    @pytest.fixture
+    def check(self, benchmark_module: Module, monkeypatch: pytest.MonkeyPatch) -> Any:
+        check = benchmark_module("gpu_check")
+        ran: list[tuple[str, float]] = []
+
+        def part(turn: Any) -> dict[str, Any]:
+            ran.append((turn.name, turn.seconds))
+            return {
+                **of_tests(a="passed"),
+                "status": check.outcomes.get(turn.name, 0),
+                "log": "long",
+            }
+
+        parts = {n: type(p)(p.title, p.least, p.most, part) for n, p in check.PARTS.items()}
+        monkeypatch.setattr(check, "PARTS", parts)
+        monkeypatch.setattr(check, "missing_of", lambda name: [])
+        monkeypatch.setattr(check, "outcomes", {}, raising=False)
+        monkeypatch.setattr(check, "ran", ran, raising=False)
+        return check
+
+    def run(self, check: Any, path: Path, *argv: str, **parts: Any) -> tuple[list[str], Any]:
+        args = check.parse_args(list(argv))
+        report = {**report_of(**parts), "key": {"code": "1"}}
+        session = check.Check(args, path, report, 80.0)
+        return session.run(), json.loads(path.with_suffix(".json").read_text())
+
+    def test_parts_run_while_there_is_time(self, check: Any, tmp_path: Path) -> None:
+        path = tmp_path / "report.md"
+        remaining, report = self.run(check, path, "--minutes", "1.5")
+        assert [name for name, _ in check.ran] == [
+            "warm", "graphs", "kernel-tests", "kernels", "kimi", "start"
+        ]  # fmt: skip
+        assert remaining == ["steps"]
+        assert max(seconds for _, seconds in check.ran) < 87
+        assert "log" not in report["parts"]["warm"]
+        assert "Not run yet: steps." in path.read_text()
+
+    def test_a_later_run_adds_what_remains(
+        self, check: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    ) -> None:
+        there = {"warm": of_tests(a="passed"), "graphs": {**of_tests(a="passed"), "status": None}}
+        remaining, report = self.run(check, tmp_path / "report.md", **there)
+        assert remaining == []
+        assert [name for name, _ in check.ran] == [n for n in check.PARTS if n != "warm"]
+        assert set(report["parts"]) == set(check.PARTS)
+        told = capsys.readouterr().err
+        assert "[1/6] graphs: passed, " in told
+        assert "[6/6] start: passed, " in told
+
+    def test_parts_that_are_asked_for_run_again(self, check: Any, tmp_path: Path) -> None:
+        there = {"warm": of_tests(a="passed"), "start": of_tests(a="failure")}
+        remaining, report = self.run(check, tmp_path / "r.md", "--parts", "start", **there)
+        assert [name for name, _ in check.ran] == ["start"]
+        assert remaining == []
+        assert set(report["parts"]) == {"warm", "start"}
+        assert report["parts"]["start"]["passed"]
+
+    def test_every_part_ends_within_nine_minutes(self, benchmark_module: Module) -> None:
+        parts = benchmark_module("_gpu_parts").PARTS
+        assert max(part.most for part in parts.values()) <= 8.8 * 60
+        assert all(part.least < part.most for part in parts.values())
+        assert set(parts) == set(benchmark_module("_gpu_needs").NEEDS)
+
+    def test_what_lacks_is_left_out(
+        self, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        lacking = {"steps": ["msgspec"]}
+        monkeypatch.setattr(check, "missing_of", lambda name: lacking.get(name, []))
+        path = tmp_path / "report.md"
+        self.run(check, path)
+        assert "steps" not in [name for name, _ in check.ran]
+        assert "| steps | left out | it needs msgspec |" in path.read_text()
+
+    def test_another_machine_is_another_report(
+        self, benchmark_module: Module, tmp_path: Path
+    ) -> None:
+        report = benchmark_module("_gpu_report")
+        path, key = tmp_path / "report.md", {"device": "a", "code": "1"}
+        assert report.load_parts(path, key) == {}
+        report.write(path, {**report_of(graphs=of_tests(a="passed")), "key": key})
+        assert set(report.load_parts(path, key)) == {"graphs"}
+        with pytest.raises(report.OtherReportError, match=r"code 1 there, 2 here.* --new"):
+            report.load_parts(path, {**key, "code": "2"})
+        assert report.default_name("NVIDIA H100 80GB", "abc") == "gpu-check-nvidia-h100-80gb-abc.md"
+
+    def test_the_code_is_told_apart(self, benchmark_module: Module, tmp_path: Path) -> None:
+        digest = benchmark_module("_gpu_report").code_digest
+        (tmp_path / "atom" / "sub").mkdir(parents=True)
+        (tmp_path / "atom" / "a.py").write_text("x = 1")
+        first = digest(tmp_path)
+        (tmp_path / "atom" / "sub" / "b.cpp").write_text("int x;")
+        assert first != digest(tmp_path)
+        (tmp_path / "atom" / "sub" / "b.cpp").unlink()
+        (tmp_path / "notes.txt").write_text("no code")
+        assert first == digest(tmp_path)
+
+
+class TestGoals:
+    def test_reached_and_missed(self, benchmark_module: Module) -> None:
+        report = benchmark_module("_gpu_report")
+        latent = {**KERNEL_ROW, "op": "mla_decode", "sizes": "8 heads, latent 512 + 64"}
+        verify = {**latent, "queries": 4, "of_copy": 0.66}
+        kernels = [KERNEL_ROW, {**KERNEL_ROW, "implementation": "torch", "of_copy": 0.9}]
+        kernels[0] = {**KERNEL_ROW, "kernels": TRACE["kernels"]}
+        drafted = {**STEP_ROW, "k": 3, "seconds": 7e-3, "replayed": 0.5, "gap_seconds": 2e-5}
+        no_room = {**STEP_ROW, "batch": 64, "context": 8000, "why": "the cache has room for 9"}
+        parts = {
+            "kernels": finished(*kernels, latent, verify),
+            "steps": finished(STEP_ROW, drafted, left_out=[no_room]),
+            "start": finished(starts=[START_ROW]),
+        }
+        text = report.markdown(report_of(**parts))
+        for line in (
+            "| decode step, batch 1, 8b | at least 85 % of copy | 80 % of copy, MISSED |",
+            "| decode step, batch 64, context 8000, 8b | at least 75 % of copy | not measured: the "
+            "cache has room for 9 |",
+            "| paged_attention, bfloat16, batch 64, context 8192, k = 0 | at least 80 % of copy | "
+            "50 % of copy, MISSED |",
+            "| mla_decode, bfloat16, batch 64, context 8192, k = 0 | at least 75 % of copy | "
+            "50 % of copy, MISSED |",
+            "| mla_decode, bfloat16, batch 64, context 8192, k = 3 | at least 65 % of copy | "
+            "66 % of copy |",
+            "| gap between steps on the device, all engines | at most 100 us | 150 us, MISSED |",
+            "| a step with Eagle3 k = 3 over one without, batch 1, 8b | at most 1.25 x | 1.40 x, "
+            "MISSED |",
+            "| start with graphs, kimi | at most 60.0 s | 75.0 s, MISSED |",
+            "| decode steps on graphs, all engines | at least 100 % | 50 %, MISSED |",
+            # Where the time goes.
+            "gap between steps 150 us (longest 200); other idle time 150 us. 330 kernels and "
+            "copies, 10.3 for each of 32 layers",
+            "| attention | 32.0 | 900.0 | 19 % | 1.8 | 2000 | 50 % |",
+            "paged_attention (32/8 heads of 128) by triton, cache bfloat16, batch 64, context 8192",
+            "| `_attend` | attention | 32.0 | 900.0 | 28.1 | 19.0 % |",
+            "There is no trace of its kernels.",
+            "42 graphs of 5 layers were captured in 30.0 s; Triton compiled 12 kernels.",
+        ):
+            assert line in text, line
+        assert text.count("### Missed") == 7
+
+    def test_not_measured_and_why(self, benchmark_module: Module) -> None:
+        goals = benchmark_module("_gpu_goals").goals
+        assert {goal.reached for goal in goals({})} == {None}
+        assert {goal.outcome for goal in goals({})} == {
+            f"not measured: the part {part} has not run" for part in ("steps", "kernels", "start")
+        }
+        stuck = {"passed": False, "status": None, "seconds": 9.0, "output": "", "report": None}
+        parts = {"kernels": stuck, "steps": finished(faults=["it broke"])}
+        outcomes = {goal.outcome for goal in goals(parts)}
+        assert "not measured: the part kernels has no report (see its output)" in outcomes
+        assert "not measured: the part steps failed: it broke" in outcomes
+        left_out = {"shape": "8b", "by": "atom", "k": 3, "why": "out of time"}
+        found = goals({"steps": finished(STEP_ROW, left_out=[left_out])})
+        (drafts,) = (goal for goal in found if "Eagle3" in goal.name)
+        assert drafts.outcome == "not measured: out of time"
+
+
+class TestReport:
+    def test_parts(self, benchmark_module: Module) -> None:
+        report = benchmark_module("_gpu_report")
+        warm = finished(warmed=[{**KERNEL_ROW, "seconds": 2.5}])
+        warm["modules"] = [{"module": "module_moe", "seconds": 57.8}]
+        parts = {
+            "warm": warm,
+            "graphs": of_tests(a="passed", b="skipped"),
+            "kernel-tests": of_tests(c="passed", d="failure", e="skipped"),
+            "kernels": finished(KERNEL_ROW),
+            "steps": finished(STEP_ROW),
+        }
+        text = report.markdown(report_of(**parts))
+        for line in (
+            "- device: GPU 9000",
+            "| warm | passed | 2 s, 1 modules of aiter built, 1 measured, 0 left out |",
+            "| module_moe | 57.8 s |",
+            "| kernel-tests | failed (exit status 1) | 3 s, 1 failure, 1 passed, 1 skipped |",
+            "| a | passed | 1.0 s | why a |",
+            "| d | failure | 1.0 s | why d |",
+            "- 1 skipped: why e",
+            "Not run to the end: test_slow.py.",
+            "Not run yet: kimi, start.",
+            "| paged_attention | 32/8 heads of 128 | triton | bfloat16 | 64 | 8192 | 1 | 1000.0 | "
+            "2 | 2000 | 50 % | 4.2 x | 1e-03 |",
+            "| 8b | atom (graph) | 1 | 1024 | 0 | 5.00 | 4.70 | 100 | 150 | 100 % | 16.00 | 3200 | "
+            "80 % | 200 |",
+        ):
+            assert line in text, line
+        assert "| c | passed" not in text
+        assert "noise" not in text
+        assert report.REHEARSAL not in text
+        assert report.REHEARSAL in report.markdown(report_of() | {"rehearsal": True})
+
+    def test_lines_for_whoever_watches(self, benchmark_module: Module) -> None:
+        line = benchmark_module("_gpu_report").summary_line
+        stuck = {**finished(STEP_ROW), "passed": False, "status": None}
+        assert line("steps", stuck, ["kernels", "steps"]) == (
+            "[2/2] steps: out of time, 2 s, 1 measured, 0 left out"
+        )
+
+
+class TestNeeds:
+    def test_what_is_missing_is_named(self, benchmark_module: Module) -> None:
+        """torch, triton, transformers and pytest alone."""
+        needs = benchmark_module("_gpu_needs")
+        there = {"torch", "triton", "transformers", "pytest"}
+        lines, status = needs.describe(list(needs.NEEDS), there.__contains__)
+        assert status == needs.SOME
+        for line in (
+            "steps cannot run: it needs msgspec",
+            "graphs cannot run: it needs msgspec",
+            "hypothesis is missing: files of tests that need it are left out",
+            "missing, and not needed here: fastapi, pyzmq, xgrammar, apache-tvm-ffi, gguf, psutil",
+        ):
+            assert line in lines
+        assert not any(line.startswith("kernels cannot") for line in lines)
+        assert lines[-1].endswith("-m pip install msgspec")
+        assert needs.describe(["steps"], lambda _: True) == ([], 0)
+        assert needs.describe(["kernels"], lambda _: False)[1] == needs.NO_TORCH
+
+    def test_it_imports_nothing_else(self) -> None:
+        """Any Python can be asked, without site packages."""
+        program = str(ROOT / "benchmarks" / "_gpu_needs.py")
+        done = subprocess.run(
+            [sys.executable, "-I", "-S", program], capture_output=True, text=True, check=False
+        )
+        assert done.returncode == 4
+        assert "kernels cannot run: it needs torch" in done.stderr
+
+    def test_kernels_need_little(self) -> None:
+        """What the table of needs says of the kernels, and of whole steps."""
+        absent = "fastapi zmq xgrammar tvm_ffi gguf hypothesis pydantic uvicorn psutil"
+        program = (
+            "import sys; sys.path.insert(0, 'benchmarks')\n"
+            "sys.modules.update(dict.fromkeys(sys.argv[1].split()))\n"
+            "import _kernel_loads, kernels, gpu_check\n"
+            "assert 'msgspec' not in sys.modules\n"
+            "import decode_roofline, atom.spec_decode.eagle, atom.models.registry\n"
+        )
+        command = [sys.executable, "-c", program, absent]
+        subprocess.run(command, cwd=ROOT, check=True)
+
+
+@without_gpu
+def test_a_rehearsal(tmp_path: Path) -> None:
+    """One part of it; `--rehearse` alone takes a minute."""
+    path = tmp_path / "report.md"
+    command = [sys.executable, str(ROOT / "benchmarks" / "gpu_check.py"), "--rehearse"]
+    command += ["--parts", "start", "--output", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    text = path.read_text()
+    assert text == done.stdout.removesuffix("\n")
+    assert "**This is a rehearsal on a CPU: its figures mean nothing.**" in text
+    assert "| start | passed | " in text
+    assert "[1/1] start: passed, " in done.stderr
+    report = json.loads(path.with_suffix(".json").read_text())
+    assert report["rehearsal"]
+    assert [row["shape"] for row in report["parts"]["start"]["report"]["starts"]] == ["tiny-kimi"]
+    reached = {goal["name"]: goal["reached"] for goal in report["goals"]}
+    assert reached["start with graphs, tiny-kimi"] > 0
