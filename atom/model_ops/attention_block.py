@@ -7,6 +7,7 @@ import torch
 from atom.model_ops.attention_mha import Attention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import AttentionMetadata, CacheTensor
+from atom.model_ops.rotary import RotaryEmbedding
 
 
 class BlockAttention(Attention):
@@ -33,12 +34,20 @@ class BlockAttention(Attention):
         self._op = "paged_attention" if causal else "block_attention"
 
     def bind_kv_cache(self, cache: CacheTensor) -> None:
-        self._write, self._decode = self._use_cache(cache, ("kv_cache_write", self._op))
+        (self._decode,) = self._use_cache(cache, (self._op,))
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
     ) -> torch.Tensor:
-        """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads * d]; at most 16 rows a block."""
-        self.write(k, v, metadata)
+        """q [T, heads, d], k and v [T, kv_heads, d], not rotated yet -> [T, heads * d]; at most 16
+        rows a block.
+        """
+        q = self._rotate_and_write(q, k, v, positions, metadata, rotary)
         out = self._attend(self._decode, q, metadata)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)

@@ -12,10 +12,11 @@ from atom.model_ops.kv_scale import KVScale
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import AttentionMetadata, CacheTensor, KVCacheTensor
 from atom.model_ops.mixed_batch import attend_by_length
+from atom.model_ops.rotary import RotaryEmbedding
 
 
 class Attention(CachedAttention):
-    """Writes keys and values to the KV cache, then attends over it.
+    """Rotates, writes keys and values to the KV cache, then attends over it.
 
     Attributes:
         kv_cache: bound before the first forward.
@@ -55,11 +56,11 @@ class Attention(CachedAttention):
         return KVCacheTensor(key.tensor, value.tensor, key.scale, value.scale)
 
     def bind_kv_cache(self, cache: CacheTensor) -> None:
-        ops = "kv_cache_write", "paged_attention", "prefill_attention"
-        self._write, self._decode, self._prefill = self._use_cache(cache, ops)
+        ops = "paged_attention", "prefill_attention"
+        self._decode, self._prefill = self._use_cache(cache, ops)
 
-    def _use_cache(self, cache: CacheTensor, ops: tuple[str, ...]) -> tuple[Any, ...]:
-        """The functions for `ops` on this cache.
+    def _use_cache(self, cache: CacheTensor, ops: tuple[str, ...]) -> list[Any]:
+        """The functions for `ops` on this cache, beside those that write it.
 
         Raises:
             TypeError: when the cache is of another kind of attention.
@@ -68,8 +69,8 @@ class Attention(CachedAttention):
             raise TypeError(f"attention wants keys and values, not {type(cache).__name__}")
         self.kv_cache = cache
         # Resolved together, since they must agree on the cache layout.
-        return self._context.ops.resolve_together(
-            ops,
+        self._write, self._rope_and_cache, *functions = self._context.ops.resolve_together(
+            ("kv_cache_write", "rope_and_cache", *ops),
             self._context.dtype,
             cache.key.dtype,
             num_heads=self.num_heads,
@@ -79,12 +80,19 @@ class Attention(CachedAttention):
             num_blocks=cache.key.shape[0],
             sliding_window=self.sliding_window or 0,
         )
+        return functions
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
     ) -> torch.Tensor:
-        """q [T, heads, d], k and v [T, kv_heads, d] -> [T, heads * d]."""
-        self.write(k, v, metadata)
+        """q [T, heads, d], k and v [T, kv_heads, d], not rotated yet -> [T, heads * d]."""
+        q = self._rotate_and_write(q, k, v, positions, metadata, rotary)
         out = attend_by_length(self._decode, self._prefill, self._attend, q, metadata)
         return out.reshape(q.shape[0], self.num_heads * self.head_dim)
 
@@ -92,6 +100,38 @@ class Attention(CachedAttention):
         out: torch.Tensor = op(q, self.kv_cache, metadata, self.scale, self.sliding_window)
         return out
 
-    def write(self, k: torch.Tensor, v: torch.Tensor, metadata: AttentionMetadata) -> None:
-        """Write the KV cache without attending."""
-        self._write(k, v, self.kv_cache, metadata.slot_mapping)
+    def write(
+        self,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> None:
+        """Write the KV cache like `forward`, without attending."""
+        # The rotation takes queries, too; one head of anything will do.
+        self._rotate_and_write(k[:, :1], k, v, positions, metadata, rotary)
+
+    def _rotate_and_write(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        """Write the KV cache -> the rotated queries."""
+        rotated: torch.Tensor = self._rope_and_cache(
+            positions,
+            q,
+            k,
+            v,
+            rotary.cos_sin,
+            rotary.interleaved,
+            self.kv_cache,
+            metadata.slot_mapping,
+            rotary.rope,
+            self._write,
+        )
+        return rotated

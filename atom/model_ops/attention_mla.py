@@ -14,6 +14,7 @@ from atom.model_ops.linear import DequantisedMatrix, share_of
 from atom.model_ops.metadata import AttentionMetadata, CacheTensor, LatentCacheTensor
 from atom.model_ops.mixed_batch import attend_by_length
 from atom.model_ops.quant.storage import Cut, Part
+from atom.model_ops.rotary import RotaryEmbedding
 
 
 class LatentUpProjection(DequantisedMatrix):
@@ -35,7 +36,7 @@ class LatentUpProjection(DequantisedMatrix):
 
 
 class MLAAttention(CachedAttention):
-    """Writes latents to the KV cache, then attends over it.
+    """Rotates, writes latents to the KV cache, then attends over it.
 
     Attributes:
         kv_cache: bound before the first forward.
@@ -87,6 +88,7 @@ class MLAAttention(CachedAttention):
         dtypes = self._context.dtype, cache.latent.dtype
         ops = self._context.ops
         self._write = ops.resolve("mla_cache_write", *dtypes, **shape)
+        self._rope_and_cache = ops.resolve("mla_rope_and_cache", *dtypes, **shape)
         self._decode = ops.resolve("mla_decode", *dtypes, **shape)
         self._prefill = ops.resolve("mla_prefill", *dtypes, **shape)
 
@@ -96,13 +98,16 @@ class MLAAttention(CachedAttention):
         latent: torch.Tensor,
         k_rope: torch.Tensor,
         up_proj: torch.Tensor,
+        positions: torch.Tensor,
         metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
     ) -> torch.Tensor:
-        """q [T, heads, nope + rope], latent [T, rank], k_rope [T, rope] -> [T, heads * v].
+        """q [T, heads, nope + rope], latent [T, rank], k_rope [T, rope], not rotated yet ->
+        [T, heads * v].
 
         up_proj [heads, nope + v, rank] expands a latent into keys and values.
         """
-        self.write(latent, k_rope, metadata)
+        q = self._rotate_and_write(q, latent, k_rope, positions, metadata, rotary)
 
         def attend(op: Any, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
             out: torch.Tensor = op(q, self.kv_cache, up_proj, metadata, self.scale)
@@ -112,7 +117,37 @@ class MLAAttention(CachedAttention):
         return out.reshape(q.shape[0], self.num_heads * self.v_head_dim)
 
     def write(
-        self, latent: torch.Tensor, k_rope: torch.Tensor, metadata: AttentionMetadata
+        self,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
     ) -> None:
-        """Write the KV cache without attending."""
-        self._write(latent, k_rope, self.kv_cache, metadata.slot_mapping)
+        """Write the KV cache like `forward`, without attending."""
+        # The rotation takes queries, too; one head of anything will do.
+        self._rotate_and_write(k_rope[:, None], latent, k_rope, positions, metadata, rotary)
+
+    def _rotate_and_write(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        """Write the KV cache -> the rotated queries."""
+        rotated: torch.Tensor = self._rope_and_cache(
+            positions,
+            q,
+            latent,
+            k_rope,
+            rotary.cos_sin,
+            rotary.interleaved,
+            self.kv_cache,
+            metadata.slot_mapping,
+            rotary.rope,
+            self._write,
+        )
+        return rotated

@@ -41,10 +41,12 @@ class LayerContext:
         max_model_len: int,
         platform: Platform | None = None,
         group: ParallelGroup = SINGLE,
+        batch_invariant: bool = False,
     ) -> LayerContext:
         """A context on the given or the current platform, of one rank unless said otherwise."""
         platform = platform or current_platform()
-        return cls(dtype, platform.device, OpTable(platform, OPS), max_model_len, group)
+        ops = OpTable(platform, OPS, batch_invariant)
+        return cls(dtype, platform.device, ops, max_model_len, group)
 
     def empty(self, *shape: int) -> torch.nn.Parameter:
         """An uninitialised weight."""

@@ -23,6 +23,24 @@ class RMSNorm(nn.Module):
         return out
 
 
+class RMSNormPair:
+    """Two norms of parts of the same rows; their weights are those of the layers' own."""
+
+    def __init__(self, first: RMSNorm, second: RMSNorm, context: LayerContext) -> None:
+        self._layers = first, second
+        size = max(len(first.weight), len(second.weight))
+        self._norm = context.ops.resolve("rms_norm", context.dtype, size=size)
+        self._pair = context.ops.resolve("rms_norm_pair", context.dtype, size=size)
+
+    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The norms of the first and the next columns of x [T, a + b or more]: [T, a], [T, b]."""
+        first, second = self._layers
+        out: tuple[torch.Tensor, torch.Tensor] = self._pair(
+            x, first.weight, second.weight, first.eps, self._norm
+        )
+        return out
+
+
 class ResidualRMSNorm(RMSNorm):
     """A norm between two layers: it completes the sum that the first one leaves to the ranks."""
 

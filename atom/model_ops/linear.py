@@ -182,6 +182,33 @@ class ReplicatedLinear(LinearBase):
         super().__init__({None: part}, bias, context, prefix)
 
 
+class MergedReplicatedLinear(LinearBase):
+    """Several whole matrices with the same input, as one product."""
+
+    def __init__(
+        self,
+        in_features: int,
+        shards: Mapping[str, int],
+        bias: bool,
+        context: LayerContext,
+        prefix: str,
+    ) -> None:
+        rows = {name: Cut.whole(size) for name, size in shards.items()}
+        super().__init__(stack(rows, in_features), bias, context, prefix)
+
+    def multiply(self, x: torch.Tensor, shard: str) -> torch.Tensor:
+        """The product with one matrix alone: [T, in_features] -> [T, its rows]."""
+        part = self.parts[shard]
+        rows = slice(part.offset, part.offset + part.rows.size)
+        out: torch.Tensor
+        if self._prepared is None:
+            bias = None if self.bias is None else self.bias[rows]
+            out = self._product(x, self.weight[rows], bias)
+        else:
+            out = self(x)[:, rows]
+        return out
+
+
 class ColumnParallelLinear(LinearBase):
     """Output features split over the ranks; the output stays split."""
 

@@ -20,12 +20,15 @@ from atom.model_ops.routing import Routing
 # The checkpoint's module or tensor -> our matrix.
 _MATRICES = {"gate_proj": "w13", "up_proj": "w13", "down_proj": "w2"}
 _EXPERT = re.compile(r"((\d+)\.(\w+))\.(\w+)")
+_SHARED = re.compile(r"shared_experts\.(\w+)\.(\w+)")
+# The shard of a tensor of all experts, where it is not the whole parameter.
+_ROUTED = "routed"
 _STACKED = {"gate_up_proj": "w13", "down_proj": "w2"}
 _STACKED_TENSOR = re.compile(r"(gate_up_proj|down_proj)(?:_(\w+))?")
 
 
 class TopKRouter(nn.Module):
-    """Chooses each token's experts; computes in float32."""
+    """Chooses each token's experts; its sums and what follows are in float32."""
 
     def __init__(
         self, hidden_size: int, routing: Routing, has_correction_bias: bool, context: LayerContext
@@ -33,12 +36,12 @@ class TopKRouter(nn.Module):
         super().__init__()
         precise = replace(context, dtype=torch.float32)
         self.routing = routing
-        self.weight = precise.empty(routing.num_experts, hidden_size)
+        self.weight = context.empty(routing.num_experts, hidden_size)
         self.e_score_correction_bias = (
             precise.empty(routing.num_experts) if has_correction_bias else None
         )
-        self._linear = context.ops.resolve(
-            "linear", torch.float32, in_features=hidden_size, out_features=routing.num_experts
+        self._logits = context.ops.resolve(
+            "logits", context.dtype, in_features=hidden_size, out_features=routing.num_experts
         )
         self._route = context.ops.resolve(
             "moe_route",
@@ -49,11 +52,14 @@ class TopKRouter(nn.Module):
             softmax=routing.scoring == "softmax",
             pair_scores=routing.group_score == "top2_sum",
             has_bias=has_correction_bias,
+            has_shared=routing.has_shared,
         )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[T, hidden] -> weights [T, k] float32, expert ids [T, k] int64 or int32."""
-        logits = self._linear(x.float(), self.weight, None)
+        """[T, hidden] -> weights [T, k] float32, expert ids [T, k] int64 or int32; k is
+        `routing.visits`.
+        """
+        logits = self._logits(x, self.weight)
         out: tuple[torch.Tensor, torch.Tensor] = self._route(
             logits, self.e_score_correction_bias, self.routing
         )
@@ -66,8 +72,12 @@ class FusedMoE(nn.Module):
     The ranks of the layer's group split the intermediate dimension of every expert, unless those of
     `context.experts` hold whole ones.
 
+    Args:
+        shared: the checkpoint's name of an expert that every token visits, as `routing.has_shared`
+            says; its weights follow those of the others. None if it is a layer of its own.
+
     Attributes:
-        num_experts: of all ranks.
+        num_experts: of all ranks, without a shared one.
         w13_weight: [experts, 2 * inter, hidden], gate above up projection, if not quantised.
         w2_weight: [experts, hidden, inter], down projection, if not quantised.
 
@@ -86,11 +96,13 @@ class FusedMoE(nn.Module):
         intermediate_size: int,
         context: LayerContext,
         prefix: str,
+        shared: str | None = None,
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
+        self._has_shared = shared is not None
         self._dtype = context.dtype
-        self._held = HeldExperts(num_experts, context.experts)
+        self._held = HeldExperts(num_experts + self._has_shared, context.experts)
         self._spread = create_spread(self._held, context.experts, context.group)
         share = Cut.whole(intermediate_size)
         if context.experts.size == 1:
@@ -99,7 +111,8 @@ class FusedMoE(nn.Module):
             **stack({"gate_proj": share, "up_proj": share}, hidden_size),
             "down_proj": Part(Cut.whole(hidden_size), share),
         }
-        names = [f"{prefix}.{i}.{part}" for i in range(num_experts) for part in self._parts]
+        experts = [f"{prefix}.{i}" for i in range(num_experts)] + [shared] * self._has_shared
+        names = [f"{expert}.{part}" for expert in experts for part in self._parts]
         method = context.quant.method_for(prefix, names, "experts")
         try:
             self._storages = {
@@ -124,11 +137,18 @@ class FusedMoE(nn.Module):
         self._prepared: tuple[Any, Any] | None = None
 
     def place_weight(self, name: str) -> tuple[str, str | None] | None:
-        """`3.gate_proj.weight` is one expert's tensor, `gate_up_proj` that of all experts, and
-        `gate_up_proj_scales` their tensor `scales`.
+        """`3.gate_proj.weight` is one expert's tensor, `gate_up_proj` that of all experts,
+        `gate_up_proj_scales` their tensor `scales`, and `shared_experts.gate_proj.weight` that of
+        the shared one.
         """
         if match := _STACKED_TENSOR.fullmatch(name):
-            matrix, stored, shard = _STACKED[match[1]], match[2] or "weight", None
+            matrix, stored = _STACKED[match[1]], match[2] or "weight"
+            shard = _ROUTED if self._has_shared else None
+        elif self._has_shared and (match := _SHARED.fullmatch(name)):
+            if match[1] not in _MATRICES:
+                return None
+            matrix, stored = _MATRICES[match[1]], match[2]
+            shard = f"{self.num_experts}.{match[1]}"
         elif match := _EXPERT.fullmatch(name):
             if match[3] not in _MATRICES or int(match[2]) >= self.num_experts:
                 return None
@@ -139,9 +159,16 @@ class FusedMoE(nn.Module):
 
     def weight_shards(self, name: str) -> tuple[str, ...]:
         """`0.gate_proj`, `0.up_proj`, `1.gate_proj`, ..."""
+        return self._shards(name, self.num_experts + self._has_shared)
+
+    def covers(self, name: str, shard: str) -> tuple[str, ...]:
+        """A tensor of all experts is not the shared one's."""
+        return self._shards(name, self.num_experts) if shard == _ROUTED else (shard,)
+
+    def _shards(self, name: str, count: int) -> tuple[str, ...]:
         matrix = name.partition("_")[0]
         parts = [part for part, of in _MATRICES.items() if of == matrix]
-        return tuple(f"{i}.{part}" for i in range(self.num_experts) for part in parts)
+        return tuple(f"{i}.{part}" for i in range(count) for part in parts)
 
     @property
     def is_spread(self) -> bool:
@@ -150,35 +177,48 @@ class FusedMoE(nn.Module):
 
     def holds(self, shard: str) -> bool:
         """Whether the shard's expert is one of this rank's."""
-        return int(shard.partition(".")[0]) in self._held
+        return shard == _ROUTED or int(shard.partition(".")[0]) in self._held
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
         """Load one expert's tensor, or, without a shard, those of all experts, [experts, ...]."""
         matrix, _, stored = name.partition("_")
         storage = self._storages[matrix]
+        if shard == _ROUTED:
+            for i, own in enumerate(self._of_all(tensor)):
+                self._load_stacked(matrix, stored, own, i)
+            return
         if shard is not None:
             expert, _, part = shard.partition(".")
             storage.load(stored, tensor, self._parts[part], int(expert) - self._held.first)
             return
         if self._held.elsewhere:
-            tensor = self._of_held(tensor)
-        if matrix == "w2":
-            storage.load(stored, tensor, self._parts["down_proj"])
-        else:
-            # Gate and up are split over the ranks separately.
-            alternate = storage.stored[stored].gate_up_alternate
-            gate, up = (tensor[:, ::2], tensor[:, 1::2]) if alternate else tensor.chunk(2, dim=1)
-            storage.load(stored, gate, self._parts["gate_proj"])
-            storage.load(stored, up, self._parts["up_proj"])
+            tensor = self._of_all(tensor).narrow(0, self._held.first, self._held.count)
+        self._load_stacked(matrix, stored, tensor)
 
-    def _of_held(self, tensor: torch.Tensor) -> torch.Tensor:
-        """This rank's experts' part of a tensor [experts, ...]."""
+    def _load_stacked(
+        self, matrix: str, stored: str, tensor: torch.Tensor, expert: int | None = None
+    ) -> None:
+        """Load both matrices of `w13`, or the one of `w2`, of one expert or of all held here."""
+        storage = self._storages[matrix]
+        if matrix == "w2":
+            storage.load(stored, tensor, self._parts["down_proj"], expert)
+            return
+        # Gate and up are split over the ranks separately.
+        rows = tensor if expert is None else tensor[None]
+        alternate = storage.stored[stored].gate_up_alternate
+        both = (rows[:, ::2], rows[:, 1::2]) if alternate else rows.chunk(2, dim=1)
+        for part, half in zip(("gate_proj", "up_proj"), both, strict=True):
+            own = half if expert is None else half[0]
+            storage.load(stored, own, self._parts[part], expert)
+
+    def _of_all(self, tensor: torch.Tensor) -> torch.Tensor:
+        """A tensor [experts, ...] of all routed experts; any other is refused."""
         if not tensor.dim() or len(tensor) != self.num_experts:
             raise ValueError(
                 f"the checkpoint holds shape {list(tensor.shape)}, the model wants one index for "
                 f"each of {self.num_experts} experts in front"
             )
-        return tensor.narrow(0, self._held.first, self._held.count)
+        return tensor
 
     @property
     def dequantised_bytes(self) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -27,6 +28,7 @@ def _kernel(
     prepare: str | None = None,
     note: Callable[[OpQuery], str] = lambda _: "",
     dequantises: bool = False,
+    batch_invariant: bool = False,
 ) -> Implementation:
     """One implementation. Nothing that it names is imported before it is needed.
 
@@ -38,6 +40,7 @@ def _kernel(
         prepare: path of the function that converts weights once after loading.
         note: what the choice costs.
         dequantises: whether `prepare` dequantises the weights, which the note says then.
+        batch_invariant: whether the bits of a row do not depend on its batch.
     """
     folder = function.partition(".")[0]
 
@@ -51,12 +54,26 @@ def _kernel(
     if dequantises:
         note = _dequantised
     return Implementation(
-        folder, supports, lambda: _find(function), layout, load_prepare, note, dequantises
+        folder,
+        supports,
+        lambda: _find(function),
+        layout,
+        load_prepare,
+        note,
+        dequantises,
+        batch_invariant,
     )
+
+
+_invariant = partial(_kernel, batch_invariant=True)
 
 
 def _dequantised(query: OpQuery) -> str:
     return f"dequantised when loaded: {query.dtype.itemsize} bytes a weight"
+
+
+def _one_by_one(_: OpQuery) -> str:
+    return "its parts one by one, each as this table says"
 
 
 def _find(path: str) -> Any:
@@ -67,7 +84,8 @@ def _find(path: str) -> Any:
 OPS: dict[str, tuple[Implementation, ...]] = {
     "linear": (
         _kernel("aiter.linear:linear", "aiter.linear:refuses"),
-        _kernel("native.linear:linear"),
+        _invariant("native.linear:linear"),
+        _invariant("triton.linear:linear", "triton.linear:refuses"),
         _kernel("torch.linear:linear"),
     ),
     "quant_linear": (
@@ -77,17 +95,17 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             prepare="aiter.quant_linear:prepare_linear",
         ),
         # Of two with the same name, the first supported one is used: codes stay if possible.
-        _kernel(
+        _invariant(
             "native.quant:quant_linear",
             "native.quant_pack:refuses",
             prepare="native.quant_pack:prepare",
         ),
-        _kernel(
+        _invariant(
             "native.quant:dense_linear",
             prepare="torch.quant:prepare_linear",
             dequantises=True,
         ),
-        _kernel(
+        _invariant(
             "triton.quant_linear:quant_linear",
             "triton.quant_linear:refuses",
             prepare="triton.quant_linear:prepare",
@@ -97,114 +115,149 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     # aiter's product rounds to the type of the weights first for shapes that it has not tuned.
     "logits": (
-        _kernel("native.linear:logits"),
+        _invariant("native.linear:logits"),
+        _invariant("triton.linear:logits", "triton.linear:refuses"),
         _kernel("torch.linear:logits"),
     ),
     # Both read what the one `prepare` of an implementation makes.
     "quant_logits": (
-        _kernel(
+        _invariant(
             "native.quant:quant_logits",
             "native.quant_pack:refuses",
             prepare="native.quant_pack:prepare",
         ),
-        _kernel(
+        _invariant(
             "native.quant:dense_logits",
+            prepare="torch.quant:prepare_linear",
+            dequantises=True,
+        ),
+        _invariant(
+            "triton.linear:quant_logits",
+            "triton.linear:refuses",
             prepare="torch.quant:prepare_linear",
             dequantises=True,
         ),
         _kernel("torch.quant:quant_logits", prepare="torch.quant:prepare_linear", dequantises=True),
     ),
     "quant_embedding": (
-        _kernel("native.quant_embedding:quant_embedding", "native.quant_pack:refuses"),
-        _kernel("native.quant:dense_embedding", dequantises=True),
-        _kernel("torch.quant:quant_embedding"),
+        _invariant("native.quant_embedding:quant_embedding", "native.quant_pack:refuses"),
+        _invariant("native.quant:dense_embedding", dequantises=True),
+        _invariant("triton.linear:quant_embedding", "triton.linear:refuses"),
+        _invariant("torch.quant:quant_embedding"),
     ),
     "rms_norm": (
         _kernel("aiter.elementwise:rms_norm", "aiter.elementwise:refuses_norm"),
-        _kernel("native.elementwise:rms_norm"),
-        _kernel("triton.rms_norm:rms_norm", "triton.rms_norm:refuses"),
+        _invariant("native.elementwise:rms_norm"),
+        _invariant("triton.rms_norm:rms_norm", "triton.rms_norm:refuses"),
         _kernel("torch.elementwise:rms_norm"),
     ),
     "add_rms_norm": (
         _kernel("aiter.elementwise:add_rms_norm", "aiter.elementwise:refuses_add_norm"),
-        _kernel("native.elementwise:add_rms_norm"),
-        _kernel("triton.rms_norm:add_rms_norm", "triton.rms_norm:refuses"),
+        _invariant("native.elementwise:add_rms_norm"),
+        _invariant("triton.rms_norm:add_rms_norm", "triton.rms_norm:refuses"),
         _kernel("torch.elementwise:add_rms_norm"),
+    ),
+    "rms_norm_pair": (
+        _invariant("triton.rms_norm:rms_norm_pair", "triton.rms_norm:refuses_pair"),
+        _invariant("torch.elementwise:rms_norm_pair", note=_one_by_one),
     ),
     "all_reduce": (
         _kernel("aiter.collectives:all_reduce", "aiter.collectives:refuses_all_reduce"),
-        _kernel("torch.collectives:all_reduce"),
+        _invariant("torch.collectives:all_reduce"),
     ),
     "all_reduce_add_rms_norm": (
         _kernel("aiter.collectives:all_reduce_add_rms_norm", "aiter.collectives:refuses_add_norm"),
-        _kernel("torch.collectives:all_reduce_add_rms_norm"),
+        _invariant("torch.collectives:all_reduce_add_rms_norm"),
     ),
     "silu_and_mul": (
         _kernel("aiter.elementwise:silu_and_mul", "aiter.elementwise:refuses_silu"),
-        _kernel("native.elementwise:silu_and_mul"),
-        _kernel("triton.activation:silu_and_mul"),
+        _invariant("native.elementwise:silu_and_mul"),
+        _invariant("triton.activation:silu_and_mul"),
         _kernel("torch.elementwise:silu_and_mul"),
     ),
     "add": (
-        _kernel("native.elementwise:add"),
-        _kernel("torch.elementwise:add"),
+        _invariant("native.elementwise:add"),
+        _invariant("torch.elementwise:add"),
     ),
     "rope": (
         _kernel("aiter.elementwise:rope", "aiter.elementwise:refuses_rope"),
-        _kernel("native.elementwise:rope"),
-        _kernel("triton.rope:rope"),
-        _kernel("torch.elementwise:rope"),
+        _invariant("native.elementwise:rope"),
+        _invariant("triton.rope:rope"),
+        _invariant("torch.elementwise:rope"),
     ),
     # Of two with the same name, the first supported one is used: packed if possible.
     "kv_cache_write": (
         _kernel("aiter.cache_write:kv_cache_write_packed", "aiter.layout:refuses_packed", PACKED),
         _kernel("aiter.cache_write:kv_cache_write", "aiter.cache_write:refuses_plain"),
-        _kernel("native.attention:kv_cache_write", "native.attention:refuses"),
-        _kernel("triton.cache_write:kv_cache_write", "triton.support:refuses_storage"),
-        _kernel("torch.attention:kv_cache_write"),
+        _invariant("native.attention:kv_cache_write", "native.attention:refuses"),
+        _invariant("triton.cache_write:kv_cache_write", "triton.support:refuses_storage"),
+        _invariant("torch.attention:kv_cache_write"),
+    ),
+    # Packed if possible. The one of torch calls its parts, whatever the layout is.
+    "rope_and_cache": (
+        _invariant(
+            "triton.rope_cache:rope_and_cache_packed", "triton.rope_cache:refuses_packed", PACKED
+        ),
+        _invariant("triton.rope_cache:rope_and_cache", "triton.rope_cache:refuses"),
+        _invariant(
+            "torch.attention:rope_and_cache",
+            "aiter.layout:refuses_packed",
+            PACKED,
+            note=_one_by_one,
+        ),
+        _invariant("torch.attention:rope_and_cache", note=_one_by_one),
     ),
     "paged_attention": (
         _kernel("aiter.attention:paged_attention_packed", "aiter.layout:refuses_packed", PACKED),
         _kernel("aiter.attention:paged_attention", "aiter.attention:refuses_decode"),
         _kernel("gluon.paged_attention:paged_attention", "gluon.paged_attention:refuses"),
-        _kernel("native.attention:paged_attention", "native.attention:refuses"),
+        _invariant("native.attention:paged_attention", "native.attention:refuses"),
         _kernel("triton.paged_attention:paged_attention", "triton.flash:refuses"),
+        _invariant("triton.invariant_attention:paged_attention", "triton.flash:refuses"),
         _kernel("torch.attention:paged_attention"),
     ),
     "block_attention": (
-        _kernel("native.attention:block_attention", "native.attention:refuses"),
+        _invariant("native.attention:block_attention", "native.attention:refuses"),
         _kernel("triton.paged_attention:block_attention", "triton.flash:refuses"),
+        _invariant("triton.invariant_attention:block_attention", "triton.flash:refuses"),
         _kernel("torch.attention:block_attention"),
     ),
     "prefill_attention": (
         _kernel("aiter.attention:prefill_attention_packed", "aiter.layout:refuses_packed", PACKED),
         _kernel("aiter.attention:prefill_attention", "aiter.attention:refuses_prefill"),
-        _kernel("native.attention:paged_attention", "native.attention:refuses"),
+        _invariant("native.attention:paged_attention", "native.attention:refuses"),
         _kernel("triton.prefill_attention:prefill_attention", "triton.flash:refuses"),
+        _invariant("triton.invariant_attention:prefill_attention", "triton.flash:refuses"),
         _kernel("torch.attention:paged_attention"),
     ),
     "mla_cache_write": (
         _kernel("aiter.cache_write:mla_cache_write", "aiter.cache_write:refuses_latent"),
-        _kernel("native.mla:mla_cache_write", "native.mla:refuses_storage"),
-        _kernel("triton.mla_cache_write:mla_cache_write", "triton.support:refuses_storage"),
-        _kernel("torch.mla:mla_cache_write"),
+        _invariant("native.mla:mla_cache_write", "native.mla:refuses_storage"),
+        _invariant("triton.mla_cache_write:mla_cache_write", "triton.support:refuses_storage"),
+        _invariant("torch.mla:mla_cache_write"),
+    ),
+    "mla_rope_and_cache": (
+        _invariant("triton.mla_rope_cache:mla_rope_and_cache", "triton.mla_rope_cache:refuses"),
+        _invariant("torch.mla:mla_rope_and_cache", note=_one_by_one),
     ),
     "mla_decode": (
         _kernel("aiter.mla:mla_decode", "aiter.mla:refuses_decode"),
-        _kernel("native.mla:mla_attention", "native.mla:refuses"),
+        _invariant("native.mla:mla_attention", "native.mla:refuses"),
         _kernel("triton.mla_decode:mla_decode", "triton.mla_decode:refuses"),
+        _invariant("triton.invariant_mla:mla_decode", "triton.mla_decode:refuses"),
         _kernel("torch.mla:mla_attention"),
     ),
     "mla_prefill": (
         _kernel("aiter.mla:mla_prefill", "aiter.mla:refuses_prefill"),
-        _kernel("native.mla:mla_attention", "native.mla:refuses"),
+        _invariant("native.mla:mla_attention", "native.mla:refuses"),
         _kernel("triton.mla_prefill:mla_prefill", "triton.mla_decode:refuses"),
+        _invariant("triton.invariant_mla:mla_prefill", "triton.mla_decode:refuses"),
         _kernel("torch.mla:mla_attention"),
     ),
     "moe_route": (
         _kernel("aiter.moe:moe_route", "aiter.moe:refuses_route"),
-        _kernel("native.moe:moe_route"),
-        _kernel("triton.moe_route:moe_route", "triton.moe_route:refuses"),
+        _invariant("native.moe:moe_route", "native.moe:refuses_route"),
+        _invariant("triton.moe_route:moe_route", "triton.moe_route:refuses"),
         _kernel("torch.moe:moe_route"),
     ),
     "moe_experts": (
@@ -213,8 +266,9 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "aiter.moe:refuses_experts",
             prepare="aiter.moe:prepare_experts",
         ),
-        _kernel("native.moe:moe_experts"),
+        _invariant("native.moe:moe_experts"),
         _kernel("triton.moe_experts:moe_experts", "triton.moe_align:refuses"),
+        _invariant("triton.invariant_experts:moe_experts", "triton.moe_align:refuses"),
         _kernel("torch.moe:moe_experts"),
     ),
     "quant_experts": (
@@ -223,12 +277,12 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "aiter.quant_experts:refuses",
             prepare="aiter.quant_experts:prepare_experts",
         ),
-        _kernel(
+        _invariant(
             "native.quant_experts:quant_experts",
             "native.quant_experts:refuses",
             prepare="native.quant_experts:prepare",
         ),
-        _kernel(
+        _invariant(
             "native.quant_experts:dense_experts",
             "native.quant_experts:refuses_dense",
             prepare="torch.quant:prepare_experts",
@@ -240,59 +294,65 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             prepare="triton.quant_experts:prepare",
             note=lambda query: _find("triton.quant_layout:note")(query),
         ),
+        _invariant(
+            "triton.invariant_experts:quant_experts",
+            "triton.quant_experts:refuses",
+            prepare="triton.quant_experts:prepare",
+            note=lambda query: _find("triton.quant_layout:note")(query),
+        ),
         _kernel(
             "torch.quant:quant_experts", prepare="torch.quant:prepare_experts", dequantises=True
         ),
     ),
     "embedding": (
-        _kernel("native.gather:embedding"),
-        _kernel("torch.gather:embedding"),
+        _invariant("native.gather:embedding"),
+        _invariant("torch.gather:embedding"),
     ),
     "argmax": (
-        _kernel("native.sampling:argmax"),
-        _kernel("torch.sampling:argmax"),
+        _invariant("native.sampling:argmax"),
+        _invariant("torch.sampling:argmax"),
     ),
     "sampling_options": (
-        _kernel("native.gather:sampling_options"),
-        _kernel("torch.gather:sampling_options"),
+        _invariant("native.gather:sampling_options"),
+        _invariant("torch.gather:sampling_options"),
     ),
     "choose_tokens": (
-        _kernel("native.sampling:choose_tokens"),
-        _kernel("triton.choose_tokens:choose_tokens", "triton.choose_tokens:refuses"),
+        _invariant("native.sampling:choose_tokens"),
+        _invariant("triton.choose_tokens:choose_tokens", "triton.choose_tokens:refuses"),
         _kernel("torch.sampling:choose_tokens"),
     ),
     "choose_drafts": (
-        _kernel("native.sampling:choose_drafts"),
-        _kernel("triton.choose_drafts:choose_drafts", "triton.choose_tokens:refuses"),
+        _invariant("native.sampling:choose_drafts"),
+        _invariant("triton.choose_drafts:choose_drafts", "triton.choose_tokens:refuses"),
         _kernel("torch.draft_choice:choose_drafts"),
     ),
     "mask_tokens": (
-        _kernel("native.sampling:mask_tokens"),
-        _kernel("triton.mask_tokens:mask_tokens"),
-        _kernel("torch.sampling:mask_tokens"),
+        _invariant("native.sampling:mask_tokens"),
+        _invariant("triton.mask_tokens:mask_tokens"),
+        _invariant("torch.sampling:mask_tokens"),
     ),
     "verify_drafts": (
-        _kernel("native.speculation:verify_drafts"),
-        _kernel("torch.speculation:verify_drafts"),
+        _invariant("native.speculation:verify_drafts"),
+        _invariant("torch.speculation:verify_drafts"),
     ),
     "place_samples": (
-        _kernel("native.speculation:place_samples"),
-        _kernel("torch.speculation:place_samples"),
+        _invariant("native.speculation:place_samples"),
+        _invariant("torch.speculation:place_samples"),
     ),
     "advance_drafts": (
-        _kernel("native.speculation:advance_drafts"),
-        _kernel("torch.speculation:advance_drafts"),
+        _invariant("native.speculation:advance_drafts"),
+        _invariant("torch.speculation:advance_drafts"),
     ),
     "place_blocks": (
-        _kernel("native.speculation:place_blocks"),
-        _kernel("torch.speculation:place_blocks"),
+        _invariant("native.speculation:place_blocks"),
+        _invariant("torch.speculation:place_blocks"),
     ),
     "take_carried": (
-        _kernel("triton.carried:take_carried"),
-        _kernel("torch.carried:take_carried"),
+        _invariant("triton.carried:take_carried"),
+        _invariant("torch.carried:take_carried"),
     ),
     "leave_carried": (
-        _kernel("triton.carried:leave_carried"),
-        _kernel("torch.carried:leave_carried"),
+        _invariant("triton.carried:leave_carried"),
+        _invariant("torch.carried:leave_carried"),
     ),
 }

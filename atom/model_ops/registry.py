@@ -2,7 +2,8 @@
 
 The choice is made once, at start-up, for the platform, dtypes and shapes of the model. The first
 supported implementation in the platform's order of preference is used; for each one passed over the
-reason is recorded. `ATOM_OP_<NAME>=impl` overrides the choice or fails.
+reason is recorded. `ATOM_OP_<NAME>=impl` overrides the choice or fails. With `--batch-invariant`
+only implementations are chosen that are known to be so.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ class OpQuery:
         shape: relevant sizes by name (`head_dim`, `in_features`, ...).
         storage: dtype of the KV cache, for ops that use one.
         weights: format of quantised weights, for ops that read them.
+        batch_invariant: whether a row's result must not depend on its batch.
     """
 
     platform: Platform
@@ -41,6 +43,7 @@ class OpQuery:
     shape: Mapping[str, int]
     storage: torch.dtype | None = None
     weights: WeightFormat | None = None
+    batch_invariant: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,8 @@ class Implementation:
             the layout that the op reads; None if it reads them as they are.
         note: what the choice costs, for the table of ops; "" if nothing.
         dequantises: whether that function converts quantised weights to the model's dtype.
+        batch_invariant: whether the bits of a row (a query, a token) depend neither on the other
+            rows nor on their number, nor on how its sequence was cut into steps.
     """
 
     name: str
@@ -65,6 +70,13 @@ class Implementation:
     load_prepare: Callable[[], Any] | None = None
     note: Callable[[OpQuery], str] = lambda _: ""
     dequantises: bool = False
+    batch_invariant: bool = False
+
+    def refuses(self, query: OpQuery) -> str | None:
+        """Why it is not chosen; None if it can be."""
+        if query.batch_invariant and not self.batch_invariant:
+            return "not batch-invariant"
+        return self.supports(query)
 
 
 @dataclass(frozen=True)
@@ -96,12 +108,20 @@ class OpUnavailableError(RuntimeError):
 
 
 class OpTable:
-    """Selects the ops of one engine and records every choice."""
+    """Selects the ops of one engine and records every choice.
+
+    Args:
+        batch_invariant: choose only implementations that are.
+    """
 
     def __init__(
-        self, platform: Platform, registry: Mapping[str, tuple[Implementation, ...]]
+        self,
+        platform: Platform,
+        registry: Mapping[str, tuple[Implementation, ...]],
+        batch_invariant: bool = False,
     ) -> None:
         self.platform = platform
+        self.batch_invariant = batch_invariant
         self._registry = registry
         self._choices: dict[tuple[object, ...], OpChoice] = {}
 
@@ -115,7 +135,7 @@ class OpTable:
         Raises:
             OpUnavailableError: when there is none, or an override cannot be honoured.
         """
-        return self._plain_choice(op, OpQuery(self.platform, dtype, shape, storage)).function
+        return self._plain_choice(op, self._query(dtype, shape, storage)).function
 
     def resolve_weights(
         self, op: str, dtype: torch.dtype, weights: WeightFormat | None, /, **shape: int
@@ -125,13 +145,22 @@ class OpTable:
         Raises:
             OpUnavailableError: when there is none, or an override cannot be honoured.
         """
-        return self._plain_choice(op, OpQuery(self.platform, dtype, shape, weights=weights))
+        return self._plain_choice(op, self._query(dtype, shape, weights=weights))
 
     def consider(
         self, op: str, dtype: torch.dtype, weights: WeightFormat, /, **shape: int
     ) -> OpChoice:
         """What `resolve_weights` would choose; it is not recorded."""
-        return self._choose(op, OpQuery(self.platform, dtype, shape, weights=weights), PLAIN)
+        return self._choose(op, self._query(dtype, shape, weights=weights), PLAIN)
+
+    def _query(
+        self,
+        dtype: torch.dtype,
+        shape: Mapping[str, int],
+        storage: torch.dtype | None = None,
+        weights: WeightFormat | None = None,
+    ) -> OpQuery:
+        return OpQuery(self.platform, dtype, shape, storage, weights, self.batch_invariant)
 
     def _plain_choice(self, op: str, query: OpQuery) -> OpChoice:
         key = (op, query.dtype, query.storage, query.weights, *sorted(query.shape.items()))
@@ -156,7 +185,7 @@ class OpTable:
         """
         keys = [(op, ops, dtype, storage, *sorted(shape.items())) for op in ops]
         if not all(key in self._choices for key in keys):
-            query = OpQuery(self.platform, dtype, shape, storage)
+            query = self._query(dtype, shape, storage)
             choices = [self._choose(op, query) for op in ops]
             if len({choice.layout for choice in choices}) > 1:
                 choices = [self._choose(op, query, PLAIN) for op in ops]
@@ -178,7 +207,7 @@ class OpTable:
             if wanted is not None and candidate.name != wanted:
                 passed_over.append((candidate.name, f"ATOM_OP_{op.upper()}={wanted}"))
                 continue
-            reason = candidate.supports(query)
+            reason = candidate.refuses(query)
             if reason is None and layout not in (None, candidate.layout):
                 reason = f"keeps the cache {candidate.layout}, other ops on it keep it {layout}"
             if reason is None:
@@ -195,8 +224,9 @@ class OpTable:
                 )
             passed_over.append((candidate.name, reason))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)
+        kind = "batch-invariant implementation" if query.batch_invariant else "implementation"
         raise OpUnavailableError(
-            f"no implementation of {op} runs on {query.platform.kind} ({query.platform.arch}) with "
+            f"no {kind} of {op} runs on {query.platform.kind} ({query.platform.arch}) with "
             f"{query.dtype}{'' if query.weights is None else f', {query.weights}'} and "
             f"{dict(query.shape)}: {reasons}"
         )

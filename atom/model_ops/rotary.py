@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import nn
 
+from atom.model_ops.kernels.torch.elementwise import Rope
 from atom.model_ops.layer_context import LayerContext
 
 if TYPE_CHECKING:
@@ -16,7 +17,7 @@ SUPPORTED_ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 
 class RotaryEmbedding(nn.Module):
-    """Rotates the two halves of each head ("neox" style) by position.
+    """What attention rotates its queries and keys by: the two halves of each head ("neox" style).
 
     With `interleaved`, the checkpoint's heads have pairs (x0, x1), (x2, x3), ... instead; they are
     returned as halves, which does not change products of queries and keys.
@@ -24,6 +25,11 @@ class RotaryEmbedding(nn.Module):
     The table covers the whole context that the engine serves. With "dynamic" scaling the base is
     that of the longest context served, unchanged if it is within the original one: the paper's base
     depends on the sequence's current length, but cached keys need one rotation per position.
+
+    Attributes:
+        cos_sin: [positions, rotary_dim] float32, cosines then sines.
+        interleaved: as given.
+        rope: the op.
 
     Raises:
         ValueError: for a rope type not in `SUPPORTED_ROPE_TYPES`, or parameters without finite
@@ -40,7 +46,7 @@ class RotaryEmbedding(nn.Module):
         interleaved: bool = False,
     ) -> None:
         super().__init__()
-        self._interleaved = interleaved
+        self.interleaved = interleaved
         inv_freq, scaling = rope_frequencies(config, head_dim, context.max_model_len)
         if not bool(inv_freq.isfinite().all()):
             raise ValueError(f"rotating by {config.rope_parameters} turns infinitely fast")
@@ -48,16 +54,7 @@ class RotaryEmbedding(nn.Module):
         angles = positions[:, None] * inv_freq[None, :].float().cpu()
         table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling
         self.register_buffer("cos_sin", table.to(context.device), persistent=False)
-        self._op = context.ops.resolve("rope", context.dtype, head_dim=head_dim)
-
-    def forward(
-        self, positions: torch.Tensor, q: torch.Tensor, k: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """q [T, heads, d], k [T, kv_heads, d] -> rotated, same shapes."""
-        out: tuple[torch.Tensor, torch.Tensor] = self._op(
-            positions, q, k, self.cos_sin, self._interleaved
-        )
-        return out
+        self.rope: Rope = context.ops.resolve("rope", context.dtype, head_dim=head_dim)
 
 
 def rope_frequencies(

@@ -18,6 +18,7 @@ class Routing:
     (`top2_sum`).
     renormalize: whether the chosen scores are divided by their sum.
     scaling: factor on the resulting weights.
+    has_shared: whether every token visits one more expert, with weight 1 and the id after the last.
 
     Raises:
         ValueError: when the numbers contradict each other.
@@ -31,6 +32,7 @@ class Routing:
     group_score: str = "max"
     renormalize: bool = False
     scaling: float = 1.0
+    has_shared: bool = False
 
     def __post_init__(self) -> None:
         if self.scoring not in SCORINGS:
@@ -58,6 +60,11 @@ class Routing:
                 f"groups are scored by their two best experts, but n_group={self.num_groups} "
                 f"leaves {self.group_size} in a group"
             )
+
+    @property
+    def visits(self) -> int:
+        """Experts that a token visits."""
+        return self.top_k + self.has_shared
 
     @property
     def group_size(self) -> int:

@@ -15,12 +15,15 @@ class WeightMapping:
     """Attributes:
     renames: checkpoint prefix -> model prefix; the first match applies.
     packed: fused module name -> the checkpoint modules that it stacks, in order.
+    adopted: checkpoint module that the model may lack -> the module beside it that places its
+        tensors then, by names that begin with the missing one's.
     ignored: regular expressions of checkpoint tensors that are deliberately not loaded.
     """
 
     renames: tuple[tuple[str, str], ...] = ()
     packed: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    adopted: Mapping[str, str] = field(default_factory=dict)
 
 
 @runtime_checkable
@@ -66,6 +69,10 @@ class WeightNaming(WeightLoading, Protocol):
 
     def weight_shards(self, name: str) -> tuple[str, ...]:
         """All shards of parameter `name`; a single tensor without a shard may fill it instead."""
+        ...
+
+    def covers(self, name: str, shard: str) -> tuple[str, ...]:
+        """The shards of parameter `name` that a tensor placed as `shard` fills."""
         ...
 
     def holds(self, shard: str) -> bool:

@@ -177,7 +177,7 @@ class DeepseekMTP(nn.Module):
                 ignored.append(rf"{layers}\.{i}\.embed_tokens\.weight")
             if not layer.parts.head:
                 ignored.append(rf"{layers}\.{i}\.shared_head\.head\.weight")
-        return WeightMapping(target.renames, target.packed, tuple(ignored))
+        return dataclasses.replace(target, ignored=tuple(ignored))
 
     def forward(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import re
+from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
@@ -16,10 +17,16 @@ from torch import nn
 from atom.config import ConfigError
 from atom.model_ops.attention_mla import LatentUpProjection, MLAAttention
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.layernorm import RMSNorm
-from atom.model_ops.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
+from atom.model_ops.layernorm import RMSNorm, RMSNormPair
+from atom.model_ops.linear import (
+    ColumnParallelLinear,
+    MergedReplicatedLinear,
+    ReplicatedLinear,
+    RowParallelLinear,
+)
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.moe import FusedMoE, TopKRouter
+from atom.model_ops.quant.base import are_alike
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
@@ -34,12 +41,22 @@ from atom.models.llama import (
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
 
+# Where both are stored alike.
+PACKED_ATTENTION = {"qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
 # For the norms between the low-rank projections, independent of rms_norm_eps.
 _LATENT_NORM_EPS = 1e-6
 
 
 class DeepseekV2Attention(nn.Module):
-    """MLA; the query projection is direct or low-rank. Its output is a sum over the ranks."""
+    """MLA; the query projection is direct or low-rank. Its output is a sum over the ranks.
+
+    Attributes:
+        is_merged: whether the projections to low-rank queries and latents are one product.
+    """
+
+    q_proj: ColumnParallelLinear
+    q_a_proj: ReplicatedLinear
+    kv_a_proj_with_mqa: ReplicatedLinear
 
     def __init__(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
@@ -48,15 +65,8 @@ class DeepseekV2Attention(nn.Module):
         self.nope_dim, self.rope_dim = config.qk_nope_head_dim, config.qk_rope_head_dim
         self.rank: int = config.kv_lora_rank
         self.has_low_rank_queries = config.q_lora_rank is not None
-        self._create_query_projection(config, context, prefix)
-        self.kv_a_proj_with_mqa = ReplicatedLinear(
-            self.input_size(config),
-            self.rank + self.rope_dim,
-            config.attention_bias,
-            context,
-            f"{prefix}.kv_a_proj_with_mqa",
-        )
         self.kv_a_layernorm = RMSNorm(self.rank, _LATENT_NORM_EPS, context)
+        self._create_projections(config, context, prefix)
         self.kv_b_proj = LatentUpProjection(
             config.num_attention_heads,
             self.rank,
@@ -85,29 +95,52 @@ class DeepseekV2Attention(nn.Module):
         """Size of the attention's input rows."""
         return int(config.hidden_size)
 
-    def _create_query_projection(
+    def _create_projections(
         self, config: PretrainedConfig, context: LayerContext, prefix: str
     ) -> None:
-        size = self.input_size(config)
+        """Those of the input; of low-rank queries and of latents one, if they are stored alike."""
+        size, bias = self.input_size(config), config.attention_bias
         rows = config.num_attention_heads * (self.nope_dim + self.rope_dim)
-        if not self.has_low_rank_queries:
-            self.q_proj = ColumnParallelLinear(size, rows, False, context, f"{prefix}.q_proj")
-            return
-        rank = config.q_lora_rank
-        self.q_a_proj = ReplicatedLinear(
-            size, rank, config.attention_bias, context, f"{prefix}.q_a_proj"
-        )
-        self.q_a_layernorm = RMSNorm(rank, _LATENT_NORM_EPS, context)
-        self.q_b_proj = ColumnParallelLinear(rank, rows, False, context, f"{prefix}.q_b_proj")
-
-    def _queries(self, x: torch.Tensor) -> torch.Tensor:
-        """[T, input_size] -> [T, heads, nope + rope]."""
+        downs = {"kv_a_proj_with_mqa": self.rank + self.rope_dim}
         if self.has_low_rank_queries:
-            q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            rank = config.q_lora_rank
+            self.q_a_layernorm = RMSNorm(rank, _LATENT_NORM_EPS, context)
+            self.q_b_proj = ColumnParallelLinear(rank, rows, False, context, f"{prefix}.q_b_proj")
+            downs = {"q_a_proj": rank, **downs}
         else:
-            q = self.q_proj(x)
-        queries: torch.Tensor = q.view(x.shape[0], -1, self.nope_dim + self.rope_dim)
-        return queries
+            self.q_proj = ColumnParallelLinear(size, rows, False, context, f"{prefix}.q_proj")
+        self.is_merged = len(downs) > 1 and are_alike(
+            *(context.quant.method_for(f"{prefix}.{name}") for name in downs)
+        )
+        if self.is_merged:
+            self.qkv_a_proj = MergedReplicatedLinear(
+                size, downs, bias, context, f"{prefix}.qkv_a_proj"
+            )
+            # Not a module: its weights are those of the two.
+            self._norms = RMSNormPair(self.q_a_layernorm, self.kv_a_layernorm, context)
+            return
+        for name, count in downs.items():
+            setattr(self, name, ReplicatedLinear(size, count, bias, context, f"{prefix}.{name}"))
+
+    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """[T, input_size] -> queries [T, heads, nope + rope], latents [T, rank], and the shared
+        part of the keys [T, rope].
+        """
+        if self.is_merged:
+            down = self.qkv_a_proj(x)
+            low, latent = self._norms(down)
+            q, k_rope = self.q_b_proj(low), down[:, -self.rope_dim :]
+        else:
+            if self.has_low_rank_queries:
+                q = self.q_b_proj(self.q_a_layernorm(self.q_a_proj(x)))
+            else:
+                q = self.q_proj(x)
+            latent, k_rope = self._latents(self.kv_a_proj_with_mqa(x))
+        return q.view(x.shape[0], -1, self.nope_dim + self.rope_dim), latent, k_rope
+
+    def _latents(self, down: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The normed latents, and the rest, of [T, rank + rope]."""
+        return self.kv_a_layernorm(down[:, : self.rank]), down[:, self.rank :]
 
     def forward(
         self,
@@ -116,14 +149,8 @@ class DeepseekV2Attention(nn.Module):
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
-        q = self._queries(x)
-        compressed = self.kv_a_proj_with_mqa(x)
-        latent = self.kv_a_layernorm(compressed[:, : self.rank].contiguous())
-        q_rope, k_rope = rotary(
-            positions, q[..., self.nope_dim :], compressed[:, None, self.rank :]
-        )
-        q = torch.cat((q[..., : self.nope_dim], q_rope), dim=-1)
-        attended = self.attn(q, latent, k_rope[:, 0], self.kv_b_proj.by_head(), metadata)
+        rows = self._project(x)
+        attended = self.attn(*rows, self.kv_b_proj.by_head(), positions, metadata, rotary)
         out: torch.Tensor = self.o_proj(attended)
         return out
 
@@ -135,40 +162,44 @@ class DeepseekV2Attention(nn.Module):
         rotary: RotaryEmbedding,
     ) -> None:
         """Write the KV cache like `forward`, without computing its output."""
-        compressed = self.kv_a_proj_with_mqa(x)
-        latent = self.kv_a_layernorm(compressed[:, : self.rank].contiguous())
-        k_rope = compressed[:, None, self.rank :]
-        _, k_rope = rotary(positions, k_rope, k_rope)
-        self.attn.write(latent, k_rope[:, 0], metadata)
+        name = "kv_a_proj_with_mqa"
+        down = self.qkv_a_proj.multiply(x, name) if self.is_merged else self.kv_a_proj_with_mqa(x)
+        self.attn.write(*self._latents(down), positions, metadata, rotary)
 
 
 class DeepseekV2MoE(nn.Module):
-    """Routed experts, plus shared experts for every token; a sum over the ranks."""
+    """Routed experts, plus shared experts for every token; a sum over the ranks.
+
+    Attributes:
+        shared_experts: None if there are none, or the only one is among `experts`.
+    """
 
     has_correction_bias: ClassVar[bool] = False
 
     def __init__(self, config: PretrainedConfig, context: LayerContext, prefix: str) -> None:
         super().__init__()
         _expect(config, "hidden_act", *SILU)
-        self.gate = TopKRouter(
-            config.hidden_size, self.routing(config), self.has_correction_bias, context
-        )
+        shared = f"{prefix}.shared_experts"
+        joins = shared_expert_joins(config, context, prefix)
+        routing = replace(self.routing(config), has_shared=joins)
+        self.gate = TopKRouter(config.hidden_size, routing, self.has_correction_bias, context)
         self.experts = FusedMoE(
             config.n_routed_experts,
             config.hidden_size,
             config.moe_intermediate_size,
             context,
             f"{prefix}.experts",
+            shared if joins else None,
         )
         self.shared_experts = None
-        self._add = context.ops.resolve("add", context.dtype)
-        if config.n_shared_experts:
+        if config.n_shared_experts and not joins:
+            self._add = context.ops.resolve("add", context.dtype)
             size = config.moe_intermediate_size * config.n_shared_experts
             self.shared_experts = LlamaMLP(
                 config,
                 size,
                 context,
-                f"{prefix}.shared_experts",
+                shared,
                 bias=has_mlp_bias(config),
             )
 
@@ -259,12 +290,13 @@ class DeepseekV2ForCausalLM(LlamaForCausalLM):
     @property
     def weight_mapping(self) -> WeightMapping:
         mapping = super().weight_mapping
-        packed = {"gate_up_proj": mapping.packed["gate_up_proj"]}
+        packed = {**PACKED_ATTENTION, "gate_up_proj": mapping.packed["gate_up_proj"]}
         ignored = (*mapping.ignored, *_mtp_layers(self.config, self.prefix))
         if not self.config.n_shared_experts:
             # transformers builds and saves an MLP of size 0 for them.
             ignored += (rf"{re.escape(self.prefix)}.*\.mlp\.shared_experts\..*",)
-        return WeightMapping(mapping.renames, packed, ignored)
+        adopted = {"shared_experts": "experts"}
+        return WeightMapping(mapping.renames, packed, ignored, adopted)
 
 
 class DeepseekV3ForCausalLM(DeepseekV2ForCausalLM):
@@ -286,6 +318,23 @@ def attention_scale(config: PretrainedConfig) -> float:
         return scale
     mscale: float = 0.1 * mscale_all_dim * math.log(rope["factor"]) + 1.0
     return scale * mscale * mscale
+
+
+def shared_expert_joins(config: PretrainedConfig, context: LayerContext, prefix: str) -> bool:
+    """Whether the shared expert is computed among the routed ones: on a GPU, where it saves four
+    launches, if it is one of their size, stored alike. Ranks that hold whole experts have it apart.
+    """
+    if config.n_shared_experts != 1 or has_mlp_bias(config) or context.experts.size > 1:
+        return False
+    if not context.ops.platform.is_gpu:
+        return False
+    quant = context.quant
+    parts = ("gate_proj", "up_proj", "down_proj")
+    routed = quant.method_for(
+        f"{prefix}.experts", [f"{prefix}.experts.0.{part}" for part in parts], "experts"
+    )
+    shared = (quant.method_for(f"{prefix}.shared_experts.{part}") for part in parts)
+    return are_alike(routed, *shared)
 
 
 def _expect(config: PretrainedConfig, field: str, *supported: object) -> None:

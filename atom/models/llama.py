@@ -117,8 +117,8 @@ class LlamaAttention(nn.Module):
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
         q, k, v = self.qkv_proj.split(self.qkv_proj(x))
-        q, k = rotary(positions, *self.prepare(q, k))
-        out: torch.Tensor = self.o_proj(self.attn(q, k, v, metadata))
+        q, k = self.prepare(q, k)
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v, positions, metadata, rotary))
         return out
 
     def write_kv(
@@ -130,8 +130,8 @@ class LlamaAttention(nn.Module):
     ) -> None:
         """Write the KV cache like `forward`, without computing its output."""
         q, k, v = self.qkv_proj.split(self.qkv_proj(x))
-        _, k = rotary(positions, *self.prepare(q, k))
-        self.attn.write(k, v, metadata)
+        _, k = self.prepare(q, k)
+        self.attn.write(k, v, positions, metadata, rotary)
 
 
 class LlamaDecoderLayer(nn.Module):

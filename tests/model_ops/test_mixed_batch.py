@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from model_ops.batches import Part, attention_metadata
+from transformers import LlamaConfig
 
 from atom.model_ops.attention_mha import Attention
 from atom.model_ops.attention_mla import MLAAttention
@@ -17,6 +18,7 @@ from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCach
 from atom.model_ops.mixed_batch import split
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import Implementation, OpTable, always
+from atom.model_ops.rotary import RotaryEmbedding
 from atom.platform import cpu_platform
 
 CPU = torch.device("cpu")
@@ -70,12 +72,16 @@ def random(*shape: int, seed: int) -> torch.Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
+def rotary_of(head_dim: int, context: LayerContext) -> RotaryEmbedding:
+    return RotaryEmbedding(LlamaConfig(), head_dim, context)
+
+
 def run_heads(metadata: AttentionMetadata, context: LayerContext) -> torch.Tensor:
     layer = Attention(4, 2, 16, 0.3, context)
     layer.bind_kv_cache(KVCacheTensor(*random(2, 64, BLOCK_SIZE, 2, 16, seed=1)))
     tokens = len(metadata.slot_mapping)
     q, (k, v) = random(tokens, 4, 16, seed=2), random(2, tokens, 2, 16, seed=3)
-    return layer(q, k, v, metadata)
+    return layer(q, k, v, torch.arange(tokens) % 64, metadata, rotary_of(16, context))
 
 
 def run_latents(metadata: AttentionMetadata, context: LayerContext) -> torch.Tensor:
@@ -83,7 +89,8 @@ def run_latents(metadata: AttentionMetadata, context: LayerContext) -> torch.Ten
     layer.bind_kv_cache(LatentCacheTensor(random(64, BLOCK_SIZE, 32, seed=1)))
     tokens = len(metadata.slot_mapping)
     q, latent = random(tokens, 4, 20, seed=2), random(tokens, 24, seed=3)
-    return layer(q, latent, random(tokens, 8, seed=4), random(4, 24, 24, seed=5), metadata)
+    rows = q, latent, random(tokens, 8, seed=4), random(4, 24, 24, seed=5)
+    return layer(*rows, torch.arange(tokens) % 64, metadata, rotary_of(8, context))
 
 
 KINDS = {

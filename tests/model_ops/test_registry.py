@@ -98,6 +98,41 @@ def test_an_implementation_of_another_platform_is_no_choice(
         )
 
 
+def invariant(name: str) -> Implementation:
+    return Implementation(name, always, lambda: f"invariant {name}", batch_invariant=True)
+
+
+def test_what_is_not_batch_invariant_is_passed_over() -> None:
+    def never(_: OpQuery) -> None:
+        raise AssertionError("asked although it is no choice")
+
+    entries = (named("torch"), Implementation("aiter", never, object), invariant("triton"))
+    table = OpTable(MI300X, {"op": entries}, batch_invariant=True)
+    assert table.resolve("op", torch.bfloat16) == "invariant triton"
+    assert table.resolve_weights("op", torch.bfloat16, None).name == "triton"
+    assert table.resolve_together(("op",), torch.bfloat16, torch.bfloat16) == ("invariant triton",)
+    assert "not aiter: not batch-invariant" in table.describe()
+    both = (named("triton"), invariant("triton"))  # two lines of one name
+    assert OpTable(H200, {"op": both}, True).resolve("op", torch.bfloat16) == "invariant triton"
+    assert OpTable(H200, {"op": both}).resolve("op", torch.bfloat16) == "triton"
+
+
+def test_an_op_without_a_batch_invariant_implementation_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    table = OpTable(H200, {"some_op": (named("torch"), named("triton"))}, batch_invariant=True)
+    with pytest.raises(
+        OpUnavailableError,
+        match=r"no batch-invariant implementation of some_op .* triton: not batch-invariant; "
+        r"torch: not batch-invariant",
+    ):
+        table.resolve("some_op", torch.bfloat16)
+    monkeypatch.setenv("ATOM_OP_SOME_OP", "torch")
+    entries = (named("torch"), invariant("triton"))
+    with pytest.raises(OpUnavailableError, match="torch: not batch-invariant"):
+        OpTable(H200, {"some_op": entries}, True).resolve("some_op", torch.bfloat16)
+
+
 def test_every_op_runs_everywhere_on_torch() -> None:
     for op, entries in OPS.items():
         assert "torch" in {entry.name for entry in entries}, op

@@ -54,8 +54,7 @@ class BlockDraftAttention(nn.Module):
     ) -> torch.Tensor:
         q = self.q_norm(self.q_proj(x).view(x.shape[0], -1, self.attn.head_dim))
         k, v = self._keys_and_values(x)
-        q, k = rotary(positions, q, k)
-        out: torch.Tensor = self.o_proj(self.attn(q, k, v, metadata))
+        out: torch.Tensor = self.o_proj(self.attn(q, k, v, positions, metadata, rotary))
         return out
 
     def write_context(
@@ -67,9 +66,7 @@ class BlockDraftAttention(nn.Module):
     ) -> None:
         """Write the keys and values of rows that the target computed, states [T, hidden]."""
         k, v = self._keys_and_values(states)
-        # The rotation takes queries, too; one head of anything will do.
-        _, k = rotary(positions, k[:, :1], k)
-        self.attn.write(k, v, metadata)
+        self.attn.write(k, v, positions, metadata, rotary)
 
     def _keys_and_values(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         k, v = self.kv_proj.split(self.kv_proj(x))

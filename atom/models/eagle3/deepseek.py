@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.rotary import RotaryEmbedding
-from atom.models.deepseek_v2 import DeepseekV2Attention
+from atom.models.deepseek_v2 import PACKED_ATTENTION, DeepseekV2Attention
 from atom.models.eagle3.base import Eagle3Draft, Eagle3Layer
 from atom.models.eagle3.config import Eagle3Config
 
@@ -24,6 +24,8 @@ class Eagle3MLAAttention(DeepseekV2Attention):
 
 class Eagle3DeepseekV2ForCausalLM(Eagle3Draft):
     """Source of names: the checkpoints of this architecture. Its MLP is dense."""
+
+    packed_attention: ClassVar = PACKED_ATTENTION
 
     def create_layer(self, config: Eagle3Config, context: LayerContext) -> Eagle3Layer:
         network = config.network

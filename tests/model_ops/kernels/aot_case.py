@@ -14,7 +14,7 @@ import torch
 
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.quant.weights import WeightFormat
-from atom.model_ops.registry import Implementation, OpQuery
+from atom.model_ops.registry import PLAIN, Implementation, OpQuery
 from atom.platform import Platform
 
 MARK = "@aot "  # leads the lines that a compiling process means for its parent
@@ -31,11 +31,13 @@ class Case:
 
     Attributes:
         name: unique; `<op>/<what is special>`.
-        op, implementation: the entry of the op table.
+        op, implementation, layout: the entry of the op table.
         arguments: from the query that the entry was asked, the arguments of the op.
         dtype, storage, shape, weights: the query; `storage="fp8"` is the arch's own 8 bit type.
         matrix: names of the kernels that must use matrix instructions.
         refused: by arch, a part of the reason with which the entry must refuse the query.
+        batches: further arguments, of other batches, for which the entry that is batch-invariant
+            must launch the very same kernels; () for the first entry of the implementation.
     """
 
     name: str
@@ -48,18 +50,27 @@ class Case:
     matrix: tuple[str, ...] = ()
     refused: Mapping[str, str] = field(default_factory=dict)
     weights: WeightFormat | None = None
+    layout: str = PLAIN
+    batches: tuple[Callable[[OpQuery], tuple[object, ...]], ...] = ()
+
+    @property
+    def batch_invariant(self) -> bool:
+        return bool(self.batches)
 
     def entry(self) -> Implementation:
         from atom.model_ops.ops import OPS
 
         for entry in OPS[self.op]:
-            if entry.name == self.implementation:
+            fits = entry.batch_invariant or not self.batch_invariant
+            if (entry.name, entry.layout) == (self.implementation, self.layout) and fits:
                 return entry
         raise LookupError(f"{self.name}: the op table has no {self.implementation} {self.op}")
 
     def query(self, platform: Platform) -> OpQuery:
         storage = platform.fp8_dtype if isinstance(self.storage, str) else self.storage
-        return OpQuery(platform, self.dtype, self.shape, storage, self.weights)
+        return OpQuery(
+            platform, self.dtype, self.shape, storage, self.weights, self.batch_invariant
+        )
 
 
 def pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:

@@ -12,10 +12,12 @@ from __future__ import annotations
 import aot_cases_attention
 import aot_cases_elementwise
 import aot_cases_gluon
+import aot_cases_invariant
 import aot_cases_mla
 import aot_cases_moe
 import aot_cases_quant
 import aot_cases_quant_experts
+import aot_cases_rope_cache
 from aot_case import PLATFORMS, Case
 
 FIRST_ARCH = "gfx942"  # with the least shared memory
@@ -23,16 +25,19 @@ CASES: tuple[Case, ...] = (
     *aot_cases_attention.CASES,
     *aot_cases_elementwise.CASES,
     *aot_cases_gluon.CASES,
+    *aot_cases_invariant.CASES,
     *aot_cases_mla.CASES,
     *aot_cases_moe.CASES,
     *aot_cases_quant.CASES,
     *aot_cases_quant_experts.CASES,
+    *aot_cases_rope_cache.CASES,
 )
 
 
 def family(case: Case) -> tuple[object, ...]:
     """Cases of one family use the same kernels, with caches and weights of the same formats."""
-    return case.op, case.implementation, case.storage == "fp8", case.weights
+    kernels = case.op, case.implementation, case.batch_invariant
+    return *kernels, case.storage == "fp8", case.weights
 
 
 def _at_each_commit() -> frozenset[tuple[str, str]]:

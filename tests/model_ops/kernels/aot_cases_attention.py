@@ -105,7 +105,7 @@ DECODE, PREFILL, BLOCK = "paged_attention", "prefill_attention", "block_attentio
 FP32, FP16 = torch.float32, torch.float16
 CASES: tuple[Case, ...] = (
     # One query of a long context, which is split; a verify window of a large batch, which is not.
-    _attention(DECODE, "llama", LLAMA, 1, 1, 65536, 16),
+    _attention(DECODE, "llama", LLAMA, 1, 1, 65536, 64),
     _attention(DECODE, "llama fp8", LLAMA, 1, 1, 65536, 64, storage="fp8"),
     _attention(DECODE, "llama", LLAMA, 256, 16, 8192, 64),
     _attention(DECODE, "llama window", LLAMA, 256, 4, 8192, 16, window=4096),
@@ -119,6 +119,8 @@ CASES: tuple[Case, ...] = (
     # Blocks of 8 and 16 drafted tokens.
     _attention(BLOCK, "llama", LLAMA, 64, 8, 8192, 16),
     _attention(BLOCK, "llama window fp8", LLAMA, 64, 16, 8192, 64, storage="fp8", window=2048),
+    # The last chunk of a long prompt, whose context is split; chunks that fill a device.
+    _attention(PREFILL, "llama", LLAMA, 1, 256, 65536, 64),
     _attention(PREFILL, "llama", LLAMA, 4, 2048, 8192, 16),
     _attention(PREFILL, "llama fp8", LLAMA, 4, 2048, 8192, 64, storage="fp8"),
     _attention(PREFILL, "smollm2", SMOLLM2, 4, 512, 2048, 16),

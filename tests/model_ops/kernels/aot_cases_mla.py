@@ -10,33 +10,33 @@ from aot_case import Case, decode_metadata, pool
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
-_RANK, _ROPE, _NOPE, _V = 512, 64, 128, 128
+RANK, ROPE, NOPE, _V = 512, 64, 128, 128
 _NUM_BLOCKS = 80
 
 
-def _shape(heads: int, block_size: int) -> dict[str, int]:
+def latent_shape(heads: int, block_size: int) -> dict[str, int]:
     return {
         "num_heads": heads,
-        "kv_lora_rank": _RANK,
-        "qk_rope_head_dim": _ROPE,
+        "kv_lora_rank": RANK,
+        "qk_rope_head_dim": ROPE,
         "v_head_dim": _V,
         "block_size": block_size,
         "num_blocks": _NUM_BLOCKS,
     }
 
 
-def _cache(query: OpQuery) -> LatentCacheTensor:
-    shape = (_NUM_BLOCKS, query.shape["block_size"], _RANK + _ROPE)
+def latent_cache(query: OpQuery) -> LatentCacheTensor:
+    shape = (_NUM_BLOCKS, query.shape["block_size"], RANK + ROPE)
     storage = query.storage or query.dtype
     scale = torch.empty(1) if storage.itemsize == 1 else None
     return LatentCacheTensor(pool(shape, storage), scale)
 
 
-def _attention(query: OpQuery, metadata: AttentionMetadata) -> tuple[object, ...]:
+def latent_arguments(query: OpQuery, metadata: AttentionMetadata) -> tuple[object, ...]:
     heads, tokens = query.shape["num_heads"], metadata.slot_mapping.shape[0]
-    q = torch.empty(tokens, heads, _NOPE + _ROPE, dtype=query.dtype)
-    up_proj = torch.empty(heads, _NOPE + _V, _RANK, dtype=query.dtype)
-    return q, _cache(query), up_proj, metadata, 0.1
+    q = torch.empty(tokens, heads, NOPE + ROPE, dtype=query.dtype)
+    up_proj = torch.empty(heads, NOPE + _V, RANK, dtype=query.dtype)
+    return q, latent_cache(query), up_proj, metadata, 0.1
 
 
 def _prompt(context: int, block_size: int, tokens: int) -> AttentionMetadata:
@@ -46,9 +46,9 @@ def _prompt(context: int, block_size: int, tokens: int) -> AttentionMetadata:
 
 
 def _write(query: OpQuery) -> tuple[object, ...]:
-    latent = torch.empty(48, _RANK, dtype=query.dtype)
-    k_rope = torch.empty(48, _ROPE, dtype=query.dtype)
-    return latent, k_rope, _cache(query), torch.empty(48, dtype=torch.int64)
+    latent = torch.empty(48, RANK, dtype=query.dtype)
+    k_rope = torch.empty(48, ROPE, dtype=query.dtype)
+    return latent, k_rope, latent_cache(query), torch.empty(48, dtype=torch.int64)
 
 
 def _decode_case(
@@ -63,8 +63,8 @@ def _decode_case(
     return Case(
         f"mla_decode/{seqs}x{queries}-heads{heads}-block{block_size}-{name}",
         "mla_decode",
-        lambda query: _attention(query, decode_metadata(seqs, queries, 8192, block_size)),
-        _shape(heads, block_size),
+        lambda query: latent_arguments(query, decode_metadata(seqs, queries, 8192, block_size)),
+        latent_shape(heads, block_size),
         dtype=dtype,
         storage=storage,
         # Exact products of float32 are no matrix instructions on sm90.
@@ -79,8 +79,8 @@ def _prefill_case(
     return Case(
         f"mla_prefill/{tokens}of{context}-heads{heads}-block{block_size}-{name}",
         "mla_prefill",
-        lambda query: _attention(query, _prompt(context, block_size, tokens)),
-        _shape(heads, block_size),
+        lambda query: latent_arguments(query, _prompt(context, block_size, tokens)),
+        latent_shape(heads, block_size),
         storage=storage,
         matrix=("_visit_kernel",),
     )
@@ -89,7 +89,7 @@ def _prefill_case(
 def _write_case(storage: torch.dtype | str) -> Case:
     name = storage if isinstance(storage, str) else str(storage).removeprefix("torch.")
     return Case(
-        f"mla_cache_write/{name}", "mla_cache_write", _write, _shape(8, 64), storage=storage
+        f"mla_cache_write/{name}", "mla_cache_write", _write, latent_shape(8, 64), storage=storage
     )
 
 
@@ -105,7 +105,7 @@ CASES = (
     _decode_case(128, 16, "fp8", 4, 1),
     _decode_case(8, 64, torch.float32, 4, 1, torch.float32),
     # So many programs that nothing is split.
-    _decode_case(8, 64, _BF16, 260, 1),
+    _decode_case(8, 64, _BF16, 500, 1),
     _prefill_case(8, 16, _BF16, 256, 512),
     _prefill_case(8, 64, "fp8", 256, 512),
     _prefill_case(128, 64, _BF16, 256, 2304),  # two rounds, the first of 2048 keys

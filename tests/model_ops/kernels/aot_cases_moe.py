@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from aot_case import Case
@@ -74,6 +74,7 @@ def _experts(
 
 CASES: tuple[Case, ...] = (
     _route("kimi", KIMI_ROUTING, True),
+    _route("kimi with its shared expert", replace(KIMI_ROUTING, has_shared=True), True),
     _route("deepseek v3", V3_ROUTING, True),
     _route("deepseek v2 lite", LITE_ROUTING, False),
     *(_experts("kimi tp8", KIMI_TP8, tokens) for tokens in (1, 64, 1024, 8192)),

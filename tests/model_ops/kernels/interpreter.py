@@ -7,7 +7,8 @@ every such value is widened to float32, and narrowed to nearest even, by torch.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -90,6 +91,28 @@ def _narrow(values: Any, scalar: Any) -> Any:
 def _dot(_builder: Any, a: Any, b: Any, acc: Any, *_: Any) -> Any:
     product = np.matmul(_float(a), _float(b), dtype=acc.data.dtype)
     return interpreter.TensorHandle(product + acc.data, acc.dtype.scalar)
+
+
+@contextmanager
+def ordered_products() -> Iterator[None]:
+    """Products are summed input by input, as by a GPU's instruction in every tile.
+
+    The library behind numpy chooses the order by the shape, and by the place in it.
+    """
+    builder = interpreter.InterpreterBuilder
+    stock, builder.create_dot = builder.create_dot, _ordered_dot
+    try:
+        yield
+    finally:
+        builder.create_dot = stock
+
+
+def _ordered_dot(_builder: Any, a: Any, b: Any, acc: Any, *_: Any) -> Any:
+    terms = np.empty((1 + a.data.shape[1], *acc.data.shape), acc.data.dtype)
+    terms[0] = acc.data
+    np.multiply(_float(a).T[:, :, None], _float(b)[:, None, :], out=terms[1:])
+    # Over the first axis numpy adds one matrix after the other.
+    return interpreter.TensorHandle(np.add.reduce(terms, axis=0), acc.dtype.scalar)
 
 
 def _dot_scaled(

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import pytest
 import torch
 from aiter_cases import (
@@ -21,7 +24,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.kernels.aiter.splits import SplitTables, num_splits
-from atom.model_ops.metadata import LatentCacheTensor
+from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpTable, OpUnavailableError
 from atom.platform import Platform
 
@@ -118,7 +121,30 @@ def test_mla(aiter: Aiter, query_lens: list[int]) -> None:
     aiter.called("concat_and_cache_mla", "flash_attn_varlen_func", *decoded)
 
 
+@dataclass(frozen=True)
+class Latents:
+    """A layer with latents, its cache, and what attention over it is."""
+
+    metadata: AttentionMetadata
+    cache: LatentCacheTensor
+    decode: Any
+    prefill: Any
+    q: torch.Tensor
+    up_proj: torch.Tensor
+    wanted: torch.Tensor
+
+
 def check_mla(aiter: Aiter, heads: int, query_lens: list[int], context_lens: list[int]) -> None:
+    made = latents(aiter, heads, query_lens, context_lens)
+    arguments = made.q, made.cache, made.up_proj
+    if max(query_lens) <= 16:
+        for each in (made.metadata, unknown_lengths(made.metadata)):
+            check(made.decode(*arguments, each, 0.1), made.wanted, 2**-5)
+    check(made.prefill(*arguments, made.metadata, 0.1), made.wanted, 2**-5)
+
+
+def latents(aiter: Aiter, heads: int, query_lens: list[int], context_lens: list[int]) -> Latents:
+    """Writes the new tokens, and checks that they are written as they are."""
     nope, v_dim = 32, 16
     width = -(-max(context_lens) // 16)
     metadata = batch(aiter, query_lens, context_lens, 16, width)
@@ -141,10 +167,7 @@ def check_mla(aiter: Aiter, heads: int, query_lens: list[int], context_lens: lis
         shared = tokens[:, None, 512:].expand(-1, heads, -1)
         rows.append((torch.cat((both[..., :nope], shared), dim=-1), both[..., nope:]))
     wanted = attention(q, rows, metadata, 0.1)
-    if max(query_lens) <= 16:
-        for each in (metadata, unknown_lengths(metadata)):
-            check(decode(q, cache, up_proj, each, 0.1), wanted, 2**-5)
-    check(prefill(q, cache, up_proj, metadata, 0.1), wanted, 2**-5)
+    return Latents(metadata, cache, decode, prefill, q, up_proj, wanted)
 
 
 def test_latents_in_8_bits(aiter: Aiter) -> None:

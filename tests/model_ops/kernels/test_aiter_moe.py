@@ -33,6 +33,7 @@ def routing_shape(routing: Routing, has_bias: bool) -> dict[str, int]:
         "softmax": routing.scoring == "softmax",
         "pair_scores": routing.group_score == "top2_sum",
         "has_bias": has_bias,
+        "has_shared": routing.has_shared,
     }
 
 

@@ -13,7 +13,13 @@ from atom.model_ops.kernels.aiter import probe
 from atom.model_ops.kernels.aiter.quant import FP8_CHANNEL, INT8_CHANNEL
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.ops import OPS
-from atom.model_ops.registry import PLAIN, Implementation, OpQuery
+from atom.model_ops.registry import (
+    PLAIN,
+    Implementation,
+    OpQuery,
+    OpTable,
+    OpUnavailableError,
+)
 from atom.platform import Platform, cpu_platform, current_platform
 
 MI300X = Platform("rocm", "gfx942", True)
@@ -39,6 +45,7 @@ SIZES = {
     "softmax": 0,
     "pair_scores": 0,
     "has_bias": 0,
+    "has_shared": 0,
     "hidden_size": 256,
     "intermediate_size": 256,
     "vocab_size": 64,
@@ -66,10 +73,63 @@ def test_every_line_of_the_table_answers_and_resolves(op: str, entry: Implementa
         if entry.name == "native" and op == "quant_experts" and not is_packed:
             weights = replace(weights, activations=None)
     with probe.replaced(FakeAiter().library):
-        reason = entry.supports(OpQuery(platform, dtype, SIZES, torch.bfloat16, weights))
-    [reference] = [other for other in OPS[op] if other.name == "torch"]
+        query = OpQuery(
+            platform, dtype, SIZES, torch.bfloat16, weights, batch_invariant=entry.batch_invariant
+        )
+        reason = entry.supports(query)
+    *_, reference = [other for other in OPS[op] if other.name == "torch"]
     parameters = inspect.signature(entry.load()).parameters
     assert list(parameters) == list(inspect.signature(reference.load()).parameters)
     # Unified attention leaves layers with one query head a KV head to the packed line.
     is_left_to_packed = (op, entry.name, entry.layout) == ("paged_attention", "aiter", PLAIN)
     assert is_left_to_packed or reason is None or reason == native_build().reason
+
+
+GPUS = [MI300X, Platform("rocm", "gfx90a", True), Platform("cuda", "sm90", True)]
+
+
+@pytest.mark.parametrize("platform", GPUS, ids=lambda platform: platform.arch)
+def test_each_op_has_a_batch_invariant_implementation_on_a_gpu(platform: Platform) -> None:
+    """None of them aiter's or Gluon's, nor a product of a library."""
+    pytest.importorskip("triton")
+    table = OpTable(platform, OPS, batch_invariant=True)
+    with probe.replaced(FakeAiter().library):
+        for op in OPS:
+            dtype = torch.float32 if op == "moe_route" else torch.bfloat16
+            if op in QUANTISED:
+                table.resolve_weights(op, dtype, FP8_CHANNEL, **SIZES)
+            else:
+                table.resolve(op, dtype, torch.bfloat16, **SIZES)
+    chosen = {op: name for op, name, *_ in map(str.split, table.describe().splitlines()[1:])}
+    computed_by_torch = {op for op in OPS if chosen[op] == "torch"}
+    assert {chosen[op] for op in OPS} == {"triton", "torch"}
+    assert computed_by_torch == {
+        *("all_reduce", "all_reduce_add_rms_norm", "add", "embedding", "argmax"),
+        *("sampling_options", "verify_drafts", "place_samples", "advance_drafts", "place_blocks"),
+    }
+
+
+def test_products_are_left_to_a_library_otherwise() -> None:
+    pytest.importorskip("triton")
+    table = OpTable(GPUS[-1], OPS)
+    for op in ("linear", "logits"):
+        assert table.resolve_weights(op, torch.bfloat16, None, **SIZES).name == "torch"
+    for op in ("quant_logits", "quant_embedding"):
+        assert table.resolve_weights(op, torch.bfloat16, FP8_CHANNEL, **SIZES).name == "torch"
+
+
+def test_a_cpu_runs_its_kernels_or_names_the_op_that_has_none(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    dtypes = torch.bfloat16, torch.bfloat16
+    if native_build().reason is None:
+        table = OpTable(cpu_platform(), OPS, batch_invariant=True)
+        for op in ("linear", "logits", "paged_attention", "mla_prefill", "moe_experts"):
+            table.resolve(op, *dtypes, **SIZES)
+        assert table.summary().endswith("kernels: native 5")
+    without = {op: tuple(e for e in all_ if e.name != "native") for op, all_ in OPS.items()}
+    with pytest.raises(
+        OpUnavailableError, match=r"no batch-invariant implementation of linear .* torch: not batch"
+    ):
+        OpTable(cpu_platform(), without, batch_invariant=True).resolve("linear", *dtypes, **SIZES)

@@ -54,6 +54,8 @@ DRAFTS: dict[str, dict[str, Any]] = {
     },
     "mla": {**draft_bench.MLA, **LATENT},
 }
+# Triton's are for `--batch-invariant` alone.
+PRODUCTS = ("linear", "logits", "quant_logits", "quant_embedding")
 NUM_LAYERS = 2
 AUX = [0, 1, 2]
 
@@ -68,15 +70,15 @@ COMMON = {
 }
 CALLED = {
     "llama": {"reshape_and_cache_flash", "unified_attention"},
-    "kimi": {"concat_and_cache_mla", "mla_decode_fwd", "biased_grouped_topk", "fused_moe"},
+    "kimi": {"concat_and_cache_mla", "mla_decode_fwd", "fused_moe"},
     "mha": {"reshape_and_cache", "pa_decode_gluon"},
     "mla": {"concat_and_cache_mla", "mla_decode_fwd"},
 }
 
 
 # And what must have run through Triton.
-PAGED = {"kv_cache_write", "paged_attention", "prefill_attention"}
-LATENTS = {"mla_cache_write", "mla_decode", "mla_prefill"}
+PAGED = {"rope_and_cache", "paged_attention", "prefill_attention"}
+LATENTS = {"mla_rope_and_cache", "mla_decode", "mla_prefill"}
 THROUGH_TRITON = {
     "llama": PAGED,
     "kimi": LATENTS | {"moe_route", "moe_experts"},
@@ -120,11 +122,11 @@ def tables(
     monkeypatch: pytest.MonkeyPatch, platform: Platform, names: tuple[str, ...]
 ) -> Iterator[list[OpTable]]:
     """Engines built inside run the best of `names`, as on `platform`, over tensors on the CPU."""
-    registry = {op: _best(entries, names) for op, entries in OPS.items()}
+    registry = {op: _best(op, entries, names) for op, entries in OPS.items()}
     built: list[OpTable] = []
 
-    def build(*_: object) -> OpTable:
-        built.append(OpTable(platform, registry))
+    def build(_: Platform, __: object, batch_invariant: bool) -> OpTable:
+        built.append(OpTable(platform, registry, batch_invariant))
         return built[-1]
 
     with monkeypatch.context() as patch:
@@ -135,9 +137,15 @@ def tables(
 
 
 def _best(
-    entries: tuple[Implementation, ...], names: tuple[str, ...]
+    op: str, entries: tuple[Implementation, ...], names: tuple[str, ...]
 ) -> tuple[Implementation, ...]:
-    """The entries of the first name that there are any of: none of them may refuse."""
+    """The entries of the first name that there are any of: none of them may refuse.
+
+    Of products in Triton, which take turns with torch's, those of all names; and of routing for
+    aiter, whose own adds no shared expert.
+    """
+    if op in PRODUCTS if "triton" in names else op == "moe_route":
+        return tuple(entry for entry in entries if entry.name in names)
     for name in names:
         if chosen := tuple(entry for entry in entries if entry.name == name):
             return chosen

@@ -14,6 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from atom.model_ops.kernels.triton import prefill_attention as prefill_module
 from atom.model_ops.kernels.triton.cache_write import kv_cache_write
 from atom.model_ops.kernels.triton.flash import refuses
 from atom.model_ops.kernels.triton.paged_attention import attend as paged_attend
@@ -233,11 +234,33 @@ class TestSplits:
         check(attend, device, [(600, 3), (3, 3)], dtype=torch.bfloat16, block_size=64)
 
     def test_chosen_from_shapes(self) -> None:
-        assert num_splits(8, 1 << 20, 304) == 128
-        assert num_splits(8, 8192, 304) == 32
-        assert num_splits(512, 8192, 304) == 3
-        assert num_splits(2048, 8192, 304) == 1
-        assert num_splits(1, 511, 304) == 1
+        assert num_splits(8, 1 << 20, 1216) == 122
+        assert num_splits(8, 8192, 1216) == 32
+        assert num_splits(512, 8192, 1216) == 2
+        assert num_splits(2048, 8192, 1216) == 1
+        assert num_splits(700, 8192, 608) == 3  # two leave a quarter of three rounds idle
+        assert num_splits(1, 511, 1216) == 1
+        few_tiles = prefill_module.num_splits
+        assert few_tiles(4, 131072, 304) == 32
+        assert few_tiles(64, 131072, 304) == 4
+        assert few_tiles(4, 4096, 304) == 4
+        assert few_tiles(304, 131072, 304) == few_tiles(1, 2047, 304) == 1
+
+    @pytest.mark.parametrize(
+        ("dtype", "window"), [(torch.float32, None), (torch.bfloat16, None), (torch.float32, 150)]
+    )
+    def test_of_prefill(
+        self,
+        dtype: torch.dtype,
+        window: int | None,
+        device: torch.device,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Some splits end before a tile's first query, some within it, some are empty."""
+        monkeypatch.setattr(prefill_module, "_SHORTEST_SPLIT", 64)
+        attend = partial(prefill_module.attend, 40)
+        sequences = [(200, 20), (0, 0), (66, 66)]
+        check(attend, device, sequences, heads=(2, 1), dtype=dtype, block_size=64, window=window)
 
     def test_the_op_knows_the_device(self, device: torch.device) -> None:
         check(paged_attention, device, [(520, 1)], heads=(1, 1), block_size=64)

@@ -8,7 +8,13 @@ import torch.nn.functional as F
 
 from atom.model_ops.kernels.torch import elementwise
 from atom.model_ops.kernels.triton.activation import silu_and_mul
-from atom.model_ops.kernels.triton.rms_norm import add_rms_norm, refuses, rms_norm
+from atom.model_ops.kernels.triton.rms_norm import (
+    add_rms_norm,
+    refuses,
+    refuses_pair,
+    rms_norm,
+    rms_norm_pair,
+)
 from atom.model_ops.kernels.triton.rope import rope
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform
@@ -81,6 +87,30 @@ def test_a_row_of_zeros_and_a_large_row(device: torch.device) -> None:
     x[1] = 1e15
     weight = torch.ones(7168, device=device)
     assert rms_norm(x, weight, 1e-6)[:, 0].tolist() == pytest.approx([0, 1])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("sizes", [(30, 16), (5, 576)])
+def test_norms_of_two_parts_of_a_row(
+    dtype: torch.dtype, sizes: tuple[int, int], device: torch.device
+) -> None:
+    x = random(3, sum(sizes) + 7, dtype=dtype, device=device)
+    weights = [random(n, dtype=dtype, device=device, seed=n) for n in sizes]
+    parts = x[:, : sizes[0]], x[:, sizes[0] : sum(sizes)]
+    for given in (x, x.T.contiguous().T):
+        out = rms_norm_pair(given, *weights, 1e-6, rms_norm)
+        for got, part, weight in zip(out, parts, weights, strict=True):
+            assert_near(got, exact_norm(part, weight, 1e-6), dtype)
+    assert [len(part) for part in rms_norm_pair(x[:0], *weights, 1e-6, rms_norm)] == [0, 0]
+    with pytest.raises(ValueError, match="no parts"):
+        rms_norm_pair(x[:, : sum(sizes) - 1], *weights, 1e-6, rms_norm)
+
+
+def test_two_norms_refuse_where_another_kernel_is_demanded(monkeypatch: pytest.MonkeyPatch) -> None:
+    query = OpQuery(Platform("rocm", "gfx942", True), torch.bfloat16, {"size": 1536})
+    assert refuses_pair(query) is None
+    monkeypatch.setenv("ATOM_OP_RMS_NORM", "torch")
+    assert refuses_pair(query) == "does the work of rms_norm, and ATOM_OP_RMS_NORM=torch"
 
 
 def test_norms_refuse_what_does_not_fit(device: torch.device) -> None:

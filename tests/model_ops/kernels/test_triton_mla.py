@@ -304,12 +304,12 @@ class TestWrite:
 
 class TestSizing:
     def test_enough_programs_and_no_tiny_splits(self) -> None:
-        assert num_splits(1, 1 << 20) == 256
-        assert num_splits(1, 1000) == 16
-        assert num_splits(1, 1) == 1
-        assert num_splits(64, 8192) == 8
-        assert num_splits(100, 8192) == 4
-        assert num_splits(5000, 8192) == 1
+        assert num_splits(1, 1 << 20, 512) == 256
+        assert num_splits(1, 1000, 512) == 16
+        assert num_splits(1, 1, 512) == 1
+        assert num_splits(64, 8192, 512) == 7
+        assert num_splits(100, 8192, 512) == 5
+        assert num_splits(5000, 8192, 512) == 1
 
     @settings(deadline=None, max_examples=50)
     @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 50))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -12,8 +14,13 @@ from atom.model_ops.kernels.torch import moe as torch_moe
 from atom.model_ops.kernels.triton import moe_align as align_module
 from atom.model_ops.kernels.triton import moe_experts
 from atom.model_ops.kernels.triton.moe_align import max_blocks, moe_align
-from atom.model_ops.kernels.triton.moe_experts import Tiles, choose_block_m, choose_tiles
+from atom.model_ops.kernels.triton.moe_experts import (
+    Tiles,
+    choose_block_m,
+    choose_tiles,
+)
 from atom.model_ops.kernels.triton.moe_route import moe_route, refuses
+from atom.model_ops.kernels.triton.moe_splits import choose_splits
 from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
 from atom.platform import cpu_platform, current_platform
@@ -63,7 +70,7 @@ class TestRouting:
         bias = torch.randn(routing.num_experts, generator=generator) * 0.3 if biased else None
         on_device = None if bias is None else bias.to(device)
         weights, ids = moe_route(logits.to(device), on_device, routing)
-        assert (weights.dtype, ids.dtype) == (torch.float32, torch.int64)
+        assert (weights.dtype, ids.dtype) == (torch.float32, torch.int32)
         expected = route_by_definition(logits, bias, routing)
         for row, wanted in enumerate(expected):
             # In the order of preference, which is the definition's.
@@ -71,6 +78,19 @@ class TestRouting:
             assert weights[row].tolist() == pytest.approx(list(wanted.values()), rel=1e-5)
         _, by_torch = torch_moe.moe_route(logits, bias, routing)
         assert torch.equal(by_torch.sort().values, ids.cpu().sort().values)
+
+    @pytest.mark.parametrize("name", ["kimi", "smallest"])
+    def test_a_shared_expert_follows(self, name: str, device: torch.device) -> None:
+        routing = ROUTINGS[name]
+        logits = torch.randn(3, routing.num_experts, generator=torch.Generator().manual_seed(4))
+        alone = moe_route(logits.to(device), None, routing)
+        shared = replace(routing, has_shared=True)
+        for route in (moe_route, torch_moe.moe_route):
+            weights, ids = (x.cpu() for x in route(logits.to(device), None, shared))
+            assert weights[:, -1].tolist() == [1.0] * 3
+            assert ids[:, -1].tolist() == [routing.num_experts] * 3
+            torch.testing.assert_close(weights[:, :-1].sort().values, alone[0].cpu().sort().values)
+            assert ids[:, :-1].sort().values.tolist() == alone[1].cpu().sort().values.tolist()
 
     def test_of_equals_the_lowest_id_wins(self, device: torch.device) -> None:
         logits = torch.zeros(1, 12, device=device)
@@ -221,6 +241,29 @@ class TestExperts:
             assert_equals_the_definition(
                 kind, problem(num_tokens, experts, device, torch.bfloat16, hidden=128, inter=64)
             )
+
+    @pytest.mark.parametrize(("kind", "dtype"), [("rocm", torch.bfloat16), ("cuda", torch.float32)])
+    def test_inputs_in_splits(
+        self,
+        kind: str,
+        dtype: torch.dtype,
+        device: torch.device,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """Of two blocks, and of one and a half."""
+        if kind not in tiles_on(device):
+            pytest.skip("the other vendor's tiles")
+        monkeypatch.setattr(moe_experts, "choose_splits", lambda *_: 2)
+        hidden = 7 * moe_experts._BLOCK_K[dtype] // 2
+        assert_equals_the_definition(kind, problem(1, 3, device, dtype, hidden, inter=16))
+
+    def test_splits_fill_the_device_and_are_long(self) -> None:
+        assert choose_splits("rocm", 128, 7168) == 4  # one token of Kimi-K2.5 at TP8
+        assert choose_splits("cuda", 64, 7168) == 4
+        assert choose_splits("rocm", 128, 2048) == 2
+        assert choose_splits("rocm", 700, 7168) == 1
+        assert choose_splits("rocm", 8, 1000) == 1
+        assert choose_splits("cpu", 1, 7168) == 1
 
     def test_experts_nobody_visits_and_one_that_all_do(self, device: torch.device) -> None:
         x, w13, w2, weights, _ = problem(19, 6, device, top_k=1)

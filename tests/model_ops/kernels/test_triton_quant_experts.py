@@ -141,6 +141,16 @@ def test_quantised_inputs(name: str, kind: str, device: torch.device) -> None:
     check(name, device, kind)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind"), [("int4 channel", "cuda"), ("int8 channel x int8 token", "rocm")]
+)
+def test_inputs_in_splits(
+    name: str, kind: str, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(quant_experts, "choose_splits", lambda *_: 2)
+    check(name, device, kind)
+
+
 def interpreted(device: torch.device) -> torch.device:
     if device.type != "cpu":
         pytest.skip("weights of another platform")

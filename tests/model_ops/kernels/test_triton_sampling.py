@@ -13,6 +13,7 @@ from model_ops import draft_rows
 from atom.model_ops.kernels.torch import sampling
 from atom.model_ops.kernels.triton.choose_drafts import choose_drafts
 from atom.model_ops.kernels.triton.choose_tokens import choose_tokens, refuses
+from atom.model_ops.kernels.triton.filter_tokens import GROUP, _list_groups
 from atom.model_ops.kernels.triton.mask_tokens import mask_tokens
 from atom.model_ops.kernels.triton.noise import exponential, random_bits, row_keys
 from atom.model_ops.metadata import SamplingMetadata
@@ -138,6 +139,39 @@ def test_drafts_are_what_the_target_would_sample(
     options = {} if filters is None else options_of(RANDOM | filters, 3, 6000, 5)
     scores = torch.randn(3, 4100, generator=torch.Generator().manual_seed(3)) * 2
     draft_rows.check(choose_drafts, scores, options, 6000, device)
+
+
+@pytest.mark.parametrize("spread", [0.01, 4.0], ids=["flat", "peaked"])
+def test_filters_find_their_limits_in_long_rows(spread: float, device: torch.device) -> None:
+    """In two parts of a row: in one group or most of them, and for more tokens than groups."""
+    scores = torch.randn(4, 5000, generator=torch.Generator().manual_seed(9)) * spread
+    scores[:, 4990:] = scores[:, 10:20]  # ties in distant groups
+    options = options_of(RANDOM | {"top_k", "top_p"}, 4, 5000, 9)
+    options["temperature"].fill_(1.0)
+    options["top_k"] = torch.tensor([3, 700, 5000, 5000], dtype=torch.int32)
+    options["top_p"] = torch.tensor([1.0, 0.999, 0.3, 0.9999])
+    check(scores, options, device)
+
+
+def test_few_groups_are_searched(device: torch.device) -> None:
+    scores = torch.randn(4, 100 * GROUP, generator=torch.Generator().manual_seed(2)) * 8
+    maxima = scores.view(4, 100, GROUP).amax(2)
+    orders = maxima.view(torch.int32)  # as maxima of groups are all positive
+    assert (maxima > 0).all()
+    temperature, top_k = torch.ones(4), torch.tensor([5, 6400, 120, 6400], dtype=torch.int32)
+    top_p = torch.tensor([1.0, 0.9, 1.0, 1.0])
+    options = [option.to(device) for option in (temperature, temperature, top_k, top_p)]
+    groups = torch.zeros(4, 100, dtype=torch.int32, device=device)
+    counts = torch.empty(4, dtype=torch.int32, device=device)
+    _list_groups[(4,)](
+        orders.to(device), *options, groups, counts, 6400, 100, 1.0,
+        MIN_P=False, TOP_K=True, TOP_P=True, GROUPS=128,
+    )  # fmt: skip
+    five, nucleus, every, none = counts.tolist()
+    assert groups[0, :five].tolist() == sorted(maxima[0].topk(5).indices.tolist())
+    assert 1 <= nucleus < 50
+    assert maxima[1].argmax() in groups[1, :nucleus].cpu()
+    assert (five, every, none) == (5, 100, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

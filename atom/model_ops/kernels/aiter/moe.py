@@ -45,6 +45,8 @@ _STEP = 64
 
 def _refuses_scores(query: OpQuery) -> str | None:
     shape = query.shape
+    if shape.get("has_shared"):
+        return "adds no shared expert"
     if shape["num_groups"] not in _GROUPS:
         return f"num_groups={shape['num_groups']} is none of {', '.join(map(str, _GROUPS))}"
     if shape["softmax"] and shape["has_bias"]:

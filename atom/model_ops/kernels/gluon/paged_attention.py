@@ -19,14 +19,21 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from atom.model_ops.kernels.triton.flash import cache_arguments, describe
-from atom.model_ops.kernels.triton.paged_attention import compute_units, launch_in_parts
+from atom.model_ops.kernels.triton.paged_attention import (
+    launch_in_parts,
+    num_splits,
+    visible_keys,
+)
+from atom.model_ops.kernels.triton.splits import compute_units
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
 
-_LARGEST_TILE = 32  # keys; two tiles of keys and values leave registers for two wavefronts
+_LARGEST_TILE = 32  # keys; two tiles of keys and values leave registers for three wavefronts
 _GENERATION = {"gfx942": 3, "gfx950": 4}  # of MFMA instructions
 _ROWS = gl.constexpr(16)
+# Wavefronts that a unit's registers hold: three on each of its four SIMDs.
+_PROGRAMS_PER_UNIT = 12
 _HEAD_DIMS = (64, 128)
 _BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -271,8 +278,9 @@ def attend(
         "GENERATION": generation,
         "num_warps": 1,
     }
-    programs = metadata.block_tables.shape[0], num_heads
-    return launch_in_parts(_attend, arguments, programs, units, q, metadata)
+    sequences, reach = metadata.block_tables.shape[0], visible_keys(metadata, sliding_window)
+    splits = num_splits(sequences * num_heads, reach, units * _PROGRAMS_PER_UNIT)
+    return launch_in_parts(_attend, arguments, (sequences, num_heads, splits), q)
 
 
 def _check(q: torch.Tensor, kv_cache: KVCacheTensor, metadata: AttentionMetadata) -> None:

@@ -61,6 +61,8 @@ def _norm_rows(x: torch.Tensor, size: int) -> tuple[torch.Tensor, tuple[int, int
     strides = x.stride()
     if x.dim() == 3 and strides[2] == 1:  # heads of a fused projection
         return x, (x.shape[0], x.shape[1], strides[0], strides[1])
+    if x.dim() == 2 and strides[1] == 1:  # a part of each row
+        return x, (x.shape[0], 1, strides[0], 0)
     x = x.contiguous()
     return x, (x.numel() // size, 1, size, 0)
 

@@ -5,10 +5,16 @@ from __future__ import annotations
 import torch
 
 from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads, rows_apart
+from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
 
 _route = Kernels("moe_route", "4P9qd")
 _experts = Kernels("moe_experts", "6P8q")
+
+
+def refuses_route(query: OpQuery) -> str | None:
+    """Shared experts are products of their own on a CPU, where a call costs next to nothing."""
+    return "adds no shared expert" if query.shape.get("has_shared") else None
 
 
 def moe_route(

@@ -2,8 +2,30 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
+
+
+class Norm(Protocol):
+    """The op `rms_norm`."""
+
+    def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float, /) -> torch.Tensor: ...
+
+
+class Rope(Protocol):
+    """The op `rope`."""
+
+    def __call__(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        cos_sin: torch.Tensor,
+        interleaved: bool,
+        /,
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -15,6 +37,20 @@ def add_rms_norm(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     total = x + residual
     return F.rms_norm(total, weight.shape, weight, eps), total
+
+
+def rms_norm_pair(
+    x: torch.Tensor, weight: torch.Tensor, other_weight: torch.Tensor, eps: float, rms_norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norms of the first a and the next b columns of x [T, a + b or more]: [T, a], [T, b].
+
+    Args:
+        weight, other_weight: [a], [b].
+        rms_norm: that op.
+    """
+    size = weight.shape[0]
+    other = x[:, size : size + other_weight.shape[0]]
+    return rms_norm(x[:, :size], weight, eps), rms_norm(other, other_weight, eps)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

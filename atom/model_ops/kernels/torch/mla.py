@@ -10,9 +10,12 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import torch.nn.functional as F
 
+from atom.model_ops.kernels.torch.elementwise import Rope
 from atom.model_ops.kernels.torch.paged import (
     attention_mask,
     by_query_length,
@@ -22,6 +25,44 @@ from atom.model_ops.kernels.torch.paged import (
     write_rows,
 )
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+
+
+class LatentWrite(Protocol):
+    """The op `mla_cache_write`."""
+
+    def __call__(
+        self,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        kv_cache: LatentCacheTensor,
+        slot_mapping: torch.Tensor,
+        /,
+    ) -> None: ...
+
+
+def mla_rope_and_cache(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+    kv_cache: LatentCacheTensor,
+    slot_mapping: torch.Tensor,
+    rope: Rope,
+    write: LatentWrite,
+) -> torch.Tensor:
+    """Rotate the last columns of q [T, heads, nope + rope], and k_rope [T, rope]; write latent
+    [T, rank] and k_rope to their slots -> q.
+
+    Args:
+        cos_sin, interleaved: as of `rope`, all columns of k_rope being rotated.
+        rope, write: the ops `rope` and `mla_cache_write` for this cache.
+    """
+    nope = q.shape[2] - k_rope.shape[1]
+    q_rope, key = rope(positions, q[..., nope:], k_rope[:, None], cos_sin, interleaved)
+    write(latent, key[:, 0], kv_cache, slot_mapping)
+    return torch.cat((q[..., :nope], q_rope), dim=-1) if nope else q_rope
 
 
 def mla_cache_write(

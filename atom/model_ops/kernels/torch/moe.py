@@ -6,6 +6,7 @@ from collections.abc import Callable
 from itertools import accumulate
 
 import torch
+import torch.nn.functional as F
 
 from atom.model_ops.kernels.torch.elementwise import silu_and_mul
 from atom.model_ops.kernels.torch.linear import linear
@@ -17,7 +18,8 @@ _Activate = Callable[[torch.Tensor], torch.Tensor]
 def moe_route(
     logits: torch.Tensor, correction_bias: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k].
+    """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k]; one
+    more column each where there is a shared expert.
 
     `correction_bias` [experts] affects the choice only, not the weights. Source: DeepSeek-V3, arXiv
     2412.19437, section 2.1.2.
@@ -30,7 +32,10 @@ def moe_route(
     weights = scores.gather(1, ids)
     if routing.renormalize:
         weights = weights / (weights.sum(dim=-1, keepdim=True) + 1e-20)
-    return weights * routing.scaling, ids
+    weights = weights * routing.scaling
+    if routing.has_shared:
+        weights, ids = F.pad(weights, (0, 1), value=1.0), F.pad(ids, (0, 1), value=logits.shape[1])
+    return weights, ids
 
 
 def _eligible(choice: torch.Tensor, routing: Routing) -> torch.Tensor:

@@ -1,12 +1,9 @@
 """Samples tokens in a fixed sequence of launches, without host syncs.
 
-A row is processed by four kernels; except for the second, each splits it over the vocabulary:
+Except for the second step, each splits a row over the vocabulary:
 
-1. the maximum score of each part;
-2. for rows with top_k or top_p, the last kept token, in descending order of score and then
-  ascending order of id. Scores become integers of the same order, and bisection over these finds
-  the count (top_k) or the probability mass (top_p). Masses are integers, so their sums do not
-  depend on the order;
+1. the maximum score of each part, and for top_k and top_p of each group of neighbouring tokens;
+2. for rows with top_k or top_p, the last kept token (`filter_tokens`);
 3. the winner of each part's exponential race, packed into an integer: the order of its value in the
   upper bits, the reversed token id in the lower ones;
 4. the winner of the row.
@@ -20,15 +17,14 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.kernels.triton.filter_tokens import GROUP, last_kept
 from atom.model_ops.kernels.triton.noise import exponential, random_bits, row_keys
 from atom.model_ops.kernels.triton.scores import (
     INT_MAX,
     INT_MIN,
-    MASS,
     ORDER_OF_INFINITY,
     ORDER_OF_NEGATIVE_INFINITY,
     load_scores,
-    mass_of,
     order_of,
     read_options,
     row_maximum,
@@ -37,13 +33,15 @@ from atom.model_ops.kernels.triton.scores import (
 )
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpQuery
+from atom.platform import current_platform
 
 # So that the sum of all masses fits in int64.
 _LARGEST_VOCABULARY = 2**18
 _PART = 4096  # tokens per program when a row is split
-_TILE = 8192  # tokens per iteration when a program reads a whole row
-# Rows of one gathered tensor, whose alignment depends on the number of rows.
-_OPTIONS = ["temperature_ptr", "min_p_ptr", "top_k_ptr", "top_p_ptr"]
+# Threads with 8 tokens each: with more, noise takes so many registers that half as many groups fit.
+_RACE_WARPS = 8 if current_platform().kind == "rocm" else 16
+# Rows of gathered tensors, whose alignment depends on the number of rows.
+_OPTIONS = ["temperature_ptr", "min_p_ptr", "last_order_ptr", "last_id_ptr"]
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -54,152 +52,22 @@ def refuses(query: OpQuery) -> str | None:
 
 
 @triton.jit
-def _maxima(scores_ptr, maxima_ptr, row_stride, vocab_size, num_parts, PART: tl.constexpr):
-    """Grid: rows, parts of a row."""
+def _maxima(
+    scores_ptr, maxima_ptr, groups_ptr, row_stride, vocab_size, num_parts,
+    PART: tl.constexpr, GROUP: tl.constexpr,
+):  # fmt: skip
+    """Grid: rows, parts of a row. The maximum of each part, and of each group if asked for."""
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     token_ids = part * PART + tl.arange(0, PART)
     scores = load_scores(scores_ptr + row * row_stride, token_ids, vocab_size)
-    tl.store(maxima_ptr + row * num_parts + part, tl.max(order_of(scores), axis=0))
-
-
-@triton.jit
-def _probe(
-    scores_ptr, vocab_size, middle, floor, maximum, temperature, min_p,
-    COUNTS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """Number or mass of the tokens whose order is at least `middle`.
-
-    Also the smallest of those orders, and the largest order in floor .. middle - 1.
-    """
-    total = tl.zeros([TILE], tl.int32 if COUNTS else tl.int64)
-    above = tl.full([TILE], INT_MAX, tl.int32)
-    below = tl.full([TILE], INT_MIN, tl.int32)
-    for start in range(0, vocab_size, TILE):
-        token_ids = start + tl.arange(0, TILE)
-        scores = load_scores(scores_ptr, token_ids, vocab_size)
-        order = order_of(scores)
-        is_above = (order >= middle) & (token_ids < vocab_size)
-        if COUNTS:
-            amounts = is_above.to(tl.int32)
-        else:
-            amounts = (weights_of(scores, maximum, temperature, min_p) * MASS).to(tl.int64)
-            amounts = tl.where(is_above, amounts, 0)
-        total += amounts
-        above = tl.where(is_above, tl.minimum(above, order), above)
-        is_below = (order < middle) & (order >= floor) & (token_ids < vocab_size)
-        below = tl.where(is_below, tl.maximum(below, order), below)
-    return tl.sum(total.to(tl.int64), axis=0), tl.min(above, axis=0), tl.max(below, axis=0)
-
-
-@triton.jit
-def _bisect(
-    scores_ptr, vocab_size, wanted, low, high, maximum, temperature, min_p,
-    COUNTS: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
-    """The largest order in low .. high such that tokens of at least this order amount to `wanted`.
-
-    This must hold for `low`; `high` is the largest order. Both ends move to orders that occur, so
-    that scores of a coarse dtype need few steps.
-
-    Returns:
-        That order, and the amount of the tokens above it.
-    """
-    floor = low
-    low = low.to(tl.int64)
-    high = high.to(tl.int64)
-    beyond = high & 0
-    while low < high:
-        middle = (low + (high - low + 1) // 2).to(tl.int32)
-        amount, above, below = _probe(
-            scores_ptr, vocab_size, middle, floor, maximum, temperature, min_p, COUNTS, TILE
-        )
-        enough = amount >= wanted
-        low = tl.where(enough, above.to(tl.int64), low)
-        high = tl.where(enough, high, below.to(tl.int64))
-        beyond = tl.where(enough, beyond, amount)
-    return low.to(tl.int32), beyond
-
-
-@triton.jit
-def _nth_id(scores_ptr, vocab_size, order, n, TILE: tl.constexpr):
-    """The id of the n-th token (from 1) with this order; INT_MAX if there are fewer."""
-    seen = n & 0
-    token_id = seen.to(tl.int32) + INT_MAX
-    for start in range(0, vocab_size, TILE):
-        token_ids = start + tl.arange(0, TILE)
-        scores = load_scores(scores_ptr, token_ids, vocab_size)
-        equal = ((order_of(scores) == order) & (token_ids < vocab_size)).to(tl.int32)
-        count = tl.sum(equal, axis=0)
-        if (seen < n) & (seen + count >= n):
-            is_it = (equal == 1) & (tl.cumsum(equal, axis=0) + seen == n)
-            token_id = tl.min(tl.where(is_it, token_ids, INT_MAX), axis=0)
-        seen += count
-    return token_id
-
-
-@triton.jit(do_not_specialize_on_alignment=_OPTIONS)
-def _last_kept(
-    scores_ptr,
-    maxima_ptr,
-    temperature_ptr,
-    min_p_ptr,
-    top_k_ptr,
-    top_p_ptr,
-    last_order_ptr,
-    last_id_ptr,
-    row_stride,
-    vocab_size,
-    num_parts,
-    scale,
-    PARTS: tl.constexpr,
-    MIN_P: tl.constexpr,
-    TOP_K: tl.constexpr,
-    TOP_P: tl.constexpr,
-    TILE: tl.constexpr,
-):
-    """Grid: rows. Writes the order and the id of the last kept token."""
-    row = tl.program_id(0).to(tl.int64)
-    temperature, min_p = read_options(temperature_ptr, min_p_ptr, row, scale, MIN_P)
-    largest, is_finite = row_maximum(maxima_ptr, row, num_parts, PARTS)
-    maximum = score_of(largest)
-    scores_ptr += row * row_stride
-    order = largest * 0 + INT_MIN
-    # How many tokens of the last order are kept; all of them by default.
-    ties = (largest * 0).to(tl.int64) + INT_MAX
-    is_random = is_finite & (temperature > 0)
-    if TOP_K:
-        top_k = tl.load(top_k_ptr + row).to(tl.int64)
-        if is_random & (top_k < vocab_size):
-            order, beyond = _bisect(
-                scores_ptr, vocab_size, top_k, order, largest, maximum, temperature, min_p,
-                True, TILE,
-            )  # fmt: skip
-            ties = top_k - beyond
-    if TOP_P:
-        top_p = tl.load(top_p_ptr + row)
-        if is_random & (top_p < 1):
-            mass, _above, _below = _probe(
-                scores_ptr, vocab_size, order + 1, largest, maximum, temperature, min_p, False,
-                TILE,
-            )  # fmt: skip
-            own = mass_of(order, maximum, temperature, min_p)
-            total = mass + ties * own
-            limit = tl.ceil(top_p.to(tl.float64) * total.to(tl.float64)).to(tl.int64)
-            if mass >= limit:
-                order, mass = _bisect(
-                    scores_ptr, vocab_size, limit, order + 1, largest, maximum, temperature,
-                    min_p, False, TILE,
-                )  # fmt: skip
-                own = mass_of(order, maximum, temperature, min_p)
-                ties = ties * 0 + INT_MAX
-            if own > 0:
-                ties = tl.minimum(ties, (limit - mass + own - 1) // own)
-    last_id = largest * 0 + INT_MAX
-    if ties < INT_MAX:
-        last_id = _nth_id(scores_ptr, vocab_size, order, ties, TILE)
-    tl.store(last_order_ptr + row, order)
-    tl.store(last_id_ptr + row, last_id)
+    order = order_of(scores)
+    if groups_ptr is not None:
+        GROUPS: tl.constexpr = PART // GROUP
+        order = tl.max(tl.reshape(order, [GROUPS, GROUP]), axis=1)
+        places = (row * num_parts + part) * GROUPS + tl.arange(0, GROUPS)
+        tl.store(groups_ptr + places, order)
+    tl.store(maxima_ptr + row * num_parts + part, tl.max(order, axis=0))
 
 
 @triton.jit(do_not_specialize_on_alignment=_OPTIONS)
@@ -259,8 +127,10 @@ def _race(
             runs = is_finite & (race > 0)
             values = tl.where(runs, order_of(race), ORDER_OF_NEGATIVE_INFINITY)
     values = tl.where(token_ids < vocab_size, values, INT_MIN)
-    packed = (values.to(tl.int64) << 32) | (token_ids ^ INT_MAX).to(tl.int64)
-    tl.store(winners_ptr + row * num_parts + part, tl.max(packed, axis=0))
+    best = tl.max(values, axis=0)
+    winner = tl.min(tl.where(values == best, token_ids, INT_MAX), axis=0)
+    packed = (best.to(tl.int64) << 32) | (winner ^ INT_MAX).to(tl.int64)
+    tl.store(winners_ptr + row * num_parts + part, packed)
     if SUMS:
         tl.store(sums_ptr + row * num_parts + part, total)
 
@@ -334,6 +204,7 @@ def run_race(
     if scores.stride(1) != 1:
         scores = scores.contiguous()
     part = min(triton.next_power_of_2(vocab_size), _PART)
+    group = min(part, GROUP)
     num_parts = triton.cdiv(vocab_size, part)
     grid = (num_rows, num_parts)
     sizes = (scores.stride(0), vocab_size, num_parts)
@@ -346,27 +217,10 @@ def run_race(
         sums = torch.empty(grid, dtype=torch.float32, device=scores.device)
     if m.temperature is not None or wants_sums:
         maxima = torch.empty(grid, dtype=torch.int32, device=scores.device)
-        _maxima[grid](scores, maxima, *sizes, PART=part, num_warps=4)
-    if is_filtered:
-        last_order, last_id = torch.empty(2, num_rows, dtype=torch.int32, device=scores.device)
-        _last_kept[(num_rows,)](
-            scores,
-            maxima,
-            m.temperature,
-            _or(m.min_p, scores),
-            _or(m.top_k, scores),
-            _or(m.top_p, scores),
-            last_order,
-            last_id,
-            *sizes,
-            scale,
-            PARTS=num_columns,
-            MIN_P=m.min_p is not None,
-            TOP_K=m.top_k is not None,
-            TOP_P=m.top_p is not None,
-            TILE=min(triton.next_power_of_2(vocab_size), _TILE),
-            num_warps=16,
-        )
+        groups = maxima.new_empty(num_rows, num_parts * (part // group)) if is_filtered else None
+        _maxima[grid](scores, maxima, groups, *sizes, PART=part, GROUP=group, num_warps=4)
+        if groups is not None:
+            last_order, last_id = last_kept(scores, maxima, groups, m, scale)
     _race[grid](
         scores,
         maxima,
@@ -389,7 +243,7 @@ def run_race(
         SUMS=wants_sums,
         PARTS=num_columns,
         PART=part,
-        num_warps=8,
+        num_warps=_RACE_WARPS,
     )
     return RaceResult(scores, winners, maxima, sums)
 

@@ -22,7 +22,9 @@ from atom.model_ops.registry import OpQuery
 LOG2_E = 1.4426950408889634
 # Matrix instructions need 16 rows; smaller products are computed slowly without them.
 SMALLEST_TILE = 16
-_TILE_BYTES = 16384
+PREFILL_TILE_BYTES = 16384
+# Half as many leave shared memory for a tile ahead, also for two programs of gfx942.
+DECODE_TILE_BYTES = 8192
 _LARGEST_KEY_TILE = 64
 _LARGEST_HEAD = 256
 _TRITON_DTYPES = {
@@ -51,6 +53,36 @@ def load_rows(row_ptrs, SIZE: tl.constexpr, PADDED: tl.constexpr):
     if SIZE == PADDED:
         return tl.load(row_ptrs + columns)
     return tl.load(row_ptrs + columns, mask=columns < SIZE, other=0.0)
+
+
+@triton.jit
+def tile_blocks(table_ptr, start, last, BLOCK_SIZE: tl.constexpr, N: tl.constexpr):
+    """The block of the tile of N tokens from `start` on, or that of each token if there are more.
+
+    `start` is a multiple of N; tokens after `last` count as that one. A loop loads the blocks of a
+    tile one turn ahead: with them, the compiler loads the tile itself ahead as well.
+    """
+    tokens = start
+    if BLOCK_SIZE % N != 0:
+        tokens = start + tl.arange(0, N)
+    return tl.load(table_ptr + tl.minimum(tokens, last) // BLOCK_SIZE)
+
+
+@triton.jit
+def place_tile(
+    blocks, tokens, block_stride, token_stride, BLOCK_SIZE: tl.constexpr, N: tl.constexpr
+):
+    """Where tokens [N] lie in a pool: a base, and offsets from it.
+
+    The offset of a single block is a scalar of 64 bits, and those within it have 32 bits: beyond
+    2 GiB, 64 bits for each token take registers.
+    """
+    base = blocks.to(tl.int64) * block_stride
+    offsets = tokens % BLOCK_SIZE * token_stride
+    if BLOCK_SIZE % N != 0:
+        offsets += base
+        base = 0
+    return base, offsets
 
 
 @triton.jit
@@ -100,22 +132,23 @@ def visit_keys(
 
     `state` is (acc [M, D], total [M], top [M]): weighted values, and sums as in `soften`. q [M, D],
     query positions [M]. `pool` is (block table, keys and values of the head, strides of a block and
-    a token). MASKED=False: every query sees every key, and end - begin is a multiple of BLOCK_N.
-    CAUSAL=False: a query sees the keys after it, too.
+    a token). `begin` is a multiple of BLOCK_N. MASKED=False: every query sees every key, and `end`
+    is such a multiple, too. CAUSAL=False: a query sees the keys after it, too.
     """
     acc, total, top = state
     table_ptr, key_ptr, value_ptr, block_stride, token_stride = pool
     D: tl.constexpr = q.shape[1]
+    last = tl.maximum(end - 1, 0)
+    blocks = tile_blocks(table_ptr, begin, last, BLOCK_SIZE, BLOCK_N)
     for start in range(begin, end, BLOCK_N):
         tokens = start + tl.arange(0, BLOCK_N)
         stored = tokens
         if MASKED:
             # The last key is read again: the weights of these are zero.
-            stored = tl.minimum(tokens, end - 1)
-        # A block's offset may exceed 2^31, hence int64.
-        blocks = tl.load(table_ptr + stored // BLOCK_SIZE).to(tl.int64)
-        offsets = blocks * block_stride + stored % BLOCK_SIZE * token_stride
-        key = load_rows(key_ptr + offsets[:, None], HEAD_DIM, D).to(q.dtype)
+            stored = tl.minimum(tokens, last)
+        base, offsets = place_tile(blocks, stored, block_stride, token_stride, BLOCK_SIZE, BLOCK_N)
+        blocks = tile_blocks(table_ptr, start + BLOCK_N, last, BLOCK_SIZE, BLOCK_N)
+        key = load_rows(key_ptr + base + offsets[:, None], HEAD_DIM, D).to(q.dtype)
         scores = tl.dot(q, tl.trans(key), input_precision="ieee") * score_scale
         if MASKED:
             seen = (tokens < end)[None, :]
@@ -125,7 +158,7 @@ def visit_keys(
                 seen = seen & (tokens[None, :] > positions[:, None] - window)
             scores = tl.where(seen, scores, float("-inf"))
         weights, decay, total, top = soften(scores, total, top)
-        value = load_rows(value_ptr + offsets[:, None], HEAD_DIM, D).to(q.dtype)
+        value = load_rows(value_ptr + base + offsets[:, None], HEAD_DIM, D).to(q.dtype)
         acc = tl.dot(weights.to(q.dtype), value, acc * decay[:, None], input_precision="ieee")
     return acc, total, top
 
@@ -161,8 +194,8 @@ class KeyTiles:
     keys: int
 
 
-def key_tiles(q: torch.Tensor, kv_cache: KVCacheTensor) -> KeyTiles:
-    """The tiles for q [T, heads, d] over a cache.
+def key_tiles(q: torch.Tensor, kv_cache: KVCacheTensor, tile_bytes: int) -> KeyTiles:
+    """The tiles for q [T, heads, d] over a cache, of at most `tile_bytes` where that is 16 keys.
 
     FP8 keys are converted to the dtype of q. Two different wider dtypes are both converted to
     float32.
@@ -188,7 +221,7 @@ def key_tiles(q: torch.Tensor, kv_cache: KVCacheTensor) -> KeyTiles:
     same = key.dtype == q.dtype or key.dtype.itemsize == 1
     compute = q.dtype if same else torch.float32
     width = padded(q.shape[2])
-    keys = min(max(_TILE_BYTES // (width * compute.itemsize), SMALLEST_TILE), _LARGEST_KEY_TILE)
+    keys = min(max(tile_bytes // (width * compute.itemsize), SMALLEST_TILE), _LARGEST_KEY_TILE)
     return KeyTiles(_TRITON_DTYPES[compute], width, keys)
 
 
@@ -238,7 +271,6 @@ def tile_arguments(q: torch.Tensor, key: torch.Tensor, tiles: KeyTiles) -> dict[
         "BLOCK_SIZE": key.shape[1],
         "BLOCK_N": tiles.keys,
         "COMPUTE": tiles.compute,
-        "num_stages": 2,
     }
 
 

@@ -20,7 +20,16 @@ import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.triton.flash import LOG2_E, join, load_rows, padded, soften
+from atom.model_ops.kernels.triton.flash import (
+    LOG2_E,
+    join,
+    load_rows,
+    padded,
+    place_tile,
+    soften,
+    tile_blocks,
+)
+from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill
 from atom.model_ops.kernels.triton.support import refuses_storage
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
@@ -28,19 +37,23 @@ from atom.platform import current_platform
 
 # A tile of keys of this width must fit in shared memory.
 _LARGEST = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-# Enough programs to fill the largest GPU (304 compute units) more than once.
-_PROGRAMS = 512
+# Warps that a unit runs side by side, with their accumulators.
+_WARPS_PER_UNIT = 8
 _MAX_SPLITS = 256
 # Minimum keys per split: with fewer, combining costs more than it saves.
 _LEAST_KEYS = 64
+_LARGEST_ROW_TILE = 64
 _JOIN_SPLITS = 16
 _JOIN_COLUMNS = 128
 # Accumulators of 32 or more rows fit in the registers of 4 warps on ROCm, and of 8 on CUDA. In
 # `mla_prefill` every warp holds whole tiles of keys and values, and on ROCm 8 warps do not fit.
 WARPS = 4 if current_platform().kind == "rocm" else 8
 
+# Three have two tiles of keys in shared memory, of which gfx942 has room for one.
+_STAGES = 2 if current_platform().arch == "gfx942" else 3
+
 # Not specialised, so that one compiled kernel serves all batches.
-_VARYING = ["table_stride", "splits", "num_rows"]
+_VARYING = ["table_stride", "splits", "num_rows", "first_split"]
 _SLICES = ["rope_ptr", "tables_ptr", "contexts_ptr", "starts_ptr"]
 
 
@@ -102,14 +115,19 @@ def _tiles(rows: int, dtype: torch.dtype) -> _Tiles:
     """For a latent of 512, a tile of keys takes 36 KiB of gfx942's 64 KiB of LDS."""
     if dtype is torch.float32:
         return _Tiles(16, 16, 4)
-    size = min(max(int(triton.next_power_of_2(rows)), 16), 64)
+    size = min(max(int(triton.next_power_of_2(rows)), 16), _LARGEST_ROW_TILE)
     return _Tiles(size, 32, 4 if size == 16 else WARPS)
 
 
-def num_splits(programs: int, max_context_len: int) -> int:
-    """Splits of every context, a power of two. `programs` is their number without splits."""
-    wanted = min(_PROGRAMS // programs, -(-max_context_len // _LEAST_KEYS), _MAX_SPLITS)
-    return 1 << (max(wanted, 1).bit_length() - 1)
+def num_splits(programs: int, max_context_len: int, slots: int) -> int:
+    """Splits of every context, from shapes and the device alone.
+
+    Args:
+        programs: their number without splits.
+        slots: programs that the device runs side by side.
+    """
+    most = min(-(-max_context_len // _LEAST_KEYS), _MAX_SPLITS)
+    return fewest_that_fill(programs, most, slots)
 
 
 def _attend(
@@ -125,7 +143,8 @@ def _attend(
     tiles = _tiles(metadata.max_seqlen_q * heads, carried.dtype)
     num_tiles = triton.cdiv(metadata.max_seqlen_q * heads, tiles.rows)
     num_seqs = metadata.context_lens.shape[0]
-    splits = num_splits(num_tiles * num_seqs, metadata.max_context_len)
+    slots = compute_units() * (_WARPS_PER_UNIT // tiles.warps)
+    splits = num_splits(num_tiles * num_seqs, metadata.max_context_len, slots)
     num_rows = num_tokens * heads
     seen = carried.new_empty(num_tokens, heads, rank)
     partial, lse = seen, seen
@@ -138,11 +157,12 @@ def _attend(
         partial, lse, scale * LOG2_E,
         q_rope.stride(0), q_rope.stride(1),
         latent.stride(0), latent.stride(1), metadata.block_tables.stride(0), splits, num_rows,
+        0,
         HEADS=heads, RANK=rank, ROPE=q_rope.shape[2],
         RANK_PADDED=padded(rank), ROPE_PADDED=padded(q_rope.shape[2]),
         BLOCK_SIZE=kv_cache.block_size, ROWS=tiles.rows, KEYS=tiles.keys,
-        LEAST_KEYS=_LEAST_KEYS, SPLIT=splits > 1,
-        num_warps=tiles.warps, num_stages=2,
+        LEAST_KEYS=_LEAST_KEYS, SPLIT_KEYS=0, SPLIT=splits > 1,
+        num_warps=tiles.warps, num_stages=_STAGES,
     )  # fmt: skip
     if splits > 1:
         columns = min(padded(rank), _JOIN_COLUMNS)
@@ -153,6 +173,43 @@ def _attend(
             LEAST_KEYS=_LEAST_KEYS, num_warps=4,
         )  # fmt: skip
     return seen
+
+
+def attend_fixed_splits(
+    split_keys: int,
+    first_split: int,
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    carried: torch.Tensor,
+    q_rope: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+) -> None:
+    """What `_attend` computes of splits of `split_keys` keys, in tiles that are always the same.
+
+    Args:
+        first_split: number of the first.
+        parts: [T, heads, n, rank] float32, for the mean latents of n splits.
+        lse: [T, heads, n] float32, log2 of their weights; not written where there are no keys.
+    """
+    heads, num_tokens, rank = carried.shape
+    latent, splits = kv_cache.latent, lse.shape[2]
+    tiles = _tiles(_LARGEST_ROW_TILE, carried.dtype)
+    num_tiles = triton.cdiv(metadata.max_seqlen_q * heads, tiles.rows)
+    _absorbed_kernel[(num_tiles, metadata.context_lens.shape[0], splits)](
+        carried, q_rope, latent, kv_cache.scale,
+        metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q,
+        parts, lse, scale * LOG2_E,
+        q_rope.stride(0), q_rope.stride(1),
+        latent.stride(0), latent.stride(1), metadata.block_tables.stride(0), splits,
+        num_tokens * heads, first_split,
+        HEADS=heads, RANK=rank, ROPE=q_rope.shape[2],
+        RANK_PADDED=padded(rank), ROPE_PADDED=padded(q_rope.shape[2]),
+        BLOCK_SIZE=kv_cache.block_size, ROWS=tiles.rows, KEYS=tiles.keys,
+        LEAST_KEYS=_LEAST_KEYS, SPLIT_KEYS=split_keys, SPLIT=True,
+        num_warps=tiles.warps, num_stages=_STAGES,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -180,6 +237,7 @@ def _absorbed_kernel(
     table_stride,
     splits,
     num_rows,
+    first_split,
     HEADS: tl.constexpr,
     RANK: tl.constexpr,
     ROPE: tl.constexpr,
@@ -189,15 +247,24 @@ def _absorbed_kernel(
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
     LEAST_KEYS: tl.constexpr,
+    SPLIT_KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
 ):
-    """Grid: tiles of rows, sequences, splits. Row r is head r % HEADS of query r // HEADS."""
+    """Grid: tiles of rows, sequences, splits. Row r is head r % HEADS of query r // HEADS.
+
+    Results of splits lie by split and row. With SPLIT_KEYS, splits have so many keys from a
+    multiple of it on, the grid has those from first_split on, and results lie by row and split.
+    """
     tile, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + sequence)
     length = tl.load(starts_ptr + sequence + 1) - start
     context = tl.load(contexts_ptr + sequence)
-    span = _split_keys(context, splits, KEYS, LEAST_KEYS)
-    first = split * span
+    if SPLIT_KEYS:
+        span = SPLIT_KEYS
+        first = (first_split + split) * SPLIT_KEYS
+    else:
+        span = _split_keys(context, splits, KEYS, LEAST_KEYS)
+        first = split * span
     if (tile * ROWS >= length * HEADS) | (first >= context):
         return
     rows = tile * ROWS + tl.arange(0, ROWS)
@@ -220,20 +287,24 @@ def _absorbed_kernel(
     if scale_ptr is not None:
         stored_scale = tl.load(scale_ptr)
     score_scale = softmax_scale * stored_scale
+    table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
     acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
     last_query = tl.minimum((tile * ROWS + ROWS - 1) // HEADS, length - 1)
     end = tl.minimum(first + span, context - length + last_query + 1)
+    last = tl.maximum(end - 1, 0)
+    blocks = tile_blocks(table_ptr, first, last, BLOCK_SIZE, KEYS)
     for key in range(first, end, KEYS):
         keys = key + tl.arange(0, KEYS)
         inside = keys < end
         # Past the end the last key is read again; the weights of these are zero.
-        tokens = tl.minimum(keys, end - 1)
-        block = tl.load(tables_ptr + sequence * table_stride + tokens // BLOCK_SIZE)
-        # A block's offset may exceed 2^31, hence int64.
-        offset = block.to(tl.int64) * cache_block_stride + tokens % BLOCK_SIZE * cache_token_stride
-        at = cache_ptr + offset[:, None]
+        tokens = tl.minimum(keys, last)
+        base, offsets = place_tile(
+            blocks, tokens, cache_block_stride, cache_token_stride, BLOCK_SIZE, KEYS
+        )
+        blocks = tile_blocks(table_ptr, key + KEYS, last, BLOCK_SIZE, KEYS)
+        at = cache_ptr + base + offsets[:, None]
         latent = load_rows(at, RANK, RANK_PADDED).to(q_latent.dtype)
         k_rope = load_rows(at + RANK, ROPE, ROPE_PADDED).to(q_latent.dtype)
         scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
@@ -247,7 +318,10 @@ def _absorbed_kernel(
     acc = acc * (stored_scale / total)[:, None]
     row = token * HEADS + head
     if SPLIT:
-        row += split.to(tl.int64) * num_rows
+        if SPLIT_KEYS:
+            row = row * splits + split
+        else:
+            row += split.to(tl.int64) * num_rows
         tl.store(lse_ptr + row, top + tl.log2(total), mask=live)
     tl.store(
         out_ptr + row[:, None] * RANK + ranks,

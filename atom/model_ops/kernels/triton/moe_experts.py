@@ -1,8 +1,9 @@
 """Mixture of experts as two grouped GEMMs and a sum.
 
-Results are batch-invariant: whatever the tile, an output is one float32 accumulator over blocks of
-`_BLOCK_K` inputs in order, and all tiles use the same matrix instruction (see `Tiles`). A token's
-expert outputs are summed in the order of its ids, without atomics.
+Whatever the tile, an output is one float32 accumulator over blocks of `_BLOCK_K` inputs in order,
+and all tiles use the same matrix instruction (see `Tiles`): with one split, results are
+batch-invariant. For few pairs `choose_splits` divides the inputs, whose sums are added in order.
+A token's expert outputs are summed in the order of its ids. There are no atomics.
 """
 
 from __future__ import annotations
@@ -16,6 +17,13 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.moe_align import ExpertBlocks, moe_align
+from atom.model_ops.kernels.triton.moe_splits import (
+    choose_splits,
+    gate_times_up,
+    join_gated,
+    split_blocks,
+    split_sums,
+)
 from atom.platform import current_platform
 
 _BLOCK_K = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
@@ -47,6 +55,10 @@ class Tiles:
     num_stages: int
     weights_first: bool = False
     options: dict[str, int] = field(default_factory=dict)
+
+    def programs(self, blocks: ExpertBlocks, rows: int) -> int:
+        """Programs of a product of `blocks` with so many rows of weights."""
+        return blocks.limit * int(triton.cdiv(rows, self.block_n))
 
 
 def choose_block_m(num_pairs: int, num_experts: int) -> int:
@@ -102,8 +114,9 @@ def mixture(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    splits: int | None = None,
 ) -> torch.Tensor:
-    """`moe_experts` with the tiles of a platform `kind`."""
+    """`moe_experts` with the tiles of a platform `kind`; `splits` is None to fill the device."""
     if w13.stride(2) != 1 or w2.stride(2) != 1:
         raise ValueError(
             "the weights of experts need contiguous rows; got strides "
@@ -114,7 +127,10 @@ def mixture(
     def up(blocks: ExpertBlocks) -> torch.Tensor:
         activated = x.new_empty(num_pairs, w2.shape[2])
         tiles = choose_tiles(kind, blocks.block_m, num_pairs, w13.shape[1], wide)
-        grouped_product(x, w13, activated, blocks, tiles, top_k, gated=True)
+        parts = splits
+        if parts is None:
+            parts = choose_splits(kind, tiles.programs(blocks, w13.shape[1]), w13.shape[2])
+        grouped_product(x, w13, activated, blocks, tiles, top_k, gated=True, splits=parts)
         return activated
 
     def down(activated: torch.Tensor, start: int, out: torch.Tensor, blocks: ExpertBlocks) -> None:
@@ -175,18 +191,21 @@ def grouped_product(
     tiles: Tiles,
     visits_per_row: int,
     gated: bool,
+    splits: int = 1,
 ) -> None:
     """out[p] = x[p // visits_per_row] @ weight[expert of p].T for every pair p.
 
     weight: [experts, rows, inputs]. With `gated` its rows are gate above up, and `out`
-    [pairs, rows / 2] becomes silu(gate) * up, else `out` is [pairs, rows].
+    [pairs, rows / 2] becomes silu(gate) * up, else `out` is [pairs, rows]. Only gated products are
+    split.
     """
     rows, inputs = weight.shape[1:]
     block_k = _BLOCK_K[x.dtype]
-    _grouped_product[(blocks.limit * triton.cdiv(rows, tiles.block_n),)](
+    sums = split_sums(out, rows, splits)
+    _grouped_product[(tiles.programs(blocks, rows), splits)](
         x,
         weight,
-        out,
+        sums,
         blocks.pairs,
         blocks.experts,
         blocks.count,
@@ -195,9 +214,10 @@ def grouped_product(
         inputs,
         *x.stride(),
         *weight.stride()[:2],
-        out.stride(0),
+        sums.stride(-2),
         VISITS_PER_ROW=visits_per_row,
         GATED=gated,
+        SPLIT=splits > 1,
         WEIGHTS_FIRST=tiles.weights_first,
         WHOLE_K=inputs % block_k == 0,
         BLOCK_M=tiles.block_m,
@@ -207,6 +227,8 @@ def grouped_product(
         num_stages=tiles.num_stages,
         **tiles.options,
     )
+    if splits > 1:
+        join_gated(sums, out)
 
 
 def _sum_visits(
@@ -256,13 +278,14 @@ def _grouped_product(
     stride_out,
     VISITS_PER_ROW: tl.constexpr,
     GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     WHOLE_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One block of pairs times one tile of its expert's rows.
+    """One block of pairs times one tile of its expert's rows, or a split of it.
 
     Elements beyond the last row or pair are computed from a valid address and not stored.
     """
@@ -284,7 +307,15 @@ def _grouped_product(
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
         acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
-    for k in range(0, inputs, BLOCK_K):
+    first = 0
+    last = inputs
+    if SPLIT:
+        first_block, last_block = split_blocks(inputs, BLOCK_K)
+        first = first_block * BLOCK_K
+        last = tl.minimum(last_block * BLOCK_K, inputs)
+        x_ptrs += first * stride_input
+        weight_ptrs += first
+    for k in range(first, last, BLOCK_K):
         if WHOLE_K:
             x = tl.load(x_ptrs)
             weight = tl.load(weight_ptrs)
@@ -301,7 +332,9 @@ def _grouped_product(
 
     if WEIGHTS_FIRST:
         acc = tl.trans(acc)
-    store_outputs(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED)
+    if SPLIT:
+        out_ptr += tl.program_id(1).to(tl.int64) * num_pairs * rows
+    store_outputs(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED and not SPLIT)
 
 
 @triton.jit
@@ -321,7 +354,7 @@ def store_outputs(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED:
     BLOCK_N: tl.constexpr = acc.shape[1]
     if GATED:
         gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
-        result = gate / (1.0 + tl.exp(-gate)) * up
+        result = gate_times_up(gate, up)
         columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
         inside = columns < rows // 2
     else:

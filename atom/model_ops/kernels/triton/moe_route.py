@@ -26,17 +26,17 @@ def refuses(query: OpQuery) -> str | None:
 def moe_route(
     logits: torch.Tensor, correction_bias: torch.Tensor | None, routing: Routing
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k] int64.
+    """Choose experts from logits [T, experts] float32 -> weights [T, k] float32, ids [T, k] int32.
 
     `correction_bias` [experts] affects the choice only, not the weights. Experts are ordered best
     first; ties go to the lowest id, for groups and experts (torch leaves the order of ties open).
-    NaN ranks highest, so that ids are always valid.
+    NaN ranks highest, so that ids are always valid. A shared expert follows in a column of its own.
 
     Source: DeepSeek-V3, arXiv 2412.19437, section 2.1.2.
     """
-    num_tokens = logits.shape[0]
-    weights = torch.empty(num_tokens, routing.top_k, dtype=torch.float32, device=logits.device)
-    ids = torch.empty(num_tokens, routing.top_k, dtype=torch.int64, device=logits.device)
+    num_tokens, visits = logits.shape[0], routing.visits
+    weights = torch.empty(num_tokens, visits, dtype=torch.float32, device=logits.device)
+    ids = torch.empty(num_tokens, visits, dtype=torch.int32, device=logits.device)
     if num_tokens:
         _route[(num_tokens,)](
             logits,
@@ -53,9 +53,10 @@ def moe_route(
             GROUP_SIZE=routing.group_size,
             TOP_GROUPS=routing.top_groups,
             TOP_K=routing.top_k,
+            VISITS=visits,
             GROUPS_PADDED=triton.next_power_of_2(routing.num_groups),
             SIZE_PADDED=triton.next_power_of_2(routing.group_size),
-            TOP_K_PADDED=triton.next_power_of_2(routing.top_k),
+            VISITS_PADDED=triton.next_power_of_2(visits),
             num_warps=1,
         )
     return weights, ids
@@ -115,9 +116,10 @@ def _route(
     GROUP_SIZE: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
     TOP_K: tl.constexpr,
+    VISITS: tl.constexpr,
     GROUPS_PADDED: tl.constexpr,
     SIZE_PADDED: tl.constexpr,
-    TOP_K_PADDED: tl.constexpr,
+    VISITS_PADDED: tl.constexpr,
 ):
     """Routes one token, with its keys as a matrix [groups, size]."""
     token = tl.program_id(0).to(tl.int64)
@@ -143,8 +145,8 @@ def _route(
         chosen = _eligible(keys, groups, TOP2_SUM, GROUPS, TOP_GROUPS)
         keys = tl.where(chosen[:, None], keys, _EXCLUDED)
 
-    places = tl.arange(0, TOP_K_PADDED)
-    ids = tl.zeros([TOP_K_PADDED], tl.int64)
+    places = tl.arange(0, VISITS_PADDED)
+    ids = tl.zeros([VISITS_PADDED], tl.int64)
     for place in tl.static_range(TOP_K):
         best = tl.max(keys)
         ids = tl.where(places == place, 0x7FFFFFFF - (best & 0x7FFFFFFF), ids)
@@ -158,6 +160,10 @@ def _route(
         weights = tl.exp(chosen_logits - largest) / total
     if RENORMALIZE:
         weights = weights / (tl.sum(tl.where(places < TOP_K, weights, 0.0), 0) + 1e-20)
-    out = token * TOP_K + places
-    tl.store(weights_ptr + out, weights * scaling, mask=places < TOP_K)
-    tl.store(ids_ptr + out, ids, mask=places < TOP_K)
+    weights *= scaling
+    if VISITS > TOP_K:
+        weights = tl.where(places < TOP_K, weights, 1.0)
+        ids = tl.where(places < TOP_K, ids, GROUPS * GROUP_SIZE)
+    out = token * VISITS + places
+    tl.store(weights_ptr + out, weights, mask=places < VISITS)
+    tl.store(ids_ptr + out, ids.to(tl.int32), mask=places < VISITS)

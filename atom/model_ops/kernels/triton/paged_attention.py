@@ -6,7 +6,6 @@ its keys. With a single part it writes the result; otherwise a second kernel com
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,7 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.flash import (
+    DECODE_TILE_BYTES,
     cache_arguments,
     join,
     key_tiles,
@@ -25,11 +25,10 @@ from atom.model_ops.kernels.triton.flash import (
     tile_arguments,
     visit_keys,
 )
+from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
-from atom.platform import current_platform, num_compute_units
 
-# For devices that do not report it; between an H200 (132) and an MI300X (304).
-_DEFAULT_COMPUTE_UNITS = 256
+# Programs that a unit runs side by side, or twice as many where its shared memory ends first.
 _PROGRAMS_PER_UNIT = 4
 _SHORTEST_SPLIT = 256
 _MOST_SPLITS = 128
@@ -38,21 +37,25 @@ _REDUCED_AT_ONCE = 16
 
 
 @triton.jit(
-    do_not_specialize=["table_stride", "window"],
+    do_not_specialize=["table_stride", "window", "first_split"],
     do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr"],
 )
 def _attend(
     out_ptr, lse_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
     tables_ptr, lens_ptr, starts_ptr, score_scale, window, table_stride,
-    q_token_stride, q_head_stride, block_stride, token_stride, head_stride,
+    q_token_stride, q_head_stride, block_stride, token_stride, head_stride, first_split,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
-    WINDOWED: tl.constexpr, CAUSAL: tl.constexpr,
+    WINDOWED: tl.constexpr, CAUSAL: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     """Grid: sequences, KV heads times tiles of rows, splits.
 
     Without lse_ptr: out [T, heads, d]. With: out [T, heads, splits, d] float32, the mean value of
     each part, and lse [T, heads, splits], log2 of its weight; -inf where it has no key.
+
+    SPLIT=0 splits what a sequence's queries see evenly. Otherwise splits have SPLIT keys from a
+    multiple of it on, the first that a query sees is number 0, and the grid has those from
+    first_split on; a part without keys is not written.
     """
     KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     sequence = tl.program_id(0)
@@ -71,10 +74,22 @@ def _attend(
     # The split is per sequence, over what its own queries can see.
     oldest = context * 0
     if WINDOWED:
-        oldest = tl.maximum(context - num_queries - window + 1, 0)
-    share = tl.cdiv(context - oldest, tl.num_programs(2) * BLOCK_N) * BLOCK_N
-    begin = oldest + tl.program_id(2) * share
-    end = tl.minimum(begin + share, context)
+        oldest = tl.maximum(context - num_queries - window + 1, 0) // BLOCK_N * BLOCK_N
+    if SPLIT:
+        begin = (oldest // SPLIT + first_split + tl.program_id(2)) * SPLIT
+        end = tl.minimum(begin + SPLIT, context)
+        if CAUSAL:
+            last_row = tl.program_id(1) // KV_HEADS * BLOCK_M + BLOCK_M - 1
+            last_query = tl.minimum(last_row // GROUP, num_queries - 1)
+            end = tl.minimum(end, context - num_queries + last_query + 1)
+        # Whole tiles that nobody sees are left out; the others lie as if none were.
+        begin = tl.maximum(begin, oldest)
+        if (begin >= end) | (tl.program_id(1) // KV_HEADS * BLOCK_M >= num_queries * GROUP):
+            return
+    else:
+        share = tl.cdiv(context - oldest, tl.num_programs(2) * BLOCK_N) * BLOCK_N
+        begin = oldest + tl.program_id(2) * share
+        end = tl.minimum(begin + share, context)
     if key_scale_ptr is not None:
         score_scale = score_scale * tl.load(key_scale_ptr)
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
@@ -163,41 +178,85 @@ def attend(
     causal: bool = True,
 ) -> torch.Tensor:
     """`paged_attention`, else `block_attention`, split to fill `units` compute units."""
-    tiles, key = key_tiles(q, kv_cache), kv_cache.key
+    key = kv_cache.key
     rows = metadata.max_seqlen_q * (q.shape[1] // key.shape[2])
     row_tile = min(padded(rows), _LARGEST_ROW_TILE)
     programs = metadata.block_tables.shape[0], key.shape[2] * triton.cdiv(rows, row_tile)
     arguments = {
         **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
-        **tile_arguments(q, key, tiles),
+        **_constants(q, kv_cache, row_tile, causal, 0),
+        "first_split": 0,
+    }
+    slots = units * _PROGRAMS_PER_UNIT
+    reach = visible_keys(metadata, sliding_window)
+    splits = num_splits(programs[0] * programs[1], reach, slots)
+    return launch_in_parts(_attend, arguments, (*programs, splits), q)
+
+
+def visible_keys(metadata: AttentionMetadata, sliding_window: int | None) -> int:
+    """Most keys that the queries of a sequence see."""
+    most = metadata.max_context_len
+    return most if sliding_window is None else min(most, sliding_window + metadata.max_seqlen_q - 1)
+
+
+def attend_fixed_splits(
+    split_keys: int,
+    first_split: int,
+    parts: torch.Tensor,
+    lse: torch.Tensor,
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+    causal: bool,
+) -> None:
+    """What `attend` computes of splits of `split_keys` keys, in tiles that are always the same.
+
+    Args:
+        first_split: number of the first, from that of the oldest key which the sequence's queries
+            see on.
+        parts: [T, heads, n, d] float32, for the mean values of n splits.
+        lse: [T, heads, n] float32, log2 of their weights; not written where there are no keys.
+    """
+    key, row_tile = kv_cache.key, _LARGEST_ROW_TILE
+    rows = metadata.max_seqlen_q * (q.shape[1] // key.shape[2])
+    tiles = key.shape[2] * triton.cdiv(rows, row_tile)
+    _attend[metadata.block_tables.shape[0], tiles, lse.shape[2]](
+        out_ptr=parts,
+        lse_ptr=lse,
+        **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
+        **_constants(q, kv_cache, row_tile, causal, split_keys),
+        first_split=first_split,
+    )
+
+
+def _constants(
+    q: torch.Tensor, kv_cache: KVCacheTensor, row_tile: int, causal: bool, split_keys: int
+) -> dict[str, Any]:
+    tiles = key_tiles(q, kv_cache, DECODE_TILE_BYTES)
+    return {
+        **tile_arguments(q, kv_cache.key, tiles),
         "BLOCK_M": row_tile,
         "CAUSAL": causal,
+        "SPLIT": split_keys,
         "num_warps": 4,
+        # Two tiles of each kind in shared memory; wide types have room for one.
+        "num_stages": 2 if tiles.compute == tl.float32 else 3,
     }
-    return launch_in_parts(_attend, arguments, programs, units, q, metadata)
 
 
 def launch_in_parts(
-    kernel: Any,
-    arguments: Mapping[str, Any],
-    programs: tuple[int, int],
-    units: int,
-    q: torch.Tensor,
-    metadata: AttentionMetadata,
+    kernel: Any, arguments: Mapping[str, Any], grid: tuple[int, int, int], q: torch.Tensor
 ) -> torch.Tensor:
-    """Launch an attention kernel on q [T, heads, d], with contexts split to fill the compute units.
+    """Launch an attention kernel on q [T, heads, d], and join the parts of split contexts.
 
     Args:
         kernel: has the outputs of `_attend`.
         arguments: its other arguments.
-        programs: its grid without the splits.
-        units: compute units to fill.
+        grid: the last of its sizes is the number of splits.
     """
-    reach = metadata.max_context_len
-    if arguments["WINDOWED"]:
-        reach = min(reach, arguments["window"] + metadata.max_seqlen_q - 1)
-    splits = num_splits(programs[0] * programs[1], reach, units)
-    grid = (*programs, splits)
+    splits = grid[2]
     out = q.new_empty(q.shape)
     if splits == 1:
         kernel[grid](out_ptr=out, lse_ptr=None, **arguments)
@@ -211,14 +270,6 @@ def launch_in_parts(
     return out
 
 
-@functools.cache
-def compute_units() -> int:
-    """The compute units of this process's device."""
-    units = num_compute_units(current_platform())
-    return _DEFAULT_COMPUTE_UNITS if units is None else units
-
-
-def num_splits(programs: int, context_len: int, units: int) -> int:
-    """The number of splits for which `programs` times splits fill the device."""
-    wanted = -(-_PROGRAMS_PER_UNIT * units // programs)
-    return max(min(wanted, context_len // _SHORTEST_SPLIT, _MOST_SPLITS), 1)
+def num_splits(programs: int, context_len: int, slots: int) -> int:
+    """Parts of each context of at most `context_len`, from shapes and the device alone."""
+    return fewest_that_fill(programs, min(context_len // _SHORTEST_SPLIT, _MOST_SPLITS), slots)

@@ -3,6 +3,9 @@
 One program computes a tile of rows (queries times the query heads of one KV head) of one sequence.
 Sequence b's tiles start at tile `cu_seqlens_q[b] * group // BLOCK_M + b`: no tile belongs to two
 sequences, at most one per sequence is empty, and the grid needs no host sync.
+
+Few tiles of a long context, such as the last chunk of a long prompt, leave most of a device idle:
+then each tile's keys are split, and parts are joined as in decode.
 """
 
 from __future__ import annotations
@@ -12,6 +15,7 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.flash import (
+    PREFILL_TILE_BYTES,
     SMALLEST_TILE,
     KeyTiles,
     cache_arguments,
@@ -22,7 +26,13 @@ from atom.model_ops.kernels.triton.flash import (
     tile_arguments,
     visit_keys,
 )
+from atom.model_ops.kernels.triton.paged_attention import launch_in_parts, visible_keys
+from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
+
+# Keys of a split: with fewer, joining costs more than it saves.
+_SHORTEST_SPLIT = 1024
+_MOST_SPLITS = 32
 
 
 @triton.jit
@@ -48,14 +58,14 @@ def _owner(starts_ptr, num_sequences, tile, GROUP: tl.constexpr, BLOCK_M: tl.con
     do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr"],
 )
 def _attend(
-    out_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
+    out_ptr, lse_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
     tables_ptr, lens_ptr, starts_ptr, num_sequences, score_scale, window, table_stride,
     q_token_stride, q_head_stride, block_stride, token_stride, head_stride,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
     WINDOWED: tl.constexpr,
 ):  # fmt: skip
-    """Grid: tiles, KV heads. out [T, heads, d]."""
+    """Grid: tiles, KV heads, splits. Outputs are those of the decode kernel."""
     sequence = _owner(starts_ptr, num_sequences, tl.program_id(0), GROUP, BLOCK_M)
     kv_head = tl.program_id(1)
     first_row = (tl.program_id(0) - _first_tile(starts_ptr, sequence, GROUP, BLOCK_M)) * BLOCK_M
@@ -83,22 +93,32 @@ def _attend(
     if key_scale_ptr is not None:
         score_scale = score_scale * tl.load(key_scale_ptr)
     state = nothing_seen(BLOCK_M, D)
+    oldest = first_position * 0
     if WINDOWED:
-        begin = tl.maximum(first_position - window + 1, 0)
-    else:
+        oldest = tl.maximum(first_position - window + 1, 0) // BLOCK_N * BLOCK_N
+    share = tl.cdiv(end - oldest, tl.num_programs(2) * BLOCK_N) * BLOCK_N
+    begin = oldest + tl.program_id(2) * share
+    end = tl.minimum(begin + share, end)
+    if not WINDOWED:
         # Keys visible to the first row are visible to all.
-        begin = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+        all_see = tl.maximum(first_position + 1, 0) // BLOCK_N * BLOCK_N
+        middle = tl.maximum(tl.minimum(all_see, end), begin)
         state = visit_keys(
-            state, q, positions, 0, begin, pool, score_scale, window,
+            state, q, positions, begin, middle, pool, score_scale, window,
             HEAD_DIM, BLOCK_SIZE, BLOCK_N, False, False,
         )  # fmt: skip
-    acc, total, _ = visit_keys(
+        begin = middle
+    acc, total, top = visit_keys(
         state, q, positions, begin, end, pool, score_scale, window,
         HEAD_DIM, BLOCK_SIZE, BLOCK_N, WINDOWED, True,
     )  # fmt: skip
-    result = mean_value(acc, total, value_scale_ptr)
-    places = (tokens * NUM_HEADS + heads)[:, None] * HEAD_DIM + dims[None, :]
-    tl.store(out_ptr + places, result.to(out_ptr.dtype.element_ty), mask=mask)
+    result = mean_value(acc, total, value_scale_ptr).to(out_ptr.dtype.element_ty)
+    places = tokens * NUM_HEADS + heads
+    if lse_ptr is not None:
+        places = places * tl.num_programs(2) + tl.program_id(2)
+        lse = top + tl.log2(tl.where(total == 0.0, 1.0, total))
+        tl.store(lse_ptr + places, lse, mask=real)
+    tl.store(out_ptr + places[:, None] * HEAD_DIM + dims[None, :], result, mask=mask)
 
 
 def prefill_attention(
@@ -116,20 +136,48 @@ def prefill_attention(
     Raises:
         ValueError: when the tensors do not fit together.
     """
-    tiles, key = key_tiles(q, kv_cache), kv_cache.key
+    return attend(compute_units(), q, kv_cache, metadata, scale, sliding_window)
+
+
+def attend(
+    units: int,
+    q: torch.Tensor,
+    kv_cache: KVCacheTensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """`prefill_attention`, split to fill `units` compute units."""
+    key = kv_cache.key
+    # FP8 keys are converted in registers, which more of them do not leave.
+    tile_bytes = PREFILL_TILE_BYTES // 2 if key.dtype.itemsize == 1 else PREFILL_TILE_BYTES
+    tiles = key_tiles(q, kv_cache, tile_bytes)
     row_tile, num_warps = _row_tile(tiles)
     num_rows = q.shape[0] * (q.shape[1] // key.shape[2])
-    sequences = metadata.block_tables.shape[0]
-    out = q.new_empty(q.shape)
-    _attend[(num_rows // row_tile + sequences, key.shape[2])](
-        out_ptr=out,
-        num_sequences=sequences,
+    sequences, kv_heads = metadata.block_tables.shape[0], key.shape[2]
+    arguments = {
+        "num_sequences": sequences,
         **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
         **tile_arguments(q, key, tiles),
-        BLOCK_M=row_tile,
-        num_warps=num_warps,
-    )
-    return out
+        "BLOCK_M": row_tile,
+        "num_warps": num_warps,
+        "num_stages": 2,
+    }
+    programs = num_rows // row_tile + sequences, kv_heads
+    reach = visible_keys(metadata, sliding_window)
+    splits = num_splits(programs[0] * programs[1], reach, units)
+    return launch_in_parts(_attend, arguments, (*programs, splits), q)
+
+
+def num_splits(programs: int, context_len: int, units: int) -> int:
+    """Parts of the keys of each tile, from shapes and the device alone.
+
+    A unit has one program at a time. Tiles that fill the device are not split: partial results of
+    many tokens are large.
+    """
+    if programs >= units:
+        return 1
+    return fewest_that_fill(programs, min(context_len // _SHORTEST_SPLIT, _MOST_SPLITS), units)
 
 
 def _row_tile(tiles: KeyTiles) -> tuple[int, int]:

@@ -1,6 +1,6 @@
 """Mixture of quantised experts: dequantised tile by tile, or products of codes with codes.
 
-Results are batch-invariant, for the reasons given in `moe_experts`.
+With one split, results are batch-invariant, for the reasons given in `moe_experts`.
 """
 
 from __future__ import annotations
@@ -17,6 +17,12 @@ from atom.model_ops.kernels.triton.moe_experts import (
     mix,
     store_outputs,
     weight_rows,
+)
+from atom.model_ops.kernels.triton.moe_splits import (
+    choose_splits,
+    join_gated,
+    split_blocks,
+    split_sums,
 )
 from atom.model_ops.kernels.triton.quant_inputs import QuantInputs
 from atom.model_ops.kernels.triton.quant_layout import (
@@ -74,15 +80,19 @@ def mixture(
     weights: torch.Tensor,
     ids: torch.Tensor,
     elsewhere: int = 0,
+    splits: int | None = None,
 ) -> torch.Tensor:
-    """`quant_experts` with the tiles of a platform `kind`."""
+    """`quant_experts` with the tiles of a platform `kind`; `splits` is None to fill the device."""
     num_pairs, top_k = ids.numel(), ids.shape[1]
 
     def up(blocks: ExpertBlocks) -> QuantInputs:
         inputs = QuantInputs.of(x, w13)
         activated = x.new_empty(num_pairs, w2.inputs)
         tiles = choose_tiles(kind, blocks.block_m, num_pairs, w13.rows, inputs.is_wide)
-        grouped_product(inputs, w13, activated, blocks, tiles, top_k, gated=True)
+        parts = splits
+        if parts is None:
+            parts = choose_splits(kind, tiles.programs(blocks, w13.rows), w13.inputs)
+        grouped_product(inputs, w13, activated, blocks, tiles, top_k, gated=True, splits=parts)
         return QuantInputs.of(activated, w2)
 
     def down(inputs: QuantInputs, start: int, out: torch.Tensor, blocks: ExpertBlocks) -> None:
@@ -103,17 +113,19 @@ def grouped_product(
     visits_per_row: int,
     gated: bool,
     first_row: int = 0,
+    splits: int = 1,
 ) -> None:
     """`moe_experts.grouped_product` with the weights' rows from `first_row` on."""
     width = weights.rows if gated else out.shape[1]
-    _grouped_quant[(blocks.limit * triton.cdiv(width, tiles.block_n),)](
+    sums = split_sums(out, width, splits)
+    _grouped_quant[(tiles.programs(blocks, width), splits)](
         x.numbers,
         x.scale,
         weights.codes,
         weights.scale,
         weights.zeros,
         weights.row_scale,
-        out,
+        sums,
         blocks.pairs,
         blocks.experts,
         blocks.count,
@@ -129,12 +141,13 @@ def grouped_product(
             0 if tensor is None else tensor.stride(0)
             for tensor in (weights.scale, weights.zeros, weights.row_scale)
         ),
-        out.stride(0),
+        sums.stride(-2),
         **weights.constants(),
         X_GROUP=x.group,
         IS_EXACT=x.is_exact(weights),
         VISITS_PER_ROW=visits_per_row,
         GATED=gated,
+        SPLIT=splits > 1,
         WEIGHTS_FIRST=tiles.weights_first,
         BLOCK_M=tiles.block_m,
         BLOCK_N=tiles.block_n,
@@ -142,6 +155,8 @@ def grouped_product(
         num_stages=tiles.num_stages,
         **tiles.options,
     )
+    if splits > 1:
+        join_gated(sums, out)
 
 
 @triton.jit(do_not_specialize=["num_pairs"])
@@ -180,13 +195,16 @@ def _grouped_quant(
     IS_EXACT: tl.constexpr,
     VISITS_PER_ROW: tl.constexpr,
     GATED: tl.constexpr,
+    SPLIT: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     WHOLE_K: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """One block of pairs times one tile of `width` rows of its expert, from `first_row` on."""
+    """One block of pairs times one tile of `width` rows of its expert, from `first_row` on; or a
+    split of it.
+    """
     tiles = tl.cdiv(width, BLOCK_N)
     block = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
@@ -201,6 +219,10 @@ def _grouped_quant(
         scale_ptr += expert * expert_scales
     if zeros_ptr is not None:
         zeros_ptr += expert * expert_zeros
+    first = 0
+    last = tl.cdiv(inputs, BLOCK_K)
+    if SPLIT:
+        first, last = split_blocks(inputs, BLOCK_K)
     acc = add_product(
         no_sums(BLOCK_M, BLOCK_N, IS_EXACT, WEIGHTS_FIRST),
         x_ptr,
@@ -210,8 +232,8 @@ def _grouped_quant(
         zeros_ptr,
         tokens,
         places,
-        0,
-        tl.cdiv(inputs, BLOCK_K),
+        first,
+        last,
         inputs,
         rows,
         stride_x,
@@ -233,4 +255,6 @@ def _grouped_quant(
     if row_scale_ptr is not None:
         row_scale_ptr += expert * expert_rows
     acc = finish(acc, x_scale_ptr, row_scale_ptr, None, tokens, places, X_GROUP)
-    store_outputs(acc, out_ptr, pairs, num_pairs, tile, width, stride_out, GATED)
+    if SPLIT:
+        out_ptr += tl.program_id(1).to(tl.int64) * num_pairs * width
+    store_outputs(acc, out_ptr, pairs, num_pairs, tile, width, stride_out, GATED and not SPLIT)

@@ -19,13 +19,13 @@ from atom.model_ops.kernels.triton.quant_layout import (
 )
 from atom.model_ops.kernels.triton.quant_product import add_product, finish, no_sums
 from atom.model_ops.kernels.triton.quant_splits import (
-    BUSY,
     choose_splits,
     choose_tiles,
     sum_splits,
     tile_of,
 )
 from atom.model_ops.kernels.triton.quantise import refuses_activations
+from atom.model_ops.kernels.triton.splits import BUSY
 from atom.model_ops.quant.weights import QuantWeights
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform

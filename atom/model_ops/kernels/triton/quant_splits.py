@@ -8,9 +8,8 @@ import triton.language as tl
 
 from atom.model_ops.kernels.triton.moe_experts import Tiles
 from atom.model_ops.kernels.triton.quant_product import finish
+from atom.model_ops.kernels.triton.splits import BUSY
 
-# Programs that keep a GPU busy: two for each unit of an H100 and of an MI300X.
-BUSY = {"cuda": 264, "rocm": 608}
 _MOST_SPLITS = 8
 # A split has at least so many inputs.
 _LEAST_INPUTS = 1024

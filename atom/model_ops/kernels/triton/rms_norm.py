@@ -1,4 +1,4 @@
-"""RMS norm with and without a residual: float32 inside, rounded once."""
+"""RMS norm, with a residual or of two parts of a row: float32 inside, rounded once."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.kernels.torch.elementwise import Norm
+from atom.model_ops.kernels.triton.support import refuses_parts
 from atom.model_ops.registry import OpQuery
 
 # A program keeps a whole row in registers.
@@ -16,6 +18,19 @@ def refuses(query: OpQuery) -> str | None:
     """Why this row size is not supported; None if it is."""
     size = query.shape["size"]
     return f"size={size} is larger than {_LARGEST_ROW}" if size > _LARGEST_ROW else None
+
+
+def refuses_pair(query: OpQuery) -> str | None:
+    """Why one kernel cannot compute both norms; None if it can."""
+    return refuses_parts("rms_norm") or refuses(query)
+
+
+@triton.jit
+def _normed(x, weight_ptr, columns, mask, eps, SIZE: tl.constexpr):
+    """The norm of a row x [BLOCK] float32, which is 0 from SIZE on."""
+    inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + eps)
+    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    return x * inverse * weight
 
 
 @triton.jit
@@ -48,10 +63,41 @@ def _norm(
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * SIZE + columns, total, mask=mask)
         x = total.to(tl.float32)
-    inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + eps)
-    weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    normed = x * inverse * weight
+    normed = _normed(x, weight_ptr, columns, mask, eps, SIZE)
     tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_part(x_ptr, weight_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+    columns = tl.arange(0, BLOCK)
+    mask = columns < SIZE
+    x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+    normed = _normed(x, weight_ptr, columns, mask, eps, SIZE)
+    tl.store(out_ptr + columns, normed.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _norm_pair(
+    x_ptr,
+    weight_ptr,
+    other_weight_ptr,
+    out_ptr,
+    other_out_ptr,
+    row_stride,
+    eps,
+    SIZE: tl.constexpr,
+    OTHER_SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OTHER_BLOCK: tl.constexpr,
+):
+    """Grid: rows, their two parts."""
+    row = tl.program_id(0).to(tl.int64)
+    x_ptr += row * row_stride
+    if tl.program_id(1) == 0:
+        _norm_part(x_ptr, weight_ptr, out_ptr + row * SIZE, eps, SIZE, BLOCK)
+    else:
+        other_out_ptr += row * OTHER_SIZE
+        _norm_part(x_ptr + SIZE, other_weight_ptr, other_out_ptr, eps, OTHER_SIZE, OTHER_BLOCK)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -77,6 +123,44 @@ def add_rms_norm(
     total = torch.empty_like(out)
     _launch(x, residual, weight, out, total, eps)
     return out, total
+
+
+def rms_norm_pair(
+    x: torch.Tensor, weight: torch.Tensor, other_weight: torch.Tensor, eps: float, rms_norm: Norm
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norms of the first a and the next b columns of x [T, a + b or more]: [T, a], [T, b].
+
+    Args:
+        weight, other_weight: [a], [b].
+        rms_norm: not called.
+
+    Raises:
+        ValueError: when shapes do not fit.
+    """
+    del rms_norm
+    (rows, width), size, other_size = x.shape, len(weight), len(other_weight)
+    if size + other_size > width:
+        raise ValueError(f"rows of {width} have no parts of {size} and {other_size}")
+    out, other_out = x.new_empty(rows, size), x.new_empty(rows, other_size)
+    if rows == 0:
+        return out, other_out
+    x = x if x.stride(1) == 1 else x.contiguous()
+    block, other_block = triton.next_power_of_2(size), triton.next_power_of_2(other_size)
+    _norm_pair[(rows, 2)](
+        x,
+        weight.contiguous(),
+        other_weight.contiguous(),
+        out,
+        other_out,
+        x.stride(0),
+        eps,
+        SIZE=size,
+        OTHER_SIZE=other_size,
+        BLOCK=block,
+        OTHER_BLOCK=other_block,
+        num_warps=min(max(max(block, other_block) // 512, 1), 16),
+    )
+    return out, other_out
 
 
 def _launch(

@@ -11,7 +11,30 @@ _TILE = 1024
 
 
 @triton.jit
-def _rotate_heads(
+def load_angles(cos_sin_ptr, position, table_rows, ROTARY: tl.constexpr, HALF: tl.constexpr):
+    """Cosines and sines [1, HALF]; NaN for a position outside the table, which is not read then."""
+    pairs = tl.arange(0, HALF)[None, :]
+    known = (pairs < ROTARY // 2) & (position >= 0) & (position < table_rows)
+    angles = cos_sin_ptr + position * ROTARY + pairs
+    cos = tl.load(angles, mask=known, other=float("nan"))
+    sin = tl.load(angles + ROTARY // 2, mask=known, other=float("nan"))
+    return cos, sin
+
+
+@triton.jit
+def rotated(x_heads, pairs, mask, cos, sin, ROTARY: tl.constexpr, INTERLEAVED: tl.constexpr):
+    """The halves of heads at pointers [N, 1], rotated: two of [N, HALF] float32."""
+    if INTERLEAVED:
+        first = tl.load(x_heads + 2 * pairs, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(x_heads + 2 * pairs + 1, mask=mask, other=0.0).to(tl.float32)
+    else:
+        first = tl.load(x_heads + pairs, mask=mask, other=0.0).to(tl.float32)
+        second = tl.load(x_heads + ROTARY // 2 + pairs, mask=mask, other=0.0).to(tl.float32)
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def rotate_heads(
     x_ptr,
     out_ptr,
     token,
@@ -32,15 +55,10 @@ def _rotate_heads(
     mask = is_head & (pairs < ROTARY // 2)
     x_heads = x_ptr + token * token_stride + heads[:, None] * head_stride
     out_heads = out_ptr + (token * num_heads + heads[:, None]) * HEAD_DIM
-    if INTERLEAVED:
-        first = tl.load(x_heads + 2 * pairs, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(x_heads + 2 * pairs + 1, mask=mask, other=0.0).to(tl.float32)
-    else:
-        first = tl.load(x_heads + pairs, mask=mask, other=0.0).to(tl.float32)
-        second = tl.load(x_heads + ROTARY // 2 + pairs, mask=mask, other=0.0).to(tl.float32)
+    first, second = rotated(x_heads, pairs, mask, cos, sin, ROTARY, INTERLEAVED)
     dtype: tl.constexpr = out_ptr.dtype.element_ty
-    tl.store(out_heads + pairs, (first * cos - second * sin).to(dtype), mask=mask)
-    tl.store(out_heads + ROTARY // 2 + pairs, (second * cos + first * sin).to(dtype), mask=mask)
+    tl.store(out_heads + pairs, first.to(dtype), mask=mask)
+    tl.store(out_heads + ROTARY // 2 + pairs, second.to(dtype), mask=mask)
     if ROTARY < HEAD_DIM:
         dims = ROTARY + tl.arange(0, REST)[None, :]
         mask = is_head & (dims < HEAD_DIM)
@@ -74,21 +92,16 @@ def _rope(
     token = tl.program_id(0).to(tl.int64)
     tile = tl.program_id(1)
     position = tl.load(positions_ptr + token)
-    pairs = tl.arange(0, HALF)[None, :]
-    # A position outside the table gives NaN and no out-of-bounds read.
-    known = (pairs < ROTARY // 2) & (position >= 0) & (position < table_rows)
-    angles = cos_sin_ptr + position * ROTARY + pairs
-    cos = tl.load(angles, mask=known, other=float("nan"))
-    sin = tl.load(angles + ROTARY // 2, mask=known, other=float("nan"))
+    cos, sin = load_angles(cos_sin_ptr, position, table_rows, ROTARY, HALF)
     if tile < q_tiles:
         heads = tile * HEADS + tl.arange(0, HEADS)
-        _rotate_heads(
+        rotate_heads(
             q_ptr, q_out_ptr, token, heads, q_heads, q_token_stride, q_head_stride, cos, sin,
             HEAD_DIM, ROTARY, HALF, REST, INTERLEAVED,
         )  # fmt: skip
     else:
         heads = (tile - q_tiles) * HEADS + tl.arange(0, HEADS)
-        _rotate_heads(
+        rotate_heads(
             k_ptr, k_out_ptr, token, heads, k_heads, k_token_stride, k_head_stride, cos, sin,
             HEAD_DIM, ROTARY, HALF, REST, INTERLEAVED,
         )  # fmt: skip

@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-from atom.environment import triton_is_interpreted
+from atom.environment import op_override, triton_is_interpreted
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform
 
@@ -40,6 +40,14 @@ def refuses_storage(query: OpQuery) -> str | None:
         return f"no kernel for a cache of {storage}"
     known = storage in _eight_bit_types(platform)
     return None if known else f"{platform.arch} does not convert {storage}"
+
+
+def refuses_parts(*ops: str) -> str | None:
+    """Why one kernel cannot stand for these ops: the user demands another of one; else None."""
+    for op in ops:
+        if (wanted := op_override(op)) not in (None, "triton"):
+            return f"does the work of {op}, and ATOM_OP_{op.upper()}={wanted}"
+    return None
 
 
 def _eight_bit_types(platform: Platform) -> tuple[torch.dtype, ...]:
