@@ -176,7 +176,8 @@ class LaunchedStep:
 
     Attributes:
         collect: waits for the results; steps are collected in the order in which they are launched.
-        num_drafts: drafts that lie on the device for each sampled sequence that wants them.
+        num_drafts: how many drafts that lie on the device the next step verifies, of each sampled
+            sequence that wants them.
         draft_source: the source of these drafts, as in `SequenceResult`.
     """
 

@@ -11,13 +11,16 @@ import torch
 from atom.model_ops.kernels.native.program import Arena, record
 from atom.platform import Platform
 
-# Runs before the capture, so that libraries are initialised and autotuned.
-_WARMUP_RUNS = 2
-
-# An op without host-side lengths works for the longest context of its graph, so short contexts have
-# graphs of their own. Beyond the last bound steps run eagerly: there kernels take longer than their
-# launches.
+# An op without host-side lengths is launched for the longest context of its graph, so short
+# contexts have graphs of their own. One more bound is the longest context of all.
 _CONTEXT_BOUNDS = (512, 2048, 8192)
+# From so many sequences on, batch sizes have two steps to each power of two, then four.
+_TWO_STEPS, _FOUR_STEPS = 16, 128
+# Up to so many queries per sequence, each number may have graphs.
+_ALL_LENGTHS = 5
+# Rows of the largest graph with several queries per sequence, and of the largest choice of tokens:
+# more take longer than their launches, and lots of memory.
+MOST_ROWS = 1024
 
 
 class CaptureBackend(Protocol):
@@ -45,8 +48,8 @@ class CudaGraphBackend:
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):
-            for _ in range(_WARMUP_RUNS):
-                work()
+            # Libraries are initialised and kernels compiled, which a capture cannot do.
+            work()
         torch.cuda.current_stream().wait_stream(self._stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
@@ -109,17 +112,9 @@ class GraphPlan:
     device: torch.device
 
     @property
-    def largest(self) -> Bucket:
-        return Bucket(self.batch_sizes[-1], self.context_bounds[-1])
-
-    @property
     def table_width(self) -> int:
         """Blocks of the longest context."""
         return -(-self.context_bounds[-1] // self.block_size)
-
-    @property
-    def num_buckets(self) -> int:
-        return len(self.batch_sizes) * len(self.context_bounds)
 
     def buckets(self) -> Iterator[Bucket]:
         """All buckets, the largest first, so that the memory pool needs to grow only once."""
@@ -136,27 +131,32 @@ class GraphPlan:
 
 
 def default_batch_sizes(max_num_seqs: int) -> tuple[int, ...]:
-    """1, 2, 4, 8, ... and `max_num_seqs`."""
-    powers = (2**i for i in range(max_num_seqs.bit_length()))
-    return tuple(sorted({*powers, max_num_seqs}))
+    """1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, ... and `max_num_seqs`.
+
+    From 16 on at most a third of a graph's rows are padding, from 128 on at most a fifth.
+    """
+    sizes = {max_num_seqs}
+    for power in (2**i for i in range(max_num_seqs.bit_length())):
+        steps = 1 if power < _TWO_STEPS else 2 if power < _FOUR_STEPS else 4
+        sizes |= {power + power * i // steps for i in range(steps)}
+    return tuple(sorted(size for size in sizes if size <= max_num_seqs))
+
+
+def query_lengths(num_drafts: int, *, varying: bool) -> tuple[int, ...]:
+    """The numbers of queries per sequence to capture: one, and with all drafts.
+
+    Args:
+        varying: whether steps verify any number of drafts. Then there are all numbers in between,
+            or half as many, a quarter, ... if they are many.
+    """
+    most = 1 + num_drafts
+    if not varying:
+        return tuple(sorted({1, most}))
+    if most <= _ALL_LENGTHS:
+        return tuple(range(1, most + 1))
+    return tuple(sorted({-(-most // 2**i) for i in range(most.bit_length() + 1)}))
 
 
 def default_context_bounds(max_model_len: int) -> tuple[int, ...]:
-    """Context bounds up to `max_model_len`, or up to the longest context of any graph."""
-    longest = min(max_model_len, _CONTEXT_BOUNDS[-1])
-    return (*(bound for bound in _CONTEXT_BOUNDS if bound < longest), longest)
-
-
-def fill_rows(buffer: torch.Tensor, rows: torch.Tensor, end: int, padding: int) -> None:
-    """Copy `rows` [n, ...] into `buffer` and pad up to row `end`.
-
-    Columns of `buffer` beyond the width of `rows` keep their values.
-    """
-    count = rows.shape[0]
-    if rows.dim() > 1:
-        width = min(buffer.shape[1], rows.shape[1])
-        buffer[:count, :width].copy_(rows[:, :width])
-    else:
-        buffer[:count].copy_(rows)
-    if count < end:
-        buffer[count:end].fill_(padding)
+    """Context bounds up to `max_model_len`."""
+    return (*(bound for bound in _CONTEXT_BOUNDS if bound < max_model_len), max_model_len)

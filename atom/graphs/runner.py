@@ -1,9 +1,9 @@
 """Runs the target's layers, eagerly or by replaying CUDA graphs.
 
 A graph reads and writes the same memory at every replay: inputs are written where it was captured,
-padded to the bucket's size, and the results are cut to the step's rows. Padding rows have slot -1
-(no KV write) and read a short context in the first block of row 0's table, whichever sequence owns
-it; their results are dropped.
+padded to the bucket's size, and the results are cut to the step's rows. Padding rows repeat the
+batch's last token, have slot -1 (no KV write) and read a short context in the first block of row
+0's table, whichever sequence owns it; their results are dropped.
 """
 
 from __future__ import annotations
@@ -11,22 +11,23 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
 import torch
 from tqdm import tqdm
 
-from atom.graphs.capture import Bucket, GraphPlan
+from atom.graphs.capture import MOST_ROWS, Bucket, GraphPlan
 from atom.model_ops.metadata import ModelInput, ModelOutput
 
 logger = logging.getLogger(__name__)
 
 # A forward pass of the target's layers.
 ForwardOp = Callable[[ModelInput], ModelOutput]
-# The input tensors of a bucket's graph with a number of queries per sequence.
-GraphInputs = Callable[[Bucket, int], ModelInput]
+# The input of a bucket's graph with a number of queries per sequence: a function that reads it from
+# where replays find it, as part of the captured work, with metadata of its own in every call.
+GraphInputs = Callable[[Bucket, int], Callable[[], ModelInput]]
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class GraphKey:
     @property
     def batch_size(self) -> int:
         return self.bucket.batch_size
+
+    @property
+    def num_rows(self) -> int:
+        return self.batch_size * self.query_len
 
 
 class ForwardRunner(Protocol):
@@ -80,23 +85,24 @@ class GraphRunner:
 
     Attributes:
         plan: what to capture.
+        query_lens: the query lengths that are captured, ascending.
         graph_aux_hidden: aux hidden states that the graphs write, by (batch size, query length):
             one [batch size * query length, hidden] per requested layer.
 
     Args:
-        query_lens: the query lengths to capture.
+        query_lens: ascending.
     """
 
     def __init__(self, forward: ForwardOp, plan: GraphPlan, query_lens: tuple[int, ...]) -> None:
         self._forward = forward
         self.plan = plan
-        self._query_lens = query_lens
+        self.query_lens = query_lens
         self._hidden: dict[tuple[int, int], torch.Tensor] = {}
         self.graph_aux_hidden: dict[tuple[int, int], tuple[torch.Tensor, ...]] = {}
         self._replays: dict[GraphKey, Callable[[], None]] = {}
 
     def fit(self, num_sequences: int, query_len: int, num_cached: int) -> GraphKey | None:
-        padded = min((n for n in self._query_lens if n >= query_len), default=None)
+        padded = next((n for n in self.query_lens if n >= query_len), None)
         if padded is None:
             return None
         bucket = self.plan.fit(num_sequences, num_cached + padded)
@@ -107,26 +113,47 @@ class GraphRunner:
         if graph is None:
             return self._forward(model_input)
         self._replays[graph]()
-        key, rows = (graph.batch_size, graph.query_len), model_input.input_ids.shape[0]
-        aux = tuple(states[:rows] for states in self.graph_aux_hidden[key])
-        return ModelOutput(self._hidden[key][:rows], aux)
+        every, rows = self.output(graph), model_input.input_ids.shape[0]
+        aux = tuple(states[:rows] for states in every.aux_hidden_states)
+        return ModelOutput(every.hidden_states[:rows], aux)
+
+    def output(self, graph: GraphKey) -> ModelOutput:
+        """What a graph writes, padding included; once outputs are allocated."""
+        key = graph.batch_size, graph.query_len
+        return ModelOutput(self._hidden[key], self.graph_aux_hidden[key])
 
     @property
     def num_graphs(self) -> int:
-        return self.plan.num_buckets * len(self._query_lens)
+        return len(self.keys)
+
+    @property
+    def keys(self) -> list[GraphKey]:
+        """What is captured, the largest first: all query lengths of every bucket, but for several
+        queries of too many sequences.
+        """
+        lens = sorted(self.query_lens, reverse=True)
+        every = [GraphKey(bucket, length) for bucket in self.plan.buckets() for length in lens]
+        return [key for key in every if key.query_len == 1 or key.num_rows <= MOST_ROWS]
+
+    @property
+    def largest(self) -> GraphKey:
+        """The graph with the most rows."""
+        return max(self.keys, key=lambda key: (key.num_rows, key.bucket.max_context_len))
 
     @torch.inference_mode()
     def rehearse(self, inputs: GraphInputs) -> ModelOutput:
-        """Run the largest bucket once without capturing."""
-        return self._forward(inputs(self.plan.largest, max(self._query_lens)))
+        """Run the largest graph's work once without capturing, and allocate what graphs write."""
+        largest = self.largest
+        output = self._forward(inputs(largest.bucket, largest.query_len)())
+        self._allocate_outputs(output)
+        return output
 
     @torch.inference_mode()
     def capture(self, inputs: GraphInputs) -> None:
         """Capture all graphs. The KV cache must be bound and must not move afterwards."""
         started = time.perf_counter()
-        self._allocate_outputs(self.rehearse(inputs))
-        lens = sorted(self._query_lens, reverse=True)
-        keys = [GraphKey(bucket, length) for bucket in self.plan.buckets() for length in lens]
+        self.rehearse(inputs)
+        keys = self.keys
         for key in tqdm(keys, desc="Capturing graphs", unit="graph", disable=None):
             work = partial(self._compute, key, inputs(key.bucket, key.query_len))
             self._replays[key] = self.plan.backend.capture(work)
@@ -137,24 +164,18 @@ class GraphRunner:
         self._replays.clear()
 
     def _allocate_outputs(self, largest: ModelOutput) -> None:
-        """Allocate outputs for the largest bucket; smaller ones use their first rows."""
+        """Allocate outputs for the largest graph; smaller ones use their first rows."""
         hidden = torch.empty_like(largest.hidden_states)
         aux = tuple(torch.empty_like(states) for states in largest.aux_hidden_states)
-        for batch_size in self.plan.batch_sizes:
-            for query_len in self._query_lens:
-                key, rows = (batch_size, query_len), batch_size * query_len
-                self._hidden[key] = hidden[:rows]
-                self.graph_aux_hidden[key] = tuple(states[:rows] for states in aux)
+        for graph in self.keys:
+            key, rows = (graph.batch_size, graph.query_len), graph.num_rows
+            self._hidden[key] = hidden[:rows]
+            self.graph_aux_hidden[key] = tuple(states[:rows] for states in aux)
 
-    def _compute(self, graph: GraphKey, model_input: ModelInput) -> None:
-        """The captured work of one graph.
-
-        Each run gets fresh metadata. Otherwise the captured run would find the tensors derived in a
-        warm-up run, and the graph would not recompute them.
-        """
+    def _compute(self, graph: GraphKey, read: Callable[[], ModelInput]) -> None:
+        """The captured work of one graph."""
         key = (graph.batch_size, graph.query_len)
-        fresh = replace(model_input, attention=replace(model_input.attention))
-        output = self._forward(fresh)
+        output = self._forward(read())
         self._hidden[key].copy_(output.hidden_states)
         kept = self.graph_aux_hidden[key]
         for states, result in zip(kept, output.aux_hidden_states, strict=True):

@@ -127,18 +127,15 @@ def send_to_host(tensors: Sequence[torch.Tensor]) -> Arriving:
     """Start to copy tensors to the host, in one copy.
 
     Args:
-        tensors: int64 (with values that fit in 32 bits), int32 or float32, on one device.
+        tensors: int64, int32 or float32, on one device.
 
     Returns:
-        Waits for the copy and returns arrays of the same shapes: float32 for float32 tensors, else
-        int32. Work that is launched later may overwrite the tensors.
+        Waits for the copy and returns arrays of the same shapes and types. Work that is launched
+        later may overwrite the tensors.
     """
     if not tensors:
         return list
-    flat = [
-        t.flatten().view(torch.int32) if t.is_floating_point() else t.flatten() for t in tensors
-    ]
-    packed = torch.cat([part.to(torch.int32) for part in flat])
+    packed = torch.cat([tensor.flatten().view(torch.int32) for tensor in tensors])
     copied: torch.cuda.Event | None = None
     if packed.is_cuda:
         # The allocator of pinned memory hands this out again only once the copy is made.
@@ -148,16 +145,16 @@ def send_to_host(tensors: Sequence[torch.Tensor]) -> Arriving:
         copied.record()
     else:
         host = packed.cpu()
-    shapes = [(tensor.shape, tensor.is_floating_point()) for tensor in tensors]
+    kinds = [(tensor.shape, _DTYPES[tensor.dtype]) for tensor in tensors]
 
     def arrive() -> list[np.ndarray]:
         if copied is not None:
             copied.synchronize()
-        words, arrays, start = host.numpy(), [], 0
-        for shape, is_float in shapes:
-            part = words[start : start + shape.numel()].reshape(shape)
-            arrays.append(part.view(np.float32) if is_float else part)
-            start += shape.numel()
+        own, arrays, start = host.numpy().view(np.uint8), [], 0
+        for shape, dtype in kinds:
+            end = start + shape.numel() * np.dtype(dtype).itemsize
+            arrays.append(own[start:end].view(dtype).reshape(shape))
+            start = end
         return arrays
 
     return arrive

@@ -12,7 +12,13 @@ from typing import Any
 from atom.command_line import CommandLine
 from atom.config import ConfigError, EngineConfig
 from atom.model_loader.drafts.shipped import SHIPPED_OPTIONS, shipped_draft_for
-from atom.options import add_flags_by_subject, build, given_flags, options_of
+from atom.options import (
+    add_flags_by_subject,
+    build,
+    given_flags,
+    options_of,
+    with_gpu_defaults,
+)
 
 EngineOptions = Mapping[str, Any]
 
@@ -65,13 +71,24 @@ def engine_options(namespace: argparse.Namespace) -> dict[str, Any]:
 
 
 def engine_config(**options: Any) -> EngineConfig:
-    """Build the configuration from engine options.
+    """Build the configuration from engine options; on a GPU, some have other defaults.
 
     Raises:
         TypeError: for unknown options, with their names and the known ones.
         ConfigError: for an invalid value, with what is expected.
     """
+    if _is_for_gpu(options.get("device")):
+        options = with_gpu_defaults(EngineConfig, options)
     return build(EngineConfig, options, "engine argument")
+
+
+def _is_for_gpu(device: str | None) -> bool:
+    """Whether `device` is a GPU, or may be one and there is one."""
+    if device in (None, "auto"):
+        from atom.platform import num_gpus  # imports torch
+
+        return num_gpus() > 0
+    return device != "cpu"
 
 
 def speculation_of(options: EngineOptions) -> dict[str, Any]:

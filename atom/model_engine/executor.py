@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Protocol
 
 import msgspec
@@ -116,8 +120,6 @@ class RanksExecutor:
     """
 
     can_be_interrupted = False
-    # Other ranks would have to know the number of tokens that a step accepts.
-    depth = 1
 
     def __init__(
         self, config: EngineConfig, driver: Driver, source: ModelSource | None = None
@@ -139,6 +141,7 @@ class RanksExecutor:
         self.eos_token_ids = self._worker.eos_token_ids
         self.lookahead = self._worker.lookahead
         self.ops = self._worker.ops
+        self.depth = self._worker.depth
         driver.is_awaited = False
 
     @property
@@ -150,44 +153,62 @@ class RanksExecutor:
         return self._lockstep.patience_ms if self._lockstep.is_coupled else _IDLE_MS
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
-        """Run a batch on all ranks, to its end.
+        """Launch a batch on all ranks; they go on without waiting for its results, too.
 
         Raises:
-            EngineDeadError: when a rank failed or was lost; the other ranks are ended then.
+            EngineDeadError: when a rank failed or was lost; the other ranks are ended then. Reading
+                the results may raise it, too.
         """
+        with self._awaits_ranks():
+            if batch == _NOTHING and not self._lockstep.is_coupled:
+                return LaunchedStep(lambda: StepOutput([]))
+            launched = self._launch(batch)
+        return replace(launched, collect=partial(self._collect, launched))
+
+    def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
+        self._is_published = False
+        try:
+            return self._worker.launch(batch)
+        except SamplingFailedError as error:
+            raise error.cause from None
+        except EngineDeadError:
+            raise
+        except Exception as error:
+            if self._is_published:
+                raise self._death_by(error) from error
+            if self._lockstep.is_coupled and batch.sequences:
+                self._launch(_NOTHING).collect()  # the other engines compute theirs
+            raise
+
+    def _collect(self, launched: LaunchedStep) -> StepOutput:
+        with self._awaits_ranks():
+            try:
+                output = launched.collect()
+            except Exception as error:
+                raise self._death_by(error) from error
+            # A collective that was ended with the lost rank leaves anything in its tensors.
+            if (lost := self._driver.lost) is not None:
+                raise EngineDeadError(lost)
+            return output
+
+    def _death_by(self, error: Exception) -> EngineDeadError:
+        """The ranks are no longer at the same place."""
+        return EngineDeadError(self._driver.failure() or _describe(error))
+
+    @contextmanager
+    def _awaits_ranks(self) -> Iterator[None]:
+        """The program waits for other ranks in here; they are ended when one of them failed."""
         self._driver.is_awaited = True
         try:
-            output = self._step(batch)
-            return LaunchedStep(lambda: output)
+            if (failure := self._failure or self._driver.lost) is not None:
+                raise EngineDeadError(failure)
+            yield
         except EngineDeadError as error:
             self._failure = str(error)
             self._driver.close(self._failure)
             raise
         finally:
             self._driver.is_awaited = False
-
-    def _step(self, batch: ScheduledBatch) -> StepOutput:
-        if (failure := self._failure or self._driver.lost) is not None:
-            raise EngineDeadError(failure)
-        if batch == _NOTHING and not self._lockstep.is_coupled:
-            return StepOutput([])
-        self._is_published = False
-        try:
-            output = self._worker.launch(batch).collect()
-        except SamplingFailedError as error:
-            raise error.cause from None
-        except EngineDeadError:
-            raise
-        except Exception as error:
-            if not self._is_published:
-                if self._lockstep.is_coupled and batch.sequences:
-                    self._step(_NOTHING)  # the other engines compute theirs
-                raise
-            raise EngineDeadError(self._driver.failure() or _describe(error)) from error
-        # A collective that was ended with the lost rank leaves anything in its tensors.
-        if (lost := self._driver.lost) is not None:
-            raise EngineDeadError(lost)
-        return output
 
     def shutdown(self) -> None:
         self._lockstep.end()

@@ -67,7 +67,7 @@ class InFlight:
             return []
         sequences = self._batches.popleft()[1]
         for seq in sequences:
-            seq.launched.pop(0)
+            seq.launched.end_oldest()
         return sequences
 
     def take_back(self, failed: ScheduledBatch) -> tuple[list[Sequence], list[Sequence], list[int]]:

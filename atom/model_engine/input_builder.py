@@ -16,12 +16,13 @@ from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
 from atom.model_engine.carried_rows import CarriedPlan, CarriedRows
 from atom.model_engine.kept_step import KeptStep, KeptSteps, layout_of
+from atom.model_engine.step_places import GraphInput, Places, Shape
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
 
 # Staging buffer bytes for each token, for each sequence, and a constant part.
-_TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 144, 512, 1 << 16
+_TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 160, 512, 1 << 16
 # Blocks of the block tables of recorded steps, at least.
 _LEAST_WIDTH = 64
 
@@ -39,6 +40,7 @@ class StepInput:
         sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
         race_rows: [S] int64, the sampled sequences' rows; None when all are greedy, or without a
             proposer that reads steps.
+        decodes: whether each sequence has its newest token and its drafts, and no others.
         recurs: whether other steps have the same shapes, as steps that decode do, and all that
             differs between them is in tensors.
         carried: what passes from step to step on the device; None if steps do not overlap.
@@ -50,75 +52,9 @@ class StepInput:
     next_token_ids: torch.Tensor | None
     sampled: torch.Tensor | None
     race_rows: torch.Tensor | None
+    decodes: bool
     recurs: bool
     carried: CarriedPlan | None
-
-
-class _Places:
-    """Host arrays and device tensors (`*_there`) of a forward pass over T tokens of B sequences."""
-
-    def __init__(self, staging: StagingBuffer, num_tokens: int, num_sequences: int) -> None:
-        self.input_ids, self.input_ids_there = staging.reserve(num_tokens)
-        self.positions, self.positions_there = staging.reserve(num_tokens)
-        self.slots, self.slots_there = staging.reserve(num_tokens)
-        self.rows, self.rows_there = staging.reserve(num_sequences)
-        self.context_lens, self.context_lens_there = staging.reserve(num_sequences, torch.int32)
-        self.block_counts, self.block_counts_there = staging.reserve(num_sequences, torch.int32)
-        self.starts, self.starts_there = staging.reserve(num_sequences + 1, torch.int32)
-
-    def pad(self, query_len: int) -> None:
-        """Fill everything with padding: sequences with slot -1 (no KV write) and a context of
-        `query_len` tokens.
-        """
-        self.input_ids[:] = 0
-        self.positions[:] = 0
-        self.slots[:] = -1
-        self.rows[:] = 0
-        self.block_counts[:] = 0
-        # A context cannot be shorter than its queries.
-        self.context_lens[:] = query_len
-        self.starts[:] = np.arange(len(self.starts)) * query_len
-
-
-class _Shape:
-    """Which rows of a step the tokens of a batch get.
-
-    In a graph all sequences have as many rows: those behind a sequence's tokens are padding.
-
-    Attributes:
-        graph: the graph to replay, or None.
-        lens, context_lens: [B], padding included.
-        num_rows: T, the sum of these lengths.
-        longest_query, longest_context: the largest of them, or an upper bound.
-        rows: [B], the sequences' rows in the tables.
-        ends: [B], the row after each sequence's last token.
-        places, positions, owners: of each token, its row of T, its position, and its sequence's row
-            in the tables.
-    """
-
-    def __init__(
-        self, sequences: Sequence[ScheduledSequence], forward: ForwardRunner, ragged_len: int
-    ) -> None:
-        lens = [len(s.token_ids) for s in sequences]
-        starts = [s.start for s in sequences]
-        count, self.longest_query = len(sequences), max(lens)
-        self.graph = forward.fit(count, self.longest_query, max(starts))
-        own = np.array(lens)
-        if self.graph is not None:
-            self.longest_query = self.graph.query_len
-            lens = [self.longest_query] * count
-        elif min(lens) != self.longest_query:
-            self.longest_query = max(self.longest_query, ragged_len)
-        self.lens, self.num_sequences, self.num_rows = lens, count, sum(lens)
-        self.context_lens = list(map(add, starts, lens))
-        self.longest_context = max(self.context_lens)
-        self.rows = np.array([s.row for s in sequences])
-        begins = np.cumsum(lens) - lens
-        self.ends = begins + own
-        within = np.arange(own.sum()) - np.repeat(np.cumsum(own) - own, own)
-        self.places = within + np.repeat(begins, own)
-        self.positions = within + np.repeat(np.array(starts), own)
-        self.owners = np.repeat(self.rows, own)
 
 
 class InputBuilder:
@@ -177,26 +113,36 @@ class InputBuilder:
             shape = plan.batch_sizes[-1], plan.table_width
             self._graph_tables = torch.zeros(shape, dtype=torch.int32, device=device)
 
-    def graph_input(self, bucket: Bucket, query_len: int) -> ModelInput:
+    def graph_input(self, bucket: Bucket, query_len: int) -> GraphInput:
         """The inputs to capture a graph on: all padding, at the addresses that replays will use."""
         assert self._graph_tables is not None
-        tables = self._graph_tables[: bucket.batch_size]
-        return self._padding(tables, query_len, bucket.max_context_len)
+        out = self._graph_tables[: bucket.batch_size]
+        model_input, places = self._padding(out, query_len, bucket.max_context_len, captured=True)
+        tables = self._tables.on_device[:, : out.shape[1]]
+        return GraphInput(
+            model_input,
+            places.sources_there,
+            places.rows_there,
+            places.num_drafts_there,
+            places.successors_there if self._drafts else None,
+            tables,
+        )
 
     def padding(self) -> ModelInput:
         """One padding row."""
-        row = self._padding(self._no_table, 1, 1)
+        row, _ = self._padding(self._no_table, 1, 1, captured=False)
         return replace(row, attention=replace(row.attention, context_lens_cpu=(1,)))
 
     def _padding(
-        self, block_tables: torch.Tensor, query_len: int, max_context_len: int
-    ) -> ModelInput:
+        self, block_tables: torch.Tensor, query_len: int, max_context_len: int, *, captured: bool
+    ) -> tuple[ModelInput, Places]:
         size = len(block_tables)
         self.staging.restart()
-        places = _Places(self.staging, size * query_len, size)
-        places.pad(query_len)
+        tokens = size * query_len
+        places = Places(self.staging, tokens, size, drafts=self._drafts, captured=captured)
+        places.pad(query_len, np.arange(0))
         self.staging.send()
-        return ModelInput(
+        model_input = ModelInput(
             places.input_ids_there,
             places.positions_there,
             AttentionMetadata(
@@ -211,6 +157,7 @@ class InputBuilder:
                 context_lens_cpu=None,
             ),
         )
+        return model_input, places
 
     def build(self, batch: ScheduledBatch) -> StepInput:
         """Write all inputs of the step and start their copy to the device."""
@@ -221,19 +168,20 @@ class InputBuilder:
         kept = self._kept.find(layout)
         if kept is not None and (step := self._repeat(kept, sequences)) is not None:
             return step
-        shape = _Shape(sequences, self._forward, self._ragged_len)
+        shape = Shape(sequences, self._forward, self._ragged_len)
         graph = shape.graph
         self.staging.restart()
         size, tokens = shape.num_sequences, shape.num_rows
         if graph is not None:
-            size, tokens = graph.batch_size, graph.batch_size * graph.query_len
-        places = _Places(self.staging, tokens, size)
+            size, tokens = graph.batch_size, graph.num_rows
+        captured = graph is not None
+        places = Places(self.staging, tokens, size, drafts=self._drafts, captured=captured)
         if graph is not None:
-            places.pad(graph.query_len)
+            places.pad(graph.query_len, shape.places)
         self._tables.grow(sequences)
         self._fill(places, sequences, shape)
         input_ids = places.input_ids[: shape.num_rows]
-        next_token_ids = self._put_successors(input_ids, sequences, shape)
+        next_token_ids = self._put_successors(places, sequences, shape)
         sample = self._sampler.lay_out(
             batch,
             shape.rows,
@@ -265,7 +213,8 @@ class InputBuilder:
             where = (places.rows_there, race_rows, shape.places)
             own = KeptStep.of(*first, *where, self.staging, words)
             self._kept.add(layout, own)
-        return StepInput(model_input, *rest, sampled, race_rows, recurs, carried)
+        decodes = layout is not None
+        return StepInput(model_input, *rest, sampled, race_rows, decodes, recurs, carried)
 
     def _repeat(self, kept: KeptStep, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
         """A step of a known layout; None if it needs another graph."""
@@ -294,6 +243,7 @@ class InputBuilder:
             *(kept.graph, kept.sample, kept.next_token_ids),
             sampled=None,
             race_rows=kept.race_rows,
+            decodes=True,
             recurs=True,
             carried=carried,
         )
@@ -322,7 +272,7 @@ class InputBuilder:
             given = (model_input, sample, next_token_ids, self._tables, self._block_size)
             self._carried.take(plan, *given)
 
-    def _fill(self, places: _Places, sequences: Sequence[ScheduledSequence], shape: _Shape) -> None:
+    def _fill(self, places: Places, sequences: Sequence[ScheduledSequence], shape: Shape) -> None:
         count, size = shape.num_sequences, self._block_size
         own = shape.places
         places.input_ids[own] = [token for s in sequences for token in s.token_ids]
@@ -332,23 +282,23 @@ class InputBuilder:
         places.rows[:count] = shape.rows
         places.context_lens[:count] = shape.context_lens
         places.block_counts[:count] = [s.num_blocks for s in sequences]
+        if shape.graph is not None:
+            places.num_drafts[:count] = [s.num_drafts for s in sequences]
         places.starts[0] = 0
         places.starts[1 : count + 1] = np.cumsum(shape.lens)
 
     def _select_tables(
         self, sequences: Sequence[ScheduledSequence], rows: torch.Tensor, graph: GraphKey | None
     ) -> torch.Tensor:
-        """The sequences' block tables [B, width].
+        """The sequences' block tables [B, width]. A graph gathers them itself.
 
         Args:
             rows: [B], or as many as the graph has sequences.
         """
-        tables = self._tables.on_device
         if graph is not None:
             assert self._graph_tables is not None
-            out = self._graph_tables[: graph.batch_size]
-            torch.index_select(tables[:, : out.shape[1]], 0, rows, out=out)
-            return out[: len(sequences)]
+            return self._graph_tables[: len(sequences)]
+        tables = self._tables.on_device
         width = max(s.num_blocks for s in sequences)
         if self._step_tables is None:
             return tables[:, :width].index_select(0, rows)
@@ -362,21 +312,22 @@ class InputBuilder:
         return self._selected[1]
 
     def _put_successors(
-        self, input_ids: np.ndarray, sequences: Sequence[ScheduledSequence], shape: _Shape
+        self, places: Places, sequences: Sequence[ScheduledSequence], shape: Shape
     ) -> torch.Tensor | None:
         if not self._drafts:
             return None
-        after = np.roll(input_ids, -1)
+        after = np.roll(places.input_ids[: shape.num_rows], -1)
         middle = [i for i, s in enumerate(sequences) if s.successor_token is not None]
         if middle:
             after[shape.ends[middle] - 1] = [sequences[i].successor_token for i in middle]
-        return self.staging.put(after)
+        places.successors[: shape.num_rows] = after
+        return places.successors_there[: shape.num_rows]
 
     def _model_input(
         self,
-        places: _Places,
+        places: Places,
         sequences: Sequence[ScheduledSequence],
-        shape: _Shape,
+        shape: Shape,
         graph: GraphKey | None,
     ) -> ModelInput:
         count, tokens = shape.num_sequences, shape.num_rows

@@ -17,7 +17,7 @@ from atom.graphs.runner import GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
 from atom.model_ops.metadata import ModelInput
-from atom.sampling.plan import NO_DRAFT, SamplePlan
+from atom.sampling.plan import SamplePlan
 
 
 def layout_of(sequences: Sequence[ScheduledSequence]) -> Hashable | None:
@@ -122,7 +122,7 @@ class KeptStep:
     ) -> None:
         """Write what differs in a step of the same layout."""
         input_ids, own_positions, slots, contexts, block_counts = self.places
-        tokens = [token for s in sequences for token in s.token_ids]
+        tokens = np.array([token for s in sequences for token in s.token_ids])
         input_ids[self.where] = tokens
         starts = np.array([s.start for s in sequences])
         positions = starts[self.owners] + self.offsets
@@ -133,19 +133,17 @@ class KeptStep:
         contexts[:] = context_lens
         block_counts[:] = [s.num_blocks for s in sequences]
         if self.successors is not None:
-            self.successors[self.where] = tokens[1:] + tokens[:1]
+            self.successors[self.where] = np.roll(tokens, -1)
         if self.sampled_positions is not None:
             np.add(positions, 1, out=self.sampled_positions)
         if self.accepted is not None:
             assert self.sample.synthetic is not None
             self.accepted[:] = self.sample.synthetic.at(starts)
         if self.drafts is not None:
-            most = self.sample.layout.most
-            self.drafts[:] = [
-                token
-                for s in sequences
-                for token in (*s.token_ids[1:], *[NO_DRAFT] * (most - s.num_drafts))
-            ]
+            # What pads them stays.
+            later = self.offsets > 0
+            places = self.owners[later] * self.sample.layout.most + self.offsets[later] - 1
+            self.drafts[places] = tokens[later]
 
 
 class KeptSteps:

@@ -14,22 +14,25 @@ from atom.graphs.runner import ForwardRunner
 from atom.graphs.staging import Arriving, read_in_place, send_to_host
 from atom.model_engine.carried_rows import CarriedRows
 from atom.model_engine.input_builder import InputBuilder, StepInput
+from atom.model_engine.step_graphs import StepGraphs
 from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampled, Sampler, Verified
-from atom.spec_decode.base import VerifiedStep
-from atom.spec_decode.drafter import NO_DRAFTS, Drafter, Found
+from atom.spec_decode.base import DraftKey, Proposal, VerifiedStep
+from atom.spec_decode.drafter import NO_DRAFTS, Drafter, DraftNumbers, Found
 
 
 @dataclass(frozen=True)
 class _Computed:
     """Attributes:
     last_rows, race: as in `VerifiedStep`; None when the proposer reads no steps.
+    drafting: the graph of the drafts, if there is one.
     """
 
     output: ModelOutput
     verified: Verified
     last_rows: torch.Tensor | None
     race: SamplingMetadata | None
+    drafting: DraftKey | None = None
 
     @property
     def tensors(self) -> list[torch.Tensor]:
@@ -56,6 +59,7 @@ class ModelRunner:
             and before the model runs; None when there are no others.
         recorder: replays steps that recur; None if every step runs op by op.
         carried: what passes from step to step on the device; None if steps do not overlap.
+        graphs: replay what follows the target's layers; None where these are in no graphs.
     """
 
     def __init__(
@@ -67,7 +71,9 @@ class ModelRunner:
         publish: Callable[[Orders], Orders] | None = None,
         recorder: StepRecorder | None = None,
         carried: CarriedRows | None = None,
+        graphs: StepGraphs | None = None,
     ) -> None:
+        self.graphs = graphs
         self._recorder = recorder
         self._send_to_host = send_to_host if recorder is None else read_in_place
         self._inputs = inputs
@@ -84,37 +90,41 @@ class ModelRunner:
         On a GPU this only launches kernels; nothing waits for them before `collect`.
         """
         self._start(batch)
-        num_drafts = 0
+        numbers = DraftNumbers()
         if not self._drafter.looks_first:
             wanted = sum(s.wants_sample and s.wants_drafts for s in batch.sequences)
-            num_drafts = self._drafter.begin(wanted)
+            numbers = self._drafter.begin(wanted)
         step = self._inputs.build(batch) if batch.sequences else None
         if self._publish is not None:
             is_greedy = step is not None and step.sample.is_greedy
-            orders = self._publish(Orders.of(batch, num_drafts, is_greedy))
-            self._drafter.follow(orders.num_drafts)
+            orders = self._publish(Orders.of(batch, numbers.made, is_greedy))
+            numbers = self._drafter.follow(numbers, orders.num_drafts)
             self._go_along(orders)
         if step is None:
             nothing = StepOutput([], self._drafter.num_lookup_tokens)
             return LaunchedStep(lambda: nothing)
-        view, verified = self._verify(batch, step)
+        view, verified = self._verify(batch, step, numbers)
         is_replayed = self._was_replayed(step)
-        looks_first = self._drafter.looks_first
-        guides = self._drafter.guides and any(s.grammar is not None for s in step.sample.states)
-        if looks_first or guides:
-            output = self._draft_after_sampling(batch, step, view, verified, is_replayed)
+        if self._drafter.looks_first or self._follows_grammars(step):
+            given = (batch, step, view, verified, numbers, is_replayed)
+            output = self._draft_after_sampling(*given)
             return LaunchedStep(lambda: output)
-        proposed = self._drafter.propose(view, None)
+        proposed = self._drafter.propose(view, numbers)
+        self._leave(step, verified, proposed)
         self._sampler.raise_failure()
-        drafts = None if proposed is None else proposed.token_ids
-        if self._carried is not None and step.carried is not None:
-            self._carried.leave(step.carried, verified, step.model_input, drafts)
         parts = [] if proposed is None else proposed.tensors
         arriving = self._send_to_host([*parts, *verified.tensors])
-        given = (batch, step, arriving, len(parts), is_replayed)
-        collect = partial(self._collect, *given)
-        made = 0 if drafts is None else drafts.shape[1]
-        return LaunchedStep(collect, made, self._drafter.source)
+        collect = partial(self._collect, batch, step, arriving, len(parts), numbers, is_replayed)
+        return LaunchedStep(collect, numbers.carried if parts else 0, self._drafter.source)
+
+    def _leave(self, step: StepInput, verified: Verified, proposed: Proposal | None) -> None:
+        """Leave the tokens and the drafts for the next step, if it may be launched before they are
+        read.
+        """
+        if self._carried is None or step.carried is None:
+            return
+        drafts = None if proposed is None else proposed.token_ids
+        self._carried.leave(step.carried, verified, step.model_input, drafts)
 
     @torch.inference_mode()
     def _collect(
@@ -123,6 +133,7 @@ class ModelRunner:
         step: StepInput,
         arriving: Arriving,
         num_parts: int,
+        numbers: DraftNumbers,
         is_replayed: bool,
     ) -> StepOutput:
         """Wait for the tokens and the drafts, whose parts come first."""
@@ -132,7 +143,7 @@ class ModelRunner:
         found = self._look_up(batch, step)
         rows = [batch.sequences[i].row for i in step.sample.layout.indices]
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
-            drafts = self._drafter.merge(rows, found, made, allowed)
+            drafts = self._drafter.merge(numbers, rows, found, made, allowed)
         results = self._results(batch, step, sampled, drafts)
         return StepOutput(results, self._drafter.num_lookup_tokens, is_replayed)
 
@@ -142,18 +153,21 @@ class ModelRunner:
         step: StepInput,
         view: VerifiedStep | None,
         verified: Verified,
+        numbers: DraftNumbers,
         is_replayed: bool,
     ) -> StepOutput:
         """The host knows the tokens before drafts are made."""
         sampled = self._sampler.take(step.sample, self._send_to_host(verified.tensors)())
         found = self._look_up(batch, step)
+        if self._drafter.looks_first:
+            numbers = self._drafter.begin_with(found)
         rows = [batch.sequences[i].row for i in step.sample.layout.indices]
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
             if allowed is not None and view is not None:
                 view = replace(view, guide=allowed.guide(found))
-            proposed = self._drafter.propose(view, found if self._drafter.looks_first else None)
+            proposed = self._drafter.propose(view, numbers)
             made = [] if proposed is None else self._send_to_host(proposed.tensors)()
-            drafts = self._drafter.merge(rows, found, made, allowed)
+            drafts = self._drafter.merge(numbers, rows, found, made, allowed)
         results = self._results(batch, step, sampled, drafts)
         return StepOutput(results, self._drafter.num_lookup_tokens, is_replayed)
 
@@ -162,15 +176,15 @@ class ModelRunner:
         """This rank's part of a step whose tokens the first rank samples."""
         batch = orders.batch
         self._start(batch)
-        self._drafter.follow(orders.num_drafts)
+        numbers = self._drafter.follow(DraftNumbers(), orders.num_drafts)
         self._go_along(orders)
         if not batch.sequences:
             return
         step = self._inputs.build(batch)
         # How tokens are chosen is known to the first rank alone.
         sample = replace(step.sample, is_greedy=orders.is_greedy)
-        view, _ = self._verify(batch, replace(step, sample=sample))
-        self._drafter.propose(view, None)
+        view, verified = self._verify(batch, replace(step, sample=sample), numbers)
+        self._leave(step, verified, self._drafter.propose(view, numbers))
 
     def _go_along(self, orders: Orders) -> None:
         """Compute a padding row, and drafts after it, if other engines need this one's experts."""
@@ -180,18 +194,19 @@ class ModelRunner:
         output = self._forward.run(row, None)
         if orders.num_drafts:
             first = torch.zeros_like(row.input_ids)
-            self._drafter.propose(VerifiedStep([], row, output, first, first, None), None)
+            numbers = self._drafter.follow(DraftNumbers(), orders.num_drafts)
+            self._drafter.propose(VerifiedStep([], row, output, first, first, None), numbers)
 
     def _start(self, batch: ScheduledBatch) -> None:
         self._sampler.forget(batch.freed_rows)
         self._drafter.start(batch)
 
     def _verify(
-        self, batch: ScheduledBatch, step: StepInput
+        self, batch: ScheduledBatch, step: StepInput, numbers: DraftNumbers
     ) -> tuple[VerifiedStep | None, Verified]:
         """Run the target, sample and verify -> the proposer's input, and the result."""
         if self._recorder is None or not step.recurs:
-            done = self._compute(step)
+            done = self._compute(step, numbers)
         else:
             plan, model_input = step.sample, step.model_input
             done = self._recorder.run(
@@ -203,7 +218,7 @@ class ModelRunner:
                     *plan.tensors,
                     step.race_rows,
                 ),
-                lambda: self._compute(_with_unknown_lengths(step)),
+                lambda: self._compute(_with_unknown_lengths(step), numbers),
                 lambda done: done.tensors,
             )
         if step.next_token_ids is None:
@@ -218,6 +233,7 @@ class ModelRunner:
             step.sampled,
             done.race,
             step.recurs,
+            done.drafting,
         )
         return view, done.verified
 
@@ -227,15 +243,37 @@ class ModelRunner:
             return True
         return step.graph is not None
 
-    def _compute(self, step: StepInput) -> _Computed:
+    def _compute(self, step: StepInput, numbers: DraftNumbers) -> _Computed:
         """The device's part of a step without the drafts."""
         output = self._forward.run(step.model_input, step.graph)
-        verified = self._sampler.sample(step.sample, output.hidden_states)
-        last_rows = None
-        if step.next_token_ids is not None:
-            last_rows = self._sampler.place(step.sample, verified, step.next_token_ids)
-        race = self._sampler.race(step.sample, step.race_rows)
-        return _Computed(output, verified, last_rows, race)
+        drafting = self._graph_of_drafts(step, numbers)
+        chosen = None if self.graphs is None else self.graphs.choose(step)
+        if chosen is not None:
+            verified, last_rows = chosen
+        else:
+            verified, last_rows = self._sampler.sample(step.sample, output.hidden_states), None
+            if step.next_token_ids is not None:
+                last_rows = self._sampler.place(step.sample, verified, step.next_token_ids)
+            if self.graphs is not None and drafting is not None:
+                assert last_rows is not None
+                self.graphs.keep(drafting.target, last_rows)
+        race = None
+        if drafting is None:
+            race = self._sampler.race(step.sample, step.race_rows)
+        return _Computed(output, verified, last_rows, race, drafting)
+
+    def _graph_of_drafts(self, step: StepInput, numbers: DraftNumbers) -> DraftKey | None:
+        """The graph that makes the step's drafts, if nothing of them is decided after sampling."""
+        if step.graph is None or step.next_token_ids is None or step.sampled is not None:
+            return None
+        if self._drafter.looks_first or self._follows_grammars(step):
+            return None
+        races = step.sample.rows is not None
+        return self._drafter.graph_for(step.graph, numbers, races=races)
+
+    def _follows_grammars(self, step: StepInput) -> bool:
+        """Whether drafts are made within grammars, after sampling."""
+        return self._drafter.guides and any(s.grammar is not None for s in step.sample.states)
 
     def _look_up(self, batch: ScheduledBatch, step: StepInput) -> Found:
         plan = step.sample

@@ -30,7 +30,7 @@ class PlannedBatch:
         drafts.
         """
         start, known = seq.most_computed, seq.token_ids
-        end, is_ahead = start + count, seq.is_sampling
+        end, is_ahead = start + count, seq.launched.is_sampling
         is_last = is_ahead or end == len(known)
         num_sent, seq.num_sent_blocks = seq.num_sent_blocks, len(seq.block_ids)
         source = seq.draft_source
@@ -55,7 +55,7 @@ class PlannedBatch:
             seq.request.params.speculation,
             is_ahead,
         )
-        seq.launched.append(scheduled)
+        seq.launched.add(scheduled)
         self.sequences.append(seq)
         self._scheduled.append(scheduled)
         self.budget -= len(token_ids)

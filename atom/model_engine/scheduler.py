@@ -11,13 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable
 
-from atom.batch import (
-    LaunchedStep,
-    ScheduledBatch,
-    ScheduledSequence,
-    SequenceResult,
-    StepOutput,
-)
+from atom.batch import LaunchedStep, ScheduledBatch, ScheduledSequence, SequenceResult, StepOutput
 from atom.config import SchedulerOptions
 from atom.messages import (
     EngineLimits,
@@ -30,6 +24,7 @@ from atom.messages import (
     check_request,
 )
 from atom.model_engine.block_pool import BlockPool
+from atom.model_engine.holdings import Holdings
 from atom.model_engine.in_flight import InFlight
 from atom.model_engine.planned_batch import PlannedBatch
 from atom.model_engine.prefix_cache import PrefixCache
@@ -70,6 +65,7 @@ class Scheduler:
         self._options = options
         self._pool = pool
         self._prefixes = PrefixCache(pool, lookahead.kv_depends_on_successor)
+        self._holdings = Holdings(pool, self._prefixes, options.max_num_seqs, lookahead)
         self._limits = limits
         self._eos_token_ids = eos_token_ids
         self._lookahead = lookahead
@@ -78,9 +74,6 @@ class Scheduler:
         self._waiting = SequenceQueue()
         self._running = SequenceQueue()
         self._num_added = 0
-        # Rows not in use, and rows that the runner must clear before the next step.
-        self._free_rows = list(reversed(range(options.max_num_seqs)))
-        self._freed_rows: list[int] = []
         self._in_flight = InFlight()
         self._refused: list[RefusedSequence] = []
         self._suspects = Suspects()
@@ -152,8 +145,7 @@ class Scheduler:
             self._admit(plan)
         if self._in_flight and not plan.sequences:
             return plan.finish([])
-        batch = plan.finish(self._freed_rows)
-        self._freed_rows = []
+        batch = plan.finish(self._holdings.take_freed_rows())
         if plan.sequences:
             self._in_flight.add(batch, plan.sequences)
         return batch
@@ -179,7 +171,7 @@ class Scheduler:
                 if made is not None:
                     outputs.append(made)
             elif not seq.launched:
-                self._free(seq)
+                self._holdings.free(seq)
         self._counts.step_ended(output)
         return outputs
 
@@ -201,9 +193,9 @@ class Scheduler:
             RuntimeError: when only other batches are in flight.
         """
         rows, ended, freed = self._in_flight.take_back(batch)
-        self._freed_rows = [*freed, *self._freed_rows]
+        self._holdings.return_freed_rows(freed)
         for seq in ended:
-            self._free(seq)
+            self._holdings.free(seq)
         for seq in list(self._running):
             self._preempt(seq)
         if cause is None:
@@ -244,7 +236,6 @@ class Scheduler:
         """
         running = self._running.items
         num_before, ran_out = len(running), False
-        block_size, ahead = self._pool.block_size, self._lookahead.num_reserved
         drafts_follow = bool(self._lookahead.num_tokens)
         index = 0
         while plan.budget > 0 and index < len(running):
@@ -253,48 +244,27 @@ class Scheduler:
             # One token of the budget is kept for each later sequence, so a long prefill stalls no
             # decode.
             share = max(plan.budget - (len(running) - index), 1)
-            start, known, made = seq.most_computed, seq.most_known, seq.num_drafts(before)
-            may_have_ended = known >= seq.max_num_tokens
-            if seq.is_sampling and (may_have_ended or seq.must_wait(drafts_follow)):
+            may_have_ended = seq.most_known >= seq.max_num_tokens
+            if seq.launched.is_sampling and (may_have_ended or seq.must_wait(drafts_follow)):
                 continue
-            count, num_drafts = known - start, 0
-            if count > share:
-                count = share
-            elif made:
-                # If all drafts are accepted, the bonus token must still fit in max_num_tokens.
-                room = seq.max_num_tokens - known - 1
-                num_drafts = max(min(made, share - count, room), 0)
-            num_tokens = start + count + num_drafts
-            has_room = len(seq.block_ids) * block_size >= num_tokens + ahead
-            if not has_room and not self._reserve(seq, num_tokens):
+            count, num_drafts = seq.next_tokens(share, before)
+            if not self._reserve(seq, seq.most_computed + count + num_drafts):
                 ran_out = True
                 break
             plan.add(seq, count, num_drafts)
         return ran_out or len(running) < num_before
 
-    def _num_reserved(self, seq: Sequence, num_tokens: int) -> int:
-        """Slots to reserve: `num_tokens` plus the proposer's lookahead.
-
-        At most what the whole sequence needs: its last token is never computed.
-        """
-        return min(num_tokens + self._lookahead.num_reserved, seq.max_num_tokens - 1)
-
     def _reserve(self, seq: Sequence, num_tokens: int) -> bool:
         """Grow the block table to `num_tokens`; false if `seq` itself had to be preempted, or has
         to wait for one in flight.
         """
-        wanted = self._num_reserved(seq, num_tokens)
-        missing = self._num_blocks(wanted) - len(seq.block_ids)
-        if missing <= 0:
-            return True
-        while (block_ids := self._pool.allocate(missing)) is None:
+        while not self._holdings.grow(seq, num_tokens):
             victim = self._running[-1]
             if victim.launched:
                 return False
             self._preempt(victim)
             if victim is seq:
                 return False
-        seq.block_ids += block_ids
         return True
 
     def _preempt(self, seq: Sequence) -> None:
@@ -306,7 +276,7 @@ class Scheduler:
     def _admit(self, plan: PlannedBatch) -> None:
         """Start waiting sequences, strictly in order."""
         now = time.monotonic()
-        while plan.budget > 0 and self._free_rows and self._waiting:
+        while plan.budget > 0 and self._waiting:
             seq = self._waiting[0]
             if seq in self._suspects:
                 return
@@ -329,48 +299,33 @@ class Scheduler:
             if seq.status is SequenceStatus.RUNNING:
                 plan.add(seq, min(len(seq.token_ids) - seq.num_computed, plan.budget))
                 continue
-            count = self._start(seq, plan.budget) if self._free_rows else 0
+            count = self._start(seq, plan.budget)
             if count == 0:
                 break
             plan.start(seq, count)
         return bool(plan.sequences)
 
     def _start(self, seq: Sequence, budget: int) -> int:
-        """Move a waiting sequence to the running ones.
+        """Move a waiting sequence to the running ones, if it fits.
 
-        Allocates blocks for all its known tokens, so that its prefill cannot run out of blocks, and
-        leaves one free block for each running sequence: otherwise it would soon be preempted and
+        Leaves one free block for each running sequence: otherwise it would soon be preempted and
         its work lost.
 
         Returns:
             The number of its tokens to compute now; 0 when it has to wait.
         """
-        cached = self._prefixes.match(seq)
-        start = len(cached) * self._pool.block_size
-        count = min(len(seq.token_ids) - start, budget)
         # Without chunked prefill the first step must reach the end of the prompt.
-        target = 0 if self._options.enable_chunked_prefill else seq.num_prompt_tokens
-        wanted = self._num_reserved(seq, len(seq.token_ids))
-        missing = self._num_blocks(wanted) - len(cached)
-        fits = start + count >= target and missing + len(self._running) <= self._pool.num_free
-        block_ids = self._pool.allocate(missing) if fits else None
-        if block_ids is None:
-            self._pool.free(cached)
+        least = 0 if self._options.enable_chunked_prefill else seq.num_prompt_tokens
+        count = self._holdings.begin(seq, budget, least=least, spare=len(self._running))
+        if count == 0:
             return 0
         if seq.num_preemptions == 0 and self._prefixes.serves(seq):
-            seq.num_cached_tokens = start
+            seq.num_cached_tokens = seq.num_computed
             self._counts.matched(seq)
-        seq.row = self._free_rows.pop()
-        seq.block_ids = cached + block_ids
-        seq.num_computed = start
-        seq.num_published = len(cached)
         seq.status = SequenceStatus.RUNNING
         self._waiting.remove(seq)
         self._running.add(seq)
         return count
-
-    def _num_blocks(self, num_tokens: int) -> int:
-        return -(-num_tokens // self._pool.block_size)
 
     def _advance(
         self, seq: Sequence, scheduled: ScheduledSequence, result: SequenceResult
@@ -442,10 +397,4 @@ class Scheduler:
         """
         self._running.remove(seq)
         if not seq.launched:
-            self._free(seq)
-
-    def _free(self, seq: Sequence) -> None:
-        self._pool.free(seq.block_ids)
-        seq.block_ids = []
-        self._free_rows.append(seq.row)
-        self._freed_rows.append(seq.row)
+            self._holdings.free(seq)

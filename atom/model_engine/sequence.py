@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from atom.batch import LaunchedStep, ScheduledSequence
+from atom.batch import LaunchedStep
 from atom.messages import (
     EngineRequest,
     FinishReason,
@@ -16,6 +16,7 @@ from atom.messages import (
     TokenLogprobs,
 )
 from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
+from atom.model_engine.launched_parts import LaunchedParts
 
 # One verification: number of drafts, number of accepted ones, and their source.
 DraftCounts = tuple[int, int, "str | None"]
@@ -45,7 +46,7 @@ class Sequence:
         draft_token_ids: drafts to verify in the next step.
         draft_source: the source of these drafts, as in `SequenceResult`.
         num_computed: tokens whose KV is in the cache; always less than the known tokens.
-        launched: its parts of steps whose results are not known yet, oldest first.
+        launched: its parts of steps whose results are not known yet.
         row: its row in the runner's per-sequence tables; only while it holds blocks.
         block_ids: the block table.
         num_sent_blocks: how many of them were sent to the runner.
@@ -68,7 +69,7 @@ class Sequence:
     draft_token_ids: list[int] = field(default_factory=list)
     draft_source: str | None = None
     num_computed: int = 0
-    launched: list[ScheduledSequence] = field(default_factory=list)
+    launched: LaunchedParts = field(default_factory=LaunchedParts)
     row: int = -1
     block_ids: list[int] = field(default_factory=list)
     num_sent_blocks: int = 0
@@ -77,6 +78,8 @@ class Sequence:
     num_preemptions: int = 0
     first_scheduled_time: float | None = None
     _hashes: list[BlockHash] = field(default_factory=list)
+    _waits: bool = field(init=False)
+    _is_penalised: bool = field(init=False)
 
     def __post_init__(self) -> None:
         self.token_ids = list(self.request.prompt_token_ids)
@@ -85,26 +88,26 @@ class Sequence:
         ends = frozenset() if params.ignore_eos else self.eos_token_ids
         self.end_ids = ends.union(params.stop_token_ids or ())
         self.prompt_logprobs = None if self.request.params.prompt_logprobs is None else [None]
+        self._waits = bool(
+            params.structured_output is not None or params.bad_word_ids or params.logits_processors
+        )
+        self._is_penalised = bool(
+            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
+        )
 
     @property
     def num_outputs(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
 
     @property
-    def is_sampling(self) -> bool:
-        """Whether a launched step samples its next token."""
-        return bool(self.launched) and self.launched[-1].wants_sample
-
-    @property
     def most_computed(self) -> int:
         """`num_computed` after the launched steps if all their drafts are accepted."""
-        return self.num_computed + sum(len(s.token_ids) for s in self.launched)
+        return self.num_computed + self.launched.num_tokens
 
     @property
     def most_known(self) -> int:
         """Known tokens after the launched steps if all their drafts are accepted."""
-        sampled = sum(s.num_drafts + 1 for s in self.launched if s.wants_sample)
-        return len(self.token_ids) + sampled
+        return len(self.token_ids) + self.launched.num_sampled
 
     def num_drafts(self, before: LaunchedStep | None) -> int:
         """How many drafts there are for its next step.
@@ -113,10 +116,25 @@ class Sequence:
             before: the newest launched step.
         """
         params, made = self.request.params, len(self.draft_token_ids)
-        if self.is_sampling and before is not None:
+        if self.launched.is_sampling and before is not None:
             made = before.num_drafts if params.speculation else 0
         most = params.num_speculative_tokens
         return made if most is None else min(made, most)
+
+    def next_tokens(self, most: int, before: LaunchedStep | None) -> tuple[int, int]:
+        """How many known tokens its next step computes, and how many drafts behind them.
+
+        Args:
+            most: of both together.
+            before: the newest launched step.
+        """
+        known = self.most_known
+        count = known - self.most_computed
+        if count > most:
+            return most, 0
+        # If all drafts are accepted, the bonus token must still fit in max_num_tokens.
+        room = self.max_num_tokens - known - 1
+        return count, max(min(self.num_drafts(before), most - count, room), 0)
 
     def must_wait(self, drafts: bool) -> bool:
         """Whether the host must know its last token before the step that samples the next.
@@ -124,17 +142,11 @@ class Sequence:
         Args:
             drafts: whether steps verify drafts.
         """
-        params = self.request.params
-        is_penalised = (
-            params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1
-        )
-        return bool(
-            params.structured_output is not None
-            or self.num_outputs < params.min_tokens
-            or params.bad_word_ids
-            or params.logits_processors
+        return (
+            self._waits
+            or self.num_outputs < self.request.params.min_tokens
             # Tokens are counted on the device, but drafts on the host.
-            or (drafts and is_penalised)
+            or (drafts and self._is_penalised)
         )
 
     def block_hashes(self, count: int, block_size: int, overlap: int) -> list[BlockHash]:

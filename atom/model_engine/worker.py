@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -11,17 +10,11 @@ from functools import partial
 import torch
 
 from atom.batch import LaunchedStep, Orders, ScheduledBatch, StepOutput
-from atom.config import ConfigError, EngineConfig
+from atom.config import EngineConfig
 from atom.distributed.ordered import in_order
 from atom.distributed.place import ALONE, Place
-from atom.graphs.capture import (
-    GraphPlan,
-    capture_backend,
-    default_batch_sizes,
-    default_context_bounds,
-)
 from atom.graphs.recorded import create_recorder
-from atom.graphs.runner import EagerRunner, GraphRunner
+from atom.graphs.runner import EagerRunner
 from atom.kv_cache.base import (
     KVCacheBuilder,
     KVCacheMemoryError,
@@ -30,7 +23,7 @@ from atom.kv_cache.base import (
     storage_dtype,
 )
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
-from atom.kv_cache.memory import estimate_graph_bytes, kv_cache_budget
+from atom.kv_cache.memory import kv_cache_budget
 from atom.kv_cache.paged import PagedCache
 from atom.messages import EngineLimits
 from atom.model_engine.carried_rows import CarriedRows
@@ -39,8 +32,12 @@ from atom.model_engine.expert_ranks import check_experts, expert_ranks, has_spre
 from atom.model_engine.input_builder import InputBuilder
 from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.start_log import log_start
+from atom.model_engine.step_graphs import StepGraphs
 from atom.model_engine.worker_setup import (
+    create_draft_graphs,
     create_grammars,
+    create_graph_runner,
     dtype_name,
     fit_context,
     overlaps,
@@ -49,24 +46,21 @@ from atom.model_engine.worker_setup import (
 )
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_loader.weights import build_model
-from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.quant.formats.gguf import GgufConfig
 from atom.model_ops.quant.summary import describe_weights
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
 from atom.models.registry import create_model
 from atom.platform import Platform, select_platform
+from atom.sampling.decode_rows import KINDS, DecodeSampler
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler, SamplingFailedError
 from atom.sampling.synthetic import SyntheticAcceptance
-from atom.spec_decode.base import Lookahead, Proposer
+from atom.spec_decode.base import Proposer
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter, create_proposer
 from atom.structured_output.cache import GrammarCache
-
-logger = logging.getLogger(__name__)
 
 # (config, target model, its source, layer context) -> proposer
 ProposerFactory = Callable[[EngineConfig, CausalLM, ModelSource, LayerContext], Proposer]
@@ -109,6 +103,7 @@ class Worker:
         platform = select_platform(config.device)
         if platform.is_gpu:
             torch.cuda.set_device(place.local_rank)
+        self._is_gpu = platform.is_gpu
         is_ahead = overlaps(config, platform)
         self.depth = 2 if is_ahead else 1
         self._threads = take_threads(config, place, platform)
@@ -116,16 +111,7 @@ class Worker:
         dtype = resolve_dtype(config.model.dtype, source)
         text_config = source.hf_config.get_text_config()
         context_len = resolve_max_model_len(text_config, config.model.max_model_len)
-        # Of ranks on several machines this one sees only some.
-        is_local = place.num_local >= place.tensor.size
-        ranks = replace(place.tensor, peer_access=is_local)
-        if config.parallel.deterministic_collectives:
-            ranks = in_order(ranks)
-        context = LayerContext.create(dtype, context_len, platform, ranks)
-        # With its index: another thread's current device is the first one.
-        device = torch.device("cuda", place.local_rank) if platform.is_gpu else context.device
-        experts = expert_ranks(config, place, ranks)
-        context = replace(context, device=device, experts=experts)
+        context = _create_context(config, place, platform, dtype, context_len)
         storage = storage_dtype(config.cache, context)
         self.ops: OpTable = context.ops
         self._model = build_model(
@@ -138,21 +124,25 @@ class Worker:
         place.control.exchange([0])
         self.drafts_share_experts = has_spread_experts(self._proposer.draft_model)
         self._model.set_aux_layer_ids(self._proposer.aux_layer_ids)
-        self._graphs = _create_graph_runner(
+        self._graphs = create_graph_runner(
             config, self._model, self._proposer.lookahead, platform, context_len
         )
         self._grammars = create_grammars(config.model, source) if place.is_first else None
+        self._draft_graphs = create_draft_graphs(config, self._proposer, self._graphs)
         # Ranks wait for each other in the middle of a step.
         self._recorder = None
-        if place.is_alone and not is_ahead and not config.graphs.enforce_eager:
+        is_free = place.is_alone and not is_ahead and not config.graphs.enforce_eager
+        if is_free and self._graphs is None:
             self._recorder = create_recorder(platform)
         self._drafter = create_drafter(
             config.speculative,
             self._proposer,
-            captured=self._graphs is not None,
+            captured=() if self._graphs is None else self._graphs.query_lens,
             # Other ranks must know the number of drafts before the step, and so must the next step.
             waiting_is_free=not platform.is_gpu and place.is_alone and not is_ahead,
+            is_ahead=is_ahead,
             recorder=self._recorder,
+            graphs=self._draft_graphs,
         )
         self.inputs, self._runner = self._create_runner(
             config, source, context, self._drafter, publish
@@ -166,9 +156,8 @@ class Worker:
             *self._proposer.kv_cache_builders,
         ]
         num_blocks = self._allocate_kv_cache(config, source, context, builders)
-        if self._graphs is not None:
-            self._graphs.capture(self.inputs.graph_input)
-            self._proposer.capture(self._graphs.plan)
+        if self._runner.graphs is not None:
+            self._runner.graphs.capture()
         self.limits = EngineLimits(
             max_model_len=fit_context(config, context_len, num_blocks, storage),
             num_blocks=num_blocks,
@@ -183,56 +172,16 @@ class Worker:
             synthetic_acceptance_length=config.synthetic_acceptance_length,
         )
         if place.is_first:
-            self._log(config, source, dtype, platform, storage, time.perf_counter() - started)
+            models = [m for m in (self._model, self._proposer.draft_model) if m is not None]
+            seconds = time.perf_counter() - started
+            own = self.limits, self.ops, platform, place.tensor.size
+            log_start(source, models, *own, dtype, storage, seconds)
 
     @property
     def grammars(self) -> GrammarCache:
         """Compiled grammars; only the first rank has any."""
         assert self._grammars is not None, "only the first rank samples"
         return self._grammars
-
-    def _log(
-        self,
-        config: EngineConfig,
-        source: ModelSource,
-        dtype: torch.dtype,
-        platform: Platform,
-        storage: torch.dtype,
-        seconds: float,
-    ) -> None:
-        logger.info("ops:\n%s", self.ops.describe())
-        if isinstance(source.quantization, GgufConfig):
-            logger.info("weights: %s", source.quantization)
-        if storage in FP8_TYPES:
-            self._log_scales()
-        if (length := self.limits.synthetic_acceptance_length) is not None:
-            logger.warning(
-                "drafts are accepted at random, %g tokens a step: answers mean nothing", length
-            )
-        logger.info(
-            "%s in %s%s on %s (%s)%s: context %d, %d KV blocks of %d tokens in %s, ready in %.1f s",
-            source.name,
-            dtype_name(dtype),
-            f" ({self.limits.weights})" if self.limits.weights else "",
-            platform.kind,
-            platform.arch,
-            f", {self._place.tensor.size} ranks" if self._place.tensor.size > 1 else "",
-            self.limits.max_model_len,
-            self.limits.num_blocks,
-            config.cache.block_size,
-            dtype_name(storage),
-            seconds,
-        )
-
-    def _log_scales(self) -> None:
-        models = (self._model, self._proposer.draft_model)
-        modules = [m for model in models if model is not None for m in model.modules()]
-        scales = [module for module in modules if isinstance(module, KVScale)]
-        logger.info(
-            "KV cache scales: the checkpoint's in %d of %d attention layers, 1 elsewhere",
-            sum(scale.is_given for scale in scales),
-            len(scales),
-        )
 
     def _create_runner(
         self,
@@ -251,6 +200,8 @@ class Worker:
         synthetic = config.synthetic_acceptance_length
         # Steps with other numbers of drafts are recorded as one, if they have as many in all.
         ragged_most = 0 if self._recorder is None else drafter.max_drafts
+        is_whole = self._place.tensor.size == 1
+        choose_greedily = None if is_whole else self._model.output_head.choose_greedily
         sampler = Sampler(
             self._model.compute_logits,
             rows,
@@ -260,16 +211,14 @@ class Worker:
             self._place.tensor,
             others_wait=not self._place.is_alone,
             synthetic=None if synthetic is None else SyntheticAcceptance(synthetic),
-            choose_greedily=(
-                self._model.output_head.choose_greedily if self._place.tensor.size > 1 else None
-            ),
+            choose_greedily=choose_greedily,
             ragged_most=ragged_most,
         )
         forward = self._graphs or EagerRunner(self._model.forward)
         carried = None
         if self.depth > 1:
             given = scheduler.max_num_seqs, drafter.max_drafts, device, context.ops
-            carried = CarriedRows.create(*given)
+            carried = CarriedRows.create(*given, self._place.tensor)
         inputs = InputBuilder(
             forward,
             sampler,
@@ -284,8 +233,20 @@ class Worker:
             carried=carried,
             ragged_len=ragged_most + 1,
         )
+        graphs = None
+        if self._graphs is not None:
+            graphs = StepGraphs(
+                self._graphs,
+                inputs,
+                DecodeSampler(self._model.compute_logits, rows, ops, choose_greedily),
+                self._proposer,
+                self._draft_graphs,
+                # Other ranks know whether rows are greedy, and no more.
+                KINDS if self._place.is_alone else KINDS[:1],
+                synthetic=synthetic is not None,
+            )
         parts = inputs, forward, sampler, drafter
-        return inputs, ModelRunner(*parts, publish, self._recorder, carried)
+        return inputs, ModelRunner(*parts, publish, self._recorder, carried, graphs)
 
     def _allocate_kv_cache(
         self,
@@ -303,11 +264,7 @@ class Worker:
             self._run_largest_steps(config, source, context)
 
         def graph_bytes() -> int:
-            if self._graphs is None:
-                return 0
-            rehearse = partial(self._graphs.rehearse, self.inputs.graph_input)
-            of_drafts = self._proposer.graphs_per_bucket * self._graphs.plan.num_buckets
-            return estimate_graph_bytes(rehearse, self._graphs.num_graphs + of_drafts)
+            return 0 if self._runner.graphs is None else self._runner.graphs.estimate_bytes()
 
         budget = kv_cache_budget(
             config.cache, context.ops.platform, profile, graph_bytes, self._place.num_local
@@ -364,14 +321,23 @@ class Worker:
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         started = time.perf_counter()
         launched = self._runner.launch(batch)
-        collect = partial(self._collect, batch, launched, started)
+        collect = partial(self._collect, batch, launched, started, time.perf_counter())
         return replace(launched, collect=collect)
 
-    def _collect(self, batch: ScheduledBatch, launched: LaunchedStep, started: float) -> StepOutput:
+    def _collect(
+        self, batch: ScheduledBatch, launched: LaunchedStep, started: float, away: float
+    ) -> StepOutput:
+        """Args:
+        started, away: when the launch began and returned.
+        """
+        asked = time.perf_counter()
         output = launched.collect()
         ended = time.perf_counter()
-        # A step begins when it is launched, or when the one before it has ended.
-        seconds, self._ended = ended - max(started, self._ended), ended
+        seconds = ended - asked + away - started
+        if self._is_gpu:
+            # A step begins when it is launched, or when the one before it has ended.
+            seconds = ended - max(started, self._ended)
+        self._ended = ended
         is_usual = self._recorder is None or self._recorder.take_usual()
         self._drafter.observe(batch, output, seconds if is_usual else None)
         if self._threads is not None:
@@ -384,41 +350,26 @@ class Worker:
 
     def shutdown(self) -> None:
         """Run no step any more. Graphs go first, as they keep the ranks' communicators."""
-        if self._graphs is not None:
-            self._graphs.release()
+        if self._runner.graphs is not None:
+            self._runner.graphs.release()
         if self._recorder is not None:
             self._recorder.release()
-        self._proposer.release_graphs()
         if self._grammars is not None:
             self._grammars.shutdown()
 
 
-def _create_graph_runner(
-    config: EngineConfig,
-    model: CausalLM,
-    lookahead: Lookahead,
-    platform: Platform,
-    context_len: int,
-) -> GraphRunner | None:
-    """The graph runner, nothing captured yet; None if every step runs eagerly.
-
-    Raises:
-        ConfigError: for --cudagraph-capture-sizes on a device without graphs.
-    """
-    backend = None if config.graphs.enforce_eager else capture_backend(platform)
-    sizes = config.graphs.capture_sizes
-    if backend is None:
-        if sizes is not None:
-            raise ConfigError(
-                f"cudagraph_capture_sizes={list(sizes)} has no effect on a {platform.kind}: "
-                f"there are no graphs to capture; leave it out"
-            )
-        return None
-    plan = GraphPlan(
-        backend,
-        sizes or default_batch_sizes(config.scheduler.max_num_seqs),
-        default_context_bounds(context_len),
-        config.cache.block_size,
-        platform.device,
+def _create_context(
+    config: EngineConfig, place: Place, platform: Platform, dtype: torch.dtype, context_len: int
+) -> LayerContext:
+    """What this rank's layers are built with."""
+    # Of ranks on several machines this one sees only some.
+    is_local = place.num_local >= place.tensor.size
+    ranks = replace(place.tensor, peer_access=is_local)
+    if config.sums_in_order:
+        ranks = in_order(ranks)
+    context = LayerContext.create(
+        dtype, context_len, platform, ranks, batch_invariant=config.batch_invariant
     )
-    return GraphRunner(model.forward, plan, tuple(sorted({1, 1 + lookahead.num_tokens})))
+    # With its index: another thread's current device is the first one.
+    device = torch.device("cuda", place.local_rank) if platform.is_gpu else context.device
+    return replace(context, device=device, experts=expert_ranks(config, place, ranks))

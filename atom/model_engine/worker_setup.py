@@ -7,12 +7,23 @@ from functools import partial
 
 import torch
 
-from atom.config import ConfigError, EngineConfig, ModelOptions
+from atom.config import MAX_SPECULATIVE_TOKENS, ConfigError, EngineConfig, ModelOptions
 from atom.distributed.place import Place
+from atom.graphs.capture import (
+    GraphPlan,
+    capture_backend,
+    default_batch_sizes,
+    default_context_bounds,
+    query_lengths,
+)
+from atom.graphs.runner import GraphRunner
 from atom.model_engine.cpu_threads import AdaptedThreads
 from atom.model_loader.source import ModelSource
 from atom.model_loader.tokenizer import load_tokenizer
+from atom.models.base import CausalLM
 from atom.platform import Platform, default_num_threads
+from atom.spec_decode.base import Lookahead, Proposer
+from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.structured_output.base import GrammarBackend
 from atom.structured_output.cache import GrammarCache
 from atom.structured_output.spelling import Spelling
@@ -107,3 +118,50 @@ def fit_context(
 def dtype_name(dtype: torch.dtype) -> str:
     """`float32` of `torch.float32`."""
     return str(dtype).removeprefix("torch.")
+
+
+def create_graph_runner(
+    config: EngineConfig,
+    model: CausalLM,
+    lookahead: Lookahead,
+    platform: Platform,
+    context_len: int,
+) -> GraphRunner | None:
+    """The graph runner, nothing captured yet; None if every step runs eagerly.
+
+    Raises:
+        ConfigError: for --cudagraph-capture-sizes on a device without graphs.
+    """
+    backend = None if config.graphs.enforce_eager else capture_backend(platform)
+    sizes = config.graphs.capture_sizes
+    if backend is None:
+        if sizes is not None:
+            raise ConfigError(
+                f"cudagraph_capture_sizes={list(sizes)} has no effect on a {platform.kind}: "
+                f"there are no graphs to capture; leave it out"
+            )
+        return None
+    plan = GraphPlan(
+        backend,
+        sizes or default_batch_sizes(config.scheduler.max_num_seqs),
+        default_context_bounds(context_len),
+        config.cache.block_size,
+        platform.device,
+    )
+    options, own = config.speculative, lookahead.num_tokens
+    varying = options is not None and (options.adaptive or options.looks_up)
+    lens = query_lengths(own, varying=varying)
+    if options is not None and options.lookup:
+        lens = tuple(sorted({1 + own, *query_lengths(MAX_SPECULATIVE_TOKENS, varying=True)}))
+    return GraphRunner(model.forward, plan, lens)
+
+
+def create_draft_graphs(
+    config: EngineConfig, proposer: Proposer, target: GraphRunner | None
+) -> DraftGraphs | None:
+    """Where a proposer's graphs are kept; None if it runs eagerly."""
+    most = proposer.lookahead.num_tokens
+    if target is None or not proposer.reads_steps or not most:
+        return None
+    is_adaptive = config.speculative is not None and config.speculative.adaptive
+    return DraftGraphs(target.plan.backend, (0, most) if is_adaptive else (most,))

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from atom.batch import ScheduledSequence
-from atom.graphs.capture import GraphPlan
+from atom.graphs.runner import GraphKey
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.stats import ExpectedAcceptance
@@ -34,6 +34,21 @@ class Guide(Protocol):
 
 
 @dataclass(frozen=True)
+class DraftKey:
+    """One graph of drafts.
+
+    Attributes:
+        target: the graph of the target's layers whose rows it reads.
+        num_drafts: of each sequence.
+        races: whether some drafts are not greedy.
+    """
+
+    target: GraphKey
+    num_drafts: int
+    races: bool
+
+
+@dataclass(frozen=True)
 class VerifiedStep:
     """A sampled and verified target step on the device, as input of a proposer.
 
@@ -51,6 +66,8 @@ class VerifiedStep:
             is the winner of the race in which the target samples its token. None when all are
             greedy. The first draft's position is `positions[last_rows] + 2`.
         recurs: whether other steps have the same shapes, and all that differs is in tensors.
+        graph: the graph that makes the drafts; it reads all of this by itself, and `race` is left
+            out. None to run op by op.
         guide: drafts must follow it, where it is known before them; else None.
     """
 
@@ -62,6 +79,7 @@ class VerifiedStep:
     sampled: torch.Tensor | None
     race: SamplingMetadata | None = None
     recurs: bool = False
+    graph: DraftKey | None = None
     guide: Guide | None = None
 
     @property
@@ -133,7 +151,6 @@ class Proposer(Protocol):
         aux_layer_ids: target layers (boundary ids) whose hidden states the proposer reads.
         reads_steps: whether it reads a `VerifiedStep`; otherwise none is built.
         kv_cache_builders: the proposer's own KV caches, sized together with the target's.
-        graphs_per_bucket: how many graphs `capture` makes of each bucket.
     """
 
     lookahead: Lookahead
@@ -141,18 +158,12 @@ class Proposer(Protocol):
     aux_layer_ids: tuple[int, ...]
     kv_cache_builders: Sequence[KVCacheBuilder]
     reads_steps: bool
-    graphs_per_bucket: int
-
-    def capture(self, plan: GraphPlan) -> None:
-        """Capture graphs where possible. The KV cache must be bound and must not move."""
-        ...
-
-    def release_graphs(self) -> None:
-        """Drop what was captured."""
-        ...
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
-        """`num_drafts` drafts of each sampled sequence. With 0 drafts it only writes its KV."""
+        """`num_drafts` drafts of each sampled sequence. With 0 drafts it only writes its KV.
+
+        A graph may capture it, so without a guide it asks the device for nothing.
+        """
         ...
 
 
@@ -163,16 +174,9 @@ class NullProposer:
     aux_layer_ids: tuple[int, ...] = ()
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
     reads_steps = False
-    graphs_per_bucket = 0
 
     def __init__(self, lookahead: Lookahead = NO_LOOKAHEAD) -> None:
         self.lookahead = lookahead
-
-    def capture(self, plan: GraphPlan) -> None:
-        """Nothing to capture."""
-
-    def release_graphs(self) -> None:
-        """There are none."""
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         return Proposal.empty(step)

@@ -6,12 +6,11 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import place_blocks
 from atom.models.block_draft.draft import BlockDraft
 from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
-from atom.spec_decode.chain import GRAPHS_PER_BUCKET, ChainStart, DraftGraphs
+from atom.spec_decode.chain import ChainStart
 from atom.spec_decode.choice import Chosen, DraftChoice
 from atom.spec_decode.mask_rows import MaskRows, PlaceOp, by_draft, together
 
@@ -41,22 +40,12 @@ class BlockProposer:
         self.lookahead = Lookahead(
             num_speculative_tokens, num_slots=max(draft.config.block_size, num_speculative_tokens)
         )
-        self.graphs_per_bucket = GRAPHS_PER_BUCKET
         self.draft_model: nn.Module | None = draft
         self.aux_layer_ids = draft.aux_layer_ids
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._draft = draft
         self._choice = choice or DraftChoice(draft.target_ids)
         self._rows = MaskRows(draft.config.mask_token_id, block_size, max_model_len, place)
-        self._graphs: DraftGraphs | None = None
-
-    def capture(self, plan: GraphPlan) -> None:
-        nothing = self._draft.norm.weight.new_empty(1, 0)
-        most, confident = self.lookahead.num_tokens, self._choice.confident
-        self._graphs = DraftGraphs(plan, nothing, most, self._run_eagerly, confident)
-
-    def release_graphs(self) -> None:
-        self._graphs = None
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         model_input = step.model_input
@@ -66,13 +55,9 @@ class BlockProposer:
             return Proposal(step.next_token_ids.new_empty((len(step.last_rows), num_drafts)))
         anchors = step.next_token_ids[step.last_rows]
         start = self._rows.start(step, anchors, self._draft.config.block_size)
-        if self._graphs is not None and num_drafts == self.lookahead.num_tokens:
-            drafts = self._graphs.replay(start)
-            if drafts is not None:
-                return drafts
-        return self._run_eagerly(start, num_drafts)
+        return self._run(start, num_drafts)
 
-    def _run_eagerly(self, start: ChainStart, num_drafts: int) -> Proposal:
+    def _run(self, start: ChainStart, num_drafts: int) -> Proposal:
         """The pass over the blocks, and a walk along them."""
         draft, choice = self._draft, self._choice
         config, count = draft.config, len(start.token_ids)

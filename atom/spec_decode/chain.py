@@ -1,17 +1,12 @@
-"""The single-token draft steps after a proposer's first pass.
-
-No host sync inside, so that all steps are captured in one graph.
-"""
+"""The single-token draft steps after a proposer's first pass. No host sync inside."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 
-from atom.graphs.capture import Bucket, GraphPlan, fill_rows
 from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.spec_decode.base import Guide, Proposal, VerifiedStep
@@ -36,10 +31,6 @@ AdvanceOp = Callable[
     [torch.Tensor, int, torch.Tensor, torch.Tensor, int, int],
     tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
 ]
-
-
-# Of temperature, top_k, top_p, min_p, seeds and positions: values without effect.
-_OPTIONS_OFF = (0, 2**31 - 1, 1, 0, 0, 0)
 
 
 @dataclass(frozen=True)
@@ -67,44 +58,24 @@ class ChainStart:
 
 
 class DraftChain:
-    """Single-token draft steps, run eagerly or replayed from a CUDA graph.
-
-    Graphs are captured for the full number of steps only, one per bucket. Fewer steps, or a batch
-    that fits no bucket, run eagerly.
+    """Single-token draft steps.
 
     Args:
         predict: one draft step, which also writes the draft's KV.
-        num_drafts: the maximum number of drafts, including the first.
         advance: the op `advance_drafts`.
     """
 
     def __init__(
         self,
         predict: PredictOp,
-        num_drafts: int,
         block_size: int,
         max_model_len: int,
         advance: AdvanceOp = advance_drafts,
     ) -> None:
         self._predict = predict
         self._advance_drafts = advance
-        self._num_steps = num_drafts - 1
         self._block_size = block_size
         self._max_model_len = max_model_len
-        self._graphs: DraftGraphs | None = None
-
-    def capture(self, plan: GraphPlan, hidden: torch.Tensor, *, confident: bool = False) -> None:
-        """Capture the graphs. The KV cache must be bound and must not move afterwards.
-
-        Args:
-            hidden: a tensor with the width and dtype of the hidden states that start a chain.
-            confident: whether drafts come with confidences.
-        """
-        if self._num_steps:
-            self._graphs = DraftGraphs(plan, hidden, self._num_steps, self.run_eagerly, confident)
-
-    def release_graphs(self) -> None:
-        self._graphs = None
 
     def extend(
         self,
@@ -135,16 +106,7 @@ class DraftChain:
         return Proposal(*(torch.cat(pair, dim=1) for pair in zip(columns, rest, strict=True)))
 
     def run(self, start: ChainStart, num_steps: int) -> Proposal:
-        """Draft `num_steps` more tokens, valid until the next run."""
-        is_captured = num_steps == self._num_steps and start.guide is None
-        if self._graphs is not None and is_captured:
-            drafts = self._graphs.replay(start)
-            if drafts is not None:
-                return drafts
-        return self.run_eagerly(start, num_steps)
-
-    def run_eagerly(self, start: ChainStart, num_steps: int) -> Proposal:
-        """Like `run`, without graphs."""
+        """Draft `num_steps` more tokens."""
         token_ids, hidden = start.token_ids, start.hidden
         drafts: list[Chosen] = []
         for i in range(num_steps):
@@ -216,97 +178,3 @@ def _padding(like: ChainStart) -> ChainStart:
         like.block_counts.new_zeros(1),
         like.max_context_len,
     )
-
-
-# Of greedy drafts, and of random ones.
-GRAPHS_PER_BUCKET = 2
-
-
-class DraftGraphs:
-    """A proposer's work on the sampled sequences, captured for every bucket.
-
-    Padding rows have no blocks, so they write no KV.
-    """
-
-    def __init__(
-        self,
-        plan: GraphPlan,
-        hidden: torch.Tensor,
-        num_steps: int,
-        run: Callable[[ChainStart, int], Proposal],
-        confident: bool,
-    ) -> None:
-        self._plan = plan
-        self._run = run
-        size, device = plan.batch_sizes[-1], plan.device
-        self._buffers = ChainStart(
-            token_ids=torch.zeros(size, dtype=torch.int64, device=device),
-            hidden=torch.zeros(size, hidden.shape[-1], dtype=hidden.dtype, device=device),
-            positions=torch.zeros(size, dtype=torch.int64, device=device),
-            block_tables=torch.zeros(size, plan.table_width, dtype=torch.int32, device=device),
-            block_counts=torch.zeros(size, dtype=torch.int32, device=device),
-            max_context_len=plan.context_bounds[-1],
-            race=SamplingMetadata(
-                temperature=torch.zeros(size, device=device),
-                top_k=torch.zeros(size, dtype=torch.int32, device=device),
-                top_p=torch.zeros(size, device=device),
-                min_p=torch.zeros(size, device=device),
-                seeds=torch.zeros(size, dtype=torch.int64, device=device),
-            ),
-        )
-        shape = size, num_steps
-        self._drafts = Proposal(
-            torch.zeros(shape, dtype=torch.int64, device=device),
-            torch.zeros(shape, device=device) if confident else None,
-        )
-        # By bucket, and whether some drafts are not greedy.
-        self._replays: dict[tuple[Bucket, bool], Callable[[], None]] = {}
-        with torch.inference_mode():
-            for bucket in plan.buckets():
-                for races in (False, True):
-                    work = partial(self._compute, bucket, races)
-                    self._replays[bucket, races] = plan.backend.capture(work)
-
-    def replay(self, start: ChainStart) -> Proposal | None:
-        """The drafts; None when no bucket fits."""
-        count = len(start.token_ids)
-        bucket = self._plan.fit(count, start.max_context_len)
-        if bucket is None:
-            return None
-        buffers, size = self._buffers, bucket.batch_size
-        fill_rows(buffers.token_ids, start.token_ids, size, 0)
-        fill_rows(buffers.hidden, start.hidden, size, 0)
-        fill_rows(buffers.positions, start.positions, size, 0)
-        fill_rows(buffers.block_tables, start.block_tables, size, 0)
-        fill_rows(buffers.block_counts, start.block_counts, size, 0)
-        if start.race is not None:
-            self._fill_race(start.race, size)
-        self._replays[bucket, start.race is not None]()
-        return Proposal(*(t[:count] for t in self._drafts.tensors))
-
-    def _fill_race(self, race: SamplingMetadata, size: int) -> None:
-        """Greedy padding; the graph reads every option, so those that no row needs are off."""
-        assert self._buffers.race is not None
-        for buffer, option, off in zip(
-            self._buffers.race.tensors, race.tensors, _OPTIONS_OFF, strict=True
-        ):
-            if option is not None and buffer is not None:
-                fill_rows(buffer, option, size, off)
-            elif buffer is not None:
-                buffer[:size].fill_(off)
-
-    def _compute(self, bucket: Bucket, races: bool) -> None:
-        """The captured work of one bucket."""
-        buffers, size = self._buffers, bucket.batch_size
-        start = ChainStart(
-            buffers.token_ids[:size],
-            buffers.hidden[:size],
-            buffers.positions[:size],
-            buffers.block_tables[:size],
-            buffers.block_counts[:size],
-            bucket.max_context_len,
-            buffers.race.select(slice(size)) if races and buffers.race is not None else None,
-        )
-        made = self._run(start, self._drafts.token_ids.shape[1])
-        for kept, drafts in zip(self._drafts.tensors, made.tensors, strict=True):
-            kept[:size].copy_(drafts)

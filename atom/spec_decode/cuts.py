@@ -102,11 +102,11 @@ class CutToLongest:
     """Steps differ in the most drafts of a sequence, to which the others are padded.
 
     Args:
-        choices: numbers of drafts to make, each of which has a step.
+        levels: numbers of drafts that there are steps for, ascending from 0.
     """
 
-    def __init__(self, choices: Sequence[int]) -> None:
-        self.levels: tuple[float, ...] = tuple(map(float, choices))
+    def __init__(self, levels: Sequence[int]) -> None:
+        self.levels: tuple[float, ...] = tuple(map(float, levels))
 
     def expected(self, groups: Sequence[tuple[int, Array]]) -> Mapping[float, float]:
         longest = max(survivals.shape[1] for _, survivals in groups)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from atom.batch import ScheduledBatch, StepOutput
 from atom.graphs.recorded import StepRecorder
+from atom.graphs.runner import GraphKey
 from atom.sampling.rows import SequenceState
-from atom.spec_decode.base import Proposal, Proposer, VerifiedStep
+from atom.spec_decode.base import DraftKey, Proposal, Proposer, VerifiedStep
+from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
-from atom.spec_decode.lengths import Candidates, DraftLength, Verification
+from atom.spec_decode.lengths import Candidates, Choice, DraftLength, Verification
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
@@ -27,6 +30,27 @@ NO_DRAFTS = Continuation([], [])
 _UNSAID = 0.5
 # The proposer's accepted drafts, before any were verified, and the window of their mean.
 _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
+
+
+@dataclass(frozen=True)
+class DraftNumbers:
+    """How many drafts a step makes.
+
+    Attributes:
+        most: of a sequence, whatever their source.
+        made: of a sampled sequence, by the proposer.
+        choice: where numbers are adaptive; else None.
+    """
+
+    most: int = 0
+    made: int = 0
+    choice: Choice | None = None
+
+    @property
+    def carried(self) -> int:
+        """Drafts of each sequence that a step verifies which is launched before they are known."""
+        chosen = None if self.choice is None else self.choice.verified
+        return self.made if chosen is None else min(self.made, chosen)
 
 
 class Drafter:
@@ -49,6 +73,7 @@ class Drafter:
         grammars: drafts for sequences with grammars; None if they have those of others alone.
         waiting_is_free: whether a host sync costs nothing (the device is the CPU).
         recorder: replays the proposer's work in steps that recur.
+        graphs: have the proposer's work in steps whose layers are in graphs.
     """
 
     def __init__(
@@ -61,6 +86,7 @@ class Drafter:
         *,
         waiting_is_free: bool,
         recorder: StepRecorder | None = None,
+        graphs: DraftGraphs | None = None,
     ) -> None:
         self.proposer = proposer
         self.source = source
@@ -70,12 +96,13 @@ class Drafter:
         own = proposer.lookahead.num_tokens
         self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
         self._recorder = recorder
+        self._graphs = graphs
         self._lookup = lookup
         self._length = length
         self._grammars = grammars
-        # Of this step: most drafts of a sequence, and how many the proposer makes of them.
-        self._limit = self._num_made = 0
-        # By row, the confidences of the drafts that were last made for its sequence: in this step,
+        # Of the step that was merged last.
+        self._merged = DraftNumbers()
+        # By row, the confidences of the drafts that were last made for its sequence: in that step,
         # and before it.
         self._pending: dict[int, list[float]] = {}
         self._verified: dict[int, list[float]] = {}
@@ -95,24 +122,43 @@ class Drafter:
         if self._grammars is not None:
             self._grammars.forget(batch.freed_rows)
 
-    def begin(self, num_sampled: int) -> int:
-        """The number of drafts for the proposer to make in the step that begins, unless the lookup
-        runs first.
+    def begin(self, num_sampled: int) -> DraftNumbers:
+        """The numbers of the step that begins, unless the lookup runs first.
 
         Args:
             num_sampled: sequences that the step samples and that want drafts.
         """
-        self._choose([self.source] * num_sampled, True)
-        return self._num_made
+        return self._choose([self.source] * num_sampled, True)
 
-    def follow(self, num_drafts: int) -> None:
-        """Make as many drafts in the step that begins as another rank chose."""
-        if num_drafts == self._num_made:
-            return
-        if self._length is not None:
-            self._length.follow(num_drafts)
-        self._num_made = num_drafts
-        self._limit = max(self._limit, num_drafts)
+    def begin_with(self, found: Found) -> DraftNumbers:
+        """The numbers of a step whose lookup has run: its drafts decide them."""
+        needed = any(drafts is None for drafts in found)
+        sources = [self._source_of(drafts) for drafts in found if drafts is not NO_DRAFTS]
+        return self._choose(sources, needed)
+
+    def follow(self, numbers: DraftNumbers, num_drafts: int) -> DraftNumbers:
+        """The numbers of the step that begins, if another rank chose how many the proposer makes.
+
+        Args:
+            numbers: what this rank chose.
+        """
+        if num_drafts == numbers.made:
+            return numbers
+        choice = numbers.choice
+        if choice is not None:
+            choice = replace(choice, asked=num_drafts, made=num_drafts)
+        return DraftNumbers(max(numbers.most, num_drafts), num_drafts, choice)
+
+    def graph_for(self, target: GraphKey, numbers: DraftNumbers, *, races: bool) -> DraftKey | None:
+        """The graph that makes the drafts of the step that begins; None if there is none.
+
+        Args:
+            target: the graph of the target's layers.
+            races: whether some sequences are not greedy.
+        """
+        if self._graphs is None:
+            return None
+        return self._graphs.find(target, numbers.made, races=races)
 
     @contextmanager
     def grammar_drafts(
@@ -135,21 +181,17 @@ class Drafter:
         found = (lookup.find(row, *history) for row, history in zip(rows, histories, strict=True))
         return [each if each.score > rival else None for each in found]
 
-    def propose(self, step: VerifiedStep | None, found: Found | None) -> Proposal | None:
+    def propose(self, step: VerifiedStep | None, numbers: DraftNumbers) -> Proposal | None:
         """The proposer's drafts; None when it makes none.
 
         Args:
             step: None when the proposer reads no steps.
-            found: the lookup's drafts if it runs first, which then decide their number; else None.
         """
-        needed = True
-        if found is not None:
-            needed = any(drafts is None for drafts in found)
-            sources = [self._source_of(drafts) for drafts in found if drafts is not NO_DRAFTS]
-            self._choose(sources, needed)
         if step is None:
             return None
-        count = self._num_made if needed else 0
+        count = numbers.made
+        if self._graphs is not None and step.graph is not None:
+            return self._graphs.replay(step.graph, len(step.last_rows))
         if self._recorder is None or not step.recurs:
             return self.proposer.propose(step, count)
         kind = "drafting" if count else "writing the draft's cache"
@@ -163,6 +205,7 @@ class Drafter:
 
     def merge(
         self,
+        numbers: DraftNumbers,
         rows: Sequence[int],
         found: Found,
         made: Sequence[np.ndarray],
@@ -171,13 +214,14 @@ class Drafter:
         """The drafts of each sampled sequence that are to be verified, and their source.
 
         Args:
+            numbers: of the step that made them.
             rows: of the sampled sequences.
             made: the tensors of the proposer's drafts, if it made any.
             allowed: drafts of the sequences with grammars, if any has one.
         """
         own = _by_sequence(made, len(found))
         merged = [
-            self._extend(row, drafts) if each is None else each.first(self._limit)
+            self._extend(row, drafts, numbers.most) if each is None else each.first(numbers.most)
             for row, drafts, each in zip(rows, own, found, strict=True)
         ]
         sources = [self._source_of(each) for each in found]
@@ -185,30 +229,34 @@ class Drafter:
             for index, draft in allowed.finish([each.token_ids for each in merged]).items():
                 sources[index] = GRAMMAR if draft.is_forced else sources[index]
                 merged[index] = _replaced(merged[index], draft.token_ids)
-        if self._length is not None:
+        made_now = {row: each.confidences for row, each in zip(rows, merged, strict=True)}
+        self._verified, self._pending = self._pending, {**self._pending, **made_now}
+        self._merged = numbers
+        if self._length is not None and numbers.choice is not None:
             # What must follow is certain, and sequences that want no drafts do not count.
             which = [
                 i
                 for i, source in enumerate(sources)
                 if source != GRAMMAR and found[i] is not NO_DRAFTS
             ]
-            kept = self._length.cut([Candidates(sources[i], merged[i].confidences) for i in which])
+            candidates = [Candidates(sources[i], merged[i].confidences) for i in which]
+            kept = self._length.cut(numbers.choice, candidates)
             for i, count in zip(which, kept, strict=True):
                 merged[i] = merged[i].first(count)
-        made_now = {row: each.confidences for row, each in zip(rows, merged, strict=True)}
-        self._verified, self._pending = self._pending, {**self._pending, **made_now}
         return [(each.token_ids, source) for each, source in zip(merged, sources, strict=True)]
 
-    def _extend(self, row: int, own: Continuation) -> Continuation:
-        """The proposer's drafts of a sampled sequence, with what the lookup expects after them."""
-        room = self._limit - len(own.token_ids)
+    def _extend(self, row: int, own: Continuation, most: int) -> Continuation:
+        """The proposer's drafts of a sampled sequence, with what the lookup expects after them, up
+        to `most`.
+        """
+        room = most - len(own.token_ids)
         if self._lookup is None or not own.token_ids or room <= 0:
             return own
         more = self._lookup.extend(row, own.token_ids, room)
         return Continuation(own.token_ids + more.token_ids, own.confidences + more.confidences)
 
     def observe(self, batch: ScheduledBatch, output: StepOutput, seconds: float | None) -> None:
-        """Learn from a finished step.
+        """Learn from a finished step, whose drafts were merged last.
 
         Args:
             seconds: that it took, drafting included; None if another like it would take another
@@ -228,24 +276,24 @@ class Drafter:
             if each.source == self.source and each.confidences:
                 self._num_observed = min(self._num_observed + 1, _ACCEPTED_WINDOW)
                 self._accepted += (each.num_accepted - self._accepted) / self._num_observed
-        if self._length is not None:
+        if self._length is not None and self._merged.choice is not None:
             is_decode = num_rows == batch.num_tokens
-            self._length.observe(verifications, seconds if is_decode else None)
+            measured = seconds if is_decode else None
+            self._length.observe(self._merged.choice, verifications, measured)
 
-    def _choose(self, sources: Sequence[str], needed: bool) -> None:
-        """Set the numbers of drafts of this step.
-
-        Args:
-            sources: of each sampled sequence's drafts.
-            needed: whether the proposer makes any.
+    def _choose(self, sources: Sequence[str], needed: bool) -> DraftNumbers:
+        """Args:
+        sources: of each sampled sequence's drafts.
+        needed: whether the proposer makes any.
         """
         if not sources:
-            self._limit = self._num_made = 0
-            return
-        self._limit = self.max_drafts
+            return DraftNumbers()
+        most, choice = self.max_drafts, None
         if self._length is not None:
-            self._limit = self._length.choose(sources, drafts=needed and self.proposer.reads_steps)
-        self._num_made = min(self._limit, self.proposer.lookahead.num_tokens)
+            choice = self._length.choose(sources, drafts=needed and self.proposer.reads_steps)
+            most = choice.asked
+        own = min(most, self.proposer.lookahead.num_tokens)
+        return DraftNumbers(most, own if needed else 0, choice)
 
     def _source_of(self, drafts: Continuation | None) -> str:
         if drafts is None or self._lookup is None:

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.base import Guide, Lookahead, Proposal, VerifiedStep
-from atom.spec_decode.chain import GRAPHS_PER_BUCKET, AdvanceOp, DraftChain
+from atom.spec_decode.chain import AdvanceOp, DraftChain
 from atom.spec_decode.choice import Chosen, DraftChoice
 
 
@@ -44,21 +43,12 @@ class EagleProposer:
             kv_depends_on_successor=True,
             expected_acceptance=draft.config.expected_acceptance,
         )
-        self.graphs_per_bucket = GRAPHS_PER_BUCKET if num_speculative_tokens > 1 else 0
         self.draft_model: nn.Module | None = draft
         self.aux_layer_ids = draft.aux_layer_ids
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._draft = draft
         self._choice = choice or DraftChoice(draft.target_ids)
-        self._chain = DraftChain(
-            self._predict, num_speculative_tokens, block_size, max_model_len, advance
-        )
-
-    def capture(self, plan: GraphPlan) -> None:
-        self._chain.capture(plan, self._draft.norm.weight, confident=self._choice.confident)
-
-    def release_graphs(self) -> None:
-        self._chain.release_graphs()
+        self._chain = DraftChain(self._predict, block_size, max_model_len, advance)
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         metadata = step.model_input.attention

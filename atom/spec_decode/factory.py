@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -26,6 +26,7 @@ from atom.spec_decode.base import Lookahead, NullProposer, Proposer
 from atom.spec_decode.block import BlockProposer
 from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.cuts import CutToLongest
+from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
@@ -75,19 +76,24 @@ def create_drafter(
     options: SpeculativeOptions | None,
     proposer: Proposer,
     *,
-    captured: bool,
+    captured: Sequence[int],
     waiting_is_free: bool,
+    is_ahead: bool,
     recorder: StepRecorder | None,
+    graphs: DraftGraphs | None = None,
     grammars: bool = True,
 ) -> Drafter:
     """Create the drafter: proposer, lookup, grammars and draft length.
 
     Args:
-        captured: whether steps are replayed from graphs. These exist for one row per sequence and
-            for all drafts of the proposer (`GraphRunner`); other numbers run eagerly, so the
-            adaptive length is then none, these, or as many as the lookup finds.
+        captured: the numbers of queries per sequence that graphs exist for (`GraphRunner`), to
+            which others are padded; none if steps are not replayed from graphs. The adaptive length
+            then verifies as many drafts, and makes none, all of the proposer's, or as many as the
+            lookup finds.
         waiting_is_free: whether the device is the CPU, where a host sync costs nothing.
+        is_ahead: whether steps are launched before it is known what the last one drafts.
         recorder: replays steps that recur; None if every step runs op by op.
+        graphs: have the proposer's work where steps are replayed from graphs.
         grammars: whether grammars draft, too.
     """
     if options is None:
@@ -109,10 +115,11 @@ def create_drafter(
         choices = sorted({*numbers, most})
         length = AdaptiveLength(
             choices,
-            CutToLongest(choices) if captured else None,
+            CutToLongest([n - 1 for n in captured] or choices) if captured or is_ahead else None,
             # Recording takes about as long again as the step.
             first_run=0.0 if recorder is None else 1.0,
             row_guess=ROW_OF_CPU if waiting_is_free else ROW_OF_GPU,
+            is_ahead=is_ahead,
         )
     return Drafter(
         proposer,
@@ -122,6 +129,7 @@ def create_drafter(
         GrammarDrafter(most if captured else MAX_SPECULATIVE_TOKENS) if grammars else None,
         waiting_is_free=waiting_is_free,
         recorder=recorder,
+        graphs=graphs,
     )
 
 

@@ -51,14 +51,35 @@ class Verification:
     num_accepted: int
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen for a step, from which its other calls go on.
+
+    Attributes:
+        asked: drafts to make for each sampled sequence.
+        made: those of them that the draft model makes.
+        verified: how many of them the next step verifies of each sequence, if that is chosen
+            already; None if `cut` chooses.
+        is_try: all drafts are verified.
+        rate: expected tokens per second of what is best; None before times are known.
+    """
+
+    asked: int
+    made: int
+    verified: int | None = None
+    is_try: bool = False
+    rate: float | None = None
+
+
 class DraftLength(Protocol):
     """Chooses how many drafts are made for all sequences of a step, and which are verified.
 
     Each step that samples calls `choose`, `cut`, then `observe`: when it chooses, the acceptance of
-    the drafts that it verifies is not known yet.
+    the drafts that it verifies is not known yet. Where steps overlap, the next one chooses before
+    this one cuts.
     """
 
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
         """The number of drafts to make in this step for each sampled sequence.
 
         Args:
@@ -67,18 +88,21 @@ class DraftLength(Protocol):
         """
         ...
 
-    def cut(self, made: Sequence[Candidates]) -> list[int]:
-        """How many of each sequence's drafts to verify, the first ones."""
+    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
+        """How many of each sequence's drafts to verify, the first ones.
+
+        Args:
+            choice: of the step that made them.
+        """
         ...
 
-    def follow(self, num_drafts: int) -> None:
-        """Another number is made in this step than was chosen: another engine wants more."""
-        ...
-
-    def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
+    def observe(
+        self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
+    ) -> None:
         """Learn from a finished step.
 
         Args:
+            choice: the step's own.
             verifications: of its sampled sequences, for the drafts made in the step before.
             seconds: time of the whole step, drafting included; None when it also computed prompts.
         """
@@ -118,6 +142,8 @@ class AdaptiveLength:
             Such steps are run when they pay for that in as many steps as the engine has had with as
             many sequences. Their first run is not measured then.
         row_guess: as for `StepTimes`.
+        is_ahead: the next step is launched before it is known what this one drafts, and verifies as
+            many drafts of each sequence as `choose` expects to be best; `rule` is `CutToLongest`.
     """
 
     def __init__(
@@ -127,6 +153,7 @@ class AdaptiveLength:
         *,
         first_run: float = 0.0,
         row_guess: float = ROW_OF_GPU,
+        is_ahead: bool = False,
     ) -> None:
         if len(choices) < 2 or choices[0] != 0 or list(choices) != sorted(set(choices)):
             raise ValueError(f"expected ascending numbers of drafts from 0, got {choices}")
@@ -140,57 +167,89 @@ class AdaptiveLength:
         # and how many, by sequences.
         self._shapes: set[tuple[int, int, int]] = set()
         self._num_run: Counter[int] = Counter()
-        # Drafts that the step verifies, in all.
+        self._is_ahead = is_ahead
+        # Drafts that the next step verifies, in all.
         self._num_verified = 0
-        # Of the current step: drafts requested, and those of them that the draft model makes.
-        self._asked = self._made = 0
-        # Expected tokens per second of what is best; None before times are known.
-        self._rate: float | None = None
+        # Whether the last choice was one.
         self._is_try = False
         # Expectations by numbers of sequences of each source, and the step they were computed in.
         self._kept: dict[Hashable, tuple[int, Mapping[int, Mapping[float, float]]]] = {}
         self._num_steps = 0
 
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
-        self._asked = self._choose(sources, drafts)
-        self._made = self._asked if drafts else 0
-        return self._asked
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+        times = self._of_batch(len(sources))
+        if not times.is_known:
+            # The smallest steps where each shape costs.
+            asked = 0 if self._first_run else self._choices[-1]
+            return Choice(asked, asked if drafts else 0, asked if self._is_ahead else None)
+        expected = self._expected(sources)
+        # For each choice, the step that verifies the best of its drafts, with how many they are of
+        # each sequence, and the step that verifies all of them.
+        best_of: dict[int, tuple[float, _Step]] = {}
+        all_of: dict[int, _Step] = {}
+        for n in self._choices:
+            made = n if drafts else 0
+            steps = {
+                level: _Step(len(sources) + gain, times.at(level, made))
+                for level, gain in expected[n].items()
+            }
+            best_of[n] = max(steps.items(), key=lambda own: own[1].tokens / own[1].seconds)
+            all_of[n] = steps[max(steps)]
+        new = {
+            n: self._is_new(len(sources), self._num_verified, n if drafts else 0)
+            for n in self._choices
+        }
+        best = max(
+            self._choices,
+            key=lambda n: best_of[n][1].tokens / (best_of[n][1].seconds * (1 + new[n])),
+        )
+        level, step = best_of[best]
+        count = 1 + self._num_run[len(sources)]
+        for n, other in all_of.items():
+            all_of[n] = replace(other, seconds=other.seconds * (1 + new[n] * count))
+        asked = self._or_try(best, step, all_of)
+        verified = None
+        if self._is_ahead:
+            verified = asked if self._is_try else int(level)
+        rate = step.tokens / step.seconds
+        return Choice(asked, asked if drafts else 0, verified, self._is_try, rate)
 
-    def cut(self, made: Sequence[Candidates]) -> list[int]:
-        kept = self._cut(made) if self._asked else [0] * len(made)
+    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
+        kept = self._cut(choice, made) if choice.asked else [0] * len(made)
         self._num_verified = sum(kept)
         return kept
 
-    def _cut(self, made: Sequence[Candidates]) -> list[int]:
-        survivals = [self._of(own.source).see(own.confidences, self._asked) for own in made]
+    def _cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
+        survivals = [self._of(own.source).see(own.confidences, choice.asked) for own in made]
+        if choice.verified is not None:
+            return [min(len(own), choice.verified) for own in survivals]
         cuts = self._rule.cuts(survivals)
-        if self._is_try or self._rate is None:
+        if choice.is_try or choice.rate is None:
             return cuts[max(cuts)]
-        rate, times = self._rate, self._of_batch(len(made))
+        rate, times = choice.rate, self._of_batch(len(made))
         sums = [[0.0, *accumulate(own)] for own in survivals]
 
         def worth(level: float) -> float:
             gain = sum(own[n] for own, n in zip(sums, cuts[level], strict=True))
-            new = self._is_new(len(made), sum(cuts[level]), self._made)
-            return gain - rate * times.at(level, self._made) * (1 + new)
+            new = self._is_new(len(made), sum(cuts[level]), choice.made)
+            return gain - rate * times.at(level, choice.made) * (1 + new)
 
         return cuts[max(cuts, key=worth)]
 
-    def follow(self, num_drafts: int) -> None:
-        self._asked = self._made = num_drafts
-
-    def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
+    def observe(
+        self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
+    ) -> None:
         for v in verifications:
             if v.source is not None:
                 self._of(v.source).observe(v.confidences, v.num_accepted)
         if not verifications:
             return
         nums = [len(v.confidences) for v in verifications]
-        self._shapes.add((len(nums), sum(nums), self._made))
+        self._shapes.add((len(nums), sum(nums), choice.made))
         self._num_run[len(nums)] += 1
         level = self._rule.level_of(nums)
         if seconds is not None and level is not None:
-            self._of_batch(len(nums)).observe(level, self._made, seconds)
+            self._of_batch(len(nums)).observe(level, choice.made, seconds)
 
     def _is_new(self, num_sequences: int, num_verified: int, made: int) -> float:
         """What a step takes more if it is the first of its kind, as a share, over such steps."""
@@ -212,38 +271,6 @@ class AdaptiveLength:
                 skips_first=not self._first_run,
             )
         return self._times[bucket]
-
-    def _choose(self, sources: Sequence[str], drafts: bool) -> int:
-        times = self._of_batch(len(sources))
-        if not times.is_known:
-            self._rate = None
-            # The smallest steps where each shape costs.
-            return 0 if self._first_run else self._choices[-1]
-        expected = self._expected(sources)
-        # For each choice, the step that verifies the best of its drafts, and that of all of them.
-        best_of: dict[int, _Step] = {}
-        all_of: dict[int, _Step] = {}
-        for n in self._choices:
-            made = n if drafts else 0
-            steps = {
-                level: _Step(len(sources) + gain, times.at(level, made))
-                for level, gain in expected[n].items()
-            }
-            best_of[n] = max(steps.values(), key=lambda step: step.tokens / step.seconds)
-            all_of[n] = steps[max(steps)]
-        new = {
-            n: self._is_new(len(sources), self._num_verified, n if drafts else 0)
-            for n in self._choices
-        }
-        best = max(
-            self._choices,
-            key=lambda n: best_of[n].tokens / (best_of[n].seconds * (1 + new[n])),
-        )
-        self._rate = best_of[best].tokens / best_of[best].seconds
-        count = 1 + self._num_run[len(sources)]
-        for n, step in all_of.items():
-            all_of[n] = replace(step, seconds=step.seconds * (1 + new[n] * count))
-        return self._or_try(best, best_of[best], all_of)
 
     def _expected(self, sources: Sequence[str]) -> Mapping[int, Mapping[float, float]]:
         """The drafts that are expected to be accepted, by choice and level."""

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
-from atom.models.deepseek_mtp import DeepseekMTP, MTPLayer
+from atom.models.deepseek_mtp import DeepseekMTP
 from atom.spec_decode.base import Guide, Lookahead, Proposal, VerifiedStep
-from atom.spec_decode.chain import GRAPHS_PER_BUCKET, AdvanceOp, DraftChain
+from atom.spec_decode.chain import AdvanceOp, DraftChain
 from atom.spec_decode.choice import Chosen, DraftChoice
 
 
@@ -39,21 +38,11 @@ class MTPProposer:
         choice: DraftChoice | None = None,
     ) -> None:
         self.lookahead = Lookahead(num_speculative_tokens, kv_depends_on_successor=True)
-        self.graphs_per_bucket = GRAPHS_PER_BUCKET if num_speculative_tokens > 1 else 0
         self.draft_model: nn.Module | None = mtp
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
         self._mtp = mtp
         self._choice = choice or DraftChoice()
-        self._chain = DraftChain(
-            self._predict, num_speculative_tokens, block_size, max_model_len, advance
-        )
-
-    def capture(self, plan: GraphPlan) -> None:
-        layer = next(m for m in self._mtp.modules() if isinstance(m, MTPLayer))
-        self._chain.capture(plan, layer.enorm.weight, confident=self._choice.confident)
-
-    def release_graphs(self) -> None:
-        self._chain.release_graphs()
+        self._chain = DraftChain(self._predict, block_size, max_model_len, advance)
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         rows = (

@@ -7,13 +7,12 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import place_blocks
 from atom.model_ops.metadata import SamplingMetadata
 from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
-from atom.spec_decode.chain import GRAPHS_PER_BUCKET, ChainStart, DraftGraphs
+from atom.spec_decode.chain import ChainStart
 from atom.spec_decode.choice import Chosen, DraftChoice
 from atom.spec_decode.mask_rows import MaskRows, PlaceOp, by_draft, together
 
@@ -44,7 +43,6 @@ class ParallelEagleProposer:
             kv_depends_on_successor=True,
             expected_acceptance=draft.config.expected_acceptance,
         )
-        self.graphs_per_bucket = GRAPHS_PER_BUCKET if num_speculative_tokens > 1 else 0
         self.draft_model: nn.Module | None = draft
         self.aux_layer_ids = draft.aux_layer_ids
         self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
@@ -54,17 +52,6 @@ class ParallelEagleProposer:
         device = draft.mask_hidden.device
         self._mask_token = torch.full((1,), draft.config.mask_token_id, device=device)
         self._mask_state: torch.Tensor | None = None
-        self._graphs: DraftGraphs | None = None
-
-    def capture(self, plan: GraphPlan) -> None:
-        nothing, others = self._draft.norm.weight.new_empty(1, 0), self.lookahead.num_tokens - 1
-        if others:
-            self._graphs = DraftGraphs(
-                plan, nothing, others, self._run_eagerly, self._choice.confident
-            )
-
-    def release_graphs(self) -> None:
-        self._graphs = None
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         hidden = self._draft.fuse(step.model_output.aux_hidden_states)
@@ -80,14 +67,11 @@ class ParallelEagleProposer:
         masks = torch.empty_like(first.token_ids)
         masks.copy_(self._mask_token.expand(len(masks)))
         start = self._rows.start(step, masks, num_drafts - 1)
-        others = None
-        if self._graphs is not None and num_drafts == self.lookahead.num_tokens:
-            others = self._graphs.replay(start)
-        others = others or self._run_eagerly(start, num_drafts - 1)
+        others = self._run(start, num_drafts - 1)
         columns = zip(together([first]).tensors, others.tensors, strict=True)
         return Proposal(*(torch.cat(pair, dim=1) for pair in columns))
 
-    def _run_eagerly(self, start: ChainStart, num_rows: int) -> Proposal:
+    def _run(self, start: ChainStart, num_rows: int) -> Proposal:
         """The drafts of rows of masks."""
         token_ids, positions, metadata = self._rows.place(start, num_rows)
         state = self._fused_mask()

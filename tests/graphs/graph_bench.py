@@ -64,7 +64,8 @@ class Pair:
         device = (platform or cpu_platform()).device
         plan = GraphPlan(self.backend, SIZES, BOUNDS, BLOCK_SIZE, device)
         self.runner = GraphRunner(self.graphed.model.forward, plan, QUERY_LENS)
-        self.runner.capture(self.graphed.run_with(self.runner, plan).graph_input)
+        inputs = self.graphed.run_with(self.runner, plan)
+        self.runner.capture(lambda *key: inputs.graph_input(*key).read)
 
     def step(self, tokens: dict[str, list[int]]) -> ModelOutput:
         """Run a step on both, compare all that it leaves, and return the graphed output."""

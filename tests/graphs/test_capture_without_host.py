@@ -21,11 +21,17 @@ from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig
 
 from atom.graphs.capture import Bucket, GraphPlan, ReexecuteBackend
-from atom.graphs.runner import GraphRunner
+from atom.graphs.runner import GraphKey, GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
+from atom.model_engine.step_places import GraphInput
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.metadata import AttentionMetadata, ModelInput, SamplingMetadata
+from atom.model_ops.metadata import (
+    AttentionMetadata,
+    ModelInput,
+    ModelOutput,
+    SamplingMetadata,
+)
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpTable
 from atom.models.base import CausalLM
@@ -37,7 +43,12 @@ from atom.models.eagle3.llama import LlamaForCausalLMEagle3
 from atom.models.eagle3.parts import DraftParts
 from atom.models.registry import create_model
 from atom.platform import Platform
+from atom.sampling.decode_rows import KINDS, DecodeRows, DecodeSampler
+from atom.sampling.ops import SamplingOps
+from atom.sampling.rows import SamplingRows
+from atom.spec_decode.base import DraftKey, Proposer, VerifiedStep
 from atom.spec_decode.choice import DraftChoice
+from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.mtp import MTPProposer
 
@@ -94,8 +105,8 @@ def choose(
     scores: torch.Tensor, race: SamplingMetadata, *_: object
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     """As a kernel, whose code holds the constants of the noise; those of plain torch are here."""
-    assert race.positions is not None
-    return scores.argmax(-1) + 0 * race.positions, None
+    chosen = scores.argmax(-1)
+    return chosen if race.positions is None else chosen + 0 * race.positions, None
 
 
 def plan_of(context: LayerContext) -> GraphPlan:
@@ -147,15 +158,48 @@ def test_a_target_asks_the_device_for_nothing(
     plan = plan_of(on_no_device)
     runner = GraphRunner(model.forward, plan, (1, 3))
 
-    def inputs(bucket: Bucket, query_len: int) -> ModelInput:
-        return padding(bucket, query_len, plan)
+    def inputs(bucket: Bucket, query_len: int) -> Callable[[], ModelInput]:
+        model_input = padding(bucket, query_len, plan)
+        rows = torch.zeros(bucket.batch_size, dtype=torch.int64, device=plan.device)
+        tables = torch.zeros(8, plan.table_width, dtype=torch.int32, device=plan.device)
+        ids = model_input.input_ids
+        return GraphInput(model_input, ids, rows, rows, None, tables).read
 
     with nothing_from_the_host():
         runner.capture(inputs)
 
 
+def check_drafts(proposer: Proposer, context: LayerContext, width: int, aux: int) -> None:
+    """All that a proposer does after a step: its first pass, the chain, what is left without."""
+    plan = plan_of(context)
+    graphs = DraftGraphs(plan.backend, (0, 4))
+    hidden = torch.zeros(12, width, device=context.device)
+
+    def step(key: DraftKey) -> VerifiedStep:
+        tokens = key.target.batch_size * key.target.query_len
+        model_input = padding(key.target.bucket, key.target.query_len, plan)
+        last = model_input.attention.block_counts.long()
+        options = torch.zeros(4, len(last), device=plan.device)
+        race = SamplingMetadata(options[0], None, options[1], options[2], last)
+        return VerifiedStep(
+            [],
+            model_input,
+            ModelOutput(hidden[:tokens], (hidden[:tokens],) * aux),
+            model_input.input_ids,
+            last,
+            None,
+            race if key.races else None,
+        )
+
+    with torch.inference_mode(), nothing_from_the_host():
+        for bucket in plan.buckets():
+            for key in graphs.keys_of(GraphKey(bucket, 3)):
+                graphs.capture(key, lambda key=key: proposer.propose(step(key), key.num_drafts))
+    assert graphs.find(GraphKey(next(plan.buckets()), 3), 4, races=True) is not None
+
+
 @pytest.mark.parametrize("kind", ["mha", "mla"])
-def test_an_eagle3_chain_asks_the_device_for_nothing(
+def test_eagle3_drafts_ask_the_device_for_nothing(
     kind: str, on_no_device: LayerContext, tmp_path: Path
 ) -> None:
     raw = draft_bench.MHA if kind == "mha" else draft_bench.MLA
@@ -166,21 +210,37 @@ def test_an_eagle3_chain_asks_the_device_for_nothing(
     proposer = EagleProposer(
         draft, bind(draft, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
     )
-    with nothing_from_the_host():
-        proposer.capture(plan_of(on_no_device))
+    check_drafts(proposer, on_no_device, draft_bench.HIDDEN, len(AUX))
 
 
-def test_an_mtp_chain_asks_the_device_for_nothing(
-    on_no_device: LayerContext, tmp_path: Path
-) -> None:
+def test_mtp_drafts_ask_the_device_for_nothing(on_no_device: LayerContext, tmp_path: Path) -> None:
     target = target_on(on_no_device, checkpoints.deepseek_v3, tmp_path, num_nextn_predict_layers=2)
     assert isinstance(target, DeepseekV3ForCausalLM)
     mtp = DeepseekMTP(target, [MTPParts(), MTPParts()], on_no_device)
     proposer = MTPProposer(
         mtp, bind(mtp, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
     )
+    check_drafts(proposer, on_no_device, 48, 0)
+
+
+@pytest.mark.parametrize("query_len", [1, 3])
+def test_choosing_tokens_asks_the_device_for_nothing(
+    query_len: int, on_no_device: LayerContext, tmp_path: Path
+) -> None:
+    model, size = target_on(on_no_device, checkpoints.llama, tmp_path), 4
+    vocab_size, device = model.token_embedding.vocab_size, on_no_device.device
+    rows = SamplingRows(8, vocab_size, frozenset(), device, None)
+    ops = SamplingOps(choose_tokens=lambda scores, options: choose(scores, options)[0])
+    greedily = model.output_head.choose_greedily if on_no_device.group.size > 1 else None
+    sampler = DecodeSampler(model.compute_logits, rows, ops, greedily)
+    each = torch.zeros(size, dtype=torch.int64, device=device)
+    at = torch.zeros(size * query_len, dtype=torch.int64, device=device)
+    given = DecodeRows(each, at, at, each, at)
+    hidden = torch.zeros(size * query_len, 48, device=device)
     with nothing_from_the_host():
-        proposer.capture(plan_of(on_no_device))
+        for kind in KINDS:
+            sampler.sample(given, hidden, kind, None)
+            sampler.race(each)
 
 
 def test_the_host_is_noticed(on_no_device: LayerContext) -> None:

@@ -18,7 +18,7 @@ from atom.graphs.capture import (
     ReexecuteBackend,
     default_batch_sizes,
     default_context_bounds,
-    fill_rows,
+    query_lengths,
 )
 from atom.model_engine.arg_utils import (
     add_engine_flags,
@@ -39,23 +39,58 @@ def parse(*flags: str) -> EngineConfig:
 
 @pytest.mark.parametrize(
     ("most", "sizes"),
-    [(1, (1,)), (2, (1, 2)), (5, (1, 2, 4, 5)), (8, (1, 2, 4, 8)), (48, (1, 2, 4, 8, 16, 32, 48))],
+    [
+        (1, (1,)),
+        (2, (1, 2)),
+        (5, (1, 2, 4, 5)),
+        (8, (1, 2, 4, 8)),
+        (40, (1, 2, 4, 8, 16, 24, 32, 40)),
+        (256, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)),
+        (300, (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 300)),
+    ],
 )
 def test_default_sizes_reach_every_batch(most: int, sizes: tuple[int, ...]) -> None:
     assert default_batch_sizes(most) == sizes
 
 
+def test_few_rows_of_a_large_graph_are_padding() -> None:
+    """From the next smaller graph on, the least that a graph's own batches fill of it."""
+    sizes = default_batch_sizes(1024)
+    filled = {size: (before + 1) / size for before, size in itertools.pairwise(sizes)}
+    assert all(share > 2 / 3 for size, share in filled.items() if size > 16)
+    assert all(share > 4 / 5 for size, share in filled.items() if size > 128)
+    assert len(sizes) == 23
+
+
 @pytest.mark.parametrize(
     ("context", "bounds"),
-    [(96, (96,)), (512, (512,)), (513, (512, 513)), (4096, (512, 2048, 4096))],
+    [
+        (96, (96,)),
+        (512, (512,)),
+        (513, (512, 513)),
+        (4096, (512, 2048, 4096)),
+        (131072, (512, 2048, 8192, 131072)),
+    ],
 )
 def test_default_contexts_reach_the_models(context: int, bounds: tuple[int, ...]) -> None:
     assert default_context_bounds(context) == bounds
+    assert plan((1, 4), bounds).fit(3, context) == Bucket(4, context)
 
 
-def test_very_long_contexts_run_eagerly() -> None:
-    assert default_context_bounds(262144) == (512, 2048, 8192)
-    assert plan((1,), default_context_bounds(262144)).fit(1, 8193) is None
+@pytest.mark.parametrize(
+    ("most", "lens"),
+    [
+        (0, (1,)),
+        (1, (1, 2)),
+        (3, (1, 2, 3, 4)),
+        (4, (1, 2, 3, 4, 5)),
+        (5, (1, 2, 3, 6)),
+        (15, (1, 2, 4, 8, 16)),
+    ],
+)
+def test_query_lengths_where_numbers_of_drafts_vary(most: int, lens: tuple[int, ...]) -> None:
+    assert query_lengths(most, varying=True) == lens
+    assert query_lengths(most, varying=False) == tuple(sorted({1, most + 1}))
 
 
 @settings(deadline=None, max_examples=50)
@@ -79,17 +114,6 @@ def test_largest_buckets_come_first() -> None:
     assert buckets[0] == plan((1, 2, 6), (8, 40)).largest == Bucket(6, 40)
     assert buckets == [Bucket(s, c) for s in (6, 2, 1) for c in (40, 8)]
     assert plan((1,), (8, 40)).table_width == 3
-
-
-def test_fill_rows() -> None:
-    tables = torch.full((4, 3), 9)
-    fill_rows(tables, torch.tensor([[1, 2], [3, 4]]), 3, 0)
-    assert tables.tolist() == [[1, 2, 9], [3, 4, 9], [0, 0, 0], [9, 9, 9]]
-    fill_rows(tables, torch.tensor([[5, 6, 7, 8]]), 1, 0)
-    assert tables[:2].tolist() == [[5, 6, 7], [3, 4, 9]]
-    slots = torch.arange(4)
-    fill_rows(slots, torch.tensor([7]), 3, -1)
-    assert slots.tolist() == [7, -1, -1, 3]
 
 
 @pytest.mark.parametrize("value", ["1,2,8", ["1,2", "8"], ["1", "2", "8"], [1, 2, 8], (1, 2, 8)])

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ from models import checkpoints
 from models.checkpoints import prompt
 
 from atom.graphs.capture import Bucket, GraphPlan, ReexecuteBackend
-from atom.graphs.runner import GraphRunner
+from atom.graphs.runner import GraphKey, GraphRunner
 from atom.model_ops.metadata import AttentionMetadata, ModelInput, ModelOutput
 from atom.model_ops.ops import OPS
 
@@ -142,6 +144,41 @@ def test_any_mix_of_batches(
         pair.step({name: [rng.randrange(3, 96) for _ in range(count)] for name, count in names})
 
 
+def test_more_rows_than_launches_are_worth_have_no_graph() -> None:
+    plan = GraphPlan(ReexecuteBackend(), (64, 256, 2048), (16, 48), 4, torch.device("cpu"))
+    runner = GraphRunner(lambda _: pytest.fail("computed"), plan, (1, 4, 16))
+    pairs = {(key.batch_size, key.query_len) for key in runner.keys}
+    assert pairs == {(2048, 1), (256, 1), (256, 4), (64, 1), (64, 4), (64, 16)}
+    assert runner.largest == GraphKey(Bucket(2048, 48), 1)
+    assert runner.num_graphs == 2 * len(pairs)
+
+
+def test_padding_repeats_the_last_token(tmp_path: Path) -> None:
+    """So it visits no experts of its own: within a sequence, behind the batch, kept steps."""
+    checkpoints.llama(tmp_path)
+    pair = Pair(tmp_path)
+    seen: list[ModelInput] = []
+    forward = pair.runner._forward
+
+    def watched(model_input: ModelInput) -> ModelOutput:
+        seen.append(model_input)
+        return forward(model_input)
+
+    pair.runner._forward = watched
+    pair.step({name: prompt(5, seed=i) for i, name in enumerate("abc")})
+    pair.step({"a": [7, 8, 9], "b": [4], "c": [5, 6]})
+    assert pair.backend.replays[-1] == (Bucket(4, 16), 3)
+    assert seen[-1].input_ids.tolist() == [7, 8, 9, 4, 6, 6, 5, 6, 6, 6, 6, 6]
+    assert seen[-1].positions.tolist() == [5, 6, 7, 5, 6, 6, 5, 6, 6, 6, 6, 6]
+    slots, lens = seen[-1].attention.slot_mapping.tolist(), seen[-1].attention.context_lens.tolist()
+    assert [slot >= 0 for slot in slots] == [True] * 4 + [False] * 2 + [True] * 2 + [False] * 4
+    assert lens == [8, 8, 8, 3]
+    for token in (3, 11):
+        pair.step({"c": [token], "a": [5], "b": [token + 1]})
+        assert seen[-1].input_ids.tolist() == [token, 5, token + 1, token + 1]
+        assert seen[-1].positions[3] == seen[-1].positions[2]
+
+
 def test_a_capture_computes_what_is_derived_from_its_metadata() -> None:
     """What a warm-up run derived would be stale at every replay."""
     plan = GraphPlan(ReexecuteBackend(), (2,), (16,), 4, torch.device("cpu"))
@@ -165,7 +202,7 @@ def test_a_capture_computes_what_is_derived_from_its_metadata() -> None:
         return ModelOutput(twice[:, None].float())
 
     runner = GraphRunner(forward, plan, (1,))
-    runner.capture(lambda bucket, query_len: ModelInput(ids, ids, attention))
+    runner.capture(lambda *_: lambda: ModelInput(ids, ids, replace(attention)))
     lens.copy_(torch.tensor([7, 9]))
     key = runner.fit(2, 1, 9)
     assert key is not None

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.config import ConfigError
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import worker
+from atom.model_engine import worker, worker_setup
 from atom.model_ops.attention_mha import Attention
 
 SETTINGS = ("greedy", "penalties")
@@ -33,18 +33,18 @@ def one_thread() -> Iterator[None]:
 
 
 class CountingBackend(ReexecuteBackend):
-    """Counts replays by whose work they are."""
+    """Counts replays by what was captured, the kind of its key."""
 
     def __init__(self) -> None:
         self.replays: Counter[str] = Counter()
 
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
         assert isinstance(work, partial)
-        owner = type(work.func.__self__).__name__
+        kind = type(work.args[0]).__name__
         repeat = super().capture(work)
 
         def replay() -> None:
-            self.replays[owner] += 1
+            self.replays[kind] += 1
             repeat()
 
         return replay
@@ -54,7 +54,7 @@ def graphed_engine(patch: pytest.MonkeyPatch, folder: Path, **options: Any) -> t
     """An engine whose steps are replayed, and the counts of its replays."""
     backend = CountingBackend()
     with patch.context() as context:
-        context.setattr(worker, "capture_backend", lambda _: backend)
+        context.setattr(worker_setup, "capture_backend", lambda _: backend)
         engine = create_engine(folder, **options)
     assert not backend.replays
     return engine, backend.replays
@@ -81,9 +81,9 @@ def test_tokens_of_graphs(
     expected = {name: generate(eager, params(name)) for name in SETTINGS}
     engine, replays = graphed_engine(monkeypatch, target)
     assert {name: generate(engine, params(name)) for name in SETTINGS} == expected
-    assert replays["GraphRunner"] >= 20
+    assert replays["GraphKey"] >= 20
     stats = engine.engine.core.stats
-    assert replays["GraphRunner"] <= stats.num_replayed_steps < stats.num_steps
+    assert replays["GraphKey"] <= stats.num_replayed_steps < stats.num_steps
     for method in METHODS:
         if (kind, method) in (("llama", "mtp"), ("llama", "mla")):
             continue
@@ -91,8 +91,8 @@ def test_tokens_of_graphs(
         engine, replays = graphed_engine(monkeypatch, target, **options)
         assert {name: generate(engine, params(name)) for name in SETTINGS} == expected, method
         # A lookup proposes different numbers of drafts, and nothing of it is captured.
-        assert replays["GraphRunner"] >= (1 if method == "suffix" else 10), method
-        assert (replays["DraftGraphs"] > 20) == (method != "suffix")
+        assert replays["GraphKey"] >= (1 if method == "suffix" else 10), method
+        assert (replays["DraftKey"] > 20) == (method != "suffix")
 
 
 @pytest.mark.parametrize(
@@ -121,12 +121,12 @@ def test_a_captured_chain_proposes_the_same_drafts(
         )
     sampling = params("warm", max_tokens=10)
     assert generate(graphed, sampling, PROMPTS[:7]) == generate(eager, sampling, PROMPTS[:7])
-    assert replays["DraftGraphs"] > 0
+    assert replays["DraftKey"] > 0
     assert recorders[0] == recorders[1]
     graphed.shutdown()
     ended = graphed.engine.core.executor
     assert not ended._graphs._replays, "communicators cannot end while graphs hold them"
-    assert getattr(ended._proposer, "_chain", ended._proposer)._graphs is None
+    assert not ended._draft_graphs._work._replays
 
 
 def test_padding_leaves_the_pool_alone(
@@ -165,7 +165,7 @@ def test_eager_engines_capture_nothing(tiny_llama_dir: Path) -> None:
         raise AssertionError("captured")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "capture_backend", never)
+        patch.setattr(worker_setup, "capture_backend", never)
         create_engine(tiny_llama_dir, enforce_eager=True)
 
 

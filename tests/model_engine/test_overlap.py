@@ -2,62 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache
-from itertools import count
-from pathlib import Path
+import time
 from typing import Any
 
 import pytest
-import torch
+from model_engine.overlap_bench import (
+    PROMPTS,
+    AnyLength,
+    Checkpoints,
+    KnowingProposer,
+    Watched,
+    check_blocks,
+    check_wishes,
+)
 from spec_decode import engines
-from spec_decode.engines import create_engine, params
+from spec_decode.engines import params
 from transformers import PreTrainedTokenizerFast
 
-from atom import LLM, SamplingParams, StructuredOutput
-from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
+from atom import SamplingParams
+from atom.batch import ScheduledBatch
 from atom.config import ConfigError
 from atom.entrypoints.llm import GenerationError
 from atom.graphs.capture import ReexecuteBackend
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import worker
-from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
-
-METHODS: dict[str, dict[str, Any]] = {
-    "none": {},
-    "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
-    "dflash": {"method": "dflash", "num_speculative_tokens": 4},
-    "mtp": {"method": "mtp", "num_speculative_tokens": 2},
-}
-PROMPTS = engines.PROMPTS[:6] + engines.PROMPTS[10:12]
-MIXED = [
-    params("greedy"),
-    params("warm", logprobs=1, prompt_logprobs=0),
-    params("penalties"),
-    params("greedy", structured_output=StructuredOutput.regex("[a-f0-9]{20}"), ignore_eos=False),
-    params("top-p", min_tokens=9, stop_token_ids=list(range(100, 300)), ignore_eos=False),
-    params("warm", n=3, max_tokens=9),
-    params("greedy", bad_word_ids=[[7], [8, 9]], logit_bias={5: 3.0}),
-    params("greedy", speculation=False, max_tokens=2),
-]
-
-
-class Checkpoints:
-    """Engines without overlap (`plain`) and with it (`ahead`)."""
-
-    def __init__(self, folder: Path, tokenizer: PreTrainedTokenizerFast) -> None:
-        self.target = cache(lambda kind: engines.write_target(kind, folder / kind, tokenizer))
-        self._draft = cache(lambda kind: engines.write_draft(kind, folder / kind, len(tokenizer)))
-        self.plain: Callable[[str], LLM] = cache(self.engine)
-        self.ahead: Callable[[str], LLM] = cache(
-            lambda method: self.engine(method, overlap=True, max_num_batched_tokens=48)
-        )
-
-    def engine(self, method: str, **options: Any) -> LLM:
-        if method in ("eagle3", "dflash"):
-            options["draft_model"] = str(self._draft("mha" if method == "eagle3" else method))
-        target = self.target("deepseek_v3" if method == "mtp" else "llama")
-        return create_engine(target, **METHODS[method], **options)
+from atom.model_engine import worker, worker_setup
+from atom.model_engine.arg_utils import engine_config
+from atom.spec_decode import factory
 
 
 @pytest.fixture(scope="module")
@@ -65,36 +35,6 @@ def checkpoints(
     tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> Checkpoints:
     return Checkpoints(tmp_path_factory.mktemp("overlap"), byte_level_tokenizer)
-
-
-class KnowingProposer(NullProposer):
-    """Drafts what greedy sequences will say, and something else at some positions.
-
-    Args:
-        texts: prompts with their outputs, by the number that ids begin with.
-    """
-
-    reads_steps = True
-
-    def __init__(self, texts: list[list[int]]) -> None:
-        super().__init__(Lookahead(3))
-        longest = max(map(len, texts)) + 8
-        self._texts = torch.tensor([[*text, *[0] * (longest - len(text))] for text in texts])
-
-    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
-        sampled = step.sampled
-        own = range(len(step.sequences)) if sampled is None else sampled.tolist()
-        texts = torch.tensor([int(step.sequences[i].id.partition("/")[0]) for i in own])
-        newest = step.model_input.positions[step.last_rows] + 1
-        places = newest[:, None] + 1 + torch.arange(num_drafts)
-        right = self._texts[texts[:, None], places.clamp(max=self._texts.shape[1] - 1)]
-        return Proposal(torch.where((places + texts[:, None]) % 5 == 0, (right + 1) % 300, right))
-
-
-def check_blocks(llm: LLM) -> None:
-    llm.engine.core.block_pool.check_integrity()
-    assert llm.engine.core.block_pool.num_used == 0
-    assert not llm.engine.core.has_work
 
 
 @pytest.mark.parametrize(
@@ -112,7 +52,7 @@ def test_graphs_read_what_the_last_step_left(
 ) -> None:
     """Its tokens and positions are written where the graphs were captured."""
     expected = engines.generate(checkpoints.plain("eagle3"), params(setting), PROMPTS)
-    monkeypatch.setattr(worker, "capture_backend", lambda _: ReexecuteBackend())
+    monkeypatch.setattr(worker_setup, "capture_backend", lambda _: ReexecuteBackend())
     llm = checkpoints.engine("eagle3", overlap=True)
     watched = Watched(llm, monkeypatch)
     assert engines.generate(llm, params(setting), PROMPTS) == expected
@@ -147,18 +87,58 @@ def test_ragged_acceptance(
     check_blocks(llm)
 
 
-@pytest.mark.parametrize("method", ["none", "eagle3"])
+@pytest.mark.parametrize("method", ["none", "eagle3", "adaptive"])
 def test_requests_with_wishes_beside_others(checkpoints: Checkpoints, method: str) -> None:
     """Those that need the host wait for it; all give what they give without overlap."""
-    plain, ahead = (
-        engine.generate(PROMPTS, MIXED, use_tqdm=False)
-        for engine in (checkpoints.plain(method), checkpoints.ahead(method))
-    )
-    for without, with_ in zip(plain, ahead, strict=True):
-        for a, b in zip(without.outputs, with_.outputs, strict=True):
-            assert (a.token_ids, a.finish_reason) == (b.token_ids, b.finish_reason)
-            assert [set(x) for x in a.logprobs or []] == [set(x) for x in b.logprobs or []]
-    check_blocks(checkpoints.ahead(method))
+    plain = checkpoints.plain("eagle3" if method == "adaptive" else method)
+    check_wishes(plain, checkpoints.ahead(method))
+
+
+def test_numbers_of_drafts_are_chosen_ahead(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A step verifies as many as the step before chose, and what it brings counts for that."""
+    plain = checkpoints.plain("none")
+    expected = engines.generate(plain, params("greedy"), PROMPTS)
+    texts = [[*prompt, *outputs] for prompt, outputs in zip(PROMPTS, expected, strict=True)]
+    monkeypatch.setattr(worker, "create_proposer", lambda *_: KnowingProposer(texts))
+    monkeypatch.setattr(factory, "AdaptiveLength", AnyLength)
+    llm = checkpoints.engine("adaptive", overlap=True)
+    assert engines.generate(llm, params("greedy"), PROMPTS) == expected
+    length: Any = llm.engine.core.executor._drafter._length  # type: ignore[attr-defined]
+    for number in range(len(length.verified)):
+        cut = length.events.index(("cut", number))
+        assert length.events[cut + 1] == ("observe", number)
+    middle = range(2, len(length.verified) - 8)
+    for number in middle:
+        order = [length.events.index(e) for e in (("choose", number + 1), ("cut", number))]
+        assert order == sorted(order)
+        # Each of the sequences that still run; none has come to its last tokens.
+        sizes = {len(own.confidences) for own in length.verified[number]}
+        assert sizes == {length.chosen[number - 1].verified}
+    counts = llm.engine.core.stats.spec_decode
+    seen = [own for verified in length.verified for own in verified]
+    assert sum(own.num_accepted for own in seen) == counts.num_accepted_tokens > 40
+    assert sum(len(own.confidences) for own in seen) == counts.num_draft_tokens
+    check_wishes(plain, llm)
+
+
+def test_a_step_takes_its_own_time(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU the next one is computed before the results of the last one are read."""
+    monkeypatch.setattr(factory, "AdaptiveLength", AnyLength)
+    llm = checkpoints.engine("adaptive", overlap=True)
+    watched = Watched(llm, monkeypatch)
+
+    def slow(_: ScheduledBatch, event: str) -> None:
+        if event == "launch 5":
+            time.sleep(0.5)
+
+    watched.raises = slow
+    engines.generate(llm, params("greedy", max_tokens=10), PROMPTS[:2])
+    length: Any = llm.engine.core.executor._drafter._length  # type: ignore[attr-defined]
+    assert [n for n, seconds in enumerate(length.seconds) if seconds and seconds > 0.5] == [5]
 
 
 def test_stop_strings_end_what_is_in_flight(checkpoints: Checkpoints) -> None:
@@ -186,37 +166,6 @@ def test_blocks_run_out(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatc
     for _ in range(2):
         assert engines.generate(llm, params("warm"), PROMPTS) == expected
     assert llm.engine.core.stats.num_preemptions > 0
-
-
-class Watched:
-    """Launches and collections of an engine, in order, and errors to raise at them."""
-
-    def __init__(self, llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.events: list[str] = []
-        self.batches: list[ScheduledBatch] = []
-        self.raises: Callable[[ScheduledBatch, str], BaseException | None] = lambda *_: None
-        runner: Any = llm.engine.core.executor._runner  # type: ignore[attr-defined]
-        self._launch, counter = runner.launch, count()
-
-        def launch(batch: ScheduledBatch) -> LaunchedStep:
-            number = next(counter)
-            self.batches.append(batch)
-            self.check(batch, f"launch {number}")
-            launched = self._launch(batch)
-
-            def collect() -> StepOutput:
-                output = launched.collect()
-                self.check(batch, f"collect {number}")
-                return output
-
-            return LaunchedStep(collect, launched.num_drafts, launched.draft_source)
-
-        monkeypatch.setattr(runner, "launch", launch)
-
-    def check(self, batch: ScheduledBatch, event: str) -> None:
-        self.events.append(event)
-        if (error := self.raises(batch, event)) is not None:
-            raise error
 
 
 @pytest.mark.parametrize("method", ["none", "eagle3"])
@@ -302,23 +251,12 @@ def test_most_waiting_sequences_keep_to_one_group(
     ("options", "reason"),
     [
         ({"method": "suffix", "num_speculative_tokens": 3}, "looks the newest tokens up"),
-        ({"tensor_parallel_size": 2}, "several ranks"),
-        (
-            {
-                "method": "eagle3",
-                "draft_model": "d",
-                "num_speculative_tokens": 3,
-                "speculative_adaptive": True,
-            },
-            "number of drafts",
-        ),
+        ({"data_parallel_size": 2, "enable_expert_parallel": True}, "share experts"),
     ],
 )
-def test_what_cannot_overlap_is_refused(
-    checkpoints: Checkpoints, options: dict[str, Any], reason: str
-) -> None:
+def test_what_cannot_overlap_is_refused(options: dict[str, Any], reason: str) -> None:
     with pytest.raises(ConfigError, match=rf"overlap: .*{reason}.*; leave --overlap out"):
-        create_engine(checkpoints.target("llama"), overlap=True, **options)
+        engine_config(model="m", overlap=True, **options)
 
 
 def test_a_cpu_does_not_overlap_by_itself(checkpoints: Checkpoints) -> None:

@@ -96,7 +96,7 @@ def test_torch_is_asked_for_views_and_copies_only(
     assert isinstance(worker, Worker)
     assert worker._recorder is not None
     names, runner, proposer = Names(), worker._runner, worker._proposer
-    compute = names.watch(runner._compute, lambda step: step.recurs)
+    compute = names.watch(runner._compute, lambda step, _: step.recurs)
     propose = names.watch(proposer.propose, lambda step, _: step.recurs)
     monkeypatch.setattr(runner, "_compute", compute)
     monkeypatch.setattr(proposer, "propose", propose)

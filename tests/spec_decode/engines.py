@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM, SamplingParams
 from atom.model_engine import worker
 from atom.spec_decode.base import Proposer
-from atom.spec_decode.drafter import Drafter, Found, History
+from atom.spec_decode.drafter import Drafter, DraftNumbers, Found, History
 from atom.spec_decode.grammar import GrammarDrafts
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
@@ -175,6 +175,7 @@ def _record(drafter: Drafter) -> dict[tuple[int, ...], list[int]]:
         return look_up(rows, histories) if looks else [None] * len(rows)
 
     def recorded_merge(
+        numbers: DraftNumbers,
         rows: Sequence[int],
         found: Found,
         made: Sequence[np.ndarray],
@@ -182,7 +183,7 @@ def _record(drafter: Drafter) -> dict[tuple[int, ...], list[int]]:
     ) -> list[tuple[list[int], str]]:
         own = made[0].tolist() if made else [[] for _ in found]
         drafts.update(zip(behind, own, strict=True))
-        return merge(rows, found, made, allowed)
+        return merge(numbers, rows, found, made, allowed)
 
     drafter.looks = True
     drafter.look_up = recorded_look_up  # type: ignore[method-assign]

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.spec_decode.base import Proposer
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.lengths import Candidates, Verification
+from atom.spec_decode.lengths import Candidates, Choice, Verification
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
 K = 3
@@ -32,13 +32,16 @@ class RandomLength:
         self._most = most
         self._rng = random.Random(0)
 
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
-        return self._rng.choice([0, 0, *range(self._most + 1)])
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+        asked = self._rng.choice([0, 0, *range(self._most + 1)])
+        return Choice(asked, asked if drafts else 0)
 
-    def cut(self, made: Sequence[Candidates]) -> list[int]:
+    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
         return [self._rng.randint(0, len(own.confidences)) for own in made]
 
-    def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
+    def observe(
+        self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
+    ) -> None:
         pass
 
 

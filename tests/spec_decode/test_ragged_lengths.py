@@ -20,7 +20,7 @@ from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import GraphRunner
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
-from atom.spec_decode.lengths import Candidates, Verification
+from atom.spec_decode.lengths import Candidates, Choice, Verification
 
 __all__ = ["one_thread"]
 K = 3
@@ -68,13 +68,15 @@ class Ragged:
     def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
         self._most = choices[-1]
 
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> int:
-        return self._most
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+        return Choice(self._most, self._most if drafts else 0)
 
-    def cut(self, made: Sequence[Candidates]) -> list[int]:
+    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
         return self.cuts.cut(made)
 
-    def observe(self, verifications: Sequence[Verification], seconds: float | None) -> None:
+    def observe(
+        self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
+    ) -> None:
         self.cuts.check([own for own in verifications if own.confidences])
 
 
@@ -154,6 +156,35 @@ def test_graphs_serve_as_many_steps_as_with_equal_lengths(
     options = speculation("mha", folder)
     equal = share(**{**options, "speculative_adaptive": False})
     assert share(**options) >= equal > 0.8
+
+
+@pytest.mark.parametrize(("draft", "most"), [("mha", 3), ("suffix", 6), ("lookup", 15)])
+def test_steps_are_padded_to_the_next_length(
+    draft: str, most: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where numbers of drafts vary there are graphs between one query and all."""
+    lens: list[tuple[int, int]] = []
+    fit = GraphRunner.fit
+
+    def noted(self: GraphRunner, count: int, query_len: int, num_cached: int) -> Any:
+        graph = fit(self, count, query_len, num_cached)
+        if graph is not None:
+            lens.append((query_len, graph.query_len))
+        return graph
+
+    monkeypatch.setattr(GraphRunner, "fit", noted)
+    options: dict[str, Any] = {"method": "suffix", "num_speculative_tokens": most}
+    if draft != "suffix":
+        options = {**speculation("mha", folder), "speculative_adaptive": draft == "mha"}
+        options["speculative_lookup"] = draft == "lookup"
+    if draft == "mha":
+        monkeypatch.setattr(factory, "AdaptiveLength", Ragged)
+        monkeypatch.setattr(Ragged, "cuts", Cuts(), raising=False)
+    engine, _ = graphed_engine(monkeypatch, folder / "llama", **options)
+    generate(engine, params("greedy"), PROMPTS[-4:])
+    captured = {"mha": (1, 2, 3, 4), "suffix": (1, 2, 4, 7), "lookup": (1, 2, 4, 8, 16)}[draft]
+    assert all(own == min(n for n in captured if n >= wanted) for wanted, own in lens)
+    assert len({own for _, own in lens}) >= 3
 
 
 @NATIVE

@@ -115,10 +115,11 @@ def test_the_lookup_goes_on_where_the_draft_ends() -> None:
     """Up to the most drafts of a sequence; where it drafted itself, nothing is added."""
     proposer = NullProposer(Lookahead(K))
     drafter = Drafter(proposer, "draft", Extending("lookup", 4), None, waiting_is_free=False)
-    assert drafter.begin(2) == K
+    numbers = drafter.begin(2)
+    assert numbers.made == K
     drafter.look_up([3, 5], [([], [])] * 2)
     own = Continuation([70, 71, 72], [0.9] * 3)
-    merged = drafter.merge([3, 5], [None, own], [np.array([[10, 20], [30, 40]])])
+    merged = drafter.merge(numbers, [3, 5], [None, own], [np.array([[10, 20], [30, 40]])])
     assert merged == [([10, 20, 21, 22], "draft"), ([70, 71, 72], "lookup")]
 
 

@@ -66,6 +66,20 @@ def test_steps_bring_so_many_tokens(folders: tuple[Path, Path], recorded: bool) 
     assert run(engine, seed=7)[1] != stats
 
 
+def test_overlapped_steps_accept_as_many(folders: tuple[Path, Path]) -> None:
+    """Where a sequence is decides, and only the device knows it when the step is launched."""
+    tokens, stats = run(synthetic(folders, 2.6, enforce_eager=True))
+    ahead = synthetic(folders, 2.6, overlap=True)
+    others, counted = run(ahead)
+    # At the end there may be fewer drafts, since more tokens may be on their way.
+    assert [own[: -2 * (K + 1)] for own in others] == [own[: -2 * (K + 1)] for own in tokens]
+    assert counted.num_drafts == pytest.approx(stats.num_drafts, rel=0.05)
+    one, two = counted.accepted_counts[1:3]
+    assert one + two > 0.9 * counted.num_drafts
+    assert two / (one + two) == pytest.approx(0.6, abs=0.08)
+    assert run(ahead) == (others, counted)
+
+
 @pytest.mark.parametrize(("length", "accepted"), [(1, 0), (K + 1, K)])
 def test_extremes(folders: tuple[Path, Path], length: float, accepted: int) -> None:
     stats = run(synthetic(folders, length))[1]
@@ -89,7 +103,7 @@ def test_counts_follow_seed_and_position() -> None:
 def test_grammars_are_refused_and_the_log_and_answers_say_why(
     folders: tuple[Path, Path], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, logger="atom.model_engine.worker"):
+    with caplog.at_level(logging.WARNING, logger="atom"):
         engine = synthetic(folders, 2.5)
     assert "answers mean nothing" in caplog.text
     assert engine.engine.core.limits.fingerprint == "synthetic-acceptance-length-2.5"

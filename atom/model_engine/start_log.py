@@ -1,0 +1,70 @@
+"""What the log says once an engine can run."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import torch
+from torch import nn
+
+from atom.messages import EngineLimits
+from atom.model_engine.worker_setup import dtype_name
+from atom.model_loader.source import ModelSource
+from atom.model_ops.kv_scale import FP8_TYPES, KVScale
+from atom.model_ops.quant.formats.gguf import GgufConfig
+from atom.model_ops.registry import OpTable
+from atom.platform import Platform
+
+logger = logging.getLogger(__name__)
+
+
+def log_start(
+    source: ModelSource,
+    models: Sequence[nn.Module],
+    limits: EngineLimits,
+    ops: OpTable,
+    platform: Platform,
+    num_ranks: int,
+    dtype: torch.dtype,
+    storage: torch.dtype,
+    seconds: float,
+) -> None:
+    """Args:
+    models: the target, and the draft if there is one.
+    dtype, storage: of the model, and of its KV cache.
+    seconds: that the start took.
+    """
+    logger.info("ops:\n%s", ops.describe())
+    if isinstance(source.quantization, GgufConfig):
+        logger.info("weights: %s", source.quantization)
+    if storage in FP8_TYPES:
+        _log_scales(models)
+    if (length := limits.synthetic_acceptance_length) is not None:
+        logger.warning(
+            "drafts are accepted at random, %g tokens a step: answers mean nothing", length
+        )
+    logger.info(
+        "%s in %s%s on %s (%s)%s: context %d, %d KV blocks of %d tokens in %s, ready in %.1f s",
+        source.name,
+        dtype_name(dtype),
+        f" ({limits.weights})" if limits.weights else "",
+        platform.kind,
+        platform.arch,
+        f", {num_ranks} ranks" if num_ranks > 1 else "",
+        limits.max_model_len,
+        limits.num_blocks,
+        limits.block_size,
+        dtype_name(storage),
+        seconds,
+    )
+
+
+def _log_scales(models: Sequence[nn.Module]) -> None:
+    modules = [module for model in models for module in model.modules()]
+    scales = [module for module in modules if isinstance(module, KVScale)]
+    logger.info(
+        "KV cache scales: the checkpoint's in %d of %d attention layers, 1 elsewhere",
+        sum(scale.is_given for scale in scales),
+        len(scales),
+    )
