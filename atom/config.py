@@ -201,7 +201,7 @@ class CacheOptions(Options):
     `gpu_memory_utilization`.
     """
 
-    block_size: int = option(16, "tokens of a KV block", at_least=1)
+    block_size: int = option(16, "tokens of a KV block", at_least=1, on_gpu=64)
     kv_cache_dtype: str = option(
         "auto",
         "how keys and values are stored: as the model computes, in bfloat16, or in 8 bits, which "
@@ -234,13 +234,15 @@ class SchedulerOptions(Options):
     `enable_chunked_prefill`.
     """
 
-    max_num_batched_tokens: int = option(2048, "tokens computed in one step", at_least=1)
-    max_num_seqs: int = option(64, "sequences computed in one step", at_least=1)
+    max_num_batched_tokens: int = option(
+        2048, "tokens computed in one step", at_least=1, on_gpu=8192
+    )
+    max_num_seqs: int = option(64, "sequences computed in one step", at_least=1, on_gpu=256)
     enable_chunked_prefill: bool = option(True, "compute long prompts in several steps")
     overlap: bool | None = option(
         None,
-        "launch each step before the results of the one before it are read (by default on one GPU, "
-        "unless drafts are looked up or their number is adaptive)",
+        "launch each step before the results of the one before it are read (by default on GPUs, "
+        "unless drafts are looked up or engines share experts)",
     )
 
 
@@ -401,6 +403,13 @@ class EngineConfig(Options):
     parallel: ParallelOptions = field(default_factory=ParallelOptions)
     device: str = option("auto", "where to run", choices=DEVICES)
     seed: int | None = option(None, "makes unseeded requests reproducible")
+    batch_invariant: bool = option(
+        False,
+        "a row's bits depend neither on its batch nor on how its sequence was cut into steps: in "
+        "bfloat16, too, a request gets the same tokens in any batch, with and without drafts, at "
+        "the cost of speed on a GPU (C++ kernels on a CPU are so in any case)",
+        alias="enable_deterministic_inference",
+    )
     max_logprobs: int = option(
         DEFAULT_MAX_LOGPROBS,
         "most alternatives a request may ask for with logprobs; -1 is the whole vocabulary, and "
@@ -430,17 +439,18 @@ class EngineConfig(Options):
         return None if self.speculative is None else self.speculative.synthetic_acceptance_length
 
     @property
+    def sums_in_order(self) -> bool:
+        """Whether sums over the ranks have a fixed order: a library's depends on the shape."""
+        return self.parallel.deterministic_collectives or self.batch_invariant
+
+    @property
     def overlap_obstacle(self) -> str | None:
         """Why steps cannot overlap; None if they can."""
         drafts = self.speculative
-        if self.parallel.tensor_parallel_size > 1 or self.parallel.couples_engines:
-            return "several ranks take part in each step and must know the tokens it begins with"
+        if self.parallel.couples_engines:
+            return "engines that share experts meet on the host in the middle of each step"
         if drafts is not None and drafts.looks_up:
             return "the host looks the newest tokens up before each step"
-        if drafts is not None and drafts.adaptive:
-            return "the host chooses the number of drafts from the results of each step"
-        if self.synthetic_acceptance_length is not None:
-            return "synthetic acceptance is decided by positions that the host must know"
         return None
 
     def _check_draft_ranks(self) -> None:

@@ -41,6 +41,7 @@ class Declaration:
         spellings: what users write for some of the choices -> the choice.
         at_least: the least integer there may be.
         parse: from what a user writes to the field's value.
+        on_gpu: the default on a GPU, where it is not the field's.
     """
 
     help: str
@@ -51,6 +52,7 @@ class Declaration:
     spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     at_least: int | None = None
     parse: Callable[[Any], Any] | None = None
+    on_gpu: int | None = None
 
 
 def option(
@@ -64,13 +66,16 @@ def option(
     spellings: Mapping[str, str] | None = None,
     at_least: int | None = None,
     parse: Callable[[Any], Any] | None = None,
+    on_gpu: int | None = None,
 ) -> Any:
     """A field of a dataclass that users can set; the arguments are those of `Declaration`.
 
     Args:
         default: `REQUIRED` when there is none.
     """
-    declared = Declaration(help, name, alias, short, choices, spellings or {}, at_least, parse)
+    declared = Declaration(
+        help, name, alias, short, choices, spellings or {}, at_least, parse, on_gpu
+    )
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
 
@@ -166,6 +171,10 @@ class Option:
         elif declared.parse is None and not self.is_document:
             extra["type"] = self.kind
         suffix = "" if extra["default"] in (None, "") else " (default: %(default)s)"
+        if declared.on_gpu is not None:
+            # Without a default of the flag's, given is told from not given.
+            suffix = f" (default: {self.default}, on a GPU {declared.on_gpu})"
+            extra["default"] = None
         parser.add_argument(*flags, help=(declared.help + suffix).strip(), **extra)
 
 
@@ -208,8 +217,16 @@ def given_flags(namespace: argparse.Namespace, tree: type[Any]) -> dict[str, Any
     return {
         each.name: values[each.name]
         for each in options_of(tree)
-        if values[each.name] is not None and values[each.name] != each.default
+        if values[each.name] is not None
+        and (values[each.name] != each.default or each.declared.on_gpu is not None)
     }
+
+
+def with_gpu_defaults(tree: type[Any], given: Mapping[str, Any]) -> dict[str, Any]:
+    """What was given, and the defaults on a GPU of what was not."""
+    defaults = {each.name: each.declared.on_gpu for each in options_of(tree)}
+    values = {name: value for name, value in given.items() if value is not None}
+    return {name: value for name, value in defaults.items() if value is not None} | values
 
 
 def build(tree: type[Tree], given: Mapping[str, Any], what: str = "option") -> Tree:

@@ -24,6 +24,16 @@ def server(*flags: str) -> ServerOptions:
     return ServerOptions.from_cli_args(create_parser().parse_args(flags))
 
 
+def test_the_mode_for_equal_bits_has_the_names_that_others_have_for_it() -> None:
+    assert not engine().batch_invariant
+    for flag in ("--batch-invariant", "--batch_invariant", "--enable-deterministic-inference"):
+        assert engine(flag).batch_invariant
+    # Sums over the ranks are part of a row.
+    assert engine("--batch-invariant").sums_in_order
+    assert engine("-tp", "2", "--deterministic-collectives").sums_in_order
+    assert not engine("-tp", "2").sums_in_order
+
+
 @pytest.mark.parametrize(
     ("flags", "first"),
     [

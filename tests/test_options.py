@@ -16,6 +16,7 @@ from atom.config import (
     SpeculativeOptions,
     parse_bytes,
 )
+from atom.model_engine.arg_utils import add_engine_flags, engine_config, engine_options
 from atom.options import Options, add_flags, build, given_flags, option, options_of
 
 
@@ -98,6 +99,24 @@ def test_defaults_say_nothing() -> None:
     assert given_flags(parser().parse_args(["--no-speculative-lookup"]), MoreConfig) == {}
     for option_of in options_of(MoreConfig):
         assert build(MoreConfig, {option_of.name: option_of.default}) == MoreConfig()
+
+
+def test_gpus_have_defaults_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    def sizes(*line: str) -> tuple[int, int, int]:
+        flags = argparse.ArgumentParser()
+        add_engine_flags(flags)
+        config = engine_config(**engine_options(flags.parse_args(line)))
+        scheduler = config.scheduler
+        return config.cache.block_size, scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+
+    monkeypatch.setattr("atom.platform.num_gpus", lambda: 0)
+    assert sizes() == (16, 2048, 64)
+    monkeypatch.setattr("atom.platform.num_gpus", lambda: 1)
+    assert sizes() == (64, 8192, 256)
+    assert sizes("--device", "cpu") == (16, 2048, 64)
+    # What is given counts, also where it is the default elsewhere.
+    assert sizes("--block-size", "16", "--max-num-seqs", "64") == (16, 8192, 64)
+    assert engine_config(block_size=None, max_num_seqs=64).scheduler.max_num_seqs == 64
 
 
 def test_names_are_told_apart() -> None:

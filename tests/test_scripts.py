@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,3 +91,35 @@ def test_an_amd_gpu_without_its_torch_is_told_before_anything_is_made(tmp_path: 
 def test_a_cpu_only_environment_asks_for_no_gpu(tmp_path: Path) -> None:
     ran = say("_has_amd || _has_nvidia || echo cpu", tmp_path, ATOM_CPU_ONLY="1")
     assert ran.stdout == "cpu\n"
+
+
+@pytest.mark.parametrize("status", [0, 3])
+@pytest.mark.parametrize("named", [True, False])
+def test_gpu_check_uses_what_is_there(tmp_path: Path, status: int, named: bool) -> None:
+    """Nothing is installed into an interpreter that has torch; python3 must have everything."""
+    python = tmp_path / "python3"
+    python.write_text(
+        f'#!/bin/sh\ncase "$1" in *_gpu_needs.py) exit {status};; '
+        '*gpu_check.py) echo ran "$@" in "$PYTHONPATH";; *) echo made >&2; exit 9;; esac\n'
+    )
+    python.chmod(0o755)
+    script = ENV.parents[1] / "gpu-check"
+    for tool in ("bash", "dirname"):  # and no other Python
+        found = shutil.which(tool)
+        assert found is not None
+        (tmp_path / tool).symlink_to(found)
+    env = {"PATH": str(tmp_path), "ATOM_VENV": str(tmp_path / "venv")}
+    ran = subprocess.run(
+        [str(tmp_path / "bash"), str(script), "--parts", "kernels"],
+        env=env | ({"PYTHON": str(python)} if named else {}),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if named or status == 0:
+        root = ENV.parents[2]
+        assert ran.stdout == f"ran benchmarks/gpu_check.py --parts kernels in {root}\n"
+    else:
+        assert ran.returncode == 1
+        assert ran.stdout == ""
+        assert "no Python 3.10 to 3.14 found" in ran.stderr

@@ -13,8 +13,9 @@ from atom.config import (
 )
 from atom.platform import Platform, free_memory_bytes, total_memory_bytes
 
-# Driver memory of a captured graph, which has about a thousand kernel launches.
-_BYTES_PER_GRAPH = 8 << 20
+# Driver memory of a captured graph: of the target's layers, about a thousand launches, and of what
+# follows them, fewer than a hundred.
+_BYTES_PER_GRAPH, _BYTES_PER_SMALL_GRAPH = 8 << 20, 1 << 20
 
 
 def kv_cache_budget(
@@ -42,11 +43,18 @@ def kv_cache_budget(
     return int(total_memory_bytes(platform) * share) - in_use - activations
 
 
-def estimate_graph_bytes(largest: Callable[[], object], num_graphs: int) -> int:
+def estimate_graph_bytes(
+    layers: Callable[[], object], others: Callable[[], object], num_layers: int, num_others: int
+) -> int:
     """Memory for capturing: the temporaries of the largest bucket, which all graphs share, and the
     graphs themselves.
+
+    Args:
+        layers, others: run the largest step's layers, and then what follows them.
+        num_layers, num_others: graphs of each.
     """
-    return _peak_bytes(largest) + num_graphs * _BYTES_PER_GRAPH
+    graphs = num_layers * _BYTES_PER_GRAPH + num_others * _BYTES_PER_SMALL_GRAPH
+    return _peak_bytes(layers) + _peak_bytes(others) + graphs
 
 
 def _peak_bytes(work: Callable[[], object]) -> int:

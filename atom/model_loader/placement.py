@@ -119,9 +119,10 @@ def place_tensors(
         if target is None:
             unexpected.append(tensor.name)
             continue
-        if filled[target_name] and (shard is None or filled[target_name] & {shard, None}):
+        shards = directory.covered(target_name, shard)
+        if filled[target_name] and (shard is None or filled[target_name] & {*shards, None}):
             problems.append(f"{tensor.name} is given twice")
-        filled[target_name].add(shard)
+        filled[target_name] |= shards
         if tensor.dtype not in _VALUE_TYPES and target.dtype in _NUMBERS:
             problems.append(f"{tensor.name} is stored as {tensor.dtype}, which has no plain values")
         if directory.holds(target_name, shard):
@@ -172,6 +173,13 @@ class _Directory:
         module = name.rpartition(".")[0].rpartition(".")[2]
         return self._mapping.packed[module]
 
+    def covered(self, name: str, shard: str | None) -> set[str | None]:
+        """The shards that a tensor placed as `shard` fills."""
+        module = self._naming.get(name.rpartition(".")[0])
+        if module is None or shard is None:
+            return {shard}
+        return set(module.covers(name.rpartition(".")[2], shard))
+
     def holds(self, name: str, shard: str | None) -> bool:
         """Whether this rank loads a shard of a parameter."""
         module = self._naming.get(name.rpartition(".")[0])
@@ -190,6 +198,10 @@ class _Directory:
         """Ask the `WeightNaming` modules along the name."""
         for module_name, rest in _cuts(name):
             module = self._naming.get(module_name)
+            parent, dot, own = module_name.rpartition(".")
+            if module is None and own in self._mapping.adopted:
+                module_name = f"{parent}{dot}{self._mapping.adopted[own]}"
+                module, rest = self._naming.get(module_name), f"{own}.{rest}"
             placed = module.place_weight(rest) if module is not None else None
             if placed is not None:
                 parameter_name, shard = placed

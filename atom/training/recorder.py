@@ -10,7 +10,6 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from atom.graphs.capture import GraphPlan
 from atom.kv_cache.base import KVCacheBuilder
 from atom.spec_decode.base import NO_LOOKAHEAD, Proposal, VerifiedStep
 
@@ -25,18 +24,11 @@ class FeatureRecorder:
     draft_model: nn.Module | None = None
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
     reads_steps = True
-    graphs_per_bucket = 0
 
     def __init__(self, aux_layer_ids: tuple[int, ...]) -> None:
         self.aux_layer_ids = aux_layer_ids
         # Sequence id -> (position of the first row, rows).
         self._rows: dict[str, list[tuple[int, torch.Tensor]]] = defaultdict(list)
-
-    def capture(self, plan: GraphPlan) -> None:
-        """Nothing to capture."""
-
-    def release_graphs(self) -> None:
-        """There are none."""
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         output = step.model_output

