@@ -215,6 +215,11 @@ class DecodeEngine:
         limits = self._core.limits
         return limits.num_blocks * limits.block_size
 
+    def most_seqs(self, num_tokens: int) -> int:
+        """How many sequences of so many tokens the cache holds, in whole blocks."""
+        limits = self._core.limits
+        return limits.num_blocks // -(-num_tokens // limits.block_size)
+
     def start(self, batch_size: int, prompt_len: int | None = None, pretend: bool = False) -> None:
         """Compute `batch_size` prompts, until all of them decode.
 

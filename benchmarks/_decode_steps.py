@@ -32,7 +32,7 @@ def fitting(engine: DecodeEngine, case: DecodeCase, steps: int, k: int) -> int:
     """The largest of the batch size, its half, and so on, whose tokens fit the cache; 0 if none."""
     tokens = case.context + (steps + UNTIMED_STEPS) * (k + 1)
     batch = case.batch
-    while batch and batch * tokens > engine.num_cached_tokens:
+    while batch > engine.most_seqs(tokens):
         batch //= 2
     return batch
 

@@ -38,13 +38,15 @@ class Environment:
         return home / self.folder / "bin" / "python"
 
 
+# The same in every environment that has one: a build for CPUs, where ours is one, is found again.
+_TORCH = f"torch=={torch.__version__.partition('+')[0]}"
 ENVIRONMENTS = {
-    "transformers": Environment("venv", ("torch", "transformers", "accelerate"), "transformers"),
+    "transformers": Environment("venv", (_TORCH, "transformers", "accelerate"), "transformers"),
     "llama.cpp": Environment(
         "venv_lc", ("llama-cpp-python", "numpy"), "llama_cpp", {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
     ),
     "openvino": Environment(
-        "venv_ov", ("torch", "openvino-genai", "optimum-intel[openvino]"), "openvino_genai"
+        "venv_ov", (_TORCH, "openvino-genai", "optimum-intel[openvino]"), "openvino_genai"
     ),
 }
 # GGUF's number of a file's type.

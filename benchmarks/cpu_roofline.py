@@ -117,7 +117,8 @@ class Roofline:
                 sorted({*args.batch_sizes, *(_PLOTTED_BATCHES if args.plot else [])})
             ),
             prompt_len=args.prefill_tokens,
-            max_model_len=max(args.contexts) + (args.steps + _WARMUP_STEPS + 2) * (k + 1),
+            max_model_len=max(args.prefill_tokens, *args.contexts)
+            + (args.steps + _WARMUP_STEPS + 2) * (k + 1),
             dtype=args.dtype,
             kv_cache_dtype=args.kv_cache_dtype,
             device="cpu",
@@ -131,7 +132,7 @@ class Roofline:
     def _measured(self, engine: DecodeEngine, k: int, batch: int, context: int) -> float | None:
         """Seconds of a step, the engine left running; None when the cache is too small."""
         steps = self._args.steps + _WARMUP_STEPS + 2
-        if batch * (context + steps * (k + 1)) > engine.num_cached_tokens:
+        if batch > engine.most_seqs(context + steps * (k + 1)):
             self.left_out.append(
                 f"batch {batch} at {context} tokens, k={k}: the cache is too small"
             )

@@ -216,7 +216,10 @@ def test_long_prompts_that_do_not_fit_are_fewer(benchmark_module: Module) -> Non
     steps = benchmark_module("_decode_steps")
 
     class Engine:
-        num_cached_tokens = 40 * (8000 + 32 + steps.UNTIMED_STEPS)
+        @staticmethod
+        def most_seqs(num_tokens: int) -> int:
+            room: int = 40 * (8000 + 32 + steps.UNTIMED_STEPS)
+            return room // num_tokens
 
     def batch(wanted: int, k: int = 0, context: int = 8000) -> int:
         return int(steps.fitting(Engine(), steps.DecodeCase(wanted, context), 32, k))

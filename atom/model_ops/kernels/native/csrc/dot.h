@@ -115,22 +115,29 @@ ATOM_INLINE void dot_tile(const T* const (&w)[R], const Packed<T>* x, int64_t x_
   ATOM_UNROLL for (int i = wide; i < tile; ++i) sums[i] = sum(acc[i]);
 }
 
-// Cuts `rows` activation rows into the fewest groups of at most kTileRows and calls
+// Cuts `rows` activation rows into the fewest groups of at most `Most`, 6 or 8, and calls
 // `tile(std::integral_constant<int, G>, first_row)` for each. All groups are full but the last
 // two, which share what is left: a group of one row wastes most of a tile.
-template <class Tile>
+template <int Most = kTileRows, class Tile>
 ATOM_INLINE void for_row_groups(int64_t rows, const Tile& tile) {
-  const int64_t groups = (rows + kTileRows - 1) / kTileRows;
+  static_assert(Most == 6 || Most == 8);
+  const int64_t groups = (rows + Most - 1) / Most;
   for (int64_t i = 0, begin = 0; i < groups; ++i) {
     const int64_t left = rows - begin, count = groups - i;
-    const int64_t size = count > 2 ? kTileRows : left / count;
+    const int64_t size = count > 2 ? Most : left / count;
     switch (size) {
       case 1: tile(std::integral_constant<int, 1>{}, begin); break;
       case 2: tile(std::integral_constant<int, 2>{}, begin); break;
       case 3: tile(std::integral_constant<int, 3>{}, begin); break;
       case 4: tile(std::integral_constant<int, 4>{}, begin); break;
       case 5: tile(std::integral_constant<int, 5>{}, begin); break;
-      default: tile(std::integral_constant<int, kTileRows>{}, begin); break;
+      case 7:
+        if constexpr (Most == 8) tile(std::integral_constant<int, 7>{}, begin);
+        break;
+      case 8:
+        if constexpr (Most == 8) tile(std::integral_constant<int, 8>{}, begin);
+        break;
+      default: tile(std::integral_constant<int, 6>{}, begin); break;
     }
     begin += size;
   }

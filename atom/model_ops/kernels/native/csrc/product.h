@@ -54,11 +54,16 @@ class VectorProduct {
 
   // Rows are packed in multiples of these.
   static constexpr int64_t kPackRows = 1;
+#if defined(__AVX512F__) || defined(__aarch64__)
+  static constexpr int kGroupRows = 8;  // 32 registers
+#else
+  static constexpr int kGroupRows = kTileRows;
+#endif
   // Rows that `multiply` takes at most.
-  static constexpr int64_t kMostChunk = kTileRows;
+  static constexpr int64_t kMostChunk = kGroupRows;
   // Packed activations that stay within a second-level cache, and their number.
   static constexpr int64_t kBlockBytes = 256 * 1024;
-  static constexpr int64_t kMostBlockRows = 20 * kTileRows;
+  static constexpr int64_t kMostBlockRows = 120;
 
   VectorProduct(int64_t rows, int64_t size)
       : rows_(rows), size_(size), stride_((size + kDotStep - 1) / kDotStep * kDotStep) {}
@@ -84,15 +89,16 @@ class VectorProduct {
 
   template <class Visit>
   void for_chunks(const Visit& visit) const {
-    for_row_groups(rows_, [&](auto count, int64_t first) { visit(first, int64_t{count}); });
+    for_row_groups<kGroupRows>(rows_, [&](auto count, int64_t first) { visit(first, int64_t{count}); });
   }
 
   void multiply(const void* packed, int64_t first, int64_t count, const T* weight, int64_t outs,
                 float* sums) const {
     const auto* x = static_cast<const Packed<T>*>(packed) + first * stride_;
     // One chunk of rows passes too fast for that: it fetches just ahead of itself.
-    if (rows_ > kTileRows) fetch_next_panel(weight, size_, first, count, rows_);
-    for_row_groups(count, [&](auto rows, int64_t) { panel<decltype(rows)::value>(x, weight, outs, sums); });
+    if (rows_ > kGroupRows) fetch_next_panel(weight, size_, first, count, rows_);
+    for_row_groups<kGroupRows>(
+        count, [&](auto rows, int64_t) { panel<decltype(rows)::value>(x, weight, outs, sums); });
   }
 
  private:
@@ -103,19 +109,15 @@ class VectorProduct {
   // One row of weights at a time streams fastest from memory; several at a time load fewer
   // activations, which counts once the processor rather than memory is the limit.
   static constexpr int64_t kOneWeightRowUpTo = 2;
-#if defined(__AVX512F__) || defined(__aarch64__)
-  static constexpr int64_t kTwoWeightRowsUpTo = 16;
-#else
-  static constexpr int64_t kTwoWeightRowsUpTo = std::numeric_limits<int64_t>::max();  // 16 registers
-#endif
+  template <int G>
+  static constexpr int kWeightRows = kGroupRows < 8 ? 2 : G > 6 ? 3 : 4;
 
   template <int G>
   void panel(const Packed<T>* x, const T* weight, int64_t outs, float* sums) const {
+    constexpr int R = kWeightRows<G>;
     int64_t n = 0;
-    if (rows_ > kTwoWeightRowsUpTo) {
-      for (; n + 4 <= outs; n += 4) tile<4, G>(x, weight + n * size_, sums + n);
-    }
     if (rows_ > kOneWeightRowUpTo) {
+      for (; n + R <= outs; n += R) tile<R, G>(x, weight + n * size_, sums + n);
       for (; n + 2 <= outs; n += 2) tile<2, G>(x, weight + n * size_, sums + n);
     }
     for (; n < outs; ++n) tile<1, G>(x, weight + n * size_, sums + n);
@@ -126,7 +128,7 @@ class VectorProduct {
     const T* w[R];
     for (int r = 0; r < R; ++r) w[r] = weight + r * size_;
     float found[R * G];
-    dot_tile<T, R, G>(w, x, stride_, size_, rows_ > kTileRows ? 0 : kAheadBytes * R, found);
+    dot_tile<T, R, G>(w, x, stride_, size_, rows_ > kGroupRows ? 0 : kAheadBytes * R, found);
     ATOM_UNROLL for (int g = 0; g < G; ++g)
         std::memcpy(sums + g * kPanel, found + g * R, sizeof(float) * R);
   }

@@ -43,10 +43,10 @@ class Matrix {
         inputs_(inputs_of(x, x_stride, tensors, sizes, fixed_scale, w_,
                           with_tiles_ ? std::min(kTileSide, rows) : 0)) {}
 
-  // Panels of one task: pairs where there are tiles.
+  // Panels of one task, in pairs.
   int64_t together() const {
     const int64_t most = kTaskBytes / std::max<int64_t>(1, w_.panel_bytes()) / 2 * 2;
-    return std::max<int64_t>(with_tiles_ ? 2 : 1, most);
+    return std::max<int64_t>(2, most);
   }
   int64_t packed_bytes() const {
     return rounded_up(packed_rows() * (inputs_.row_bytes() + inputs_.spans() * int64_t(sizeof(Span))), 64);
@@ -63,10 +63,12 @@ class Matrix {
     float* const sums = scratch.get<float>(rounded_up(rows_, 2 * kTileSide) * 2 * kLanes);
     const QuantRows x = inputs_.rows(packed, spans(packed));
     if (with_tiles_) begin_tiles(x);
-    for (int64_t panel = first; panel < last; panel += with_tiles_ ? 2 : 1) {
+    for (int64_t panel = first; panel < last;) {
+      const int64_t count = with_tiles_ ? 2 : std::min(panels_together(x.kind), last - panel);
       if (with_tiles_) multiply_two_panels(w_, panel, x, rows_, sums);
-      else multiply_panel(w_, panel, x, 0, rows_, sums);
-      body(panel, with_tiles_ ? 2 : 1, sums);
+      else multiply_panels(w_, panel, count, x, rows_, sums);
+      body(panel, count, sums);
+      panel += count;
     }
     if (with_tiles_) end_tiles();
   }

@@ -74,7 +74,7 @@ class Product {
   // packed: the rows, in a block as for kBlockRows of them, or null.
   void multiply(int64_t first, int64_t rows, uint8_t* shared) const {
     const int64_t panels = w_.panels(), together = std::max<int64_t>(
-        with_tiles_ ? 2 : 1, kTaskBytes / std::max<int64_t>(1, w_.panel_bytes()) / 2 * 2);
+        2, kTaskBytes / std::max<int64_t>(1, w_.panel_bytes()) / 2 * 2);
     const int64_t most =
         shared == nullptr ? rows : std::min(kBlockRows, (a_.rows + kTileSide - 1) / kTileSide * kTileSide);
     run_tasks((panels + together - 1) / together, threads_, [&](TaskQueue::Hand& hand) {
@@ -90,15 +90,12 @@ class Product {
       for (int64_t task; hand.take(task);) {
         const int64_t end = std::min((task + 1) * together, panels);
         for (int64_t panel = task * together; panel < end;) {
-          if (with_tiles_) {
-            multiply_two_panels(w_, panel, x, rows, panel_sums);
-            finish<2>(first, rows, panel, panel_sums);
-            panel += 2;
-          } else {
-            multiply_panel(w_, panel, x, 0, rows, panel_sums);
-            finish<1>(first, rows, panel, panel_sums);
-            panel += 1;
-          }
+          const int64_t count = with_tiles_ ? 2 : std::min(panels_together(x.kind), end - panel);
+          if (with_tiles_) multiply_two_panels(w_, panel, x, rows, panel_sums);
+          else multiply_panels(w_, panel, count, x, rows, panel_sums);
+          if (count == 2) finish<2>(first, rows, panel, panel_sums);
+          else finish<1>(first, rows, panel, panel_sums);
+          panel += count;
         }
       }
       if (with_tiles_) end_tiles();

@@ -73,8 +73,20 @@ struct QuantRows {
   int64_t tile_rows;    // of a block that tiles take at once; 0 for vectors
 };
 
-// out [count, kLanes] = panel `panel` of the weights times `count` rows from `first` on.
-void multiply_panel(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t first,
-                    int64_t count, float* out);
+// Panels that vectors multiply together: with 32 registers two, so that inputs are loaded half as
+// often. Numbers fill them with one.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int64_t kPanelsTogether = 2;
+#else
+constexpr int64_t kPanelsTogether = 1;
+#endif
+inline int64_t panels_together(Inputs kind) {
+  return kind == Inputs::kNumbers ? 1 : kPanelsTogether;
+}
+
+// out [count, panels, kLanes] = `panels` panels of the weights from `panel` on, at most as many as
+// are multiplied together, times `count` rows.
+void multiply_panels(const QuantMatrix& w, int64_t panel, int64_t panels, const QuantRows& x,
+                     int64_t count, float* out);
 
 }  // namespace atom

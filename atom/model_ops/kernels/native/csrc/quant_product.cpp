@@ -10,62 +10,95 @@ namespace {
 // Bytes between reading and prefetching codes.
 constexpr int64_t kAheadCodes = 2048;
 
-// sums[r] += the products of so many units of codes with row r.
-template <class C, int R>
-ATOM_INLINE void sum_units(const uint8_t* codes, int64_t units, const int8_t* x, int64_t stride,
-                           vint (&sums)[R]) {
-  constexpr bool kTwoChains = R <= 2;
-  vint others[R] = {};
+// Sums of P panels of weights with R rows.
+template <class Sum, int R, int P>
+struct Sums {
+  Sum of[R][P];
+};
+
+template <class C>
+ATOM_INLINE void prefetch_unit(const uint8_t* codes) {
+  for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kAheadCodes);
+}
+
+// sums += the products of so many units of codes, those of a panel `panel` bytes behind the one
+// before, with rows that are `stride` apart.
+template <class C, int R, int P>
+ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, const int8_t* x,
+                           int64_t stride, Sums<vint, R, P>& sums) {
+  constexpr bool kTwoChains = R * P <= 2;
+  Sums<vint, R, P> others{};
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += C::kUnit) {
-    for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kAheadCodes);
+    ATOM_UNROLL for (int p = 0; p < P; ++p) prefetch_unit<C>(codes + p * panel);
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
-      const vint quad = C::quad(codes, j);
+      vint quads[P];
+      ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = C::quad(codes + p * panel, j);
       ATOM_UNROLL for (int r = 0; r < R; ++r) {
-        vint& sum = kTwoChains && j % 2 != 0 ? others[r] : sums[r];
-        sum = dot4<C>(sum, quad, splat(raw<int32_t>(x + r * stride + 4 * j)));
+        const vint inputs = splat(raw<int32_t>(x + r * stride + 4 * j));
+        ATOM_UNROLL for (int p = 0; p < P; ++p) {
+          vint& sum = kTwoChains && j % 2 != 0 ? others.of[r][p] : sums.of[r][p];
+          sum = dot4<C>(sum, quads[p], inputs);
+        }
       }
     }
   }
-  if (kTwoChains) {
-    ATOM_UNROLL for (int r = 0; r < R; ++r) sums[r] += others[r];
+  if (!kTwoChains) return;
+  ATOM_UNROLL for (int r = 0; r < R; ++r) {
+    ATOM_UNROLL for (int p = 0; p < P; ++p) sums.of[r][p] += others.of[r][p];
   }
 }
 
 // The same with wide inputs, so many in a row of weights.
-template <class C, Inputs kKind, int R>
-ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t units, const int8_t* x,
-                                int64_t inputs, int64_t stride, vint (&sums)[R]) {
-  vint others[R] = {};
+template <class C, Inputs kKind, int R, int P>
+ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t units,
+                                const int8_t* x, int64_t inputs, int64_t stride,
+                                Sums<vint, R, P>& sums) {
+  Sums<vint, R, P> others{};
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes) {
-    for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kAheadCodes);
+    ATOM_UNROLL for (int p = 0; p < P; ++p) prefetch_unit<C>(codes + p * panel);
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
-      const vint quad = C::quad(codes, j);
+      vint quads[P];
+      ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = C::quad(codes + p * panel, j);
       if constexpr (kSplitsWide) {
         const int8_t* at = x + unit * C::kUnit + 4 * j;
         ATOM_UNROLL for (int r = 0; r < R; ++r) {
-          others[r] = dot4<C>(others[r], quad, splat(raw<int32_t>(at + r * stride)));
-          sums[r] = dot4<C>(sums[r], quad, splat(raw<int32_t>(at + r * stride + inputs)));
+          const vint high = splat(raw<int32_t>(at + r * stride));
+          const vint low = splat(raw<int32_t>(at + r * stride + inputs));
+          ATOM_UNROLL for (int p = 0; p < P; ++p) {
+            others.of[r][p] = dot4<C>(others.of[r][p], quads[p], high);
+            sums.of[r][p] = dot4<C>(sums.of[r][p], quads[p], low);
+          }
         }
       } else {
-        const Halves parts = halves<C>(quad);
+        Halves parts[P];
+        ATOM_UNROLL for (int p = 0; p < P; ++p) parts[p] = halves<C>(quads[p]);
         const int8_t* at = x + 2 * (unit * C::kUnit + 4 * j);
         ATOM_UNROLL for (int r = 0; r < R; ++r) {
-          sums[r] = dot2(sums[r], parts.even, splat(raw<int32_t>(at + r * stride)));
-          others[r] = dot2(others[r], parts.odd, splat(raw<int32_t>(at + r * stride + 4)));
+          const vint even = splat(raw<int32_t>(at + r * stride));
+          const vint odd = splat(raw<int32_t>(at + r * stride + 4));
+          ATOM_UNROLL for (int p = 0; p < P; ++p) {
+            sums.of[r][p] = dot2(sums.of[r][p], parts[p].even, even);
+            others.of[r][p] = dot2(others.of[r][p], parts[p].odd, odd);
+          }
         }
       }
     }
   }
-  ATOM_UNROLL for (int r = 0; r < R; ++r) sums[r] += kSplitsWide ? others[r] << low_bits(kKind) : others[r];
+  ATOM_UNROLL for (int r = 0; r < R; ++r) {
+    ATOM_UNROLL for (int p = 0; p < P; ++p) {
+      sums.of[r][p] += kSplitsWide ? others.of[r][p] << low_bits(kKind) : others.of[r][p];
+    }
+  }
 }
 
 // As tiles of bfloat16 sum: of each unit the even inputs and the odd ones, then both.
-template <class C, int R>
-ATOM_INLINE void sum_units(const uint8_t* codes, int64_t units, const float* x, int64_t stride,
-                           vfloat (&sums)[R]) {
+template <class C, int R, int P>
+ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, const float* x,
+                           int64_t stride, Sums<vfloat, R, P>& sums) {
+  static_assert(P == 1);
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += C::kUnit) {
     vfloat parts[2][R] = {};
-    for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kAheadCodes);
+    prefetch_unit<C>(codes);
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       const vint quad = C::quad(codes, j);
       ATOM_UNROLL for (int i = 0; i < 4; ++i) {
@@ -76,12 +109,12 @@ ATOM_INLINE void sum_units(const uint8_t* codes, int64_t units, const float* x, 
         }
       }
     }
-    ATOM_UNROLL for (int r = 0; r < R; ++r) sums[r] += parts[0][r] + parts[1][r];
+    ATOM_UNROLL for (int r = 0; r < R; ++r) sums.of[r][0] += parts[0][r] + parts[1][r];
   }
 }
 
-// out[r * kLanes] = one panel of weights times row `first` + r.
-template <class C, Inputs kKind, int R>
+// out[(r * P + p) * kLanes] = panel `panel` + p of the weights times row `first` + r.
+template <class C, Inputs kKind, int R, int P>
 void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
                    float* out) {
   constexpr bool kInteger = kKind != Inputs::kNumbers;
@@ -89,68 +122,83 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
   using Sum = std::conditional_t<kInteger, vint, vfloat>;
   const Input* x = static_cast<const Input*>(rows.inputs) + first * rows.stride;
   const int64_t spans = w.inputs / rows.span, units = rows.span / C::kUnit;
-  const uint8_t* codes = w.codes + panel * w.panel_bytes();
+  const int64_t panel_bytes = w.panel_bytes();
+  const uint8_t* codes = w.codes + panel * panel_bytes;
   const Span* of_spans = rows.spans + first * spans;
   const Shifts shifts(w);
-  vfloat totals[R] = {};
+  vfloat totals[R][P] = {};
   const int64_t span_inputs = rows.span * (is_wide(kKind) && !kSplitsWide ? 2 : 1);
   for (int64_t span = 0; span < spans; ++span, codes += units * C::kBytes, x += span_inputs) {
-    Sum sums[R];
+    Sums<Sum, R, P> sums;
     ATOM_UNROLL for (int r = 0; r < R; ++r) {
       const Span& of = of_spans[r * spans + span];
-      if constexpr (kInteger) sums[r] = splat(of.first_code);
-      else sums[r] = Sum{};
+      ATOM_UNROLL for (int p = 0; p < P; ++p) {
+        if constexpr (kInteger) sums.of[r][p] = splat(of.first_code);
+        else sums.of[r][p] = Sum{};
+      }
     }
     if constexpr (is_wide(kKind)) {
-      sum_wide_units<C, kKind, R>(codes, units, x, w.inputs, rows.stride, sums);
+      sum_wide_units<C, kKind, R, P>(codes, panel_bytes, units, x, w.inputs, rows.stride, sums);
     } else {
-      sum_units<C, R>(codes, units, x, rows.stride, sums);
+      sum_units<C, R, P>(codes, panel_bytes, units, x, rows.stride, sums);
     }
-    const Factors factors = load_factors(w, panel, span * rows.span);
-    ATOM_UNROLL for (int r = 0; r < R; ++r) {
-      const Span& of = of_spans[r * spans + span];
-      vfloat products;
-      if constexpr (kInteger) products = convert(sums[r]);
-      else products = sums[r] + of.first;
-      totals[r] = add_span<kKind>(totals[r], products, factors, of, shifts);
+    ATOM_UNROLL for (int p = 0; p < P; ++p) {
+      const Factors factors = load_factors(w, panel + p, span * rows.span);
+      ATOM_UNROLL for (int r = 0; r < R; ++r) {
+        const Span& of = of_spans[r * spans + span];
+        vfloat products;
+        if constexpr (kInteger) products = convert(sums.of[r][p]);
+        else products = sums.of[r][p] + of.first;
+        totals[r][p] = add_span<kKind>(totals[r][p], products, factors, of, shifts);
+      }
     }
   }
-  ATOM_UNROLL for (int r = 0; r < R; ++r) store(out + r * kLanes, totals[r]);
+  ATOM_UNROLL for (int r = 0; r < R; ++r) {
+    ATOM_UNROLL for (int p = 0; p < P; ++p) store(out + (r * P + p) * kLanes, totals[r][p]);
+  }
+}
+
+template <class C, Inputs kKind, int P>
+void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t count,
+                     float* out) {
+  int64_t r = 0;
+  const auto take = [&](auto size) {
+    constexpr int R = decltype(size)::value;
+    for (; r + R <= count; r += R) {
+      multiply_rows<C, kKind, R, P>(w, panel, rows, r, out + r * P * kLanes);
+    }
+  };
+  if constexpr (P == 1 && kPanelsTogether == 2) take(std::integral_constant<int, 8>{});
+  take(std::integral_constant<int, 4>{});
+  take(std::integral_constant<int, 3>{});
+  take(std::integral_constant<int, 2>{});
+  take(std::integral_constant<int, 1>{});
 }
 
 template <class C, Inputs kKind>
-void multiply_panel(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
-                    int64_t count, float* out) {
-  int64_t r = 0;
-#if defined(__AVX512F__) || defined(__aarch64__)
-  for (; r + 8 <= count; r += 8) {
-    multiply_rows<C, kKind, 8>(w, panel, rows, first + r, out + r * kLanes);
+void multiply_panels(const QuantMatrix& w, int64_t panel, int64_t panels, const QuantRows& rows,
+                     int64_t count, float* out) {
+  if constexpr (kPanelsTogether == 2 && kKind != Inputs::kNumbers) {
+    if (panels == 2) return multiply_panels<C, kKind, 2>(w, panel, rows, count, out);
   }
-#endif
-  for (; r + 4 <= count; r += 4) {
-    multiply_rows<C, kKind, 4>(w, panel, rows, first + r, out + r * kLanes);
-  }
-  for (; r + 2 <= count; r += 2) {
-    multiply_rows<C, kKind, 2>(w, panel, rows, first + r, out + r * kLanes);
-  }
-  if (r < count) multiply_rows<C, kKind, 1>(w, panel, rows, first + r, out + r * kLanes);
+  multiply_panels<C, kKind, 1>(w, panel, rows, count, out);
 }
 
 }  // namespace
 
-void multiply_panel(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
-                    int64_t count, float* out) {
+void multiply_panels(const QuantMatrix& w, int64_t panel, int64_t panels, const QuantRows& rows,
+                     int64_t count, float* out) {
   const auto of_codes = [&](auto codes) {
     using C = decltype(codes);
     switch (rows.kind) {
       case Inputs::kNumbers:
-        return multiply_panel<C, Inputs::kNumbers>(w, panel, rows, first, count, out);
+        return multiply_panels<C, Inputs::kNumbers>(w, panel, panels, rows, count, out);
       case Inputs::kInt8:
-        return multiply_panel<C, Inputs::kInt8>(w, panel, rows, first, count, out);
+        return multiply_panels<C, Inputs::kInt8>(w, panel, panels, rows, count, out);
       case Inputs::kInt16:
-        return multiply_panel<C, Inputs::kInt16>(w, panel, rows, first, count, out);
+        return multiply_panels<C, Inputs::kInt16>(w, panel, panels, rows, count, out);
       case Inputs::kInt12:
-        return multiply_panel<Codes<4>, Inputs::kInt12>(w, panel, rows, first, count, out);
+        return multiply_panels<Codes<4>, Inputs::kInt12>(w, panel, panels, rows, count, out);
       case Inputs::kBfloat16: std::abort();  // quant_numbers.cpp has those
     }
   };
