@@ -189,7 +189,7 @@ class Tiles {
         packed[j + 1] = (__m512i)(bits[2] >> 16 | (bits[3] & 0xffff0000u));
       }
       bfloat16* out = weights + row * kChunk + i;
-      amx::transpose(packed);
+      transpose(packed);
       ATOM_UNROLL for (int r = 0; r < kSide; ++r) _mm512_storeu_si512(out + r * kChunk, packed[r]);
     }
     store(total + row, (sums_of[0] + sums_of[1]) + (sums_of[2] + sums_of[3]));

@@ -2,10 +2,14 @@
 // time, which stay in registers.
 #pragma once
 
-#include "attention.h"
+#include "attention_pairs.h"
 #include "dot.h"
 
 namespace atom {
+
+// Whether products are of pairs of bfloat16.
+template <class T>
+constexpr bool kPairs = kHardwareBf16 && std::is_same_v<T, bfloat16>;
 
 // Scores of G rows with all keys.
 template <class T, int G>
@@ -30,6 +34,7 @@ void score_rows(const T* const* keys, int64_t begin, int64_t end, const Packed<T
 
 // One row: scores [from, end) become 2^(scale * score - peak), 0 outside [low, high).
 // `from` is a multiple of kLanes.
+template <class T>
 ATOM_INLINE void soften_row(float* scores, int64_t from, int64_t end, int64_t low, int64_t high,
                             float scale, float& peak_out, float& total_out) {
   vint lane;
@@ -50,7 +55,11 @@ ATOM_INLINE void soften_row(float* scores, int64_t from, int64_t end, int64_t lo
   const float shift = low < high ? peak_out : 0.0f;
   for (int64_t i = from; i < end; i += kLanes) {
     const vfloat p = exp2(load(scores + i) - shift);
-    store(scores + i, p);
+#if defined(__AVX512BF16__)
+    if constexpr (kPairs<T>) store_weights(scores, i, p);
+    else
+#endif
+      store(scores + i, p);
     total += p;
   }
   total_out = sum(total);
@@ -108,6 +117,7 @@ class Vectors {
     admit = keep + padded;
     q = reinterpret_cast<Packed<T>*>(admit + padded);
     rows_memory = reinterpret_cast<T*>(admit + padded + unit.rows * head_dim);
+    pairs = rows_memory + kChunk * head_dim;
     in_place = !a.is_fp8() && a.head_dim == head_dim;
     pack_queries();
   }
@@ -145,14 +155,23 @@ class Vectors {
   }
 
   void score(const Chunk& chunk, const Chunk& next) const {
-    Fetcher next_keys = fetcher(next.key, kChunk / 2);
+    Fetcher next_keys = fetcher(next.key, kPairs<T> ? 4 : row_groups() * kChunk / 2);
     const T* keys[kChunk];
     for (int64_t h = 0; h < unit.kv_heads; ++h) {
       unpack(a, chunk.key, h, chunk, in_place, head_dim, rows_memory, keys);
+      if constexpr (kPairs<T>) {
+        transpose_keys(keys, chunk.begin, chunk.end, head_dim, pairs, next_keys);
+      }
       for_row_groups(unit.head_rows, [&](auto size, int64_t first) {
+        constexpr int G = decltype(size)::value;
         const int64_t row = h * unit.head_rows + first;
-        score_rows<T, decltype(size)::value>(keys, chunk.begin, chunk.end, q + row * head_dim,
-                                             head_dim, scores + row * kChunk, next_keys);
+        const Packed<T>* rows = q + row * head_dim;
+        float* out = scores + row * kChunk;
+        if constexpr (kPairs<T>) {
+          score_pairs<G>(pairs, chunk.begin, chunk.end, rows, head_dim, out);
+        } else {
+          score_rows<T, G>(keys, chunk.begin, chunk.end, rows, head_dim, out, next_keys);
+        }
       });
     }
   }
@@ -165,22 +184,30 @@ class Vectors {
       const int64_t query = r / group % unit.queries;
       const int64_t position = unit.first_position + query - chunk.first_position;
       const int64_t oldest = a.window > 0 ? position - a.window + 1 : 0;
-      soften_row(scores + r * kChunk, from, chunk.end, std::max(chunk.begin, oldest),
+      soften_row<T>(scores + r * kChunk, from, chunk.end, std::max(chunk.begin, oldest),
                  a.causal ? std::min(chunk.end, position + 1) : chunk.end, scale, peak[r], total[r]);
     }
   }
 
   void weigh_values(const Chunk& chunk, const Chunk& next, State& state) const {
-    Fetcher next_values = fetcher(next.value, kChunk * (head_dim / (2 * kLanes)));
+    const int64_t visits = row_groups() * kChunk * (head_dim / (2 * kLanes));
+    Fetcher next_values = fetcher(next.value, kPairs<T> ? kChunk / 2 : visits);
     const T* values[kChunk];
     for (int64_t h = 0; h < unit.kv_heads; ++h) {
       unpack(a, chunk.value, h, chunk, in_place, head_dim, rows_memory, values);
+      if constexpr (kPairs<T>) {
+        interleave_values(values, chunk.begin, chunk.end, head_dim, pairs, next_values);
+      }
       for_row_groups(unit.head_rows, [&](auto size, int64_t first) {
         constexpr int G = decltype(size)::value;
-        constexpr int P = G <= 3 ? 2 : 1;  // as many sums as registers
         const int64_t row = h * unit.head_rows + first;
         const float* weights = scores + row * kChunk;
         float* acc = state.acc + row * head_dim;
+        if constexpr (kPairs<T>) {
+          return weigh_pairs<G>(pairs, chunk.begin, chunk.end, weights, keep + row, admit + row,
+                                acc, head_dim);
+        }
+        constexpr int P = G <= 3 ? 2 : 1;  // as many sums as registers
         int64_t d = 0;
         for (; d + 2 * P * kLanes <= head_dim; d += 2 * P * kLanes) {
           weigh_columns<T, G, P>(values, chunk.begin, chunk.end, d, next_values, weights,
@@ -194,10 +221,10 @@ class Vectors {
     }
   }
 
-  // `steps`: for a group of rows.
+  int64_t row_groups() const { return (unit.head_rows + kTileRows - 1) / kTileRows; }
+  // `steps`: for a KV head.
   Fetcher fetcher(const char* const* rows, int64_t steps) const {
-    const int64_t groups = unit.kv_heads * ((unit.head_rows + kTileRows - 1) / kTileRows);
-    return Fetcher(rows, unit.kv_heads * a.head_bytes(sizeof(T)), groups * steps);
+    return Fetcher(rows, unit.kv_heads * a.head_bytes(sizeof(T)), unit.kv_heads * steps);
   }
 
   const AttentionArgs& a;
@@ -209,6 +236,7 @@ class Vectors {
   float *keep, *admit;  // [rows] factors of the state and of the chunk
   Packed<T>* q;         // [rows, head_dim]
   T* rows_memory;       // [kChunk, head_dim]
+  T* pairs;             // the same in pairs, of types of half a float
 };
 
 }  // namespace atom

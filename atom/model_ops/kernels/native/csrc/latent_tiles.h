@@ -127,7 +127,7 @@ struct Tiles {
     ATOM_UNROLL for (int t = 0; t < N * G; ++t) {
       __m512i columns[16];
       ATOM_UNROLL for (int r = 0; r < 16; ++r) columns[r] = _mm512_load_si512(sums[t] + r * kSide);
-      amx::transpose(columns);
+      transpose(columns);
       const int64_t first = t % G * kSide;
       for (int64_t g = first; g < std::min(most, first + kSide); ++g) {
         _mm512_storeu_si512(out + g * out_stride + (i + t / G) * kSide, columns[g - first]);

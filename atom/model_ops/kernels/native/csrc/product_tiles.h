@@ -71,7 +71,7 @@ class TileProduct {
           to += amx::kRowBytes;
           continue;
         }
-        amx::transpose(lines);
+        transpose(lines);
         ATOM_UNROLL for (int i = 0; i < 16; ++i, to += amx::kRowBytes)
             _mm512_storeu_si512(to, lines[i]);
       }
