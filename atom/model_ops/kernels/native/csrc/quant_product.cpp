@@ -16,6 +16,11 @@ struct Sums {
   Sum of[R][P];
 };
 
+// Whether all products have one sum, those of high bytes being with 16 times a code. Few rows would
+// wait for it.
+template <Inputs kKind, int R>
+constexpr bool kOneSum = kKind == Inputs::kInt12 && kUnsignedProduct && R >= 4;
+
 template <class C>
 ATOM_INLINE void prefetch_unit(const uint8_t* codes) {
   for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kAheadCodes);
@@ -59,7 +64,21 @@ ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t uni
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       vint quads[P];
       ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = C::quad(codes + p * panel, j);
-      if constexpr (kSplitsWide) {
+      if constexpr (kOneSum<kKind, R>) {
+        vint high_quads[P];
+        ATOM_UNROLL for (int p = 0; p < P; ++p) {
+          high_quads[p] = C::high_quad(codes + p * panel, j);
+        }
+        const int8_t* at = x + unit * C::kUnit + 4 * j;
+        ATOM_UNROLL for (int r = 0; r < R; ++r) {
+          const vint high = splat(raw<int32_t>(at + r * stride));
+          const vint low = splat(raw<int32_t>(at + r * stride + inputs));
+          ATOM_UNROLL for (int p = 0; p < P; ++p) {
+            sums.of[r][p] = dot4<C>(sums.of[r][p], high_quads[p], high);
+            sums.of[r][p] = dot4<C>(sums.of[r][p], quads[p], low);
+          }
+        }
+      } else if constexpr (kSplitsWide) {
         const int8_t* at = x + unit * C::kUnit + 4 * j;
         ATOM_UNROLL for (int r = 0; r < R; ++r) {
           const vint high = splat(raw<int32_t>(at + r * stride));
@@ -84,6 +103,7 @@ ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t uni
       }
     }
   }
+  if (kOneSum<kKind, R>) return;
   ATOM_UNROLL for (int r = 0; r < R; ++r) {
     ATOM_UNROLL for (int p = 0; p < P; ++p) {
       sums.of[r][p] += kSplitsWide ? others.of[r][p] << low_bits(kKind) : others.of[r][p];
@@ -169,6 +189,9 @@ void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows,
     }
   };
   if constexpr (P == 1 && kPanelsTogether == 2) take(std::integral_constant<int, 8>{});
+  if constexpr (P == 2 && kOneSum<kKind, 6>) {
+    if (count >= 12) take(std::integral_constant<int, 6>{});
+  }
   take(std::integral_constant<int, 4>{});
   take(std::integral_constant<int, 3>{});
   take(std::integral_constant<int, 2>{});
