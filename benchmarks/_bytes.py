@@ -78,6 +78,14 @@ def moe_experts_bytes(
     return weights + 2 * tokens * hidden * element + tokens * top_k * 12
 
 
+def linear_bytes(rows: int, inputs: int, outputs: int, element: int) -> int:
+    """The weights, the rows and the results.
+
+    `(inputs * outputs + rows * (inputs + outputs)) * element`
+    """
+    return (inputs * outputs + rows * (inputs + outputs)) * element
+
+
 @dataclass(frozen=True)
 class ModelBytes:
     """What a step reads of a model.

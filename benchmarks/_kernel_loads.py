@@ -8,9 +8,15 @@ from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-from _bytes import Sizes, mla_attention_bytes, moe_experts_bytes, paged_attention_bytes
+from _bytes import (
+    Sizes,
+    linear_bytes,
+    mla_attention_bytes,
+    moe_experts_bytes,
+    paged_attention_bytes,
+)
 from _device import num_calls
-from _kernel_sizes import ExpertSizes, HeadSizes, LatentSizes
+from _kernel_sizes import ExpertSizes, HeadSizes, LatentSizes, ProductSizes
 
 from atom.model_ops.attention_mha import Attention
 from atom.model_ops.attention_mla import MLAAttention
@@ -30,7 +36,7 @@ _TOKENS_WRITTEN_AT_ONCE = 1 << 16
 @dataclass(frozen=True)
 class Case:
     """Attributes:
-    batch: sequences; of experts, tokens.
+    batch: sequences; of experts and products, tokens.
     context: cached tokens of every sequence; 0 where there is no cache.
     queries: of each sequence: 1, or the rows that verify drafts.
     """
@@ -323,6 +329,51 @@ class Experts:
         s = self._sizes
         order = torch.rand(tokens, s.experts, generator=generator, device=generator.device)
         return order.argsort(dim=1)[:, : s.top_k].contiguous()
+
+
+class Product:
+    """A product with weights that each call has others of."""
+
+    op = "linear"
+    storage: torch.dtype | None = None
+
+    def __init__(
+        self, sizes: ProductSizes, platform: Platform, dtype: torch.dtype, rotated_bytes: int
+    ) -> None:
+        self.sizes = str(sizes)
+        self._sizes, self._platform, self._dtype = sizes, platform, dtype
+        self._rotated_bytes = rotated_bytes
+        self._function: Any = None
+
+    def refusal(self, case: Case) -> str | None:
+        """None: tokens take next to no memory."""
+        del case
+        return None
+
+    def use(self, implementation: str) -> None:
+        s = self._sizes
+        ops = FoundOps(self._platform, self.op, implementation)
+        self._function = ops.resolve(
+            self.op, self._dtype, in_features=s.inputs, out_features=s.outputs
+        )
+
+    def calls(self, case: Case) -> Calls:
+        s, function = self._sizes, self._function
+        generator = torch.Generator(self._platform.device).manual_seed(case.batch)
+
+        def normal(*shape: int) -> torch.Tensor:
+            numbers = torch.randn(shape, generator=generator, device=generator.device)
+            return numbers.to(self._dtype)
+
+        x = normal(case.batch, s.inputs)
+        size = linear_bytes(case.batch, s.inputs, s.outputs, x.itemsize)
+        count = num_calls(size, self._rotated_bytes, self._rotated_bytes)
+        weights = [normal(s.outputs, s.inputs) / s.inputs**0.5 for _ in range(count)]
+
+        def call(weight: torch.Tensor) -> Callable[[], torch.Tensor]:
+            return lambda: function(x, weight, None)
+
+        return Calls([call(weight) for weight in weights], size)
 
 
 def worst_error(out: torch.Tensor, expected: torch.Tensor) -> float:

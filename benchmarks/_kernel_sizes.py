@@ -44,4 +44,15 @@ class ExpertSizes:
         return f"{self.experts} experts, top {self.top_k}, {self.hidden} x {self.intermediate}"
 
 
+@dataclass(frozen=True)
+class ProductSizes:
+    """Llama-3-8B's projection of attention's queries, keys and values, unless told otherwise."""
+
+    inputs: int = 4096
+    outputs: int = 6144
+
+    def __str__(self) -> str:
+        return f"{self.inputs} to {self.outputs}"
+
+
 TINY_HEADS, TINY_LATENTS = HeadSizes(4, 2, 32), LatentSizes(2, 32, 16, 16, 16)

@@ -6,11 +6,11 @@ python benchmarks/kernels.py --warm                       # only compiles what t
 python benchmarks/kernels.py --device cpu --tiny          # a rehearsal, its figures mean nothing
 
 Paged decode of a Llama-3-8B layer and of an Eagle3 draft's, latent decode and fused experts of a
-Kimi-K2.5 layer on one rank of eight. Every implementation that runs here takes its turn, plain
-torch (`F.sdpa` over gathered blocks, `bmm` over experts) last; all must agree with it. Calls are
-captured in a graph over data that no cache holds, and the device's clock counts. The first batch
-size and context are traced, too, and run a second time with --queries of each sequence. Exit
-status: 0, 1 when an implementation fails or disagrees, 2 without a GPU.
+Kimi-K2.5 layer on one rank of eight, products of a Llama-3-8B layer. Every implementation that runs
+here takes its turn, plain torch (`F.sdpa` over gathered blocks, `bmm` over experts) last; all must
+agree with it. Calls are captured in a graph over data that no cache holds, and the device's clock
+counts. The first batch size and context are traced, too, and run a second time with --queries of
+each sequence. Exit status: 0, 1 when an implementation fails or disagrees, 2 without a GPU.
 """
 
 from __future__ import annotations
@@ -43,18 +43,26 @@ from _kernel_loads import (
     LatentDecode,
     Load,
     PagedDecode,
+    Product,
     implementations,
     worst_error,
 )
 from _kernel_report import line_of, named, to_markdown
-from _kernel_sizes import TINY_HEADS, TINY_LATENTS, ExpertSizes, HeadSizes, LatentSizes
+from _kernel_sizes import (
+    TINY_HEADS,
+    TINY_LATENTS,
+    ExpertSizes,
+    HeadSizes,
+    LatentSizes,
+    ProductSizes,
+)
 
 from atom.bench.report import environment, environment_markdown, write_json
 from atom.config import CacheOptions
 from atom.model_ops.registry import OpUnavailableError
 from atom.platform import Platform, free_memory_bytes
 
-OPS = ("paged_attention", "mla_decode", "moe_experts")
+OPS = ("paged_attention", "mla_decode", "moe_experts", "linear")
 STORAGES = ("auto", "fp8")
 # Of the memory that is free, a pool takes so much at most: gathering it takes as much again.
 _POOL_SHARE = 0.55
@@ -155,6 +163,12 @@ def loads(
             lambda: Experts(experts, platform, dtype, rotated),
             [Case(batch) for batch in args.batch_sizes],
         )
+    if "linear" in args.ops:
+        # The last rows are those of one sequence that verifies drafts.
+        rows = [Case(batch) for batch in dict.fromkeys((*args.batch_sizes, args.queries))]
+        down = ProductSizes(14336, 4096)
+        for product in (ProductSizes(64, 32),) if args.tiny else (ProductSizes(), down):
+            yield partial(Product, product, platform, dtype, rotated), rows
 
 
 def measure(

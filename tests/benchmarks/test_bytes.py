@@ -55,6 +55,12 @@ def test_moe_experts(benchmark_module: Module) -> None:
     assert found == 11 * expert + 2 * 2 * 7168 * 2 + 16 * 12
 
 
+def test_linear(benchmark_module: Module) -> None:
+    """Of few rows next to nothing but the weights is read."""
+    found = benchmark_module("_bytes").linear_bytes(4, 4096, 6144, 2)
+    assert found == 50_331_648 + 4 * (4096 + 6144) * 2
+
+
 def small_model(
     folder: Path, shape: Any, module: Module, storage: torch.dtype, quantization: str = "auto"
 ) -> Any:

@@ -58,11 +58,12 @@ def test_rehearsal_of_the_kernels(benchmark_module: Module, tmp_path: Path) -> N
             ("paged_attention", ("float32", "float8_e4m3fn")),
             ("mla_decode", ("float32", "float8_e4m3fn")),
             ("moe_experts", ("None",)),
+            ("linear", ("None",)),
         )
         for cache in caches
         for batch, queries in ((1, 1), (3, 1), (3, 4))
-        if queries == 1 or op != "moe_experts"
-    }
+        if queries == 1 or caches != ("None",)
+    } | {("linear", "None", 4, 1)}
     for row in report["results"]:
         assert row["of_copy"] == pytest.approx(
             row["bytes"] / row["seconds"] / report["copy_bytes_per_s"]
