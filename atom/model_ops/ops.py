@@ -14,6 +14,7 @@ from atom.model_ops.registry import PACKED, PLAIN, Implementation, OpQuery, alwa
 # Why no kernel of a folder can run; checked before any of its modules is imported.
 _FOLDERS: Mapping[str, Callable[[OpQuery], str | None]] = {
     "aiter": always,  # each adapter says which entry points it requires
+    "flash_mla": always,
     "gluon": triton.refuses_gluon,
     "native": native.refuses,
     "torch": always,
@@ -83,6 +84,11 @@ def _find(path: str) -> Any:
 
 OPS: dict[str, tuple[Implementation, ...]] = {
     "linear": (
+        _kernel(
+            "aiter.linear:linear_few_rows",
+            "aiter.linear:refuses_few_rows",
+            note=lambda query: _find("aiter.linear:note_few_rows")(query),
+        ),
         _kernel("aiter.linear:linear", "aiter.linear:refuses"),
         _invariant("native.linear:linear"),
         _invariant("triton.linear:linear", "triton.linear:refuses"),
@@ -242,6 +248,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "mla_decode": (
         _kernel("aiter.mla:mla_decode", "aiter.mla:refuses_decode"),
+        _kernel("flash_mla.decode:mla_decode", "flash_mla.decode:refuses"),
         _invariant("native.mla:mla_attention", "native.mla:refuses"),
         _kernel("triton.mla_decode:mla_decode", "triton.mla_decode:refuses"),
         _invariant("triton.invariant_mla:mla_decode", "triton.mla_decode:refuses"),

@@ -51,7 +51,7 @@ class Implementation:
     """One implementation of an op.
 
     Attributes:
-        name: `torch`, `native`, `triton`, `gluon` or `aiter`.
+        name: `torch`, `native`, `triton`, `gluon`, `aiter` or `flash_mla`.
         supports: returns None if it can run, else the reason why not.
         load: imports and returns the function; called only if selected.
         layout: KV cache layout that it needs.
@@ -100,6 +100,8 @@ def preference(platform: Platform) -> tuple[str, ...]:
         return ("native", "torch", "triton")  # triton is interpreted here, for tests only
     if platform.kind == "rocm" and platform.arch in ("gfx942", "gfx950"):
         return ("aiter", "gluon", "triton", "torch")
+    if platform.kind == "cuda":
+        return ("flash_mla", "triton", "torch")
     return ("triton", "torch")
 
 

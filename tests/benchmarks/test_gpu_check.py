@@ -70,9 +70,10 @@ class TestTests:
         tests = benchmark_module("_gpu_tests")
         marked = [path.name for path in tests.marked_files()]
         adapters = {
-            f"test_aiter{what}.py" for what in ("", "_mla", "_moe", "_quant", "_quant_experts")
+            f"test_aiter{what}.py"
+            for what in ("", "_linear", "_mla", "_moe", "_quant", "_quant_experts")
         }
-        assert {"test_graphs_on_gpu.py", *adapters} <= set(marked)
+        assert {"test_graphs_on_gpu.py", "test_flash_mla.py", *adapters} <= set(marked)
         assert {path.name for path in tests.aiter_files()} == adapters
         kernels = {path.name for path in tests.kernel_files()}
         assert {"test_triton_attention.py", "test_every_implementation.py"} <= kernels

@@ -11,7 +11,7 @@ from aiter_cases import BF16, Aiter
 from fake_aiter import AITER, FakeAiter
 from fake_aiter_quant import E2M1, fp8_of
 
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels import probe
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat, pack_nibbles
 from atom.model_ops.registry import OpTable
 from atom.platform import Platform

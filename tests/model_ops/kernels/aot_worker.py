@@ -29,7 +29,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
 import atom.platform
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels import probe
 from atom.model_ops.registry import PACKED
 
 _TARGETS = {

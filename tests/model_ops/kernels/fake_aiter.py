@@ -22,7 +22,7 @@ import torch
 from fake_aiter_quant import QuantType
 
 from atom.model_ops.kernels import aiter
-from atom.model_ops.kernels.aiter.probe import EntryPoint, Library
+from atom.model_ops.kernels.probe import EntryPoint, Library
 from atom.model_ops.ops import OPS
 
 _FILE = Path(__file__).with_name("aiter_signatures.json")
@@ -58,6 +58,7 @@ class FakeAiter:
     """Attributes:
     calls: what was called, in order.
     arch: the architecture that it picks kernels for.
+    tuned: products (rows, outputs, inputs) that its table has measured kernels for.
     split_table: `get_meta_param`, whose cache drops the table of another call after 128 further
         ones.
     """
@@ -76,6 +77,7 @@ class FakeAiter:
         """
         self.calls: list[Call] = []
         self.arch = arch
+        self.tuned: set[tuple[int, int, int]] = set()
         self.split_table = functools.lru_cache(fake_aiter_kernels.split_table)
         self._extra_dtypes = frozenset(extra_dtypes)
         self._modules: dict[str, dict[str, Any]] = {"aiter": {}}

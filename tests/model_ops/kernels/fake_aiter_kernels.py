@@ -26,6 +26,33 @@ def gemm_a16w16(check: Check) -> torch.Tensor:
     return F.linear(a.float(), b.float(), None if bias is None else bias.float()).to(a.dtype)
 
 
+def get_GEMM_A16W16_config(check: Check) -> dict[str, Any]:
+    """Without a measured kernel, that for small products or torch's."""
+    rows, outputs, inputs = (check.value(name) for name in "MNK")
+    check.that(check.value("bias") is False, "a product alone")
+    types = {str(dtype) for dtype in check.activations}
+    check.that(check.value("dtype") == check.value("otype") in types, "names of one type")
+    if (rows, outputs, inputs) in check.library.tuned:
+        return {"libtype": "asm", "solidx": 1, "kernelName": "measured"}
+    units = get_cu_num(check) * (2 if rows == 1 else 1)
+    is_small = rows <= 4 and outputs <= units and inputs <= 9216 and inputs % 8 == 0
+    return {"libtype": "skinny" if is_small else "torch", "solidx": 2 if is_small else 0}
+
+
+def wvSpltK(check: Check) -> None:
+    weight, x = check.activation("in_a", "M K"), check.activation("in_b", "N K")
+    out = check.activation("out_c", "N M")
+    outputs, inputs, rows = (check.sizes[name] for name in "MKN")
+    check.that(weight.dtype == x.dtype == out.dtype, "one type")
+    check.that(weight.device == x.device == out.device, "one device")
+    check.that(check.value("N_in") == rows and 1 <= rows <= 4, "one to four rows")
+    check.that(inputs % 8 == 0 and outputs >= 7, "whole vectors, and a tile of outputs")
+    check.that(inputs * outputs <= 2**32, "weights counted in 32 bits")
+    check.that(all(t.data_ptr() % 16 == 0 for t in (weight, x, out)), "vectors on 16 bytes")
+    check.that(check.value("CuCount") == get_cu_num(check), "the device's compute units")
+    out.copy_(F.linear(x.float(), weight.float()))
+
+
 def rmsnorm2d_fwd(check: Check) -> torch.Tensor:
     x, weight = check.activation("input", "M N", dense="rows"), check.activation("weight", "N")
     check.that(x.dtype == weight.dtype, "one type")
@@ -278,6 +305,8 @@ KERNELS: dict[str, Callable[[Any], Any]] = {
     kernel.__name__: kernel
     for kernel in (
         gemm_a16w16,
+        get_GEMM_A16W16_config,
+        wvSpltK,
         rmsnorm2d_fwd,
         rmsnorm2d_fwd_with_add,
         rope_cached_positions_2c_fwd_inplace,

@@ -81,12 +81,14 @@ def _elementwise() -> list[OpCase]:
 def _products() -> list[OpCase]:
     x, weight, bias = random(5, 256), random(96, 256, seed=1), random(96, seed=2)
     sizes = {"in_features": 256, "out_features": 96}
+    wide, wide_sizes = random(1000, 256, seed=5), {"in_features": 256, "out_features": 1000}
     ids = torch.stack([torch.randperm(8)[:2] for _ in range(5)])
     gates = torch.rand(5, 2)
     experts = random(5, 128), random(8, 256, 128, seed=3) / 8, random(8, 128, 128, seed=4) / 8
     layer = {"num_experts": 8, "hidden_size": 128, "intermediate_size": 128}
     return [
         OpCase("linear", (x, weight, bias), sizes, tolerance=ROUNDED),
+        OpCase("linear", (x[:3], wide, None), wide_sizes, tolerance=ROUNDED),
         OpCase("logits", (x, weight), sizes, tolerance=1e-3),
         OpCase("embedding", (integers(96, 7), weight)),
         OpCase("moe_experts", (*experts, gates, ids), layer, tolerance=2 * ROUNDED),

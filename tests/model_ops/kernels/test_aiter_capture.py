@@ -14,7 +14,7 @@ from fake_aiter import AITER, ENTRY_POINTS
 from fake_aiter_quant import QuantType
 from graphs.test_capture_without_host import nothing_from_the_host
 
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.moe import prepare_experts
 from atom.model_ops.kernels.aiter.quant import (
     FP8_BLOCKS,
@@ -48,6 +48,7 @@ FUNCTIONS = {
     "QuantType": QuantType,
     "get_gfx": lambda: "gfx950",
     "get_cu_num": lambda: 256,
+    "get_GEMM_A16W16_config": lambda *_: {"libtype": "torch"},
 }
 LIBRARY = probe.Library(lambda _: FUNCTIONS)
 
@@ -129,6 +130,12 @@ def mlp(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
     return experts(x, *prepare_experts(empty(8, 128, 64), empty(8, 64, 64)), weights, ids)
 
 
+def few_rows(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
+    linear = ops.resolve("linear", BF16, in_features=256, out_features=256)
+    out: torch.Tensor = linear(empty(len(metadata.slot_mapping), 256), empty(256, 256), None)
+    return out
+
+
 def quantised_weights(form: WeightFormat, *shape: int) -> QuantWeights:
     """[..., out, in], square."""
     leading, size = shape[:-1], shape[-1]
@@ -171,9 +178,10 @@ def products(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
         (lambda ops, metadata: attention(ops, metadata, 4, 4), (4, 128)),
         (latent_attention, (8, 32)),
         (mlp, (64,)),
+        (few_rows, (256,)),
         (products, (256,)),
     ],
-    ids=["grouped", "packed", "latent", "mlp", "quantised"],
+    ids=["grouped", "packed", "latent", "mlp", "few-rows", "quantised"],
 )
 def test_nothing_is_asked(
     run: Callable[[OpTable, AttentionMetadata], torch.Tensor], shape: tuple[int, ...], queries: int

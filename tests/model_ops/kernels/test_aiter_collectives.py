@@ -13,7 +13,8 @@ from ranks import run_ranks
 from atom.distributed.ordered import in_order
 from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.embedding import VocabParallelEmbedding
-from atom.model_ops.kernels.aiter import collectives, probe
+from atom.model_ops.kernels import probe
+from atom.model_ops.kernels.aiter import collectives
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.layernorm import ResidualRMSNorm
 from atom.model_ops.ops import OPS

@@ -22,7 +22,7 @@ from aiter_cases import (
 from fake_aiter import AITER, FakeAiter
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.splits import SplitTables, num_splits
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpTable, OpUnavailableError
@@ -134,8 +134,14 @@ class Latents:
     wanted: torch.Tensor
 
 
-def check_mla(aiter: Aiter, heads: int, query_lens: list[int], context_lens: list[int]) -> None:
-    made = latents(aiter, heads, query_lens, context_lens)
+def check_mla(
+    aiter: Aiter,
+    heads: int,
+    query_lens: list[int],
+    context_lens: list[int],
+    block_size: int = 16,
+) -> None:
+    made = latents(aiter, heads, query_lens, context_lens, block_size)
     arguments = made.q, made.cache, made.up_proj
     if max(query_lens) <= 16:
         for each in (made.metadata, unknown_lengths(made.metadata)):
@@ -143,15 +149,21 @@ def check_mla(aiter: Aiter, heads: int, query_lens: list[int], context_lens: lis
     check(made.prefill(*arguments, made.metadata, 0.1), made.wanted, 2**-5)
 
 
-def latents(aiter: Aiter, heads: int, query_lens: list[int], context_lens: list[int]) -> Latents:
+def latents(
+    aiter: Aiter,
+    heads: int,
+    query_lens: list[int],
+    context_lens: list[int],
+    block_size: int = 16,
+) -> Latents:
     """Writes the new tokens, and checks that they are written as they are."""
     nope, v_dim = 32, 16
-    width = -(-max(context_lens) // 16)
-    metadata = batch(aiter, query_lens, context_lens, 16, width)
-    pool = random(aiter, len(query_lens) * width + 1, 16, 576, seed=1)
+    width = -(-max(context_lens) // block_size)
+    metadata = batch(aiter, query_lens, context_lens, block_size, width)
+    pool = random(aiter, len(query_lens) * width + 1, block_size, 576, seed=1)
     cache = LatentCacheTensor(pool)
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": v_dim, "num_heads": heads}
-    sizes |= {"block_size": 16, "num_blocks": len(pool)}
+    sizes |= {"block_size": block_size, "num_blocks": len(pool)}
     write, decode, prefill = aiter.ops.resolve_together(MLA_OPS, BF16, BF16, **sizes)
     count = len(metadata.slot_mapping)
     latent, k_rope = random(aiter, count, 512, seed=2), random(aiter, count, 96, seed=3)[:, :64]
@@ -161,7 +173,7 @@ def latents(aiter: Aiter, heads: int, query_lens: list[int], context_lens: list[
     up_proj = random(aiter, heads, nope + v_dim, 512, seed=4) * 512**-0.5
     q = random(aiter, count, heads, nope + 64, seed=5)
     rows = []
-    for slots in all_slots(metadata, 16):
+    for slots in all_slots(metadata, block_size):
         tokens = pool.flatten(0, 1)[slots].double()
         both = torch.einsum("cr,hnr->chn", tokens[:, :512], up_proj.double())
         shared = tokens[:, None, 512:].expand(-1, heads, -1)

@@ -9,7 +9,7 @@ from aiter_cases import BF16, Aiter, check, random
 from fake_aiter import FakeAiter
 from fake_aiter_layouts import weight_places
 
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.moe import moe_experts, prepare_experts
 from atom.model_ops.registry import OpUnavailableError
 from atom.model_ops.routing import Routing

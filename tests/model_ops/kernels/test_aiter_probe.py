@@ -11,7 +11,8 @@ from fake_aiter import ENTRY_POINTS, SIGNATURES, DeviationError, FakeAiter, sign
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from atom.model_ops.kernels.aiter import layout, probe
+from atom.model_ops.kernels import probe
+from atom.model_ops.kernels.aiter import layout
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import (

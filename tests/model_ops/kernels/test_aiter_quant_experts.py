@@ -11,7 +11,8 @@ from aiter_cases import BF16, Aiter, aiters, check
 from aiter_quant_cases import clone, exact_inputs, fake_of, random_weights
 from fake_aiter import FakeAiter
 
-from atom.model_ops.kernels.aiter import probe, quant_experts
+from atom.model_ops.kernels import probe
+from atom.model_ops.kernels.aiter import quant_experts
 from atom.model_ops.kernels.aiter.quant import (
     FP8_BLOCKS,
     FP8_CHANNEL,

@@ -45,6 +45,8 @@ EAGER_STEPS = 140
 # Its Gluon decode has 16 programs a sequence, each of which takes partitions of 256 tokens.
 PARTITION, PROGRAMS = 256, 16
 GIB = 2**30
+# Of latents, by implementation; 16 if not named.
+BLOCK_SIZES = {"flash_mla": 64}
 
 
 def platform_of(device: torch.device) -> Platform:
@@ -133,7 +135,8 @@ def paged(op: str, name: str, device: torch.device, *sizes: Any, **more: Any) ->
 
 def latent(op: str, name: str, device: torch.device, *sizes: Any) -> Latents:
     aiter = Aiter(table_of(op, name, device), device, None)
-    made: Latents = available(lambda: latents(aiter, *sizes))
+    block_size = BLOCK_SIZES.get(name, 16)
+    made: Latents = available(lambda: latents(aiter, *sizes, block_size=block_size))
     return made
 
 
@@ -146,7 +149,7 @@ def test_paged_attention(op: str, name: str, heads: tuple[int, int], device: tor
 @each(*MLA_OPS)
 def test_latent_attention(op: str, name: str, device: torch.device) -> None:
     aiter = Aiter(table_of(op, name, device), device, None)
-    available(lambda: check_mla(aiter, 8, [1, 3], [40, 19]))
+    available(lambda: check_mla(aiter, 8, [1, 3], [40, 19], BLOCK_SIZES.get(name, 16)))
 
 
 @each("paged_attention")
@@ -217,18 +220,22 @@ def check_graph(
     check(out, wanted, 2**-5)
 
 
-def pool(blocks: int, row: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """[blocks, 16, *row] of zeros; on a CPU pages that nobody touches take no memory."""
-    shape = (blocks, 16, *row)
+def pool(
+    blocks: int, row: tuple[int, ...], device: torch.device, block_size: int = 16
+) -> torch.Tensor:
+    """[blocks, block_size, *row] of zeros; on a CPU pages that nobody touches take no memory."""
+    shape = (blocks, block_size, *row)
     if device.type != "cpu":
         return torch.zeros(shape, dtype=BF16, device=device)
     return torch.from_numpy(np.zeros(2 * int(np.prod(shape)), np.uint8)).view(BF16).view(shape)
 
 
-def in_far_blocks(metadata: AttentionMetadata, blocks: int) -> AttentionMetadata:
+def in_far_blocks(
+    metadata: AttentionMetadata, blocks: int, block_size: int = 16
+) -> AttentionMetadata:
     """The same sequences in the last blocks of a pool."""
     first = blocks - 1 - int(metadata.block_tables.max())
-    slots = metadata.slot_mapping + first * 16
+    slots = metadata.slot_mapping + first * block_size
     return replace(metadata, block_tables=metadata.block_tables + first, slot_mapping=slots)
 
 
@@ -267,18 +274,19 @@ def test_keys_and_values_beyond_2_gib(
 def test_latents_beyond_2_gib(op: str, name: str, device: torch.device) -> None:
     skip_without_memory(device)
     near = latent(op, name, device, 8, [1, 3], [20, 35])
-    blocks = 2 * GIB // (2 * 16 * 576) + 9
-    cache = LatentCacheTensor(pool(blocks, (576,), device))
+    block_size = near.cache.block_size
+    blocks = 2 * GIB // (2 * block_size * 576) + 9
+    cache = LatentCacheTensor(pool(blocks, (576,), device, block_size))
     assert cache.latent.numel() * 2 > 2 * GIB
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 16, "num_heads": 8}
-    more = {"block_size": 16, "num_blocks": blocks}
+    more = {"block_size": block_size, "num_blocks": blocks}
     table = table_of(op, name, device)
     write, decode, _ = available(
         lambda: table.resolve_together(MLA_OPS, BF16, BF16, **sizes, **more)
     )
-    far = in_far_blocks(near.metadata, blocks)
-    rows = near.cache.latent.flatten(0, 1)[torch.cat(all_slots(near.metadata, 16))]
-    write(rows[:, :512], rows[:, 512:], cache, torch.cat(all_slots(far, 16)))
+    far = in_far_blocks(near.metadata, blocks, block_size)
+    rows = near.cache.latent.flatten(0, 1)[torch.cat(all_slots(near.metadata, block_size))]
+    write(rows[:, :512], rows[:, 512:], cache, torch.cat(all_slots(far, block_size)))
     out = decode(near.q, cache, near.up_proj, unknown_lengths(far), 0.1)
     check(out, near.wanted, 2**-5)
 

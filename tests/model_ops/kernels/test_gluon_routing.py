@@ -9,7 +9,7 @@ import torch
 from fake_aiter import ENTRY_POINTS, FakeAiter
 from test_triton_attention import metadata_of
 
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.gluon import paged_attention as gluon
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.ops import OPS

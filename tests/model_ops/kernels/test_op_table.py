@@ -8,8 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from fake_aiter import FakeAiter
+from fake_flash_mla import FakeFlashMLA
 
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.quant import FP8_CHANNEL, INT8_CHANNEL
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.ops import OPS
@@ -23,6 +24,7 @@ from atom.model_ops.registry import (
 from atom.platform import Platform, cpu_platform, current_platform
 
 MI300X = Platform("rocm", "gfx942", True)
+H100 = Platform("cuda", "sm90", True)
 
 # Sizes that every implementation takes.
 SIZES = {
@@ -34,7 +36,7 @@ SIZES = {
     "num_heads": 4,
     "num_kv_heads": 4,
     "head_dim": 128,
-    "block_size": 16,
+    "block_size": 64,
     "sliding_window": 0,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,
@@ -63,7 +65,7 @@ def test_every_line_of_the_table_answers_and_resolves(op: str, entry: Implementa
     """What it names exists: the function that refuses a query, and the one that runs."""
     if entry.name in ("triton", "gluon"):
         pytest.importorskip("triton")
-    platforms = {"aiter": MI300X, "gluon": MI300X, "native": cpu_platform()}
+    platforms = {"aiter": MI300X, "gluon": MI300X, "native": cpu_platform(), "flash_mla": H100}
     platform = platforms.get(entry.name, current_platform())
     dtype = torch.float32 if op == "moe_route" else torch.bfloat16
     weights = None
@@ -72,7 +74,8 @@ def test_every_line_of_the_table_answers_and_resolves(op: str, entry: Implementa
         weights = INT8_CHANNEL if is_packed else FP8_CHANNEL
         if entry.name == "native" and op == "quant_experts" and not is_packed:
             weights = replace(weights, activations=None)
-    with probe.replaced(FakeAiter().library):
+    library = FakeFlashMLA().library if entry.name == "flash_mla" else FakeAiter().library
+    with probe.replaced(library):
         query = OpQuery(
             platform, dtype, SIZES, torch.bfloat16, weights, batch_invariant=entry.batch_invariant
         )
@@ -85,7 +88,7 @@ def test_every_line_of_the_table_answers_and_resolves(op: str, entry: Implementa
     assert is_left_to_packed or reason is None or reason == native_build().reason
 
 
-GPUS = [MI300X, Platform("rocm", "gfx90a", True), Platform("cuda", "sm90", True)]
+GPUS = [MI300X, Platform("rocm", "gfx90a", True), H100]
 
 
 @pytest.mark.parametrize("platform", GPUS, ids=lambda platform: platform.arch)

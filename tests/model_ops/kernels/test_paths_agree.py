@@ -1,7 +1,8 @@
-"""Whole models with Eagle3, greedily: torch, interpreted Triton and the fake aiter say the same.
+"""Whole models with Eagle3, greedily: torch, interpreted Triton and the fakes of aiter and FlashMLA
+say the same.
 
-In float32, where the same arithmetic in another order changes no token; the fake says that it
-computes in it. Sizes are small but such that no implementation may refuse them.
+In float32, where the same arithmetic in another order changes no token; the fakes say that they
+compute in it. Sizes are small but such that no implementation may refuse them.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from fake_aiter import FakeAiter
+from fake_flash_mla import FakeFlashMLA
 from models import checkpoints
 from spec_decode import draft_bench, engines
 from transformers import PreTrainedTokenizerFast
@@ -23,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 from atom.environment import triton_is_interpreted
 from atom.model_loader import sketch
 from atom.model_ops import layer_context
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels import probe
 from atom.model_ops.metadata import MAX_DECODE_QUERIES
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import Implementation, OpTable
@@ -153,7 +155,12 @@ def _best(
 
 
 def generate(
-    made: Checkpoints, target: str, draft: str, prompts: list[list[int]], max_tokens: int
+    made: Checkpoints,
+    target: str,
+    draft: str,
+    prompts: list[list[int]],
+    max_tokens: int,
+    block_size: int = 16,
 ) -> tuple[list[list[int]], list[int]]:
     """Greedy tokens, and how many drafts were accepted at each place."""
     engine = engines.create_engine(
@@ -161,7 +168,7 @@ def generate(
         method="eagle3",
         draft_model=str(made.draft(draft)),
         num_speculative_tokens=3,
-        block_size=16,
+        block_size=block_size,
         max_num_seqs=4,
         # So few that the third prompt is prefilled beside the first one's decode.
         max_num_batched_tokens=24,
@@ -213,6 +220,19 @@ def test_aiter(
     prefills = [call for call in fake.calls if call.name == "flash_attn_varlen_func"]
     lens = [call.arguments["cu_seqlens_q"].diff() for call in prefills]
     assert min(int(each.min()) for each in lens) > MAX_DECODE_QUERIES
+
+
+def test_flash_mla(
+    made: Checkpoints, expected: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake = FakeFlashMLA(torch.float32)
+    platform = Platform("cuda", "sm90", True)
+    with probe.replaced(fake.library), tables(monkeypatch, platform, ("flash_mla", "torch")):
+        out = generate(made, "kimi", "mla", PROMPTS, 12, block_size=64)
+    assert out == expected("kimi", "mla", len(PROMPTS), 12)
+    # Target and draft, one query and several, and layers that share a plan.
+    assert {call.q_shape[1] for call in fake.calls} >= {1, 4}
+    assert {call.planned for call in fake.calls} == {True, False}
 
 
 @pytest.mark.parametrize(("target", "draft"), [("llama", "mha"), ("kimi", "mla")])

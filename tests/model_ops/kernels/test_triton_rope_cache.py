@@ -8,7 +8,7 @@ from fake_aiter import FakeAiter
 from test_triton_attention import FP8, skip_unless_converted
 from test_triton_elementwise import assert_near, random
 
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.layout import PackedLayout
 from atom.model_ops.kernels.torch import attention, elementwise, mla
 from atom.model_ops.kernels.triton.mla_rope_cache import mla_rope_and_cache

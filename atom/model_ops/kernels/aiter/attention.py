@@ -22,9 +22,9 @@ from atom.model_ops.kernels.aiter.layout import (
     PlainLayout,
     refuses_packing,
 )
-from atom.model_ops.kernels.aiter.probe import function
 from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries
 from atom.model_ops.kernels.aiter.support import refuses_storage, requires
+from atom.model_ops.kernels.probe import function
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 

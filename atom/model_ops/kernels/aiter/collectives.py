@@ -17,9 +17,9 @@ from weakref import WeakKeyDictionary
 import torch
 
 from atom.distributed.parallel_state import ParallelGroup
-from atom.model_ops.kernels.aiter import probe
-from atom.model_ops.kernels.aiter.probe import EntryPoint, function
+from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.support import requires
+from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.kernels.torch import collectives
 from atom.model_ops.registry import OpQuery
 

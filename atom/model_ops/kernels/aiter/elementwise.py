@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.support import dense_rows, requires
+from atom.model_ops.kernels.probe import EntryPoint, function
 
 # aiter's constant for halves instead of interleaved pairs.
 _NEOX = 0

@@ -16,8 +16,8 @@ from typing import Protocol
 
 import torch
 
-from atom.model_ops.kernels.aiter.probe import EntryPoint
 from atom.model_ops.kernels.aiter.support import refuses_storage, requires
+from atom.model_ops.kernels.probe import EntryPoint
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.registry import OpQuery

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 
 from atom.model_ops.kernels.aiter.attention import known_context_lens
 from atom.model_ops.kernels.aiter.layout import FLASH_ATTENTION
-from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries, list_tokens
 from atom.model_ops.kernels.aiter.splits import SPLITS
 from atom.model_ops.kernels.aiter.support import (
@@ -23,6 +22,7 @@ from atom.model_ops.kernels.aiter.support import (
     refuses_storage,
     requires,
 )
+from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery

@@ -6,7 +6,6 @@ from functools import lru_cache
 
 import torch
 
-from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.shuffle import (
     SHUFFLE,
     check_shuffled,
@@ -14,6 +13,7 @@ from atom.model_ops.kernels.aiter.shuffle import (
     shuffle,
 )
 from atom.model_ops.kernels.aiter.support import requires
+from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
 

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import torch
 
-from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.support import ARCH
+from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.kernels.torch.fp8 import bits
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat, scale_values
 

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 import torch
 
 from atom.model_ops.kernels.aiter.moe import FUSED, held_experts
-from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.quant import (
     E8M0_SHUFFLE,
     FP8_BLOCKS,
@@ -21,6 +20,7 @@ from atom.model_ops.kernels.aiter.quant import (
 )
 from atom.model_ops.kernels.aiter.shuffle import SHUFFLE, shuffle
 from atom.model_ops.kernels.aiter.support import ARCH, requires
+from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.quant.weights import QuantWeights
 from atom.model_ops.registry import OpQuery
 

@@ -8,7 +8,6 @@ from functools import partial
 
 import torch
 
-from atom.model_ops.kernels.aiter.probe import EntryPoint, function
 from atom.model_ops.kernels.aiter.quant import (
     E8M0_SHUFFLE,
     FP8_BLOCKS,
@@ -26,6 +25,7 @@ from atom.model_ops.kernels.aiter.quant import (
 )
 from atom.model_ops.kernels.aiter.shuffle import SHUFFLE, refuses_shuffle, shuffle
 from atom.model_ops.kernels.aiter.support import ARCH, bounded, requires
+from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.quant.weights import Activations, QuantWeights
 from atom.model_ops.registry import OpQuery
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from atom.model_ops.kernels.aiter.probe import EntryPoint, function
+from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.kernels.torch.fp8 import bits
 
 SHUFFLE = EntryPoint("aiter.ops.shuffle:shuffle_weight", "x layout")

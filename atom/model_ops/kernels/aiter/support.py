@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from atom.model_ops.kernels.aiter import probe
+from atom.model_ops.kernels import probe
 from atom.model_ops.registry import OpQuery, always
 
 # For which architecture aiter picks kernels, and the device's compute units.

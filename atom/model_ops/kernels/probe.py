@@ -1,8 +1,8 @@
-"""Detects which aiter functions are usable here; every failure becomes a reason, not an error.
+"""Detects which functions of other libraries are usable here; a failure is a reason, not an error.
 
-aiter is imported only by ROCm builds of torch, since elsewhere its import fails in various ways.
-Its functions change between releases, so the parameters that the adapters use are compared with the
-actual signatures.
+A library is imported only by a torch that is built for its devices, since elsewhere its import
+fails in various ways. Functions change between releases, so the parameters that the adapters use
+are compared with the actual signatures.
 """
 
 from __future__ import annotations
@@ -19,12 +19,15 @@ import torch
 
 Function = Callable[..., Any]
 
+# What torch must be built for, by library.
+_DEVICES = {"aiter": "ROCm", "flash_mla": "CUDA"}
+
 
 @dataclass(frozen=True, eq=False)
 class EntryPoint:
-    """An aiter function and the parameters that an adapter passes.
+    """A library's function and the parameters that an adapter passes.
 
-    As of aiter's main branch of 2026-08-22.
+    As of the main branches of aiter on 2026-08-22 and of FlashMLA on 2026-04-29.
 
     Attributes:
         where: `module:name`.
@@ -37,6 +40,10 @@ class EntryPoint:
     keywords: str = ""
 
     @property
+    def library(self) -> str:
+        return self.module.partition(".")[0]
+
+    @property
     def module(self) -> str:
         return self.where.partition(":")[0]
 
@@ -47,12 +54,12 @@ class EntryPoint:
 
 @dataclass(frozen=True)
 class Library:
-    """aiter, or a test's substitute.
+    """What is installed, or a test's substitute.
 
     Attributes:
         load: returns a module's contents by name; may raise anything.
-        extra_dtypes: dtypes that it supports beyond aiter's. A substitute that computes in float32
-            allows comparing whole models token by token.
+        extra_dtypes: dtypes that it supports beyond a library's own. A substitute that computes in
+            float32 allows comparing whole models token by token.
     """
 
     load: Callable[[str], Mapping[str, Any]]
@@ -74,13 +81,13 @@ class _Findings:
         return self._functions[entry]
 
     def _look_up(self, entry: EntryPoint) -> Function | str:
-        whole = self.module("aiter")
+        whole = self.module(entry.library)
         contents = whole if isinstance(whole, str) else self.module(entry.module)
         if isinstance(contents, str):
             return contents
         function = contents.get(entry.name)
         if function is None:
-            return f"this aiter has no {entry.module}.{entry.name}"
+            return f"this {entry.library} has no {entry.module}.{entry.name}"
         return _changed(entry, function) or function
 
     def module(self, name: str) -> Mapping[str, Any] | str:
@@ -96,19 +103,16 @@ class _Findings:
 
 def version() -> str | None:
     """aiter's version, from the module that its build writes; None when it does not tell."""
-    findings = _findings()
-    contents = "no aiter" if findings is None else findings.module("aiter._version")
+    findings = _findings("aiter")
+    contents = findings if isinstance(findings, str) else findings.module("aiter._version")
     told = None if isinstance(contents, str) else contents.get("__version__")
     return told if isinstance(told, str) else None
 
 
 def refusal(*entries: EntryPoint) -> str | None:
     """Why these entry points cannot all be used; None if they can."""
-    findings = _findings()
-    if findings is None:
-        return "torch is not built for ROCm"
     for entry in entries:
-        if isinstance(found := findings.find(entry), str):
+        if isinstance(found := _find(entry), str):
             return found
     return None
 
@@ -120,21 +124,18 @@ def function(entry: EntryPoint) -> Function:
     Raises:
         RuntimeError: when it is unusable; callers must check `refusal` first.
     """
-    findings = _findings()
-    found = "torch is not built for ROCm" if findings is None else findings.find(entry)
-    if isinstance(found, str):
-        raise RuntimeError(f"aiter's {entry.name} cannot be used: {found}")
+    if isinstance(found := _find(entry), str):
+        raise RuntimeError(f"{entry.library}'s {entry.name} cannot be used: {found}")
     return found
 
 
 def extra_dtypes() -> frozenset[torch.dtype]:
-    findings = _findings()
-    return frozenset() if findings is None else findings.library.extra_dtypes
+    return _replacements[-1].library.extra_dtypes if _replacements else frozenset()
 
 
 @contextmanager
 def replaced(library: Library) -> Iterator[None]:
-    """Use `library` instead of the installed aiter, for tests."""
+    """Use `library` instead of all that are installed, for tests."""
     _replacements.append(_Findings(library))
     function.cache_clear()
     try:
@@ -147,10 +148,19 @@ def replaced(library: Library) -> Iterator[None]:
 _replacements: list[_Findings] = []
 
 
-def _findings() -> _Findings | None:
+def _find(entry: EntryPoint) -> Function | str:
+    findings = _findings(entry.library)
+    return findings if isinstance(findings, str) else findings.find(entry)
+
+
+def _findings(library: str) -> _Findings | str:
+    """What is found out about a library, or why it is not imported."""
     if _replacements:
         return _replacements[-1]
-    return None if torch.version.hip is None else _installed()
+    builds = {"ROCm": torch.version.hip, "CUDA": torch.version.cuda}
+    if builds[_DEVICES[library]] is None:
+        return f"torch is not built for {_DEVICES[library]}"
+    return _installed()
 
 
 @functools.cache
@@ -162,7 +172,7 @@ def _changed(entry: EntryPoint, function: Function) -> str | None:
     """How the signature differs from what the adapters use; None if it does not.
 
     A wrapper that accepts anything cannot be checked; then errors appear in the call. A class is an
-    enumeration of aiter's.
+    enumeration.
     """
     if inspect.isclass(function):
         return None
@@ -176,7 +186,7 @@ def _changed(entry: EntryPoint, function: Function) -> str | None:
     required = [n for n, p in parameters.items() if p.default is p.empty]
     if names[: len(positional)] != positional or not set(required) <= set(positional):
         given, wanted = ", ".join(required), ", ".join(positional)
-        return f"this aiter's {entry.name} takes ({given}), not ({wanted})"
+        return f"this {entry.library}'s {entry.name} takes ({given}), not ({wanted})"
     if missing := sorted(set(entry.keywords.split()) - set(names)):
-        return f"this aiter's {entry.name} has no parameter {', '.join(missing)}"
+        return f"this {entry.library}'s {entry.name} has no parameter {', '.join(missing)}"
     return None
