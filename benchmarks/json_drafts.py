@@ -24,7 +24,7 @@ from unittest import mock
 from _json_schemas import REQUESTS, Schema
 
 from atom.bench.report import environment, markdown_table, write_json
-from atom.model_engine import worker
+from atom.model_engine import rank_parts
 from atom.model_engine.arg_utils import (
     EngineOptions,
     add_engine_flags,
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         options = {**with_shipped_draft(options), **alone, "num_speculative_tokens": 3}
     requests = REQUESTS[: args.limit]
     with mock.patch.object(
-        worker, "create_drafter", functools.partial(create_drafter, grammars=False)
+        rank_parts, "create_drafter", functools.partial(create_drafter, grammars=False)
     ):
         without = run(options, requests, args)
     with_grammars = run(options, requests, args)

@@ -126,7 +126,7 @@ def weights_of(options: EngineOptions) -> WeightBytes:
     """What the weights take; the model is only sketched."""
     import torch
 
-    from atom.model_engine.worker_setup import resolve_dtype
+    from atom.model_engine.rank import resolve_dtype
     from atom.model_loader.quantization import on_platform
     from atom.model_loader.sketch import weight_bytes
     from atom.model_loader.source import resolve_model

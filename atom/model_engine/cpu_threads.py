@@ -12,7 +12,9 @@ import time
 
 import torch
 
-from atom.platform import busy_cpu_seconds, default_num_threads
+from atom.distributed.place import Place
+from atom.parallel_options import ParallelOptions
+from atom.platform import Platform, busy_cpu_seconds, default_num_threads
 
 logger = logging.getLogger(__name__)
 
@@ -92,3 +94,16 @@ class AdaptedThreads:
     @staticmethod
     def _now() -> tuple[float, float, float]:
         return time.perf_counter(), busy_cpu_seconds(), time.process_time()
+
+
+def take_threads(
+    options: ParallelOptions, place: Place, platform: Platform
+) -> AdaptedThreads | None:
+    """Set the number of CPU threads; None if it will not follow what other programs leave."""
+    if options.num_threads is not None:
+        torch.set_num_threads(options.num_threads)
+    elif place.num_local > 1:
+        torch.set_num_threads(max(default_num_threads() // place.num_local, 1))
+    elif not platform.is_gpu:
+        return AdaptedThreads()
+    return None

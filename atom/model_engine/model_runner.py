@@ -54,12 +54,15 @@ class ModelRunner:
     There is one host-to-device copy before the model runs and one device-to-host copy after the
     drafts are made. Grammar masks and token lists of new sequences are copied separately.
 
+    Attributes:
+        inputs: copies batches to the device.
+        graphs: replay what follows the target's layers; None where these are in no graphs.
+
     Args:
         publish: called with what other ranks must do, after all that can fail because of a request
             and before the model runs; None when there are no others.
         recorder: replays steps that recur; None if every step runs op by op.
         carried: what passes from step to step on the device; None if steps do not overlap.
-        graphs: replay what follows the target's layers; None where these are in no graphs.
     """
 
     def __init__(
@@ -76,7 +79,7 @@ class ModelRunner:
         self.graphs = graphs
         self._recorder = recorder
         self._send_to_host = send_to_host if recorder is None else read_in_place
-        self._inputs = inputs
+        self.inputs = inputs
         self._forward = forward
         self._sampler = sampler
         self._drafter = drafter
@@ -94,7 +97,7 @@ class ModelRunner:
         if not self._drafter.looks_first:
             wanted = sum(s.wants_sample and s.wants_drafts for s in batch.sequences)
             numbers = self._drafter.begin(wanted)
-        step = self._inputs.build(batch) if batch.sequences else None
+        step = self.inputs.build(batch) if batch.sequences else None
         if self._publish is not None:
             is_greedy = step is not None and step.sample.is_greedy
             orders = self._publish(Orders.of(batch, numbers.made, is_greedy))
@@ -180,7 +183,7 @@ class ModelRunner:
         self._go_along(orders)
         if not batch.sequences:
             return
-        step = self._inputs.build(batch)
+        step = self.inputs.build(batch)
         # How tokens are chosen is known to the first rank alone.
         sample = replace(step.sample, is_greedy=orders.is_greedy)
         view, verified = self._verify(batch, replace(step, sample=sample), numbers)
@@ -190,7 +193,7 @@ class ModelRunner:
         """Compute a padding row, and drafts after it, if other engines need this one's experts."""
         if not orders.is_idle:
             return
-        row = self._inputs.padding()
+        row = self.inputs.padding()
         output = self._forward.run(row, None)
         if orders.num_drafts:
             first = torch.zeros_like(row.input_ids)

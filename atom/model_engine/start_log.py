@@ -5,40 +5,29 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 
-import torch
 from torch import nn
 
 from atom.messages import EngineLimits
-from atom.model_engine.worker_setup import dtype_name
-from atom.model_loader.source import ModelSource
+from atom.model_engine.rank import Rank, dtype_name
 from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.quant.formats.gguf import GgufConfig
-from atom.model_ops.registry import OpTable
-from atom.platform import Platform
 
 logger = logging.getLogger(__name__)
 
 
 def log_start(
-    source: ModelSource,
-    models: Sequence[nn.Module],
-    limits: EngineLimits,
-    ops: OpTable,
-    platform: Platform,
-    num_ranks: int,
-    dtype: torch.dtype,
-    storage: torch.dtype,
-    seconds: float,
+    rank: Rank, models: Sequence[nn.Module], limits: EngineLimits, seconds: float
 ) -> None:
     """Args:
     models: the target, and the draft if there is one.
-    dtype, storage: of the model, and of its KV cache.
     seconds: that the start took.
     """
+    source, platform, ops = rank.source, rank.platform, rank.context.ops
+    num_ranks = rank.place.tensor.size
     logger.info("ops:\n%s", ops.describe())
     if isinstance(source.quantization, GgufConfig):
         logger.info("weights: %s", source.quantization)
-    if storage in FP8_TYPES:
+    if rank.storage in FP8_TYPES:
         _log_scales(models)
     if (length := limits.synthetic_acceptance_length) is not None:
         logger.warning(
@@ -47,7 +36,7 @@ def log_start(
     logger.info(
         "%s in %s%s on %s (%s)%s: context %d, %d KV blocks of %d tokens in %s, ready in %.1f s",
         source.name,
-        dtype_name(dtype),
+        dtype_name(rank.context.dtype),
         f" ({limits.weights})" if limits.weights else "",
         platform.kind,
         platform.arch,
@@ -55,7 +44,7 @@ def log_start(
         limits.max_model_len,
         limits.num_blocks,
         limits.block_size,
-        dtype_name(storage),
+        dtype_name(rank.storage),
         seconds,
     )
 

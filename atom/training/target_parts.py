@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from atom.config import EngineConfig
-from atom.model_engine.worker_setup import resolve_dtype
+from atom.model_engine.rank import resolve_dtype
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext

@@ -25,7 +25,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom.graphs.capture import ReexecuteBackend
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import worker, worker_setup
+from atom.model_engine import kv_memory, planned_graphs, rank
 
 Folders = dict[str, Path]
 
@@ -97,13 +97,13 @@ def test_the_same_tokens(
     options = dict(options)
     if name == "preemption":
         # Room for two sequences at a time.
-        monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+        monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
     if "method" in options:
         options["num_speculative_tokens"] = 3
     if "draft_model" in options:
         options["draft_model"] = str(folders[options["draft_model"]])
     with (
-        patch.object(worker, "in_order", wraps=worker.in_order) as in_order,
+        patch.object(rank, "in_order", wraps=rank.in_order) as in_order,
         engines_of_threads(),
         create_engine(folders[target], tensor_parallel_size=size, **options) as engine,
     ):
@@ -142,7 +142,7 @@ def test_the_same_tokens_through_graphs(
 
             return replay
 
-    monkeypatch.setattr(worker_setup, "capture_backend", lambda _: CountingBackend())
+    monkeypatch.setattr(planned_graphs, "capture_backend", lambda _: CountingBackend())
     options |= {"cudagraph_capture_sizes": "1,4", "tensor_parallel_size": size}
     with engines_of_threads(), create_engine(folders[target], **options) as engine:
         assert [generate(engine, sampling, CHOSEN[:3]) for sampling in samplings] == expected

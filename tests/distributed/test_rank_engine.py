@@ -83,7 +83,7 @@ def test_logits_that_are_not_numbers(alone: LLM, pair: LLM, setting: str) -> Non
     poison, prompts = 7, [[5, 9, 11], [5, 7, 11], [4, 3]]
     executor = pair.engine.core.executor
     assert isinstance(executor, RanksExecutor)
-    weight = executor._worker._model.token_embedding.weight
+    weight = executor._worker.parts.model.token_embedding.weight
     kept = weight[poison].clone()
     expected = alone.generate([prompts[0], prompts[2]], params(setting))
     try:

@@ -179,7 +179,7 @@ def test_sleeping_releases_the_weights(tiny_llama_dir: Path) -> None:
     with pytest.raises(RuntimeError, match="requests are unfinished"):
         llm.sleep()
     stream.close()
-    weight = weakref.ref(next(llm.engine.core.executor._model.parameters()))  # type: ignore[attr-defined]
+    weight = weakref.ref(next(llm.engine.core.executor.parts.model.parameters()))  # type: ignore[attr-defined]
     llm.sleep(level=2)
     gc.collect()
     assert weight() is None

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.config import ConfigError
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import worker, worker_setup
+from atom.model_engine import planned_graphs, worker
 from atom.model_ops.attention_mha import Attention
 
 SETTINGS = ("greedy", "penalties")
@@ -54,7 +54,7 @@ def graphed_engine(patch: pytest.MonkeyPatch, folder: Path, **options: Any) -> t
     """An engine whose steps are replayed, and the counts of its replays."""
     backend = CountingBackend()
     with patch.context() as context:
-        context.setattr(worker_setup, "capture_backend", lambda _: backend)
+        context.setattr(planned_graphs, "capture_backend", lambda _: backend)
         engine = create_engine(folder, **options)
     assert not backend.replays
     return engine, backend.replays
@@ -125,8 +125,8 @@ def test_a_captured_chain_proposes_the_same_drafts(
     assert recorders[0] == recorders[1]
     graphed.shutdown()
     ended = graphed.engine.core.executor
-    assert not ended._graphs._replays, "communicators cannot end while graphs hold them"
-    assert not ended._draft_graphs._work._replays
+    assert not ended.parts.graphs._replays, "communicators cannot end while graphs hold them"
+    assert not ended.parts.draft_graphs._work._replays
 
 
 def test_padding_leaves_the_pool_alone(
@@ -151,7 +151,7 @@ def test_padding_leaves_the_pool_alone(
 def _pools(engine: LLM) -> list[torch.Tensor]:
     runner = engine.engine.core.executor
     assert isinstance(runner, worker.Worker)
-    models = (runner._model, runner._proposer.draft_model)
+    models = (runner.parts.model, runner.parts.proposer.draft_model)
     return [
         torch.stack((module.kv_cache.key, module.kv_cache.value))
         for model in models
@@ -165,7 +165,7 @@ def test_eager_engines_capture_nothing(tiny_llama_dir: Path) -> None:
         raise AssertionError("captured")
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_setup, "capture_backend", never)
+        patch.setattr(planned_graphs, "capture_backend", never)
         create_engine(tiny_llama_dir, enforce_eager=True)
 
 

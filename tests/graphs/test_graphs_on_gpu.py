@@ -91,7 +91,7 @@ def test_graphs_equal_eager_steps(case: str, tmp_path: Path) -> None:
 def graph_runner(engine: LLM) -> GraphRunner | None:
     executor = engine.engine.core.executor
     assert isinstance(executor, Worker)
-    return executor._graphs
+    return executor.parts.graphs
 
 
 @pytest.mark.parametrize(

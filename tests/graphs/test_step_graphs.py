@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.batch import LaunchedStep, ScheduledBatch
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import worker_setup
+from atom.model_engine import planned_graphs
 from atom.model_engine.worker import Worker
 
 NUM_SEQS = 4
@@ -123,7 +123,7 @@ def test_a_step_is_three_graphs_and_two_copies(
     backend = WatchedBackend()
     eager = create_engine(target, enforce_eager=True)
     with monkeypatch.context() as patch:
-        patch.setattr(worker_setup, "capture_backend", lambda _: backend)
+        patch.setattr(planned_graphs, "capture_backend", lambda _: backend)
         plain = create_engine(target, block_size=16)
         drafting = create_engine(target, **options)
     for name, wish in WISHES.items():
@@ -142,7 +142,7 @@ def test_where_the_host_has_a_say_the_layers_and_the_drafts_are_graphs(
     options = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": 3}
     backend = WatchedBackend()
     with monkeypatch.context() as patch:
-        patch.setattr(worker_setup, "capture_backend", lambda _: backend)
+        patch.setattr(planned_graphs, "capture_backend", lambda _: backend)
         engine = create_engine(target, block_size=16, **options)
     launched = launched_by(engine, backend.launches, {"logprobs": 2})
     assert launched["replay"] == 2
@@ -165,7 +165,7 @@ def test_acceptance_at_random_in_graphs(
         backend = WatchedBackend()
         with monkeypatch.context() as patch:
             if graphs:
-                patch.setattr(worker_setup, "capture_backend", lambda _, own=backend: own)
+                patch.setattr(planned_graphs, "capture_backend", lambda _, own=backend: own)
             engine = create_engine(target, **options)
         texts.append(generate(engine, params("greedy", max_tokens=16, seed=1), PROMPTS[:3]))
         counts.append(engine.engine.core.stats.num_steps)

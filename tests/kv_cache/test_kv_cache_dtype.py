@@ -20,7 +20,7 @@ from atom import LLM
 from atom.config import ConfigError
 from atom.kv_cache.base import KVCachePlan
 from atom.kv_cache.builders import attention_layers
-from atom.model_engine import worker
+from atom.model_engine import kv_memory, rank, worker
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     engine_config,
@@ -48,7 +48,7 @@ def flavour(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     """Which 8 bits a CPU's engines store."""
     if request.param == "e4m3fnuz":
         ours = dataclasses.replace(cpu_platform(), arch="gfx942")
-        monkeypatch.setattr(worker, "select_platform", lambda _: ours)
+        monkeypatch.setattr(rank, "select_platform", lambda _: ours)
         return torch.float8_e4m3fnuz
     return torch.float8_e4m3fn
 
@@ -87,7 +87,7 @@ def executor_of(engine: LLM) -> worker.Worker:
 def caches(engine: LLM) -> list[KVCacheTensor | LatentCacheTensor]:
     """Of the target's layers, then of the draft's."""
     runner = executor_of(engine)
-    models = [runner._model, runner._proposer.draft_model]
+    models = [runner.parts.model, runner.parts.proposer.draft_model]
     layers = [a for m in models if m is not None for a in attention_layers(m).values()]
     return [layer.kv_cache for layer in layers]
 
@@ -117,7 +117,7 @@ def test_speculation_changes_no_token(
     stats = fast.engine.core.stats.spec_decode
     assert stats is not None
     assert stats.num_drafts > 0
-    (builder,) = executor_of(fast)._proposer.kv_cache_builders
+    (builder,) = executor_of(fast).parts.proposer.kv_cache_builders
     owner = "mtp" if method == "mtp" else "eagle3"
     tensors = builder.allocate_kv_cache_tensors(1)
     assert list(tensors) == [f"{owner}_kv_cache", f"{owner}_kv_scale"]
@@ -141,7 +141,7 @@ def test_prefix_hits_and_preemption_change_no_token(
         assert generate(hitting, sampling, PROMPTS) == expected
     assert hitting.engine.core.stats.prefix_cache_hits > 0
     # Room for two sequences at a time.
-    monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(13, 0))
+    monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(13, 0))
     tight = create_engine(folders(target), enable_prefix_caching=False, max_model_len=48, **options)
     assert generate(tight, sampling, PROMPTS) == expected
     assert tight.engine.core.stats.num_preemptions > 0

@@ -22,7 +22,7 @@ from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import EngineDeadError, RequestFailedError
-from atom.model_engine import worker
+from atom.model_engine import kv_memory
 
 PROMPTS = [*PROMPTS[:5], *PROMPTS[10:12]]
 METHODS: dict[str, dict[str, Any]] = {
@@ -149,7 +149,7 @@ def test_the_one_at_fault_ends_alone(
 def test_without_room_for_all_of_them(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+    monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
     llm = checkpoints.engine("suffix", max_model_len=96, max_num_seqs=3)
     break_steps(monkeypatch, llm, at_steps(lambda: OSError("oops"), *range(0, 90, 6)), "after")
     assert engines.generate(llm, params("warm"), PROMPTS) == checkpoints.expected("warm")

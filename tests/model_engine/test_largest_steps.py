@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.kv_cache.base import KVCacheMemoryError
-from atom.model_engine import worker
+from atom.model_engine import kv_memory, runner_parts
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
@@ -114,7 +114,7 @@ def measured_as_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         profile()
         return 16 << 20
 
-    monkeypatch.setattr(worker, "kv_cache_budget", budget)
+    monkeypatch.setattr(kv_memory, "kv_cache_budget", budget)
 
 
 def record_plans(monkeypatch: pytest.MonkeyPatch) -> list[SamplePlan]:
@@ -126,7 +126,7 @@ def record_plans(monkeypatch: pytest.MonkeyPatch) -> list[SamplePlan]:
             plans.append(plan)
             return super().sample(plan, hidden_states)
 
-    monkeypatch.setattr(worker, "Sampler", RecordingSampler)
+    monkeypatch.setattr(runner_parts, "Sampler", RecordingSampler)
     return plans
 
 
@@ -145,7 +145,7 @@ def record(
             steps.append((batch, output))
             return LaunchedStep(lambda: output)
 
-    monkeypatch.setattr(worker, "ModelRunner", RecordingRunner)
+    monkeypatch.setattr(runner_parts, "ModelRunner", RecordingRunner)
     return sizes, steps
 
 
@@ -230,7 +230,7 @@ def test_too_little_memory_names_the_options(
         def launch(self, batch: ScheduledBatch) -> LaunchedStep:
             raise torch.OutOfMemoryError("tried to allocate 9 GiB")
 
-    monkeypatch.setattr(worker, "ModelRunner", Failing)
+    monkeypatch.setattr(runner_parts, "ModelRunner", Failing)
     measured_as_on_a_gpu(monkeypatch)
     with pytest.raises(KVCacheMemoryError, match=r"128 tokens, 16 seq.*9 GiB; lower --max-num"):
         create_engine(folders("llama"), max_num_batched_tokens=128)

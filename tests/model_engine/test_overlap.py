@@ -25,7 +25,7 @@ from atom.config import ConfigError
 from atom.entrypoints.llm import GenerationError
 from atom.graphs.capture import ReexecuteBackend
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import worker, worker_setup
+from atom.model_engine import kv_memory, planned_graphs, worker
 from atom.model_engine.arg_utils import engine_config
 from atom.spec_decode import factory
 
@@ -52,7 +52,7 @@ def test_graphs_read_what_the_last_step_left(
 ) -> None:
     """Its tokens and positions are written where the graphs were captured."""
     expected = engines.generate(checkpoints.plain("eagle3"), params(setting), PROMPTS)
-    monkeypatch.setattr(worker_setup, "capture_backend", lambda _: ReexecuteBackend())
+    monkeypatch.setattr(planned_graphs, "capture_backend", lambda _: ReexecuteBackend())
     llm = checkpoints.engine("eagle3", overlap=True)
     watched = Watched(llm, monkeypatch)
     assert engines.generate(llm, params(setting), PROMPTS) == expected
@@ -71,7 +71,7 @@ def test_ragged_acceptance(
     monkeypatch.setattr(worker, "create_proposer", lambda *_: KnowingProposer(texts))
     options: dict[str, Any] = {}
     if blocks is not None:
-        monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(blocks, 0))
+        monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(blocks, 0))
         options = {"max_model_len": 96, "max_num_seqs": 6}
     llm = checkpoints.engine("none", overlap=True, **options)
     watched = Watched(llm, monkeypatch)
@@ -105,7 +105,7 @@ def test_numbers_of_drafts_are_chosen_ahead(
     monkeypatch.setattr(factory, "AdaptiveLength", AnyLength)
     llm = checkpoints.engine("adaptive", overlap=True)
     assert engines.generate(llm, params("greedy"), PROMPTS) == expected
-    length: Any = llm.engine.core.executor._drafter._length  # type: ignore[attr-defined]
+    length: Any = llm.engine.core.executor.parts.drafter._length  # type: ignore[attr-defined]
     for number in range(len(length.verified)):
         cut = length.events.index(("cut", number))
         assert length.events[cut + 1] == ("observe", number)
@@ -137,7 +137,7 @@ def test_a_step_takes_its_own_time(
 
     watched.raises = slow
     engines.generate(llm, params("greedy", max_tokens=10), PROMPTS[:2])
-    length: Any = llm.engine.core.executor._drafter._length  # type: ignore[attr-defined]
+    length: Any = llm.engine.core.executor.parts.drafter._length  # type: ignore[attr-defined]
     assert [n for n, seconds in enumerate(length.seconds) if seconds and seconds > 0.5] == [5]
 
 
@@ -161,7 +161,7 @@ def test_stop_strings_end_what_is_in_flight(checkpoints: Checkpoints) -> None:
 def test_blocks_run_out(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Preemptions and prefix hits, from a pool of blocks for three of the sequences."""
     expected = engines.generate(checkpoints.plain("eagle3"), params("warm"), PROMPTS)
-    monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+    monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
     llm = checkpoints.engine("eagle3", overlap=True, max_model_len=96, max_num_seqs=6)
     for _ in range(2):
         assert engines.generate(llm, params("warm"), PROMPTS) == expected

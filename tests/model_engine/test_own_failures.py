@@ -17,7 +17,7 @@ from atom import LLM, SamplingParams
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import RequestRefusedError
-from atom.model_engine import worker
+from atom.model_engine import kv_memory
 
 GOOD = PROMPTS[:6]
 SPECULATION: dict[str, dict[str, Any]] = {
@@ -63,7 +63,7 @@ class Checkpoints:
         if method == "eagle3":
             speculation["draft_model"] = str(self.draft)
         llm = create_engine(self.target(method), **speculation, **overrides)
-        model = llm.engine.core.executor._model  # type: ignore[attr-defined]
+        model = llm.engine.core.executor.parts.model  # type: ignore[attr-defined]
         # In memory: a checkpoint with such a number is refused.
         with torch.inference_mode():
             model.token_embedding.weight[self.poison] = torch.nan
@@ -126,7 +126,7 @@ def test_a_failure_after_some_tokens(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a pool that is too small for all, so that sequences are preempted."""
-    monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+    monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
     llm = checkpoints.engine("suffix", max_model_len=96)
     # The token after the prompt is the poisoned one; the next step's logits are not numbers.
     wanted = params("greedy", logit_bias={checkpoints.poison: 100.0})

@@ -94,26 +94,26 @@ def test_torch_is_asked_for_views_and_copies_only(
 ) -> None:
     worker = engine.engine.core.executor
     assert isinstance(worker, Worker)
-    assert worker._recorder is not None
-    names, runner, proposer = Names(), worker._runner, worker._proposer
+    assert worker.parts.recorder is not None
+    names, runner, proposer = Names(), worker._runner, worker.parts.proposer
     compute = names.watch(runner._compute, lambda step, _: step.recurs)
     propose = names.watch(proposer.propose, lambda step, _: step.recurs)
     monkeypatch.setattr(runner, "_compute", compute)
     monkeypatch.setattr(proposer, "propose", propose)
-    before = len(worker._recorder._programs)
+    before = len(worker.parts.recorder._programs)
     replayed = engine.engine.core.stats.num_replayed_steps
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, seed=1, **params)
     prompts = PROMPTS[:NUM_SEQS]
     recorded = [o.outputs[0].token_ids for o in engine.generate(prompts, sampling, use_tqdm=False)]
     assert names.seen
     assert names.seen - ALLOWED == set()
-    assert worker._recorder._refused == set()
-    assert len(worker._recorder._programs) > before
+    assert worker.parts.recorder._refused == set()
+    assert len(worker.parts.recorder._programs) > before
     stats = engine.engine.core.stats
     assert replayed < stats.num_replayed_steps < stats.num_steps
     replayed = stats.num_replayed_steps
     monkeypatch.setattr(runner, "_recorder", None)
-    monkeypatch.setattr(worker._drafter, "_recorder", None)
+    monkeypatch.setattr(worker.parts.drafter, "_recorder", None)
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     assert recorded == [output.outputs[0].token_ids for output in outputs]
     assert engine.engine.core.stats.num_replayed_steps == replayed

@@ -15,7 +15,7 @@ from spec_decode.mtp_reference import add_mtp_layers
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
-from atom.model_engine import worker
+from atom.model_engine import rank_parts
 from atom.spec_decode.base import Proposer
 from atom.spec_decode.drafter import Drafter, DraftNumbers, Found, History
 from atom.spec_decode.grammar import GrammarDrafts
@@ -140,7 +140,7 @@ def oracle(known: Mapping[tuple[int, ...], list[int]], k: int, wrong: bool) -> C
 def drafters_from(monkeypatch: pytest.MonkeyPatch, create: CreateDrafter) -> Iterator[None]:
     """Engines built inside make their drafts with what `create` returns."""
     with monkeypatch.context() as patch:
-        patch.setattr(worker, "create_drafter", create)
+        patch.setattr(rank_parts, "create_drafter", create)
         yield
 
 
@@ -153,7 +153,7 @@ def drafts_recorded(
     Args:
         creates: make the drafters of the engines, in turn; the usual ones when left out.
     """
-    usual, turns = worker.create_drafter, iter(creates)
+    usual, turns = rank_parts.create_drafter, iter(creates)
     recorded: list[dict[tuple[int, ...], list[int]]] = []
 
     def create(*args: Any, **options: Any) -> Drafter:

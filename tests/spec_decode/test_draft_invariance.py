@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import worker
+from atom.model_engine import kv_memory
 
 MAX_TOKENS = 16
 SHARED = prompt(21, seed=5)
@@ -67,7 +67,7 @@ def test_drafts_are_the_same(bench: Bench, way: str, monkeypatch: pytest.MonkeyP
     changes = {"enable_prefix_caching": False, **WAYS[way]}
     if way == "preempted":
         # Room for two sequences at a time.
-        monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(20, 0))
+        monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(20, 0))
         changes |= {"max_model_len": 64}
     with engines.drafts_recorded(monkeypatch) as recorders:
         other = bench.engine(**changes)

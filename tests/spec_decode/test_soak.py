@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import SamplingParams
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import worker
+from atom.model_engine import kv_memory
 
 NUM_REQUESTS = 500
 
@@ -30,7 +30,7 @@ def test_no_block_is_left(
         draft = engines.write_draft("mha", tmp_path / "draft", len(byte_level_tokenizer))
         speculation["draft_model"] = str(draft)
     # Room for a few sequences only.
-    monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(60, 0))
+    monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(60, 0))
     engine = engines.create_engine(folder, max_num_batched_tokens=48, **speculation).engine
     rng = random.Random(0)
     prefixes = [prompt(n, seed=n) for n in (12, 25, 40)]

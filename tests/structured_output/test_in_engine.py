@@ -19,7 +19,7 @@ from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import EngineRequest, FinishReason, RequestRefusedError
-from atom.model_engine import worker, worker_setup
+from atom.model_engine import compiled_grammars, kv_memory
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.grammar_queue import GrammarQueue
 from atom.spec_decode.drafter import Drafter
@@ -108,7 +108,7 @@ class SharedTrials(TrialProcess):
 def shared_trials(trials: TrialProcess) -> Iterator[None]:
     """All engines here have one vocabulary; a process for each would take minutes in all."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker_setup, "TrialProcess", partial(SharedTrials, trials))
+        patch.setattr(compiled_grammars, "TrialProcess", partial(SharedTrials, trials))
         yield
 
 
@@ -223,7 +223,7 @@ def test_drafts_that_all_count_or_none(
 
 
 def test_preempted_sequences_go_on(targets: Targets, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(worker, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
+    monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
     small = create_engine(
         targets.folder("llama"), max_model_len=96, method="suffix", num_speculative_tokens=3
     )

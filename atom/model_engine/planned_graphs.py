@@ -1,0 +1,59 @@
+"""Which of a rank's steps are captured as graphs."""
+
+from __future__ import annotations
+
+from atom.config import MAX_SPECULATIVE_TOKENS, ConfigError
+from atom.graphs.capture import (
+    GraphPlan,
+    capture_backend,
+    default_batch_sizes,
+    default_context_bounds,
+    query_lengths,
+)
+from atom.graphs.runner import GraphRunner
+from atom.model_engine.rank import Rank
+from atom.models.base import CausalLM
+from atom.spec_decode.base import Lookahead, Proposer
+from atom.spec_decode.draft_graphs import DraftGraphs
+
+
+def create_graph_runner(rank: Rank, model: CausalLM, lookahead: Lookahead) -> GraphRunner | None:
+    """The graph runner, nothing captured yet; None if every step runs eagerly.
+
+    Raises:
+        ConfigError: for --cudagraph-capture-sizes on a device without graphs.
+    """
+    config, platform = rank.config, rank.platform
+    backend = None if config.graphs.enforce_eager else capture_backend(platform)
+    sizes = config.graphs.capture_sizes
+    if backend is None:
+        if sizes is not None:
+            raise ConfigError(
+                f"cudagraph_capture_sizes={list(sizes)} has no effect on a {platform.kind}: "
+                f"there are no graphs to capture; leave it out"
+            )
+        return None
+    plan = GraphPlan(
+        backend,
+        sizes or default_batch_sizes(config.scheduler.max_num_seqs),
+        default_context_bounds(rank.context.max_model_len),
+        config.cache.block_size,
+        platform.device,
+    )
+    options, own = config.speculative, lookahead.num_tokens
+    varying = options is not None and (options.adaptive or options.looks_up)
+    lens = query_lengths(own, varying=varying)
+    if options is not None and options.lookup:
+        lens = tuple(sorted({1 + own, *query_lengths(MAX_SPECULATIVE_TOKENS, varying=True)}))
+    return GraphRunner(model.forward, plan, lens)
+
+
+def create_draft_graphs(
+    rank: Rank, proposer: Proposer, target: GraphRunner | None
+) -> DraftGraphs | None:
+    """Where a proposer's graphs are kept; None if it runs eagerly."""
+    most, options = proposer.lookahead.num_tokens, rank.config.speculative
+    if target is None or not proposer.reads_steps or not most:
+        return None
+    is_adaptive = options is not None and options.adaptive
+    return DraftGraphs(target.plan.backend, (0, most) if is_adaptive else (most,))

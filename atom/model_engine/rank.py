@@ -1,0 +1,115 @@
+"""What is settled about a rank before weights are loaded: its device, dtypes and context length."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass, replace
+
+import torch
+
+from atom.config import EngineConfig
+from atom.distributed.ordered import in_order
+from atom.distributed.place import Place
+from atom.kv_cache.base import storage_dtype
+from atom.model_engine.context_len import resolve_max_model_len
+from atom.model_engine.expert_ranks import expert_ranks
+from atom.model_loader.source import ModelSource
+from atom.model_ops.layer_context import LayerContext
+from atom.platform import Platform, select_platform
+
+logger = logging.getLogger(__name__)
+
+DTYPES_BY_NAME = {
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One rank of an engine.
+
+    Attributes:
+        place: among the others.
+        source: the model.
+        context: what its layers are built with: the device, the model's dtype, the longest context.
+        storage: the dtype of the KV cache.
+        overlaps: whether each step is launched before the results of the last one are read.
+    """
+
+    config: EngineConfig
+    place: Place
+    source: ModelSource
+    context: LayerContext
+    storage: torch.dtype
+    overlaps: bool
+
+    @classmethod
+    def create(
+        cls, config: EngineConfig, place: Place, platform: Platform, source: ModelSource
+    ) -> Rank:
+        """Raises:
+        ConfigError: for a longer context than the model allows.
+        """
+        context = _create_context(config, place, platform, source)
+        storage = storage_dtype(config.cache, context)
+        return cls(config, place, source, context, storage, _overlaps(config, platform))
+
+    @property
+    def platform(self) -> Platform:
+        return self.context.ops.platform
+
+    @property
+    def vocab_size(self) -> int:
+        return int(self.source.hf_config.get_text_config().vocab_size)
+
+
+def take_device(config: EngineConfig, place: Place) -> Platform:
+    """The platform to run on; on a GPU, this rank's device becomes the current one."""
+    platform = select_platform(config.device)
+    if platform.is_gpu:
+        torch.cuda.set_device(place.local_rank)
+    return platform
+
+
+def resolve_dtype(name: str, source: ModelSource) -> torch.dtype:
+    """The dtype of the `--dtype` option; `auto` means the checkpoint's."""
+    if name == "auto":
+        return source.default_dtype
+    return DTYPES_BY_NAME[name]
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """`float32` of `torch.float32`."""
+    return str(dtype).removeprefix("torch.")
+
+
+def _create_context(
+    config: EngineConfig, place: Place, platform: Platform, source: ModelSource
+) -> LayerContext:
+    # Of ranks on several machines this one sees only some.
+    is_local = place.num_local >= place.tensor.size
+    ranks = replace(place.tensor, peer_access=is_local)
+    if config.sums_in_order:
+        ranks = in_order(ranks)
+    text_config = source.hf_config.get_text_config()
+    context = LayerContext.create(
+        resolve_dtype(config.model.dtype, source),
+        resolve_max_model_len(text_config, config.model.max_model_len),
+        platform,
+        ranks,
+        batch_invariant=config.batch_invariant,
+    )
+    # With its index: another thread's current device is the first one.
+    device = torch.device("cuda", place.local_rank) if platform.is_gpu else context.device
+    return replace(context, device=device, experts=expert_ranks(config, place, ranks))
+
+
+def _overlaps(config: EngineConfig, platform: Platform) -> bool:
+    """On a GPU unless told otherwise, where steps can overlap."""
+    if config.scheduler.overlap is not None or not platform.is_gpu:
+        return bool(config.scheduler.overlap)
+    if config.overlap_obstacle is not None:
+        logger.info("steps do not overlap: %s", config.overlap_obstacle)
+    return config.overlap_obstacle is None

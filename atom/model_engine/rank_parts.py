@@ -1,0 +1,103 @@
+"""The parts of a rank: its models, and what drafts, compiles grammars, captures and records."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+
+from torch import nn
+
+from atom.config import EngineConfig
+from atom.graphs.recorded import StepRecorder, create_recorder
+from atom.graphs.runner import GraphRunner
+from atom.model_engine.compiled_grammars import create_grammars
+from atom.model_engine.expert_ranks import check_experts
+from atom.model_engine.planned_graphs import create_draft_graphs, create_graph_runner
+from atom.model_engine.rank import Rank
+from atom.model_loader.source import ModelSource
+from atom.model_loader.weights import build_model
+from atom.model_ops.layer_context import LayerContext
+from atom.models.base import CausalLM
+from atom.models.registry import create_model
+from atom.spec_decode.base import Proposer
+from atom.spec_decode.draft_graphs import DraftGraphs
+from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.factory import create_drafter
+from atom.structured_output.cache import GrammarCache
+
+# (config, target model, its source, layer context) -> proposer
+ProposerFactory = Callable[[EngineConfig, CausalLM, ModelSource, LayerContext], Proposer]
+
+
+@dataclass(frozen=True)
+class RankParts:
+    """What a rank's runners are made of.
+
+    Attributes:
+        model: the target.
+        graphs: of its layers; None if every step runs eagerly.
+        draft_graphs: the proposer's; None if it runs eagerly.
+        recorder: replays steps that recur; None if every step runs op by op.
+        grammars: only the first rank has any.
+    """
+
+    model: CausalLM
+    proposer: Proposer
+    graphs: GraphRunner | None
+    draft_graphs: DraftGraphs | None
+    recorder: StepRecorder | None
+    grammars: GrammarCache | None
+    drafter: Drafter
+
+    @property
+    def models(self) -> list[nn.Module]:
+        """The target, and the draft if there is one."""
+        draft = self.proposer.draft_model
+        return [self.model] if draft is None else [self.model, draft]
+
+
+def build_parts(rank: Rank, create_proposer: ProposerFactory) -> RankParts:
+    """Load the models, and build what goes with them.
+
+    Raises:
+        ConfigError: when an option cannot be honoured with them.
+        WeightError: when weights are missing or wrong.
+    """
+    model, proposer = _load_models(rank, create_proposer)
+    graphs = create_graph_runner(rank, model, proposer.lookahead)
+    grammars = create_grammars(rank.config.model, rank.source) if rank.place.is_first else None
+    draft_graphs = create_draft_graphs(rank, proposer, graphs)
+    recorder = create_recorder(rank.platform) if graphs is None and _records(rank) else None
+    drafter = create_drafter(
+        rank.config.speculative,
+        proposer,
+        captured=() if graphs is None else graphs.query_lens,
+        # Other ranks must know the number of drafts before the step, and so must the next step.
+        waiting_is_free=not rank.platform.is_gpu and rank.place.is_alone and not rank.overlaps,
+        is_ahead=rank.overlaps,
+        recorder=recorder,
+        graphs=draft_graphs,
+    )
+    return RankParts(model, proposer, graphs, draft_graphs, recorder, grammars, drafter)
+
+
+def _load_models(rank: Rank, create_proposer: ProposerFactory) -> tuple[CausalLM, Proposer]:
+    """The target, and the proposer with the draft."""
+    config, source, context = rank.config, rank.source, rank.context
+    model = build_model(partial(create_model, source.hf_config), source, context, config.model)
+    check_experts(config, rank.place, rank.platform, source.name, model)
+    proposer = create_proposer(config, model, source, context)
+    # Ranks load at their own speed. Whoever failed is noticed here: the first collective on a GPU
+    # would wait for it for ever.
+    rank.place.control.exchange([0])
+    model.set_aux_layer_ids(proposer.aux_layer_ids)
+    return model, proposer
+
+
+def _records(rank: Rank) -> bool:
+    """Whether steps are recorded where they can be: ranks wait for each other in the middle of a
+    step.
+    """
+    eager = rank.config.graphs.enforce_eager
+    return rank.place.is_alone and not rank.overlaps and not eager

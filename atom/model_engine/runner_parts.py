@@ -1,0 +1,126 @@
+"""Builds a `ModelRunner` from the parts of a rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from atom.batch import Orders
+from atom.graphs.runner import EagerRunner, ForwardRunner
+from atom.model_engine.carried_rows import CarriedRows
+from atom.model_engine.input_builder import InputBuilder
+from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.rank import Rank
+from atom.model_engine.rank_parts import RankParts
+from atom.model_engine.step_graphs import StepGraphs
+from atom.sampling.decode_rows import KINDS, DecodeSampler
+from atom.sampling.ops import SamplingOps
+from atom.sampling.rows import SamplingRows
+from atom.sampling.sampler import Sampler
+from atom.sampling.synthetic import SyntheticAcceptance
+
+
+def create_runner(
+    rank: Rank, parts: RankParts, publish: Callable[[Orders], Orders] | None = None
+) -> ModelRunner:
+    """A runner with inputs and sampling rows of its own.
+
+    Args:
+        publish: as for `ModelRunner`.
+    """
+    ops = SamplingOps.resolve(rank.context.ops, rank.vocab_size)
+    rows = SamplingRows(
+        rank.config.scheduler.max_num_seqs,
+        rank.vocab_size,
+        rank.source.eos_token_ids,
+        rank.context.device,
+        parts.grammars,
+    )
+    sampler = _create_sampler(rank, parts, rows, ops)
+    forward = parts.graphs or EagerRunner(parts.model.forward)
+    carried = _create_carried(rank, parts)
+    inputs = _create_inputs(rank, parts, forward, sampler, carried)
+    graphs = _create_graphs(rank, parts, rows, ops, inputs)
+    return ModelRunner(
+        inputs, forward, sampler, parts.drafter, publish, parts.recorder, carried, graphs
+    )
+
+
+def _create_sampler(rank: Rank, parts: RankParts, rows: SamplingRows, ops: SamplingOps) -> Sampler:
+    length = rank.config.synthetic_acceptance_length
+    return Sampler(
+        parts.model.compute_logits,
+        rows,
+        rank.vocab_size,
+        rank.context.device,
+        ops,
+        rank.place.tensor,
+        others_wait=not rank.place.is_alone,
+        synthetic=None if length is None else SyntheticAcceptance(length),
+        choose_greedily=_greedy_choice(rank, parts),
+        ragged_most=_ragged_most(parts),
+    )
+
+
+def _create_carried(rank: Rank, parts: RankParts) -> CarriedRows | None:
+    if not rank.overlaps:
+        return None
+    return CarriedRows.create(
+        rank.config.scheduler.max_num_seqs,
+        parts.drafter.max_drafts,
+        rank.context.device,
+        rank.context.ops,
+        rank.place.tensor,
+    )
+
+
+def _create_inputs(
+    rank: Rank,
+    parts: RankParts,
+    forward: ForwardRunner,
+    sampler: Sampler,
+    carried: CarriedRows | None,
+) -> InputBuilder:
+    scheduler = rank.config.scheduler
+    return InputBuilder(
+        forward,
+        sampler,
+        None if parts.graphs is None else parts.graphs.plan,
+        max_num_tokens=scheduler.max_num_batched_tokens,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=rank.context.max_model_len,
+        block_size=rank.config.cache.block_size,
+        device=rank.context.device,
+        drafts=parts.proposer.reads_steps,
+        in_place=parts.recorder is not None,
+        carried=carried,
+        ragged_len=_ragged_most(parts) + 1,
+    )
+
+
+def _create_graphs(
+    rank: Rank, parts: RankParts, rows: SamplingRows, ops: SamplingOps, inputs: InputBuilder
+) -> StepGraphs | None:
+    if parts.graphs is None:
+        return None
+    return StepGraphs(
+        parts.graphs,
+        inputs,
+        DecodeSampler(parts.model.compute_logits, rows, ops, _greedy_choice(rank, parts)),
+        parts.proposer,
+        parts.draft_graphs,
+        # Other ranks know whether rows are greedy, and no more.
+        KINDS if rank.place.is_alone else KINDS[:1],
+        synthetic=rank.config.synthetic_acceptance_length is not None,
+    )
+
+
+def _greedy_choice(rank: Rank, parts: RankParts) -> Callable[[torch.Tensor], torch.Tensor] | None:
+    """How ranks find the tokens of greedy rows together; None on a rank that has all logits."""
+    return None if rank.place.tensor.size == 1 else parts.model.output_head.choose_greedily
+
+
+def _ragged_most(parts: RankParts) -> int:
+    """Steps with other numbers of drafts are recorded as one, if they have as many in all."""
+    return 0 if parts.recorder is None else parts.drafter.max_drafts
