@@ -1,8 +1,8 @@
 """The engine's configuration: frozen, validated at construction, plain data.
 
 Each option is one field: command line flags, the keyword arguments of `LLM`, JSON and help follow
-from it (`atom.options`). This file is the only reader of environment variables. Nothing here is
-found out at run time; what is (the number of KV blocks, say) lives in objects of its own.
+from it (`atom.options`). Nothing here is found out at run time; what is (the number of KV blocks,
+say) lives in objects of its own.
 """
 
 from __future__ import annotations
@@ -13,10 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from atom.options import REQUIRED, Options, check_at_least, option
 from atom.options import ConfigError as ConfigError
+from atom.options import Options, check_at_least, option
 from atom.parallel_options import ParallelOptions as ParallelOptions
-from atom.speculative_methods import SPECULATIVE_METHODS, methods_that
+from atom.speculative_options import AUX_LAYER_CONVENTIONS as AUX_LAYER_CONVENTIONS
+from atom.speculative_options import SpeculativeOptions as SpeculativeOptions
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_SPELLINGS = {
@@ -33,8 +34,6 @@ DEVICES = ("auto", "cpu", "cuda")
 ONLINE_QUANTIZATIONS = ("fp8", "int8", "int4", "mxfp4")
 QUANTIZATIONS = ("auto", "none", *ONLINE_QUANTIZATIONS)
 ACTIVATIONS = ("auto", "int8", "float")
-AUX_LAYER_CONVENTIONS = ("boundary", "output")
-MAX_SPECULATIVE_TOKENS = 15
 DEFAULT_MAX_LOGPROBS = 20
 
 # Shares of memory when the user names none: of the whole device on a GPU, of the memory
@@ -244,108 +243,6 @@ class SchedulerOptions(Options):
         "launch each step before the results of the one before it are read (by default on GPUs, "
         "unless drafts are looked up or engines share experts)",
     )
-
-
-@dataclass(frozen=True)
-class SpeculativeOptions(Options):
-    """How drafts are proposed; `SPECULATIVE_METHODS` says what each method takes."""
-
-    method: str = option(
-        REQUIRED, "how to propose drafts; none when omitted", choices=SPECULATIVE_METHODS
-    )
-    num_speculative_tokens: int = option(
-        REQUIRED, f"drafts per step, 1 to {MAX_SPECULATIVE_TOKENS}"
-    )
-    model: str | None = option(
-        None,
-        "folder or hub id of the draft, for --method "
-        + methods_that(lambda m: m.takes_draft_model),
-        name="draft_model",
-    )
-    lookup: bool = option(
-        False,
-        "look the newest tokens up in the text so far, too, and draft what followed them there",
-        name="speculative_lookup",
-    )
-    suffix_cache_tokens: int = option(
-        0,
-        "tokens of other requests' recent outputs to look up in, too, for method suffix and "
-        "lookup; only those with the same cache_salt (0: none)",
-        at_least=0,
-    )
-    adaptive: bool = option(
-        False,
-        "measure what drafts cost and bring, and draft less where that is faster",
-        name="speculative_adaptive",
-    )
-    aux_layer_convention: str | None = option(
-        None,
-        "what the draft's layer ids name: what enters a layer, or its output; told by the field "
-        "that holds them when omitted",
-        name="draft_aux_layer_convention",
-        choices=AUX_LAYER_CONVENTIONS,
-    )
-    synthetic_acceptance_length: float | None = option(
-        None,
-        "for benchmarks: accept drafts at random, so that a step brings this many tokens, from 1 "
-        "to one more than the drafts; answers mean nothing then, and no grammar can hold",
-        name="speculative_synthetic_acceptance_length",
-    )
-    draft_tensor_parallel_size: int | None = option(
-        None,
-        "number of GPUs that share the draft: 1 (each has all of it), or as many as share the "
-        "target, which is the default",
-        at_least=1,
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        k = self.num_speculative_tokens
-        if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
-            raise ConfigError(
-                f"num_speculative_tokens must be 1 to {MAX_SPECULATIVE_TOKENS}, got {k!r}; leave "
-                "the method out to run without speculation"
-            )
-        length = self.synthetic_acceptance_length
-        if length is not None and not 1 <= length <= k + 1:
-            raise ConfigError(
-                f"synthetic_acceptance_length must be 1 to num_speculative_tokens + 1 = {k + 1}, "
-                f"got {length!r}"
-            )
-        self._check_method()
-
-    def _check_method(self) -> None:
-        method = SPECULATIVE_METHODS[self.method]
-        if method.takes_draft_model and self.model is None:
-            raise ConfigError(f"method {self.method} needs a draft model")
-        if not method.takes_draft_model and self.model is not None:
-            raise ConfigError(f"method {self.method} takes no draft model, got {self.model!r}")
-        if not method.takes_draft_model and self.aux_layer_convention is not None:
-            raise ConfigError(
-                f"method {self.method} takes no draft model, so draft_aux_layer_convention would "
-                f"have no effect"
-            )
-        if method.is_lookup and self.draft_tensor_parallel_size is not None:
-            raise ConfigError(
-                f"method {self.method} has no draft, so draft_tensor_parallel_size would have no "
-                f"effect"
-            )
-        if self.lookup and method.is_lookup:
-            others = methods_that(lambda m: not m.is_lookup)
-            raise ConfigError(
-                f"lookup goes beside a draft ({others}); method {self.method} is a lookup already"
-            )
-        if self.suffix_cache_tokens and not self.looks_up:
-            lookups = methods_that(lambda m: m.is_lookup)
-            raise ConfigError(
-                f"suffix_cache_tokens is for method {lookups} and for lookup beside a draft, not "
-                f"for {self.method} alone"
-            )
-
-    @property
-    def looks_up(self) -> bool:
-        """Whether drafts come from a lookup, alone or beside a draft."""
-        return self.lookup or SPECULATIVE_METHODS[self.method].is_lookup
 
 
 @dataclass(frozen=True)

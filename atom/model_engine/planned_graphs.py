@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from atom.config import MAX_SPECULATIVE_TOKENS, ConfigError
+from atom.config import ConfigError
 from atom.graphs.capture import (
     GraphPlan,
     capture_backend,
@@ -15,6 +15,7 @@ from atom.model_engine.rank import Rank
 from atom.models.base import CausalLM
 from atom.spec_decode.base import Lookahead, Proposer
 from atom.spec_decode.draft_graphs import DraftGraphs
+from atom.speculative_options import MAX_SPECULATIVE_TOKENS
 
 
 def create_graph_runner(rank: Rank, model: CausalLM, lookahead: Lookahead) -> GraphRunner | None:

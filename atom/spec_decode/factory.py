@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import torch
 
-from atom.config import MAX_SPECULATIVE_TOKENS, ConfigError, EngineConfig, SpeculativeOptions
+from atom.config import ConfigError, EngineConfig
 from atom.distributed.parallel_state import SINGLE
 from atom.graphs.recorded import StepRecorder
 from atom.kv_cache.base import storage_dtype
@@ -38,6 +38,7 @@ from atom.spec_decode.step_times import ROW_OF_CPU, ROW_OF_GPU
 from atom.spec_decode.suffix_index import BYTES_PER_TOKEN
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 from atom.speculative_methods import SPECULATIVE_METHODS
+from atom.speculative_options import MAX_SPECULATIVE_TOKENS, SpeculativeOptions
 
 logger = logging.getLogger(__name__)
 

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from atom.config import SpeculativeOptions
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.model_engine.async_engine import AsyncEngine
+from atom.speculative_options import SpeculativeOptions
 from atom.version import __version__
 
 
