@@ -46,7 +46,16 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     """
     template = options.chat_template or default_template(engine.tokenizer)
     options = with_found_parsers(options, template, engine.model_type)
-    api = Api(
+    servers = [{"url": options.root_path}] if options.root_path else None
+    app = FastAPI(title="ATOM", version=__version__, openapi_url=None, servers=servers)
+    _add_routes(app, _create_api(engine, options, metrics), has_ui=options.ui)
+    _add_error_handlers(app)
+    _add_middleware(app, options)
+    return app
+
+
+def _create_api(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetrics) -> Api:
+    return Api(
         engine=engine,
         options=options,
         encoder=PromptEncoder(
@@ -62,9 +71,10 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
         model_names=options.served_model_names or (engine.model_name,),
         created=int(time.time()),
     )
-    servers = [{"url": options.root_path}] if options.root_path else None
-    app = FastAPI(title="ATOM", version=__version__, openapi_url=None, servers=servers)
-    if options.ui:
+
+
+def _add_routes(app: FastAPI, api: Api, *, has_ui: bool) -> None:
+    if has_ui:
         add_playground(app)
     else:
         app.add_api_route("/", api.version, include_in_schema=False)
@@ -83,6 +93,9 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     app.add_api_route("/metrics", api.prometheus)
     app.add_api_route("/version", api.version)
     add_document_route(app)
+
+
+def _add_error_handlers(app: FastAPI) -> None:
     app.add_exception_handler(ClientDisconnect, _on_disconnect)
     app.add_exception_handler(HTTPException, _on_http_exception)
     app.add_exception_handler(Exception, _on_unforeseen)
@@ -94,7 +107,10 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
         EngineDeadError,
     ):
         app.add_exception_handler(error, _on_exception)
-    # The last one added is the outermost: preflight requests carry no key.
+
+
+def _add_middleware(app: FastAPI, options: ServerOptions) -> None:
+    """The last one added is the outermost: preflight requests carry no key."""
     if options.api_keys:
         app.add_middleware(ApiKeyMiddleware, api_keys=options.api_keys)
     if options.cors_allow_origins:
@@ -108,7 +124,6 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     app.add_middleware(EdgeMiddleware)
     if options.root_path:
         app.add_middleware(RootPathMiddleware, root_path=options.root_path)
-    return app
 
 
 async def _on_disconnect(request: Request, error: Exception) -> Response:
