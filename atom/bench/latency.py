@@ -9,22 +9,16 @@ draft guesses less than of text.
 
 from __future__ import annotations
 
-import dataclasses
-import sys
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from atom.bench.in_process import Bench, add_engine, add_prompts, start
 from atom.bench.report import environment, markdown_table, summarise, write_json
-from atom.bench.throughput import add_engine, add_prompts, make_prompts, sampling, start
 from atom.command_line import CommandLine
-from atom.config import ConfigError
-from atom.model_engine.arg_utils import choose_draft, engine_config, engine_options
-from atom.sampling_params import SamplingParams
 from atom.stats import total
 
 if TYPE_CHECKING:
-    from atom import LLM
     from atom.outputs import RequestOutput
 
 
@@ -44,23 +38,13 @@ def create_parser(prog: str = "atom bench latency") -> CommandLine:
 def main(argv: Sequence[str] | None = None, *, prog: str = "atom bench latency") -> int:
     parser = create_parser(prog)
     args = parser.parse_args(argv)
-    try:
-        if min(args.num_prompts, args.num_iters) < 1:
-            raise ConfigError("--batch-size and --num-iters must be at least 1")
-        options = choose_draft(engine_options(args), args.no_speculation)
-        options["enable_prefix_caching"] = False
-        params = sampling(args)
-        llm = start(options)
-        prompts = make_prompts(llm, args)
-    except (ConfigError, ValueError) as error:
-        parser.error(str(error))
-    except (RuntimeError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+    if min(args.num_prompts, args.num_iters) < 1:
+        parser.error("--batch-size and --num-iters must be at least 1")
+    bench = start(parser, args, enable_prefix_caching=False)
     for _ in range(args.num_iters_warmup):
-        _run(llm, prompts, params)
-    runs = [_run(llm, prompts, params) for _ in range(args.num_iters)]
-    llm.shutdown()
+        _run(bench)
+    runs = [_run(bench) for _ in range(args.num_iters)]
+    bench.llm.shutdown()
     latencies = {
         "latency_ms": summarise([seconds * 1e3 for seconds, _ in runs]),
         "ttft_ms": summarise([_ttft(output) * 1e3 for _, outputs in runs for output in outputs]),
@@ -77,7 +61,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "atom bench latency")
         print(f"\nspeculation: {total(drafts).summary()}")
     report = {
         "environment": environment(),
-        "engine": dataclasses.asdict(engine_config(**options)),
+        "engine": bench.engine,
         "batch_size": args.num_prompts,
         "output_tokens": [_num_tokens(outputs) for _, outputs in runs],
         **latencies,
@@ -87,12 +71,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "atom bench latency")
     return 0
 
 
-def _run(
-    llm: LLM, prompts: list[list[int]], params: SamplingParams
-) -> tuple[float, list[RequestOutput]]:
+def _run(bench: Bench) -> tuple[float, list[RequestOutput]]:
     """Answer the batch; the seconds that it took, and the answers."""
     started = time.perf_counter()
-    outputs = llm.generate(prompts, params, use_tqdm=False)
+    outputs = bench.llm.generate(bench.prompts, bench.params, use_tqdm=False)
     return time.perf_counter() - started, outputs
 
 
