@@ -23,7 +23,8 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-_MOST_PROGRAMS = 256
+# Those that were used last.
+MOST_PROGRAMS = 256
 
 
 def create_recorder(platform: Platform) -> StepRecorder | None:
@@ -93,7 +94,7 @@ class StepRecorder:
             logger.info("%s runs op by op: %s", name, error)
             return work()
         self._programs[where] = result, program
-        if len(self._programs) > _MOST_PROGRAMS:
+        if len(self._programs) > MOST_PROGRAMS:
             self._programs.popitem(last=False)
         program.replay()
         return result

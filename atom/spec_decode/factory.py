@@ -11,7 +11,7 @@ import torch
 
 from atom.config import ConfigError, EngineConfig
 from atom.distributed.parallel_state import SINGLE
-from atom.graphs.recorded import StepRecorder
+from atom.graphs.recorded import MOST_PROGRAMS, StepRecorder
 from atom.kv_cache.base import storage_dtype
 from atom.kv_cache.builders import attention_layers
 from atom.kv_cache.paged import PagedCache
@@ -30,6 +30,7 @@ from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
+from atom.spec_decode.first_runs import FirstRuns
 from atom.spec_decode.grammar import GrammarDrafter
 from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
 from atom.spec_decode.mtp import MTPProposer
@@ -117,8 +118,7 @@ def create_drafter(
         length = AdaptiveLength(
             choices,
             CutToLongest([n - 1 for n in captured] or choices) if captured or is_ahead else None,
-            # Recording takes about as long again as the step.
-            first_run=0.0 if recorder is None else 1.0,
+            first_runs=None if recorder is None else _first_recordings(proposer),
             row_guess=ROW_OF_CPU if waiting_is_free else ROW_OF_GPU,
             is_ahead=is_ahead,
         )
@@ -132,6 +132,12 @@ def create_drafter(
         recorder=recorder,
         graphs=graphs,
     )
+
+
+def _first_recordings(proposer: Proposer) -> FirstRuns:
+    """What recording costs: about as long again as the step, until its programs are dropped."""
+    num_programs = 2 if proposer.reads_steps else 1
+    return FirstRuns(1.0, MOST_PROGRAMS // num_programs)
 
 
 def _recent_outputs(max_tokens: int) -> RecentOutputs | None:

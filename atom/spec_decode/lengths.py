@@ -15,6 +15,7 @@ from typing import Protocol
 
 from atom.spec_decode.calibration import Calibration
 from atom.spec_decode.cuts import CutByTotal, CutRule
+from atom.spec_decode.first_runs import FirstRuns, StepShape
 from atom.spec_decode.step_times import ROW_OF_GPU, StepTimes, batch_bucket
 
 # Share of the time that may be lost to tries.
@@ -138,9 +139,9 @@ class AdaptiveLength:
     Args:
         choices: ascending numbers of drafts, starting with 0.
         rule: `CutByTotal` of these when left out.
-        first_run: what a step of a new shape takes more than others like it, as a share of a step.
-            Such steps are run when they pay for that in as many steps as the engine has had with as
-            many sequences. Their first run is not measured then.
+        first_runs: what steps of new shapes take more; they are run when they pay for that in as
+            many steps as the engine has had with as many sequences. Their first run is not measured
+            then. None where they take no more.
         row_guess: as for `StepTimes`.
         is_ahead: the next step is launched before it is known what this one drafts, and verifies as
             many drafts of each sequence as `choose` expects to be best; `rule` is `CutToLongest`.
@@ -151,7 +152,7 @@ class AdaptiveLength:
         choices: Sequence[int],
         rule: CutRule | None = None,
         *,
-        first_run: float = 0.0,
+        first_runs: FirstRuns | None = None,
         row_guess: float = ROW_OF_GPU,
         is_ahead: bool = False,
     ) -> None:
@@ -162,11 +163,7 @@ class AdaptiveLength:
         self._calibrations: dict[str, Calibration] = {}
         self._times: dict[int, StepTimes] = {}  # by `batch_bucket` of the number of sequences
         self._credits = dict.fromkeys(choices, 0.0)
-        self._first_run, self._row_guess = first_run, row_guess
-        # Steps that were run: sequences, drafts verified in all, and drafts made of each sequence;
-        # and how many, by sequences.
-        self._shapes: set[tuple[int, int, int]] = set()
-        self._num_run: Counter[int] = Counter()
+        self._first_runs, self._row_guess = first_runs or FirstRuns(), row_guess
         self._is_ahead = is_ahead
         # Drafts that the next step verifies, in all.
         self._num_verified = 0
@@ -180,7 +177,7 @@ class AdaptiveLength:
         times = self._of_batch(len(sources))
         if not times.is_known:
             # The smallest steps where each shape costs.
-            asked = 0 if self._first_run else self._choices[-1]
+            asked = 0 if self._first_runs.cost else self._choices[-1]
             return Choice(asked, asked if drafts else 0, asked if self._is_ahead else None)
         expected = self._expected(sources)
         # For each choice, the step that verifies the best of its drafts, with how many they are of
@@ -195,18 +192,20 @@ class AdaptiveLength:
             }
             best_of[n] = max(steps.items(), key=lambda own: own[1].tokens / own[1].seconds)
             all_of[n] = steps[max(steps)]
-        new = {
-            n: self._is_new(len(sources), self._num_verified, n if drafts else 0)
+        runs = self._first_runs
+        shapes = {
+            n: StepShape(len(sources), self._num_verified, n if drafts else 0)
             for n in self._choices
         }
-        best = max(
-            self._choices,
-            key=lambda n: best_of[n][1].tokens / (best_of[n][1].seconds * (1 + new[n])),
-        )
+
+        def rate_of(n: int) -> float:
+            step = best_of[n][1]
+            return step.tokens / (step.seconds * (1 + runs.share_of(shapes[n])))
+
+        best = max(self._choices, key=rate_of)
         level, step = best_of[best]
-        count = 1 + self._num_run[len(sources)]
         for n, other in all_of.items():
-            all_of[n] = replace(other, seconds=other.seconds * (1 + new[n] * count))
+            all_of[n] = replace(other, seconds=other.seconds * (1 + runs.cost_of(shapes[n])))
         asked = self._or_try(best, step, all_of)
         verified = None
         if self._is_ahead:
@@ -231,8 +230,9 @@ class AdaptiveLength:
 
         def worth(level: float) -> float:
             gain = sum(own[n] for own, n in zip(sums, cuts[level], strict=True))
-            new = self._is_new(len(made), sum(cuts[level]), choice.made)
-            return gain - rate * times.at(level, choice.made) * (1 + new)
+            new = StepShape(len(made), sum(cuts[level]), choice.made)
+            seconds = times.at(level, choice.made) * (1 + self._first_runs.share_of(new))
+            return gain - rate * seconds
 
         return cuts[max(cuts, key=worth)]
 
@@ -245,17 +245,10 @@ class AdaptiveLength:
         if not verifications:
             return
         nums = [len(v.confidences) for v in verifications]
-        self._shapes.add((len(nums), sum(nums), choice.made))
-        self._num_run[len(nums)] += 1
+        self._first_runs.ran(StepShape(len(nums), sum(nums), choice.made))
         level = self._rule.level_of(nums)
         if seconds is not None and level is not None:
             self._of_batch(len(nums)).observe(level, choice.made, seconds)
-
-    def _is_new(self, num_sequences: int, num_verified: int, made: int) -> float:
-        """What a step takes more if it is the first of its kind, as a share, over such steps."""
-        if not self._first_run or (num_sequences, num_verified, made) in self._shapes:
-            return 0.0
-        return self._first_run / (1 + self._num_run[num_sequences])
 
     def _of_batch(self, num_sequences: int) -> StepTimes:
         bucket = batch_bucket(num_sequences)
@@ -268,7 +261,7 @@ class AdaptiveLength:
                 num_sequences,
                 like,
                 row_guess=self._row_guess,
-                skips_first=not self._first_run,
+                skips_first=not self._first_runs.cost,
             )
         return self._times[bucket]
 

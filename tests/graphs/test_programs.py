@@ -183,7 +183,7 @@ def test_what_cannot_be_recorded_runs_op_by_op(caplog: pytest.LogCaptureFixture)
 
 
 def test_old_programs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("atom.graphs.recorded._MOST_PROGRAMS", 2)
+    monkeypatch.setattr("atom.graphs.recorded.MOST_PROGRAMS", 2)
     recorder, forward = StepRecorder(), layers(1)
     steps = [random(rows, SIZE, seed=rows) for rows in range(1, 5)]
     for _ in range(4):

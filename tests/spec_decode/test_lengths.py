@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 import pytest
 
 from atom.spec_decode.cuts import CutByTotal, CutToLongest
+from atom.spec_decode.first_runs import FirstRuns, StepShape
 from atom.spec_decode.lengths import (
     AdaptiveLength,
     Candidates,
@@ -93,6 +94,7 @@ class Run:
     seconds: float = 0.0
     rows: int = 0
     chosen: Counter[int] = field(default_factory=Counter)
+    shapes: set[StepShape] = field(default_factory=set)
 
     @property
     def rate(self) -> float:
@@ -123,6 +125,7 @@ def run(
         seconds += machine.first_run * len(kinds - seen)
         seconds *= machine.slowness(step)
         seen |= kinds
+        result.shapes.add(StepShape(batch, verified, made))
         verifications = [Verification(None, [], 0)] * (batch - len(pending))
         verifications += [Verification(*own) for own in pending]
         outcomes = [machine.drafts(source, choice.asked) for source in sources]
@@ -293,14 +296,26 @@ def test_in_graphs_a_number_between_is_verified_where_it_pays() -> None:
 def test_new_shapes_are_run_where_they_pay() -> None:
     """Each takes twice as long the first time, so a batch that soon ends runs few of them."""
 
-    def shapes(first_run: float) -> int:
-        length = AdaptiveLength((0, 1, 2, 3), first_run=first_run)
+    def shapes(first_runs: FirstRuns | None) -> int:
+        length = AdaptiveLength((0, 1, 2, 3), first_runs=first_runs)
+        found = set()
         for batch in (8, 7, 6, 5, 4, 3, 2, 1):
             machine = Machine(step=(0.01, 0.001), acceptance={"eagle3": 0.5}, tells=0.45)
-            run(length, machine, batch, 20)
-        return len(length._shapes)
+            found |= run(length, machine, batch, 20).shapes
+        return len(found)
 
-    assert shapes(1.0) < 0.6 * shapes(0.0)
+    assert shapes(FirstRuns(1.0, 128)) < 0.6 * shapes(None)
+
+
+def test_shapes_that_are_dropped_are_new_again() -> None:
+    """Those that were run last are kept; the steps of the others count on."""
+    runs = FirstRuns(1.0, 2)
+    first, second, third = (StepShape(4, n, 1) for n in (0, 1, 2))
+    assert runs.cost_of(first) == runs.share_of(first) == 1.0
+    for shape in (first, second, first, third):
+        runs.ran(shape)
+    assert [runs.cost_of(shape) for shape in (first, second, third)] == [0.0, 1.0, 0.0]
+    assert runs.share_of(second) == 1 / 5
 
 
 TROUBLES: dict[str, Machine] = {
