@@ -332,16 +332,7 @@ class Scheduler:
     ) -> SequenceOutput | None:
         """Apply one sequence's results; None when there is no output."""
         token_ids, num_drafts = result.token_ids, scheduled.num_drafts
-        if bool(token_ids or result.failure) != scheduled.wants_sample:
-            raise RuntimeError(
-                f"sequence {scheduled.id!r} got {len(token_ids)} new tokens from a step "
-                f"with wants_sample={scheduled.wants_sample}"
-            )
-        if seq.prompt_logprobs is not None:
-            seq.prompt_logprobs += result.prompt_logprobs or ()
-        seq.num_computed += len(scheduled.token_ids) - num_drafts
-        seq.draft_token_ids = result.draft_token_ids if scheduled.wants_drafts else []
-        seq.draft_source = result.draft_source
+        seq.take_step(scheduled, result)
         if not scheduled.wants_sample:
             self._prefixes.publish(seq)
             return None

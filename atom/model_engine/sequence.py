@@ -8,13 +8,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from operator import attrgetter
 
-from atom.batch import LaunchedStep
-from atom.messages import (
-    EngineRequest,
-    FinishReason,
-    SequenceOutput,
-    TokenLogprobs,
-)
+from atom.batch import LaunchedStep, ScheduledSequence, SequenceResult
+from atom.messages import EngineRequest, FinishReason, SequenceOutput, TokenLogprobs
 from atom.model_engine.block_pool import BlockHash, hash_block, root_hash
 from atom.model_engine.launched_parts import LaunchedParts
 
@@ -162,6 +157,24 @@ class Sequence:
             tokens = self.token_ids[start : start + block_size + overlap]
             hashes.append(hash_block(parent, tokens))
         return hashes[:count]
+
+    def take_step(self, scheduled: ScheduledSequence, result: SequenceResult) -> None:
+        """Take what a step computed besides new tokens: the KV of known tokens, prompt logprobs and
+        the next drafts.
+
+        Raises:
+            RuntimeError: when it brings tokens although it samples none, or none although it does.
+        """
+        if bool(result.token_ids or result.failure) != scheduled.wants_sample:
+            raise RuntimeError(
+                f"sequence {scheduled.id!r} got {len(result.token_ids)} new tokens from a step "
+                f"with wants_sample={scheduled.wants_sample}"
+            )
+        if self.prompt_logprobs is not None:
+            self.prompt_logprobs += result.prompt_logprobs or ()
+        self.num_computed += len(scheduled.token_ids) - scheduled.num_drafts
+        self.draft_token_ids = result.draft_token_ids if scheduled.wants_drafts else []
+        self.draft_source = result.draft_source
 
     def extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None, int | None]:
         """Append output tokens, up to the one that ends the sequence.
