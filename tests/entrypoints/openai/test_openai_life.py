@@ -49,7 +49,8 @@ def guarded(
     flags = ["--api-key", "first", "second", "--cors-allow-origin", ORIGIN]
     flags += ["--max-body-bytes", "2000", "--chat-template", str(template)]
     flags += ["--max-num-seqs", "4", "--max-waiting-requests", "40", "--drain-seconds", "1.5"]
-    flags += ["--override-generation-config", '{"temperature": 0}']
+    # Slow steps: forty long answers take longer than that.
+    flags += ["--enforce-eager", "--override-generation-config", '{"temperature": 0}']
     process = ServerProcess(tiny_llama_dir, *flags, env={"ATOM_API_KEY": "unused"})
     try:
         yield process.wait_ready()
@@ -222,10 +223,10 @@ def test_a_dead_engine_ends_the_server(tiny_llama_dir: Path) -> None:
     server = ServerProcess(tiny_llama_dir)
     try:
         server.wait_ready()
-        reader = _Reader(server, {}, n=16)
+        reader = _Reader(server, {}, n=64)
         answers: list[httpx.Response] = []
         waiting = threading.Thread(
-            target=lambda: answers.append(server.post("/v1/completions", json={**LONG, "n": 16}))
+            target=lambda: answers.append(server.post("/v1/completions", json={**LONG, "n": 64}))
         )
         waiting.start()
         time.sleep(0.3)
