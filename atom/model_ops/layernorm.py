@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
 import torch
 from torch import nn
 
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.linear import LinearBase
+from atom.model_ops.quant.rounding import Rows
+
+# The arguments of a norm -> rows, rounded or not, and what else the norm returns.
+RoundedNorm: TypeAlias = Callable[..., tuple[Rows, torch.Tensor]]
 
 
 class RMSNorm(nn.Module):
@@ -23,32 +31,61 @@ class RMSNorm(nn.Module):
         return out
 
 
+class Sublayer(nn.Module):
+    """What follows a norm in a decoder layer: attention or MLP."""
+
+    @property
+    def reader(self) -> LinearBase | None:
+        """The only one that reads its input; None if there are several."""
+        return None
+
+
 class RMSNormPair:
-    """Two norms of parts of the same rows; their weights are those of the layers' own."""
+    """Two norms of parts of the same rows; their weights are those of the layers' own.
 
-    def __init__(self, first: RMSNorm, second: RMSNorm, context: LayerContext) -> None:
+    Args:
+        reader: the only one that reads the first.
+    """
+
+    def __init__(
+        self, first: RMSNorm, second: RMSNorm, reader: LinearBase, context: LayerContext
+    ) -> None:
         self._layers = first, second
-        size = max(len(first.weight), len(second.weight))
-        self._norm = context.ops.resolve("rms_norm", context.dtype, size=size)
-        self._pair = context.ops.resolve("rms_norm_pair", context.dtype, size=size)
+        sizes = len(first.weight), len(second.weight)
+        norm = context.ops.resolve("rms_norm", context.dtype, size=max(sizes))
+        pair = context.ops.resolve("rms_norm_pair", context.dtype, size=max(sizes))
+        self._pair = _rounded_for(
+            reader,
+            "rms_norm_pair_quantise",
+            lambda *rows: pair(*rows, norm),
+            context,
+            size=sizes[0],
+            other_size=sizes[1],
+        )
 
-    def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def __call__(self, x: torch.Tensor) -> tuple[Rows, torch.Tensor]:
         """The norms of the first and the next columns of x [T, a + b or more]: [T, a], [T, b]."""
         first, second = self._layers
-        out: tuple[torch.Tensor, torch.Tensor] = self._pair(
-            x, first.weight, second.weight, first.eps, self._norm
-        )
-        return out
+        return self._pair(x, first.weight, second.weight, first.eps)
 
 
 class ResidualRMSNorm(RMSNorm):
-    """A norm between two layers: it completes the sum that the first one leaves to the ranks."""
+    """A norm between two layers: it completes the sum that the first one leaves to the ranks.
 
-    def __init__(self, size: int, eps: float, context: LayerContext) -> None:
+    Args:
+        reader: the only one that reads what `feed` returns; None if there are several.
+    """
+
+    def __init__(
+        self, size: int, eps: float, context: LayerContext, reader: LinearBase | None = None
+    ) -> None:
         super().__init__(size, eps, context)
         ops, group = context.ops, context.group
         self._group = group
         self._add_norm = ops.resolve("add_rms_norm", context.dtype, size=size)
+        self._rounded = _rounded_for(
+            reader, "add_rms_norm_quantise", self._add_norm, context, size=size
+        )
         self._reduce_add_norm = None
         if group.size > 1:
             self._reduce_add_norm = ops.resolve(
@@ -68,10 +105,40 @@ class ResidualRMSNorm(RMSNorm):
             partial: [T, size]; may be overwritten.
             residual: [T, size], the same on all ranks.
         """
-        args = partial, residual, self.weight, self.eps
-        out: tuple[torch.Tensor, torch.Tensor]
-        if self._reduce_add_norm is None:
-            out = self._add_norm(*args)
-        else:
-            out = self._reduce_add_norm(*args, self._group, self._add_norm)
+        out: tuple[torch.Tensor, torch.Tensor] = self._summed(partial, residual, self._add_norm)
         return out
+
+    def feed(self, partial: torch.Tensor, residual: torch.Tensor) -> tuple[Rows, torch.Tensor]:
+        """`add`, whose norm is rounded as its reader wants it where one kernel does both."""
+        out: tuple[Rows, torch.Tensor] = self._summed(partial, residual, self._rounded)
+        return out
+
+    def _summed(self, partial: torch.Tensor, residual: torch.Tensor, add_norm: RoundedNorm) -> Any:
+        args = partial, residual, self.weight, self.eps
+        if self._reduce_add_norm is None:
+            return add_norm(*args)
+        return self._reduce_add_norm(*args, self._group, add_norm)
+
+
+def _rounded_for(
+    reader: LinearBase | None, op: str, norm: RoundedNorm, context: LayerContext, **shape: int
+) -> RoundedNorm:
+    """`norm`, or `op`, which also rounds its first result for a reader that takes it so.
+
+    Args:
+        norm: the op without rounding.
+        shape: as `op` has it.
+    """
+    if reader is None or not reader.choice.takes_rounded:
+        return norm
+    form = reader.choice.query.weights
+    fused = context.ops.resolve_weights(op, context.dtype, form, **shape).function
+
+    def rounded(*rows: Any) -> tuple[Rows, torch.Tensor]:
+        rounding = reader.rounding()
+        if rounding is None:
+            return norm(*rows)
+        out: tuple[Rows, torch.Tensor] = fused(*rows, rounding, norm)
+        return out
+
+    return rounded

@@ -18,6 +18,7 @@ from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import LayerKind
 from atom.model_ops.quant.inputs import resolve_product, take_weights
+from atom.model_ops.quant.rounding import InputRounding, Rows
 from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
 from atom.model_ops.quant.weights import dequantise, held_bytes
 from atom.model_ops.registry import OpChoice
@@ -150,7 +151,14 @@ class LinearBase(PreparedMatrix):
         self.resolve("linear", context, prefix)
         self._product = self.choice.function
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def rounding(self) -> InputRounding | None:
+        """How a norm may round the inputs, once weights are loaded; None if it may not."""
+        rounding: InputRounding | None = None
+        if self.choice.takes_rounded:
+            rounding = self._prepared.rounding
+        return rounding
+
+    def forward(self, x: Rows) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
         weights = self._prepared
         if weights is None:
@@ -196,7 +204,7 @@ class MergedReplicatedLinear(LinearBase):
         rows = {name: Cut.whole(size) for name, size in shards.items()}
         super().__init__(stack(rows, in_features), bias, context, prefix)
 
-    def multiply(self, x: torch.Tensor, shard: str) -> torch.Tensor:
+    def multiply(self, x: Rows, shard: str) -> torch.Tensor:
         """The product with one matrix alone: [T, in_features] -> [T, its rows]."""
         part = self.parts[shard]
         rows = slice(part.offset, part.offset + part.rows.size)

@@ -30,6 +30,7 @@ def _kernel(
     note: Callable[[OpQuery], str] = lambda _: "",
     dequantises: bool = False,
     batch_invariant: bool = False,
+    takes_rounded: str | None = None,
 ) -> Implementation:
     """One implementation. Nothing that it names is imported before it is needed.
 
@@ -42,6 +43,8 @@ def _kernel(
         note: what the choice costs.
         dequantises: whether `prepare` dequantises the weights, which the note says then.
         batch_invariant: whether the bits of a row do not depend on its batch.
+        takes_rounded: path of a function that says whether a norm may round the inputs, as prepared
+            weights say; None if it may not.
     """
     folder = function.partition(".")[0]
 
@@ -63,6 +66,7 @@ def _kernel(
         note,
         dequantises,
         batch_invariant,
+        lambda query: takes_rounded is not None and _find(takes_rounded)(query),
     )
 
 
@@ -75,6 +79,10 @@ def _dequantised(query: OpQuery) -> str:
 
 def _one_by_one(_: OpQuery) -> str:
     return "its parts one by one, each as this table says"
+
+
+def _unrounded(_: OpQuery) -> str:
+    return "the norm alone: products round their inputs"
 
 
 def _find(path: str) -> Any:
@@ -99,6 +107,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "aiter.quant_linear:quant_linear",
             "aiter.quant_linear:refuses",
             prepare="aiter.quant_linear:prepare_linear",
+            takes_rounded="aiter.quant_linear:takes_rounded",
         ),
         # Of two with the same name, the first supported one is used: codes stay if possible.
         _invariant(
@@ -116,6 +125,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "triton.quant_linear:refuses",
             prepare="triton.quant_linear:prepare",
             note=lambda query: _find("triton.quant_layout:note")(query),
+            takes_rounded="triton.quant_inputs:takes_rounded",
         ),
         _kernel("torch.quant:quant_linear", prepare="torch.quant:prepare_linear", dequantises=True),
     ),
@@ -166,6 +176,18 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     "rms_norm_pair": (
         _invariant("triton.rms_norm:rms_norm_pair", "triton.rms_norm:refuses_pair"),
         _invariant("torch.elementwise:rms_norm_pair", note=_one_by_one),
+    ),
+    "add_rms_norm_quantise": (
+        _invariant(
+            "triton.norm_quantise:add_rms_norm_quantise", "triton.norm_quantise:refuses_add"
+        ),
+        _invariant("torch.elementwise:add_rms_norm_quantise", note=_unrounded),
+    ),
+    "rms_norm_pair_quantise": (
+        _invariant(
+            "triton.norm_quantise:rms_norm_pair_quantise", "triton.norm_quantise:refuses_pair"
+        ),
+        _invariant("torch.elementwise:rms_norm_pair_quantise", note=_unrounded),
     ),
     "all_reduce": (
         _kernel("aiter.collectives:all_reduce", "aiter.collectives:refuses_all_reduce"),

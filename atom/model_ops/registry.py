@@ -61,6 +61,8 @@ class Implementation:
         dequantises: whether that function converts quantised weights to the model's dtype.
         batch_invariant: whether the bits of a row (a query, a token) depend neither on the other
             rows nor on their number, nor on how its sequence was cut into steps.
+        takes_rounded: whether a product with quantised weights may get `QuantInputs` of what its
+            prepared weights say in `rounding`.
     """
 
     name: str
@@ -71,6 +73,7 @@ class Implementation:
     note: Callable[[OpQuery], str] = lambda _: ""
     dequantises: bool = False
     batch_invariant: bool = False
+    takes_rounded: Callable[[OpQuery], bool] = lambda _: False
 
     def refuses(self, query: OpQuery) -> str | None:
         """Why it is not chosen; None if it can be."""
@@ -92,6 +95,7 @@ class OpChoice:
     prepare: Callable[..., Any] | None = None
     note: str = ""
     dequantises: bool = False
+    takes_rounded: bool = False
 
 
 def preference(platform: Platform) -> tuple[str, ...]:
@@ -223,6 +227,7 @@ class OpTable:
                     candidate.load_prepare() if candidate.load_prepare is not None else None,
                     candidate.note(query),
                     candidate.dequantises,
+                    candidate.takes_rounded(query),
                 )
             passed_over.append((candidate.name, reason))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)

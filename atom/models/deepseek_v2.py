@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, ClassVar
 
 import torch
-from torch import nn
 
 from atom.config import ConfigError
 from atom.model_ops.attention_mla import LatentUpProjection, MLAAttention
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.layernorm import RMSNorm, RMSNormPair
+from atom.model_ops.layernorm import RMSNorm, RMSNormPair, Sublayer
 from atom.model_ops.linear import (
     ColumnParallelLinear,
+    LinearBase,
     MergedReplicatedLinear,
     ReplicatedLinear,
     RowParallelLinear,
@@ -27,6 +27,7 @@ from atom.model_ops.linear import (
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.moe import FusedMoE, TopKRouter
 from atom.model_ops.quant.base import are_alike
+from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
@@ -47,7 +48,7 @@ PACKED_ATTENTION = {"qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa")}
 _LATENT_NORM_EPS = 1e-6
 
 
-class DeepseekV2Attention(nn.Module):
+class DeepseekV2Attention(Sublayer):
     """MLA; the query projection is direct or low-rank. Its output is a sum over the ranks.
 
     Attributes:
@@ -90,6 +91,10 @@ class DeepseekV2Attention(nn.Module):
             context,
         )
 
+    @property
+    def reader(self) -> LinearBase | None:
+        return self.qkv_a_proj if self.is_merged else None
+
     @staticmethod
     def input_size(config: PretrainedConfig) -> int:
         """Size of the attention's input rows."""
@@ -117,12 +122,14 @@ class DeepseekV2Attention(nn.Module):
                 size, downs, bias, context, f"{prefix}.qkv_a_proj"
             )
             # Not a module: its weights are those of the two.
-            self._norms = RMSNormPair(self.q_a_layernorm, self.kv_a_layernorm, context)
+            self._norms = RMSNormPair(
+                self.q_a_layernorm, self.kv_a_layernorm, self.q_b_proj, context
+            )
             return
         for name, count in downs.items():
             setattr(self, name, ReplicatedLinear(size, count, bias, context, f"{prefix}.{name}"))
 
-    def _project(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def _project(self, x: Rows) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """[T, input_size] -> queries [T, heads, nope + rope], latents [T, rank], and the shared
         part of the keys [T, rope].
         """
@@ -144,7 +151,7 @@ class DeepseekV2Attention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
@@ -156,7 +163,7 @@ class DeepseekV2Attention(nn.Module):
 
     def write_kv(
         self,
-        x: torch.Tensor,
+        x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
@@ -167,7 +174,7 @@ class DeepseekV2Attention(nn.Module):
         self.attn.write(*self._latents(down), positions, metadata, rotary)
 
 
-class DeepseekV2MoE(nn.Module):
+class DeepseekV2MoE(Sublayer):
     """Routed experts, plus shared experts for every token; a sum over the ranks.
 
     Attributes:
@@ -258,7 +265,7 @@ class DeepseekV2DecoderLayer(LlamaDecoderLayer):
 
     def create_mlp(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
-    ) -> nn.Module:
+    ) -> Sublayer:
         _expect(config, "moe_layer_freq", 1)
         if layer_id < config.first_k_dense_replace:
             return super().create_mlp(config, layer_id, context, prefix)

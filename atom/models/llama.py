@@ -17,13 +17,15 @@ from atom.model_ops.embedding import (
     VocabParallelEmbedding,
 )
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm
+from atom.model_ops.layernorm import ResidualRMSNorm, RMSNorm, Sublayer
 from atom.model_ops.linear import (
+    LinearBase,
     MergedColumnParallelLinear,
     QKVParallelLinear,
     RowParallelLinear,
 )
 from atom.model_ops.metadata import AttentionMetadata, ModelInput, ModelOutput
+from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.weight_mapping import WeightMapping
 from atom.models.base import CausalLM, check_aux_layer_ids, spread_aux_layer_ids
@@ -34,7 +36,7 @@ if TYPE_CHECKING:
 SILU = ("silu", "swish")  # two names of one function
 
 
-class LlamaMLP(nn.Module):
+class LlamaMLP(Sublayer):
     """`down(silu(gate(x)) * up(x))`, with gate and up as one product; a sum over the ranks."""
 
     def __init__(
@@ -57,12 +59,16 @@ class LlamaMLP(nn.Module):
         )
         self.act = SiluAndMul(self.down_proj.in_features, context)
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    @property
+    def reader(self) -> LinearBase:
+        return self.gate_up_proj
+
+    def forward(self, x: Rows) -> torch.Tensor:
         out: torch.Tensor = self.down_proj(self.act(self.gate_up_proj(x)))
         return out
 
 
-class LlamaAttention(nn.Module):
+class LlamaAttention(Sublayer):
     """Rotary grouped-query attention; its output is a sum over the ranks."""
 
     def __init__(
@@ -95,6 +101,10 @@ class LlamaAttention(nn.Module):
             self.sliding_window(config, layer_id),
         )
 
+    @property
+    def reader(self) -> LinearBase:
+        return self.qkv_proj
+
     @staticmethod
     def input_size(config: PretrainedConfig) -> int:
         """Size of the attention's input rows."""
@@ -111,7 +121,7 @@ class LlamaAttention(nn.Module):
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
@@ -123,7 +133,7 @@ class LlamaAttention(nn.Module):
 
     def write_kv(
         self,
-        x: torch.Tensor,
+        x: Rows,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
@@ -140,21 +150,21 @@ class LlamaDecoderLayer(nn.Module):
     What attention and MLP return is this rank's part of a sum, which the next norm completes.
     """
 
-    attention_class: ClassVar[type[nn.Module]] = LlamaAttention
+    attention_class: ClassVar[type[Sublayer]] = LlamaAttention
 
     def __init__(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
     ) -> None:
         super().__init__()
         size, eps = config.hidden_size, config.rms_norm_eps
-        self.input_layernorm = ResidualRMSNorm(size, eps, context)
         self.self_attn = self.attention_class(config, layer_id, context, f"{prefix}.self_attn")
-        self.post_attention_layernorm = ResidualRMSNorm(size, eps, context)
         self.mlp = self.create_mlp(config, layer_id, context, f"{prefix}.mlp")
+        self.input_layernorm = ResidualRMSNorm(size, eps, context, self.self_attn.reader)
+        self.post_attention_layernorm = ResidualRMSNorm(size, eps, context, self.mlp.reader)
 
     def create_mlp(
         self, config: PretrainedConfig, layer_id: int, context: LayerContext, prefix: str
-    ) -> nn.Module:
+    ) -> Sublayer:
         """The layer's second half, [T, hidden] -> this rank's part of a sum [T, hidden]."""
         return LlamaMLP(
             config, config.intermediate_size, context, prefix, bias=has_mlp_bias(config)
@@ -162,17 +172,17 @@ class LlamaDecoderLayer(nn.Module):
 
     def enter(
         self, hidden: torch.Tensor, residual: torch.Tensor | None
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+    ) -> tuple[Rows, torch.Tensor]:
         """From what the layer below returned, or the embedding and None: the attention's input, and
         the hidden state that enters the layer.
         """
         if residual is None:
             return self.input_layernorm(hidden), hidden
-        return self.input_layernorm.add(hidden, residual)
+        return self.input_layernorm.feed(hidden, residual)
 
     def forward(
         self,
-        x: torch.Tensor,
+        x: Rows,
         residual: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
@@ -182,7 +192,7 @@ class LlamaDecoderLayer(nn.Module):
         layer's output.
         """
         attended = self.self_attn(x, positions, metadata, rotary)
-        x, residual = self.post_attention_layernorm.add(attended, residual)
+        x, residual = self.post_attention_layernorm.feed(attended, residual)
         return self.mlp(x), residual
 
 

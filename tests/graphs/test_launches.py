@@ -21,6 +21,7 @@ from atom.model_ops.kernels.torch import linear
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.ops import OPS
+from atom.model_ops.quant.formats.fp8 import Fp8Config
 from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.model_ops.registry import OpTable
 from atom.model_ops.rotary import RotaryEmbedding
@@ -159,6 +160,45 @@ def launches(
 def assert_at_most(most: int, names: list[str]) -> None:
     listed = "\n".join(f"{i:3} {name}" for i, name in enumerate(names, start=1))
     assert len(names) <= most, f"{len(names)} launches, at most {most}:\n{listed}"
+
+
+def quantised(context: LayerContext, monkeypatch: pytest.MonkeyPatch, norms: str) -> LayerContext:
+    """In FP8, with inputs in groups of 128; `norms` runs the norms that may quantise them."""
+    for op in ("ADD_RMS_NORM_QUANTISE", "RMS_NORM_PAIR_QUANTISE"):
+        monkeypatch.setenv(f"ATOM_OP_{op}", norms)
+    return replace(context, quant=Fp8Config(True, False, False, frozenset(), {}))
+
+
+@pytest.mark.parametrize(("norms", "most"), [("torch", 14), ("triton", 12)])
+def test_of_a_quantised_llama_layer(
+    norms: str, most: int, context: LayerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both norms quantise what the next product reads."""
+    context = quantised(context, monkeypatch, norms)
+    layer = LlamaDecoderLayer(LLAMA, 0, context, "model.layers.0")
+    rotary = RotaryEmbedding(LLAMA, 128, context)
+    assert_at_most(most, launches(layer, rotary, LLAMA, context, monkeypatch))
+
+
+@pytest.mark.parametrize(("norms", "most"), [("torch", 22), ("triton", 20)])
+def test_of_a_quantised_kimi_layer(
+    norms: str, most: int, context: LayerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The norm before the attention, and that of the latents."""
+    context = quantised(context, monkeypatch, norms)
+    layer = DeepseekV3DecoderLayer(KIMI, 1, context, "model.layers.1")
+    rotary = RotaryEmbedding(KIMI, 64, context, interleaved=True)
+    assert_at_most(most, launches(layer, rotary, KIMI, context, monkeypatch))
+
+
+@pytest.mark.parametrize(("norms", "most"), [("torch", 19), ("triton", 16)])
+def test_of_a_quantised_dense_kimi_layer(
+    norms: str, most: int, context: LayerContext, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    context = quantised(context, monkeypatch, norms)
+    layer = DeepseekV3DecoderLayer(KIMI, 0, context, "model.layers.0")
+    rotary = RotaryEmbedding(KIMI, 64, context, interleaved=True)
+    assert_at_most(most, launches(layer, rotary, KIMI, context, monkeypatch))
 
 
 def test_of_a_llama_layer(context: LayerContext, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -128,8 +128,8 @@ class BlockDraftLayer(nn.Module):
         eps = network.rms_norm_eps
         self.input_layernorm = ResidualRMSNorm(size, eps, context)
         self.self_attn = BlockDraftAttention(config, layer_id, context, f"{prefix}.self_attn")
-        self.post_attention_layernorm = ResidualRMSNorm(size, eps, context)
         self.mlp = LlamaMLP(network, network.intermediate_size, context, f"{prefix}.mlp")
+        self.post_attention_layernorm = ResidualRMSNorm(size, eps, context, self.mlp.reader)
         self.attention_conv: ResidualConv | None = None
         self.mlp_conv: ResidualConv | None = None
         if config.conv is not None:
@@ -154,8 +154,8 @@ class BlockDraftLayer(nn.Module):
             x, residual = self.input_layernorm.add(hidden, residual)
         if self.attention_conv is None or self.mlp_conv is None:
             attended = self.self_attn(x, positions, metadata, rotary)
-            x, residual = self.post_attention_layernorm.add(attended, residual)
-            return self.mlp(x), residual
+            fed, residual = self.post_attention_layernorm.feed(attended, residual)
+            return self.mlp(fed), residual
         before, after = self.attention_conv.coefficients(x)
         x = self.attention_conv.apply_taps(before, x)
         # Linear, so it may be applied to each rank's part of the sum.

@@ -39,10 +39,10 @@ class Eagle3Layer(nn.Module):
         self.input_layernorm = RMSNorm(size, eps, context)
         self.hidden_norm = RMSNorm(size, eps, context)
         self.self_attn = attention
-        self.post_attention_layernorm = ResidualRMSNorm(size, eps, context)
         self.mlp = LlamaMLP(
             network, network.intermediate_size, context, "midlayer.mlp", bias=network.mlp_bias
         )
+        self.post_attention_layernorm = ResidualRMSNorm(size, eps, context, self.mlp.reader)
         self.rotary = rotary
 
     def forward(
@@ -59,8 +59,8 @@ class Eagle3Layer(nn.Module):
         residual = normed if self.norm_before_residual else hidden
         x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
         attended = self.self_attn(x, positions, metadata, self.rotary)
-        x, residual = self.post_attention_layernorm.add(attended, residual)
-        return self.mlp(x), residual
+        fed, residual = self.post_attention_layernorm.feed(attended, residual)
+        return self.mlp(fed), residual
 
     def write_kv(
         self,

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from aot_case import Case
 
+from atom.model_ops.kernels.triton.quant_layout import prepare_tiles
+from atom.model_ops.quant.rounding import InputRounding
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery
 
@@ -14,6 +16,7 @@ NVFP4 = WeightFormat("fp4", 1, 16, "e4m3", has_row_scale=True)
 MXFP4 = WeightFormat("fp4", 1, 32, "e8m0", activations=Activations("fp4", 32, "e8m0"))
 FP8_BLOCK = WeightFormat("fp8", 128, 128, activations=Activations("fp8", 128))
 INT8 = WeightFormat("int8", has_row_scale=True, activations=Activations("int8"))
+FP8_TOKEN = WeightFormat("fp8", has_row_scale=True, activations=Activations("fp8"))
 W4A8 = WeightFormat("int4", has_row_scale=True, activations=Activations("fp8"))
 
 
@@ -68,6 +71,33 @@ def _linear(
     return case
 
 
+def _rounding(query: OpQuery) -> InputRounding | None:
+    """Of the inputs of a product as this arch has it."""
+    assert query.weights is not None
+    rows, inputs = 64, query.shape["size"]
+    return prepare_tiles(empty_weights(query.weights, rows, inputs), query.platform).rounding
+
+
+def _add_norm(form: WeightFormat, size: int, tokens: int = 64) -> Case:
+    def arguments(query: OpQuery) -> tuple[object, ...]:
+        x, weight = torch.empty(tokens, size, dtype=query.dtype), torch.empty(size)
+        return x, x, weight.to(query.dtype), 1e-5, _rounding(query), None
+
+    op = "add_rms_norm_quantise"
+    return Case(f"{op}/{form.activations} {size}", op, arguments, {"size": size}, weights=form)
+
+
+def _latent_norms(form: WeightFormat) -> Case:
+    def arguments(query: OpQuery) -> tuple[object, ...]:
+        x = torch.empty(64, 1536 + 512 + 64, dtype=query.dtype)
+        weights = (torch.empty(size, dtype=query.dtype) for size in (1536, 512))
+        return x, *weights, 1e-6, _rounding(query), None
+
+    op = "rms_norm_pair_quantise"
+    sizes = {"size": 1536, "other_size": 512}
+    return Case(f"{op}/{form.activations}", op, arguments, sizes, weights=form)
+
+
 CASES: tuple[Case, ...] = (
     *(_linear(INT4_GROUP, tokens, 512, 7168) for tokens in (1, 2048)),
     _linear(INT4_ZEROS, 16, 4096, 14336),
@@ -76,4 +106,7 @@ CASES: tuple[Case, ...] = (
     *(_linear(FP8_BLOCK, tokens, 512, 7168) for tokens in (1, 2048)),
     _linear(INT8, 2048, 4096, 4096),
     _linear(W4A8, 64, 7168, 2048),
+    *(_add_norm(form, 7168) for form in (FP8_BLOCK, FP8_TOKEN, MXFP4)),
+    _add_norm(INT8, 4096),
+    *(_latent_norms(form) for form in (FP8_BLOCK, FP8_TOKEN)),
 )

@@ -35,6 +35,8 @@ ELSEWHERE = {
     "quant_experts": "test_triton_quant_experts.py",
     "block_attention": "test_triton_attention.py",
     "rms_norm_pair": "test_triton_elementwise.py",
+    "add_rms_norm_quantise": "test_triton_norm_quantise.py",
+    "rms_norm_pair_quantise": "test_triton_norm_quantise.py",
     "rope_and_cache": "test_triton_rope_cache.py",
     "mla_rope_and_cache": "test_triton_rope_cache.py",
     "all_reduce": "test_aiter_collectives.py",

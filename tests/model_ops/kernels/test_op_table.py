@@ -29,6 +29,7 @@ H100 = Platform("cuda", "sm90", True)
 # Sizes that every implementation takes.
 SIZES = {
     "size": 512,
+    "other_size": 128,
     "num_ranks": 2,
     "peer_access": 1,
     "in_features": 256,
@@ -54,7 +55,10 @@ SIZES = {
 }
 
 
-QUANTISED = ("quant_linear", "quant_embedding", "quant_experts", "quant_logits")
+QUANTISED = (
+    *("quant_linear", "quant_embedding", "quant_experts", "quant_logits"),
+    *("add_rms_norm_quantise", "rms_norm_pair_quantise"),
+)
 
 
 @pytest.mark.parametrize(
@@ -80,6 +84,8 @@ def test_every_line_of_the_table_answers_and_resolves(op: str, entry: Implementa
             platform, dtype, SIZES, torch.bfloat16, weights, batch_invariant=entry.batch_invariant
         )
         reason = entry.supports(query)
+        takes_rounded = op == "quant_linear" and entry.name in ("aiter", "triton")
+        assert entry.takes_rounded(query) == takes_rounded
     *_, reference = [other for other in OPS[op] if other.name == "torch"]
     parameters = inspect.signature(entry.load()).parameters
     assert list(parameters) == list(inspect.signature(reference.load()).parameters)

@@ -27,6 +27,7 @@ from atom.model_ops.kernels.triton import (
     mla_rope_cache,
     moe_experts,
     moe_splits,
+    norm_quantise,
     quant_experts,
     quant_splits,
     rms_norm,
@@ -35,6 +36,8 @@ from atom.model_ops.kernels.triton import (
 from atom.model_ops.kernels.triton.moe_route import moe_route
 from atom.model_ops.kernels.triton.quant_layout import prepare_tiles
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
+from atom.model_ops.quant.rounding import InputRounding
+from atom.model_ops.quant.weights import Activations
 from atom.model_ops.routing import Routing
 from atom.platform import Platform, cpu_platform, current_platform
 
@@ -298,12 +301,22 @@ def rotated_and_cached(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return q, q_latent, *(cache.flatten(0, 1)[: len(x)] for cache in caches)
 
 
+def summed_and_quantised(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    rounding = InputRounding(Activations("fp8", 128), None)
+    out, total = norm_quantise.add_rms_norm_quantise(
+        x, x * 0.3, x[0] * 0 + 1, 1e-5, rounding, rms_norm.add_rms_norm
+    )
+    assert out.scale is not None
+    return out.numbers.float(), out.scale, total
+
+
 OTHERS: dict[str, Callable[[torch.Tensor], tuple[torch.Tensor, ...]]] = {
     "rms_norm": lambda x: (rms_norm.rms_norm(x, x[0] * 0 + 1, 1e-5),),
     "add_rms_norm": lambda x: rms_norm.add_rms_norm(x, x * 0.3, x[0] * 0 + 1, 1e-5),
     "rms_norm_pair": lambda x: rms_norm.rms_norm_pair(
         x, x[0, :64] * 0 + 1, x[0, 64:] * 0 + 2, 1e-5, rms_norm.rms_norm
     ),
+    "add_rms_norm_quantise": summed_and_quantised,
     "silu_and_mul": lambda x: (activation.silu_and_mul(x),),
     "moe_route": lambda x: moe_route(x[:, :16].float(), None, ROUTING),
     "rope_and_cache": rotated_and_cached,

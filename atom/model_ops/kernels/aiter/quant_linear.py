@@ -26,6 +26,7 @@ from atom.model_ops.kernels.aiter.quant import (
 from atom.model_ops.kernels.aiter.shuffle import SHUFFLE, refuses_shuffle, shuffle
 from atom.model_ops.kernels.aiter.support import ARCH, bounded, requires
 from atom.model_ops.kernels.probe import EntryPoint, function
+from atom.model_ops.quant.rounding import InputRounding, QuantInputs, Rows
 from atom.model_ops.quant.weights import Activations, QuantWeights
 from atom.model_ops.registry import OpQuery
 
@@ -63,6 +64,8 @@ class AiterWeights:
         out_features: rows of the matrix.
         quantise: x [T, in] -> codes and scales.
         product: the kernel.
+        rounding: of inputs, of which another kernel makes the same codes and scales; None where
+            scales are shuffled.
     """
 
     out_features: int
@@ -70,6 +73,12 @@ class AiterWeights:
     scale: torch.Tensor
     quantise: Callable[[torch.Tensor], _Pair]
     product: EntryPoint
+    rounding: InputRounding | None
+
+
+def takes_rounded(query: OpQuery) -> bool:
+    """Whether a norm may round the inputs: not to MXFP4, whose scales are shuffled."""
+    return query.weights != MXFP4
 
 
 def prepare_linear(weights: QuantWeights, dtype: torch.dtype) -> AiterWeights:
@@ -93,13 +102,17 @@ def prepare_linear(weights: QuantWeights, dtype: torch.dtype) -> AiterWeights:
         codes, scale = fp8_weights(weights)
         product = _A8W8_BLOCK if form.columns else _A8W8_SHUFFLED
         codes = codes if form.columns else shuffle(codes)
-    quantise = _quantise(form.activations, codes.dtype, weights.input_scale)
-    return AiterWeights(weights.shape[0], codes, scale, quantise, product)
+    rounding = _rounding(form.activations, codes.dtype, weights.input_scale)
+    quantise = _quantise(form.activations, codes.dtype, rounding)
+    return AiterWeights(weights.shape[0], codes, scale, quantise, product, rounding)
 
 
-def quant_linear(x: torch.Tensor, weights: AiterWeights, bias: torch.Tensor | None) -> torch.Tensor:
+def quant_linear(x: Rows, weights: AiterWeights, bias: torch.Tensor | None) -> torch.Tensor:
     """`x @ W.T + bias`, x [..., in] -> [..., out], with x quantised as the format says."""
-    codes, scale = weights.quantise(x.reshape(-1, x.shape[-1]).contiguous())
+    if isinstance(x, QuantInputs):
+        codes, scale = x.numbers, x.scale
+    else:
+        codes, scale = weights.quantise(x.reshape(-1, x.shape[-1]).contiguous())
     out: torch.Tensor = function(weights.product)(
         codes, weights.codes, scale, weights.scale, dtype=x.dtype
     )
@@ -108,25 +121,37 @@ def quant_linear(x: torch.Tensor, weights: AiterWeights, bias: torch.Tensor | No
     return out.view(*x.shape[:-1], weights.out_features)
 
 
-def _quantise(
+def _rounding(
     how: Activations, dtype: torch.dtype, input_scale: torch.Tensor | None
-) -> Callable[[torch.Tensor], _Pair]:
+) -> InputRounding | None:
     """Args:
     dtype: of the codes.
     """
     if how.codes == "fp4":
+        return None
+    if not how.is_static:
+        return InputRounding(how, None, dtype)
+    assert input_scale is not None
+    return InputRounding(how, input_scale.float().reshape(1) * (2 if is_fnuz() else 1), dtype)
+
+
+def _quantise(
+    how: Activations, dtype: torch.dtype, rounding: InputRounding | None
+) -> Callable[[torch.Tensor], _Pair]:
+    """Args:
+    dtype: of the codes.
+    """
+    if rounding is None:
         return partial(function(_PER_1X32), shuffle=True)
-    if how.is_static:
-        assert input_scale is not None
-        scale = input_scale.float().reshape(1) * (2 if is_fnuz() else 1)
-        return lambda x: _static(x, scale, dtype)
+    if rounding.input_scale is not None:
+        return partial(_static, rounding.input_scale, dtype)
     if not how.group:
         return partial(function(_PER_TOKEN), quant_dtype=dtype)
     by_group = partial(function(_PER_GROUP), quant_dtype=dtype, group_size=how.group)
     return partial(_powers, by_group) if how.scale_type == "e8m0" else by_group
 
 
-def _static(x: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype) -> _Pair:
+def _static(scale: torch.Tensor, dtype: torch.dtype, x: torch.Tensor) -> _Pair:
     codes = torch.empty(x.shape, dtype=dtype, device=x.device)
     function(_STATIC)(codes, bounded(x, scale, dtype), scale)
     return codes, scale.repeat(x.shape[0], 1)

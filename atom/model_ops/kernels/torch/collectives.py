@@ -2,16 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 
 from atom.distributed.parallel_state import ParallelGroup
-
-# (x, residual, weight, eps) -> (norm(x + residual), x + residual)
-AddRMSNorm = Callable[
-    [torch.Tensor, torch.Tensor, torch.Tensor, float], tuple[torch.Tensor, torch.Tensor]
-]
+from atom.model_ops.kernels.torch.elementwise import AddNorm
 
 
 def all_reduce(partial: torch.Tensor, group: ParallelGroup) -> torch.Tensor:
@@ -25,7 +19,7 @@ def all_reduce_add_rms_norm(
     weight: torch.Tensor,
     eps: float,
     group: ParallelGroup,
-    add_rms_norm: AddRMSNorm,
+    add_rms_norm: AddNorm,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(norm(x + residual), x + residual)`, where x is the sum of all ranks' `partial`, which may
     be overwritten.

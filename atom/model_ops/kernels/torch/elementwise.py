@@ -7,11 +7,29 @@ from typing import Protocol
 import torch
 import torch.nn.functional as F
 
+from atom.model_ops.quant.rounding import InputRounding, Rows
+
 
 class Norm(Protocol):
     """The op `rms_norm`."""
 
     def __call__(self, x: torch.Tensor, weight: torch.Tensor, eps: float, /) -> torch.Tensor: ...
+
+
+class AddNorm(Protocol):
+    """The op `add_rms_norm`."""
+
+    def __call__(
+        self, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float, /
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+
+class PairNorm(Protocol):
+    """The op `rms_norm_pair`, with its `rms_norm`."""
+
+    def __call__(
+        self, x: torch.Tensor, weight: torch.Tensor, other_weight: torch.Tensor, eps: float, /
+    ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
 
 class Rope(Protocol):
@@ -39,6 +57,24 @@ def add_rms_norm(
     return F.rms_norm(total, weight.shape, weight, eps), total
 
 
+def add_rms_norm_quantise(
+    x: torch.Tensor,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    rounding: InputRounding,
+    add_rms_norm: AddNorm,
+) -> tuple[Rows, torch.Tensor]:
+    """`add_rms_norm`: a product quantises rows that are not.
+
+    Args:
+        rounding: how one kernel would quantise them.
+        add_rms_norm: that op.
+    """
+    del rounding
+    return add_rms_norm(x, residual, weight, eps)
+
+
 def rms_norm_pair(
     x: torch.Tensor, weight: torch.Tensor, other_weight: torch.Tensor, eps: float, rms_norm: Norm
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -51,6 +87,24 @@ def rms_norm_pair(
     size = weight.shape[0]
     other = x[:, size : size + other_weight.shape[0]]
     return rms_norm(x[:, :size], weight, eps), rms_norm(other, other_weight, eps)
+
+
+def rms_norm_pair_quantise(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    other_weight: torch.Tensor,
+    eps: float,
+    rounding: InputRounding,
+    rms_norm_pair: PairNorm,
+) -> tuple[Rows, torch.Tensor]:
+    """`rms_norm_pair`: a product quantises rows that are not.
+
+    Args:
+        rounding: how one kernel would quantise the first part.
+        rms_norm_pair: that op.
+    """
+    del rounding
+    return rms_norm_pair(x, weight, other_weight, eps)
 
 
 def silu_and_mul(x: torch.Tensor) -> torch.Tensor:

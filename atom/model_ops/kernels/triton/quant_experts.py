@@ -24,7 +24,7 @@ from atom.model_ops.kernels.triton.moe_splits import (
     split_blocks,
     split_sums,
 )
-from atom.model_ops.kernels.triton.quant_inputs import QuantInputs
+from atom.model_ops.kernels.triton.quant_inputs import is_exact, is_wide, read_inputs
 from atom.model_ops.kernels.triton.quant_layout import (
     TileWeights,
     prepare_tiles,
@@ -32,6 +32,7 @@ from atom.model_ops.kernels.triton.quant_layout import (
 )
 from atom.model_ops.kernels.triton.quant_product import add_product, finish, no_sums
 from atom.model_ops.kernels.triton.quantise import refuses_activations
+from atom.model_ops.quant.rounding import QuantInputs
 from atom.model_ops.quant.weights import QuantWeights
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
@@ -86,17 +87,17 @@ def mixture(
     num_pairs, top_k = ids.numel(), ids.shape[1]
 
     def up(blocks: ExpertBlocks) -> QuantInputs:
-        inputs = QuantInputs.of(x, w13)
+        inputs = read_inputs(x, w13)
         activated = x.new_empty(num_pairs, w2.inputs)
-        tiles = choose_tiles(kind, blocks.block_m, num_pairs, w13.rows, inputs.is_wide)
+        tiles = choose_tiles(kind, blocks.block_m, num_pairs, w13.rows, is_wide(inputs))
         parts = splits
         if parts is None:
             parts = choose_splits(kind, tiles.programs(blocks, w13.rows), w13.inputs)
         grouped_product(inputs, w13, activated, blocks, tiles, top_k, gated=True, splits=parts)
-        return QuantInputs.of(activated, w2)
+        return read_inputs(activated, w2)
 
     def down(inputs: QuantInputs, start: int, out: torch.Tensor, blocks: ExpertBlocks) -> None:
-        tiles = choose_tiles(kind, blocks.block_m, num_pairs, out.shape[1], inputs.is_wide)
+        tiles = choose_tiles(kind, blocks.block_m, num_pairs, out.shape[1], is_wide(inputs))
         grouped_product(inputs, w2, out, blocks, tiles, 1, gated=False, first_row=start)
 
     # Products of codes have an accumulator more; on NVIDIA more than 64 pairs do not fit.
@@ -144,7 +145,7 @@ def grouped_product(
         sums.stride(-2),
         **weights.constants(),
         X_GROUP=x.group,
-        IS_EXACT=x.is_exact(weights),
+        IS_EXACT=is_exact(x, weights),
         VISITS_PER_ROW=visits_per_row,
         GATED=gated,
         SPLIT=splits > 1,

@@ -14,6 +14,7 @@ from typing import Literal
 
 import torch
 
+from atom.model_ops.quant.rounding import Form, InputRounding
 from atom.model_ops.quant.weights import QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform
@@ -63,6 +64,22 @@ class TileWeights:
     def block_k(self) -> int:
         """Inputs per iteration of the kernels."""
         return PART if self.way == "numbers" and self.format.codes not in _NIBBLES else SPAN
+
+    @property
+    def input_rounding(self) -> InputRounding | None:
+        """Of inputs in the order of the weights' columns; None if they are not quantised."""
+        how = self.format.activations
+        if how is None:
+            return None
+        if self.way != "numbers":
+            return InputRounding(how, self.input_scale, self.fp8, "codes", SPAN)
+        form: Form = "products" if how.group else "numbers"
+        return InputRounding(how, self.input_scale, self.fp8, form)
+
+    @property
+    def rounding(self) -> InputRounding | None:
+        """Of inputs in their own order, if they are quantised in it: a norm may do it."""
+        return None if self.column_order is not None else self.input_rounding
 
     def constants(self) -> dict[str, object]:
         """The constexpr arguments of `quant_product` that the weights decide."""

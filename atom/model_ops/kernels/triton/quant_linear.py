@@ -11,7 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.triton.quant_inputs import QuantInputs
+from atom.model_ops.kernels.triton.quant_inputs import is_exact, is_scaled, is_wide, read_inputs
 from atom.model_ops.kernels.triton.quant_layout import (
     TileWeights,
     prepare_tiles,
@@ -26,6 +26,7 @@ from atom.model_ops.kernels.triton.quant_splits import (
 )
 from atom.model_ops.kernels.triton.quantise import refuses_activations
 from atom.model_ops.kernels.triton.splits import BUSY
+from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.quant.weights import QuantWeights
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
@@ -50,29 +51,27 @@ def prepare(weights: QuantWeights, _: torch.dtype) -> TileWeights:
     return prepare_tiles(weights, current_platform())
 
 
-def quant_linear(x: torch.Tensor, weights: TileWeights, bias: torch.Tensor | None) -> torch.Tensor:
+def quant_linear(x: Rows, weights: TileWeights, bias: torch.Tensor | None) -> torch.Tensor:
     """x [..., in] -> [..., out], accumulated in float32, integers in int32."""
     return product(current_platform().kind, x, weights, bias)
 
 
-def product(
-    kind: str, x: torch.Tensor, weights: TileWeights, bias: torch.Tensor | None
-) -> torch.Tensor:
+def product(kind: str, x: Rows, weights: TileWeights, bias: torch.Tensor | None) -> torch.Tensor:
     """`quant_linear` with the tiles of a platform `kind`."""
-    tokens, rows = x.numel() // weights.inputs, weights.rows
-    out = x.new_empty(*x.shape[:-1], rows)
+    inputs = read_inputs(x, weights)
+    tokens, rows = inputs.numbers.shape[0], weights.rows
+    out = inputs.numbers.new_empty(*x.shape[:-1], rows, dtype=x.dtype)
     if not tokens:
         return out
-    inputs = QuantInputs.of(x.reshape(tokens, weights.inputs), weights)
-    tiles = choose_tiles(kind, tokens, inputs.is_wide, inputs.is_scaled(weights))
+    tiles = choose_tiles(kind, tokens, is_wide(inputs), is_scaled(inputs, weights))
     splits = choose_splits(kind, rows, weights.inputs, weights.block_k)
     programs = triton.cdiv(tokens, tiles.block_m) * triton.cdiv(rows, tiles.block_n)
     apart = splits > 1 and programs < BUSY.get(kind, 1)
-    exact = inputs.is_exact(weights)
+    exact = is_exact(inputs, weights)
     sums = out
     if apart:
         sums_dtype = torch.int32 if exact else torch.float32
-        sums = x.new_empty(splits, tokens, rows, dtype=sums_dtype)
+        sums = out.new_empty(splits, tokens, rows, dtype=sums_dtype)
     _quant_linear[(programs, splits if apart else 1)](
         inputs.numbers,
         inputs.scale,

@@ -1,8 +1,4 @@
-"""Quantisation of activations, bit for bit that of `torch.quantise`.
-
-Where FP8 is e4m3fnuz (gfx942) its largest number is 240, so that scales are amax / 240; otherwise
-448.
-"""
+"""Quantisation of activations, bit for bit that of `torch.quantise` but for e4m3fnuz."""
 
 from __future__ import annotations
 
@@ -11,6 +7,7 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.quant_numbers import e2m1_numbers, scale_numbers
+from atom.model_ops.quant.rounding import InputRounding, QuantInputs
 from atom.model_ops.quant.weights import Activations
 
 _LIMITS = {"int8": 127.0, "fp4": 6.0}
@@ -30,85 +27,46 @@ def refuses_activations(how: Activations, inputs: int | None) -> str | None:
     return None
 
 
-def quantise(
-    x: torch.Tensor,
-    how: Activations,
-    input_scale: torch.Tensor | None,
-    fp8: torch.dtype = torch.float8_e4m3fn,
-    dtype: torch.dtype | None = None,
-    multiple: int = 1,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """x [T, n] -> codes [T, m] and float32 scales [T, ceil(m / group)], or [T, 1].
-
-    m is n, or the next multiple of `multiple`: padded with zeros.
-
-    Args:
-        fp8: e4m3fn or e4m3fnuz.
-        dtype: of the codes; by default int8 or `fp8`, and for `fp4` uint8 [T, n / 2], element 2j in
-            the low four bits of byte j, with e8m0 scales as uint8 if that is their type.
-    """
-    tokens, size = x.shape
-    packed = how.codes == "fp4" and dtype is None
-    if dtype is None:
-        dtype = {"int8": torch.int8, "fp8": fp8, "fp4": torch.uint8}[how.codes]
-    size = triton.cdiv(size, multiple) * multiple
-    groups = triton.cdiv(size, how.group) if how.group else 1
-    is_byte = packed and how.scale_type == "e8m0"
-    scale = x.new_empty(tokens, groups, dtype=torch.uint8 if is_byte else torch.float32)
-    codes = x.new_empty(tokens, size // 2 if packed else size, dtype=dtype)
-    _launch(x, how, input_scale, fp8, codes, scale)
-    return codes, scale
-
-
-def requantise(
-    x: torch.Tensor,
-    how: Activations,
-    input_scale: torch.Tensor | None,
-    fp8: torch.dtype = torch.float8_e4m3fn,
-) -> torch.Tensor:
-    """x [T, n] -> the numbers that its codes and scales stand for, rounded to x's dtype."""
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    _launch(x, how, input_scale, fp8, out, None)
-    return out
-
-
-def _launch(
-    x: torch.Tensor,
-    how: Activations,
-    input_scale: torch.Tensor | None,
-    fp8: torch.dtype,
-    out: torch.Tensor,
-    scale: torch.Tensor | None,
-) -> None:
+def round_rows(x: torch.Tensor, rounding: InputRounding) -> QuantInputs:
+    """x [T, n], rounded."""
+    out = rounding.place(x)
     tokens, size = x.shape
     if not tokens:
-        return
-    is_packed = out.dtype == torch.uint8
-    padded = out.shape[1] * (2 if is_packed else 1)
+        return out
+    how, padded = rounding.how, rounding.padded(size)
     # A token's only scale needs all of its inputs.
     row = _TILE if how.is_static else max(triton.next_power_of_2(padded), 16)
     width = how.group or row
     count = max(_TILE // width, 1) if how.group else 1
     _quantise[(tokens, triton.cdiv(padded, count * width))](
         x,
-        input_scale,
-        out,
-        scale,
+        rounding.input_scale,
+        out.numbers,
+        out.scale,
         size,
         padded,
         *x.stride(),
-        out.stride(0),
-        CODES=how.codes,
-        SCALE_TYPE=how.scale_type,
-        IS_STATIC=how.is_static,
-        IS_GROUPED=how.group > 0,
-        IS_PACKED=is_packed,
-        IS_FNUZ=fp8 is torch.float8_e4m3fnuz,
-        LIMIT=_LIMITS.get(how.codes) or torch.finfo(fp8).max,
+        out.numbers.stride(0),
+        **constants(rounding),
         GROUPS=count,
         GROUP=width,
         num_warps=max(1, min(16, count * width // 1024)),
     )
+    return out
+
+
+def constants(rounding: InputRounding) -> dict[str, object]:
+    """The constexpr arguments of `store_rounded` that the rounding decides."""
+    how = rounding.how
+    return {
+        "CODES": how.codes,
+        "SCALE_TYPE": how.scale_type,
+        "IS_STATIC": how.is_static,
+        "IS_GROUPED": how.group > 0,
+        "IS_PACKED": rounding.is_packed,
+        "IS_FNUZ": rounding.fp8 is torch.float8_e4m3fnuz,
+        "LIMIT": _LIMITS.get(how.codes) or torch.finfo(rounding.fp8).max,
+    }
 
 
 @triton.jit
@@ -132,12 +90,56 @@ def _quantise(
     GROUPS: tl.constexpr,
     GROUP: tl.constexpr,
 ):
-    """GROUPS groups of one token; numbers instead of codes if there is no place for scales."""
+    """GROUPS groups of one token."""
     token = tl.program_id(0).to(tl.int64)
     group = tl.program_id(1) * GROUPS + tl.arange(0, GROUPS)
     columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     x_ptrs = x_ptr + token * stride_token + columns * stride_input
     x = tl.load(x_ptrs, mask=columns < size, other=0.0).to(tl.float32)
+    store_rounded(
+        x,
+        token,
+        group,
+        input_scale_ptr,
+        out_ptr,
+        scale_ptr,
+        padded,
+        stride_out,
+        CODES,
+        SCALE_TYPE,
+        IS_STATIC,
+        IS_GROUPED,
+        IS_PACKED,
+        IS_FNUZ,
+        LIMIT,
+    )
+
+
+@triton.jit
+def store_rounded(
+    x,
+    token,
+    group,
+    input_scale_ptr,
+    out_ptr,
+    scale_ptr,
+    padded,
+    stride_out,
+    CODES: tl.constexpr,
+    SCALE_TYPE: tl.constexpr,
+    IS_STATIC: tl.constexpr,
+    IS_GROUPED: tl.constexpr,
+    IS_PACKED: tl.constexpr,
+    IS_FNUZ: tl.constexpr,
+    LIMIT: tl.constexpr,
+):
+    """Round the groups `group` [GROUPS] of a token, x [GROUPS, GROUP] float32, 0 beyond its inputs.
+
+    Numbers instead of codes if there is no place for scales.
+    """
+    GROUPS: tl.constexpr = x.shape[0]
+    GROUP: tl.constexpr = x.shape[1]
+    columns = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     if IS_STATIC:
         scale = tl.load(input_scale_ptr) + tl.zeros([GROUPS], tl.float32)
     elif SCALE_TYPE == "e8m0":

@@ -11,13 +11,13 @@ from atom.model_ops.kernels.triton.support import refuses_parts
 from atom.model_ops.registry import OpQuery
 
 # A program keeps a whole row in registers.
-_LARGEST_ROW = 16384
+LARGEST_ROW = 16384
 
 
 def refuses(query: OpQuery) -> str | None:
     """Why this row size is not supported; None if it is."""
     size = query.shape["size"]
-    return f"size={size} is larger than {_LARGEST_ROW}" if size > _LARGEST_ROW else None
+    return f"size={size} is larger than {LARGEST_ROW}" if size > LARGEST_ROW else None
 
 
 def refuses_pair(query: OpQuery) -> str | None:
@@ -26,7 +26,7 @@ def refuses_pair(query: OpQuery) -> str | None:
 
 
 @triton.jit
-def _normed(x, weight_ptr, columns, mask, eps, SIZE: tl.constexpr):
+def normed_row(x, weight_ptr, columns, mask, eps, SIZE: tl.constexpr):
     """The norm of a row x [BLOCK] float32, which is 0 from SIZE on."""
     inverse = 1.0 / tl.sqrt(tl.sum(x * x, axis=0) / SIZE + eps)
     weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
@@ -63,16 +63,16 @@ def _norm(
         total = x.to(total_ptr.dtype.element_ty)
         tl.store(total_ptr + row * SIZE + columns, total, mask=mask)
         x = total.to(tl.float32)
-    normed = _normed(x, weight_ptr, columns, mask, eps, SIZE)
+    normed = normed_row(x, weight_ptr, columns, mask, eps, SIZE)
     tl.store(out_ptr + row * SIZE + columns, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
-def _norm_part(x_ptr, weight_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def norm_part(x_ptr, weight_ptr, out_ptr, eps, SIZE: tl.constexpr, BLOCK: tl.constexpr):
     columns = tl.arange(0, BLOCK)
     mask = columns < SIZE
     x = tl.load(x_ptr + columns, mask=mask, other=0.0).to(tl.float32)
-    normed = _normed(x, weight_ptr, columns, mask, eps, SIZE)
+    normed = normed_row(x, weight_ptr, columns, mask, eps, SIZE)
     tl.store(out_ptr + columns, normed.to(out_ptr.dtype.element_ty), mask=mask)
 
 
@@ -94,10 +94,10 @@ def _norm_pair(
     row = tl.program_id(0).to(tl.int64)
     x_ptr += row * row_stride
     if tl.program_id(1) == 0:
-        _norm_part(x_ptr, weight_ptr, out_ptr + row * SIZE, eps, SIZE, BLOCK)
+        norm_part(x_ptr, weight_ptr, out_ptr + row * SIZE, eps, SIZE, BLOCK)
     else:
         other_out_ptr += row * OTHER_SIZE
-        _norm_part(x_ptr + SIZE, other_weight_ptr, other_out_ptr, eps, OTHER_SIZE, OTHER_BLOCK)
+        norm_part(x_ptr + SIZE, other_weight_ptr, other_out_ptr, eps, OTHER_SIZE, OTHER_BLOCK)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
@@ -158,7 +158,7 @@ def rms_norm_pair(
         OTHER_SIZE=other_size,
         BLOCK=block,
         OTHER_BLOCK=other_block,
-        num_warps=min(max(max(block, other_block) // 512, 1), 16),
+        num_warps=num_warps(max(block, other_block)),
     )
     return out, other_out
 
@@ -200,8 +200,13 @@ def _launch(
         SIZE=size,
         BLOCK=block,
         ADDS=residual is not None,
-        num_warps=min(max(block // 512, 1), 16),
+        num_warps=num_warps(block),
     )
+
+
+def num_warps(block: int) -> int:
+    """Of a program whose rows have `block` columns: the order of a row's sum depends on it."""
+    return min(max(block // 512, 1), 16)
 
 
 def _rows(x: torch.Tensor) -> tuple[torch.Tensor, int, int]:
