@@ -23,8 +23,19 @@ class Shape:
     has_peer: bool = False
 
 
+# Published Eagle3 drafts of the Llama-3 models know the most frequent tokens alone.
+_LLAMA_DRAFT_VOCAB = 32000
+
+
 def _llama(
-    hidden: int, intermediate: int, layers: int, heads: int, kv_heads: int, vocab: int, about: str
+    hidden: int,
+    intermediate: int,
+    layers: int,
+    heads: int,
+    kv_heads: int,
+    vocab: int,
+    about: str,
+    draft_vocab: int = _LLAMA_DRAFT_VOCAB,
 ) -> Shape:
     common = {
         "model_type": "llama",
@@ -39,7 +50,7 @@ def _llama(
         "tie_word_embeddings": False,
     }
     target = {"architectures": ["LlamaForCausalLM"], "num_hidden_layers": layers}
-    draft = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": vocab}
+    draft = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": draft_vocab}
     return Shape(about, common | target, common | draft, has_peer=True)
 
 
@@ -96,7 +107,7 @@ SHAPES = {
     "8b": _llama(4096, 14336, 32, 32, 8, 128256, "Llama-3-8B"),
     "1b": _llama(2048, 8192, 16, 32, 8, 128256, "Llama-3.2-1B, its head not tied"),
     "kimi": _kimi(8, "five layers of Kimi-K2.5 as one rank of eight holds them"),
-    "tiny": _llama(64, 128, 2, 4, 2, 128, "for rehearsals"),
+    "tiny": _llama(64, 128, 2, 4, 2, 128, "for rehearsals", 96),
     "tiny-kimi": _kimi(
         8,
         "for rehearsals",
