@@ -48,6 +48,8 @@ from atom.platform import Platform
 _SECONDS_OF_AN_ENGINE = 25.0
 _MARGIN = 1.2
 _CONTEXT_OF_A_SERVER = 16384
+# The loggers that say how many graphs were captured.
+_CAPTURING = ("atom.graphs.runner", "atom.model_engine.step_graphs")
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -105,11 +107,28 @@ class Task:
 
 
 class CaptureTimes(logging.Handler):
-    """Reads from the log how many graphs were captured, and in how many seconds."""
+    """Reads from the log how many graphs were captured, and in how many seconds, while entered.
+
+    The layers' graphs, and those of choices and drafts.
+    """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.graphs, self.seconds = 0, 0.0
+        self._loggers = [logging.getLogger(name) for name in _CAPTURING]
+        self._levels: list[int] = []
+
+    def __enter__(self) -> CaptureTimes:
+        self._levels = [logger.level for logger in self._loggers]
+        for logger in self._loggers:
+            logger.addHandler(self)
+            logger.setLevel(logging.INFO)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for logger, level in zip(self._loggers, self._levels, strict=True):
+            logger.removeHandler(self)
+            logger.setLevel(level)
 
     def emit(self, record: logging.LogRecord) -> None:
         if record.msg.startswith("captured") and isinstance(record.args, tuple):
@@ -231,16 +250,11 @@ class Session:
 
     def _run_start(self, about: dict[str, Any]) -> None:
         """From the resolved options to a ready engine, with the limits that a server has."""
-        times = CaptureTimes()
-        logger = logging.getLogger("atom.graphs.runner")
-        logger.addHandler(times)
-        logger.setLevel(logging.INFO)
         before = num_cached_kernels()
-        with tempfile.TemporaryDirectory() as name:
+        with CaptureTimes() as times, tempfile.TemporaryDirectory() as name:
             context = self.args.prompt_len if self.args.tiny else _CONTEXT_OF_A_SERVER
             setup = replace(self._setup(about, Path(name)), serves=True, max_model_len=context)
             engine = DecodeEngine(replace(setup, eager=not self.platform.is_gpu))
-        logger.removeHandler(times)
         row = {
             **about,
             "seconds": engine.ready_seconds,

@@ -232,14 +232,32 @@ def test_long_prompts_that_do_not_fit_are_fewer(benchmark_module: Module) -> Non
 
 
 def test_how_long_capturing_took_is_read_from_the_log(benchmark_module: Module) -> None:
-    times = benchmark_module("decode_roofline").CaptureTimes()
-    logger = logging.getLogger("atom.graphs.runner")
-    logger.addHandler(times)
-    before, logger.level = logger.level, logging.INFO
-    logger.info("captured %d graphs in %.1f s", 42, 8.5)
-    logger.info("something else")
-    logger.setLevel(before)
-    logger.removeHandler(times)
-    assert (times.graphs, times.seconds) == (42, 8.5)
-    runner = Path(__file__).parents[2] / "atom" / "graphs" / "runner.py"
-    assert '"captured %d graphs in %.1f s"' in runner.read_text()
+    """Of the layers, and of choices and drafts, which have a log of their own."""
+    layers, others = map(logging.getLogger, ("atom.graphs.runner", "atom.model_engine.step_graphs"))
+    before = layers.level, others.level
+    with benchmark_module("decode_roofline").CaptureTimes() as times:
+        layers.info("captured %d graphs in %.1f s", 42, 8.5)
+        others.info("captured %d graphs of choices and drafts in %.1f s", 12, 1.5)
+        layers.info("something else")
+    layers.warning("captured %d graphs in %.1f s", 1, 1.0)
+    assert (times.graphs, times.seconds) == (54, 10.0)
+    assert (layers.level, others.level) == before
+    atom = Path(__file__).parents[2] / "atom"
+    for name, text in (
+        ("graphs/runner.py", "captured %d graphs in %.1f s"),
+        ("model_engine/step_graphs.py", "captured %d graphs of choices and drafts in %.1f s"),
+    ):
+        assert f'"{text}"' in (atom / name).read_text()
+
+
+def test_the_8b_draft_can_reach_its_goal(benchmark_module: Module) -> None:
+    """By bytes: three passes of its layer and its head, over the target's weights."""
+    shape = benchmark_module("_decode_shapes").SHAPES["8b"]
+    target, draft = shape.target, shape.draft
+    hidden, inter = target["hidden_size"], target["intermediate_size"]
+    narrow = hidden * target["num_key_value_heads"] // target["num_attention_heads"]
+    layer = 2 * hidden * (hidden + narrow) + 3 * hidden * inter
+    whole = target["num_hidden_layers"] * layer + target["vocab_size"] * hidden
+    # It reads the hidden state and the embedding of a token, and in its first pass three states.
+    one = layer + hidden * (hidden + 2 * narrow) + draft["draft_vocab_size"] * hidden
+    assert 1 + (3 * one + 3 * hidden * hidden) / whole < 1.2
