@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from _gpu_needs import NEEDS, NO_TORCH, describe, missing_of
+from _gpu_needs import NEEDS, NO_TORCH, OLD_TORCH, describe, missing_of
 from _gpu_parts import PARTS, Turn
 from _gpu_report import (
     OtherReportError,
@@ -177,8 +177,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     lines, status = describe(args.parts or list(NEEDS))
     print(*lines, sep="\n" if lines else "", file=sys.stderr, flush=True)
-    if status == NO_TORCH:
-        print("torch is not installed: there is nothing to check")
+    if status in (NO_TORCH, OLD_TORCH):
+        print("there is no torch to check anything with" if status == NO_TORCH else lines[0])
         return NO_GPU
     import torch
 

@@ -402,6 +402,22 @@ class TestNeeds:
         assert needs.describe(["steps"], lambda _: True) == ([], 0)
         assert needs.describe(["kernels"], lambda _: False)[1] == needs.NO_TORCH
 
+    @pytest.mark.parametrize("version", ["2.10.0+rocm7.0", "2.9.1", "1.13.1"])
+    def test_an_old_torch_is_refused(self, benchmark_module: Module, version: str) -> None:
+        needs = benchmark_module("_gpu_needs")
+        lines, status = needs.describe(["kernels"], lambda _: True, lambda: version)
+        assert status == needs.OLD_TORCH
+        assert lines[0].startswith(f"torch {version} is too old: ATOM needs 2.11 or newer")
+
+    @pytest.mark.parametrize("version", ["2.11.0", "2.12.0a0+git1234", "3.0", None])
+    def test_others_are_not(self, benchmark_module: Module, version: str | None) -> None:
+        needs = benchmark_module("_gpu_needs")
+        assert needs.describe(["kernels"], lambda _: True, lambda: version) == ([], 0)
+
+    def test_the_least_torch_is_that_of_the_package(self, benchmark_module: Module) -> None:
+        least = ".".join(map(str, benchmark_module("_gpu_needs").LEAST_TORCH))
+        assert f'"torch>={least}"' in (ROOT / "pyproject.toml").read_text()
+
     def test_it_imports_nothing_else(self) -> None:
         """Any Python can be asked, without site packages."""
         program = str(ROOT / "benchmarks" / "_gpu_needs.py")
