@@ -11,6 +11,8 @@ from collections.abc import Callable, Sequence
 import numpy as np
 import torch
 
+from atom.model_ops.upload import upload
+
 _DTYPES = {torch.int64: np.int64, torch.int32: np.int32, torch.float32: np.float32}
 _WORD_BYTES = 8
 # In words, for every reservation: Triton recompiles a kernel for pointers with another alignment.
@@ -74,7 +76,7 @@ class StagingBuffer:
         start = self._claim(size, dtype)
         if start is None:
             own = torch.from_numpy(np.ascontiguousarray(values, dtype=_DTYPES[dtype]))
-            return own.to(self.device)
+            return upload(own, self.device)
         self._host_views[dtype][start : start + size] = values.ravel()
         sent = self._sent_views[dtype][start : start + size]
         return sent if values.ndim == 1 else sent.view(values.shape)

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata
+from atom.model_ops.upload import upload
 
 # Calls an attention op: (op, q, metadata) -> out, both with a row per token.
 Attend = Callable[[Any, torch.Tensor, AttentionMetadata], torch.Tensor]
@@ -77,7 +78,7 @@ def _part(
         rows = slice(begin, begin + sum(lens))
         starts = metadata.cu_seqlens_q[first : last + 2] - begin
     else:
-        sequences = torch.tensor(which, device=metadata.cu_seqlens_q.device)
+        sequences = upload(torch.tensor(which), metadata.cu_seqlens_q.device)
         rows, starts = _gather(metadata.cu_seqlens_q, sequences, sum(lens))
     part = AttentionMetadata(
         slot_mapping=metadata.slot_mapping[rows],

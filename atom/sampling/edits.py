@@ -12,6 +12,7 @@ import numpy as np
 import torch
 
 from atom.graphs.staging import StagingBuffer
+from atom.model_ops.upload import upload
 from atom.sampling.rows import EDITS, Needs, SamplingRows, SequenceState
 from atom.sampling.token_counts import TokenCounts
 from atom.sampling.wishes import ProcessedRow, TokenValues
@@ -205,10 +206,8 @@ class EditsBuilder:
         if not masks:
             return None
         words = torch.from_numpy(np.concatenate(masks))
-        if self._device.type == "cuda":
-            words = words.pin_memory()
         rows = staging.put(np.array(listed.masked_rows))
-        return words.to(self._device, non_blocking=True), rows
+        return upload(words, self._device), rows
 
     def _put_penalties(
         self, listed: _Listed, staging: StagingBuffer

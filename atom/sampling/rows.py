@@ -13,6 +13,7 @@ import torch
 from atom.batch import NewSequence
 from atom.graphs.staging import StagingBuffer
 from atom.model_ops.metadata import SamplingMetadata
+from atom.model_ops.upload import upload
 from atom.sampling.token_counts import TokenCounts
 from atom.sampling.wishes import BadWords, TokenValues, allowed_mask, read_bad_words
 from atom.sampling_params import SamplingParams
@@ -247,7 +248,7 @@ class SamplingRows:
     def _token_values(self, values: dict[int, float]) -> TokenValues:
         ids = torch.tensor(list(values), dtype=torch.int64)
         numbers = torch.tensor(list(values.values()), dtype=torch.float32)
-        return TokenValues(ids.to(self._device), numbers.to(self._device))
+        return TokenValues(upload(ids, self._device), upload(numbers, self._device))
 
 
 def _needs_of(p: SamplingParams) -> Needs:

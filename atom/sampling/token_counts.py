@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import torch
 
+from atom.model_ops.upload import upload
+
 # This bit is set for prompt tokens; the bits below count how often a token was generated.
 _IN_PROMPT = 1 << 30
 
@@ -27,9 +29,9 @@ class TokenCounts:
         counts = self._counts[slot].zero_()
         device = counts.device
         if output_token_ids:
-            outputs = torch.tensor(output_token_ids, device=device)
+            outputs = upload(torch.tensor(output_token_ids), device)
             counts.index_add_(0, outputs, torch.ones_like(outputs, dtype=torch.int32))
-        prompt = torch.tensor(sorted(set(prompt_token_ids)), dtype=torch.int64, device=device)
+        prompt = upload(torch.tensor(sorted(set(prompt_token_ids)), dtype=torch.int64), device)
         counts.index_add_(0, prompt, torch.full_like(prompt, _IN_PROMPT, dtype=torch.int32))
         return slot
 
