@@ -16,6 +16,7 @@ from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.graphs.staging import StagingBuffer
 from atom.messages import TokenLogprobs
 from atom.model_ops.metadata import SamplingMetadata
+from atom.sampling.decode_rows import kind_of
 from atom.sampling.edits import EditsBuilder, LogitEdits
 from atom.sampling.logprobs import Logprobs, as_messages, compute_logprobs
 from atom.sampling.ops import TORCH_OPS, SamplingOps
@@ -267,7 +268,7 @@ class Sampler:
         """
         if rows is None:
             return None
-        return self._rows.metadata(rows, None, plan.needs, self._ops.sampling_options)
+        return self._rows.metadata(rows, None, kind_of(plan.needs), self._ops.sampling_options)
 
     def _choose_together(
         self, plan: SamplePlan, hidden_states: torch.Tensor
@@ -294,9 +295,9 @@ class Sampler:
         self, plan: SamplePlan, logits: torch.Tensor
     ) -> tuple[torch.Tensor, Logprobs | None]:
         edits = None if plan.create_edits is None else plan.create_edits()
-        metadata = self._rows.metadata(
-            plan.rows, plan.positions, plan.needs, self._ops.sampling_options
-        )
+        # As graphs do: filters that are off change nothing, and each set has kernels of its own.
+        kind = kind_of(plan.needs)
+        metadata = self._rows.metadata(plan.rows, plan.positions, kind, self._ops.sampling_options)
         sampled = choose(logits, metadata, edits, self._rows.counts, self._ops)
         if plan.logprob_rows is None:
             return sampled, None
