@@ -11,7 +11,7 @@ from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
 _TILE = 128
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens", "num_newest"])
 def _take(
     kept_ids_ptr, kept_positions_ptr, places_ptr, tables_ptr,
     input_ids_ptr, positions_ptr, slots_ptr, context_lens_ptr,
@@ -49,7 +49,10 @@ def _take(
         tl.store(drafts_ptr + target, token_id, mask=is_draft)
 
 
-@triton.jit
+@triton.jit(
+    do_not_specialize=["num_sequences", "token_stride", "draft_stride", "num_drafts"],
+    do_not_specialize_on_alignment=["positions_ptr", "token_ids_ptr", "drafts_ptr"],
+)
 def _leave(
     kept_ids_ptr, kept_positions_ptr, places_ptr, token_ids_ptr, num_accepted_ptr,
     positions_ptr, drafts_ptr, num_sequences, kept_width, token_stride, draft_stride, num_drafts,

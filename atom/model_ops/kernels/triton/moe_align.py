@@ -75,7 +75,7 @@ def moe_align(ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlocks
     return ExpertBlocks(block_m, pairs, experts, count)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["count_ptr"])
 def _align(
     ids_ptr,
     pairs_ptr,

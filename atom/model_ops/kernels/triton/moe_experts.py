@@ -260,7 +260,7 @@ def _sum_visits(
     )
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["count_ptr"])
 def _grouped_product(
     x_ptr,
     weight_ptr,

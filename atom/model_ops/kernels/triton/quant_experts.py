@@ -160,7 +160,7 @@ def grouped_product(
         join_gated(sums, out)
 
 
-@triton.jit(do_not_specialize=["num_pairs"])
+@triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["count_ptr"])
 def _grouped_quant(
     x_ptr,
     x_scale_ptr,

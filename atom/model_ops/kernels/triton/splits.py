@@ -21,11 +21,12 @@ def compute_units() -> int:
     return _DEFAULT_COMPUTE_UNITS if units is None else units
 
 
+@functools.lru_cache(maxsize=4096)
 def fewest_that_fill(programs: int, most: int, slots: int) -> int:
     """The fewest splits of each of `programs` that keep a device busy, from 1 to `most`.
 
     Programs run in rounds of `slots`. Where no number of splits fills enough of its rounds, the one
-    that fills most of them.
+    that fills most of them. Remembered, since each layer of an eager step asks.
     """
 
     def busy(splits: int) -> float:
