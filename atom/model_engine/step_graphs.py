@@ -110,9 +110,11 @@ class StepGraphs:
 
     def _rehearse(self) -> None:
         """After the layers, run once what needs the most memory, without capturing it."""
-        largest = max(self._choice_keys(), key=lambda key: key.batch_size * key.query_len)
+        choices = sorted(self._choice_keys(), key=lambda key: key.batch_size * key.query_len)
         with torch.inference_mode():
-            self._choosing(largest)()
+            # None where all numbers of sequences to capture are above `MOST_ROWS`.
+            for choice in choices[-1:]:
+                self._choosing(choice)()
             for key in self._keys_of_drafts(self._target.largest)[-1:]:
                 self._drafting(key)()
 
