@@ -12,13 +12,15 @@ latents from the paged cache, one dense product expands them to keys and values,
 attention kernel runs over them. A query with keys in a later round keeps its running maximum, sum
 and weighted values in memory.
 
-All sizes follow from the lengths on the host; no device tensor is read there.
+All sizes follow from the lengths on the host; no device tensor is read there. Which sequences and
+keys a launch is about is the same in every layer, so it is found and uploaded once a step.
 """
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from itertools import accumulate, groupby
 
 import torch
@@ -29,6 +31,7 @@ from atom.model_ops.kernels.torch.mla import absorb_limit
 from atom.model_ops.kernels.triton.flash import LOG2_E, nothing_seen, padded, soften
 from atom.model_ops.kernels.triton.mla_decode import WARPS, attend_absorbed
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+from atom.model_ops.upload import upload
 
 # Keys and values of one round: 128 MiB in 16-bit types.
 _ROUND_ELEMENTS = 1 << 26
@@ -57,12 +60,19 @@ def mla_prefill(
     return out
 
 
-def _runs(
-    metadata: AttentionMetadata, limit: float
-) -> Iterator[tuple[bool, slice, AttentionMetadata]]:
-    """Runs of sequences with at most `limit` queries, or with more: (is short, token slice,
-    metadata).
-    """
+# Sequences side by side: whether they are short, their tokens, and their metadata.
+_Run = tuple[bool, slice, AttentionMetadata]
+
+
+def _runs(metadata: AttentionMetadata, limit: float) -> Sequence[_Run]:
+    """Runs of sequences with at most `limit` queries, or with more."""
+    lens = metadata.query_lens_cpu
+    if metadata.max_seqlen_q <= limit or min(lens) > limit:
+        return [(metadata.max_seqlen_q <= limit, slice(0, sum(lens)), metadata)]
+    return metadata.derive(("latent runs", limit), lambda: list(_cut(metadata, limit)))
+
+
+def _cut(metadata: AttentionMetadata, limit: float) -> Iterator[_Run]:
     lens = metadata.query_lens_cpu
     starts = [0, *accumulate(lens)]
     for short, group in groupby(range(len(lens)), lambda b: lens[b] <= limit):
@@ -76,8 +86,6 @@ def _select(metadata: AttentionMetadata, rows: slice, tokens: slice) -> Attentio
     """The metadata of some sequences of a batch."""
     known = metadata.context_lens_cpu
     lens = metadata.query_lens_cpu[rows]
-    if len(lens) == len(metadata.query_lens_cpu):
-        return metadata
     starts = metadata.cu_seqlens_q[rows.start : rows.stop + 1]
     return dataclasses.replace(
         metadata,
@@ -115,6 +123,31 @@ def plan_rounds(contexts: Sequence[int], room: int) -> list[list[tuple[int, int,
     return rounds
 
 
+@dataclass(frozen=True)
+class _Round:
+    """Attributes:
+    pieces: [P, 4] int32, as `plan_rounds` has them.
+    used: tokens of all pieces.
+    longest: tokens of the longest.
+    """
+
+    pieces: torch.Tensor
+    used: int
+    longest: int
+
+
+def _rounds(metadata: AttentionMetadata, room: int) -> list[_Round]:
+    """The rounds of at most `room` tokens, in one copy to the device."""
+    contexts = metadata.context_lens_cpu
+    if contexts is None:
+        contexts = (metadata.max_context_len,) * len(metadata.query_lens_cpu)
+    plan = plan_rounds(contexts, room)
+    flat = torch.tensor([piece for pieces in plan for piece in pieces], dtype=torch.int32)
+    parts = upload(flat, metadata.block_tables.device).split([len(pieces) for pieces in plan])
+    lens = [[end - first for _, first, end, _ in pieces] for pieces in plan]
+    return [_Round(part, sum(own), max(own)) for part, own in zip(parts, lens, strict=True)]
+
+
 def _attend_expanded(
     q: torch.Tensor,
     kv_cache: LatentCacheTensor,
@@ -125,12 +158,9 @@ def _attend_expanded(
 ) -> None:
     """`mla_prefill` into `out` [T, heads, v]."""
     heads, up_rows, rank = up_proj.shape
-    contexts = metadata.context_lens_cpu
-    if contexts is None:
-        contexts = (metadata.max_context_len,) * len(metadata.query_lens_cpu)
     room = max(_ROUND_ELEMENTS // (heads * up_rows), 1)
-    rounds = plan_rounds(contexts, room)
-    most = max(pieces[-1][3] + pieces[-1][2] - pieces[-1][1] for pieces in rounds)
+    rounds = metadata.derive(("latent rounds", room), lambda: _rounds(metadata, room))
+    most = max(each.used for each in rounds)
     gathered = q.new_empty(most, kv_cache.latent.shape[-1])
     expanded = q.new_empty(most, heads, up_rows)
     state = None
@@ -138,27 +168,24 @@ def _attend_expanded(
         # State between rounds: weighted values, then their sum and maximum.
         state = q.new_empty(q.shape[0], heads, out.shape[2] + 2, dtype=torch.float32)
     dense = up_proj.reshape(heads * up_rows, rank).t()
-    for pieces in rounds:
-        plan = torch.tensor(pieces, dtype=torch.int32).to(q.device, non_blocking=True)
-        used = pieces[-1][3] + pieces[-1][2] - pieces[-1][1]
-        longest = max(end - first for _, first, end, _ in pieces)
-        _gather(kv_cache, metadata, plan, longest, gathered)
+    for each in rounds:
+        used = each.used
+        _gather(kv_cache, metadata, each, gathered)
         torch.mm(gathered[:used, :rank], dense, out=expanded[:used].view(used, -1))
-        _visit(q, gathered, expanded, metadata, plan, scale, state, out)
+        _visit(q, gathered, expanded, metadata, each.pieces, scale, state, out)
 
 
 def _gather(
     kv_cache: LatentCacheTensor,
     metadata: AttentionMetadata,
-    plan: torch.Tensor,
-    longest: int,
+    plan: _Round,
     gathered: torch.Tensor,
 ) -> None:
     """Copy a round's latents and rotated key parts to rows of `gathered`."""
     latent = kv_cache.latent
-    _gather_kernel[(triton.cdiv(longest, _GATHERED_TOKENS), plan.shape[0])](
+    _gather_kernel[(triton.cdiv(plan.longest, _GATHERED_TOKENS), len(plan.pieces))](
         latent, kv_cache.scale,
-        metadata.block_tables, metadata.context_lens, plan, gathered,
+        metadata.block_tables, metadata.context_lens, plan.pieces, gathered,
         latent.stride(0), latent.stride(1), metadata.block_tables.stride(0),
         WIDTH=latent.shape[2], PADDED=padded(latent.shape[2]), BLOCK_SIZE=kv_cache.block_size,
         TOKENS=_GATHERED_TOKENS, FIELDS=_PIECE_FIELDS, num_warps=4,
@@ -170,7 +197,7 @@ def _visit(
     gathered: torch.Tensor,
     expanded: torch.Tensor,
     metadata: AttentionMetadata,
-    plan: torch.Tensor,
+    pieces: torch.Tensor,
     scale: float,
     state: torch.Tensor | None,
     out: torch.Tensor,
@@ -180,9 +207,9 @@ def _visit(
     nope = expanded.shape[2] - v_dim
     rope = q.shape[2] - nope
     rows, keys, warps = (64, 32, 4) if q.dtype is torch.float32 else (128, 64, WARPS)
-    grid = (triton.cdiv(metadata.max_seqlen_q, rows), heads, plan.shape[0])
+    grid = (triton.cdiv(metadata.max_seqlen_q, rows), heads, len(pieces))
     _visit_kernel[grid](
-        q, gathered, expanded, plan, metadata.context_lens, metadata.cu_seqlens_q, out, state,
+        q, gathered, expanded, pieces, metadata.context_lens, metadata.cu_seqlens_q, out, state,
         scale * LOG2_E, q.stride(0), q.stride(1), gathered.stride(0), expanded.stride(0),
         expanded.stride(1), out.stride(0), out.stride(1),
         HEADS=heads, RANK=gathered.shape[1] - rope, NOPE=nope, ROPE=rope, V=v_dim,
