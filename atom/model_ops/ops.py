@@ -85,6 +85,10 @@ def _unrounded(_: OpQuery) -> str:
     return "the norm alone: products round their inputs"
 
 
+def _wide_product(query: OpQuery) -> str:
+    return _find("torch.linear:refuses_logits")(query) or ""
+
+
 def _find(path: str) -> Any:
     module, _, name = path.partition(":")
     return getattr(import_module(f"atom.model_ops.kernels.{module}"), name)
@@ -132,8 +136,8 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     # aiter's product rounds to the type of the weights first for shapes that it has not tuned.
     "logits": (
         _invariant("native.linear:logits"),
-        _invariant("triton.linear:logits", "triton.linear:refuses"),
-        _kernel("torch.linear:logits"),
+        _invariant("triton.linear:logits", "triton.linear:refuses_logits", note=_wide_product),
+        _kernel("torch.linear:logits", "torch.linear:refuses_logits"),
     ),
     # Both read what the one `prepare` of an implementation makes.
     "quant_logits": (
@@ -149,11 +153,17 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         ),
         _invariant(
             "triton.linear:quant_logits",
-            "triton.linear:refuses",
+            "triton.linear:refuses_logits",
+            prepare="torch.quant:prepare_linear",
+            note=_wide_product,
+            dequantises=True,
+        ),
+        _kernel(
+            "torch.quant:quant_logits",
+            "torch.linear:refuses_logits",
             prepare="torch.quant:prepare_linear",
             dequantises=True,
         ),
-        _kernel("torch.quant:quant_logits", prepare="torch.quant:prepare_linear", dequantises=True),
     ),
     "quant_embedding": (
         _invariant("native.quant_embedding:quant_embedding", "native.quant_pack:refuses"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ from fake_flash_mla import FakeFlashMLA
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.quant import FP8_CHANNEL, INT8_CHANNEL
 from atom.model_ops.kernels.native.build import native_build
+from atom.model_ops.kernels.torch import linear as torch_linear
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import (
     PLAIN,
@@ -125,6 +127,47 @@ def test_products_are_left_to_a_library_otherwise() -> None:
         assert table.resolve_weights(op, torch.bfloat16, None, **SIZES).name == "torch"
     for op in ("quant_logits", "quant_embedding"):
         assert table.resolve_weights(op, torch.bfloat16, FP8_CHANNEL, **SIZES).name == "torch"
+
+
+@pytest.mark.parametrize(
+    ("product", "why"),
+    [
+        (lambda x, w, **_: (x.double() @ w.double()).float(), None),
+        (lambda x, w, **_: (x.double() @ w.double()).bfloat16().float(), "is off by"),
+        (lambda x, w, **_: x @ w, "is off by"),
+        (lambda x, w, **_: torch.full((len(x), w.shape[1]), torch.nan), "is off by"),
+    ],
+    ids=["float32", "rounded", "narrow", "nan"],
+)
+def test_a_product_with_wide_results_is_compared(
+    product: Callable[..., torch.Tensor], why: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "mm", product)
+    found = torch_linear.wide_product_fault.__wrapped__(torch.device("cpu"), torch.bfloat16)
+    assert (found is None) == (why is None)
+    assert why is None or f"torch.mm with float32 results {why}" in str(found)
+
+
+def test_a_product_that_fails_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("hipBLASLt has no such kernel\nand more")
+
+    monkeypatch.setattr(torch, "mm", fail)
+    found = torch_linear.wide_product_fault.__wrapped__(torch.device("cpu"), torch.bfloat16)
+    assert found == "torch.mm with float32 results fails: hipBLASLt has no such kernel"
+
+
+def test_logits_of_a_library_that_cannot_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And the table says why."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.version, "hip", "7.0")
+    monkeypatch.setattr(torch_linear, "wide_product_fault", lambda *_: "rounds in between")
+    table = OpTable(GPUS[1], OPS)
+    assert table.resolve("logits", torch.bfloat16, **SIZES).__module__.endswith("triton.linear")
+    choice = table.resolve_weights("quant_logits", torch.bfloat16, FP8_CHANNEL, **SIZES)
+    assert choice.name == "triton"
+    assert table.describe().count("rounds in between") == 2
+    assert table.resolve_weights("linear", torch.bfloat16, None, **SIZES).name == "torch"
 
 
 def test_a_cpu_runs_its_kernels_or_names_the_op_that_has_none(

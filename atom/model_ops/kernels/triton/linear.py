@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from atom.model_ops.kernels.torch import linear as torch_linear
 from atom.model_ops.kernels.torch.quant import DenseWeights
 from atom.model_ops.kernels.torch.quant import quant_embedding as quant_embedding
 from atom.model_ops.kernels.triton.quant_product import finish, no_sums
@@ -38,6 +39,11 @@ def refuses(query: OpQuery) -> str | None:
     if query.batch_invariant:
         return None
     return "for --batch-invariant alone: a library's product is faster"
+
+
+def refuses_logits(query: OpQuery) -> str | None:
+    """The same, unless the library's product is wrong on this device."""
+    return None if torch_linear.refuses_logits(query) else refuses(query)
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
