@@ -155,6 +155,7 @@ class InputBuilder:
                 max_context_len=max_context_len,
                 query_lens_cpu=(query_len,) * size,
                 context_lens_cpu=None,
+                padding_lens=places.padding_there if captured and query_len > 1 else None,
             ),
         )
         return model_input, places
@@ -284,6 +285,7 @@ class InputBuilder:
         places.block_counts[:count] = [s.num_blocks for s in sequences]
         if shape.graph is not None:
             places.num_drafts[:count] = [s.num_drafts for s in sequences]
+            places.padding[:count] = [shape.longest_query - len(s.token_ids) for s in sequences]
         places.starts[0] = 0
         places.starts[1 : count + 1] = np.cumsum(shape.lens)
 
@@ -345,6 +347,9 @@ class InputBuilder:
                 query_lens_cpu=tuple(shape.lens),
                 context_lens_cpu=_known(sequences, tuple(shape.context_lens)),
                 most_context_cpu=tuple(shape.context_lens),
+                padding_lens=(
+                    None if graph is None or graph.query_len == 1 else places.padding_there[:count]
+                ),
             ),
         )
 

@@ -83,6 +83,8 @@ class Places:
         self.context_lens, self.context_lens_there = staging.reserve(num_sequences, torch.int32)
         self.block_counts, self.block_counts_there = staging.reserve(num_sequences, torch.int32)
         self.starts, self.starts_there = staging.reserve(num_sequences + 1, torch.int32)
+        padded = num_sequences if captured else 0
+        self.padding, self.padding_there = staging.reserve(padded, torch.int32)
 
     def pad(self, query_len: int, places: np.ndarray) -> None:
         """Fill everything with padding: sequences with slot -1 (no KV write) and a context of
@@ -100,8 +102,9 @@ class Places:
         self.sources[places] = places
         self.rows[:] = 0
         self.block_counts[:] = 0
-        # A context cannot be shorter than its queries.
+        # A context cannot be shorter than its queries; a key is left for attention to read.
         self.context_lens[:] = query_len
+        self.padding[:] = query_len - 1
         self.starts[:] = np.arange(len(self.starts)) * query_len
 
 

@@ -32,6 +32,9 @@ class AttentionMetadata:
             draft's single-token steps, and where a sequence goes on with tokens that only the
             device knows. Then an op sizes its work by `max_context_len` and masks by
             `context_lens`.
+        padding_lens: [B] int32; tokens at the end of each sequence's queries that only pad a graph:
+            their slots, in its context, were not written and may hold another's NaN. Attention
+            reads none of them. None where there are none.
         most_context_cpu: upper bounds of the context lengths, those of sequences with more than
             `MAX_DECODE_QUERIES` queries exact; None if there are none.
     """
@@ -46,6 +49,7 @@ class AttentionMetadata:
     query_lens_cpu: tuple[int, ...]
     context_lens_cpu: tuple[int, ...] | None
     most_context_cpu: tuple[int, ...] | None = None
+    padding_lens: torch.Tensor | None = None
     _derived: dict[Hashable, Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
@@ -59,7 +63,8 @@ class AttentionMetadata:
     def tensors(self) -> tuple[torch.Tensor, ...]:
         """All tensors."""
         tables = self.block_tables, self.block_counts
-        return self.slot_mapping, *tables, self.context_lens, self.cu_seqlens_q
+        padding = () if self.padding_lens is None else (self.padding_lens,)
+        return self.slot_mapping, *tables, self.context_lens, self.cu_seqlens_q, *padding
 
     def derive(self, key: Hashable, compute: Callable[[], _T]) -> _T:
         """The result of `compute`, which is called once per key and shared by all layers.

@@ -83,9 +83,12 @@ def pool(shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
 
 
 def decode_metadata(
-    num_seqs: int, queries: int, context: int, block_size: int
+    num_seqs: int, queries: int, context: int, block_size: int, *, padded: bool = False
 ) -> AttentionMetadata:
-    """Every sequence has `queries` new tokens and at most `context` in all; as inside a graph."""
+    """Every sequence has `queries` new tokens and at most `context` in all; as inside a graph.
+
+    padded: whether some queries only pad the graph.
+    """
     blocks = -(-context // block_size)
     return AttentionMetadata(
         slot_mapping=torch.empty(num_seqs * queries, dtype=torch.int64),
@@ -97,4 +100,5 @@ def decode_metadata(
         max_context_len=context,
         query_lens_cpu=(queries,) * num_seqs,
         context_lens_cpu=None,
+        padding_lens=torch.empty(num_seqs, dtype=torch.int32) if padded else None,
     )

@@ -58,13 +58,15 @@ def _attention(
     dtype: torch.dtype = torch.bfloat16,
     storage: Storage = None,
     window: int | None = None,
+    *,
+    padded: bool = False,
 ) -> Case:
     def arguments(query: OpQuery) -> tuple[object, ...]:
         q = torch.empty(num_seqs * queries, layer.heads, layer.head_dim, dtype=query.dtype)
-        metadata = decode_metadata(num_seqs, queries, context, block_size)
+        metadata = decode_metadata(num_seqs, queries, context, block_size, padded=padded)
         return q, layer.cache(query), metadata, layer.head_dim**-0.5, window
 
-    what = f"{name} {num_seqs}x{queries} of {context} in {block_size}"
+    what = f"{name} {num_seqs}x{queries} of {context} in {block_size}{' padded' * padded}"
     return Case(
         f"{op}/{what}",
         op,
@@ -108,6 +110,8 @@ CASES: tuple[Case, ...] = (
     _attention(DECODE, "llama", LLAMA, 1, 1, 65536, 64),
     _attention(DECODE, "llama fp8", LLAMA, 1, 1, 65536, 64, storage="fp8"),
     _attention(DECODE, "llama", LLAMA, 256, 16, 8192, 64),
+    _attention(DECODE, "llama", LLAMA, 256, 4, 8192, 64, padded=True),
+    _attention(DECODE, "llama fp8", LLAMA, 1, 4, 65536, 64, storage="fp8", padded=True),
     _attention(DECODE, "llama window", LLAMA, 256, 4, 8192, 16, window=4096),
     _attention(DECODE, "smollm2", SMOLLM2, 512, 5, 2048, 16),
     _attention(DECODE, "smollm2 fp8", SMOLLM2, 512, 5, 2048, 64, storage="fp8"),

@@ -146,11 +146,11 @@ def _soften(
 
 @gluon.jit(
     do_not_specialize=["table_stride", "window"],
-    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr"],
+    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr", "padding_ptr"],
 )
 def _attend(
     out_ptr, lse_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-    tables_ptr, lens_ptr, starts_ptr, score_scale, window, table_stride,
+    tables_ptr, lens_ptr, starts_ptr, padding_ptr, score_scale, window, table_stride,
     q_token_stride, q_head_stride, block_stride, token_stride, head_stride,
     D: gl.constexpr, BLOCK_SIZE: gl.constexpr, KEYS: gl.constexpr, GENERATION: gl.constexpr,
     WINDOWED: gl.constexpr,
@@ -172,6 +172,9 @@ def _attend(
     first_token = gl.load(starts_ptr + sequence)
     num_queries = gl.load(starts_ptr + sequence + 1) - first_token
     context = gl.load(lens_ptr + sequence)
+    stored = context
+    if padding_ptr is not None:
+        stored = context - gl.load(padding_ptr + sequence)
 
     rows = gl.arange(0, _ROWS, layout=gl.SliceLayout(1, KEY))
     dims = gl.arange(0, D, layout=gl.SliceLayout(0, KEY))
@@ -189,7 +192,7 @@ def _attend(
     share = gl.cdiv(gl.cdiv(context, KEYS) - first, gl.num_programs(2))
     begin = first + gl.program_id(2) * share
     end = gl.minimum(begin + share, gl.cdiv(context, KEYS))
-    limit = gl.minimum(end * KEYS, context)
+    limit = gl.minimum(end * KEYS, stored)
     if key_scale_ptr is not None:
         score_scale = score_scale * gl.load(key_scale_ptr)
     table_ptr = tables_ptr + sequence.to(gl.int64) * table_stride
@@ -276,6 +279,7 @@ def attend(
         "BLOCK_SIZE": block_size,
         "KEYS": min(block_size, _LARGEST_TILE),
         "GENERATION": generation,
+        "padding_ptr": metadata.padding_lens,
         "num_warps": 1,
     }
     sequences, reach = metadata.block_tables.shape[0], visible_keys(metadata, sliding_window)

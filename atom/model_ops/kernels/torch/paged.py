@@ -84,8 +84,8 @@ def gather_blocks(
 ) -> torch.Tensor:
     """[blocks, block_size, ...] -> each sequence's first tokens, [b, longest, ...] of `dtype`.
 
-    Entries beyond a context are zeroed: they belong to others and may be NaN, which a mask would
-    not remove from a product.
+    Entries beyond a context, and of its padding, are zeroed: they belong to others and may be NaN,
+    which a mask would not remove from a product.
 
     Args:
         scale: of an FP8 cache.
@@ -94,9 +94,11 @@ def gather_blocks(
     tables = _rows(metadata.block_tables[:, :num_blocks], rows)
     stored = bits(cache)[tables].flatten(1, 2)[:, :longest].view(cache.dtype)
     gathered = stored.to(dtype) if scale is None else dequantise(stored, scale, dtype)
-    known = metadata.context_lens_cpu
-    if known is None or any(known[b] < longest for b in rows):
+    known, padding = metadata.context_lens_cpu, metadata.padding_lens
+    if known is None or padding is not None or any(known[b] < longest for b in rows):
         context_lens = _rows(metadata.context_lens, rows)[:, None]
+        if padding is not None:
+            context_lens = context_lens - _rows(padding, rows)[:, None]
         behind = torch.arange(longest, device=cache.device) >= context_lens
         gathered.masked_fill_(behind.view(*behind.shape, *(1,) * (gathered.dim() - 2)), 0.0)
     return gathered

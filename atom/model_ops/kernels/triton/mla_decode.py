@@ -54,7 +54,7 @@ _STAGES = 2 if current_platform().arch == "gfx942" else 3
 
 # Not specialised, so that one compiled kernel serves all batches.
 _VARYING = ["table_stride", "splits", "num_rows", "first_split"]
-_SLICES = ["rope_ptr", "tables_ptr", "contexts_ptr", "starts_ptr"]
+_SLICES = ["rope_ptr", "tables_ptr", "contexts_ptr", "starts_ptr", "padding_ptr"]
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -154,7 +154,7 @@ def _attend(
     _absorbed_kernel[(num_tiles, num_seqs, splits)](
         carried, q_rope, latent, kv_cache.scale,
         metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q,
-        partial, lse, scale * LOG2_E,
+        metadata.padding_lens, partial, lse, scale * LOG2_E,
         q_rope.stride(0), q_rope.stride(1),
         latent.stride(0), latent.stride(1), metadata.block_tables.stride(0), splits, num_rows,
         0,
@@ -200,7 +200,7 @@ def attend_fixed_splits(
     _absorbed_kernel[(num_tiles, metadata.context_lens.shape[0], splits)](
         carried, q_rope, latent, kv_cache.scale,
         metadata.block_tables, metadata.context_lens, metadata.cu_seqlens_q,
-        parts, lse, scale * LOG2_E,
+        metadata.padding_lens, parts, lse, scale * LOG2_E,
         q_rope.stride(0), q_rope.stride(1),
         latent.stride(0), latent.stride(1), metadata.block_tables.stride(0), splits,
         num_tokens * heads, first_split,
@@ -227,6 +227,7 @@ def _absorbed_kernel(
     tables_ptr,
     contexts_ptr,
     starts_ptr,
+    padding_ptr,
     out_ptr,
     lse_ptr,
     softmax_scale,
@@ -254,6 +255,7 @@ def _absorbed_kernel(
 
     Results of splits lie by split and row. With SPLIT_KEYS, splits have so many keys from a
     multiple of it on, the grid has those from first_split on, and results lie by row and split.
+    With padding_ptr the last keys of a context are nobody's, and not read.
     """
     tile, sequence, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     start = tl.load(starts_ptr + sequence)
@@ -293,6 +295,8 @@ def _absorbed_kernel(
     acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
     last_query = tl.minimum((tile * ROWS + ROWS - 1) // HEADS, length - 1)
     end = tl.minimum(first + span, context - length + last_query + 1)
+    if padding_ptr is not None:
+        end = tl.minimum(end, context - tl.load(padding_ptr + sequence))
     last = tl.maximum(end - 1, 0)
     blocks = tile_blocks(table_ptr, first, last, BLOCK_SIZE, KEYS)
     for key in range(first, end, KEYS):

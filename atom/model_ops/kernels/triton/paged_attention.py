@@ -38,11 +38,11 @@ _REDUCED_AT_ONCE = 16
 
 @triton.jit(
     do_not_specialize=["table_stride", "window", "first_split"],
-    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr"],
+    do_not_specialize_on_alignment=["tables_ptr", "lens_ptr", "starts_ptr", "padding_ptr"],
 )
 def _attend(
     out_ptr, lse_ptr, q_ptr, key_ptr, value_ptr, key_scale_ptr, value_scale_ptr,
-    tables_ptr, lens_ptr, starts_ptr, score_scale, window, table_stride,
+    tables_ptr, lens_ptr, starts_ptr, padding_ptr, score_scale, window, table_stride,
     q_token_stride, q_head_stride, block_stride, token_stride, head_stride, first_split,
     NUM_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, D: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, COMPUTE: tl.constexpr,
@@ -56,6 +56,8 @@ def _attend(
     SPLIT=0 splits what a sequence's queries see evenly. Otherwise splits have SPLIT keys from a
     multiple of it on, the first that a query sees is number 0, and the grid has those from
     first_split on; a part without keys is not written.
+
+    With padding_ptr the last keys of a context are nobody's, and not read.
     """
     KV_HEADS: tl.constexpr = NUM_HEADS // GROUP
     sequence = tl.program_id(0)
@@ -63,6 +65,9 @@ def _attend(
     first_token = tl.load(starts_ptr + sequence)
     num_queries = tl.load(starts_ptr + sequence + 1) - first_token
     context = tl.load(lens_ptr + sequence)
+    stored = context
+    if padding_ptr is not None:
+        stored = context - tl.load(padding_ptr + sequence)
     rows = (tl.program_id(1) // KV_HEADS) * BLOCK_M + tl.arange(0, BLOCK_M)
     real = rows < num_queries * GROUP
     tokens, heads = query_rows(first_token, kv_head, rows, GROUP)
@@ -77,7 +82,7 @@ def _attend(
         oldest = tl.maximum(context - num_queries - window + 1, 0) // BLOCK_N * BLOCK_N
     if SPLIT:
         begin = (oldest // SPLIT + first_split + tl.program_id(2)) * SPLIT
-        end = tl.minimum(begin + SPLIT, context)
+        end = tl.minimum(begin + SPLIT, stored)
         if CAUSAL:
             last_row = tl.program_id(1) // KV_HEADS * BLOCK_M + BLOCK_M - 1
             last_query = tl.minimum(last_row // GROUP, num_queries - 1)
@@ -89,7 +94,7 @@ def _attend(
     else:
         share = tl.cdiv(context - oldest, tl.num_programs(2) * BLOCK_N) * BLOCK_N
         begin = oldest + tl.program_id(2) * share
-        end = tl.minimum(begin + share, context)
+        end = tl.minimum(begin + share, stored)
     if key_scale_ptr is not None:
         score_scale = score_scale * tl.load(key_scale_ptr)
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
@@ -185,6 +190,7 @@ def attend(
     arguments = {
         **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
         **_constants(q, kv_cache, row_tile, causal, 0),
+        "padding_ptr": metadata.padding_lens,
         "first_split": 0,
     }
     slots = units * _PROGRAMS_PER_UNIT
@@ -227,6 +233,7 @@ def attend_fixed_splits(
         lse_ptr=lse,
         **cache_arguments(q, kv_cache, metadata, scale, sliding_window),
         **_constants(q, kv_cache, row_tile, causal, split_keys),
+        padding_ptr=metadata.padding_lens,
         first_split=first_split,
     )
 
