@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from aot_case import Case
 
@@ -9,6 +11,7 @@ from atom.model_ops.kernels.torch.carried import CarriedInputs, CarriedTokens
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpQuery
 
+Arguments = Callable[[OpQuery], tuple[object, ...]]
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
 
@@ -122,29 +125,43 @@ def _integers(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
 
 
 def _take_carried(num_drafts: int) -> Case:
-    def arguments(_: OpQuery) -> tuple[object, ...]:
-        rows = num_drafts + 1
-        drafts = _integers(64, num_drafts) if num_drafts else None
-        after = _integers(64 * rows) if num_drafts else None
-        tokens = [_integers(64 * rows) for _ in range(3)]
-        lens = _integers(64, dtype=torch.int32)
-        inputs = CarriedInputs(*tokens, lens, after, _integers(64 * rows), drafts)
-        kept = CarriedTokens(_integers(256, rows), _integers(256))
-        tables = _integers(256, 512, dtype=torch.int32)
-        return kept, inputs, _integers(6, 64 * rows), 64, tables, 16
+    """One kernel for any number of tokens, and of sequences ahead."""
 
-    return Case(f"take_carried/{num_drafts}", "take_carried", arguments, {}, dtype=FP32)
+    def of(sequences: int, newest: int) -> Arguments:
+        def arguments(_: OpQuery) -> tuple[object, ...]:
+            rows = num_drafts + 1
+            drafts = _integers(sequences, num_drafts) if num_drafts else None
+            count = sequences * rows
+            after = _integers(count) if num_drafts else None
+            lens = _integers(sequences, dtype=torch.int32)
+            tokens = [_integers(count) for _ in range(3)]
+            inputs = CarriedInputs(*tokens, lens, after, _integers(count), drafts)
+            kept = CarriedTokens(_integers(256, rows), _integers(256))
+            tables = _integers(256, 512, dtype=torch.int32)
+            return kept, inputs, _integers(6, count), newest, tables, 16
+
+        return arguments
+
+    name, batches = "take_carried", (of(1, 1), of(17, 16), of(5, 3))
+    return Case(f"{name}/{num_drafts}", name, of(64, 64), {}, dtype=FP32, batches=batches)
 
 
 def _leave_carried(num_drafts: int) -> Case:
-    def arguments(_: OpQuery) -> tuple[object, ...]:
-        rows = num_drafts + 1
-        kept = CarriedTokens(_integers(256, rows), _integers(256))
-        drafts = _integers(64, num_drafts) if num_drafts else None
-        step = _integers(64, rows), _integers(64), _integers(64 * rows)
-        return kept, _integers(2, 64), *step, drafts
+    def of(sequences: int, made: int) -> Arguments:
+        def arguments(_: OpQuery) -> tuple[object, ...]:
+            kept = CarriedTokens(_integers(256, num_drafts + 1), _integers(256))
+            drafts = _integers(sequences, made) if made else None
+            tokens, positions = _integers(sequences, made + 1), _integers(sequences * (made + 1))
+            counts = _integers(sequences)
+            return kept, _integers(2, sequences), tokens, counts, positions, drafts
 
-    return Case(f"leave_carried/{num_drafts}", "leave_carried", arguments, {}, dtype=FP32)
+        return arguments
+
+    name, batches = "leave_carried", (of(1, num_drafts), of(17, num_drafts), of(64, 0), of(5, 1))
+    if not num_drafts:
+        batches = batches[:3]
+    first = of(64, num_drafts)
+    return Case(f"{name}/{num_drafts}", name, first, {}, dtype=FP32, batches=batches)
 
 
 CASES: tuple[Case, ...] = (

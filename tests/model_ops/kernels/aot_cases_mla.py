@@ -7,8 +7,9 @@ import dataclasses
 import torch
 from aot_case import Case, decode_metadata, pool
 
+from atom.model_ops.kernels.triton.list_slots import list_slots
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
-from atom.model_ops.registry import OpQuery
+from atom.model_ops.registry import Implementation, OpQuery
 
 RANK, ROPE, NOPE, _V = 512, 64, 128, 128
 _NUM_BLOCKS = 80
@@ -58,12 +59,16 @@ def _decode_case(
     seqs: int,
     queries: int,
     dtype: torch.dtype = torch.bfloat16,
+    *,
+    padded: bool = False,
 ) -> Case:
     name = storage if isinstance(storage, str) else str(storage).removeprefix("torch.")
+    metadata = decode_metadata(seqs, queries, 8192, block_size, padded=padded)
     return Case(
-        f"mla_decode/{seqs}x{queries}-heads{heads}-block{block_size}-{name}",
+        f"mla_decode/{seqs}x{queries}-heads{heads}-block{block_size}-{name}"
+        f"{'-padded' if padded else ''}",
         "mla_decode",
-        lambda query: latent_arguments(query, decode_metadata(seqs, queries, 8192, block_size)),
+        lambda query: latent_arguments(query, metadata),
         latent_shape(heads, block_size),
         dtype=dtype,
         storage=storage,
@@ -93,6 +98,25 @@ def _write_case(storage: torch.dtype | str) -> Case:
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Slots(Case):
+    """What an adapter launches before a library's kernel."""
+
+    def entry(self) -> Implementation:
+        return Implementation("triton", lambda _: None, lambda: list_slots)
+
+
+def _slots_case(sequences: int, context: int, *, padded: bool) -> Case:
+    def arguments(_: OpQuery) -> tuple[object, ...]:
+        metadata = decode_metadata(sequences, 4, context, 64)
+        lens, padding = metadata.context_lens, torch.empty(sequences, dtype=torch.int32)
+        where = metadata.block_tables, lens, metadata.cu_seqlens_q, 64, context
+        return *where, sequences * context, padding if padded else None
+
+    name = f"list_slots/{sequences} of {context}{' padded' if padded else ''}"
+    return _Slots(name, "list_slots", arguments, {})
+
+
 _BF16 = torch.bfloat16
 
 CASES = (
@@ -101,6 +125,8 @@ CASES = (
     _decode_case(8, 64, "fp8", 4, 1),
     _decode_case(8, 64, _BF16, 4, 4),
     _decode_case(8, 16, "fp8", 4, 4),
+    _decode_case(8, 64, _BF16, 4, 4, padded=True),
+    _decode_case(128, 64, _BF16, 4, 4, padded=True),
     _decode_case(128, 64, _BF16, 4, 1),
     _decode_case(128, 16, "fp8", 4, 1),
     _decode_case(8, 64, torch.float32, 4, 1, torch.float32),
@@ -111,4 +137,6 @@ CASES = (
     _prefill_case(128, 64, _BF16, 256, 2304),  # two rounds, the first of 2048 keys
     _write_case(_BF16),
     _write_case("fp8"),
+    _slots_case(256, 131072, padded=True),
+    _slots_case(1, 512, padded=False),
 )

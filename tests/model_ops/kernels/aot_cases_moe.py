@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
 from aot_case import Case
 
-from atom.model_ops.registry import OpQuery
+from atom.model_ops.kernels.triton.moe_align import moe_align
+from atom.model_ops.registry import Implementation, OpQuery
 from atom.model_ops.routing import Routing
 
 KIMI_ROUTING = Routing(384, 8, "sigmoid", 1, 1, "top2_sum", True, 2.827)
@@ -72,7 +74,27 @@ def _experts(
     )
 
 
+@dataclass(frozen=True)
+class _Align(Case):
+    """What products of experts launch first."""
+
+    def entry(self) -> Implementation:
+        return Implementation("triton", lambda _: None, lambda: moe_align)
+
+
+def _align(block_m: int, *tokens: int) -> Case:
+    """Numbers of tokens that are read in chunks of one size."""
+
+    def of(count: int) -> Callable[[OpQuery], tuple[object, ...]]:
+        return lambda _: (torch.empty(count, 8, dtype=torch.int64), 384, block_m)
+
+    name, (first, *others) = f"moe_align/{block_m}", map(of, tokens)
+    return _Align(name, "moe_align", first, {}, batches=tuple(others))
+
+
 CASES: tuple[Case, ...] = (
+    # Of 515 tokens the count of the blocks lies where no vector begins.
+    _align(16, 513, 515, 1024),
     _route("kimi", KIMI_ROUTING, True),
     _route("kimi with its shared expert", replace(KIMI_ROUTING, has_shared=True), True),
     _route("deepseek v3", V3_ROUTING, True),

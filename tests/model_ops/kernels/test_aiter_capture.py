@@ -15,6 +15,7 @@ from fake_aiter_quant import QuantType
 from graphs.test_capture_without_host import nothing_from_the_host
 
 from atom.model_ops.kernels import probe
+from atom.model_ops.kernels.aiter import mla
 from atom.model_ops.kernels.aiter.moe import prepare_experts
 from atom.model_ops.kernels.aiter.quant import (
     FP8_BLOCKS,
@@ -184,8 +185,12 @@ def products(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
     ids=["grouped", "packed", "latent", "mlp", "few-rows", "quantised"],
 )
 def test_nothing_is_asked(
-    run: Callable[[OpTable, AttentionMetadata], torch.Tensor], shape: tuple[int, ...], queries: int
+    run: Callable[[OpTable, AttentionMetadata], torch.Tensor],
+    shape: tuple[int, ...],
+    queries: int,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(mla, "list_slots", lambda *given: integers(given[5]))
     with probe.replaced(LIBRARY):
         ops = OpTable(Platform("rocm", "gfx950", True), AITER)
         with nothing_from_the_host():

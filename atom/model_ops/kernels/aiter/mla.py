@@ -14,7 +14,7 @@ import torch.nn.functional as F
 
 from atom.model_ops.kernels.aiter.attention import known_context_lens
 from atom.model_ops.kernels.aiter.layout import FLASH_ATTENTION
-from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries, list_tokens
+from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries, token_starts
 from atom.model_ops.kernels.aiter.splits import SPLITS
 from atom.model_ops.kernels.aiter.support import (
     ARCH,
@@ -24,6 +24,7 @@ from atom.model_ops.kernels.aiter.support import (
 )
 from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
+from atom.model_ops.kernels.triton.list_slots import list_slots
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
@@ -50,7 +51,7 @@ class _Pages:
     Attributes:
         queries: per sequence.
         query_starts, starts: [N + 1] int32, offsets of each sequence's queries and pages.
-        indices: [C] int32, each page's slot.
+        indices: [C] int32, each page's slot; C may be more than there are pages.
         last_lens: [N] int32, tokens of the last page.
     """
 
@@ -169,15 +170,19 @@ def mla_prefill(
 def _pages(metadata: AttentionMetadata, block_size: int) -> _Pages:
     queries = equal_queries(metadata, _QUERIES)
     lens, count = metadata.context_lens_cpu, len(queries.context_lens)
-    known = lens is not None and queries.context_lens is metadata.context_lens
-    bound = sum(lens) if lens is not None and known else count * metadata.max_context_len
-    tokens = list_tokens(queries.block_tables, queries.context_lens, block_size, bound)
-    device = tokens.slots.device
+    is_whole = queries.context_lens is metadata.context_lens
+    most = metadata.max_context_len
+    bound = sum(lens) if lens is not None and is_whole else count * most
+    starts = token_starts(queries.context_lens)
+    # A query of its own sees no padding behind it.
+    padding = metadata.padding_lens if is_whole else None
+    tables = queries.block_tables, queries.context_lens
+    device = starts.device
     return _Pages(
         queries.length,
         torch.arange(count + 1, dtype=torch.int32, device=device) * queries.length,
-        tokens.starts,
-        tokens.slots.to(torch.int32),
+        starts,
+        list_slots(*tables, starts, block_size, most, bound, padding),
         torch.ones(count, dtype=torch.int32, device=device),
     )
 

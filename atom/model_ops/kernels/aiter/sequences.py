@@ -68,12 +68,12 @@ class ContextTokens:
 
 
 def context_tokens(metadata: AttentionMetadata, block_size: int) -> ContextTokens:
-    """The cached tokens of the batch's sequences."""
+    """The cached tokens of the batch's sequences, in a dozen torch ops: for prompts."""
     lens = metadata.context_lens_cpu
     bound = len(metadata.query_lens_cpu) * metadata.max_context_len
     return metadata.derive(
         ("context tokens", block_size),
-        lambda: list_tokens(
+        lambda: _list_tokens(
             metadata.block_tables,
             metadata.context_lens,
             block_size,
@@ -82,14 +82,19 @@ def context_tokens(metadata: AttentionMetadata, block_size: int) -> ContextToken
     )
 
 
-def list_tokens(
+def token_starts(context_lens: torch.Tensor) -> torch.Tensor:
+    """Where each sequence's cached tokens begin, concatenated: [N + 1] int32."""
+    return F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+
+
+def _list_tokens(
     block_tables: torch.Tensor, context_lens: torch.Tensor, block_size: int, count: int
 ) -> ContextTokens:
     """Args:
     count: the total number of tokens, or an upper bound.
     """
     device = block_tables.device
-    starts = F.pad(context_lens.cumsum(0, dtype=torch.int32), (1, 0))
+    starts = token_starts(context_lens)
     tokens = torch.arange(count, dtype=torch.int32, device=device)
     owners = torch.searchsorted(starts[1:], tokens, right=True).clamp_(max=len(context_lens) - 1)
     offsets = tokens - starts[owners]
