@@ -47,7 +47,7 @@ def largest_steps(
         _verify(budget, num_seqs, context_len, num_drafts),
     )
     most_logprobs = config.max_logprobs if config.max_logprobs >= 0 else DEFAULT_MAX_LOGPROBS
-    params = _dearest_params(most_logprobs, context_len, vocab_size)
+    params = dearest_params(most_logprobs, context_len, vocab_size)
     batches: list[ScheduledBatch] = []
     freed: list[int] = []
     for step in shares:
@@ -123,7 +123,7 @@ def _most_drafts(context_len: int, num_drafts: int) -> int:
     return max(min(num_drafts, context_len - 3), 0)
 
 
-def _dearest_params(max_logprobs: int, context_len: int, vocab_size: int) -> SamplingParams:
+def dearest_params(max_logprobs: int, context_len: int, vocab_size: int) -> SamplingParams:
     """Sampling parameters that enable everything that takes memory per row and vocabulary entry."""
     return SamplingParams(
         temperature=1.0,

@@ -40,7 +40,7 @@ def _kernel(
             if the folder's check suffices.
         layout: of the KV cache.
         prepare: path of the function that converts weights once after loading.
-        note: what the choice costs.
+        note: what the choice costs, or why it is one.
         dequantises: whether `prepare` dequantises the weights, which the note says then.
         batch_invariant: whether the bits of a row do not depend on its batch.
         takes_rounded: path of a function that says whether a norm may round the inputs, as prepared
@@ -55,8 +55,13 @@ def _kernel(
         return reason
 
     load_prepare = None if prepare is None else lambda: _find(prepare)
+    own = note
+
+    def both(query: OpQuery) -> str:
+        return "; ".join(filter(None, (_dequantised(query), own(query))))
+
     if dequantises:
-        note = _dequantised
+        note = both
     return Implementation(
         folder,
         supports,

@@ -173,10 +173,15 @@ def test_padding_repeats_the_last_token(tmp_path: Path) -> None:
     slots, lens = seen[-1].attention.slot_mapping.tolist(), seen[-1].attention.context_lens.tolist()
     assert [slot >= 0 for slot in slots] == [True] * 4 + [False] * 2 + [True] * 2 + [False] * 4
     assert lens == [8, 8, 8, 3]
+    padding = seen[-1].attention.padding_lens
+    assert padding is not None
+    # Of a sequence behind the batch, one key is read.
+    assert padding.tolist() == [0, 2, 1, 2]
     for token in (3, 11):
         pair.step({"c": [token], "a": [5], "b": [token + 1]})
         assert seen[-1].input_ids.tolist() == [token, 5, token + 1, token + 1]
         assert seen[-1].positions[3] == seen[-1].positions[2]
+        assert seen[-1].attention.padding_lens is None
 
 
 def test_a_capture_computes_what_is_derived_from_its_metadata() -> None:

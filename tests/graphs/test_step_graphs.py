@@ -18,8 +18,10 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.batch import LaunchedStep, ScheduledBatch
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import planned_graphs
+from atom.model_engine import planned_graphs, step_graphs
 from atom.model_engine.worker import Worker
+from atom.sampling.decode_rows import KINDS
+from atom.sampling.rows import Needs, SamplingRows
 
 NUM_SEQS = 4
 NO_LAUNCH = ("empty", "new_empty", "empty_strided", "empty_like", "new_empty_strided")
@@ -172,3 +174,46 @@ def test_acceptance_at_random_in_graphs(
         assert (backend.launches.counts["replay"] > 0) == graphs
     assert texts[0] == texts[1]
     assert counts[0] == counts[1]
+
+
+def test_sizes_that_are_all_beyond_a_choice(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The layers are captured, and tokens chosen op by op."""
+    backend = WatchedBackend()
+    expected = generate(create_engine(folders[0], enforce_eager=True), params("warm"))
+    with monkeypatch.context() as patch:
+        patch.setattr(planned_graphs, "capture_backend", lambda _: backend)
+        patch.setattr(step_graphs, "MOST_ROWS", 8)
+        engine = create_engine(folders[0], block_size=16, cudagraph_capture_sizes=[16])
+    executor = engine.engine.core.executor
+    assert isinstance(executor, Worker)
+    assert executor._runner.graphs is not None
+    executor._runner.graphs._rehearse()
+    assert launched_by(engine, backend.launches, {"temperature": 0.7, "seed": 1})["replay"] == 1
+    assert generate(engine, params("warm")) == expected
+
+
+@pytest.mark.parametrize("method", ["none", "eagle3"])
+def test_op_by_op_tokens_are_chosen_as_in_graphs(
+    method: str, folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In one of three ways, whichever filters requests have, so that there is no other kernel."""
+    target, draft = folders
+    options: dict[str, Any] = {}
+    if method != "none":
+        options = {"method": method, "draft_model": str(draft), "num_speculative_tokens": 2}
+    seen: set[Needs] = set()
+    metadata = SamplingRows.metadata
+
+    def noted(rows: Any, ids: Any, positions: Any, needs: Needs, gather: Any) -> Any:
+        seen.add(needs)
+        return metadata(rows, ids, positions, needs, gather)
+
+    engine = create_engine(target, enforce_eager=True, **options)
+    monkeypatch.setattr(SamplingRows, "metadata", noted)
+    for wish in ({}, {"temperature": 1.0}, {"top_k": 9}, {"top_p": 0.9}, {"min_p": 0.1},
+                 {"min_p": 0.1, "logprobs": 1}):  # fmt: skip
+        warm = {"temperature": 0.8, "seed": 1} if wish else {}
+        generate(engine, params("greedy", max_tokens=4, **{**warm, **wish}), PROMPTS[:2])
+    assert seen - {Needs(0)} == set(KINDS[1:])

@@ -20,8 +20,10 @@ from atom.model_ops.kernels.triton import mla_prefill as prefill_module
 from atom.model_ops.kernels.triton.mla_cache_write import mla_cache_write
 from atom.model_ops.kernels.triton.mla_decode import mla_decode, num_splits
 from atom.model_ops.kernels.triton.mla_prefill import mla_prefill, plan_rounds
+from atom.model_ops.kernels.triton.splits import fewest_that_fill
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
+from atom.model_ops.upload import upload
 from atom.platform import Platform
 
 FP8 = {"e4m3fn": torch.float8_e4m3fn, "e4m3fnuz": torch.float8_e4m3fnuz}
@@ -231,6 +233,26 @@ class TestPrefill:
         batch = make_batch([(50, 20), (33, 33)], device)
         check(mla_prefill, batch, **({} if known else {"context_lens_cpu": None}))
 
+    def test_layers_share_what_is_uploaded(
+        self, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Once a step for each run of long sequences, also beside short ones and in rounds."""
+        uploads: list[torch.Tensor] = []
+
+        def counted(numbers: torch.Tensor, to: torch.device) -> torch.Tensor:
+            uploads.append(numbers)
+            return upload(numbers, to)
+
+        monkeypatch.setattr(prefill_module, "upload", counted)
+        elements = 16 * TINY.heads * (TINY.nope + TINY.v)
+        monkeypatch.setattr(prefill_module, "_ROUND_ELEMENTS", elements)
+        for lengths, runs in (([(40, 30), (9, 1), (33, 20)], 2), ([(40, 30), (33, 20)], 1)):
+            uploads.clear()
+            batch = make_batch(lengths, device)
+            for _ in range(3):
+                mla_prefill(batch.q, batch.cache, batch.up_proj, batch.metadata, SCALE)
+            assert len(uploads) == runs
+
     def test_several_tiles_of_queries_after_a_prefix(self, device: torch.device) -> None:
         check(mla_prefill, make_batch([(170, 150)], device))
         check(mla_prefill, make_batch([(300, 200)], device, RAGGED, torch.bfloat16))
@@ -303,6 +325,14 @@ class TestWrite:
 
 
 class TestSizing:
+    def test_they_are_searched_once_for_each_shape(self) -> None:
+        """Each layer of an eager step asks."""
+        fewest_that_fill.cache_clear()
+        for _ in range(61):
+            num_splits(7, 8192, 304)
+        found = fewest_that_fill.cache_info()
+        assert (found.misses, found.hits) == (1, 60)
+
     def test_enough_programs_and_no_tiny_splits(self) -> None:
         assert num_splits(1, 1 << 20, 512) == 256
         assert num_splits(1, 1000, 512) == 16

@@ -143,7 +143,8 @@ def _rounds(metadata: AttentionMetadata, room: int) -> list[_Round]:
         contexts = (metadata.max_context_len,) * len(metadata.query_lens_cpu)
     plan = plan_rounds(contexts, room)
     flat = torch.tensor([piece for pieces in plan for piece in pieces], dtype=torch.int32)
-    parts = upload(flat, metadata.block_tables.device).split([len(pieces) for pieces in plan])
+    there = upload(flat, metadata.block_tables.device)
+    parts = torch.split_with_sizes(there, [len(pieces) for pieces in plan])
     lens = [[end - first for _, first, end, _ in pieces] for pieces in plan]
     return [_Round(part, sum(own), max(own)) for part, own in zip(parts, lens, strict=True)]
 

@@ -1,0 +1,156 @@
+"""Steps of every kind that runs op by op: what an engine runs before it takes requests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import msgspec
+
+from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
+from atom.model_engine.largest_steps import dearest_params
+from atom.model_ops.metadata import MAX_DECODE_QUERIES
+from atom.sampling_params import SamplingParams
+
+# Tokens of prompts; the longest step is one more. Kernels are made for ranges of lengths.
+_PROMPTS = (17, 128, 1024)
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """What bounds the steps of an engine.
+
+    Attributes:
+        context_len: tokens of the longest sequence.
+        max_num_tokens, max_num_seqs: of a step.
+        num_drafts: most drafts of a sequence.
+        num_blocks: of the KV pool.
+        overlaps: whether a step is launched before the results of the last one are read.
+    """
+
+    context_len: int
+    max_num_tokens: int
+    max_num_seqs: int
+    num_drafts: int
+    block_size: int
+    num_blocks: int
+    vocab_size: int
+    max_logprobs: int
+    overlaps: bool
+
+    @property
+    def longest_prompt(self) -> int:
+        """Two steps that verify drafts, and the drafts behind them, come after it."""
+        return min(self.context_len - 3 * (1 + self.num_drafts) - 1, self.max_num_tokens)
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    """Steps of the same sequences: prompts, drafts, and drafts beside another prompt.
+
+    Attributes:
+        batches: each may be launched before the results of the one before it are read.
+        is_greedy: every row takes the argmax of its logits, and nothing else is read of them.
+        num_rows: of the sequences, from 0 on.
+    """
+
+    batches: list[ScheduledBatch]
+    is_greedy: bool
+    num_rows: int
+
+
+def warm_ups(limits: StepLimits) -> Iterator[WarmUp]:
+    """Prompts of several lengths, and each way to choose tokens.
+
+    Blocks are any of the pool, also shared ones: what is computed means nothing. Nothing exceeds
+    the limits; there is nothing where contexts have no room for two steps after a prompt.
+    """
+    longest = limits.longest_prompt
+    if longest < 1:
+        return
+    lengths = sorted({min(length, longest) for length in (*_PROMPTS, limits.max_num_tokens)})
+    greedy, *others = _kinds(limits)
+    for length in lengths:
+        yield _warm_up(limits, [length], greedy, is_greedy=True)
+    most = max(min(limits.max_num_tokens // lengths[0], limits.max_num_seqs), 1)
+    *plain, edited = others
+    for params in (greedy, *plain):
+        yield _warm_up(limits, [lengths[0]] * most, params, is_greedy=params is greedy)
+    # A prompt alone may be shorter than a step.
+    count = min(-(-limits.max_num_tokens // longest), limits.max_num_seqs)
+    left = [min(longest, limits.max_num_tokens - i * longest) for i in range(count)]
+    if count > 1:
+        yield _warm_up(limits, left, greedy, is_greedy=True)
+    for params in (*plain, edited):
+        yield _warm_up(limits, [lengths[0]], params, is_greedy=False)
+
+
+def _kinds(limits: StepLimits) -> list[SamplingParams]:
+    """Greedy, at a temperature, with filters, and with all that the host has a say in."""
+    dearest = dearest_params(limits.max_logprobs, limits.context_len, limits.vocab_size)
+    plain = {"max_tokens": None, "ignore_eos": True}
+    return [
+        SamplingParams(temperature=0.0, **plain),
+        SamplingParams(temperature=1.0, **plain),
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, **plain),
+        msgspec.structs.replace(dearest, allowed_token_ids=[*range(min(limits.vocab_size, 8))]),
+    ]
+
+
+@dataclass
+class _Rows:
+    """Sequences as they go on, by row."""
+
+    limits: StepLimits
+    params: SamplingParams
+    ends: list[int] = field(default_factory=list)
+
+    def prompt(self, length: int) -> tuple[ScheduledSequence, NewSequence]:
+        """A new sequence."""
+        row, limits = len(self.ends), self.limits
+        self.ends.append(length)
+        most = min(length + 3 * (1 + limits.num_drafts), limits.context_len)
+        count = -(-most // limits.block_size)
+        first = row * count
+        blocks = [(first + i) % limits.num_blocks for i in range(count)]
+        ids = [i % limits.vocab_size for i in range(length)]
+        name = f"warm-up-{row}"
+        step = ScheduledSequence(name, row, ids, 0, blocks, count, wants_sample=True)
+        return step, NewSequence(name, row, ids, [], self.params, row)
+
+    def verify(self, row: int, num_drafts: int, num_blocks: int) -> ScheduledSequence:
+        """Its newest token and drafts, as if all of the last ones had been accepted."""
+        start = self.ends[row]
+        self.ends[row] += 1 + num_drafts
+        return ScheduledSequence(
+            f"warm-up-{row}",
+            row,
+            [0] * (1 + num_drafts),
+            start,
+            [],
+            num_blocks,
+            wants_sample=True,
+            num_drafts=num_drafts,
+            # The host decides about rows with edits, so these wait.
+            is_ahead=self.limits.overlaps and not self.params.logit_bias,
+        )
+
+
+def _warm_up(
+    limits: StepLimits, lengths: list[int], params: SamplingParams, *, is_greedy: bool
+) -> WarmUp:
+    rows = _Rows(limits, params)
+    prompts, new = map(list, zip(*(rows.prompt(length) for length in lengths), strict=True))
+    batches = [ScheduledBatch(prompts, new, [])]
+    drafts = min(limits.num_drafts, limits.max_num_tokens // len(lengths) - 1)
+    verifying = [rows.verify(s.row, drafts, s.num_blocks) for s in prompts]
+    batches.append(ScheduledBatch(verifying, [], []))
+    # More queries than decode ops take, beside as many sequences as there is room for.
+    length = min(MAX_DECODE_QUERIES + 1, limits.longest_prompt)
+    room = min((limits.max_num_tokens - length) // (1 + drafts), limits.max_num_seqs - 1)
+    beside = prompts[: max(min(room, len(prompts)), 0)]
+    if beside and len(prompts) < limits.max_num_seqs:
+        verifying = [rows.verify(s.row, drafts, s.num_blocks) for s in beside]
+        prompt, known = rows.prompt(length)
+        batches.append(ScheduledBatch([*verifying, prompt], [known], []))
+    return WarmUp(batches, is_greedy, len(rows.ends))
