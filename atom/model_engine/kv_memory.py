@@ -34,7 +34,7 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
     Raises:
         KVCacheMemoryError: when there is too little memory, with the numbers.
     """
-    block_size = rank.config.cache.block_size
+    block_size, scheduler = rank.config.cache.block_size, rank.config.scheduler
     layers = attention_layers(parts.model)
     builders: list[KVCacheBuilder] = [
         PagedCache(layers, block_size, rank.storage, rank.context.device),
@@ -55,7 +55,8 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
         budget,
         [builder.compute_block_bytes() for builder in builders],
         block_size,
-        rank.config.scheduler.max_num_seqs * rank.context.max_model_len,
+        # Every sequence has blocks of its own.
+        scheduler.max_num_seqs * block_size * -(-rank.context.max_model_len // block_size),
         num_spare_blocks(rank.context.device),
     )
     num_blocks = min(own for (own,) in rank.place.control.exchange([plan.num_blocks]))

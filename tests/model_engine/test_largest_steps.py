@@ -234,3 +234,11 @@ def test_too_little_memory_names_the_options(
     measured_as_on_a_gpu(monkeypatch)
     with pytest.raises(KVCacheMemoryError, match=r"128 tokens, 16 seq.*9 GiB; lower --max-num"):
         create_engine(folders("llama"), max_num_batched_tokens=128)
+
+
+def test_the_largest_pool_has_whole_blocks_for_each_sequence(
+    folders: Callable[[str], Path],
+) -> None:
+    """Contexts of 10 tokens take three blocks of 4, though two of them have but 20 tokens."""
+    engine = create_engine(folders("llama"), max_num_seqs=2, max_model_len=10, block_size=4)
+    assert engine.engine.core.limits.num_blocks == 6
