@@ -86,6 +86,11 @@ class ModelRunner:
         self._publish = publish
         self._carried = carried
 
+    def rehearsing(self, drafter: Drafter) -> ModelRunner:
+        """A runner with the same inputs and graphs, that tells no other rank of its steps."""
+        own = self._forward, self._sampler, drafter
+        return ModelRunner(self.inputs, *own, carried=self._carried, graphs=self.graphs)
+
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Compute the scheduled tokens, sample and verify, and propose the next drafts.

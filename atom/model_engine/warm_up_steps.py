@@ -88,11 +88,10 @@ def warm_ups(limits: StepLimits) -> Iterator[WarmUp]:
 def _kinds(limits: StepLimits) -> list[SamplingParams]:
     """Greedy, at a temperature, with filters, and with all that the host has a say in."""
     dearest = dearest_params(limits.max_logprobs, limits.context_len, limits.vocab_size)
-    plain = {"max_tokens": None, "ignore_eos": True}
     return [
-        SamplingParams(temperature=0.0, **plain),
-        SamplingParams(temperature=1.0, **plain),
-        SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01, **plain),
+        SamplingParams(temperature=0.0),
+        SamplingParams(temperature=1.0),
+        SamplingParams(temperature=1.0, top_k=5, top_p=0.9, min_p=0.01),
         msgspec.structs.replace(dearest, allowed_token_ids=[*range(min(limits.vocab_size, 8))]),
     ]
 

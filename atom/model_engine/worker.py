@@ -18,6 +18,7 @@ from atom.model_engine.rank import Rank, dtype_name, take_device
 from atom.model_engine.rank_parts import ProposerFactory, build_parts
 from atom.model_engine.runner_parts import create_runner
 from atom.model_engine.start_log import log_start
+from atom.model_engine.warm_up import warm_up
 from atom.model_loader.source import ModelSource, resolve_model
 from atom.model_ops.quant.summary import describe_weights
 from atom.model_ops.registry import OpTable
@@ -68,6 +69,9 @@ class Worker:
         num_blocks = allocate_kv_cache(rank, self.parts, self._runner)
         if self._runner.graphs is not None:
             self._runner.graphs.capture()
+        # On a CPU kernels are compiled before they are called.
+        if self._is_gpu:
+            warm_up(rank, self.parts, self._runner, num_blocks)
         self.limits = _limits(rank, self.parts.model, num_blocks)
         self.depth = 2 if rank.overlaps else 1
         self.ops: OpTable = rank.context.ops
