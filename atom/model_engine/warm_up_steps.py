@@ -39,9 +39,14 @@ class StepLimits:
     overlaps: bool
 
     @property
+    def last_prompt_token(self) -> int:
+        """Where a prompt ends at most: two steps that verify drafts, and more drafts, follow it."""
+        return self.context_len - 3 * (1 + self.num_drafts) - 1
+
+    @property
     def longest_prompt(self) -> int:
-        """Two steps that verify drafts, and the drafts behind them, come after it."""
-        return min(self.context_len - 3 * (1 + self.num_drafts) - 1, self.max_num_tokens)
+        """Of one step."""
+        return min(self.last_prompt_token, self.max_num_tokens)
 
 
 @dataclass(frozen=True)
@@ -72,6 +77,9 @@ def warm_ups(limits: StepLimits) -> Iterator[WarmUp]:
     greedy, *others = _kinds(limits)
     for length in lengths:
         yield _warm_up(limits, [length], greedy, is_greedy=True)
+        # The end of a long prompt, whose beginning is never computed.
+        if start := limits.last_prompt_token - length:
+            yield _warm_up(limits, [length], greedy, is_greedy=True, start=start)
     most = max(min(limits.max_num_tokens // lengths[0], limits.max_num_seqs), 1)
     *plain, edited = others
     for params in (greedy, *plain):
@@ -104,17 +112,17 @@ class _Rows:
     params: SamplingParams
     ends: list[int] = field(default_factory=list)
 
-    def prompt(self, length: int) -> tuple[ScheduledSequence, NewSequence]:
-        """A new sequence."""
+    def prompt(self, length: int, start: int = 0) -> tuple[ScheduledSequence, NewSequence]:
+        """The last `length` tokens of a new sequence's prompt."""
         row, limits = len(self.ends), self.limits
-        self.ends.append(length)
-        most = min(length + 3 * (1 + limits.num_drafts), limits.context_len)
+        self.ends.append(start + length)
+        most = min(start + length + 3 * (1 + limits.num_drafts), limits.context_len)
         count = -(-most // limits.block_size)
         first = row * count
         blocks = [(first + i) % limits.num_blocks for i in range(count)]
-        ids = [i % limits.vocab_size for i in range(length)]
+        ids = [i % limits.vocab_size for i in range(start + length)]
         name = f"warm-up-{row}"
-        step = ScheduledSequence(name, row, ids, 0, blocks, count, wants_sample=True)
+        step = ScheduledSequence(name, row, ids[start:], start, blocks, count, wants_sample=True)
         return step, NewSequence(name, row, ids, [], self.params, row)
 
     def verify(self, row: int, num_drafts: int, num_blocks: int) -> ScheduledSequence:
@@ -136,10 +144,15 @@ class _Rows:
 
 
 def _warm_up(
-    limits: StepLimits, lengths: list[int], params: SamplingParams, *, is_greedy: bool
+    limits: StepLimits,
+    lengths: list[int],
+    params: SamplingParams,
+    *,
+    is_greedy: bool,
+    start: int = 0,
 ) -> WarmUp:
     rows = _Rows(limits, params)
-    prompts, new = map(list, zip(*(rows.prompt(length) for length in lengths), strict=True))
+    prompts, new = map(list, zip(*(rows.prompt(n, start) for n in lengths), strict=True))
     batches = [ScheduledBatch(prompts, new, [])]
     drafts = min(limits.num_drafts, limits.max_num_tokens // len(lengths) - 1)
     verifying = [rows.verify(s.row, drafts, s.num_blocks) for s in prompts]

@@ -32,6 +32,7 @@ from atom.entrypoints.llm import GenerationError
 from atom.messages import EngineDeadError
 from atom.model_engine import worker
 from atom.model_engine.model_runner import ModelRunner
+from atom.model_engine.warm_up import warm_up
 from atom.spec_decode.base import Proposal, VerifiedStep
 
 
@@ -215,3 +216,21 @@ def test_ctrl_c_waits_for_the_step(
     check_blocks(llm)
     expected = engines.generate(checkpoints.plain("eagle3"), params("greedy"), PROMPTS)
     assert engines.generate(llm, params("greedy"), PROMPTS) == expected
+
+
+def test_ranks_warm_up_together(checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs, before they serve: all at the same place, and as ever after it."""
+    allocate, warmed = worker.allocate_kv_cache, []
+
+    def then_warm_up(rank: Any, parts: Any, runner: ModelRunner) -> int:
+        num_blocks = allocate(rank, parts, runner)
+        warm_up(rank, parts, runner, num_blocks)
+        warmed.append(rank.place.is_first)
+        return num_blocks
+
+    monkeypatch.setattr(worker, "allocate_kv_cache", then_warm_up)
+    expected = engines.generate(checkpoints.plain("eagle3"), params("warm"), PROMPTS)
+    warmed.clear()
+    with create_pair(checkpoints, "eagle3") as llm:
+        assert sorted(warmed) == [False, True]
+        assert engines.generate(llm, params("warm"), PROMPTS) == expected

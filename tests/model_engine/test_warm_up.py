@@ -17,13 +17,15 @@ from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom.batch import LaunchedStep, ScheduledBatch
+from atom.graphs.capture import ReexecuteBackend
+from atom.graphs.runner import GraphKey, GraphRunner
 from atom.kv_cache.base import KVCacheMemoryError
-from atom.model_engine import worker
+from atom.model_engine import planned_graphs, worker
 from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.warm_up import warm_up
 from atom.model_engine.warm_up_steps import StepLimits, warm_ups
 from atom.model_engine.worker import Worker
-from atom.model_ops.metadata import MAX_DECODE_QUERIES
+from atom.model_ops.metadata import MAX_DECODE_QUERIES, ModelInput, ModelOutput
 from atom.sampling.decode_rows import KINDS, kind_of
 from atom.sampling.rows import EDITS, Needs, SamplingRows, _needs_of
 
@@ -35,7 +37,7 @@ def check_step(batch: ScheduledBatch, limits: StepLimits, known: dict[int, int])
     assert 0 < batch.num_tokens <= limits.max_num_tokens
     assert len({s.row for s in batch.sequences}) == len(batch.sequences) <= limits.max_num_seqs
     for s in batch.sequences:
-        assert s.start == known.get(s.row, 0)
+        assert s.row not in known or s.start == known[s.row]
         assert 0 <= s.num_drafts <= limits.num_drafts
         assert s.context_len + limits.num_drafts < limits.context_len
         assert s.num_blocks * limits.block_size >= s.context_len + limits.num_drafts
@@ -72,6 +74,8 @@ def test_prompts_of_several_lengths() -> None:
     every = list(warm_ups(LIMITS))
     prompts = [[len(s.token_ids) for s in steps.batches[0].sequences] for steps in every]
     longest = LIMITS.longest_prompt
+    ends = {len(b.new[0].prompt_token_ids) for steps in every for b in steps.batches[:1]}
+    assert max(ends) == LIMITS.last_prompt_token == longest
     for lens in ([17], [128], [1024], [longest], [17] * 64, [longest, longest, 8192 - 2 * longest]):
         assert lens in prompts
     # More queries than decode ops take, beside some that they do.
@@ -222,6 +226,28 @@ def test_a_gpu_warms_up_before_it_is_ready(
     )  # fmt: skip
     create_engine(folders("llama"), kv_cache_memory="1MB")
     assert called == ["ready", "warm-up", "ready"]
+
+
+def test_graphs_are_replayed(
+    folders: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where they were captured, on the buffers that serve."""
+    draft = {"method": "eagle3", "draft_model": str(folders("mha")), "num_speculative_tokens": 3}
+    options = {**draft, "block_size": 16, "overlap": True}
+    expected = generate(create_engine(folders("llama"), **options), params("warm", max_tokens=8))
+    replayed: list[bool] = []
+    run = GraphRunner.run
+
+    def noted(runner: GraphRunner, model_input: ModelInput, graph: GraphKey | None) -> ModelOutput:
+        replayed.append(graph is not None)
+        return run(runner, model_input, graph)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(planned_graphs, "capture_backend", lambda _: ReexecuteBackend())
+        patch.setattr(GraphRunner, "run", noted)
+        engine = warmed(monkeypatch, folders("llama"), **options)
+    assert set(replayed) == {True, False}
+    assert generate(engine, params("warm", max_tokens=8)) == expected
 
 
 def test_too_little_memory_names_the_options(
