@@ -232,5 +232,5 @@ def test_ranks_warm_up_together(checkpoints: Checkpoints, monkeypatch: pytest.Mo
     expected = engines.generate(checkpoints.plain("eagle3"), params("warm"), PROMPTS)
     warmed.clear()
     with create_pair(checkpoints, "eagle3") as llm:
-        assert sorted(warmed) == [False, True]
         assert engines.generate(llm, params("warm"), PROMPTS) == expected
+        assert sorted(warmed) == [False, True]
