@@ -55,13 +55,8 @@ def _kernel(
         return reason
 
     load_prepare = None if prepare is None else lambda: _find(prepare)
-    own = note
-
-    def both(query: OpQuery) -> str:
-        return "; ".join(filter(None, (_dequantised(query), own(query))))
-
     if dequantises:
-        note = both
+        note = partial(_dequantised, note)
     return Implementation(
         folder,
         supports,
@@ -78,8 +73,9 @@ def _kernel(
 _invariant = partial(_kernel, batch_invariant=True)
 
 
-def _dequantised(query: OpQuery) -> str:
-    return f"dequantised when loaded: {query.dtype.itemsize} bytes a weight"
+def _dequantised(note: Callable[[OpQuery], str], query: OpQuery) -> str:
+    cost = f"dequantised when loaded: {query.dtype.itemsize} bytes a weight"
+    return "; ".join(filter(None, (cost, note(query))))
 
 
 def _one_by_one(_: OpQuery) -> str:

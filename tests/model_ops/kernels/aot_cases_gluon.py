@@ -22,6 +22,8 @@ def _case(
     dtype: torch.dtype = torch.bfloat16,
     storage: torch.dtype | str | None = None,
     window: int | None = None,
+    *,
+    padded: bool = False,
 ) -> Case:
     def arguments(query: OpQuery) -> tuple[object, ...]:
         cached = query.storage or query.dtype
@@ -29,7 +31,7 @@ def _case(
         key, value = pool((2, BLOCKS, block_size, num_heads, head_dim), cached)
         scales = [torch.empty(1), torch.empty(1)] if cached.itemsize == 1 else [None, None]
         cache = KVCacheTensor(key, value, *scales)
-        metadata = decode_metadata(num_seqs, queries, context, block_size)
+        metadata = decode_metadata(num_seqs, queries, context, block_size, padded=padded)
         return q, cache, metadata, head_dim**-0.5, window
 
     return Case(
@@ -56,6 +58,7 @@ CASES = (
     _case("kimi draft", 8, 128, 1, 1, 65536, 16),
     _case("kimi draft", 8, 128, 256, 4, 8192, 16),
     _case("kimi draft", 8, 128, 256, 1, 8192, 64),
+    _case("kimi draft padded", 8, 128, 256, 4, 8192, 16, padded=True),
     _case("kimi draft fp8", 8, 128, 256, 4, 8192, 64, storage="fp8"),
     _case("kimi draft fp8 split", 8, 128, 1, 1, 65536, 128, storage="fp8"),
     _case("mha fp16 window", 32, 128, 64, 16, 8192, 32, torch.float16, window=4096),
