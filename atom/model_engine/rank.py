@@ -32,6 +32,7 @@ class Rank:
 
     Attributes:
         place: among the others.
+        platform: that it runs on.
         source: the model.
         context: what its layers are built with: the device, the model's dtype, the longest context.
         storage: the dtype of the KV cache.
@@ -40,6 +41,7 @@ class Rank:
 
     config: EngineConfig
     place: Place
+    platform: Platform
     source: ModelSource
     context: LayerContext
     storage: torch.dtype
@@ -54,11 +56,7 @@ class Rank:
         """
         context = _create_context(config, place, platform, source)
         storage = storage_dtype(config.cache, context)
-        return cls(config, place, source, context, storage, _overlaps(config, platform))
-
-    @property
-    def platform(self) -> Platform:
-        return self.context.ops.platform
+        return cls(config, place, platform, source, context, storage, _overlaps(config, platform))
 
     @property
     def vocab_size(self) -> int:
