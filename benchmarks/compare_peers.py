@@ -68,6 +68,13 @@ class Contest:
         self._chats, self._text = _prompts(args)
         self.found = Found({name: {case: [] for case in CASES} for name in workers})
 
+    def warm_up(self) -> None:
+        """Every engine once, not counted: what is compiled, recorded and learnt at first."""
+        for name, worker in self._workers.items():
+            for case in self.found.speeds[name]:
+                if case in self._args.cases:
+                    self._speed(worker, case, 0)
+
     def round(self) -> None:
         """Every engine once; the prompts change from round to round."""
         number = self.found.rounds
@@ -234,6 +241,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
             peer.name: stack.enter_context(Worker.start(peer, args.home, threads)) for peer in peers
         }
         contest = Contest(args, workers, probe)
+        contest.warm_up()
         began = time.monotonic()
         while not contest.found.rounds or time.monotonic() - began < args.seconds:
             contest.round()

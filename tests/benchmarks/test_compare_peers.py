@@ -68,6 +68,14 @@ def test_speeds_of_a_round(contest: Any) -> None:
     assert len(made.found.bandwidth) == 3
 
 
+def test_the_first_runs_are_not_counted(contest: Any) -> None:
+    made, workers = contest([], cases=("decode-1",))
+    made.warm_up()
+    assert all(worker.asked == [(1, 1), (1, 11)] for worker in workers.values())
+    assert made.found.rounds == 0
+    assert made.found.speeds["atom-8"]["decode-1"] == []
+
+
 def test_disturbed_runs_are_thrown_away(contest: Any) -> None:
     made, _ = contest([0.5, 0.0, *[0.2] * 4], cases=("decode-1",))
     made.round()
