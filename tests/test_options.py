@@ -117,6 +117,10 @@ def test_gpus_have_defaults_of_their_own(monkeypatch: pytest.MonkeyPatch) -> Non
     # What is given counts, also where it is the default elsewhere.
     assert sizes("--block-size", "16", "--max-num-seqs", "64") == (16, 8192, 64)
     assert engine_config(block_size=None, max_num_seqs=64).scheduler.max_num_seqs == 64
+    # A step has no more sequences than tokens.
+    assert sizes("--max-num-batched-tokens", "128") == (64, 128, 128)
+    with pytest.raises(ConfigError, match="max_num_seqs"):
+        sizes("--max-num-batched-tokens", "128", "--max-num-seqs", "129")
 
 
 def test_names_are_told_apart() -> None:

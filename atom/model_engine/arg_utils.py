@@ -78,7 +78,10 @@ def engine_config(**options: Any) -> EngineConfig:
         ConfigError: for an invalid value, with what is expected.
     """
     if _is_for_gpu(options.get("device")):
+        tokens, seqs = options.get("max_num_batched_tokens"), options.get("max_num_seqs")
         options = with_gpu_defaults(EngineConfig, options)
+        if isinstance(tokens, int) and seqs is None:  # no more than a step has tokens
+            options["max_num_seqs"] = max(min(options["max_num_seqs"], tokens), 1)
     return build(EngineConfig, options, "engine argument")
 
 

@@ -80,6 +80,7 @@ def warm_ups(limits: StepLimits) -> Iterator[WarmUp]:
         # The end of a long prompt, whose beginning is never computed.
         if start := limits.last_prompt_token - length:
             yield _warm_up(limits, [length], greedy, is_greedy=True, start=start)
+    yield _unfinished_prompt(limits, lengths[0], greedy)
     most = max(min(limits.max_num_tokens // lengths[0], limits.max_num_seqs), 1)
     *plain, edited = others
     for params in (greedy, *plain):
@@ -91,6 +92,13 @@ def warm_ups(limits: StepLimits) -> Iterator[WarmUp]:
         yield _warm_up(limits, left, greedy, is_greedy=True)
     for params in (*plain, edited):
         yield _warm_up(limits, [lengths[0]], params, is_greedy=False)
+
+
+def _unfinished_prompt(limits: StepLimits, length: int, params: SamplingParams) -> WarmUp:
+    """The first tokens of a longer prompt: nothing is sampled, a draft writes its cache alone."""
+    step, new = _Rows(limits, params).prompt(length)
+    begun = msgspec.structs.replace(step, wants_sample=False, successor_token=0)
+    return WarmUp([ScheduledBatch([begun], [new], [])], True, 1)
 
 
 def _kinds(limits: StepLimits) -> list[SamplingParams]:

@@ -34,7 +34,8 @@ class AttentionMetadata:
             `context_lens`.
         padding_lens: [B] int32; tokens at the end of each sequence's queries that only pad a graph:
             their slots, in its context, were not written and may hold another's NaN. Attention
-            reads none of them. None where there are none.
+            reads none of them, but for aiter's unified attention and FlashMLA, which cannot be
+            told. None where there are none.
         most_context_cpu: upper bounds of the context lengths, those of sequences with more than
             `MAX_DECODE_QUERIES` queries exact; None if there are none.
     """

@@ -108,7 +108,8 @@ def _in_place(
     """Causal attention of q [T, heads, d] over the pool -> [T, heads, d].
 
     A window of W tokens includes the query's own, so it is W - 1 tokens to the left. Assumes that
-    FP8 keys and values are multiplied by the descales.
+    FP8 keys and values are multiplied by the descales. The kernel cannot be told of
+    `padding_lens`: it reads these slots, with a weight of 0.
     """
     q = q.contiguous()
     out = torch.empty_like(q)

@@ -1,7 +1,8 @@
 """Latent attention for a few queries per sequence with FlashMLA, on Hopper GPUs.
 
 Queries are projected into the latent space, and the kernel reads each cached latent once, as key
-and as value of all heads of all queries of a sequence. See `kernels.torch.mla`.
+and as value of all heads of all queries of a sequence. It cannot be told of `padding_lens`: it
+reads these slots, with a weight of 0. See `kernels.torch.mla`.
 
 How it splits contexts over the device is a plan, which a kernel of its own makes from the context
 lengths, on the device, in the first call that is given an empty plan. So a captured graph plans in
