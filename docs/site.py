@@ -57,7 +57,10 @@ def engine_options() -> str:
         group = each.field.name if each.is_document else each.group
         rows[SUBJECTS[group]].append(_row(each))
     head = ["| flag | default | meaning |", "|---|---|---|"]
-    tables = ["\n".join([f"## {name[0].upper()}{name[1:]}", "", *head, *rows[name]]) for name in rows]
+    tables = [
+        "\n".join([f"## {subject[0].upper()}{subject[1:]}", "", *head, *lines])
+        for subject, lines in rows.items()
+    ]
     return "\n\n".join(tables)
 
 
