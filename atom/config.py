@@ -257,8 +257,8 @@ class GraphOptions(Options):
     )
     capture_sizes: tuple[int, ...] | None = option(
         None,
-        "numbers of sequences to capture graphs for, such as 1,2,4; powers of two up to "
-        "--max-num-seqs when omitted",
+        "numbers of sequences to capture graphs for, such as 1,2,4; 1, 2, 4, 8, 16, 24, 32, 48, "
+        "... up to --max-num-seqs when omitted",
         name="cudagraph_capture_sizes",
         parse=parse_sizes,
     )

@@ -9,6 +9,10 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
+from atom.config import EngineConfig
+from atom.model_engine.arg_utils import SUBJECTS
+from atom.options import Option, options_of
+
 ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
@@ -18,6 +22,7 @@ PAGES = (
     "deploy/helm/atom/examples/*.yaml",
     "LICENSE",
 )
+OPTIONS = "<!-- engine options -->"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -33,10 +38,42 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Links to folders of the repository, which have no page, become plain text."""
+    """Links to folders of the repository, which have no page, become plain text, and `OPTIONS` the
+    tables of the engine's options.
+    """
     folder = (ROOT / page.file.src_uri).parent
 
     def plain(link: re.Match[str]) -> str:
         return link[1] if (folder / link[2]).is_dir() else link[0]
 
-    return re.sub(r"\[([^\]]+)\]\(([^)#:]+)\)", plain, markdown)
+    linked = re.sub(r"\[([^\]]+)\]\(([^)#:]+)\)", plain, markdown)
+    return linked.replace(OPTIONS, engine_options())
+
+
+def engine_options() -> str:
+    """A table of the engine's options for each subject, as in the help of `atom serve`."""
+    rows: dict[str, list[str]] = {subject: [] for subject in SUBJECTS.values()}
+    for each in options_of(EngineConfig):
+        group = each.field.name if each.is_document else each.group
+        rows[SUBJECTS[group]].append(_row(each))
+    head = ["| flag | default | meaning |", "|---|---|---|"]
+    tables = [
+        "\n".join([f"## {subject[0].upper()}{subject[1:]}", "", *head, *lines])
+        for subject, lines in rows.items()
+    ]
+    return "\n\n".join(tables)
+
+
+def _row(each: Option) -> str:
+    declared = each.declared
+    flags = [each.flag, *([declared.short] if declared.short else [])]
+    if each.kind is bool:
+        flags.append(each.flag.replace("--", "--no-", 1))
+    default = "" if each.default is None else str(each.default)
+    if each.kind is bool and each.default is not None:
+        default = "on" if each.default else "off"
+    if declared.on_gpu is not None:
+        default += f", on a GPU {declared.on_gpu}"
+    choices = f" ({', '.join(declared.choices)})" if declared.choices else ""
+    names = ", ".join(f"`{flag}`" for flag in flags)
+    return f"| {names} | {default} | {declared.help}{choices} |"

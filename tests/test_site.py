@@ -8,6 +8,9 @@ import subprocess
 import sys
 from pathlib import Path
 
+from atom.config import EngineConfig
+from atom.options import options_of
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -19,6 +22,9 @@ def test_the_site_is_built_with_every_link_right(tmp_path: Path) -> None:
     pages = {path: path.read_text() for path in tmp_path.rglob("*.html")}
     assert len(pages) > 20
     assert "top_p" in pages[tmp_path / "docs" / "api" / "index.html"]
+    options = pages[tmp_path / "docs" / "options" / "index.html"]
+    flags = [each.flag for each in options_of(EngineConfig)]
+    assert [flag for flag in flags if f"<code>{flag}<" not in options] == []
     assert (tmp_path / "docs" / "pictures" / "step.svg").exists()
     loads = re.compile(r'<(?:script|img|link)[^>]* (?:src|href)="https?://(?!127\.0\.0\.1)[^"]*"')
     assert {path: found for path, text in pages.items() if (found := loads.findall(text))} == {}

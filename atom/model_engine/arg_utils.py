@@ -24,7 +24,7 @@ EngineOptions = Mapping[str, Any]
 
 
 # The sections of the help.
-_SUBJECTS = {
+SUBJECTS: Mapping[str | None, str] = {
     "model": "model and weights",
     "speculative": "speculation",
     "cache": "memory for keys and values",
@@ -37,7 +37,7 @@ _SUBJECTS = {
 
 def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     """Add a flag for each engine option, as --kebab-case and --snake_case."""
-    add_flags_by_subject(parser, EngineConfig, _SUBJECTS)
+    add_flags_by_subject(parser, EngineConfig, SUBJECTS)
 
 
 def add_model(parser: CommandLine) -> None:

@@ -47,7 +47,7 @@ PROGRAMS = {
             "throughput": Program("all prompts at once", "atom.bench.throughput:main"),
         },
     ),
-    "plan": Program("how a model lies on GPUs, and how fast it can be", "atom.plan.cli:main"),
+    "plan": Program("how a model is placed on GPUs, and how fast it can be", "atom.plan.cli:main"),
     "train": Program("train a draft for a model", "atom.training.cli:main"),
     "ops": Program("which kernel runs each operation here", "atom.entrypoints.terminal.ops:main"),
     "completion": Program(
