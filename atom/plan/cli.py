@@ -23,7 +23,7 @@ _CACHE_DTYPES = {"bf16": torch.bfloat16, "fp8": torch.float8_e4m3fn}
 def create_parser(prog: str = "python -m atom.plan") -> CommandLine:
     parser = CommandLine(
         prog=prog,
-        description="How a model is placed on GPUs, and a bound of its speed, from its config.json.",
+        description="How a model is placed on GPUs, and what bounds its speed, from its config.",
     )
     parser.add_positional("model", "the same as --model")
     add = parser.add_argument
