@@ -76,7 +76,7 @@ class Setup:
         if not self.serves:
             options["max_num_seqs"] = self.batch_sizes[-1]
             options["max_num_batched_tokens"] = max(4096, 2 * self.batch_sizes[-1])
-            if not self.eager:
+            if not self.eager and self.device != "cpu":
                 options["cudagraph_capture_sizes"] = list(self.batch_sizes)
         return engine_config(
             model=str(self.folders[0]),

@@ -112,7 +112,7 @@ class Roofline:
         setup = Setup(
             (Path(args.model) if args.model else embedded_model(), draft or Path()),
             k,
-            eager=True,
+            eager=False,
             batch_sizes=tuple(
                 sorted({*args.batch_sizes, *(_PLOTTED_BATCHES if args.plot else [])})
             ),

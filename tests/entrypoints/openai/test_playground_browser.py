@@ -86,7 +86,7 @@ def test_a_tool_call(page: Any, scripted: ScriptedServer) -> None:
     page.get_by_label("Tools (JSON)").fill(json.dumps(TOOLS))
     send(page, "How is Rome?")
     call = page.get_by_label("Call of get_weather")
-    call.wait_for()
+    call.locator("pre").filter(has_text="}").wait_for()
     assert json.loads(call.locator("pre").inner_text()) == {"city": "Rome"}
     scripted.says(TEXT)
     page.get_by_label("Result", exact=True).fill("sunny")

@@ -240,8 +240,7 @@ def test_chat_in_a_terminal(folder: Path, tmp_path: Path) -> None:
     terminal.say("hello\n")
     terminal.wait_for(r"\(\d tokens(?s:.*)> ")
     terminal.say("/set max_tokens 50000\nhello\n")
-    terminal.wait_for("hello\r\n")
-    time.sleep(0.5)
+    terminal.wait_for(r"hello\r\n(?s:.*)\S")  # it would end by itself within a second
     os.kill(terminal.pid, signal.SIGINT)
     terminal.wait_for(r"stopped\)(?s:.*)> ")
     terminal.say("\x04")
