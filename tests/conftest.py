@@ -7,6 +7,7 @@ import importlib.util
 import os
 import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -126,6 +127,15 @@ def _find_chromium() -> str | None:
 
 def _has_gpu() -> bool:
     return torch.cuda.is_available()
+
+
+@pytest.fixture
+def uncollected() -> Iterator[None]:
+    """Nothing collects garbage meanwhile: with what other tests left, that takes long."""
+    gc.collect()
+    gc.disable()
+    yield
+    gc.enable()
 
 
 @pytest.fixture(scope="session")

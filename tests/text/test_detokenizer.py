@@ -262,6 +262,7 @@ def test_token_bytes_and_text(
     assert windowed.token_bytes(10**6) == b""
 
 
+@pytest.mark.usefixtures("uncollected")
 @pytest.mark.parametrize("kind", ["byte_level", "window", "bytes of a run"])
 def test_time_is_linear(
     rich_tokenizer: PreTrainedTokenizerFast,

@@ -200,6 +200,7 @@ def test_names_come_first_and_arguments_stream(spelling: Spelling) -> None:
         assert said == ('{"text": "' + value[: i + 1 - start] if spelling.streams else "")
 
 
+@pytest.mark.usefixtures("uncollected")
 @SPELLED
 def test_time_is_linear(spelling: Spelling) -> None:
     """Eight times the text takes less than thirty times as long, not sixty-four."""
