@@ -144,4 +144,15 @@ ATOM_INLINE void store_weights(float* scores, int64_t i, vfloat weights) {
 }
 
 }  // namespace atom
+#else
+
+namespace atom {
+
+// Names only: nothing calls them.
+template <int G, class... Args>
+void score_pairs(const Args&...);
+template <int G, class... Args>
+void weigh_pairs(const Args&...);
+
+}  // namespace atom
 #endif
