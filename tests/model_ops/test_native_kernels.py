@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from model_ops.native_numbers import one_thread, random  # noqa: F401  # a fixtu
 from atom.environment import cache_dir
 from atom.model_ops.kernels.native import bindings, elementwise, linear
 from atom.model_ops.kernels.native import sampling as native_sampling
-from atom.model_ops.kernels.native.build import NativeBuild, build, native_build
+from atom.model_ops.kernels.native.build import SOURCE_DIR, NativeBuild, build, native_build
 from atom.model_ops.kernels.torch import elementwise as torch_elementwise
 from atom.model_ops.kernels.torch import linear as torch_linear
 from atom.model_ops.kernels.torch import sampling as torch_sampling
@@ -83,6 +84,19 @@ def test_blocks_of_rows_that_leave_the_cache_have_the_same_bits(dtype: torch.dty
     everything = linear.logits(x, weight)
     for row in (0, 127, 128, 255, 256, 299):
         assert torch.equal(linear.logits(x[row : row + 1], weight)[0], everything[row])
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of x86-64")
+@pytest.mark.parametrize("arch", ["haswell", "cascadelake"])
+def test_sources_are_right_for_older_processors(arch: str) -> None:
+    """AVX2 alone, and AVX-512 without products of bfloat16: parsed, not compiled."""
+    compiler = shutil.which("c++")
+    if compiler is None:
+        pytest.skip("there is no C++ compiler")
+    sources = sorted(map(str, SOURCE_DIR.glob("*.cpp")))
+    command = [compiler, "-std=c++17", "-fsyntax-only", f"-march={arch}", *sources]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.slow
