@@ -73,7 +73,7 @@ def paged_attention(
     The last query of a sequence sits at the last position of its context. Results depend on the
     query's own sequence only, bit for bit, whatever the batch and the number of queries. Rows of
     tokens beyond the last sequence are zero. Weights of values are rounded to bfloat16 where the
-    processor multiplies tiles of that.
+    processor multiplies tiles or pairs of that.
 
     Args:
         scale: of the scores; positive.

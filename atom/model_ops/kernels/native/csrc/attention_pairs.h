@@ -8,11 +8,16 @@
 #include "attention.h"
 #include "transpose.h"
 
+namespace atom {
+
+// Keys of a vector of scores.
+constexpr int64_t kLaneKeys = 16;
+
+}  // namespace atom
+
 #if defined(__AVX512BF16__)
 
 namespace atom {
-
-constexpr int64_t kLaneKeys = 16;
 
 ATOM_INLINE vfloat multiply_pairs(vfloat sums, vint a, vint b) {
   return (vfloat)_mm512_dpbf16_ps((__m512)sums, (__m512bh)a, (__m512bh)b);

@@ -155,7 +155,7 @@ class Vectors {
   }
 
   void score(const Chunk& chunk, const Chunk& next) const {
-    Fetcher next_keys = fetcher(next.key, kPairs<T> ? 4 : row_groups() * kChunk / 2);
+    Fetcher next_keys = fetcher(next.key, kPairs<T> ? kChunk / kLaneKeys : row_groups() * kChunk / 2);
     const T* keys[kChunk];
     for (int64_t h = 0; h < unit.kv_heads; ++h) {
       unpack(a, chunk.key, h, chunk, in_place, head_dim, rows_memory, keys);
