@@ -92,6 +92,11 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     def num_tokens(self) -> int:
         return sum(len(s.token_ids) for s in self.sequences)
 
+    @property
+    def num_drafting(self) -> int:
+        """Sequences that the step samples and that want drafts."""
+        return sum(s.wants_sample and s.wants_drafts for s in self.sequences)
+
 
 class Orders(msgspec.Struct, frozen=True):
     """What the first rank tells the others to do in a step.

@@ -100,8 +100,7 @@ class ModelRunner:
         self._start(batch)
         numbers = DraftNumbers()
         if not self._drafter.looks_first:
-            wanted = sum(s.wants_sample and s.wants_drafts for s in batch.sequences)
-            numbers = self._drafter.begin(wanted)
+            numbers = self._drafter.begin(batch.num_drafting)
         step = self.inputs.build(batch) if batch.sequences else None
         if self._publish is not None:
             is_greedy = step is not None and step.sample.is_greedy

@@ -46,8 +46,7 @@ def warm_up(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: int) 
                 run(own, steps.batches, depth=2 if rank.overlaps else 1)
             else:
                 for batch in steps.batches:
-                    samples = any(sequence.wants_sample for sequence in batch.sequences)
-                    num_drafts = drafter.max_drafts if samples else 0
+                    num_drafts = drafter.begin(batch.num_drafting).made
                     own.follow(Orders.of(batch, num_drafts, steps.is_greedy))
             _forget(own, steps, is_first=rank.place.is_first)
             count += len(steps.batches)
