@@ -62,8 +62,8 @@ class VectorProduct {
   // Rows that `multiply` takes at most.
   static constexpr int64_t kMostChunk = kGroupRows;
   // Packed activations that stay within a second-level cache, and their number.
-  static constexpr int64_t kBlockBytes = 256 * 1024;
-  static constexpr int64_t kMostBlockRows = 120;
+  static constexpr int64_t kBlockBytes = 768 * 1024;
+  static constexpr int64_t kMostBlockRows = 512;
 
   VectorProduct(int64_t rows, int64_t size)
       : rows_(rows), size_(size), stride_((size + kDotStep - 1) / kDotStep * kDotStep) {}

@@ -20,6 +20,8 @@ inline int64_t bytes_of(Number type) {
 enum class Inputs : int64_t { kNumbers, kInt8, kInt16, kBfloat16, kInt12 };
 
 constexpr bool is_wide(Inputs kind) { return kind == Inputs::kInt16 || kind == Inputs::kInt12; }
+// Whether all inputs of a row have one scale, which a row's results are multiplied with at the end.
+constexpr bool scales_row(Inputs kind) { return kind != Inputs::kInt8; }
 // Low bits of a wide code, with a sign; those above fit into a byte as well.
 constexpr int low_bits(Inputs kind) { return kind == Inputs::kInt12 ? 4 : 8; }
 // The largest code.
@@ -29,6 +31,9 @@ constexpr int32_t limit_of(Inputs kind) {
 // Wide inputs in a line of 64 bytes of a tile. Those of 12 bits are there with both their bytes: the
 // products of high ones are with 16 times a code of weights, and so all sums are one.
 constexpr int64_t line_inputs(Inputs kind) { return kind == Inputs::kInt12 ? 32 : 64; }
+
+// Which group of `size` inputs an input is in. Dividing 64 bits takes twice as long.
+inline int64_t group_of(int64_t input, int64_t size) { return uint32_t(input) / uint32_t(size); }
 
 constexpr int64_t kTileSide = 16;  // rows of a tile: outputs of a panel, and of inputs
 
@@ -48,12 +53,13 @@ struct QuantMatrix {
   Number scale_type, shift_type;
   int64_t has_offsets;  // whether shifts are offsets
 
+  bool has_shift() const { return shift != nullptr; }
   int64_t panels() const { return (outs + kLanes - 1) / kLanes; }
   int64_t panel_bytes() const { return bits * inputs * kLanes / 8; }
 };
 
-// Of a row's span of inputs: what its products are multiplied with, the sum of its codes (or
-// numbers), and what to begin with: that sum times what codes are too large by.
+// Of a row's span of inputs: the scale of its codes, the sum of its inputs (of its codes, where a row
+// has one scale), and what to begin with: the sum of codes times what those of weights are too large by.
 struct Span {
   float scale, sum;
   union {

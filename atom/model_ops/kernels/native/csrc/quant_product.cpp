@@ -1,6 +1,8 @@
 // Products of few rows, with vectors.
+#include <algorithm>
 #include <cstdlib>
 
+#include "parallel.h"
 #include "quant_span.h"
 #include "quant_wide.h"
 
@@ -133,10 +135,34 @@ ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, c
   }
 }
 
-// out[(r * P + p) * kLanes] = panel `panel` + p of the weights times row `first` + r.
+// Factors of the spans of panels, converted once for all rows.
+class FactorTable {
+ public:
+  // Of `panels` panels from `panel` on, [spans, panels].
+  FactorTable(const QuantMatrix& w, int64_t panel, int64_t panels, int64_t span) {
+    static thread_local Scratch scratch;
+    const int64_t spans = w.inputs / span;
+    all_ = scratch.get<Factors>(spans * panels);
+    for (int64_t i = 0; i < spans; ++i) {
+      for (int64_t p = 0; p < panels; ++p) {
+        all_[i * panels + p] = product_factors(w, panel + p, i * span);
+      }
+    }
+  }
+  const Factors* of_span(int64_t span, int64_t panels) const { return all_ + span * panels; }
+
+ private:
+  Factors* all_;
+};
+
+// So many rows at a time are worth the table; fewer convert factors as they need them.
+constexpr int kTableRows = 6;
+
+// out[(r * P + p) * kLanes] = panel `panel` + p of the weights times row `first` + r. `table`: of these
+// panels, for kTableRows rows or more.
 template <class C, Inputs kKind, int R, int P>
 void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
-                   float* out) {
+                   const FactorTable* table, float* out) {
   constexpr bool kInteger = kKind != Inputs::kNumbers;
   using Input = std::conditional_t<kInteger, int8_t, float>;
   using Sum = std::conditional_t<kInteger, vint, vfloat>;
@@ -145,15 +171,13 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
   const int64_t panel_bytes = w.panel_bytes();
   const uint8_t* codes = w.codes + panel * panel_bytes;
   const Span* of_spans = rows.spans + first * spans;
-  const Shifts shifts(w);
   vfloat totals[R][P] = {};
   const int64_t span_inputs = rows.span * (is_wide(kKind) && !kSplitsWide ? 2 : 1);
   for (int64_t span = 0; span < spans; ++span, codes += units * C::kBytes, x += span_inputs) {
     Sums<Sum, R, P> sums;
     ATOM_UNROLL for (int r = 0; r < R; ++r) {
-      const Span& of = of_spans[r * spans + span];
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
-        if constexpr (kInteger) sums.of[r][p] = splat(of.first_code);
+        if constexpr (kInteger) sums.of[r][p] = splat(of_spans[r * spans + span].first_code);
         else sums.of[r][p] = Sum{};
       }
     }
@@ -162,19 +186,28 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
     } else {
       sum_units<C, R, P>(codes, panel_bytes, units, x, rows.stride, sums);
     }
-    ATOM_UNROLL for (int p = 0; p < P; ++p) {
-      const Factors factors = load_factors(w, panel + p, span * rows.span);
-      ATOM_UNROLL for (int r = 0; r < R; ++r) {
-        const Span& of = of_spans[r * spans + span];
-        vfloat products;
-        if constexpr (kInteger) products = convert(sums.of[r][p]);
-        else products = sums.of[r][p] + of.first;
-        totals[r][p] = add_span<kKind>(totals[r][p], products, factors, of, shifts);
+    const auto add = [&](auto has_shift) {
+      ATOM_UNROLL for (int p = 0; p < P; ++p) {
+        const Factors factors = R < kTableRows
+                                    ? product_factors(w, panel + p, span * rows.span)
+                                    : table->of_span(span, P)[p];
+        ATOM_UNROLL for (int r = 0; r < R; ++r) {
+          const Span& inputs = of_spans[r * spans + span];
+          vfloat products;
+          if constexpr (kInteger) products = convert(sums.of[r][p]);
+          else products = sums.of[r][p] + inputs.first;
+          totals[r][p] = add_span<kKind>(totals[r][p], products, factors, inputs, has_shift);
+        }
       }
-    }
+    };
+    if (w.has_shift()) add(std::true_type{});
+    else add(std::false_type{});
   }
   ATOM_UNROLL for (int r = 0; r < R; ++r) {
-    ATOM_UNROLL for (int p = 0; p < P; ++p) store(out + (r * P + p) * kLanes, totals[r][p]);
+    const vfloat scale = splat(scales_row(kKind) ? of_spans[r * spans].scale : 1.0f);
+    ATOM_UNROLL for (int p = 0; p < P; ++p) {
+      store(out + (r * P + p) * kLanes, totals[r][p] * scale);
+    }
   }
 }
 
@@ -182,15 +215,18 @@ template <class C, Inputs kKind, int P>
 void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t count,
                      float* out) {
   int64_t r = 0;
-  const auto take = [&](auto size) {
+  const auto take = [&](auto size, const FactorTable* table = nullptr) {
     constexpr int R = decltype(size)::value;
     for (; r + R <= count; r += R) {
-      multiply_rows<C, kKind, R, P>(w, panel, rows, r, out + r * P * kLanes);
+      multiply_rows<C, kKind, R, P>(w, panel, rows, r, table, out + r * P * kLanes);
     }
   };
-  if constexpr (P == 1 && kPanelsTogether == 2) take(std::integral_constant<int, 8>{});
-  if constexpr (P == 2 && kOneSum<kKind, 6>) {
-    if (count >= 12) take(std::integral_constant<int, 6>{});
+  constexpr int kMost = kPanelsTogether < 2 ? 4 : P == 1 ? 8 : kOneSum<kKind, 6> ? 6 : 4;
+  if constexpr (kMost >= kTableRows) {
+    if (count >= 2 * kTableRows) {
+      const FactorTable table(w, panel, P, rows.span);
+      take(std::integral_constant<int, kMost>{}, &table);
+    }
   }
   take(std::integral_constant<int, 4>{});
   take(std::integral_constant<int, 3>{});

@@ -92,12 +92,12 @@ void quantise_row(const QuantInputs& how, const float* x, float* scales, int8_t*
   }
   constexpr bool kPaired = kKind == Inputs::kInt12;
   const int64_t tile = how.tile_rows * 64;
-  const WideRow wide = how.tile_rows == 0 ? WideRow{codes, 64, 64, how.inputs}
-                       : kPaired          ? WideRow{codes, 32, tile, 32}
-                                          : WideRow{codes, 64, 2 * tile, tile};
+  const WideRow wide = how.tile_rows == 0 ? WideRow{codes, 6, 64, how.inputs}
+                       : kPaired          ? WideRow{codes, 5, tile, 32}
+                                          : WideRow{codes, 6, 2 * tile, tile};
   for (int64_t g = 0; g < groups; g += kLanes) store(inverses + g, 1 / load(scales + g));
   for (int64_t span = 0; span < how.spans(); ++span) {
-    const int64_t begin = span * how.span, group = begin / how.group;
+    const int64_t begin = span * how.span, group = group_of(begin, how.group);
     const vfloat scale = splat(scales[group]), inverse = splat(inverses[group]);
     vint sums = {};
     for (int64_t i = begin; i < begin + how.span; i += kLanes) {
@@ -113,7 +113,7 @@ void quantise_row(const QuantInputs& how, const float* x, float* scales, int8_t*
     }
     const int32_t code_sum = sum(sums);
     spans[span].scale = scales[group];
-    spans[span].sum = float(code_sum);
+    spans[span].sum = scales_row(kKind) ? float(code_sum) : float(code_sum) * scales[group];
     spans[span].first_code = -int32_t(how.excess) * code_sum;
   }
 }

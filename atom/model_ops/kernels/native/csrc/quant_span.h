@@ -22,9 +22,6 @@ struct Factors {
   vfloat scale, shift;
 };
 
-// Which group of `size` inputs an input is in. Dividing 64 bits takes twice as long.
-inline int64_t group_of(int64_t input, int64_t size) { return uint32_t(input) / uint32_t(size); }
-
 ATOM_INLINE Factors load_factors(const QuantMatrix& w, int64_t panel, int64_t input) {
   const int64_t at = (panel * w.groups + group_of(input, w.group)) * kLanes;
   Factors f{load_numbers(w.scale, at, w.scale_type), vfloat{}};
@@ -37,22 +34,19 @@ ATOM_INLINE Factors load_factors(const QuantMatrix& w, int64_t panel, int64_t in
   return f;
 }
 
-// Which shifts there are.
-struct Shifts {
-  explicit Shifts(const QuantMatrix& w)
-      : are_zeros(w.shift != nullptr && !w.has_offsets), are_offsets(w.has_offsets != 0) {}
-  bool are_zeros, are_offsets;
-};
+// What sums of products are multiplied with, and what sums of inputs are: an offset instead of a zero.
+ATOM_INLINE Factors product_factors(const QuantMatrix& w, int64_t panel, int64_t input) {
+  Factors f = load_factors(w, panel, input);
+  if (w.has_shift() && !w.has_offsets) f.shift *= -f.scale;
+  return f;
+}
 
 // total + what one span adds, where `products` are sums of codes times inputs.
 template <Inputs kKind>
 ATOM_INLINE vfloat add_span(vfloat total, vfloat products, const Factors& f, const Span& x,
-                            Shifts shifts) {
-  constexpr bool kInteger = kKind != Inputs::kNumbers;
-  if (shifts.are_zeros) products = fma(-f.shift, splat(x.sum), products);
-  total = fma(products, kInteger ? f.scale * x.scale : f.scale, total);
-  if (shifts.are_offsets) total = fma(f.shift, splat(kInteger ? x.sum * x.scale : x.sum), total);
-  return total;
+                            bool has_shift) {
+  if (has_shift) total = fma(f.shift, splat(x.sum), total);
+  return fma(products, scales_row(kKind) ? f.scale : f.scale * x.scale, total);
 }
 
 }  // namespace atom

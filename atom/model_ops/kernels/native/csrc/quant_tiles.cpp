@@ -120,7 +120,7 @@ ATOM_INLINE void multiply_tiles(const uint8_t* const (&x)[2], int64_t stride, in
 // Adds one span's products of a block of rows with a panel to their totals, which lie 32 apart.
 template <class C, Inputs kKind>
 void add_products(const int32_t (&sums)[4][kSide * kSide], int64_t half, int64_t rows,
-                  const Factors& factors, const Span* x, int64_t spans, Shifts shifts,
+                  const Factors& factors, const Span* x, int64_t spans, bool has_shift,
                   float* totals) {
   for (int64_t m = 0; m < rows; ++m) {
     const int32_t* at = sums[m / kSide * 2 + half] + m % kSide * kSide;
@@ -134,7 +134,7 @@ void add_products(const int32_t (&sums)[4][kSide * kSide], int64_t half, int64_t
       products = convert(codes);
     }
     float* total = totals + m * 2 * kSide;
-    store(total, add_span<kKind>(load(total), products, factors, x[m * spans], shifts));
+    store(total, add_span<kKind>(load(total), products, factors, x[m * spans], has_shift));
   }
 }
 
@@ -161,7 +161,6 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
   const int64_t next = kWide     ? 2 * x.tile_rows * kLineBytes
                        : kPaired ? x.tile_rows * kLineBytes
                                  : depth;
-  const Shifts shifts(w);
   std::fill(out, out + rows * 2 * kSide, 0.0f);
   alignas(64) int32_t sums[2][4][kSide * kSide];
   // Wide inputs are long rows of few spans: a span's weights stay in the first cache.
@@ -185,9 +184,16 @@ void multiply(const QuantMatrix& w, int64_t panel, const QuantRows& x, int64_t r
     for (int64_t half = 0; half < 2 && part > 0; ++half) {
       const int64_t row = row_of(part - 1), span = span_of(part - 1);
       add_products<C, kKind>(sums[(part - 1) % 2], half, std::min(kBlock, rows - row),
-                             load_factors(w, panels[half], span * x.span),
-                             x.spans + row * spans + span, spans, shifts,
+                             product_factors(w, panels[half], span * x.span),
+                             x.spans + row * spans + span, spans, w.has_shift(),
                              out + (2 * row + half) * kSide);
+    }
+  }
+  if (!scales_row(kKind)) return;
+  for (int64_t m = 0; m < rows; ++m) {
+    const vfloat scale = splat(x.spans[m * spans].scale);
+    for (float* at = out + 2 * m * kSide; at < out + 2 * (m + 1) * kSide; at += kLanes) {
+      store(at, load(at) * scale);
     }
   }
 }

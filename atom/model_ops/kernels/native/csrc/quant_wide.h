@@ -15,11 +15,15 @@ constexpr bool kSplitsWide = true;
 constexpr bool kSplitsWide = kUnsignedProduct;
 #endif
 
-// A row of wide inputs. Of split ones the high bytes of `line` inputs lie together, and the next ones
-// `next` further; low bytes lie `low` behind the high ones.
+// A row of wide inputs. Of split ones the high bytes of 1 << `line_bits` inputs lie together, and the
+// next ones `next` further; low bytes lie `low` behind the high ones.
 struct WideRow {
   int8_t* row;
-  int64_t line, next, low;
+  int64_t line_bits, next, low;
+
+  int8_t* place(int64_t i) const {
+    return row + (i >> line_bits) * next + (i & ((int64_t{1} << line_bits) - 1));
+  }
 };
 
 // Stores kLanes codes of wide inputs, from input `i` on.
@@ -28,7 +32,7 @@ ATOM_INLINE void store_wide(const WideRow& to, int64_t i, vint codes) {
   if (kSplitsWide) {
     constexpr int kLow = low_bits(kKind);
     const vint low = (vint)((vuint)codes << (32 - kLow)) >> (32 - kLow);
-    int8_t* at = to.row + i / to.line * to.next + i % to.line;
+    int8_t* at = to.place(i);
     store_bytes(at, (codes - low) >> kLow);
     return store_bytes(at + to.low, low);
   }
