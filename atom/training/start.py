@@ -77,7 +77,8 @@ def _read_exported(folder: Path) -> TrainingCheckpoint:
     tensors.pop("t2d", None)
     config.pop("torch_dtype", None)
     # Measured on the weights that training is about to change.
-    config.pop("draft_temperature_scale", None)
+    for measured in ("draft_temperature_scale", "expected_acceptance_length"):
+        config.pop(measured, None)
     vocabulary = offsets + torch.arange(len(offsets))
     weights = {f"weight.{name}": tensor.float() for name, tensor in tensors.items()}
     return TrainingCheckpoint(config, {}, Progress(), vocabulary, weights)

@@ -190,6 +190,10 @@ def test_an_exported_draft_is_trained_further(
     data: Path, target: Path, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run("export", whole, tmp_path / "first", "--dtype", "float32")
+    card = tmp_path / "first" / "config.json"
+    stated = {"tokens_per_forward": 2.5, "num_speculative_tokens": 3, "data": "some"}
+    measured = {"draft_temperature_scale": 0.8, "expected_acceptance_length": stated}
+    card.write_text(json.dumps(json.loads(card.read_text()) | measured))
     more = ("--initial-draft", tmp_path / "first", "--epochs", 1e-6, "--lr", 0, "--lr-fc", 0)
     train(target, data, tmp_path / "again", *more, "--lr-head", 0)
     run("export", tmp_path / "again", tmp_path / "second", "--dtype", "float32")
