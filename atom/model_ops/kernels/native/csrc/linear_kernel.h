@@ -60,12 +60,16 @@ void linear_block(const LinearArgs& a, const Product& product, const Weights& we
   const T* x = static_cast<const T*>(a.x) + first * a.x_stride;
   const T* bias = static_cast<const T*>(a.bias);
   Out* out = static_cast<Out*>(a.out) + first * a.out_features;
-  char* packed = scratch.get<char>(bytes);
-  constexpr int64_t step = Product::kPackRows;
-  run_shares((rows + step - 1) / step, bytes < kSerialPacking ? 1 : a.threads,
-             [&](int64_t begin, int64_t end) {
-               product.pack(x, a.x_stride, begin * step, std::min(end * step, rows), packed);
-             });
+  const void* packed = product.as_packed(x, a.x_stride);
+  if (packed == nullptr) {
+    char* room = scratch.get<char>(bytes);
+    constexpr int64_t step = Product::kPackRows;
+    run_shares((rows + step - 1) / step, bytes < kSerialPacking ? 1 : a.threads,
+               [&](int64_t begin, int64_t end) {
+                 product.pack(x, a.x_stride, begin * step, std::min(end * step, rows), room);
+               });
+    packed = room;
+  }
   const int64_t panels = (a.out_features + kPanel - 1) / kPanel;
   const bool serial = rows * size * a.out_features < kSerialWork;
   run_tasks(panels, serial ? 1 : a.threads, [&](TaskQueue::Hand& hand) {

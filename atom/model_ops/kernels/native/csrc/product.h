@@ -5,7 +5,7 @@
 // Linear layers use it; so may any kernel that multiplies some rows by some rows of a matrix.
 //
 //     with_product<T>(rows, size, [&](const auto& product) {
-//       product.pack(x, stride, 0, rows, packed);  // packed_bytes() of memory
+//       product.pack(x, stride, 0, rows, packed);  // packed_bytes() of memory; or as_packed(x, stride)
 //       typename std::decay_t<decltype(product)>::Session session(product);
 //       multiply(product, packed, weights, begin, end, [&](m, count, n, outs, sums) { ... });
 //     });
@@ -69,6 +69,12 @@ class VectorProduct {
       : rows_(rows), size_(size), stride_((size + kDotStep - 1) / kDotStep * kDotStep) {}
 
   int64_t packed_bytes() const { return rows_ * stride_ * int64_t(sizeof(Packed<T>)); }
+
+  // The rows themselves, `stride` elements apart, where packing would copy them as they are; or null.
+  const void* as_packed(const T* x, int64_t stride) const {
+    const bool is_copy = std::is_same_v<T, Packed<T>> && size_ == stride_ && stride == stride_;
+    return is_copy ? x : nullptr;
+  }
 
   // Rows first to last, `stride` elements apart from x on.
   void pack(const T* x, int64_t stride, int64_t first, int64_t last, void* packed) const {

@@ -54,6 +54,8 @@ class TileProduct {
     return (rows_ + amx::kSide - 1) / amx::kSide * group_bytes();
   }
 
+  const void* as_packed(const bfloat16*, int64_t) const { return nullptr; }
+
   // packed[group][step][pair][row]; of a single row that is the row. Absent ones are 0.
   void pack(const bfloat16* x, int64_t stride, int64_t first, int64_t last, void* packed) const {
     char* to = static_cast<char*>(packed) + first / amx::kSide * group_bytes();

@@ -24,8 +24,8 @@ struct QuantLinearArgs {
 constexpr int64_t kSerialWork = 1 << 16;
 // Up to so many rows each thread packs them for itself.
 constexpr int64_t kPackAlone = 2;
-// Rows of inputs that pass by all weights before the next ones do.
-constexpr int64_t kBlockRows = 256;
+// Rows of inputs that are packed at once, and those of them that pass by weights together.
+constexpr int64_t kPackedRows = 1024, kBlockRows = 256;
 constexpr int64_t kTaskBytes = 16 * 1024;
 
 template <class Out>
@@ -44,58 +44,65 @@ class Product {
                           with_tiles_ ? std::min(kTileSide, a.rows) : 0)) {}
 
   void run() {
+    if (a_.rows == 0) return;
     const bool serial = a_.rows * w_.inputs * w_.outs < kSerialWork;
     threads_ = serial ? 1 : a_.threads;
     if (a_.rows <= kPackAlone) return multiply(0, a_.rows, nullptr);
     static thread_local Scratch scratch;
-    const int64_t most = std::min(kBlockRows, (a_.rows + kTileSide - 1) / kTileSide * kTileSide);
-    auto* packed = scratch.get<uint8_t>(packed_bytes(most));
-    for (int64_t first = 0; first < a_.rows; first += kBlockRows) {
-      const int64_t rows = std::min(kBlockRows, a_.rows - first);
+    for (int64_t first = 0; first < a_.rows; first += kPackedRows) {
+      const int64_t rows = std::min(kPackedRows, a_.rows - first);
+      uint8_t* packed = scratch.get<uint8_t>(packed_bytes(rounded(rows)));
       run_shares(rows, threads_, [&](int64_t begin, int64_t end) {
-        for (int64_t row = begin; row < end; ++row) pack(first, row, most, packed);
+        for (int64_t row = begin; row < end; ++row) pack(first, row, rows, packed);
       });
       multiply(first, rows, packed);
     }
   }
 
  private:
+  // Rows that have places: tiles are whole.
+  static int64_t rounded(int64_t rows) { return (rows + kTileSide - 1) / kTileSide * kTileSide; }
   int64_t packed_bytes(int64_t rows) const {
     return rows * (inputs_.row_bytes() + inputs_.spans() * int64_t(sizeof(Span)));
   }
   Span* spans(uint8_t* packed, int64_t rows) const {
-    return reinterpret_cast<Span*>(packed + rows * inputs_.row_bytes());
+    return reinterpret_cast<Span*>(packed + rounded(rows) * inputs_.row_bytes());
   }
   void pack(int64_t first, int64_t row, int64_t rows, uint8_t* packed) const {
     pack_row<T>(inputs_, first + row, inputs_.place(packed, row),
                 spans(packed, rows) + row * inputs_.spans());
   }
 
-  // packed: the rows, in a block as for kBlockRows of them, or null.
+  // Rows from `first` on. packed: so many, or null. A task is some panels times a block of them.
   void multiply(int64_t first, int64_t rows, uint8_t* shared) const {
     const int64_t panels = w_.panels(), together = std::max<int64_t>(
         2, kTaskBytes / std::max<int64_t>(1, w_.panel_bytes()) / 2 * 2);
-    const int64_t most =
-        shared == nullptr ? rows : std::min(kBlockRows, (a_.rows + kTileSide - 1) / kTileSide * kTileSide);
-    run_tasks((panels + together - 1) / together, threads_, [&](TaskQueue::Hand& hand) {
+    const int64_t groups = (panels + together - 1) / together;
+    const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+    const int64_t block_rows = rounded((rows + blocks - 1) / blocks);
+    run_tasks(blocks * groups, threads_, [&](TaskQueue::Hand& hand) {
       static thread_local Scratch alone, sums;
       uint8_t* packed = shared;
       if (packed == nullptr) {
-        packed = alone.get<uint8_t>(packed_bytes(most));
-        for (int64_t row = 0; row < rows; ++row) pack(first, row, most, packed);
+        packed = alone.get<uint8_t>(packed_bytes(rounded(rows)));
+        for (int64_t row = 0; row < rows; ++row) pack(first, row, rows, packed);
       }
-      const QuantRows x = inputs_.rows(packed, spans(packed, most));
-      float* panel_sums = sums.get<float>(rows * 2 * kLanes);
-      if (with_tiles_) begin_tiles(x);
+      const QuantRows all = inputs_.rows(packed, spans(packed, rows));
+      float* panel_sums = sums.get<float>(block_rows * 2 * kLanes);
+      if (with_tiles_) begin_tiles(all);
       for (int64_t task; hand.take(task);) {
-        const int64_t end = std::min((task + 1) * together, panels);
-        for (int64_t panel = task * together; panel < end;) {
-          const int64_t count = with_tiles_ ? 2 : std::min(panels_together(x.kind), end - panel);
-          if (with_tiles_) multiply_two_panels(w_, panel, x, rows, panel_sums);
-          else multiply_panels(w_, panel, count, x, rows, panel_sums);
-          if (count == 2) finish<2>(first, rows, panel, panel_sums);
-          else finish<1>(first, rows, panel, panel_sums);
-          panel += count;
+        const int64_t row = task / groups * block_rows, count = std::min(block_rows, rows - row);
+        QuantRows x = all;
+        x.inputs = inputs_.place(packed, row);
+        x.spans += row * inputs_.spans();
+        const int64_t begin = task % groups * together, end = std::min(begin + together, panels);
+        for (int64_t panel = begin; panel < end;) {
+          const int64_t at_once = with_tiles_ ? 2 : std::min(panels_together(x.kind), end - panel);
+          if (with_tiles_) multiply_two_panels(w_, panel, x, count, panel_sums);
+          else multiply_panels(w_, panel, at_once, x, count, panel_sums);
+          if (at_once == 2) finish<2>(first + row, count, panel, panel_sums);
+          else finish<1>(first + row, count, panel, panel_sums);
+          panel += at_once;
         }
       }
       if (with_tiles_) end_tiles();
