@@ -8,10 +8,10 @@ tries other numbers now and then, for a bounded share of the time.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from atom.spec_decode.calibration import Calibration
 from atom.spec_decode.cuts import CutByTotal, CutRule
@@ -20,8 +20,8 @@ from atom.spec_decode.step_times import ROW_OF_GPU, StepTimes, batch_bucket
 
 # Share of the time that may be lost to tries.
 _PROBE_SHARE = 0.01
-# Steps after which expectations are computed anew, and how many of them are kept.
-_LASTING, _MOST_KEPT = 4, 64
+# Steps after which plans are made anew, and how many of them are kept.
+_LASTING, _MOST_KEPT = 8, 64
 
 
 @dataclass(frozen=True)
@@ -115,12 +115,29 @@ def spread_lengths(most: int) -> tuple[int, ...]:
     return tuple(sorted({n for n in (0, 1, 2, 3, 4, 6, 8, 12) if n < most} | {most}))
 
 
-@dataclass(frozen=True)
-class _Step:
+class _Step(NamedTuple):
     """What a step is expected to bring and to take."""
 
     tokens: float
     seconds: float
+
+
+class _Plan(NamedTuple):
+    """What is best, and what else there is.
+
+    Attributes:
+        made_in: the step that made the plan.
+        best: number of drafts to make.
+        level: drafts of each sequence that the next step verifies then.
+        step: that step.
+        all_of: by choice, the step that verifies all its drafts.
+    """
+
+    made_in: int
+    best: int
+    level: float
+    step: _Step
+    all_of: Mapping[int, _Step]
 
 
 class AdaptiveLength:
@@ -169,8 +186,8 @@ class AdaptiveLength:
         self._num_verified = 0
         # Whether the last choice was one.
         self._is_try = False
-        # Expectations by numbers of sequences of each source, and the step they were computed in.
-        self._kept: dict[Hashable, tuple[int, Mapping[int, Mapping[float, float]]]] = {}
+        # By numbers of sequences of each source, and what else a plan depends on.
+        self._plans: dict[Hashable, _Plan] = {}
         self._num_steps = 0
 
     def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
@@ -179,38 +196,12 @@ class AdaptiveLength:
             # The smallest steps where each shape costs.
             asked = 0 if self._first_runs.cost else self._choices[-1]
             return Choice(asked, asked if drafts else 0, asked if self._is_ahead else None)
-        expected = self._expected(sources)
-        # For each choice, the step that verifies the best of its drafts, with how many they are of
-        # each sequence, and the step that verifies all of them.
-        best_of: dict[int, tuple[float, _Step]] = {}
-        all_of: dict[int, _Step] = {}
-        for n in self._choices:
-            made = n if drafts else 0
-            steps = {
-                level: _Step(len(sources) + gain, times.at(level, made))
-                for level, gain in expected[n].items()
-            }
-            best_of[n] = max(steps.items(), key=lambda own: own[1].tokens / own[1].seconds)
-            all_of[n] = steps[max(steps)]
-        runs = self._first_runs
-        shapes = {
-            n: StepShape(len(sources), self._num_verified, n if drafts else 0)
-            for n in self._choices
-        }
-
-        def rate_of(n: int) -> float:
-            step = best_of[n][1]
-            return step.tokens / (step.seconds * (1 + runs.share_of(shapes[n])))
-
-        best = max(self._choices, key=rate_of)
-        level, step = best_of[best]
-        for n, other in all_of.items():
-            all_of[n] = replace(other, seconds=other.seconds * (1 + runs.cost_of(shapes[n])))
-        asked = self._or_try(best, step, all_of)
+        plan = self._plan(sources, drafts=drafts)
+        asked = self._or_try(plan)
         verified = None
         if self._is_ahead:
-            verified = asked if self._is_try else int(level)
-        rate = step.tokens / step.seconds
+            verified = asked if self._is_try else int(plan.level)
+        rate = plan.step.tokens / plan.step.seconds
         return Choice(asked, asked if drafts else 0, verified, self._is_try, rate)
 
     def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
@@ -265,34 +256,52 @@ class AdaptiveLength:
             )
         return self._times[bucket]
 
-    def _expected(self, sources: Sequence[str]) -> Mapping[int, Mapping[float, float]]:
-        """The drafts that are expected to be accepted, by choice and level."""
+    def _plan(self, sources: Sequence[str], *, drafts: bool) -> _Plan:
         self._num_steps += 1
-        key = frozenset(Counter(sources).items())
-        known = self._kept.get(key)
-        if known is not None and self._num_steps < known[0] + _LASTING:
-            return known[1]
-        most = self._choices[-1]
-        groups = [(count, self._of(source).recent(most)) for source, count in key]
-        expected = {
-            n: self._rule.expected([(count, own[:, :n]) for count, own in groups])
-            for n in self._choices
-        }
-        if len(self._kept) == _MOST_KEPT:
-            self._kept.clear()
-        self._kept[key] = self._num_steps, expected
-        return expected
+        groups = frozenset(Counter(sources).items())
+        key = groups, drafts, self._num_verified
+        known = self._plans.get(key)
+        if known is not None and self._num_steps < known.made_in + _LASTING:
+            return known
+        if len(self._plans) == _MOST_KEPT:
+            self._plans.clear()
+        plan = self._plans[key] = self._new_plan(len(sources), groups, drafts)
+        return plan
 
-    def _or_try(self, best: int, step: _Step, steps: Mapping[int, _Step]) -> int:
-        """The best choice, or one that is due to be tried.
-
-        Args:
-            step: with the best choice.
-            steps: that verify all drafts of each choice.
+    def _new_plan(
+        self, num_sequences: int, groups: Iterable[tuple[str, int]], drafts: bool
+    ) -> _Plan:
+        """Args:
+        groups: sources, with their numbers of sequences.
         """
-        due: dict[int, float] = {}
-        for n, other in steps.items():
-            if n == best and other == step:
+        times, runs, most = self._of_batch(num_sequences), self._first_runs, self._choices[-1]
+        recent = [(count, self._of(source).recent(most)) for source, count in groups]
+        # For each choice, the step that verifies the best of its drafts, with how many they are of
+        # each sequence, and the step that verifies all of them.
+        best_of: dict[int, tuple[float, _Step]] = {}
+        all_of: dict[int, _Step] = {}
+        rates: dict[int, float] = {}
+        for n in self._choices:
+            made = n if drafts else 0
+            expected = self._rule.expected([(count, own[:, :n]) for count, own in recent])
+            steps = {
+                level: _Step(num_sequences + gain, times.at(level, made))
+                for level, gain in expected.items()
+            }
+            best_of[n] = max(steps.items(), key=lambda own: own[1].tokens / own[1].seconds)
+            shape = StepShape(num_sequences, self._num_verified, made)
+            tokens, seconds = best_of[n][1]
+            rates[n] = tokens / (seconds * (1 + runs.share_of(shape)))
+            tokens, seconds = steps[max(steps)]
+            all_of[n] = _Step(tokens, seconds * (1 + runs.cost_of(shape)))
+        best = max(rates, key=lambda n: rates[n])
+        return _Plan(self._num_steps, best, *best_of[best], all_of)
+
+    def _or_try(self, plan: _Plan) -> int:
+        """The best choice, or one that is due to be tried."""
+        step, due = plan.step, dict[int, float]()
+        for n, other in plan.all_of.items():
+            if n == plan.best and other == step:
                 self._credits[n] = 0.0
                 continue
             self._credits[n] += _PROBE_SHARE / (len(self._choices) - 1) * step.seconds
@@ -300,7 +309,7 @@ class AdaptiveLength:
         chosen = max(due, key=lambda n: due[n])
         if due[chosen] < 0 or self._is_try:
             self._is_try = False
-            return best
+            return plan.best
         self._credits[chosen] = 0.0
         self._is_try = True
         return chosen

@@ -5,6 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
+
+from atom.spec_decode.calibration import Array
+
 # Relative noise of a step's time.
 _NOISE = 0.1
 # Relative change of the machine's speed from one step to the next, and of each part of a step on
@@ -61,7 +65,7 @@ class StepTimes:
         # Verifying, then making, each number of drafts. In arbitrary units until measured.
         self._seconds: list[float] = verifying + making
         self._is_known: bool = like is not None and like._is_known
-        self._covariance = _guessed_covariance(levels, choices, self.at(0, 0))
+        self._covariance = np.array(_guessed_covariance(levels, choices, self.at(0, 0)))
         self._is_measured = False
         self._seen: set[int] = set()
 
@@ -102,7 +106,7 @@ class StepTimes:
 
     def _scale(self, factor: float) -> None:
         self._seconds = [s * factor for s in self._seconds]
-        self._covariance = [[c * factor**2 for c in row] for row in self._covariance]
+        self._covariance *= factor**2
 
     def _correct(self, i: int, j: int, seconds: float) -> None:
         """Kalman update: parts `i` and `j` took `seconds` together."""
@@ -110,20 +114,23 @@ class StepTimes:
         own_drift = (_PART_DRIFT * seconds) ** 2
         # Disturbances only slow steps down; a much faster step means a faster machine.
         is_faster = seconds < (self._seconds[i] + self._seconds[j]) / _OUTLIER
-        drift = [(1.0 if is_faster else _SPEED_DRIFT) * s for s in self._seconds]
-        columns = zip(self._covariance[i], self._covariance[j], drift, strict=True)
-        both = [x + y + d * (drift[i] + drift[j]) for x, y, d in columns]
+        times = np.array(self._seconds)
+        drift = times if is_faster else _SPEED_DRIFT * times
+        covariance = self._covariance
+        covariance += np.multiply.outer(drift, drift)
+        both = covariance[i] + covariance[j]
         both[i] += own_drift
         both[j] += own_drift if j != self._constant else 0.0
-        variance = both[i] + both[j] + (_NOISE * seconds) ** 2
-        gain = [b / variance for b in both]
-        self._seconds = [s + g * error for s, g in zip(self._seconds, gain, strict=True)]
-        self._covariance = [
-            [c + d * x - g * b for c, x, b in zip(row, drift, both, strict=True)]
-            for row, d, g in zip(self._covariance, drift, gain, strict=True)
-        ]
-        for place, row in enumerate(self._covariance):
-            row[place] += own_drift if place != self._constant else 0.0
+        gain = both / (both[i] + both[j] + (_NOISE * seconds) ** 2)
+        covariance -= np.multiply.outer(gain, both)
+        covariance.flat[:: len(times) + 1] += self._own(own_drift)
+        self._seconds = (times + gain * error).tolist()
+
+    def _own(self, drift: float) -> Array:
+        """The drift of each part on its own; the constant has none."""
+        own = np.full(len(self._seconds), drift)
+        own[self._constant] = 0.0
+        return own
 
 
 def _guessed_covariance(
