@@ -28,6 +28,8 @@ NO_DRAFTS = Continuation([], [])
 
 # Confidence in drafts whose source says nothing.
 _UNSAID = 0.5
+# Steps for which a lookup rests at most while no drafts pay.
+_MOST_REST = 3
 # The proposer's accepted drafts, before any were verified, and the window of their mean.
 _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
 
@@ -106,6 +108,8 @@ class Drafter:
         # and before it.
         self._pending: dict[int, list[float]] = {}
         self._verified: dict[int, list[float]] = {}
+        # Steps that the lookup still rests, those of its last rest, and whether it rests now.
+        self._rest_left, self._last_rest, self._rests = 0, 0, False
         # Mean number of accepted drafts where the proposer made them, and its observations.
         self._accepted, self._num_observed = _FIRST_ACCEPTED, 1
 
@@ -134,7 +138,12 @@ class Drafter:
         """The numbers of a step whose lookup has run: its drafts decide them."""
         needed = any(drafts is None for drafts in found)
         sources = [self._source_of(drafts) for drafts in found if drafts is not NO_DRAFTS]
-        return self._choose(sources, needed)
+        numbers = self._choose(sources, needed)
+        if numbers.most or not self.proposer.reads_steps:
+            self._rest_left = self._last_rest = 0
+        elif sources and not self._rests:
+            self._rest_left = self._last_rest = min(2 * self._last_rest + 1, _MOST_REST)
+        return numbers
 
     def follow(self, numbers: DraftNumbers, num_drafts: int) -> DraftNumbers:
         """The numbers of the step that begins, if another rank chose how many the proposer makes.
@@ -174,9 +183,15 @@ class Drafter:
             yield drafts
 
     def look_up(self, rows: Sequence[int], histories: Sequence[History]) -> Found:
-        """The lookup's drafts for each sampled sequence."""
+        """The lookup's drafts for each sampled sequence; none while it rests, since no drafts
+        paid lately.
+        """
         lookup = self._lookup
         assert lookup is not None
+        self._rests = self._rest_left > 0
+        if self._rests:
+            self._rest_left -= 1
+            return [None] * len(rows)
         rival = self._accepted if self.proposer.reads_steps else 0.0
         found = (lookup.find(row, *history) for row, history in zip(rows, histories, strict=True))
         return [each if each.score > rival else None for each in found]
@@ -250,7 +265,7 @@ class Drafter:
         to `most`.
         """
         room = most - len(own.token_ids)
-        if self._lookup is None or not own.token_ids or room <= 0:
+        if self._lookup is None or self._rests or not own.token_ids or room <= 0:
             return own
         more = self._lookup.extend(row, own.token_ids, room)
         return Continuation(own.token_ids + more.token_ids, own.confidences + more.confidences)

@@ -16,6 +16,7 @@ from atom import LLM
 from atom.messages import EngineRequest
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
 from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.lengths import Candidates, Choice
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
@@ -137,3 +138,39 @@ def test_the_lookup_drafts_where_it_beats_what_the_draft_brought(reads: bool) ->
     assert drafter.look_up([0], [([], [])])[0] is not None
     drafter._accepted = 1.5
     assert (drafter.look_up([0], [([], [])])[0] is None) == reads
+
+
+class Scripted:
+    """Numbers of drafts, one after the other."""
+
+    def __init__(self, *asked: int) -> None:
+        self._asked = iter(asked)
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+        asked = next(self._asked)
+        return Choice(asked, asked)
+
+    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
+        return [choice.asked] * len(made)
+
+    def observe(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize("reads", [True, False])
+def test_the_lookup_rests_where_no_drafts_pay(reads: bool) -> None:
+    """One step, then three; it works again when drafts pay, and always where it is alone."""
+    proposer = NullProposer(Lookahead(K))
+    proposer.reads_steps = reads
+    asked = (0, 0, 0, 0, 0, 0, 2, 0, 0, 0)
+    looked = []
+    drafter = Drafter(
+        proposer, "draft", Fixed("lookup", 15), Scripted(*asked), waiting_is_free=True
+    )
+    drafter._accepted = 1.0
+    for _ in asked:
+        (found,) = drafter.look_up([0], [([], [])])
+        looked.append(found is not None)
+        drafter.begin_with([found])
+    resting = [True, False, True, False, False, False, True, True, False, True]
+    assert looked == (resting if reads else [True] * len(asked))
