@@ -61,7 +61,8 @@ class VectorProduct {
 #endif
   // Rows that `multiply` takes at most.
   static constexpr int64_t kMostChunk = kGroupRows;
-  // Packed activations that stay within a second-level cache, and their number.
+  // Packed activations of a block, in bytes and rows: the fewer blocks, the less often weights come
+  // from memory.
   static constexpr int64_t kBlockBytes = 768 * 1024;
   static constexpr int64_t kMostBlockRows = 512;
 
