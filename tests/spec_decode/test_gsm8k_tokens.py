@@ -12,9 +12,11 @@ import pytest
 
 from atom import LLM, SamplingParams
 from atom.model_ops.kernels.native.build import native_build
+from atom.stats import SpecDecodeStats, total
 
 pytestmark = [
     pytest.mark.slow,
+    pytest.mark.timeout(3600),
     pytest.mark.skipif(native_build().reason is not None, reason=str(native_build().reason)),
 ]
 NUM_QUESTIONS = 200
@@ -36,14 +38,17 @@ def engine(**options: Any) -> Iterator[LLM]:
         yield llm
 
 
-def answers(llm: LLM, questions: list[str], temperature: float, at_once: int) -> list[list[int]]:
+def answers(
+    llm: LLM, questions: list[str], temperature: float, at_once: int
+) -> tuple[list[list[int]], SpecDecodeStats]:
+    """The tokens of each answer, and the drafts that were verified for them."""
     chats = [[{"role": "user", "content": question}] for question in questions]
     params = SamplingParams(temperature=temperature, top_p=1.0, max_tokens=48, seed=7)
-    tokens = []
+    outputs = []
     for start in range(0, len(chats), at_once):
-        outputs = llm.chat(chats[start : start + at_once], params, use_tqdm=False)
-        tokens += [output.outputs[0].token_ids for output in outputs]
-    return tokens
+        outputs += llm.chat(chats[start : start + at_once], params, use_tqdm=False)
+    tokens = [output.outputs[0].token_ids for output in outputs]
+    return tokens, total(output.spec_decode or SpecDecodeStats() for output in outputs)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
@@ -57,8 +62,8 @@ def test_tokens_depend_on_nothing_but_the_question(
 ) -> None:
     """Alone or in a batch, in chunks, recorded or not, with drafts and lookup or without."""
     with engine(no_speculation=True, max_num_seqs=8, **weights) as llm:
-        expected = answers(llm, questions, temperature, 8)
-        assert answers(llm, questions[:20], temperature, 1) == expected[:20]
+        expected, _ = answers(llm, questions, temperature, 8)
+        assert answers(llm, questions[:20], temperature, 1)[0] == expected[:20]
     ways: list[dict[str, Any]] = [
         {"max_num_seqs": 8},  # the shipped draft, with a lookup
         {"no_speculation": True, "max_num_seqs": 32, "max_num_batched_tokens": 64},
@@ -66,4 +71,10 @@ def test_tokens_depend_on_nothing_but_the_question(
     ]
     for way in ways:
         with engine(**way, **weights) as llm:
-            assert answers(llm, questions, temperature, 32) == expected, way
+            tokens, drafts = answers(llm, questions, temperature, 32)
+        assert tokens == expected, way
+        if "no_speculation" in way:
+            assert drafts.num_drafts == 0
+        else:  # there was something to change tokens: drafts, right ones and wrong ones
+            assert 0 < drafts.num_accepted_tokens < drafts.num_draft_tokens
+            assert {"eagle3", "lookup"} <= drafts.by_source.keys()
