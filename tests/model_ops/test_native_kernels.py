@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
@@ -97,24 +96,6 @@ def test_sources_are_right_for_older_processors(arch: str) -> None:
     command = [compiler, "-std=c++17", "-fsyntax-only", f"-march={arch}", *sources]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "feature"),
-    [("haswell", "avx2"), ("cascadelake", "avx512_vnni"), ("cooperlake", "avx512_bf16")],
-)
-def test_products_compiled_for_an_older_processor(arch: str, feature: str) -> None:
-    cpuinfo = Path("/proc/cpuinfo")
-    if platform.machine() != "x86_64" or feature not in cpuinfo.read_text().split():
-        pytest.skip(f"this processor cannot run code for {arch}")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", __file__, "-k", "linear or logits or bits"],
-        env=os.environ | {"ATOM_CPU_ARCH": arch},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

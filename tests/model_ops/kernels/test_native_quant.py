@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -443,19 +441,3 @@ def test_products_of_bytes_on_older_processors(
     subprocess.run([*command, "-o", "check"], cwd=tmp_path, check=True)
     done = subprocess.run([tmp_path / "check"], capture_output=True, text=True)
     assert done.stdout == f"0 wrong with {lanes} lanes"
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("arch", "feature"),
-    [("haswell", "avx2"), ("skylake-avx512", "avx512bw"), ("cascadelake", "avx512_vnni")],
-)
-def test_kernels_compiled_for_an_older_processor(arch: str, feature: str) -> None:
-    needs(feature)
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", __file__],
-        env=os.environ | {"ATOM_CPU_ARCH": arch},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout
