@@ -8,7 +8,7 @@ from atom.config import ConfigError
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.storage import MatrixStorage
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
-from atom.model_ops.registry import OpChoice
+from atom.model_ops.registry import OpChoice, OpUnavailableError
 
 _GROUP = 32
 _OF_QUANTISED = {
@@ -48,7 +48,7 @@ def resolve_product(
         )
     elif wanted == "auto" and ops.platform.kind == "cpu" and _is_weight_only(form):
         rounded = replace(form, activations=wide_inputs(form))
-        if not ops.consider(op, dtype, rounded, **shape).dequantises:
+        if _keeps_codes(op, rounded, context, **shape):
             form = rounded
     return ops.resolve_weights(op, dtype, form, **shape)
 
@@ -71,6 +71,14 @@ def int8_inputs(form: WeightFormat) -> WeightFormat:
 def wide_inputs(form: WeightFormat) -> Activations:
     """What `auto` rounds inputs to."""
     return Activations("int12" if form.codes == "int4" else "int16")
+
+
+def _keeps_codes(op: str, form: WeightFormat, context: LayerContext, /, **shape: int) -> bool:
+    """Whether such weights would be multiplied as they are stored."""
+    try:
+        return not context.ops.consider(op, context.dtype, form, **shape).dequantises
+    except OpUnavailableError:  # with --batch-invariant, say
+        return False
 
 
 def _is_weight_only(form: WeightFormat) -> bool:
