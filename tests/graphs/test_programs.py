@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from atom.graphs.capture import NativeBackend
 from atom.graphs.recorded import StepRecorder
 from atom.model_ops.kernels.native import bindings, elementwise, linear, movement
 from atom.model_ops.kernels.native.build import native_build
@@ -53,10 +52,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_a_replay_computes_on_what_the_tensors_hold_now() -> None:
     x, out, forward = random(3, SIZE), torch.empty(3, SIZE), layers(5)
-    replay = NativeBackend().capture(lambda: [out.copy_(forward(x))].clear())
+    _, program = record(lambda: out.copy_(forward(x)), lambda _: (), Arena())
     for seed in range(3):
         x.copy_(random(3, SIZE, seed=seed))
-        replay()
+        program.replay()
         assert same(out, forward(x))
 
 
