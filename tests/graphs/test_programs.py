@@ -181,6 +181,20 @@ def test_what_cannot_be_recorded_runs_op_by_op(caplog: pytest.LogCaptureFixture)
     assert messages[0].startswith("a step runs op by op: aten.cumsum.default")
 
 
+def test_what_else_has_the_same_name_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    recorder, x, forward = StepRecorder(), random(2, SIZE), layers(1)
+    caplog.set_level("INFO")
+
+    def run(key: int) -> torch.Tensor:
+        work = forward if key == 0 else lambda x: x.cumsum(1)
+        return recorder.run("a step", key, [x], lambda: work(x), lambda r: [r])
+
+    for key in (1, 0, 2, 0):
+        run(key)
+    assert recorder.was_replayed
+    assert len([r for r in caplog.records if r.name == "atom.graphs.recorded"]) == 1
+
+
 def test_old_programs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atom.graphs.recorded.MOST_PROGRAMS", 2)
     recorder, forward = StepRecorder(), layers(1)
