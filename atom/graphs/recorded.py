@@ -64,8 +64,8 @@ class StepRecorder:
 
         Args:
             name: of a kind of work.
-            key: everything but tensors on which `work` depends, and all on which the ops that it
-                calls depend.
+            key: everything but the contents of tensors on which `work` depends. All work of a name
+                and a key calls the same ops.
             inputs: the tensors that `work` reads and that are not the same in every step.
             results: the tensors of what it returns.
         """
