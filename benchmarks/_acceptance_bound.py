@@ -1,8 +1,8 @@
 """How often drafts could be accepted at best, on the rows that a coupled draft model drafts for.
 
 A draft is verified only where all before it were accepted. On those rows, with the target's
-distribution p and the draft's q after temperature: a likeliest token is sampled with the
-probability that p gives it; rejection sampling accepts a sample of q with probability
+distribution p and the draft's q after temperature and filters: a likeliest token is sampled with
+the probability that p gives it; rejection sampling accepts a sample of q with probability
 sum(min(p, q)), 1 - total variation, and no way of drafting one token from q can be better.
 """
 
@@ -21,8 +21,10 @@ from _arms import Conversation, OfflineArm, Sampling
 
 from atom.config import ConfigError
 from atom.model_engine.arg_utils import EngineOptions
+from atom.model_ops.kernels.torch.draft_choice import filtered
 from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling import sampler
+from atom.spec_decode.base import Guide
 from atom.spec_decode.choice import Chosen, DraftChoice
 
 
@@ -87,11 +89,29 @@ def tokens_per_forward(rates: list[float]) -> float:
     return expected
 
 
+def distribution(
+    scores: torch.Tensor, options: SamplingMetadata, scale: float = 1.0
+) -> torch.Tensor:
+    """What rows of scores [R, V] are sampled from -> [R, V] float32.
+
+    Args:
+        options: none of the rows is greedy.
+        scale: of the temperatures.
+    """
+    assert options.temperature is not None
+    scores = scores.float()
+    relative = scores - scores.amax(-1, keepdim=True)
+    weights = (relative / (options.temperature * scale)[:, None]).exp()
+    weights = filtered(scores, weights, options)
+    return weights / weights.sum(-1, keepdim=True)
+
+
 @contextmanager
 def rows_logged() -> Iterator[RowLog]:
     """Logs the drafts of engines in this process that run one request at a time, op by op.
 
-    Greedy requests log nothing: their drafts are the likeliest tokens.
+    Greedy requests log nothing: their drafts are the likeliest tokens. Edits of the logits, such as
+    penalties, are not seen.
     """
     log = RowLog()
     choose, choose_draft = sampler.choose, DraftChoice.choose
@@ -99,22 +119,21 @@ def rows_logged() -> Iterator[RowLog]:
     def choose_and_log(logits: torch.Tensor, metadata: SamplingMetadata, *rest: Any) -> Any:
         sampled = choose(logits, metadata, *rest)
         if metadata.temperature is not None:
-            log.verify((logits / metadata.temperature[:, None]).softmax(-1), sampled.tolist())
+            log.verify(distribution(logits, metadata), sampled.tolist())
         return sampled
 
     def draft_and_log(
         self: DraftChoice,
         logits: torch.Tensor,
         race: SamplingMetadata | None,
-        *rest: Any,
+        positions: torch.Tensor,
+        guide: Guide | None = None,
+        ahead: int = 2,
     ) -> Chosen:
-        chosen = choose_draft(self, logits, race, *rest)
+        chosen = choose_draft(self, logits, race, positions, guide, ahead)
         if race is not None:
-            assert race.temperature is not None
-            temperature = float(race.temperature[0]) * self.temperature_scale
-            log.draft(
-                (logits[0] / temperature).softmax(-1), self.token_ids, int(chosen.token_ids[0])
-            )
+            (q,) = distribution(logits, race, self.temperature_scale)
+            log.draft(q, self.token_ids, int(chosen.token_ids[0]))
         return chosen
 
     with (
@@ -145,11 +164,18 @@ def measure_bounds(
             for temperature in temperatures:
                 with rows_logged() as log:
                     for i, conversation in enumerate(conversations):
-                        sampling = Sampling(temperature, args.sampling_seed + i, args.max_tokens)
+                        sampling = Sampling(
+                            temperature, args.sampling_seed + i, args.max_tokens, args.top_p
+                        )
                         arm.answer([conversation], [sampling])
                 rates = log.summary()
                 reached = {f"{n}_tokens_per_forward": tokens_per_forward(rates[n]) for n in rates}
-                where = {"prompts": prompts, "temperature": temperature, "arm": name}
+                where = {
+                    "prompts": prompts,
+                    "temperature": temperature,
+                    "top_p": args.top_p,
+                    "arm": name,
+                }
                 results.append({**where, **rates, **reached})
                 print(bound_line(results[-1]), flush=True)
     finally:

@@ -57,14 +57,14 @@ def bound_line(r: Mapping[str, Any]) -> str:
             ("ideal rejection sampling", "bound"),
         )
     ]
-    where = f"{r['prompts']}, T={r['temperature']:g}, {r['arm']}"
+    where = f"{r['prompts']}, {_sampling(r)}, {r['arm']}"
     return f"{where}: tokens per forward (by place) {', '.join(parts)}"
 
 
 def _row(r: Mapping[str, Any]) -> list[object]:
     return [
         r["prompts"],
-        f"{r['temperature']:g}",
+        _sampling(r).removeprefix("T="),
         r["batch_size"],
         r["arm"],
         f"{r['tokens_per_forward']:.2f}",
@@ -80,7 +80,12 @@ def _row(r: Mapping[str, Any]) -> list[object]:
 
 
 def _where(r: Mapping[str, Any]) -> str:
-    return f"{r['prompts']}, T={r['temperature']:g}, batch {r['batch_size']}, {r['arm']}"
+    return f"{r['prompts']}, {_sampling(r)}, batch {r['batch_size']}, {r['arm']}"
+
+
+def _sampling(r: Mapping[str, Any]) -> str:
+    top_p = f", top-p {r['top_p']:g}" if r["temperature"] and r["top_p"] < 1 else ""
+    return f"T={r['temperature']:g}{top_p}"
 
 
 def _sources(r: Mapping[str, Any]) -> str:

@@ -33,6 +33,7 @@ class Sampling:
     temperature: float
     seed: int
     max_tokens: int
+    top_p: float = 1.0
 
 
 @dataclass(frozen=True)

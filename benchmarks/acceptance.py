@@ -53,6 +53,7 @@ class Group:
 
     prompts: str
     temperature: float
+    top_p: float
     batch_size: int
 
 
@@ -141,6 +142,7 @@ def create_parser() -> argparse.ArgumentParser:
     add("--stride", type=int, default=1, help="take every n-th prompt (default: 1)")
     add("--max-tokens", type=int, default=160, help="tokens per answer (default: 160)")
     add("--temperature", type=float, nargs="+", default=[0.0], help="(default: 0)")
+    add("--top-p", type=float, default=1.0, help="at temperatures above 0 (default: 1)")
     add("--sampling-seed", type=int, default=0, help="of the first prompt; counts up (default: 0)")
     add("--batch-size", type=int, nargs="+", default=[1], help="prompts together (default: 1)")
     add("--lookup", action="store_true", help="each k also with --speculative-lookup")
@@ -266,7 +268,9 @@ def run_group(
     for turn, start in enumerate(tqdm(starts, desc=label, disable=not sys.stderr.isatty())):
         chunk = prompts[start : start + group.batch_size]
         sampling = [
-            Sampling(group.temperature, args.sampling_seed + start + i, args.max_tokens)
+            Sampling(
+                group.temperature, args.sampling_seed + start + i, args.max_tokens, group.top_p
+            )
             for i in range(len(chunk))
         ]
         first = turn % len(arms)
@@ -350,7 +354,7 @@ def run(args: argparse.Namespace) -> list[dict[str, Any]]:
         for name, prompts in sets.items():
             for temperature in args.temperature:
                 for batch_size in args.batch_size:
-                    group = Group(name, temperature, batch_size)
+                    group = Group(name, temperature, args.top_p, batch_size)
                     records = run_group(group, prompts, arms, args)
                     found = evaluate(records, arms[0].unit)
                     for r in found:

@@ -8,7 +8,7 @@ The target is simulated: it says what the trace says, so that a draft is accepte
 trace's next token. That is what a real target does with its own text; the trace is made up. A
 forward yields the accepted drafts and one token more, and every forward counts, those without
 drafts included. The n-gram scan is what the suffix lookup replaced: what followed the latest of the
-longest matches.
+longest matches. Memory is that of all indexes, token ids included, when they hold the most tokens.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import argparse
 import json
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,6 +35,8 @@ from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 
 # Requests that run at the same time: an output is a recent one only for later ones.
 _AT_ONCE = 8
+# Memory is measured again once there are so many times as many tokens: it takes a second.
+_GROWTH = 1.01
 
 
 class NgramScan:
@@ -64,7 +67,11 @@ class NgramScan:
         return []
 
     def end(self, row: int) -> None:
-        del self._ends[row]
+        del self._ends[row], self._seen[row]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self._seen.values())
 
 
 class Suffixes:
@@ -83,6 +90,10 @@ class Suffixes:
     def end(self, row: int) -> None:
         self.lookup.forget([row])
 
+    @property
+    def num_tokens(self) -> int:
+        return self.lookup.num_tokens
+
 
 Drafts = NgramScan | Suffixes
 
@@ -91,6 +102,7 @@ Drafts = NgramScan | Suffixes
 class Result:
     """Attributes:
     seconds: processor time of the lookup, with prompts and new tokens to index.
+    peak_tokens, peak_bytes: in the indexes, when they held the most.
     """
 
     name: str
@@ -98,6 +110,8 @@ class Result:
     num_forwards: int = 0
     num_drafts: int = 0
     seconds: float = 0.0
+    peak_tokens: int = 0
+    peak_bytes: int = 0
 
     @property
     def tokens_per_forward(self) -> float:
@@ -125,9 +139,30 @@ def replay(name: str, drafts: Drafts, trace: Sequence[tuple[list[int], list[int]
                 result.num_tokens += accepted + 1
                 result.num_forwards += 1
                 result.num_drafts += len(found)
+        if drafts.num_tokens > _GROWTH * result.peak_tokens:
+            result.peak_tokens, result.peak_bytes = drafts.num_tokens, held_bytes(drafts)
         for row in range(len(batch)):
             drafts.end(row)
     return result
+
+
+def held_bytes(root: object) -> int:
+    """Memory of an object and of all that it holds, each once."""
+    seen: set[int] = set()
+    total, waiting = 0, [root]
+    while waiting:
+        each = waiting.pop()
+        if id(each) in seen:
+            continue
+        seen.add(id(each))
+        total += sys.getsizeof(each)
+        if isinstance(each, dict):
+            waiting += [*each.keys(), *each.values()]
+        elif isinstance(each, (list, tuple, deque)):
+            waiting += each
+        elif hasattr(each, "__dict__"):
+            waiting.append(vars(each))
+    return total
 
 
 def arms(cache_tokens: int) -> dict[str, Callable[[], Drafts]]:
@@ -172,7 +207,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     base = results[0].tokens_per_forward
     print(
         markdown_table(
-            ("drafts", "tokens per forward", "ratio", "drafts per forward", "us per forward"),
+            (
+                *("drafts", "tokens per forward", "ratio", "drafts per forward", "us per forward"),
+                *("MB at the peak", "bytes per token"),
+            ),
             [
                 (
                     r.name,
@@ -180,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                     f"{r.tokens_per_forward / base:.2f}",
                     f"{r.num_drafts / r.num_forwards:.1f}",
                     f"{1e6 * r.seconds / r.num_forwards:.0f}",
+                    f"{r.peak_bytes / 1e6:.1f}",
+                    f"{r.peak_bytes / r.peak_tokens:.0f}",
                 )
                 for r in results
             ],

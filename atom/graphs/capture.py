@@ -8,7 +8,6 @@ from typing import Protocol
 
 import torch
 
-from atom.model_ops.kernels.native.program import Arena, record
 from atom.platform import Platform
 
 # An op without host-side lengths is launched for the longest context of its graph, so short
@@ -56,21 +55,6 @@ class CudaGraphBackend:
             work()
         replay: Callable[[], None] = graph.replay
         return replay
-
-
-class NativeBackend:
-    """Programs of C++ kernels on a CPU. All captures share one arena.
-
-    Raises:
-        NotRecordableError: when `work` calls an op that is no native kernel.
-    """
-
-    def __init__(self) -> None:
-        self._arena = Arena()
-
-    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        _, program = record(work, lambda _: (), self._arena)
-        return program.replay
 
 
 class ReexecuteBackend:

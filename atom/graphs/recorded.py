@@ -38,7 +38,7 @@ class StepRecorder:
     """Replays work that it has seen before with the same tensors.
 
     Work is recorded the first time, which takes about as long as running it op by op. What cannot
-    be recorded runs op by op for ever, and the log says why.
+    be recorded runs op by op from then on, with any tensors, and the log says why, once.
 
     Attributes:
         was_replayed: whether the last work was.
@@ -47,7 +47,8 @@ class StepRecorder:
     def __init__(self) -> None:
         self._arena = Arena()
         self._programs: OrderedDict[Hashable, tuple[Any, Program]] = OrderedDict()
-        self._refused: set[str] = set()
+        self._refused: set[tuple[str, Hashable]] = set()
+        self._logged: set[str] = set()
         self._is_usual = True
         self.was_replayed = False
 
@@ -62,13 +63,14 @@ class StepRecorder:
         """What `work` returns; its tensors are valid until the next run of the same name.
 
         Args:
-            name: of a kind of work, which always calls the same ops.
-            key: everything but the contents of tensors on which `work` depends.
+            name: of a kind of work.
+            key: everything but the contents of tensors on which `work` depends. All work of a name
+                and a key calls the same ops.
             inputs: the tensors that `work` reads and that are not the same in every step.
             results: the tensors of what it returns.
         """
         self.was_replayed = False
-        if name in self._refused:
+        if (name, key) in self._refused:
             return work()
         where = (name, key, tuple(None if t is None else (t.data_ptr(), t.shape) for t in inputs))
         if where in self._programs:
@@ -78,11 +80,12 @@ class StepRecorder:
             self.was_replayed = True
             return cast(T, result)
         self._is_usual = False
-        return self._record(name, where, work, results)
+        return self._record(name, key, where, work, results)
 
     def _record(
         self,
         name: str,
+        key: Hashable,
         where: Hashable,
         work: Callable[[], T],
         results: Callable[[T], Iterable[torch.Tensor]],
@@ -90,14 +93,19 @@ class StepRecorder:
         try:
             result, program = record(work, results, self._arena)
         except NotRecordableError as error:
-            self._refused.add(name)
-            logger.info("%s runs op by op: %s", name, error)
+            self._refused.add((name, key))
+            self._log(f"{name} runs op by op: {error}")
             return work()
         self._programs[where] = result, program
         if len(self._programs) > MOST_PROGRAMS:
             self._programs.popitem(last=False)
         program.replay()
         return result
+
+    def _log(self, message: str) -> None:
+        if message not in self._logged:
+            self._logged.add(message)
+            logger.info("%s", message)
 
     def take_usual(self) -> bool:
         """Whether all work since the last call took the time that it will take again."""

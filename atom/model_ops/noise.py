@@ -60,14 +60,17 @@ def row_keys(seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
     return _mix_(mixed.sum(-1, dtype=torch.int32))
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def _key_constants(device: torch.device) -> torch.Tensor:
     return torch.tensor(_KEY_CONSTANTS, dtype=torch.int32, device=device)
 
 
-@functools.lru_cache(maxsize=4)
+@functools.cache
 def token_hashes(vocab_size: int, device: torch.device) -> torch.Tensor:
-    """`t` of every token id: [vocab_size] int32. Cached: do not modify."""
+    """`t` of every token id: [vocab_size] int32, never freed: do not modify.
+
+    Captured graphs read it where it was at capture.
+    """
     return hash_tokens(torch.arange(vocab_size, dtype=torch.int32, device=device))
 
 

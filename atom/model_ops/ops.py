@@ -218,6 +218,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _invariant("native.elementwise:add"),
         _invariant("torch.elementwise:add"),
     ),
+    "sigmoid": (
+        _invariant("native.moe:sigmoid"),
+        _invariant("torch.elementwise:sigmoid"),
+    ),
     "rope": (
         _kernel("aiter.elementwise:rope", "aiter.elementwise:refuses_rope"),
         _invariant("native.elementwise:rope"),

@@ -38,7 +38,9 @@ class BlockProposer:
         choice: DraftChoice | None = None,
     ) -> None:
         self.lookahead = Lookahead(
-            num_speculative_tokens, num_slots=max(draft.config.block_size, num_speculative_tokens)
+            num_speculative_tokens,
+            expected_acceptance=draft.config.expected_acceptance,
+            num_slots=max(draft.config.block_size, num_speculative_tokens),
         )
         self.draft_model: nn.Module | None = draft
         self.aux_layer_ids = draft.aux_layer_ids

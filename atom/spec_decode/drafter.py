@@ -216,7 +216,7 @@ class Drafter:
             kind,
             count,
             step.tensors,
-            lambda: self.proposer.propose(step, count),
+            lambda: self.proposer.propose(_with_own_metadata(step), count),
             lambda proposal: proposal.tensors,
         )
 
@@ -327,6 +327,13 @@ class Drafter:
         if drafts is None or self._lookup is None:
             return self.source
         return self._lookup.source
+
+
+def _with_own_metadata(step: VerifiedStep) -> VerifiedStep:
+    """What is derived from it while work is recorded is computed in replays alone."""
+    given = step.model_input
+    own = replace(given, attention=replace(given.attention))
+    return replace(step, model_input=own)
 
 
 def _by_sequence(made: Sequence[np.ndarray], num_sequences: int) -> list[Continuation]:

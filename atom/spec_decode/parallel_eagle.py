@@ -51,7 +51,9 @@ class ParallelEagleProposer:
         self._rows = MaskRows(draft.config.mask_token_id, block_size, max_model_len, place)
         device = draft.mask_hidden.device
         self._mask_token = torch.full((1,), draft.config.mask_token_id, device=device)
-        self._mask_state: torch.Tensor | None = None
+        # Before any step: what a recorded one computes is there in its replays alone.
+        with torch.inference_mode():
+            self._mask_state = draft.fuse_mask()
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         hidden = self._draft.fuse(step.model_output.aux_hidden_states)
@@ -74,7 +76,7 @@ class ParallelEagleProposer:
     def _run(self, start: ChainStart, num_rows: int) -> Proposal:
         """The drafts of rows of masks."""
         token_ids, positions, metadata = self._rows.place(start, num_rows)
-        state = self._fused_mask()
+        state = self._mask_state
         hidden = state.new_empty(len(token_ids), len(state))
         hidden.copy_(state.expand_as(hidden))
         post_norm, _ = self._draft(token_ids, hidden, positions, metadata)
@@ -82,12 +84,6 @@ class ParallelEagleProposer:
         return together(
             [self._choose(states[i], start.race, start.positions, 3 + i) for i in range(num_rows)]
         )
-
-    def _fused_mask(self) -> torch.Tensor:
-        """[hidden], computed once."""
-        if self._mask_state is None:
-            self._mask_state = self._draft.fuse_mask()
-        return self._mask_state
 
     def _choose(
         self,

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import stub_server
-import torch
 
 from atom.bench.report import read_conversations
 from atom.entrypoints.openai.http.metrics import ServerMetrics
@@ -210,21 +209,3 @@ def test_our_own_metrics_are_read_back(benchmark_module: Import) -> None:
     assert between.accepted_counts == [4, 2, 2, 1]
     assert prometheus.drafts_between(None, stats) == stats
     assert prometheus.drafts_between(earlier, None) is None
-
-
-def test_the_bound_is_of_the_rows_that_were_reached(benchmark_module: Import) -> None:
-    """The second draft counts only where the first was accepted."""
-    bound = benchmark_module("_acceptance_bound")
-    log = bound.RowLog()
-    ids = torch.tensor([1, 3])
-    p = torch.tensor([[0.1, 0.2, 0.3, 0.4]] * 3)
-    for first, sampled in ((3, [3, 1, 0]), (1, [2, 1, 0])):
-        log.draft(torch.tensor([0.5, 0.25]), ids, first)
-        log.draft(torch.tensor([0.1, 0.9]), ids, 1)
-        log.verify(p, sampled)
-    rates = log.summary()
-    assert [place.rows for place in log.places] == [2, 1]
-    assert rates["coupled"] == [0.5, 1.0]
-    assert rates["likeliest"] == pytest.approx([0.2, 0.4])
-    assert rates["bound"] == pytest.approx([0.2 + 0.25, 0.1 + 0.4])
-    assert bound.tokens_per_forward([0.5, 0.5]) == 1.75

@@ -40,7 +40,7 @@ def folders(
     return {
         kind: write_target(kind, folder / kind, byte_level_tokenizer)
         for kind in ("llama", "deepseek_v3")
-    } | {kind: write_draft(kind, folder / kind, vocab_size) for kind in ("mha", "mla")}
+    } | {kind: write_draft(kind, folder / kind, vocab_size) for kind in ("mha", "mla", "peagle")}
 
 
 # Target, ranks, options.
@@ -54,6 +54,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         4,
         {"method": "eagle3", "draft_model": "mha", "draft_tensor_parallel_size": 1},
     ),
+    "peagle": ("llama", 2, {"method": "eagle3", "draft_model": "peagle"}),
     "mtp": ("deepseek_v3", 2, {"method": "mtp"}),
     "whole mtp": ("deepseek_v3", 2, {"method": "mtp", "draft_tensor_parallel_size": 1}),
     "suffix": ("llama", 2, {"method": "suffix"}),
@@ -153,7 +154,7 @@ def test_the_same_tokens_through_graphs(
         assert own[0] > 5
 
 
-@pytest.mark.parametrize("name", ["eagle3 mha", "whole mtp"])
+@pytest.mark.parametrize("name", ["eagle3 mha", "peagle", "whole mtp"])
 def test_the_same_drafts(name: str, folders: Folders, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every rank knows how a request samples, and chooses its drafts accordingly."""
     target, size, options = CASES[name]

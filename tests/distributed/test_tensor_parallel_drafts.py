@@ -85,6 +85,7 @@ EAGLE3: dict[str, tuple[dict[str, Any], dict[str, Any], bool]] = {
     "mha": (draft_bench.MHA, {"num_key_value_heads": 2}, False),
     "mla": (draft_bench.MLA, {}, True),
     "mha with the target's head": (draft_bench.MHA, {"draft_vocab_size": VOCAB}, False),
+    "peagle": (draft_bench.PARALLEL, {"num_key_value_heads": 2}, False),
 }
 
 
@@ -96,11 +97,13 @@ def write_eagle3(folder: Path, name: str) -> tuple[Path, Path]:
     raw |= {**fields, "eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}}
     head = raw["draft_vocab_size"] != VOCAB
     tensors = draft_bench.draft_tensors(raw, embed=own, head=head)
+    if name == "peagle":
+        tensors = draft_bench.parallel_tensors(raw)
     return target, draft_bench.write_draft(folder / "draft", raw, tensors)
 
 
 @pytest.mark.parametrize("draft_ranks", [None, 1])
-@pytest.mark.parametrize(("name", "size"), [*zip(EAGLE3, [4, 2, 2], strict=True)])
+@pytest.mark.parametrize(("name", "size"), [*zip(EAGLE3, [4, 2, 2, 2], strict=True)])
 def test_eagle3(name: str, size: int, draft_ranks: int | None, tmp_path: Path) -> None:
     target, draft = write_eagle3(tmp_path, name)
 

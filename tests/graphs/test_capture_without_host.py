@@ -15,6 +15,7 @@ import torch
 from lone_rank import lone_rank
 from models import checkpoints
 from spec_decode import draft_bench
+from spec_decode.engines import EAGLE_DRAFTS
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -51,6 +52,7 @@ from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.mtp import MTPProposer
+from atom.spec_decode.parallel_eagle import ParallelEagleProposer
 
 BLOCK_SIZE = 4
 AUX = (0, 2, 3)
@@ -198,16 +200,17 @@ def check_drafts(proposer: Proposer, context: LayerContext, width: int, aux: int
     assert graphs.find(GraphKey(next(plan.buckets()), 3), 4, races=True) is not None
 
 
-@pytest.mark.parametrize("kind", ["mha", "mla"])
+@pytest.mark.parametrize("kind", EAGLE_DRAFTS)
 def test_eagle3_drafts_ask_the_device_for_nothing(
     kind: str, on_no_device: LayerContext, tmp_path: Path
 ) -> None:
-    raw = draft_bench.MHA if kind == "mha" else draft_bench.MLA
+    raw = EAGLE_DRAFTS[kind]
     draft_bench.write_draft(tmp_path, raw, draft_bench.draft_tensors(raw))
-    draft_class = LlamaForCausalLMEagle3 if kind == "mha" else Eagle3DeepseekV2ForCausalLM
+    draft_class = Eagle3DeepseekV2ForCausalLM if kind == "mla" else LlamaForCausalLMEagle3
     config = Eagle3Config.from_folder(tmp_path)
     draft = draft_class(config, DraftParts(True, True, True), AUX, on_no_device)
-    proposer = EagleProposer(
+    create = ParallelEagleProposer if kind == "peagle" else EagleProposer
+    proposer = create(
         draft, bind(draft, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
     )
     check_drafts(proposer, on_no_device, draft_bench.HIDDEN, len(AUX))

@@ -21,7 +21,7 @@ from atom.model_engine import planned_graphs, worker
 from atom.model_ops.attention_mha import Attention
 
 SETTINGS = ("greedy", "penalties")
-METHODS = ["mha", "mla", "mtp", "suffix"]
+METHODS = ["mha", "mla", "mtp", "peagle", "suffix"]
 
 
 @pytest.fixture(autouse=True)
@@ -85,7 +85,7 @@ def test_tokens_of_graphs(
     stats = engine.engine.core.stats
     assert replays["GraphKey"] <= stats.num_replayed_steps < stats.num_steps
     for method in METHODS:
-        if (kind, method) in (("llama", "mtp"), ("llama", "mla")):
+        if (kind, method) in (("llama", "mtp"), ("llama", "mla"), ("deepseek_v3", "peagle")):
             continue
         options = speculation(method, 3, tmp_path, len(byte_level_tokenizer))
         engine, replays = graphed_engine(monkeypatch, target, **options)
@@ -100,6 +100,7 @@ def test_tokens_of_graphs(
     [
         ("llama", "mha"),
         ("llama", "dspark"),
+        ("llama", "peagle"),
         ("deepseek_v3", "mla"),
         ("deepseek_v3", "mtp"),
     ],

@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from atom.graphs.capture import NativeBackend
 from atom.graphs.recorded import StepRecorder
 from atom.model_ops.kernels.native import bindings, elementwise, linear, movement
 from atom.model_ops.kernels.native.build import native_build
@@ -53,10 +52,10 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def test_a_replay_computes_on_what_the_tensors_hold_now() -> None:
     x, out, forward = random(3, SIZE), torch.empty(3, SIZE), layers(5)
-    replay = NativeBackend().capture(lambda: [out.copy_(forward(x))].clear())
+    _, program = record(lambda: out.copy_(forward(x)), lambda _: (), Arena())
     for seed in range(3):
         x.copy_(random(3, SIZE, seed=seed))
-        replay()
+        program.replay()
         assert same(out, forward(x))
 
 
@@ -180,6 +179,20 @@ def test_what_cannot_be_recorded_runs_op_by_op(caplog: pytest.LogCaptureFixture)
     messages = [r.getMessage() for r in caplog.records if r.name == "atom.graphs.recorded"]
     assert len(messages) == 1
     assert messages[0].startswith("a step runs op by op: aten.cumsum.default")
+
+
+def test_what_else_has_the_same_name_is_recorded(caplog: pytest.LogCaptureFixture) -> None:
+    recorder, x, forward = StepRecorder(), random(2, SIZE), layers(1)
+    caplog.set_level("INFO")
+
+    def run(key: int) -> torch.Tensor:
+        work = forward if key == 0 else lambda x: x.cumsum(1)
+        return recorder.run("a step", key, [x], lambda: work(x), lambda r: [r])
+
+    for key in (1, 0, 2, 0):
+        run(key)
+    assert recorder.was_replayed
+    assert len([r for r in caplog.records if r.name == "atom.graphs.recorded"]) == 1
 
 
 def test_old_programs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:

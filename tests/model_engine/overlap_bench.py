@@ -24,6 +24,7 @@ from atom.spec_decode.lengths import Candidates, Choice, Verification
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
+    "peagle": {"method": "eagle3", "num_speculative_tokens": 3},
     "dflash": {"method": "dflash", "num_speculative_tokens": 4},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
@@ -53,8 +54,9 @@ class Checkpoints:
         )
 
     def engine(self, method: str, **options: Any) -> LLM:
-        if method in ("eagle3", "adaptive", "dflash"):
-            options["draft_model"] = str(self._draft(method if method == "dflash" else "mha"))
+        if method in ("eagle3", "adaptive", "peagle", "dflash"):
+            draft = method if method in ("peagle", "dflash") else "mha"
+            options["draft_model"] = str(self._draft(draft))
         target = self.target("deepseek_v3" if method == "mtp" else "llama")
         return create_engine(target, **METHODS[method], **options)
 

@@ -100,7 +100,7 @@ def folders(
         path = root / kind
         if path.exists():
             return path
-        if kind in ("mha", "dflash"):
+        if kind in ("mha", "peagle", "dflash"):
             return engines.write_draft(kind, path, len(byte_level_tokenizer))
         return engines.write_target(kind, path, byte_level_tokenizer)
 
@@ -152,6 +152,7 @@ def record(
 SPECULATION: dict[str, dict[str, Any]] = {
     "none": {},
     "eagle3": {"method": "eagle3", "num_speculative_tokens": 3},
+    "peagle": {"method": "eagle3", "num_speculative_tokens": 3},
     "dflash": {"method": "dflash", "num_speculative_tokens": 7},
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
     "suffix": {"method": "suffix", "num_speculative_tokens": 3},
@@ -163,6 +164,7 @@ SPECULATION: dict[str, dict[str, Any]] = {
     [
         ("llama", "none"),
         ("llama", "eagle3"),
+        ("llama", "peagle"),
         ("llama", "dflash"),
         ("deepseek_v3", "mtp"),
         ("llama", "suffix"),
@@ -175,7 +177,7 @@ def test_the_runner_runs_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     speculation = dict(SPECULATION[method])
-    if method in ("eagle3", "dflash"):
+    if method in ("eagle3", "peagle", "dflash"):
         speculation["draft_model"] = str(folders("mha" if method == "eagle3" else method))
     drafts = speculation.get("num_speculative_tokens", 0)
     options = {
@@ -195,7 +197,7 @@ def test_the_runner_runs_them(
             assert 1 <= len(result.token_ids) <= 1 + sequence.num_drafts
             assert result.logprobs is not None
             assert all(len(entry.token_ids) == 1 + 7 for entry in result.logprobs)
-            if method in ("eagle3", "dflash", "mtp"):
+            if method in ("eagle3", "peagle", "dflash", "mtp"):
                 assert len(result.draft_token_ids) == drafts
     # Nothing is left of them: the engine works as ever.
     assert generate(engine, params("warm", max_tokens=8)) == expected

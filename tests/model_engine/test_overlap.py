@@ -39,7 +39,13 @@ def checkpoints(
 
 @pytest.mark.parametrize(
     ("method", "setting"),
-    [("none", "greedy"), ("eagle3", "top-p"), ("dflash", "greedy"), ("mtp", "top-p")],
+    [
+        ("none", "greedy"),
+        ("eagle3", "top-p"),
+        ("peagle", "greedy"),
+        ("dflash", "greedy"),
+        ("mtp", "top-p"),
+    ],
 )
 def test_tokens_are_as_without(checkpoints: Checkpoints, method: str, setting: str) -> None:
     expected = engines.generate(checkpoints.plain(method), params(setting), PROMPTS)

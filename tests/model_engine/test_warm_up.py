@@ -115,7 +115,7 @@ def folders(
         path = root / kind
         if path.exists():
             return path
-        if kind in ("mha", "dflash"):
+        if kind in ("mha", "peagle", "dflash"):
             return engines.write_draft(kind, path, len(byte_level_tokenizer))
         return engines.write_target(kind, path, byte_level_tokenizer)
 
@@ -146,6 +146,7 @@ ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {}),
     "overlap": ("llama", {"overlap": True}),
     "eagle3": ("llama", {"method": "eagle3", "num_speculative_tokens": 3, "overlap": True}),
+    "peagle": ("llama", {"method": "eagle3", "num_speculative_tokens": 3, "overlap": True}),
     "dflash": ("llama", {"method": "dflash", "num_speculative_tokens": 7}),
     "mtp": ("deepseek_v3", {"method": "mtp", "num_speculative_tokens": 2, "overlap": True}),
     "suffix": ("llama", {"method": "suffix", "num_speculative_tokens": 3}),
@@ -162,7 +163,7 @@ def test_an_engine_is_as_ever_after_it(
     """As on a GPU, on a pool too small for its steps without sharing blocks."""
     target, given_options = ENGINES[name]
     options = dict(given_options)
-    if name in ("eagle3", "dflash"):
+    if name in ("eagle3", "peagle", "dflash"):
         options["draft_model"] = str(folders("mha" if name == "eagle3" else name))
     options |= {"max_num_seqs": 4, "max_num_batched_tokens": 96, "enforce_eager": True}
     expected = generate(create_engine(folders(target), **options), params("warm", max_tokens=8))

@@ -134,3 +134,10 @@ def test_neighbouring_noise_is_uncorrelated(pattern: str) -> None:
         length = noise.shape[axis] - 1
         products = noise.narrow(axis, 0, length) * noise.narrow(axis, 1, length)
         assert abs(float(products.mean())) < 4 / math.sqrt(products.numel())
+
+
+def test_hashes_stay_where_graphs_have_read_them() -> None:
+    first = token_hashes(7, CPU)
+    for size in range(8, 40):
+        token_hashes(size, CPU)
+    assert token_hashes(7, CPU) is first

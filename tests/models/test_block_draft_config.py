@@ -17,6 +17,7 @@ from atom.models.block_draft.config import (
     Selector,
 )
 from atom.models.block_draft.masks import LayerMask
+from atom.stats import ExpectedAcceptance
 
 FULL, CAUSAL = LayerMask(None, False), LayerMask(None, True)
 SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 2048}
@@ -42,6 +43,20 @@ def test_published_formats() -> None:
     assert (dspark.markov, dspark.confidence) == (Markov(8, "vanilla"), Confidence(True))
     plain = read(DSPARK, markov_rank=0, enable_confidence_head=False)
     assert (plain.kinds, plain.markov, plain.max_drafts) == (("dspark", "dflash"), None, 5)
+
+
+CARD = {"tokens_per_forward": 2.5, "num_speculative_tokens": 3, "data": "GSM8K, greedy"}
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark", "speculators dspark"])
+def test_a_card_may_state_its_acceptance_length(name: str) -> None:
+    draft = DRAFTS[name]
+    assert read(draft.raw).expected_acceptance is None
+    config = read(draft.raw, expected_acceptance_length=CARD)
+    assert config.expected_acceptance == ExpectedAcceptance(source=draft.kind, **CARD)
+    assert config.ignored_keys == ()
+    with pytest.raises(ConfigError, match="should be 1 to 4 with 3 drafts, got 9"):
+        read(draft.raw, expected_acceptance_length={**CARD, "tokens_per_forward": 9})
 
 
 def test_the_speculators_layout() -> None:

@@ -50,6 +50,14 @@ MLA: dict[str, Any] = {
     "v_head_dim": 12,
 }
 
+# P-EAGLE.
+PARALLEL: dict[str, Any] = {
+    **MHA,
+    "architectures": ["PeagleLlamaForCausalLM"],
+    "num_hidden_layers": 3,
+    "ptd_token_id": 7,
+}
+
 YARN = {
     "type": "yarn",
     "factor": 4.0,
@@ -95,6 +103,28 @@ def draft_tensors(
         tensors["d2t"] = chosen - torch.arange(len(chosen))
         tensors["t2d"] = torch.zeros(raw["vocab_size"], dtype=torch.bool)
         tensors["t2d"][chosen] = True
+    return tensors
+
+
+def parallel_tensors(raw: dict[str, Any]) -> dict[str, torch.Tensor]:
+    """A random P-EAGLE checkpoint: an Eagle3 draft's, deeper layers, and the state of masks."""
+    tensors = draft_tensors(raw)
+    generator = torch.Generator().manual_seed(5)
+    size, wide = raw["hidden_size"], tensors["fc.weight"].shape[1]
+    shapes: dict[str, tuple[int, ...]] = {"mask_hidden": (1, 1, wide)}
+    for i in range(1, raw["num_hidden_layers"]):
+        for name, tensor in tensors.items():
+            if not name.startswith("midlayer.") or "hidden_norm" in name:
+                continue
+            shape = list(tensor.shape)
+            if any(f".{part}_proj." in name for part in "qkv"):
+                shape[1] = size
+            shapes[name.replace("midlayer", f"layers.{i}")] = tuple(shape)
+    if raw.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (wide,)
+    for name, shape in shapes.items():
+        noise = torch.randn(shape, generator=generator)
+        tensors[name] = noise * 0.3 + 1 if "norm" in name else noise * 0.2
     return tensors
 
 

@@ -48,9 +48,15 @@ def params(setting: str, **overrides: Any) -> SamplingParams:
     )
 
 
-def write_target(kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast) -> Path:
-    """A `llama` or a `deepseek_v3` (latent attention, experts, prediction layers) checkpoint."""
-    fields = {"vocab_size": len(tokenizer), "hidden_size": HIDDEN}
+def write_target(
+    kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast, **fields: Any
+) -> Path:
+    """A `llama` or a `deepseek_v3` (latent attention, experts, prediction layers) checkpoint.
+
+    Args:
+        fields: of its config.
+    """
+    fields = {"vocab_size": len(tokenizer), "hidden_size": HIDDEN, **fields}
     if kind == "llama":
         checkpoints.llama(folder, **fields)
     else:
@@ -60,6 +66,11 @@ def write_target(kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast) ->
     return folder
 
 
+EAGLE_DRAFTS = {
+    "mha": draft_bench.MHA,
+    "mla": draft_bench.MLA,
+    "peagle": draft_bench.PARALLEL,
+}
 BLOCK_DRAFTS = {
     "dflash": "dflash sliding",
     "dflash2": "dflash2",
@@ -72,17 +83,22 @@ def method_of(draft: str) -> str:
     return draft if draft in BLOCK_DRAFTS else "eagle3"
 
 
-def write_draft(kind: str, folder: Path, vocab_size: int) -> Path:
-    """A random `mha` or `mla` Eagle3 draft with a pruned vocabulary, or a block drafter."""
+def write_draft(kind: str, folder: Path, vocab_size: int, **fields: Any) -> Path:
+    """A random `mha`, `mla` or `peagle` Eagle3 draft with a pruned vocabulary, or a block drafter.
+
+    Args:
+        fields: of its config.
+    """
+    sizes = {"hidden_size": HIDDEN, "vocab_size": vocab_size, **fields}
     if kind in BLOCK_DRAFTS:
-        sizes = {"hidden_size": HIDDEN, "vocab_size": vocab_size, "block_size": 8}
+        sizes = {"block_size": 8, **sizes}
         ids = {"target_layer_ids": [-1, 0, 1], "aux_hidden_state_layer_ids": [0, 2, 3]}
         draft = block_bench.DRAFTS[BLOCK_DRAFTS[kind]].changed(**sizes, **ids)
         return block_bench.write_draft(folder, draft)
-    raw = dict(draft_bench.MHA if kind == "mha" else draft_bench.MLA)
-    raw |= {"hidden_size": HIDDEN, "vocab_size": vocab_size}
+    raw = EAGLE_DRAFTS[kind] | sizes
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
-    return draft_bench.write_draft(folder, raw, draft_bench.draft_tensors(raw))
+    create = draft_bench.parallel_tensors if kind == "peagle" else draft_bench.draft_tensors
+    return draft_bench.write_draft(folder, raw, create(raw))
 
 
 def create_engine(folder: Path, **overrides: Any) -> LLM:

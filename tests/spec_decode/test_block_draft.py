@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from spec_decode.block_reference import BlockReference
 from atom.model_loader.source import ModelSource
 from atom.models.base import CausalLM
 from atom.models.block_draft.draft import BlockDraft
+from atom.stats import ExpectedAcceptance
 
 Target = tuple[CausalLM, ModelSource]
 CONTEXT = 21
@@ -53,6 +55,20 @@ class Case:
 @pytest.fixture(params=DRAFTS)
 def case(request: pytest.FixtureRequest, tmp_path: Path, llama_target: Target) -> Case:
     return Case(request.param, tmp_path, llama_target)
+
+
+@pytest.mark.parametrize(
+    ("name", "method"), [("dspark", "dspark"), ("dspark without markov", "dflash")]
+)
+def test_a_card_is_named_after_the_method(
+    name: str, method: str, tmp_path: Path, llama_target: Target
+) -> None:
+    card = {"tokens_per_forward": 2.5, "num_speculative_tokens": 3, "data": "GSM8K"}
+    draft = DRAFTS[name]
+    stated = replace(draft, raw={**draft.raw, "expected_acceptance_length": card})
+    model = block_bench.load(block_bench.write_draft(tmp_path, stated), *llama_target, method)
+    expected = BlockBench(model).proposer.lookahead.expected_acceptance
+    assert expected == ExpectedAcceptance(source=method, **card)
 
 
 def bench_of(model: BlockDraft) -> BlockBench:

@@ -52,7 +52,7 @@ class Bench:
 
 @pytest.fixture(
     scope="module",
-    params=["llama mha", "deepseek_v3 mla", "deepseek_v3 mtp", "llama dspark"],
+    params=["llama mha", "deepseek_v3 mla", "deepseek_v3 mtp", "llama peagle", "llama dspark"],
 )
 def bench(
     request: pytest.FixtureRequest,

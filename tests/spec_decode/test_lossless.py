@@ -18,8 +18,8 @@ from atom.stats import SpecDecodeStats
 
 BLOCK = [*engines.BLOCK_DRAFTS]
 METHODS = {
-    "llama": ["mha", "mla", "suffix", *BLOCK],
-    "deepseek_v3": ["mha", "mla", "suffix", "mtp", *BLOCK],
+    "llama": ["mha", "mla", "suffix", "peagle", *BLOCK],
+    "deepseek_v3": ["mha", "mla", "suffix", "mtp", "peagle", *BLOCK],
 }
 
 
@@ -73,10 +73,10 @@ def _grid() -> Iterator[object]:
     methods = [(target, method) for target in METHODS for method in METHODS[target]]
     for number, (target, method) in enumerate(methods):
         turned = [*SETTINGS][number % len(SETTINGS) :] + [*SETTINGS][: number % len(SETTINGS)]
-        # Block drafters have the k of their turn at each commit.
+        # Drafts of one pass have the k of their turn at each commit.
         turn = (1, 3, 7)[number % 3]
         for k, part in {1: turned[:1], 3: turned[1:3], 7: turned[3:]}.items():
-            marks = (pytest.mark.slow,) if method in BLOCK and k != turn else ()
+            marks = (pytest.mark.slow,) if method in ("peagle", *BLOCK) and k != turn else ()
             yield pytest.param(target, method, k, part, id=f"{target}-{method}-{k}", marks=marks)
             rest = [name for name in SETTINGS if name not in part]
             name = f"{target}-{method}-{k}-rest"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,26 +10,28 @@ import pytest
 import torch
 from model_ops.batches import Part
 from spec_decode import draft_bench
-from spec_decode.block_bench import step_of
-from spec_decode.draft_bench import HIDDEN, MHA, VOCAB
+from spec_decode.block_bench import RecordedChoice, step_of
+from spec_decode.draft_bench import HIDDEN, MHA, PARALLEL, VOCAB
 from spec_decode.eagle3_reference import ReferenceDraft
 
 from atom.config import ConfigError
+from atom.graphs.recorded import StepRecorder
 from atom.kv_cache.builders import bind_kv_caches
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import ModelSource
+from atom.model_ops.kernels.native.build import native_build
+from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
+from atom.models.eagle3.base import Eagle3Draft
 from atom.models.eagle3.config import Eagle3Config
+from atom.platform import cpu_platform
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.parallel_eagle import ParallelEagleProposer
 
 Target = tuple[CausalLM, ModelSource]
-MASK, LAYERS = 7, 3
+MASK, LAYERS = PARALLEL["ptd_token_id"], PARALLEL["num_hidden_layers"]
 NATIVE: dict[str, Any] = {
-    **MHA,
-    "architectures": ["PeagleLlamaForCausalLM"],
-    "num_hidden_layers": LAYERS,
-    "ptd_token_id": MASK,
+    **PARALLEL,
     "expected_acceptance_length": {
         "tokens_per_forward": 2.5,
         "num_speculative_tokens": 5,
@@ -52,26 +55,8 @@ SPECULATORS: dict[str, Any] = {
 
 
 def tensors_of(raw: dict[str, Any]) -> dict[str, torch.Tensor]:
-    """A random checkpoint: an Eagle3 draft's, and what P-EAGLE adds."""
-    flat = {**NATIVE, **raw}
-    tensors = draft_bench.draft_tensors({**MHA, "draft_vocab_size": flat["draft_vocab_size"]})
-    generator = torch.Generator().manual_seed(5)
-    wide = 3 * HIDDEN
-    shapes: dict[str, tuple[int, ...]] = {"mask_hidden": (1, 1, wide)}
-    for i in range(1, LAYERS):
-        for name, tensor in list(tensors.items()):
-            if not name.startswith("midlayer.") or "hidden_norm" in name:
-                continue
-            shape = list(tensor.shape)
-            if any(f".{part}_proj." in name for part in "qkv"):
-                shape[1] = HIDDEN
-            shapes[name.replace("midlayer", f"layers.{i}")] = tuple(shape)
-    if flat.get("norm_before_fc"):
-        shapes["input_norm.weight"] = (wide,)
-    for name, shape in shapes.items():
-        noise = torch.randn(shape, generator=generator)
-        tensors[name] = noise * 0.3 + 1 if "norm" in name else noise * 0.2
-    return tensors
+    """A random checkpoint."""
+    return draft_bench.parallel_tensors({**NATIVE, **raw})
 
 
 class Reference(ReferenceDraft):
@@ -106,6 +91,22 @@ class Reference(ReferenceDraft):
         return states @ self.tensors["fc.weight"].T
 
 
+def proposer_of(model: Eagle3Draft, **options: Any) -> ParallelEagleProposer:
+    """Of up to 5 drafts, with an empty cache of 16 blocks of 4 tokens."""
+    builder = Eagle3DraftBuilder(model, 4, torch.float32, draft_bench.CPU)
+    proposer = ParallelEagleProposer(model, builder, 5, 4, 128, **options)
+    builder.allocate_kv_cache_tensors(16)
+    bind_kv_caches(model, [builder])
+    return proposer
+
+
+def random_text() -> tuple[list[int], list[torch.Tensor]]:
+    """12 tokens, and three hidden states of each."""
+    generator = torch.Generator().manual_seed(6)
+    tokens = torch.randint(0, VOCAB, (12,), generator=generator).tolist()
+    return tokens, list(torch.randn(3, 12, HIDDEN, generator=generator) * 3)
+
+
 @pytest.mark.parametrize("raw", [NATIVE, SPECULATORS], ids=["native", "speculators"])
 def test_drafts_equal_those_of_one_dense_pass(
     raw: dict[str, Any], tmp_path: Path, llama_target: Target
@@ -116,23 +117,21 @@ def test_drafts_equal_those_of_one_dense_pass(
     embed, head = llama_target[0].token_embedding.weight, llama_target[0].output_head.weight
     double = {k: v.double() if v.is_floating_point() else v for k, v in tensors.items()}
     reference = Reference({**NATIVE, **raw}, double, embed.double(), head.double())
-    builder = Eagle3DraftBuilder(model, 4, torch.float32, draft_bench.CPU)
-    proposer = ParallelEagleProposer(model, builder, 5, 4, 128)
+    choice = RecordedChoice(model.target_ids)
+    proposer = proposer_of(model, choice=choice)
     assert (proposer.lookahead.expected_acceptance is not None) == (raw is NATIVE)
-    builder.allocate_kv_cache_tensors(16)
-    bind_kv_caches(model, [builder])
-    generator = torch.Generator().manual_seed(6)
-    tokens = torch.randint(0, VOCAB, (12,), generator=generator).tolist()
-    aux = list(torch.randn(3, 12, HIDDEN, generator=generator) * 3)
+    tokens, aux = random_text()
 
     def check(blocks: list[int], begin: int, end: int) -> None:
         rows = [a[begin:end] for a in aux]
         step = step_of(
             [Part(end - begin, begin, blocks)], rows, tokens[begin:end], [end - begin - 1], 4
         )
+        choice.logits = []
         with torch.inference_mode():
             (drafts,) = proposer.propose(step, 5).token_ids.tolist()
         expected = reference.scores(tokens[:end], [a[:end] for a in aux], 5)
+        torch.testing.assert_close(torch.cat(choice.logits).double(), expected, atol=1e-4, rtol=0)
         best = expected.topk(2).values
         assert (best[:, 0] - best[:, 1]).min() > 1e-4, "no tie"
         assert drafts == [reference.to_target(int(row.argmax())) for row in expected]
@@ -145,6 +144,35 @@ def test_drafts_equal_those_of_one_dense_pass(
         second = step_of([Part(5, 4, blocks)], [a[4:9] for a in aux], tokens[4:9], [4], 4)
         proposer.propose(second, 0)
     check(blocks, 9, 11)
+
+
+@pytest.mark.skipif(native_build().reason is not None, reason=str(native_build().reason))
+def test_the_first_proposal_of_all_may_be_recorded(tmp_path: Path, llama_target: Target) -> None:
+    """Recorded under several keys, it is the one that is made op by op."""
+    folder = draft_bench.write_draft(tmp_path, NATIVE, tensors_of(NATIVE))
+    model = draft_bench.load(folder, *llama_target)
+    ops = LayerContext.create(torch.float32, 128, cpu_platform()).ops
+    place = ops.resolve("place_blocks", torch.float32)
+    tokens, aux = random_text()
+    step = replace(step_of([Part(12, 0, [3, 9, 1, 14, 0])], aux, tokens, [11], 4), race=None)
+    recorder, recorded = StepRecorder(), proposer_of(model, place=place)
+
+    def replayed(num_drafts: int) -> list[list[int]]:
+        proposal = recorder.run(
+            "drafting",
+            num_drafts,
+            step.tensors,
+            lambda: recorded.propose(step, num_drafts),
+            lambda made: made.tensors,
+        )
+        return proposal.token_ids.tolist()
+
+    numbers = (5, 3, 4, 5)
+    with torch.inference_mode():
+        found = [replayed(n) for n in numbers]
+        assert recorder.was_replayed
+        op_by_op = proposer_of(model, place=place)
+        assert found == [op_by_op.propose(step, n).token_ids.tolist() for n in numbers]
 
 
 def test_a_mask_state_is_required(tmp_path: Path, llama_target: Target) -> None:

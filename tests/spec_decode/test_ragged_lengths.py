@@ -96,7 +96,7 @@ def folder(
     folder = tmp_path_factory.mktemp("ragged")
     for kind in ("llama", "deepseek_v3"):
         engines.write_target(kind, folder / kind, byte_level_tokenizer)
-    for draft in ("mha", "dspark", "dflash2"):
+    for draft in ("mha", "peagle", "dspark", "dflash2"):
         engines.write_draft(draft, folder / draft, len(byte_level_tokenizer))
     return folder
 
@@ -111,7 +111,7 @@ def speculation(draft: str, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("draft", "graphs"),
     [
-        *((draft, True) for draft in ("mha", "dspark", "dflash2", "mtp", "suffix")),
+        *((draft, True) for draft in ("mha", "peagle", "dspark", "dflash2", "mtp", "suffix")),
         *((draft, False) for draft in ("mha", "dspark")),
     ],
 )

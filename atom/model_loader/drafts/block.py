@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from functools import partial
 
 import torch
+from msgspec import structs
 
 from atom.config import ConfigError
 from atom.model_loader.drafts.folder import DraftTarget, draft_folder, load_onto
@@ -45,6 +47,10 @@ def load_block_draft(draft: str, target: DraftTarget, kind: str) -> BlockDraft:
             "acceptance may be nil. Use bfloat16 or float32",
             draft,
         )
+    if config.expected_acceptance is not None:
+        # The statistics name it after the method, which may be another of its kinds.
+        card = structs.replace(config.expected_acceptance, source=kind)
+        config = replace(config, expected_acceptance=card)
     return load_onto(
         target,
         draft,

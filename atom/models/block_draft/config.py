@@ -22,7 +22,9 @@ from atom.models.draft_fields import (
     rope_parameters,
 )
 from atom.models.eagle3.aux_layers import AuxLayers
+from atom.models.eagle3.card import expected_acceptance
 from atom.models.model_config import ModelConfig
+from atom.stats import ExpectedAcceptance
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -108,6 +110,8 @@ class BlockDraftConfig:
         embedding_scale, value_scale, logit_scale, softcap: factors; softcap is None for no cap.
         temperature_scale: at how many times the requests' temperatures drafts are chosen.
         tied: the config ties the output head to the embedding.
+        expected_acceptance: what its card says that it reaches, if it does, as a draft of the
+            format's kind.
         ignored_keys: unknown keys whose names suggest no effect on the computation.
     """
 
@@ -134,6 +138,7 @@ class BlockDraftConfig:
     softcap: float | None
     temperature_scale: float
     tied: bool
+    expected_acceptance: ExpectedAcceptance | None = None
     ignored_keys: tuple[str, ...] = ()
 
     @property
@@ -223,6 +228,7 @@ class BlockDraftConfig:
             ),
             temperature_scale=fields.number("draft_temperature_scale", 1.0),
             tied=fields.flag("tie_word_embeddings"),
+            expected_acceptance=expected_acceptance(fields, form.kind),
             ignored_keys=tuple(ignored),
         )
         if config.selector is not None and draft_vocab_size != network.vocab_size:

@@ -24,7 +24,7 @@ sample_from_anchor dspark_bonus_anchor sliding_window_non_causal
 is_causal causal use_swa swa_window_size
 is_neox_style rope_is_neox_style use_gemma_norm attention_sink_bias attention_value_scale
 input_embedding_scale output_multiplier final_logit_softcapping logit_scale
-num_anchors target_model_type draft_temperature_scale
+num_anchors target_model_type draft_temperature_scale expected_acceptance_length
 """
 _DSPARK_KEYS = """
 markov_rank markov_head_type enable_confidence_head confidence_head_with_markov

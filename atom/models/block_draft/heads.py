@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -121,10 +120,14 @@ class ConfidenceHead(nn.Module):
         columns = config.hidden_size + (0 if markov is None else markov.rank)
         part = Part(Cut.whole(1), Cut.whole(columns))
         self.proj = DequantisedMatrix({None: part}, True, context, "confidence_head.proj")
+        sizes = {"in_features": columns, "out_features": 1}
+        self._product = context.ops.resolve("linear", torch.float32, **sizes)
+        self._sigmoid = context.ops.resolve("sigmoid", torch.float32)
 
     def forward(self, states: torch.Tensor, vectors: torch.Tensor | None) -> torch.Tensor:
         """[S, hidden] and the Markov vectors [S, rank] of the tokens before, or None -> [S]."""
         x = states if vectors is None else torch.cat((states, vectors), dim=-1)
         assert self.proj.bias is not None
-        logits = F.linear(x.float(), self.proj.weight.float(), self.proj.bias.float())
-        return logits[:, 0].sigmoid()
+        logits = self._product(x.float(), self.proj.weight.float(), self.proj.bias.float())
+        confidence: torch.Tensor = self._sigmoid(logits[:, 0])
+        return confidence

@@ -10,6 +10,7 @@ from atom.model_ops.routing import Routing
 
 _route = Kernels("moe_route", "4P9qd")
 _experts = Kernels("moe_experts", "6P8q")
+_ONLY_EXPERT = Routing(num_experts=1, top_k=1, scoring="sigmoid")
 
 
 def refuses_route(query: OpQuery) -> str | None:
@@ -43,6 +44,12 @@ def moe_route(
     sizes = rows, experts, routing.top_k, *groups, *flags
     _route(None, *pointers, *sizes, num_threads(), routing.scaling)
     return weights, ids
+
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """`1 / (1 + exp(-x))` of x [N] float32: the weight of a token's only expert."""
+    weights, _ = moe_route(x[:, None], None, _ONLY_EXPERT)
+    return weights[:, 0]
 
 
 def moe_experts(

@@ -49,7 +49,7 @@ def choose_drafts(
     if race.temperature is not None:
         if race.seeds is None or race.positions is None:
             raise ValueError("temperature needs seeds and positions")
-        weights = torch.where(is_random[:, None], _filtered(scores, weights, race), weights)
+        weights = torch.where(is_random[:, None], filtered(scores, weights, race), weights)
         keys = row_keys(race.seeds, race.positions + ahead)
         size = scores.shape[-1]
         noise = exponential_noise(keys, _hashes(token_ids, size, scores.device))
@@ -67,8 +67,12 @@ def _hashes(token_ids: torch.Tensor | None, size: int, device: torch.device) -> 
     return hash_tokens(token_ids)
 
 
-def _filtered(scores: torch.Tensor, weights: torch.Tensor, race: SamplingMetadata) -> torch.Tensor:
-    """The weights [R, V] of the tokens that min_p, top_k and top_p keep; 0 for others."""
+def filtered(scores: torch.Tensor, weights: torch.Tensor, race: SamplingMetadata) -> torch.Tensor:
+    """The weights [R, V] of the tokens that min_p, top_k and top_p keep; 0 for others.
+
+    Args:
+        weights: probabilities relative to each row's most likely token.
+    """
     if race.min_p is not None:
         weights = weights.masked_fill(weights < race.min_p[:, None], 0.0)
     if race.top_k is None and race.top_p is None:

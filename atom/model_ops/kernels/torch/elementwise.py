@@ -117,6 +117,11 @@ def add(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     return x.add_(y)
 
 
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """`1 / (1 + exp(-x))` of x [N] float32."""
+    return x.sigmoid()
+
+
 def rope(
     positions: torch.Tensor,
     q: torch.Tensor,

@@ -1,0 +1,153 @@
+"""Drafts of recorded steps are those of steps that run op by op."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from model_ops.batches import Part
+from spec_decode import engines
+from spec_decode.block_bench import step_of
+from spec_decode.engines import PROMPTS, create_engine, generate, params
+from transformers import PreTrainedTokenizerFast
+
+from atom import LLM
+from atom.graphs.recorded import StepRecorder
+from atom.model_engine.worker import Worker
+from atom.model_ops.kernels.native.build import native_build
+from atom.spec_decode import factory
+from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
+from atom.spec_decode.drafter import Drafter, DraftNumbers
+from atom.spec_decode.lengths import Candidates, Choice, Verification
+
+pytestmark = pytest.mark.skipif(
+    native_build().reason is not None, reason=str(native_build().reason)
+)
+K = 3
+CASES = [
+    ("llama", "mha"),
+    ("llama", "peagle"),
+    ("llama", "dflash"),
+    ("llama", "dspark"),
+    ("deepseek_v3", "mla"),
+    ("deepseek_v3", "mtp"),
+    ("deepseek_v3", "peagle"),
+    ("deepseek_v3", "dspark"),
+]
+# Latents as wide as native attention takes on every processor.
+FIELDS = {"mla": {"kv_lora_rank": 64}, "deepseek_v3": {"kv_lora_rank": 64}}
+
+
+class Turns:
+    """Numbers of drafts in turn, none at first.
+
+    Attributes:
+        confidences: of all drafts, those of each step's sequences.
+    """
+
+    confidences: list[list[list[float]]]
+
+    def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
+        self._numbers = [0, 0, 0]
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+        if not self._numbers:
+            self._numbers = [K, 1, K - 1, K, 0]
+        number = self._numbers.pop(0)
+        return Choice(number, number if drafts else 0)
+
+    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
+        self.confidences.append([list(own.confidences) for own in made])
+        return [len(own.confidences) for own in made]
+
+    def observe(
+        self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
+    ) -> None:
+        pass
+
+
+@pytest.fixture(scope="module")
+def folder(
+    tmp_path_factory: pytest.TempPathFactory, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> Callable[[str], Path]:
+    """Checkpoints by kind, each written once."""
+    root = tmp_path_factory.mktemp("recorded-drafts")
+
+    def write(kind: str) -> Path:
+        fields = FIELDS.get(kind, {})
+        if kind in ("llama", "deepseek_v3"):
+            return engines.write_target(kind, root / kind, byte_level_tokenizer, **fields)
+        return engines.write_draft(kind, root / kind, len(byte_level_tokenizer), **fields)
+
+    return cache(write)
+
+
+def recorder_of(engine: LLM) -> StepRecorder | None:
+    executor = engine.engine.core.executor
+    assert isinstance(executor, Worker)
+    return executor.parts.recorder
+
+
+@pytest.mark.parametrize("adaptive", [False, True], ids=["greedy", "top-p in turns"])
+@pytest.mark.parametrize(("target", "draft"), CASES)
+def test_drafts_are_those_of_steps_run_op_by_op(
+    target: str,
+    draft: str,
+    adaptive: bool,
+    folder: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In turns, the first ones of all are made in a recorded step, and have confidences."""
+    options: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": K}
+    if draft != "mtp":
+        options |= {"method": engines.method_of(draft), "draft_model": str(folder(draft))}
+    monkeypatch.setattr(factory, "AdaptiveLength", Turns)
+    sampling = params("top-p" if adaptive else "greedy", max_tokens=16)
+
+    def tokens(**more: Any) -> tuple[list[list[int]], list[list[list[float]]]]:
+        Turns.confidences = []
+        everything = {**options, "speculative_adaptive": adaptive, **more}
+        with create_engine(folder(target), **everything) as engine:
+            texts = generate(engine, sampling, PROMPTS[:5])
+            recorder = recorder_of(engine)
+            assert (recorder is None) == ("enforce_eager" in more)
+            if recorder is not None:
+                assert not recorder._refused
+                assert any(name == "drafting" for name, *_ in recorder._programs)
+        return texts, Turns.confidences
+
+    with engines.drafts_recorded(monkeypatch) as drafts:
+        op_by_op, recorded = tokens(enforce_eager=True), tokens()
+    assert recorded == op_by_op
+    assert drafts[0] == drafts[1]
+    assert sum(map(bool, drafts[0].values())) > 20
+
+
+class DerivingProposer(NullProposer):
+    """Drafts what it derives from the step's metadata, by an op that no program can hold."""
+
+    reads_steps = True
+
+    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
+        derive = step.model_input.attention.derive
+        tokens = derive("tokens", lambda: step.next_token_ids[step.last_rows])
+        return Proposal(tokens[:, None].cumsum(1))
+
+
+@torch.inference_mode()
+def test_what_a_recording_derived_is_derived_again() -> None:
+    """Where the recording fails, and the same step runs op by op."""
+    recorder = StepRecorder()
+    drafter = Drafter(
+        DerivingProposer(Lookahead(1)), "", None, None, waiting_is_free=True, recorder=recorder
+    )
+    step = step_of([Part(2, 0, [0])], [torch.zeros(2, 1)], [1234, 5678], [1], 4)
+    proposal = drafter.propose(replace(step, recurs=True), DraftNumbers(1, 1))
+    assert proposal is not None
+    assert recorder._refused
+    assert proposal.token_ids.tolist() == [[5678]]
