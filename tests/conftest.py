@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import importlib.util
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -40,6 +41,8 @@ if not torch.cuda.is_available():
     # Triton reads it when a kernel is decorated, and transformers imports triton: it has to be
     # there before any test module. Engines on a CPU prefer native and torch kernels as ever.
     os.environ["TRITON_INTERPRET"] = "1"
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 _MOST_WORKERS = 8
 
@@ -201,3 +204,17 @@ def tiny_llama_dir(
     model.save_pretrained(folder)
     byte_level_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture
+def benchmark_module(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
+    """Imports a file of benchmarks/ by its name, which a folder of tests may have, too."""
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+
+    def load(name: str) -> Any:
+        found = sys.modules.get(name)
+        if found is not None and found.__spec__.origin != str(BENCHMARKS / f"{name}.py"):
+            monkeypatch.delitem(sys.modules, name)
+        return importlib.import_module(name)
+
+    return load

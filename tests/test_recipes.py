@@ -111,12 +111,6 @@ def of(*programs: str, recipes: str = "") -> Any:
 
 
 @pytest.fixture
-def benchmark(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Any]:
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    return importlib.import_module
-
-
-@pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """The working directory, with the files that recipes name."""
     for name, record in {
@@ -220,8 +214,10 @@ def test_atom_flags(command: Command) -> None:
 @of(
     "acceptance", "accuracy", "compare_transformers", "decode_roofline", "gpu_check", "kernels"
 )  # fmt: skip
-def test_benchmark_flags(command: Command, benchmark: Callable[[str], Any], folder: Path) -> None:
-    module = benchmark(command.program)
+def test_benchmark_flags(
+    command: Command, benchmark_module: Callable[[str], Any], folder: Path
+) -> None:
+    module = benchmark_module(command.program)
     if command.program == "acceptance":
         args = module.create_parser().parse_args(command.arguments)
         prompts = module.read_prompts(args)
@@ -234,12 +230,12 @@ def test_benchmark_flags(command: Command, benchmark: Callable[[str], Any], fold
     assert folder.is_dir()
 
 
-def test_lm_eval_by_hand(benchmark: Callable[[str], Any]) -> None:
+def test_lm_eval_by_hand(benchmark_module: Callable[[str], Any]) -> None:
     """The written command is the one that accuracy.py would run."""
     (command,) = (c for c in COMMANDS if c.program == "lm_eval")
-    entries = benchmark("_accuracy_entries").read_entries(ROOT / "recipes" / "accuracy.toml")
+    entries = benchmark_module("_accuracy_entries").read_entries(ROOT / "recipes" / "accuracy.toml")
     entry = entries["kimi-k2.5"]
-    ours = benchmark("_lm_eval").lm_eval_command(
+    ours = benchmark_module("_lm_eval").lm_eval_command(
         "lm_eval", entry, entry.task, "http://127.0.0.1:8000", entry.model, Path("."), None
     )
     for flag in ("--model", "--tasks", "--num_fewshot", "--batch_size", "--model_args"):
@@ -269,33 +265,35 @@ def test_demos_run(
 @of("acceptance", recipes="SmolLM2")
 def test_acceptance_runs(
     command: Command,
-    benchmark: Callable[[str], Any],
+    benchmark_module: Callable[[str], Any],
     folder: Path,
     tiny_llama_dir: Path,
     tiny_draft: Path,
 ) -> None:
     flags = ["--model", str(tiny_llama_dir), "--max-tokens", "6", *TINY, "--method", "eagle3"]
     flags += ["--draft-model", str(tiny_draft), "--limit", "1"]
-    assert benchmark("acceptance").main([*command.arguments, *flags]) == 0
+    assert benchmark_module("acceptance").main([*command.arguments, *flags]) == 0
     if output := command.value("--output-dir"):
         assert (folder / output / "acceptance.png").exists()
 
 
 @of("atom", "compare_transformers", recipes="SmolLM2")
 def test_benchmarks_run(
-    command: Command, benchmark: Callable[[str], Any], folder: Path, tiny_llama_dir: Path
+    command: Command, benchmark_module: Callable[[str], Any], folder: Path, tiny_llama_dir: Path
 ) -> None:
     flags = ["--model", str(tiny_llama_dir), "--max-tokens", "4", "--rounds", "1"]
     flags += ["--dtype", "float32", "--num-threads", "1", "--output-json", "report.json"]
     if command.program == "compare_transformers":
-        benchmark(command.program).main([*command.arguments, *flags, "--prefill-tokens", "32"])
+        benchmark_module(command.program).main(
+            [*command.arguments, *flags, "--prefill-tokens", "32"]
+        )
     else:
         assert atom_command.main([*command.arguments, *flags, "--num-prompts", "4"]) == 0
     assert json.loads((folder / "report.json").read_text(encoding="utf-8"))
 
 
 def test_the_server_answers_what_curl_asks(
-    benchmark: Callable[[str], Any], tiny_llama_dir: Path, tmp_path: Path
+    benchmark_module: Callable[[str], Any], tiny_llama_dir: Path, tmp_path: Path
 ) -> None:
     """One server of the SmolLM2 recipe, every curl command of all recipes."""
     chosen = [c for c in COMMANDS if c.program == SERVER and c.recipe == "SmolLM2.md"]
@@ -304,7 +302,7 @@ def test_the_server_answers_what_curl_asks(
     del flags[place : place + 2]
     model = ["--model", str(tiny_llama_dir), *TINY, "--method", "suffix"]
     model += ["--num-speculative-tokens", "2"]
-    server = benchmark("_server").Server([*flags, *model], tmp_path / "server.log")
+    server = benchmark_module("_server").Server([*flags, *model], tmp_path / "server.log")
     with server:
         server.wait_healthy(240)
         for command in (c for c in COMMANDS if c.program == "curl"):
