@@ -76,6 +76,7 @@ def _attention(
         storage=storage or dtype,
         # Exact float32 products exist on AMD's matrix units only.
         matrix=("_attend",) if dtype.itemsize == 2 else (),
+        split="_attend",
     )
 
 
