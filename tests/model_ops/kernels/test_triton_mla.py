@@ -22,6 +22,7 @@ from atom.model_ops.kernels.triton.mla_cache_write import mla_cache_write
 from atom.model_ops.kernels.triton.mla_decode import mla_decode, num_splits
 from atom.model_ops.kernels.triton.mla_prefill import mla_prefill
 from atom.model_ops.kernels.triton.mla_rounds import plan_rounds
+from atom.model_ops.kernels.triton.mla_tiles import decode_tiles
 from atom.model_ops.kernels.triton.prefill_attention import num_splits as prefill_splits
 from atom.model_ops.kernels.triton.splits import fewest_that_fill
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
@@ -210,6 +211,52 @@ class TestDecode:
         out = mla_decode(q, batch.cache, batch.up_proj, padded, SCALE)
         torch.testing.assert_close(out[:2], run(mla_decode, batch), atol=1e-6, rtol=0)
         assert out.isfinite().all()
+
+
+@pytest.fixture
+def latents_first(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows are computed as on Hopper."""
+    if device.type != "cpu":
+        pytest.skip("a GPU runs the tiles that suit it")
+    monkeypatch.setattr(decode_module, "current_platform", lambda: TestRefusals.H200)
+
+
+@pytest.mark.usefixtures("latents_first")
+class TestLatentsFirst:
+    SIZES: ClassVar = dataclasses.replace(TINY, block_size=64)
+    RAGGED: ClassVar = dataclasses.replace(RAGGED, block_size=128)
+    KIMI: ClassVar = dataclasses.replace(KIMI_TP8, block_size=64)
+
+    def test_where_the_instruction_of_warp_groups_takes_them(self, device: torch.device) -> None:
+        def first(rows: int, sizes: Sizes, storage: torch.dtype | None = None) -> bool:
+            cache = make_batch([(4, 1)], device, sizes, torch.bfloat16, storage).cache
+            return decode_tiles(TestRefusals.H200, rows, torch.bfloat16, cache).latents_first
+
+        assert first(8, self.SIZES)
+        assert first(32, self.SIZES)
+        assert not first(64, self.SIZES)  # rows enough
+        assert not first(8, TINY)
+        assert not first(8, self.SIZES, torch.float8_e4m3fn)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_every_type(self, dtype: torch.dtype, device: torch.device) -> None:
+        check(mla_decode, make_batch([(150, 1), (3, 3)], device, self.SIZES, dtype))
+
+    def test_ragged_widths(self, device: torch.device) -> None:
+        check(mla_decode, make_batch([(140, 3), (64, 1)], device, self.RAGGED, torch.bfloat16))
+
+    @pytest.mark.parametrize("splits", [1, 3])
+    def test_eight_heads_of_a_rank(
+        self, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(decode_module, "num_splits", lambda *_: splits)
+        check(mla_decode, make_batch([(150, 1), (33, 4)], device, self.KIMI, torch.bfloat16))
+
+    def test_tables_as_wide_as_a_bound(self, device: torch.device) -> None:
+        batch = make_batch([(21, 1), (5, 1)], device, self.SIZES, torch.bfloat16)
+        tables = torch.nn.functional.pad(batch.metadata.block_tables, (0, 10))
+        bound = tables.shape[1] * self.SIZES.block_size
+        check(mla_decode, batch, block_tables=tables, context_lens_cpu=None, max_context_len=bound)
 
 
 class TestPrefill:
