@@ -206,13 +206,15 @@ def regressions(
             f"{sorted(baseline)}; if that is right: {UPDATE} -k '{case.name}'"
         ]
     return [
-        f"{kernel}: {counts[count]} {count}, the baseline has {baseline[kernel][count]}; if it is "
-        f"worth that: {UPDATE} -k '{case.name}'"
+        f"{kernel}: {counts[count]} {count}, the baseline has {baseline[kernel].get(count)}; if it "
+        f"is worth that: {UPDATE} -k '{case.name}'"
         for kernel, counts in outcome.kernels.items()
         for count in (*BASELINE_COUNTS, OCCUPANCY)
-        if count in counts and _is_worse(count, counts[count], baseline[kernel][count])
+        if count in counts and _is_worse(count, counts[count], baseline[kernel].get(count))
     ]
 
 
-def _is_worse(count: str, number: int, known: int) -> bool:
+def _is_worse(count: str, number: int, known: int | None) -> bool:
+    if known is None:  # the baseline does not know the count
+        return True
     return number < known if count == OCCUPANCY else number > known + BASELINE_COUNTS[count]

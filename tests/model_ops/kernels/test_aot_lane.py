@@ -91,6 +91,9 @@ def test_more_than_the_baseline_is_a_regression(lane: aot.Lane) -> None:
     [fault] = found(registers=counts["registers"] - 8, occupancy_percent=occupancy)
     assert "occupancy_percent" in fault
     assert aot.UPDATE in aot.regressions(CASES["add"], "gfx942", outcome, {})[0]
+    unknown = {"_add_kernel": {name: counts[name] for name in aot.BASELINE_COUNTS}}
+    [fault] = aot.regressions(CASES["add"], "gfx942", outcome, unknown)
+    assert "the baseline has None" in fault
 
 
 @pytest.mark.parametrize(
