@@ -42,6 +42,8 @@ from atom.platform import current_platform
 # Keys and values of one round: 128 MiB in 16-bit types.
 _ROUND_ELEMENTS = 1 << 26
 _GATHERED_TOKENS = 16
+# Programs of the attention kernel that a unit runs side by side.
+_RESIDENT = 1
 # On ROCm every warp holds whole tiles of keys and values, and those of 8 warps do not fit.
 _WARPS = 4 if current_platform().kind == "rocm" else 8
 _SLICES = ["pieces_ptr", "tables_ptr", "contexts_ptr", "starts_ptr", "q_ptr", "out_ptr"]
@@ -158,7 +160,7 @@ def _sums(
     pieces = max(len(each.pieces) for each in rounds)
     programs = triton.cdiv(metadata.max_seqlen_q, _tiles(q)[0]) * heads * pieces
     longest = max(each.longest for each in rounds)
-    splits = num_splits(programs, longest, side_by_side(compute_units(), 1))
+    splits = num_splits(programs, longest, side_by_side(compute_units(), _RESIDENT))
     parts, lse, state = out, None, None
     if splits > 1:
         parts = q.new_empty(q.shape[0], heads, splits, v_dim, dtype=torch.float32)
