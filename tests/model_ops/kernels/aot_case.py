@@ -35,6 +35,8 @@ class Case:
         arguments: from the query that the entry was asked, the arguments of the op.
         dtype, storage, shape, weights: the query; `storage="fp8"` is the arch's own 8 bit type.
         matrix: names of the kernels that must use matrix instructions.
+        warp_groups: those that must use no others than Hopper's warp group instructions on sm90.
+        split: the kernel whose contexts are split to fill the device, if one is.
         refused: by arch, a part of the reason with which the entry must refuse the query.
         batches: further arguments, of other batches, for which the entry that is batch-invariant
             must launch the very same kernels; () for the first entry of the implementation.
@@ -48,6 +50,8 @@ class Case:
     dtype: torch.dtype = torch.bfloat16
     storage: torch.dtype | str | None = None
     matrix: tuple[str, ...] = ()
+    warp_groups: tuple[str, ...] = ()
+    split: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     weights: WeightFormat | None = None
     layout: str = PLAIN

@@ -50,6 +50,7 @@ def _case(
         dtype=dtype,
         storage=storage or dtype,
         matrix=("_attend",),
+        split="_attend",
         refused={"sm90": "written for gfx942 and gfx950"},
     )
 
@@ -64,4 +65,5 @@ CASES = (
     _case("mha fp16 window", 32, 128, 64, 16, 8192, 32, torch.float16, window=4096),
     _case("small heads", 16, 64, 64, 4, 8192, 64),
     _case("small heads fp8", 16, 64, 64, 4, 8192, 16, storage="fp8"),
+    _case("small heads fp8", 16, 64, 64, 4, 8192, 64, storage="fp8"),
 )

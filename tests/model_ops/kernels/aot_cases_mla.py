@@ -13,6 +13,7 @@ from atom.model_ops.registry import Implementation, OpQuery
 
 RANK, ROPE, NOPE, _V = 512, 64, 128, 128
 _NUM_BLOCKS = 80
+_BF16 = torch.bfloat16
 
 
 def latent_shape(heads: int, block_size: int) -> dict[str, int]:
@@ -64,6 +65,7 @@ def _decode_case(
 ) -> Case:
     name = storage if isinstance(storage, str) else str(storage).removeprefix("torch.")
     metadata = decode_metadata(seqs, queries, 8192, block_size, padded=padded)
+    has_warp_groups = storage is _BF16 and block_size == 64
     return Case(
         f"mla_decode/{seqs}x{queries}-heads{heads}-block{block_size}-{name}"
         f"{'-padded' if padded else ''}",
@@ -74,6 +76,8 @@ def _decode_case(
         storage=storage,
         # Exact products of float32 are no matrix instructions on sm90.
         matrix=() if dtype is torch.float32 else ("_absorbed_kernel",),
+        warp_groups=("_absorbed_kernel",) if has_warp_groups else (),
+        split="_absorbed_kernel",
     )
 
 
@@ -88,6 +92,8 @@ def _prefill_case(
         latent_shape(heads, block_size),
         storage=storage,
         matrix=("_visit_kernel",),
+        warp_groups=("_visit_kernel",),
+        split="_visit_kernel",
     )
 
 
@@ -117,23 +123,26 @@ def _slots_case(sequences: int, context: int, *, padded: bool) -> Case:
     return _Slots(name, "list_slots", arguments, {})
 
 
-_BF16 = torch.bfloat16
-
 CASES = (
     # Split over the context, in tiles of 16, 32 and 64 rows.
+    _decode_case(8, 64, _BF16, 4, 1),
     _decode_case(8, 16, _BF16, 4, 1),
     _decode_case(8, 64, "fp8", 4, 1),
     _decode_case(8, 64, _BF16, 4, 4),
     _decode_case(8, 16, "fp8", 4, 4),
+    _decode_case(8, 64, "fp8", 4, 4),
     _decode_case(8, 64, _BF16, 4, 4, padded=True),
     _decode_case(128, 64, _BF16, 4, 4, padded=True),
     _decode_case(128, 64, _BF16, 4, 1),
     _decode_case(128, 16, "fp8", 4, 1),
+    _decode_case(128, 64, "fp8", 4, 1),
     _decode_case(8, 64, torch.float32, 4, 1, torch.float32),
     # So many programs that nothing is split.
     _decode_case(8, 64, _BF16, 500, 1),
+    _prefill_case(8, 64, _BF16, 256, 8192),  # split
     _prefill_case(8, 16, _BF16, 256, 512),
     _prefill_case(8, 64, "fp8", 256, 512),
+    _prefill_case(8, 64, _BF16, 256, 40960),  # split, and two rounds, the first of 32768 keys
     _prefill_case(128, 64, _BF16, 256, 2304),  # two rounds, the first of 2048 keys
     _write_case(_BF16),
     _write_case("fp8"),

@@ -8,7 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import triton
-from aot import ARCHES, BASELINE_COUNTS, HERE, UPDATE, Outcome, Outcomes, build_folder, faults
+from aot import (
+    ARCHES,
+    BASELINE_COUNTS,
+    HERE,
+    OCCUPANCY,
+    UPDATE,
+    Outcome,
+    Outcomes,
+    build_folder,
+    faults,
+)
 from aot_cases import CASES
 
 BASELINE = HERE / "aot_baseline.json"
@@ -16,11 +26,14 @@ _COLUMNS = (
     "registers",
     "scalar_registers",
     "spills",
+    "scalar_spills",
     "scratch_bytes",
     "shared_bytes",
     "warps",
+    "programs",
     "occupancy_percent",
     "matrix_instructions",
+    "warp_group_instructions",
 )
 
 Baseline = dict[str, dict[str, dict[str, dict[str, int]]]]  # case, arch, kernel, count
@@ -69,7 +82,7 @@ def update_baseline(outcomes: Outcomes, every_case: Collection[str]) -> None:
     cases = {name: arches for name, arches in known.items() if name in every_case}
     for (arch, name), outcome in outcomes.items():
         kept = {
-            kernel: {count: counts[count] for count in BASELINE_COUNTS}
+            kernel: {name: counts[name] for name in (*BASELINE_COUNTS, OCCUPANCY) if name in counts}
             for kernel, counts in outcome.kernels.items()
         }
         cases.setdefault(name, {})[arch] = kept

@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
+import aot_residency
 import torch
 import triton
 from aot_case import MARK, PLATFORMS, Case
@@ -37,7 +38,7 @@ _TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
     "sm90": GPUTarget("cuda", 90, 32),
 }
-_LDS_PER_CU = {"gfx942": 65536, "gfx950": 163840}
+_RESIDENT: set[int] = set()
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 
 
@@ -113,6 +114,7 @@ def compile_case(case: Case, arch: str) -> dict[str, Any]:
     function = entry.load()
     calls = [arguments(query) for arguments in (case.arguments, *case.batches)]
     launches: dict[str, Any] = {}
+    _RESIDENT.clear()
     with _captured(launches), _NoHostReads():
         function(*calls[0])
         known = set(launches)
@@ -121,7 +123,21 @@ def compile_case(case: Case, arch: str) -> dict[str, Any]:
     if anew := ", ".join(set(launches) - known):
         raise ValueError(f"another batch launches other kernels: {anew}")
     measure = _measure_nvidia if arch.startswith("sm") else _measure_amd
-    return {"kernels": {name: measure(compiled, arch) for name, compiled in launches.items()}}
+    kernels = {name: measure(compiled, arch) for name, compiled in launches.items()}
+    return {"kernels": kernels, "resident": sorted(_RESIDENT)}
+
+
+def _record_residents() -> None:
+    """What ops say that a unit runs side by side goes to `_RESIDENT`, too."""
+    from atom.model_ops.kernels.triton import splits
+
+    stock = splits.side_by_side
+
+    def side_by_side(units: int, resident: int) -> int:
+        _RESIDENT.add(resident)
+        return stock(units, resident)
+
+    splits.side_by_side = side_by_side
 
 
 def _measure_amd(compiled: Any, arch: str) -> dict[str, int]:
@@ -134,48 +150,39 @@ def _measure_amd(compiled: Any, arch: str) -> dict[str, int]:
             raise LookupError(f"no .{key} in the assembly")
         return int(found[1])
 
-    registers, warps, lds = (
-        count("vgpr_count"),
-        compiled.metadata.num_warps,
-        compiled.metadata.shared,
-    )
-    # 512 registers per lane and SIMD in groups of 8; four SIMDs in a compute unit.
-    by_registers = 512 // max(8, -(-registers // 8) * 8)
-    by_lds = _LDS_PER_CU[arch] // lds * warps // 4 if lds else 8
+    warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
     return {
-        "registers": registers,
+        "registers": count("vgpr_count"),
         "scalar_registers": count("sgpr_count"),
         "spills": count("vgpr_spill_count"),
         "scalar_spills": count("sgpr_spill_count"),
         "scratch_bytes": count("private_segment_fixed_size"),
-        "shared_bytes": lds,
+        "shared_bytes": shared,
         "warps": warps,
-        "occupancy_percent": 100 * min(8, by_registers, by_lds) // 8,
+        **aot_residency.amd(arch, count("vgpr_count"), warps, shared),
         "matrix_instructions": len(re.findall(r"^\s*v_mfma_", text, re.MULTILINE)),
     }
 
 
 def _measure_nvidia(compiled: Any, _arch: str) -> dict[str, int]:
-    """Counts from the binary; what does not fit in registers is the thread's stack, in bytes."""
+    """Counts from the binary; registers that are spilled lie on the thread's stack."""
     with tempfile.TemporaryDirectory() as folder:
         binary = Path(folder) / "kernel.cubin"
         binary.write_bytes(compiled.asm["cubin"])
         command = [triton.knobs.nvidia.cuobjdump.path, "--dump-resource-usage", str(binary)]
         usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    found = {key: int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
+    found = {key: int(value) for key, value in re.findall(r"(REG|STACK):(\d+)", usage)}
     warps, shared = compiled.metadata.num_warps, compiled.metadata.shared
-    # 64 warps, 65536 registers in groups of 256 a warp, and 228 KiB less 1 KiB a group.
-    by_registers = 65536 // (-(-found["REG"] * 32 // 256) * 256) // warps * warps
-    by_shared = 233472 // (shared + 1024) * warps
-    matrix = re.findall(r"(?:wgmma\.mma_async|mma\.sync)\S*", compiled.asm["ptx"])
+    ptx = compiled.asm["ptx"]
     return {
         "registers": found["REG"],
-        "spills": found["LOCAL"],
+        "spills": -(-found["STACK"] // 4),
         "scratch_bytes": found["STACK"],
         "shared_bytes": shared,
         "warps": warps,
-        "occupancy_percent": 100 * min(64, by_registers, by_shared) // 64,
-        "matrix_instructions": len(matrix),
+        **aot_residency.nvidia(found["REG"], warps, shared),
+        "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
+        "warp_group_instructions": ptx.count("wgmma.mma_async"),
     }
 
 
@@ -184,6 +191,7 @@ def main(arch: str, module: str) -> None:
     # Before any kernel module is imported: those may ask for the platform then.
     atom.platform.current_platform = lambda: PLATFORMS[arch]
     triton.runtime.driver.set_active(_Driver(_TARGETS[arch]))
+    _record_residents()
     cases = {case.name: case for case in importlib.import_module(module).CASES}
     for line in sys.stdin:
         try:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import aot
 import aot_report
+import aot_residency
 import aot_toy_cases
 import pytest
 import torch
@@ -23,7 +25,8 @@ FAULTS = {
     "reads": "reads values of a tensor on the host",
     "launches nothing": "launched no kernel",
     "empty grid": "grid (0,) is not within",
-    "spills": "registers spilled",
+    "spills": " registers spilled",
+    "scalar spills": " scalar registers spilled",
     "not refused": "expected a refusal (never)",
 }
 CASES = {case.name: case for case in aot_toy_cases.CASES}
@@ -39,6 +42,12 @@ def lane() -> Iterator[aot.Lane]:
 def test_a_fault_is_named(name: str, lane: aot.Lane) -> None:
     [fault] = aot.faults(CASES[name], "gfx942", lane.outcome("gfx942", name))
     assert FAULTS[name] in fault
+
+
+@pytest.mark.parametrize("arch", aot.ARCHES)
+def test_spills_are_seen_on_every_arch(arch: str, lane: aot.Lane) -> None:
+    [fault] = aot.faults(CASES["spills"], arch, lane.outcome(arch, "spills"))
+    assert re.fullmatch(r"_normalise_kernel: \d+ registers spilled", fault)
 
 
 @pytest.mark.parametrize("name", ["add", "product"])
@@ -76,7 +85,66 @@ def test_more_than_the_baseline_is_a_regression(lane: aot.Lane) -> None:
     assert found(registers=counts["registers"] - 8) == []
     assert "registers" in found(registers=counts["registers"] - 9)[0]
     assert "shared_bytes" in found(shared_bytes=-1)[0]
+    assert "scratch_bytes" in found(scratch_bytes=-1)[0]
+    # Within the tolerance of registers, but a program fewer fits in.
+    occupancy = counts["occupancy_percent"] + 1
+    [fault] = found(registers=counts["registers"] - 8, occupancy_percent=occupancy)
+    assert "occupancy_percent" in fault
     assert aot.UPDATE in aot.regressions(CASES["add"], "gfx942", outcome, {})[0]
+    unknown = {"_add_kernel": {name: counts[name] for name in aot.BASELINE_COUNTS}}
+    [fault] = aot.regressions(CASES["add"], "gfx942", outcome, unknown)
+    assert "the baseline has None" in fault
+
+
+@pytest.mark.parametrize(
+    ("arch", "registers", "warps", "shared", "programs", "percent"),
+    [
+        ("gfx942", 287, 4, 36864, 1, 12),
+        ("gfx942", 126, 1, 0, 16, 50),
+        ("gfx942", 169, 1, 0, 8, 25),
+        ("gfx942", 159, 8, 0, 1, 25),  # a third wave on each SIMD is half a program
+        ("gfx942", 32, 4, 32768, 2, 25),
+        ("gfx942", 8, 1, 0, 32, 100),
+        ("gfx950", 88, 4, 32768, 4, 50),  # 33280 bytes are allocated
+        ("gfx950", 234, 4, 73728, 2, 25),
+        ("sm90", 64, 4, 37888, 6, 37),
+        ("sm90", 188, 4, 0, 2, 12),  # ten warps in all, but eight side by side in four parts
+        ("sm90", 255, 8, 131072, 1, 12),
+        ("sm90", 16, 1, 0, 32, 50),
+    ],
+)
+def test_residency(
+    arch: str, registers: int, warps: int, shared: int, programs: int, percent: int
+) -> None:
+    if arch == "sm90":
+        counts = aot_residency.nvidia(registers, warps, shared)
+    else:
+        counts = aot_residency.amd(arch, registers, warps, shared)
+    assert counts == {"programs": programs, "occupancy_percent": percent}
+
+
+def test_splits_are_made_for_the_programs_that_fit() -> None:
+    case = next(case for case in KERNEL_CASES if case.split == "_absorbed_kernel")
+    counts = {"shared_bytes": 0, "spills": 0, "matrix_instructions": 8}
+
+    def found(programs: int, *resident: int) -> list[str]:
+        kernels = {"_absorbed_kernel": counts | {"programs": programs}}
+        return aot.faults(case, "gfx942", aot.Outcome(kernels, list(resident)))
+
+    assert found(1, 1) == found(2, 2) == found(4, 2) == []
+    assert found(1, 2) == ["_absorbed_kernel: a unit runs 1 programs, splits are made for 2"]
+    assert "runs 5 programs, splits are made for 2" in found(5, 2)[0]
+    assert found(1) == ["splits for [] programs of a unit, which has 1"]
+    other = dataclasses.replace(case, split=None)
+    outcome = aot.Outcome({"_absorbed_kernel": counts}, [1])
+    assert "no kernel is named" in aot.faults(other, "gfx942", outcome)[0]
+
+
+def test_other_instructions_than_those_of_warp_groups_are_a_fault(lane: aot.Lane) -> None:
+    case, small = CASES["product of warp groups"], CASES["product of small tiles"]
+    assert aot.faults(case, "sm90", lane.outcome("sm90", case.name)) == []
+    [fault] = aot.faults(small, "sm90", lane.outcome("sm90", small.name))
+    assert "matrix instructions are not of a warp group" in fault
 
 
 def test_a_case_is_compiled_once(lane: aot.Lane) -> None:

@@ -17,9 +17,13 @@ from model_ops.batches import Part, attention_metadata
 from atom.model_ops.kernels.torch import mla as torch_mla
 from atom.model_ops.kernels.triton import mla_decode as decode_module
 from atom.model_ops.kernels.triton import mla_prefill as prefill_module
+from atom.model_ops.kernels.triton import mla_rounds
 from atom.model_ops.kernels.triton.mla_cache_write import mla_cache_write
 from atom.model_ops.kernels.triton.mla_decode import mla_decode, num_splits
-from atom.model_ops.kernels.triton.mla_prefill import mla_prefill, plan_rounds
+from atom.model_ops.kernels.triton.mla_prefill import mla_prefill
+from atom.model_ops.kernels.triton.mla_rounds import plan_rounds
+from atom.model_ops.kernels.triton.mla_tiles import decode_tiles
+from atom.model_ops.kernels.triton.prefill_attention import num_splits as prefill_splits
 from atom.model_ops.kernels.triton.splits import fewest_that_fill
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
@@ -209,6 +213,52 @@ class TestDecode:
         assert out.isfinite().all()
 
 
+@pytest.fixture
+def latents_first(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few rows are computed as on Hopper."""
+    if device.type != "cpu":
+        pytest.skip("a GPU runs the tiles that suit it")
+    monkeypatch.setattr(decode_module, "current_platform", lambda: TestRefusals.H200)
+
+
+@pytest.mark.usefixtures("latents_first")
+class TestLatentsFirst:
+    SIZES: ClassVar = dataclasses.replace(TINY, block_size=64)
+    RAGGED: ClassVar = dataclasses.replace(RAGGED, block_size=128)
+    KIMI: ClassVar = dataclasses.replace(KIMI_TP8, block_size=64)
+
+    def test_where_the_instruction_of_warp_groups_takes_them(self, device: torch.device) -> None:
+        def first(rows: int, sizes: Sizes, storage: torch.dtype | None = None) -> bool:
+            cache = make_batch([(4, 1)], device, sizes, torch.bfloat16, storage).cache
+            return decode_tiles(TestRefusals.H200, rows, torch.bfloat16, cache).latents_first
+
+        assert first(8, self.SIZES)
+        assert first(32, self.SIZES)
+        assert not first(64, self.SIZES)  # rows enough
+        assert not first(8, TINY)
+        assert not first(8, self.SIZES, torch.float8_e4m3fn)
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_every_type(self, dtype: torch.dtype, device: torch.device) -> None:
+        check(mla_decode, make_batch([(150, 1), (3, 3)], device, self.SIZES, dtype))
+
+    def test_ragged_widths(self, device: torch.device) -> None:
+        check(mla_decode, make_batch([(140, 3), (64, 1)], device, self.RAGGED, torch.bfloat16))
+
+    @pytest.mark.parametrize("splits", [1, 3])
+    def test_eight_heads_of_a_rank(
+        self, splits: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(decode_module, "num_splits", lambda *_: splits)
+        check(mla_decode, make_batch([(150, 1), (33, 4)], device, self.KIMI, torch.bfloat16))
+
+    def test_tables_as_wide_as_a_bound(self, device: torch.device) -> None:
+        batch = make_batch([(21, 1), (5, 1)], device, self.SIZES, torch.bfloat16)
+        tables = torch.nn.functional.pad(batch.metadata.block_tables, (0, 10))
+        bound = tables.shape[1] * self.SIZES.block_size
+        check(mla_decode, batch, block_tables=tables, context_lens_cpu=None, max_context_len=bound)
+
+
 class TestPrefill:
     MIXED = ((40, 30), (9, 1), (60, 2), (17, 17), (16, 16), (3, 3))
 
@@ -233,6 +283,43 @@ class TestPrefill:
         batch = make_batch([(50, 20), (33, 33)], device)
         check(mla_prefill, batch, **({} if known else {"context_lens_cpu": None}))
 
+    @pytest.mark.parametrize("room", [64, 400])
+    @pytest.mark.parametrize("known", [True, False])
+    def test_splits(
+        self, room: int, known: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In one round and in several; some splits end before a tile's queries, some are empty."""
+        elements = room * TINY.heads * (TINY.nope + TINY.v)
+        monkeypatch.setattr(prefill_module, "_ROUND_ELEMENTS", elements)
+        monkeypatch.setattr(prefill_module, "num_splits", lambda *_: 3)
+        batch = make_batch([(230, 90), (33, 33), (40, 2), (20, 20)], device)
+        check(mla_prefill, batch, **({} if known else {"context_lens_cpu": None}))
+
+    def test_splits_of_bfloat16(
+        self, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(prefill_module, "num_splits", lambda *_: 5)
+        check(mla_prefill, make_batch([(300, 200)], device, RAGGED, torch.bfloat16))
+
+    def test_few_tiles_of_a_long_context_fill_the_device(
+        self, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """16 programs of 256 queries and 8 heads, whatever the context, would leave it idle."""
+        monkeypatch.setattr(prefill_module, "compute_units", lambda: 132)
+        asked = []
+
+        def none(programs: int, keys: int, slots: int) -> int:
+            asked.append((programs, keys, slots))
+            return 1
+
+        monkeypatch.setattr(prefill_module, "num_splits", none)
+        batch = make_batch([(170, 150), (60, 40)], device)
+        mla_prefill(batch.q, batch.cache, batch.up_proj, batch.metadata, SCALE)
+        tiles = 3  # of 64 queries in float32
+        assert asked == [(tiles * TINY.heads * 2, 170, 132)]
+        assert prefill_splits(16, 8192, 132) == 7
+        assert prefill_splits(16, 2047, 132) == 1
+
     def test_layers_share_what_is_uploaded(
         self, device: torch.device, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -243,7 +330,7 @@ class TestPrefill:
             uploads.append(numbers)
             return upload(numbers, to)
 
-        monkeypatch.setattr(prefill_module, "upload", counted)
+        monkeypatch.setattr(mla_rounds, "upload", counted)
         elements = 16 * TINY.heads * (TINY.nope + TINY.v)
         monkeypatch.setattr(prefill_module, "_ROUND_ELEMENTS", elements)
         for lengths, runs in (([(40, 30), (9, 1), (33, 20)], 2), ([(40, 30), (33, 20)], 1)):

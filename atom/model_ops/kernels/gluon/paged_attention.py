@@ -24,7 +24,7 @@ from atom.model_ops.kernels.triton.paged_attention import (
     num_splits,
     visible_keys,
 )
-from atom.model_ops.kernels.triton.splits import compute_units
+from atom.model_ops.kernels.triton.splits import compute_units, side_by_side
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, KVCacheTensor
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
@@ -32,8 +32,9 @@ from atom.platform import current_platform
 _LARGEST_TILE = 32  # keys; two tiles of keys and values leave registers for three wavefronts
 _GENERATION = {"gfx942": 3, "gfx950": 4}  # of MFMA instructions
 _ROWS = gl.constexpr(16)
-# Wavefronts that a unit's registers hold: three on each of its four SIMDs.
-_PROGRAMS_PER_UNIT = 12
+# Wavefronts that a unit's registers hold, by head size, MFMA generation and bytes of a stored
+# number.
+_RESIDENT = {64: {3: {2: 16, 1: 16}, 4: {2: 16, 1: 16}}, 128: {3: {2: 12, 1: 12}, 4: {2: 12, 1: 8}}}
 _HEAD_DIMS = (64, 128)
 _BLOCK_SIZES = (16, 32, 64, 128)
 
@@ -283,7 +284,9 @@ def attend(
         "num_warps": 1,
     }
     sequences, reach = metadata.block_tables.shape[0], visible_keys(metadata, sliding_window)
-    splits = num_splits(sequences * num_heads, reach, units * _PROGRAMS_PER_UNIT)
+    resident = _RESIDENT[head_dim][generation][kv_cache.key.dtype.itemsize]
+    slots = side_by_side(units, resident)
+    splits = num_splits(sequences * num_heads, reach, slots)
     return launch_in_parts(_attend, arguments, (sequences, num_heads, splits), q)
 
 

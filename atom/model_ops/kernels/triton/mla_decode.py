@@ -3,9 +3,9 @@
 Queries are first projected into the latent space ("absorbed"), so all heads of all queries of a
 sequence are rows that attend to one shared key: the latent and the rotated part. A program computes
 up to 64 rows (padded to 16, the minimum of a matrix instruction; so 8 heads per rank run here,
-too), and reads each cached token once as both key and value. The context is split over programs,
-and a second kernel combines their results. The output is projected from the latent space to every
-head's values.
+too), and reads each cached token once as both key and value. Which operand of the products comes
+first depends on the architecture (`mla_tiles`). The context is split over programs, and a second
+kernel combines their results. The output is projected from the latent space to every head's values.
 
 Both projections are one product per head, in torch.
 
@@ -13,8 +13,6 @@ Source: DeepSeek-V2, arXiv 2405.04434, section 2.1; split contexts as in Flash-D
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -29,7 +27,8 @@ from atom.model_ops.kernels.triton.flash import (
     soften,
     tile_blocks,
 )
-from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill
+from atom.model_ops.kernels.triton.mla_tiles import LARGEST_ROW_TILE, decode_tiles
+from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill, side_by_side
 from atom.model_ops.kernels.triton.support import refuses_storage
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
@@ -37,20 +36,11 @@ from atom.platform import current_platform
 
 # A tile of keys of this width must fit in shared memory.
 _LARGEST = {"kv_lora_rank": 512, "qk_rope_head_dim": 64}
-# Warps that a unit runs side by side, with their accumulators.
-_WARPS_PER_UNIT = 8
 _MAX_SPLITS = 256
 # Minimum keys per split: with fewer, combining costs more than it saves.
 _LEAST_KEYS = 64
-_LARGEST_ROW_TILE = 64
 _JOIN_SPLITS = 16
 _JOIN_COLUMNS = 128
-# Accumulators of 32 or more rows fit in the registers of 4 warps on ROCm, and of 8 on CUDA. In
-# `mla_prefill` every warp holds whole tiles of keys and values, and on ROCm 8 warps do not fit.
-WARPS = 4 if current_platform().kind == "rocm" else 8
-
-# Three have two tiles of keys in shared memory, of which gfx942 has room for one.
-_STAGES = 2 if current_platform().arch == "gfx942" else 3
 
 # Not specialised, so that one compiled kernel serves all batches.
 _VARYING = ["table_stride", "splits", "num_rows", "first_split"]
@@ -99,26 +89,6 @@ def attend_absorbed(
     torch.bmm(seen.transpose(0, 1), up_proj[:, nope:].transpose(1, 2), out=out.transpose(0, 1))
 
 
-@dataclass(frozen=True)
-class _Tiles:
-    """Attributes:
-    rows: (query, head) pairs per program.
-    keys: cached tokens per iteration.
-    """
-
-    rows: int
-    keys: int
-    warps: int
-
-
-def _tiles(rows: int, dtype: torch.dtype) -> _Tiles:
-    """For a latent of 512, a tile of keys takes 36 KiB of gfx942's 64 KiB of LDS."""
-    if dtype is torch.float32:
-        return _Tiles(16, 16, 4)
-    size = min(max(int(triton.next_power_of_2(rows)), 16), _LARGEST_ROW_TILE)
-    return _Tiles(size, 32, 4 if size == 16 else WARPS)
-
-
 def num_splits(programs: int, max_context_len: int, slots: int) -> int:
     """Splits of every context, from shapes and the device alone.
 
@@ -140,10 +110,11 @@ def _attend(
     """carried [heads, T, rank], q_rope [T, heads, rope] -> [T, heads, rank]."""
     heads, num_tokens, rank = carried.shape
     latent = kv_cache.latent
-    tiles = _tiles(metadata.max_seqlen_q * heads, carried.dtype)
-    num_tiles = triton.cdiv(metadata.max_seqlen_q * heads, tiles.rows)
+    rows = metadata.max_seqlen_q * heads
+    tiles = decode_tiles(current_platform(), rows, carried.dtype, kv_cache)
+    num_tiles = triton.cdiv(rows, tiles.rows)
     num_seqs = metadata.context_lens.shape[0]
-    slots = compute_units() * (_WARPS_PER_UNIT // tiles.warps)
+    slots = side_by_side(compute_units(), tiles.resident)
     splits = num_splits(num_tiles * num_seqs, metadata.max_context_len, slots)
     num_rows = num_tokens * heads
     seen = carried.new_empty(num_tokens, heads, rank)
@@ -161,8 +132,9 @@ def _attend(
         HEADS=heads, RANK=rank, ROPE=q_rope.shape[2],
         RANK_PADDED=padded(rank), ROPE_PADDED=padded(q_rope.shape[2]),
         BLOCK_SIZE=kv_cache.block_size, ROWS=tiles.rows, KEYS=tiles.keys,
+        LATENTS_FIRST=tiles.latents_first, HOIST=tiles.hoist,
         LEAST_KEYS=_LEAST_KEYS, SPLIT_KEYS=0, SPLIT=splits > 1,
-        num_warps=tiles.warps, num_stages=_STAGES,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if splits > 1:
         columns = min(padded(rank), _JOIN_COLUMNS)
@@ -195,7 +167,7 @@ def attend_fixed_splits(
     """
     heads, num_tokens, rank = carried.shape
     latent, splits = kv_cache.latent, lse.shape[2]
-    tiles = _tiles(_LARGEST_ROW_TILE, carried.dtype)
+    tiles = decode_tiles(current_platform(), LARGEST_ROW_TILE, carried.dtype, kv_cache)
     num_tiles = triton.cdiv(metadata.max_seqlen_q * heads, tiles.rows)
     _absorbed_kernel[(num_tiles, metadata.context_lens.shape[0], splits)](
         carried, q_rope, latent, kv_cache.scale,
@@ -207,8 +179,9 @@ def attend_fixed_splits(
         HEADS=heads, RANK=rank, ROPE=q_rope.shape[2],
         RANK_PADDED=padded(rank), ROPE_PADDED=padded(q_rope.shape[2]),
         BLOCK_SIZE=kv_cache.block_size, ROWS=tiles.rows, KEYS=tiles.keys,
+        LATENTS_FIRST=tiles.latents_first, HOIST=tiles.hoist,
         LEAST_KEYS=_LEAST_KEYS, SPLIT_KEYS=split_keys, SPLIT=True,
-        num_warps=tiles.warps, num_stages=_STAGES,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
 
 
@@ -247,6 +220,8 @@ def _absorbed_kernel(
     BLOCK_SIZE: tl.constexpr,
     ROWS: tl.constexpr,
     KEYS: tl.constexpr,
+    LATENTS_FIRST: tl.constexpr,
+    HOIST: tl.constexpr,
     LEAST_KEYS: tl.constexpr,
     SPLIT_KEYS: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -292,14 +267,17 @@ def _absorbed_kernel(
     table_ptr = tables_ptr + sequence.to(tl.int64) * table_stride
     top = tl.full([ROWS], float("-inf"), tl.float32)
     total = tl.zeros([ROWS], tl.float32)
-    acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
+    if LATENTS_FIRST:
+        acc = tl.zeros([RANK_PADDED, ROWS], tl.float32)
+    else:
+        acc = tl.zeros([ROWS, RANK_PADDED], tl.float32)
     last_query = tl.minimum((tile * ROWS + ROWS - 1) // HEADS, length - 1)
     end = tl.minimum(first + span, context - length + last_query + 1)
     if padding_ptr is not None:
         end = tl.minimum(end, context - tl.load(padding_ptr + sequence))
     last = tl.maximum(end - 1, 0)
     blocks = tile_blocks(table_ptr, first, last, BLOCK_SIZE, KEYS)
-    for key in range(first, end, KEYS):
+    for key in tl.range(first, end, KEYS, disable_licm=not HOIST):
         keys = key + tl.arange(0, KEYS)
         inside = keys < end
         # Past the end the last key is read again; the weights of these are zero.
@@ -311,13 +289,25 @@ def _absorbed_kernel(
         at = cache_ptr + base + offsets[:, None]
         latent = load_rows(at, RANK, RANK_PADDED).to(q_latent.dtype)
         k_rope = load_rows(at + RANK, ROPE, ROPE_PADDED).to(q_latent.dtype)
-        scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
-        scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
+        if LATENTS_FIRST:
+            scores = tl.dot(latent, tl.trans(q_latent), input_precision="ieee")
+            scores = tl.dot(k_rope, tl.trans(q_rope), scores, input_precision="ieee")
+            scores = tl.trans(scores)
+        else:
+            scores = tl.dot(q_latent, tl.trans(latent), input_precision="ieee")
+            scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee")
         visible = (keys <= position[:, None]) & inside
         scores = tl.where(visible, scores * score_scale, float("-inf"))
         weights, decay, total, top = soften(scores, total, top)
-        acc = acc * decay[:, None]
-        acc = tl.dot(weights.to(latent.dtype), latent, acc, input_precision="ieee")
+        weights = weights.to(latent.dtype)
+        if LATENTS_FIRST:
+            acc = acc * decay[None, :]
+            acc = tl.dot(tl.trans(latent), tl.trans(weights), acc, input_precision="ieee")
+        else:
+            acc = acc * decay[:, None]
+            acc = tl.dot(weights, latent, acc, input_precision="ieee")
+    if LATENTS_FIRST:
+        acc = tl.trans(acc)
     total = tl.where(total > 0, total, 1.0)  # rows without keys in this split
     acc = acc * (stored_scale / total)[:, None]
     row = token * HEADS + head

@@ -10,7 +10,9 @@ expanded here.
 Expansion goes in rounds, so its memory does not grow with the context: a kernel gathers the round's
 latents from the paged cache, one dense product expands them to keys and values, and a causal
 attention kernel runs over them. A query with keys in a later round keeps its running maximum, sum
-and weighted values in memory.
+and weighted values in memory. Where tiles of queries and heads do not fill the device, the keys
+that a tile sees in a round are split over programs, each with sums of its own, which are joined at
+the end.
 
 All sizes follow from the lengths on the host; no device tensor is read there. Which sequences and
 keys a launch is about is the same in every layer, so it is found and uploaded once a step.
@@ -28,15 +30,22 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.torch.mla import absorb_limit
-from atom.model_ops.kernels.triton.flash import LOG2_E, nothing_seen, padded, soften
-from atom.model_ops.kernels.triton.mla_decode import WARPS, attend_absorbed
+from atom.model_ops.kernels.triton.flash import LOG2_E, load_rows, nothing_seen, padded, soften
+from atom.model_ops.kernels.triton.mla_decode import attend_absorbed
+from atom.model_ops.kernels.triton.mla_rounds import PIECE_FIELDS, Round, expansion_rounds
+from atom.model_ops.kernels.triton.paged_attention import join_parts
+from atom.model_ops.kernels.triton.prefill_attention import num_splits
+from atom.model_ops.kernels.triton.splits import compute_units, side_by_side
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
-from atom.model_ops.upload import upload
+from atom.platform import current_platform
 
 # Keys and values of one round: 128 MiB in 16-bit types.
 _ROUND_ELEMENTS = 1 << 26
 _GATHERED_TOKENS = 16
-_PIECE_FIELDS = 4
+# Programs of the attention kernel that a unit runs side by side.
+_RESIDENT = 1
+# On ROCm every warp holds whole tiles of keys and values, and those of 8 warps do not fit.
+_WARPS = 4 if current_platform().kind == "rocm" else 8
 _SLICES = ["pieces_ptr", "tables_ptr", "contexts_ptr", "starts_ptr", "q_ptr", "out_ptr"]
 
 
@@ -101,54 +110,6 @@ def _select(metadata: AttentionMetadata, rows: slice, tokens: slice) -> Attentio
     )
 
 
-def plan_rounds(contexts: Sequence[int], room: int) -> list[list[tuple[int, int, int, int]]]:
-    """Split contexts into rounds of at most `room` tokens: lists of (sequence, first key, end,
-    row).
-
-    A sequence has at most one piece per round, in ascending order; `row` is the position of the
-    piece's first key in the round.
-    """
-    rounds: list[list[tuple[int, int, int, int]]] = [[]]
-    row = 0
-    for sequence, context in enumerate(contexts):
-        first = 0
-        while first < context:
-            if row == room:
-                rounds.append([])
-                row = 0
-            end = min(context, first + room - row)
-            rounds[-1].append((sequence, first, end, row))
-            row += end - first
-            first = end
-    return rounds
-
-
-@dataclass(frozen=True)
-class _Round:
-    """Attributes:
-    pieces: [P, 4] int32, as `plan_rounds` has them.
-    used: tokens of all pieces.
-    longest: tokens of the longest.
-    """
-
-    pieces: torch.Tensor
-    used: int
-    longest: int
-
-
-def _rounds(metadata: AttentionMetadata, room: int) -> list[_Round]:
-    """The rounds of at most `room` tokens, in one copy to the device."""
-    contexts = metadata.context_lens_cpu
-    if contexts is None:
-        contexts = (metadata.max_context_len,) * len(metadata.query_lens_cpu)
-    plan = plan_rounds(contexts, room)
-    flat = torch.tensor([piece for pieces in plan for piece in pieces], dtype=torch.int32)
-    there = upload(flat, metadata.block_tables.device)
-    parts = torch.split_with_sizes(there, [len(pieces) for pieces in plan])
-    lens = [[end - first for _, first, end, _ in pieces] for pieces in plan]
-    return [_Round(part, sum(own), max(own)) for part, own in zip(parts, lens, strict=True)]
-
-
 def _attend_expanded(
     q: torch.Tensor,
     kv_cache: LatentCacheTensor,
@@ -160,26 +121,64 @@ def _attend_expanded(
     """`mla_prefill` into `out` [T, heads, v]."""
     heads, up_rows, rank = up_proj.shape
     room = max(_ROUND_ELEMENTS // (heads * up_rows), 1)
-    rounds = metadata.derive(("latent rounds", room), lambda: _rounds(metadata, room))
+    rounds = metadata.derive(("latent rounds", room), lambda: expansion_rounds(metadata, room))
     most = max(each.used for each in rounds)
     gathered = q.new_empty(most, kv_cache.latent.shape[-1])
     expanded = q.new_empty(most, heads, up_rows)
-    state = None
-    if len(rounds) > 1:
-        # State between rounds: weighted values, then their sum and maximum.
-        state = q.new_empty(q.shape[0], heads, out.shape[2] + 2, dtype=torch.float32)
+    sums = _sums(q, out, rounds, metadata)
     dense = up_proj.reshape(heads * up_rows, rank).t()
     for each in rounds:
         used = each.used
         _gather(kv_cache, metadata, each, gathered)
         torch.mm(gathered[:used, :rank], dense, out=expanded[:used].view(used, -1))
-        _visit(q, gathered, expanded, metadata, each.pieces, scale, state, out)
+        _visit(q, gathered, expanded, metadata, each.pieces, scale, sums)
+    if sums.lse is not None:
+        join_parts(out, sums.out, sums.lse)
+
+
+@dataclass(frozen=True)
+class _Sums:
+    """Where the attention kernel leaves its results.
+
+    Attributes:
+        out: [T, heads, splits, v] float32, or without splits the attention's own output.
+        lse: [T, heads, splits] float32, None without splits.
+        state: between rounds, weighted values, then their sum and maximum; [T, heads, splits,
+            v + 2] float32, None with one round.
+    """
+
+    out: torch.Tensor
+    lse: torch.Tensor | None
+    state: torch.Tensor | None
+    splits: int
+
+
+def _sums(
+    q: torch.Tensor, out: torch.Tensor, rounds: Sequence[Round], metadata: AttentionMetadata
+) -> _Sums:
+    heads, v_dim = out.shape[1:]
+    pieces = max(len(each.pieces) for each in rounds)
+    programs = triton.cdiv(metadata.max_seqlen_q, _tiles(q)[0]) * heads * pieces
+    longest = max(each.longest for each in rounds)
+    splits = num_splits(programs, longest, side_by_side(compute_units(), _RESIDENT))
+    parts, lse, state = out, None, None
+    if splits > 1:
+        parts = q.new_empty(q.shape[0], heads, splits, v_dim, dtype=torch.float32)
+        lse = q.new_empty(q.shape[0], heads, splits, dtype=torch.float32)
+    if len(rounds) > 1:
+        state = q.new_empty(q.shape[0], heads, splits, v_dim + 2, dtype=torch.float32)
+    return _Sums(parts, lse, state, splits)
+
+
+def _tiles(q: torch.Tensor) -> tuple[int, int, int]:
+    """Queries and keys of a tile, and warps."""
+    return (64, 32, 4) if q.dtype is torch.float32 else (128, 64, _WARPS)
 
 
 def _gather(
     kv_cache: LatentCacheTensor,
     metadata: AttentionMetadata,
-    plan: _Round,
+    plan: Round,
     gathered: torch.Tensor,
 ) -> None:
     """Copy a round's latents and rotated key parts to rows of `gathered`."""
@@ -189,7 +188,7 @@ def _gather(
         metadata.block_tables, metadata.context_lens, plan.pieces, gathered,
         latent.stride(0), latent.stride(1), metadata.block_tables.stride(0),
         WIDTH=latent.shape[2], PADDED=padded(latent.shape[2]), BLOCK_SIZE=kv_cache.block_size,
-        TOKENS=_GATHERED_TOKENS, FIELDS=_PIECE_FIELDS, num_warps=4,
+        TOKENS=_GATHERED_TOKENS, FIELDS=PIECE_FIELDS, num_warps=4,
     )  # fmt: skip
 
 
@@ -200,22 +199,22 @@ def _visit(
     metadata: AttentionMetadata,
     pieces: torch.Tensor,
     scale: float,
-    state: torch.Tensor | None,
-    out: torch.Tensor,
+    sums: _Sums,
 ) -> None:
     """Attend from all queries to a round's keys."""
-    heads, v_dim = out.shape[1:]
+    heads, v_dim = q.shape[1], sums.out.shape[-1]
     nope = expanded.shape[2] - v_dim
     rope = q.shape[2] - nope
-    rows, keys, warps = (64, 32, 4) if q.dtype is torch.float32 else (128, 64, WARPS)
-    grid = (triton.cdiv(metadata.max_seqlen_q, rows), heads, len(pieces))
+    rows, keys, warps = _tiles(q)
+    grid = (triton.cdiv(metadata.max_seqlen_q, rows), heads, len(pieces) * sums.splits)
     _visit_kernel[grid](
-        q, gathered, expanded, pieces, metadata.context_lens, metadata.cu_seqlens_q, out, state,
-        scale * LOG2_E, q.stride(0), q.stride(1), gathered.stride(0), expanded.stride(0),
-        expanded.stride(1), out.stride(0), out.stride(1),
+        q, gathered, expanded, pieces, metadata.context_lens, metadata.cu_seqlens_q,
+        sums.out, sums.lse, sums.state, scale * LOG2_E,
+        q.stride(0), q.stride(1), gathered.stride(0), expanded.stride(0), expanded.stride(1),
+        sums.splits,
         HEADS=heads, RANK=gathered.shape[1] - rope, NOPE=nope, ROPE=rope, V=v_dim,
         NOPE_PADDED=padded(nope), ROPE_PADDED=padded(rope), V_PADDED=padded(v_dim),
-        ROWS=rows, KEYS=keys, FIELDS=_PIECE_FIELDS,
+        ROWS=rows, KEYS=keys, FIELDS=PIECE_FIELDS,
         num_warps=warps, num_stages=2,
     )  # fmt: skip
 
@@ -264,129 +263,118 @@ def _gather_kernel(
 
 @triton.jit
 def _see(
-    acc,
-    total,
-    top,
-    q_nope,
-    q_rope,
-    up_ptr,
-    rope_ptr,
-    up_stride,
-    rope_stride,
-    positions,
-    first,
-    end,
-    score_scale,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    V: tl.constexpr,
-    NOPE_PADDED: tl.constexpr,
-    ROPE_PADDED: tl.constexpr,
-    V_PADDED: tl.constexpr,
-    KEYS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    """Attend to keys first .. end. Without CAUSAL they are whole tiles and all visible. Pointers
-    are those of key 0.
+    state, q_nope, q_rope, positions, up_ptr, rope_ptr, up_stride, rope_stride,
+    first, end, score_scale,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr,
+    NOPE_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr, V_PADDED: tl.constexpr,
+    KEYS: tl.constexpr, CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """Attend to the keys in rows first .. end of a round, where queries have `positions`.
+
+    Without CAUSAL they are whole tiles and all visible.
     """
-    nopes, ropes = tl.arange(0, NOPE_PADDED), tl.arange(0, ROPE_PADDED)
-    values = tl.arange(0, V_PADDED)
-    for key in range(first, end, KEYS):
-        keys = key + tl.arange(0, KEYS)
-        inside = ((keys < end) | (not CAUSAL))[:, None]
-        up_at = up_ptr + (keys.to(tl.int64) * up_stride)[:, None]
-        rope_at = rope_ptr + (keys.to(tl.int64) * rope_stride)[:, None]
-        k_nope = tl.load(up_at + nopes, mask=inside & (nopes < NOPE), other=0.0)
-        k_rope = tl.load(rope_at + ropes, mask=inside & (ropes < ROPE), other=0.0)
+    acc, total, top = state
+    for start in range(first, end, KEYS):
+        rows = start + tl.arange(0, KEYS)
+        stored = rows
+        if CAUSAL:
+            # The last key is read again: the weights of these are zero.
+            stored = tl.minimum(rows, end - 1)
+        up_at = up_ptr + (stored * up_stride)[:, None]
+        k_nope = load_rows(up_at, NOPE, NOPE_PADDED)
+        k_rope = load_rows(rope_ptr + (stored * rope_stride)[:, None], ROPE, ROPE_PADDED)
         scores = tl.dot(q_nope, tl.trans(k_nope), input_precision="ieee")
         scores = tl.dot(q_rope, tl.trans(k_rope), scores, input_precision="ieee") * score_scale
         if CAUSAL:
-            visible = (keys <= positions[:, None]) & (keys < end)
+            visible = (rows <= positions[:, None]) & (rows < end)
             scores = tl.where(visible, scores, float("-inf"))
         weights, decay, total, top = soften(scores, total, top)
-        v = tl.load(up_at + NOPE + values, mask=inside & (values < V), other=0.0)
+        v = load_rows(up_at + NOPE, V, V_PADDED)
         acc = tl.dot(weights.to(v.dtype), v, acc * decay[:, None], input_precision="ieee")
     return acc, total, top
 
 
-@triton.jit(do_not_specialize_on_alignment=_SLICES)
+@triton.jit(do_not_specialize=["splits"], do_not_specialize_on_alignment=_SLICES)
 def _visit_kernel(
-    q_ptr,
-    gathered_ptr,
-    expanded_ptr,
-    pieces_ptr,
-    contexts_ptr,
-    starts_ptr,
-    out_ptr,
-    state_ptr,
-    score_scale,
-    q_token_stride,
-    q_head_stride,
-    gathered_stride,
-    up_stride,
-    up_head_stride,
-    out_token_stride,
-    out_head_stride,
-    HEADS: tl.constexpr,
-    RANK: tl.constexpr,
-    NOPE: tl.constexpr,
-    ROPE: tl.constexpr,
-    V: tl.constexpr,
-    NOPE_PADDED: tl.constexpr,
-    ROPE_PADDED: tl.constexpr,
-    V_PADDED: tl.constexpr,
-    ROWS: tl.constexpr,
-    KEYS: tl.constexpr,
-    FIELDS: tl.constexpr,
-):
-    """Grid: tiles of queries (the longest first), heads, pieces."""
+    q_ptr, gathered_ptr, expanded_ptr, pieces_ptr, contexts_ptr, starts_ptr,
+    out_ptr, lse_ptr, state_ptr, score_scale,
+    q_token_stride, q_head_stride, gathered_stride, up_stride, up_head_stride, splits,
+    HEADS: tl.constexpr, RANK: tl.constexpr,
+    NOPE: tl.constexpr, ROPE: tl.constexpr, V: tl.constexpr,
+    NOPE_PADDED: tl.constexpr, ROPE_PADDED: tl.constexpr, V_PADDED: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, FIELDS: tl.constexpr,
+):  # fmt: skip
+    """Grid: tiles of queries (the longest first), heads, pieces times splits.
+
+    A tile's keys of a piece are split evenly. Without lse_ptr there is one split, and the outputs
+    are out [T, heads, v]. With: out [T, heads, splits, v] float32, the mean value of each split,
+    and lse [T, heads, splits], log2 of its weight. State: [T, heads, splits, v + 2] float32.
+    """
     tile, head = tl.num_programs(0) - 1 - tl.program_id(0), tl.program_id(1)
-    piece_ptr = pieces_ptr + tl.program_id(2) * FIELDS
+    split = tl.program_id(2) % splits
+    piece_ptr = pieces_ptr + tl.program_id(2) // splits * FIELDS
     sequence, first, row = tl.load(piece_ptr), tl.load(piece_ptr + 1), tl.load(piece_ptr + 3)
     start = tl.load(starts_ptr + sequence)
-    length = tl.load(starts_ptr + sequence + 1) - start
+    length = tl.load(starts_ptr + sequence + 1) - start - tile * ROWS  # from the tile on
     context = tl.load(contexts_ptr + sequence)
-    position = context - length + tile * ROWS  # of the tile's first query
+    position = context - length  # of the tile's first query
     seen_end = tl.minimum(position + ROWS, context)
-    if (tile * ROWS >= length) | (first >= seen_end):
+    if (length <= 0) | (first >= seen_end):
         return
     piece_end = tl.load(piece_ptr + 2)
-    queries = tl.arange(0, ROWS)
-    live = tile * ROWS + queries < length
-    tokens = (start + tile * ROWS + queries).to(tl.int64)
-    nopes, ropes = tl.arange(0, NOPE_PADDED), tl.arange(0, ROPE_PADDED)
-    values = tl.arange(0, V_PADDED)
-    q_at = q_ptr + (tokens * q_token_stride + head * q_head_stride)[:, None]
-    q_nope = tl.load(q_at + nopes, mask=live[:, None] & (nopes < NOPE), other=0.0)
-    q_rope = tl.load(q_at + NOPE + ropes, mask=live[:, None] & (ropes < ROPE), other=0.0)
-    v_mask = live[:, None] & (values < V)
-    if state_ptr is None:
-        acc, total, top = nothing_seen(ROWS, V_PADDED)
-    else:
-        state_at = state_ptr + (tokens * HEADS + head) * (V + 2)
-        later = live & (first > 0)
-        acc = tl.load(state_at[:, None] + values, mask=v_mask & (first > 0), other=0.0)
-        total = tl.load(state_at + V, mask=later, other=0.0)
-        top = tl.load(state_at + V + 1, mask=later, other=float("-inf"))
-    up_ptr = expanded_ptr + head * up_head_stride + (row - first).to(tl.int64) * up_stride
-    rope_ptr = gathered_ptr + RANK + (row - first).to(tl.int64) * gathered_stride
-    end = tl.minimum(piece_end, seen_end)
-    all_seen = tl.maximum(tl.minimum(position + 1, end) - first, 0) // KEYS * KEYS + first
-    acc, total, top = _see(
-        acc, total, top, q_nope, q_rope, up_ptr, rope_ptr, up_stride, gathered_stride,
-        position + queries, first, all_seen, score_scale,
+    share = tl.cdiv(tl.minimum(piece_end, seen_end) - first, splits * KEYS) * KEYS
+    begin = first + split * share
+    end = tl.minimum(begin + share, tl.minimum(piece_end, seen_end))
+    all_seen = tl.maximum(tl.minimum(position + 1, end) - begin, 0) // KEYS * KEYS + begin
+
+    # Rows beyond the last query are copies of it, so that no load and no store needs a mask.
+    token = (start + tile * ROWS).to(tl.int64)
+    queries = tl.minimum(tl.arange(0, ROWS), length - 1)
+    q_at = q_ptr + token * q_token_stride + head * q_head_stride
+    q_at += (queries * q_token_stride)[:, None]
+    q_nope, q_rope = load_rows(q_at, NOPE, NOPE_PADDED), load_rows(q_at + NOPE, ROPE, ROPE_PADDED)
+    # Places of results, from that of the tile's first query on.
+    place = (token * HEADS + head) * splits + split
+    places = queries * (HEADS * splits)
+    acc, total, top = nothing_seen(ROWS, V_PADDED)
+    if state_ptr is not None:
+        state_at = state_ptr + place * (V + 2) + places * (V + 2)
+        if first > 0:
+            acc = load_rows(state_at[:, None], V, V_PADDED)
+            total = tl.load(state_at + V)
+            top = tl.load(state_at + V + 1)
+
+    shift = row - first  # from keys to rows of the round
+    up_ptr, rope_ptr = expanded_ptr + head * up_head_stride, gathered_ptr + RANK
+    positions = position + shift + queries
+    state = _see(
+        (acc, total, top), q_nope, q_rope, positions, up_ptr, rope_ptr, up_stride, gathered_stride,
+        begin + shift, all_seen + shift, score_scale,
         NOPE, ROPE, V, NOPE_PADDED, ROPE_PADDED, V_PADDED, KEYS, False,
     )  # fmt: skip
     acc, total, top = _see(
-        acc, total, top, q_nope, q_rope, up_ptr, rope_ptr, up_stride, gathered_stride,
-        position + queries, all_seen, end, score_scale,
+        state, q_nope, q_rope, positions, up_ptr, rope_ptr, up_stride, gathered_stride,
+        all_seen + shift, end + shift, score_scale,
         NOPE, ROPE, V, NOPE_PADDED, ROPE_PADDED, V_PADDED, KEYS, True,
     )  # fmt: skip
-    if state_ptr is not None:
-        unfinished = piece_end < seen_end
-        tl.store(state_at[:, None] + values, acc, mask=v_mask & unfinished)
-        tl.store(state_at + V, total, mask=live & unfinished)
-        tl.store(state_at + V + 1, top, mask=live & unfinished)
-        v_mask = v_mask & (piece_end >= seen_end)
-    out_at = out_ptr + (tokens * out_token_stride + head * out_head_stride)[:, None] + values
-    tl.store(out_at, (acc / total[:, None]).to(out_ptr.dtype.element_ty), mask=v_mask)
+    if piece_end < seen_end:
+        if state_ptr is not None:
+            _store_rows(state_at, acc, V, V_PADDED)
+            tl.store(state_at + V, total)
+            tl.store(state_at + V + 1, top)
+    else:
+        total = tl.where(total > 0, total, 1.0)  # splits without keys
+        if lse_ptr is not None:
+            tl.store(lse_ptr + place + places, top + tl.log2(total))
+        mean = (acc / total[:, None]).to(out_ptr.dtype.element_ty)
+        _store_rows(out_ptr + place * V + places * V, mean, V, V_PADDED)
+
+
+@triton.jit
+def _store_rows(row_ptrs, rows, SIZE: tl.constexpr, PADDED: tl.constexpr):
+    """The first SIZE of PADDED numbers of each row to row_ptrs [N]."""
+    columns = tl.arange(0, PADDED)[None, :]
+    if SIZE == PADDED:
+        tl.store(row_ptrs[:, None] + columns, rows)
+    else:
+        tl.store(row_ptrs[:, None] + columns, rows, mask=columns < SIZE)

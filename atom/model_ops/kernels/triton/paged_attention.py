@@ -25,11 +25,18 @@ from atom.model_ops.kernels.triton.flash import (
     tile_arguments,
     visit_keys,
 )
-from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill
+from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill, side_by_side
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
+from atom.platform import Platform, current_platform
 
-# Programs that a unit runs side by side, or twice as many where its shared memory ends first.
-_PROGRAMS_PER_UNIT = 4
+# Programs that a unit runs side by side, by bytes of a stored number: of a small tile of rows, and
+# of the largest. Shared memory is the limit on gfx942, else registers.
+_RESIDENT = {
+    "gfx942": {4: (3, 2), 2: (2, 1), 1: (4, 3)},
+    "gfx950": {4: (4, 2), 2: (3, 2), 1: (4, 2)},
+    "sm90": {4: (3, 2), 2: (4, 3), 1: (5, 3)},
+}
+_OTHERS_RESIDENT = {"rocm": "gfx942", "cuda": "sm90", "cpu": "sm90"}
 _SHORTEST_SPLIT = 256
 _MOST_SPLITS = 128
 _LARGEST_ROW_TILE = 64
@@ -193,10 +200,16 @@ def attend(
         "padding_ptr": metadata.padding_lens,
         "first_split": 0,
     }
-    slots = units * _PROGRAMS_PER_UNIT
+    slots = side_by_side(units, _resident(current_platform(), row_tile, key.dtype))
     reach = visible_keys(metadata, sliding_window)
     splits = num_splits(programs[0] * programs[1], reach, slots)
     return launch_in_parts(_attend, arguments, (*programs, splits), q)
+
+
+def _resident(platform: Platform, row_tile: int, storage: torch.dtype) -> int:
+    known = _RESIDENT.get(platform.arch) or _RESIDENT[_OTHERS_RESIDENT[platform.kind]]
+    small, large = known[storage.itemsize]
+    return large if row_tile == _LARGEST_ROW_TILE else small
 
 
 def visible_keys(metadata: AttentionMetadata, sliding_window: int | None) -> int:
@@ -272,9 +285,15 @@ def launch_in_parts(
     parts = q.new_empty((num_tokens, num_heads, splits, head_dim), dtype=torch.float32)
     lse = q.new_empty((num_tokens, num_heads, splits), dtype=torch.float32)
     kernel[grid](out_ptr=parts, lse_ptr=lse, **arguments)
+    join_parts(out, parts, lse)
+    return out
+
+
+def join_parts(out: torch.Tensor, parts: torch.Tensor, lse: torch.Tensor) -> None:
+    """Means of parts [T, heads, splits, d] with weights 2 ** lse -> dense out [T, heads, d]."""
+    num_tokens, num_heads, splits, head_dim = parts.shape
     width = triton.next_power_of_2(head_dim)
     _reduce[(num_tokens * num_heads,)](out, parts, lse, splits, head_dim, width, _REDUCED_AT_ONCE)
-    return out
 
 
 def num_splits(programs: int, context_len: int, slots: int) -> int:

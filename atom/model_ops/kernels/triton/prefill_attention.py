@@ -27,8 +27,9 @@ from atom.model_ops.kernels.triton.flash import (
     visit_keys,
 )
 from atom.model_ops.kernels.triton.paged_attention import launch_in_parts, visible_keys
-from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill
+from atom.model_ops.kernels.triton.splits import compute_units, fewest_that_fill, side_by_side
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor
+from atom.platform import Platform, current_platform
 
 # Keys of a split: with fewer, joining costs more than it saves.
 _SHORTEST_SPLIT = 1024
@@ -165,19 +166,27 @@ def attend(
     }
     programs = num_rows // row_tile + sequences, kv_heads
     reach = visible_keys(metadata, sliding_window)
-    splits = num_splits(programs[0] * programs[1], reach, units)
+    slots = side_by_side(units, _resident(current_platform(), num_warps))
+    splits = num_splits(programs[0] * programs[1], reach, slots)
     return launch_in_parts(_attend, arguments, (*programs, splits), q)
 
 
-def num_splits(programs: int, context_len: int, units: int) -> int:
+def num_splits(programs: int, context_len: int, slots: int) -> int:
     """Parts of the keys of each tile, from shapes and the device alone.
 
-    A unit has one program at a time. Tiles that fill the device are not split: partial results of
-    many tokens are large.
+    Tiles that fill the device are not split: partial results of many tokens are large.
+
+    Args:
+        slots: programs that the device runs side by side.
     """
-    if programs >= units:
+    if programs >= slots:
         return 1
-    return fewest_that_fill(programs, min(context_len // _SHORTEST_SPLIT, _MOST_SPLITS), units)
+    return fewest_that_fill(programs, min(context_len // _SHORTEST_SPLIT, _MOST_SPLITS), slots)
+
+
+def _resident(platform: Platform, num_warps: int) -> int:
+    """Programs that a unit runs side by side; shared memory is the limit on gfx942."""
+    return 2 if num_warps == 4 and platform.arch != "gfx942" else 1
 
 
 def _row_tile(tiles: KeyTiles) -> tuple[int, int]:

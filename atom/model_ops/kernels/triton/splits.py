@@ -21,6 +21,14 @@ def compute_units() -> int:
     return _DEFAULT_COMPUTE_UNITS if units is None else units
 
 
+def side_by_side(units: int, resident: int) -> int:
+    """Programs that `units` run at once, of a kernel of which each runs `resident`.
+
+    The compile lane compares `resident` with the registers and the shared memory of the kernel.
+    """
+    return units * resident
+
+
 @functools.lru_cache(maxsize=4096)
 def fewest_that_fill(programs: int, most: int, slots: int) -> int:
     """The fewest splits of each of `programs` that keep a device busy, from 1 to `most`.
