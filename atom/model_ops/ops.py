@@ -279,6 +279,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _invariant("triton.mla_rope_cache:mla_rope_and_cache", "triton.mla_rope_cache:refuses"),
         _invariant("torch.mla:mla_rope_and_cache", note=_one_by_one),
     ),
+    "mla_write_and_decode": (
+        _kernel("aiter.mla:mla_write_and_decode", "aiter.mla:refuses_write_and_decode"),
+        _invariant("torch.mla:mla_write_and_decode", note=_one_by_one),
+    ),
     "mla_decode": (
         _kernel("aiter.mla:mla_decode", "aiter.mla:refuses_decode"),
         _kernel("flash_mla.decode:mla_decode", "flash_mla.decode:refuses"),

@@ -117,6 +117,7 @@ def test_each_op_has_a_batch_invariant_implementation_on_a_gpu(platform: Platfor
     assert computed_by_torch == {
         *("all_reduce", "all_reduce_add_rms_norm", "add", "embedding", "argmax"),
         *("sampling_options", "verify_drafts", "place_samples", "advance_drafts", "place_blocks"),
+        "mla_write_and_decode",
     }
 
 
