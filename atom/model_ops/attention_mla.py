@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,12 @@ from atom.model_ops.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.kv_scale import KVScale
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import DequantisedMatrix, share_of
-from atom.model_ops.metadata import AttentionMetadata, CacheTensor, LatentCacheTensor
+from atom.model_ops.metadata import (
+    MAX_DECODE_QUERIES,
+    AttentionMetadata,
+    CacheTensor,
+    LatentCacheTensor,
+)
 from atom.model_ops.mixed_batch import attend_by_length
 from atom.model_ops.quant.storage import Cut, Part
 from atom.model_ops.rotary import RotaryEmbedding
@@ -90,6 +96,7 @@ class MLAAttention(CachedAttention):
         self._write = ops.resolve("mla_cache_write", *dtypes, **shape)
         self._rope_and_cache = ops.resolve("mla_rope_and_cache", *dtypes, **shape)
         self._decode = ops.resolve("mla_decode", *dtypes, **shape)
+        self._write_and_decode = ops.resolve("mla_write_and_decode", *dtypes, **shape)
         self._prefill = ops.resolve("mla_prefill", *dtypes, **shape)
 
     def forward(
@@ -107,6 +114,9 @@ class MLAAttention(CachedAttention):
 
         up_proj [heads, nope + v, rank] expands a latent into keys and values.
         """
+        if metadata.max_seqlen_q <= MAX_DECODE_QUERIES:
+            out = self._decode_step(q, latent, k_rope, up_proj, positions, metadata, rotary)
+            return out.reshape(q.shape[0], self.num_heads * self.v_head_dim)
         q = self._rotate_and_write(q, latent, k_rope, positions, metadata, rotary)
 
         def attend(op: Any, q: torch.Tensor, metadata: AttentionMetadata) -> torch.Tensor:
@@ -115,6 +125,33 @@ class MLAAttention(CachedAttention):
 
         out = attend_by_length(self._decode, self._prefill, attend, q, metadata)
         return out.reshape(q.shape[0], self.num_heads * self.v_head_dim)
+
+    def _decode_step(
+        self,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        up_proj: torch.Tensor,
+        positions: torch.Tensor,
+        metadata: AttentionMetadata,
+        rotary: RotaryEmbedding,
+    ) -> torch.Tensor:
+        """`forward` where every sequence gets the decode op -> [T, heads, v]."""
+        out: torch.Tensor = self._write_and_decode(
+            positions,
+            q,
+            latent,
+            k_rope,
+            rotary.cos_sin,
+            rotary.interleaved,
+            self.kv_cache,
+            up_proj,
+            metadata,
+            self.scale,
+            partial(self._rope_and_cache, rope=rotary.rope, write=self._write),
+            self._decode,
+        )
+        return out
 
     def write(
         self,

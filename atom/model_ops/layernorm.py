@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 import torch
 from torch import nn
 
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import LinearBase
-from atom.model_ops.quant.rounding import Rows
+from atom.model_ops.quant.rounding import InputRounding, Rows
+from atom.model_ops.registry import OpChoice
 
 # The arguments of a norm -> rows, rounded or not, and what else the norm returns.
 RoundedNorm: TypeAlias = Callable[..., tuple[Rows, torch.Tensor]]
@@ -31,12 +31,29 @@ class RMSNorm(nn.Module):
         return out
 
 
+class Reader(Protocol):
+    """What reads a norm: a product with weights that may want it rounded.
+
+    Attributes:
+        choice: the op of the product.
+    """
+
+    choice: OpChoice
+
+    def rounding(self) -> InputRounding | None:
+        """How the norm may round what it reads, once weights are loaded; None if it may not."""
+        ...
+
+
 class Sublayer(nn.Module):
     """What follows a norm in a decoder layer: attention or MLP."""
 
     @property
-    def reader(self) -> LinearBase | None:
-        """The only one that reads its input; None if there are several."""
+    def reader(self) -> Reader | None:
+        """The only one that reads its input rounded; None if there are several.
+
+        Others may read it as it is if the rounding keeps the rows.
+        """
         return None
 
 
@@ -48,7 +65,7 @@ class RMSNormPair:
     """
 
     def __init__(
-        self, first: RMSNorm, second: RMSNorm, reader: LinearBase, context: LayerContext
+        self, first: RMSNorm, second: RMSNorm, reader: Reader, context: LayerContext
     ) -> None:
         self._layers = first, second
         sizes = len(first.weight), len(second.weight)
@@ -73,11 +90,11 @@ class ResidualRMSNorm(RMSNorm):
     """A norm between two layers: it completes the sum that the first one leaves to the ranks.
 
     Args:
-        reader: the only one that reads what `feed` returns; None if there are several.
+        reader: of what `feed` returns, as `Sublayer` has it.
     """
 
     def __init__(
-        self, size: int, eps: float, context: LayerContext, reader: LinearBase | None = None
+        self, size: int, eps: float, context: LayerContext, reader: Reader | None = None
     ) -> None:
         super().__init__(size, eps, context)
         ops, group = context.ops, context.group
@@ -121,7 +138,7 @@ class ResidualRMSNorm(RMSNorm):
 
 
 def _rounded_for(
-    reader: LinearBase | None, op: str, norm: RoundedNorm, context: LayerContext, **shape: int
+    reader: Reader | None, op: str, norm: RoundedNorm, context: LayerContext, **shape: int
 ) -> RoundedNorm:
     """`norm`, or `op`, which also rounds its first result for a reader that takes it so.
 

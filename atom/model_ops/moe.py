@@ -13,6 +13,7 @@ from atom.model_ops.expert_parallel import HeldExperts, create_spread
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import share_of, stack
 from atom.model_ops.quant.inputs import resolve_product, take_weights
+from atom.model_ops.quant.rounding import InputRounding, QuantInputs, Rows
 from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
 from atom.model_ops.quant.weights import held_bytes
 from atom.model_ops.routing import Routing
@@ -24,7 +25,17 @@ _SHARED = re.compile(r"shared_experts\.(\w+)\.(\w+)")
 # The shard of a tensor of all experts, where it is not the whole parameter.
 _ROUTED = "routed"
 _STACKED = {"gate_up_proj": "w13", "down_proj": "w2"}
+# What parameters of a shared expert that is stored otherwise begin with.
+_PLAIN = "shared_"
 _STACKED_TENSOR = re.compile(r"(gate_up_proj|down_proj)(?:_(\w+))?")
+
+
+def is_only_shared_plain(context: LayerContext, prefix: str, shared: str) -> bool:
+    """Whether routed experts `prefix` are quantised, and the shared one is not."""
+    quant = context.quant
+    routed = quant.method_for(prefix, [f"{prefix}.0.{part}" for part in _MATRICES], "experts")
+    alone = (quant.method_for(f"{shared}.{part}") for part in _MATRICES)
+    return routed is not None and not any(alone)
 
 
 class TopKRouter(nn.Module):
@@ -74,12 +85,14 @@ class FusedMoE(nn.Module):
 
     Args:
         shared: the checkpoint's name of an expert that every token visits, as `routing.has_shared`
-            says; its weights follow those of the others. None if it is a layer of its own.
+            says; its weights follow those of the others. None if it is a layer of its own. It is
+            stored like the others, or not quantised where the op takes that (`OpChoice`).
 
     Attributes:
         num_experts: of all ranks, without a shared one.
         w13_weight: [experts, 2 * inter, hidden], gate above up projection, if not quantised.
         w2_weight: [experts, hidden, inter], down projection, if not quantised.
+        shared_w13_weight, shared_w2_weight: those of a shared expert that is stored otherwise.
 
     Raises:
         ValueError: when there are fewer experts than ranks to hold them, or the intermediate size
@@ -88,6 +101,8 @@ class FusedMoE(nn.Module):
 
     w13_weight: nn.Parameter
     w2_weight: nn.Parameter
+    shared_w13_weight: nn.Parameter
+    shared_w2_weight: nn.Parameter
 
     def __init__(
         self,
@@ -102,7 +117,11 @@ class FusedMoE(nn.Module):
         self.num_experts = num_experts
         self._has_shared = shared is not None
         self._dtype = context.dtype
-        self._held = HeldExperts(num_experts + self._has_shared, context.experts)
+        experts = [f"{prefix}.{i}" for i in range(num_experts)]
+        self._has_plain = shared is not None and is_only_shared_plain(context, prefix, shared)
+        if shared is not None and not self._has_plain:
+            experts.append(shared)
+        self._held = HeldExperts(len(experts), context.experts)
         self._spread = create_spread(self._held, context.experts, context.group)
         share = Cut.whole(intermediate_size)
         if context.experts.size == 1:
@@ -111,17 +130,18 @@ class FusedMoE(nn.Module):
             **stack({"gate_proj": share, "up_proj": share}, hidden_size),
             "down_proj": Part(Cut.whole(hidden_size), share),
         }
-        experts = [f"{prefix}.{i}" for i in range(num_experts)] + [shared] * self._has_shared
         names = [f"{expert}.{part}" for expert in experts for part in self._parts]
         method = context.quant.method_for(prefix, names, "experts")
         try:
             self._storages = {
                 matrix: MatrixStorage(self, parts, method, context, f"{matrix}_", self._held.count)
-                for matrix, parts in (
-                    ("w13", [self._parts["gate_proj"], self._parts["up_proj"]]),
-                    ("w2", [self._parts["down_proj"]]),
-                )
+                for matrix, parts in self._matrices()
             }
+            if self._has_plain:
+                self._plain = {
+                    matrix: MatrixStorage(self, parts, None, context, f"shared_{matrix}_")
+                    for matrix, parts in self._matrices()
+                }
         except ValueError as error:
             raise ValueError(f"{prefix}: {error}") from error
         form = self._storages["w13"].format
@@ -129,12 +149,18 @@ class FusedMoE(nn.Module):
             "moe_experts",
             form,
             context,
-            num_experts=self._held.count,
+            num_experts=self._held.count + self._has_plain,
             hidden_size=hidden_size,
             intermediate_size=share.size,
         )
+        if self._has_plain and not self.choice.takes_plain:
+            raise ValueError(f"{shared} is not quantised, which {self.choice.name} does not take")
         self._experts = self.choice.function
         self._prepared: tuple[Any, Any] | None = None
+
+    def _matrices(self) -> tuple[tuple[str, list[Part]], ...]:
+        gate, up, down = (self._parts[name] for name in _MATRICES)
+        return ("w13", [gate, up]), ("w2", [down])
 
     def place_weight(self, name: str) -> tuple[str, str | None] | None:
         """`3.gate_proj.weight` is one expert's tensor, `gate_up_proj` that of all experts,
@@ -149,6 +175,8 @@ class FusedMoE(nn.Module):
                 return None
             matrix, stored = _MATRICES[match[1]], match[2]
             shard = f"{self.num_experts}.{match[1]}"
+            if self._has_plain:
+                return (f"{_PLAIN}{matrix}_weight", shard) if stored == "weight" else None
         elif match := _EXPERT.fullmatch(name):
             if match[3] not in _MATRICES or int(match[2]) >= self.num_experts:
                 return None
@@ -159,16 +187,18 @@ class FusedMoE(nn.Module):
 
     def weight_shards(self, name: str) -> tuple[str, ...]:
         """`0.gate_proj`, `0.up_proj`, `1.gate_proj`, ..."""
-        return self._shards(name, self.num_experts + self._has_shared)
+        if name.startswith(_PLAIN):
+            return self._shards(name.removeprefix(_PLAIN), self.num_experts, 1)
+        return self._shards(name, 0, self._held.count + self._held.elsewhere)
 
     def covers(self, name: str, shard: str) -> tuple[str, ...]:
         """A tensor of all experts is not the shared one's."""
-        return self._shards(name, self.num_experts) if shard == _ROUTED else (shard,)
+        return self._shards(name, 0, self.num_experts) if shard == _ROUTED else (shard,)
 
-    def _shards(self, name: str, count: int) -> tuple[str, ...]:
+    def _shards(self, name: str, first: int, count: int) -> tuple[str, ...]:
         matrix = name.partition("_")[0]
         parts = [part for part, of in _MATRICES.items() if of == matrix]
-        return tuple(f"{i}.{part}" for i in range(count) for part in parts)
+        return tuple(f"{i}.{part}" for i in range(first, first + count) for part in parts)
 
     @property
     def is_spread(self) -> bool:
@@ -177,10 +207,14 @@ class FusedMoE(nn.Module):
 
     def holds(self, shard: str) -> bool:
         """Whether the shard's expert is one of this rank's."""
-        return shard == _ROUTED or int(shard.partition(".")[0]) in self._held
+        return shard == _ROUTED or not self.is_spread or int(shard.partition(".")[0]) in self._held
 
     def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
         """Load one expert's tensor, or, without a shard, those of all experts, [experts, ...]."""
+        if name.startswith(_PLAIN) and shard is not None:
+            matrix, part = name.removeprefix(_PLAIN).partition("_")[0], shard.partition(".")[2]
+            self._plain[matrix].load("weight", tensor, self._parts[part])
+            return
         matrix, _, stored = name.partition("_")
         storage = self._storages[matrix]
         if shard == _ROUTED:
@@ -240,15 +274,35 @@ class FusedMoE(nn.Module):
             self._prepared = take_weights(w13, self.choice), take_weights(w2, self.choice)
             if self.choice.prepare is not None:
                 self._prepared = self.choice.prepare(*self._prepared, self._dtype)
+            if self._has_plain:
+                self._prepared = self._with_plain(*self._prepared)
         elif self.choice.prepare is not None:
             self._prepared = self.choice.prepare(self.w13_weight.data, self.w2_weight.data)
             self.w13_weight.data, self.w2_weight.data = self._prepared
 
-    def forward(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _with_plain(self, w13: Any, w2: Any) -> tuple[Any, Any]:
+        """Prepared weights that have the matrices of the shared expert, no parameters any more."""
+        plain = self.shared_w13_weight.data, self.shared_w2_weight.data
+        del self.shared_w13_weight, self.shared_w2_weight
+        return replace(w13, plain=plain[0]), replace(w2, plain=plain[1])
+
+    def rounding(self) -> InputRounding | None:
+        """How a norm may round the inputs, once weights are loaded; None if it may not.
+
+        It keeps the rows, which the router reads.
+        """
+        if not self.choice.takes_rounded or self.is_spread or self._prepared is None:
+            return None
+        rounding: InputRounding | None = self._prepared[0].rounding
+        return rounding and replace(rounding, keeps_rows=True)
+
+    def forward(self, x: Rows, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """x [T, hidden], weights and expert ids [T, k] -> this rank's partial sum [T, hidden]."""
+        if isinstance(x, QuantInputs):
+            return self._run(x, weights, ids)
         return self._spread(self._run, x, weights, ids)
 
-    def _run(self, x: torch.Tensor, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, x: Rows, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The same with ids among this rank's experts; their number for one elsewhere."""
         w13, w2 = self._prepared or (self.w13_weight, self.w2_weight)
         out: torch.Tensor = self._experts(x, w13, w2, weights, ids, self._held.elsewhere)

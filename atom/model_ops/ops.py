@@ -31,6 +31,7 @@ def _kernel(
     dequantises: bool = False,
     batch_invariant: bool = False,
     takes_rounded: str | None = None,
+    takes_plain: bool = False,
 ) -> Implementation:
     """One implementation. Nothing that it names is imported before it is needed.
 
@@ -45,6 +46,7 @@ def _kernel(
         batch_invariant: whether the bits of a row do not depend on its batch.
         takes_rounded: path of a function that says whether a norm may round the inputs, as prepared
             weights say; None if it may not.
+        takes_plain: whether one expert may be unquantised, as `plain` of prepared weights.
     """
     folder = function.partition(".")[0]
 
@@ -67,6 +69,7 @@ def _kernel(
         dequantises,
         batch_invariant,
         lambda query: takes_rounded is not None and _find(takes_rounded)(query),
+        takes_plain,
     )
 
 
@@ -283,6 +286,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         _invariant("triton.mla_rope_cache:mla_rope_and_cache", "triton.mla_rope_cache:refuses"),
         _invariant("torch.mla:mla_rope_and_cache", note=_one_by_one),
     ),
+    "mla_write_and_decode": (
+        _kernel("aiter.mla:mla_write_and_decode", "aiter.mla:refuses_write_and_decode"),
+        _invariant("torch.mla:mla_write_and_decode", note=_one_by_one),
+    ),
     "mla_decode": (
         _kernel("aiter.mla:mla_decode", "aiter.mla:refuses_decode"),
         _kernel("flash_mla.decode:mla_decode", "flash_mla.decode:refuses"),
@@ -337,12 +344,16 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "triton.quant_experts:refuses",
             prepare="triton.quant_experts:prepare",
             note=lambda query: _find("triton.quant_layout:note")(query),
+            takes_rounded="triton.quant_inputs:takes_rounded",
+            takes_plain=True,
         ),
         _invariant(
             "triton.invariant_experts:quant_experts",
             "triton.quant_experts:refuses",
             prepare="triton.quant_experts:prepare",
             note=lambda query: _find("triton.quant_layout:note")(query),
+            takes_rounded="triton.quant_inputs:takes_rounded",
+            takes_plain=True,
         ),
         _kernel(
             "torch.quant:quant_experts", prepare="torch.quant:prepare_experts", dequantises=True

@@ -63,6 +63,8 @@ class Implementation:
             rows nor on their number, nor on how its sequence was cut into steps.
         takes_rounded: whether a product with quantised weights may get `QuantInputs` of what its
             prepared weights say in `rounding`.
+        takes_plain: whether prepared weights of quantised experts have a field `plain` for the
+            matrix [out, inputs] of one more expert, behind the last, that is not quantised.
     """
 
     name: str
@@ -74,6 +76,7 @@ class Implementation:
     dequantises: bool = False
     batch_invariant: bool = False
     takes_rounded: Callable[[OpQuery], bool] = lambda _: False
+    takes_plain: bool = False
 
     def refuses(self, query: OpQuery) -> str | None:
         """Why it is not chosen; None if it can be."""
@@ -96,6 +99,7 @@ class OpChoice:
     note: str = ""
     dequantises: bool = False
     takes_rounded: bool = False
+    takes_plain: bool = False
 
 
 def preference(platform: Platform) -> tuple[str, ...]:
@@ -228,6 +232,7 @@ class OpTable:
                     candidate.note(query),
                     candidate.dequantises,
                     candidate.takes_rounded(query),
+                    candidate.takes_plain,
                 )
             passed_over.append((candidate.name, reason))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)

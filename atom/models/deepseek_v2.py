@@ -23,11 +23,12 @@ from atom.model_ops.linear import (
     MergedReplicatedLinear,
     ReplicatedLinear,
     RowParallelLinear,
+    share_of,
 )
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.moe import FusedMoE, TopKRouter
 from atom.model_ops.quant.base import are_alike
-from atom.model_ops.quant.rounding import Rows
+from atom.model_ops.quant.rounding import Rows, unrounded
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
@@ -210,6 +211,10 @@ class DeepseekV2MoE(Sublayer):
                 bias=has_mlp_bias(config),
             )
 
+    @property
+    def reader(self) -> FusedMoE:
+        return self.experts
+
     @staticmethod
     def routing(config: PretrainedConfig) -> Routing:
         """Softmax scores; a group's score is that of its best expert."""
@@ -228,10 +233,11 @@ class DeepseekV2MoE(Sublayer):
             scaling=config.routed_scaling_factor,
         )
 
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = self.experts(x, *self.gate(x))
+    def forward(self, x: Rows) -> torch.Tensor:
+        rows = unrounded(x)
+        out: torch.Tensor = self.experts(x, *self.gate(rows))
         if self.shared_experts is not None:
-            out = self._add(out, self.shared_experts(x))
+            out = self._add(out, self.shared_experts(rows))
         return out
 
 
@@ -329,7 +335,8 @@ def attention_scale(config: PretrainedConfig) -> float:
 
 def shared_expert_joins(config: PretrainedConfig, context: LayerContext, prefix: str) -> bool:
     """Whether the shared expert is computed among the routed ones: on a GPU, where it saves four
-    launches, if it is one of their size, stored alike. Ranks that hold whole experts have it apart.
+    launches, if it is one of their size, and stored alike, or not quantised and the op of the
+    others takes that. Ranks that hold whole experts have it apart.
     """
     if config.n_shared_experts != 1 or has_mlp_bias(config) or context.experts.size > 1:
         return False
@@ -340,8 +347,19 @@ def shared_expert_joins(config: PretrainedConfig, context: LayerContext, prefix:
     routed = quant.method_for(
         f"{prefix}.experts", [f"{prefix}.experts.0.{part}" for part in parts], "experts"
     )
-    shared = (quant.method_for(f"{prefix}.shared_experts.{part}") for part in parts)
-    return are_alike(routed, *shared)
+    shared = [quant.method_for(f"{prefix}.shared_experts.{part}") for part in parts]
+    if routed is None or any(shared):
+        return are_alike(routed, *shared)
+    size = share_of(context.group, config.moe_intermediate_size, "moe_intermediate_size").size
+    choice = context.ops.consider(
+        "quant_experts",
+        context.dtype,
+        routed.format,
+        num_experts=config.n_routed_experts + 1,
+        hidden_size=config.hidden_size,
+        intermediate_size=size,
+    )
+    return choice.takes_plain
 
 
 def _expect(config: PretrainedConfig, field: str, *supported: object) -> None:

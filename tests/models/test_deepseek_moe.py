@@ -37,6 +37,8 @@ CONFIG = DeepseekV3Config(
     topk_group=1,
 )
 
+QUANTISED = DeepseekV3Config(**{**CONFIG.to_dict(), "hidden_size": 64, "moe_intermediate_size": 64})
+
 
 def moe_of(rank: int, size: int) -> DeepseekV3MoE:
     """A rank alone: it has no others to sum with."""
@@ -106,6 +108,76 @@ def load_joined(whole: DeepseekV3MoE, experts: FusedMoE) -> None:
     assert all(filled[name] == set(experts.weight_shards(name)) for name in filled)
 
 
+def quantised_moe(rank: int, size: int) -> DeepseekV3MoE:
+    """Routed experts in int4, the rest as it is; experts by the op that takes that."""
+    table = OpTable(
+        cpu_platform(),
+        {**OPS, "quant_experts": tuple(e for e in OPS["quant_experts"] if e.takes_plain)},
+    )
+    quant = OnlineConfig("int4", ("*.shared_experts",))
+    group = ParallelGroup(rank, size)
+    context = LayerContext(torch.float32, torch.device("cpu"), table, 8, group)
+    return DeepseekV3MoE(QUANTISED, replace(context, quant=quant, activations="float"), "mlp")
+
+
+@torch.no_grad()
+def load_all(moe: DeepseekV3MoE, tensors: dict[str, torch.Tensor]) -> None:
+    filled: dict[str, set[str]] = {}
+    for name, tensor in tensors.items():
+        placed = moe.experts.place_weight(name)
+        if placed is None:
+            _, part, stored = name.split(".")
+            assert moe.shared_experts is not None
+            down = part == "down_proj"
+            layer = moe.shared_experts.down_proj if down else moe.shared_experts.gate_up_proj
+            layer.load_weight(stored, tensor, None if down else part)
+            continue
+        parameter, shard = placed
+        assert shard is not None
+        assert moe.experts.holds(shard)
+        moe.experts.load_weight(parameter, tensor, shard)
+        filled.setdefault(parameter, set()).add(shard)
+    assert all(filled[name] == set(moe.experts.weight_shards(name)) for name in filled)
+    generator = torch.Generator().manual_seed(1)
+    moe.gate.weight.normal_(generator=generator)
+    assert moe.gate.e_score_correction_bias is not None
+    moe.gate.e_score_correction_bias.zero_()
+    moe.experts.process_after_loading()
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_a_shared_expert_that_is_not_quantised_may_be_among_those_that_are(
+    size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    generator = torch.Generator().manual_seed(0)
+    hidden, inter = QUANTISED.hidden_size, QUANTISED.moe_intermediate_size
+    shapes = {
+        "gate_proj": (inter, hidden),
+        "up_proj": (inter, hidden),
+        "down_proj": (hidden, inter),
+    }
+    tensors = {
+        f"{expert}.{part}.weight": torch.randn(shape, generator=generator) / 8
+        for expert in ["shared_experts", *map(str, range(8))]
+        for part, shape in shapes.items()
+    }
+    apart = quantised_moe(0, 1)
+    load_all(apart, tensors)
+    x = torch.randn(5, hidden, generator=generator)
+    monkeypatch.setattr(deepseek_v2, "shared_expert_joins", joins_where_there_is_one)
+    total = torch.zeros_like(x)
+    for rank in range(size):
+        part = quantised_moe(rank, size)
+        assert part.shared_experts is None
+        assert part.experts.weight_shards("shared_w13_weight") == ("8.gate_proj", "8.up_proj")
+        load_all(part, tensors)
+        assert "shared_w13_weight" not in dict(part.experts.named_parameters())
+        assert part.experts.quantised_bytes > 3 * inter // size * hidden * 4
+        total += part(x)
+    torch.testing.assert_close(total, apart(x), atol=1e-4, rtol=1e-4)
+
+
 @pytest.mark.parametrize("make", [checkpoints.deepseek_v3, checkpoints.kimi_k25])
 def test_a_checkpoint_loads_into_joined_experts(
     make: Callable[..., checkpoints.Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -128,13 +200,14 @@ def test_a_checkpoint_loads_into_joined_experts(
 
 
 def test_when_a_shared_expert_joins() -> None:
-    """It must be stored like the others, of their size, and this rank's."""
+    """It must be stored like the others or not quantised, of their size, and this rank's."""
     gpu = LayerContext.create(torch.bfloat16, 8, Platform("cuda", "sm90", True))
     joins = partial(deepseek_v2.shared_expert_joins, prefix="mlp")
     fp8 = replace(gpu, quant=OnlineConfig("fp8"))
     assert joins(CONFIG, gpu)
     assert joins(CONFIG, fp8)
-    assert not joins(CONFIG, replace(fp8, quant=OnlineConfig("fp8", ("mlp.shared_experts",))))
+    assert joins(CONFIG, replace(fp8, quant=OnlineConfig("fp8", ("mlp.shared_experts",))))
+    assert not joins(CONFIG, replace(fp8, quant=OnlineConfig("fp8", ("mlp.experts",))))
     assert not joins(CONFIG, replace(gpu, experts=ParallelGroup(0, 2)))
     assert not joins(CONFIG, LayerContext.create(torch.bfloat16, 8, cpu_platform()))
     assert not joins(DeepseekV3Config(n_shared_experts=2), gpu)

@@ -24,12 +24,14 @@ class QuantInputs:
         scale: [T, groups] or [T, 1], of codes or of numbers with one scale per token.
         group: inputs per scale that the product applies; 0 for one per token.
         dtype: of the rows.
+        rows: [T, inputs], where something else reads them.
     """
 
     numbers: torch.Tensor
     scale: torch.Tensor | None
     group: int
     dtype: torch.dtype
+    rows: torch.Tensor | None = None
 
     @property
     def shape(self) -> torch.Size:
@@ -39,6 +41,14 @@ class QuantInputs:
 
 Rows: TypeAlias = torch.Tensor | QuantInputs
 """[T, size], or what a norm made of them for the product that reads them."""
+
+
+def unrounded(x: Rows) -> torch.Tensor:
+    """The rows themselves, of a norm that kept them."""
+    if isinstance(x, torch.Tensor):
+        return x
+    assert x.rows is not None, "the norm's reader says that rows are kept"
+    return x.rows
 
 
 @dataclass(frozen=True)
@@ -53,6 +63,7 @@ class InputRounding:
             byte, element 2j in the low four bits of byte j, with e8m0 scales as bytes if that is
             their type; other scales are float32.
         multiple: of inputs, to which rows are padded with zeros.
+        keeps_rows: whether a norm returns the rows themselves, too.
     """
 
     how: Activations
@@ -60,6 +71,7 @@ class InputRounding:
     fp8: torch.dtype = torch.float8_e4m3fn
     form: Form = "codes"
     multiple: int = 1
+    keeps_rows: bool = False
 
     @property
     def is_packed(self) -> bool:

@@ -225,13 +225,19 @@ def scale_values(
 
 def held_bytes(prepared: object) -> int:
     """Of all tensors in what an op's `prepare` returned, whatever its form."""
+    return sum(tensor.nbytes for tensor in _held(prepared).values())
+
+
+def _held(prepared: object) -> dict[int, torch.Tensor]:
+    """The tensors, each once, by identity."""
     if isinstance(prepared, torch.Tensor):
-        return prepared.nbytes
+        return {id(prepared): prepared}
+    items: list[object] = []
     if isinstance(prepared, tuple):
-        return sum(held_bytes(item) for item in prepared)
-    if is_dataclass(prepared) and not isinstance(prepared, type):
-        return sum(held_bytes(getattr(prepared, item.name)) for item in fields(prepared))
-    return 0
+        items = list(prepared)
+    elif is_dataclass(prepared) and not isinstance(prepared, type):
+        items = [getattr(prepared, item.name) for item in fields(prepared)]
+    return {key: tensor for item in items for key, tensor in _held(item).items()}
 
 
 def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:

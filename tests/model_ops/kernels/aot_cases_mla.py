@@ -8,6 +8,7 @@ import torch
 from aot_case import Case, decode_metadata, pool
 
 from atom.model_ops.kernels.triton.list_slots import list_slots
+from atom.model_ops.kernels.triton.mla_absorb import NewLatents, absorb
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import Implementation, OpQuery
 
@@ -123,6 +124,35 @@ def _slots_case(sequences: int, context: int, *, padded: bool) -> Case:
     return _Slots(name, "list_slots", arguments, {})
 
 
+@dataclasses.dataclass(frozen=True)
+class _Absorb(Case):
+    """What an adapter launches before a library's attention."""
+
+    def entry(self) -> Implementation:
+        return Implementation("triton", lambda _: None, lambda: absorb)
+
+
+def _absorb_case(tokens: int, heads: int, num_heads: int, *, is_step: bool) -> Case:
+    def arguments(query: OpQuery) -> tuple[object, ...]:
+        q = torch.empty(tokens, heads, NOPE + ROPE, dtype=query.dtype)
+        up_proj = torch.empty(heads, NOPE + _V, RANK, dtype=query.dtype)
+        integers = torch.empty(tokens, dtype=torch.int64)
+        rows = torch.empty(tokens, RANK + ROPE, dtype=query.dtype)
+        table = torch.empty(8192, ROPE)
+        new = NewLatents(integers, integers, rows[:, :RANK], rows[:, RANK:], table, True)
+        return q, up_proj, latent_cache(query), num_heads, new if is_step else None
+
+    name = f"absorb/{tokens} of {heads} heads to {num_heads}{' in a step' if is_step else ''}"
+    return _Absorb(
+        name,
+        "absorb",
+        arguments,
+        latent_shape(heads, 64),
+        storage=torch.bfloat16,
+        matrix=("_absorb",),
+    )
+
+
 CASES = (
     # Split over the context, in tiles of 16, 32 and 64 rows.
     _decode_case(8, 64, _BF16, 4, 1),
@@ -146,6 +176,9 @@ CASES = (
     _prefill_case(128, 64, _BF16, 256, 2304),  # two rounds, the first of 2048 keys
     _write_case(_BF16),
     _write_case("fp8"),
+    _absorb_case(8, 64, 128, is_step=True),
+    _absorb_case(256, 8, 16, is_step=True),
+    _absorb_case(256, 8, 16, is_step=False),
     _slots_case(256, 131072, padded=True),
     _slots_case(1, 512, padded=False),
 )

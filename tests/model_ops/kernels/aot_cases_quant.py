@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from aot_case import Case
 
@@ -78,13 +80,18 @@ def _rounding(query: OpQuery) -> InputRounding | None:
     return prepare_tiles(empty_weights(query.weights, rows, inputs), query.platform).rounding
 
 
-def _add_norm(form: WeightFormat, size: int, tokens: int = 64) -> Case:
+def _add_norm(form: WeightFormat, size: int, tokens: int = 64, *, keeps_rows: bool = False) -> Case:
     def arguments(query: OpQuery) -> tuple[object, ...]:
         x, weight = torch.empty(tokens, size, dtype=query.dtype), torch.empty(size)
-        return x, x, weight.to(query.dtype), 1e-5, _rounding(query), None
+        rounding = _rounding(query)
+        assert rounding is not None
+        rounding = replace(rounding, keeps_rows=keeps_rows)
+        return x, x, weight.to(query.dtype), 1e-5, rounding, None
 
-    op = "add_rms_norm_quantise"
-    return Case(f"{op}/{form.activations} {size}", op, arguments, {"size": size}, weights=form)
+    op, kept = "add_rms_norm_quantise", " and rows" * keeps_rows
+    return Case(
+        f"{op}/{form.activations} {size}{kept}", op, arguments, {"size": size}, weights=form
+    )
 
 
 def _latent_norms(form: WeightFormat) -> Case:
@@ -104,9 +111,11 @@ CASES: tuple[Case, ...] = (
     _linear(NVFP4, 64, 4096, 4096),
     *(_linear(MXFP4, tokens, 512, 7168) for tokens in (16, 2048)),
     *(_linear(FP8_BLOCK, tokens, 512, 7168) for tokens in (1, 2048)),
+    _linear(FP8_BLOCK, 16, 7168, 1024),
     _linear(INT8, 2048, 4096, 4096),
     _linear(W4A8, 64, 7168, 2048),
     *(_add_norm(form, 7168) for form in (FP8_BLOCK, FP8_TOKEN, MXFP4)),
+    _add_norm(FP8_BLOCK, 7168, keeps_rows=True),
     _add_norm(INT8, 4096),
     *(_latent_norms(form) for form in (FP8_BLOCK, FP8_TOKEN)),
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from aot_case import Case
 from aot_cases_quant import empty_weights
@@ -36,17 +38,23 @@ def _matrices(query: OpQuery, case: Case) -> list[object]:
     return list(matrices)
 
 
-def _experts(form: WeightFormat, num_tokens: int, *matrix: str) -> Case:
+def _experts(
+    form: WeightFormat, num_tokens: int, *matrix: str, shared_is_plain: bool = False
+) -> Case:
     def arguments(query: OpQuery) -> tuple[object, ...]:
+        matrices: list[Any] = _matrices(query, case)
+        if shared_is_plain:
+            matrices[0].plain = torch.empty(2 * INTER, HIDDEN, dtype=query.dtype)
+            matrices[1].plain = torch.empty(HIDDEN, INTER, dtype=query.dtype)
         return (
             torch.empty(num_tokens, HIDDEN, dtype=query.dtype),
-            *_matrices(query, case),
+            *matrices,
             torch.empty(num_tokens, TOP_K),
             torch.empty(num_tokens, TOP_K, dtype=torch.int64),
         )
 
     case = Case(
-        f"quant_experts/kimi tp8 {form} of {num_tokens}",
+        f"quant_experts/kimi tp8 {form} of {num_tokens}{' and plain' * shared_is_plain}",
         "quant_experts",
         arguments,
         {"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTER},
@@ -58,6 +66,8 @@ def _experts(form: WeightFormat, num_tokens: int, *matrix: str) -> Case:
 
 CASES: tuple[Case, ...] = (
     *(_experts(KIMI, tokens) for tokens in (1, 64, 2048)),
+    *(_experts(KIMI, tokens, shared_is_plain=True) for tokens in (8, 64, 2048)),
+    _experts(DEEPSEEK, 64, shared_is_plain=True),
     _experts(INT4_ZEROS, 64),
     _experts(NVFP4, 64),
     *(_experts(MXFP4, tokens) for tokens in (64, 2048)),

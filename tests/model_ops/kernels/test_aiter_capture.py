@@ -15,7 +15,7 @@ from fake_aiter_quant import QuantType
 from graphs.test_capture_without_host import nothing_from_the_host
 
 from atom.model_ops.kernels import probe
-from atom.model_ops.kernels.aiter import mla
+from atom.model_ops.kernels.aiter import mla, quant_linear
 from atom.model_ops.kernels.aiter.moe import prepare_experts
 from atom.model_ops.kernels.aiter.quant import (
     FP8_BLOCKS,
@@ -191,6 +191,8 @@ def test_nothing_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mla, "list_slots", lambda *given: integers(given[5]))
+    monkeypatch.setattr(mla, "absorb", lambda q, _, cache, heads, __: empty(len(q), heads, 576))
+    monkeypatch.setattr(quant_linear, "triton_linear", lambda x, w, _: empty(len(x), w.rows))
     with probe.replaced(LIBRARY):
         ops = OpTable(Platform("rocm", "gfx950", True), AITER)
         with nothing_from_the_host():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import pytest
@@ -24,6 +26,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.splits import SplitTables, num_splits
+from atom.model_ops.kernels.torch.elementwise import rope
+from atom.model_ops.kernels.torch.mla import (
+    mla_cache_write,
+    mla_rope_and_cache,
+    mla_write_and_decode,
+)
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpTable, OpUnavailableError
 from atom.platform import Platform
@@ -114,11 +122,46 @@ def test_a_table_for_more_sequences_leaves_the_smaller_one_alone() -> None:
     assert not where.expired()
 
 
-@pytest.mark.parametrize("query_lens", [[1, 1, 1], [3, 3, 3], [5, 5, 5], [1, 5, 2], [30, 7, 70]])
-def test_mla(aiter: Aiter, query_lens: list[int]) -> None:
-    check_mla(aiter, 8, query_lens, [40, 7, 90])
-    decoded = ["mla_decode_fwd", "get_gfx", "get_cu_num"] if max(query_lens) <= 16 else []
+@pytest.mark.parametrize(
+    ("query_lens", "passes"),
+    [
+        ([1, 1, 1], 1),
+        ([3, 3, 3], 1),
+        ([7, 7, 7], 1),  # aiter reads the latents once for up to 8 queries of 8 heads
+        ([16, 16], 2),
+        ([13, 13, 13], 0),  # Triton twice, aiter 13 times
+        ([1, 5, 2], 0),
+        ([30, 7, 70], 0),
+    ],
+)
+def test_mla(aiter: Aiter, query_lens: list[int], passes: int) -> None:
+    check_mla(aiter, 8, query_lens, [40, 17, 90][: len(query_lens)])
+    decoded = ["mla_decode_fwd", "get_gfx", "get_cu_num"] if passes else []
     aiter.called("concat_and_cache_mla", "flash_attn_varlen_func", *decoded)
+    if aiter.fake is not None:
+        calls = [call.arguments for call in aiter.fake.calls if call.name == "mla_decode_fwd"]
+        given = {(len(call["kv_last_page_lens"]), call["max_seqlen_q"]) for call in calls}
+        count, length = len(query_lens) * passes, query_lens[0]
+        assert given == ({(count, length // passes)} if passes else set())
+
+
+def test_queries_of_many_heads_are_read_four_at_a_time(aiter: Aiter) -> None:
+    check_mla(aiter, 24, [8, 8], [40, 17])
+    check_mla(aiter, 128, [3, 3], [40, 17])
+
+
+def test_padding_in_parts_of_a_sequence(aiter: Aiter) -> None:
+    """Queries that are not there, and whose latents are not numbers, change no other."""
+    made = latents(aiter, 8, [16, 16], [40, 17])
+    padding = torch.tensor([9, 3], dtype=torch.int32, device=aiter.device)
+    slots = made.metadata.slot_mapping.view(2, 16)
+    for lost, own in zip(padding.tolist(), slots, strict=True):
+        made.cache.latent.flatten(0, 1)[own[16 - lost :]] = torch.nan
+    metadata = dataclasses.replace(made.metadata, padding_lens=padding)
+    out = made.decode(made.q, made.cache, made.up_proj, metadata, 0.1).view(2, 16, -1)
+    wanted = made.wanted.view(2, 16, -1)
+    for lost, got, all_of in zip(padding.tolist(), out, wanted, strict=True):
+        check(got[: 16 - lost], all_of[: 16 - lost], 2**-5)
 
 
 @dataclass(frozen=True)
@@ -180,6 +223,56 @@ def latents(
         rows.append((torch.cat((both[..., :nope], shared), dim=-1), both[..., nope:]))
     wanted = attention(q, rows, metadata, 0.1)
     return Latents(metadata, cache, decode, prefill, q, up_proj, wanted)
+
+
+@pytest.mark.parametrize("query_lens", [[1, 1, 1], [5, 5, 5]])
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_what_comes_before_a_decode_is_one_kernel(
+    aiter: Aiter, query_lens: list[int], interleaved: bool
+) -> None:
+    """The cache and the result are those of rotation, cache write and decode."""
+    made = latents(aiter, 8, query_lens, [40, 17, 90])
+    tokens, heads = made.q.shape[:2]
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 16, "num_heads": heads}
+    sizes |= {"block_size": 16, "num_blocks": len(made.cache.latent)}
+    step = aiter.ops.resolve("mla_write_and_decode", BF16, BF16, **sizes)
+    angles = random(aiter, 64, 32, seed=6).float()
+    table = torch.cat((angles.cos(), angles.sin()), dim=1)
+    positions = torch.arange(tokens, device=aiter.device)
+    latent, k_rope = random(aiter, tokens, 512, seed=7), random(aiter, tokens, 96, seed=8)[:, :64]
+    given = positions, made.q, latent, k_rope, table, interleaved
+
+    def never(*_: object) -> torch.Tensor:
+        pytest.fail("it is one kernel")
+
+    pool = made.cache.latent.clone()
+    caches = made.cache, LatentCacheTensor(pool)
+    out = step(*given, caches[0], made.up_proj, made.metadata, 0.1, never, never)
+    rotate = partial(mla_rope_and_cache, rope=rope, write=mla_cache_write)
+    arguments = caches[1], made.up_proj, made.metadata, 0.1
+    wanted = mla_write_and_decode(*given, *arguments, rotate, made.decode)
+    written = made.metadata.slot_mapping
+    theirs = pool.flatten(0, 1)[written].float()
+    torch.testing.assert_close(caches[0].latent.flatten(0, 1)[written].float(), theirs)
+    check(out, wanted.double(), 2**-5)
+
+
+@pytest.mark.parametrize(
+    ("variable", "value", "reason"),
+    [
+        ("MLA_DECODE", "torch", "does the work of mla_decode, and ATOM_OP_MLA_DECODE=torch"),
+        ("ROPE", "torch", "does the work of rope, and ATOM_OP_ROPE=torch"),
+        ("MLA_ROPE_AND_CACHE", "torch", "mla_rope_and_cache, and ATOM_OP_MLA_ROPE_AND_CACHE=torch"),
+    ],
+)
+def test_one_kernel_steps_back_where_a_part_is_demanded(
+    aiter: Aiter, variable: str, value: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(f"ATOM_OP_{variable}", value)
+    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 16, "num_heads": 8}
+    sizes |= {"block_size": 16, "num_blocks": 4}
+    with pytest.raises(OpUnavailableError, match=reason):
+        aiter.ops.resolve("mla_write_and_decode", BF16, BF16, **sizes)
 
 
 def test_latents_in_8_bits(aiter: Aiter) -> None:

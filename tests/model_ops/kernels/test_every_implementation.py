@@ -39,6 +39,7 @@ ELSEWHERE = {
     "rms_norm_pair_quantise": "test_triton_norm_quantise.py",
     "rope_and_cache": "test_triton_rope_cache.py",
     "mla_rope_and_cache": "test_triton_rope_cache.py",
+    "mla_write_and_decode": "test_aiter_mla.py",
     "all_reduce": "test_aiter_collectives.py",
     "all_reduce_add_rms_norm": "test_aiter_collectives.py",
 }

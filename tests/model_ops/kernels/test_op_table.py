@@ -86,8 +86,10 @@ def test_every_line_of_the_table_answers_and_resolves(op: str, entry: Implementa
             platform, dtype, SIZES, torch.bfloat16, weights, batch_invariant=entry.batch_invariant
         )
         reason = entry.supports(query)
-        takes_rounded = op == "quant_linear" and entry.name in ("aiter", "triton")
+        by_triton = op in ("quant_linear", "quant_experts") and entry.name == "triton"
+        takes_rounded = by_triton or (op, entry.name) == ("quant_linear", "aiter")
         assert entry.takes_rounded(query) == takes_rounded
+        assert entry.takes_plain == ((op, entry.name) == ("quant_experts", "triton"))
     *_, reference = [other for other in OPS[op] if other.name == "torch"]
     parameters = inspect.signature(entry.load()).parameters
     assert list(parameters) == list(inspect.signature(reference.load()).parameters)
@@ -117,6 +119,7 @@ def test_each_op_has_a_batch_invariant_implementation_on_a_gpu(platform: Platfor
     assert computed_by_torch == {
         *("all_reduce", "all_reduce_add_rms_norm", "add", "sigmoid", "embedding", "argmax"),
         *("sampling_options", "verify_drafts", "place_samples", "advance_drafts", "place_blocks"),
+        "mla_write_and_decode",
     }
 
 

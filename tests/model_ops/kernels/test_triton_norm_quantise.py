@@ -36,7 +36,7 @@ from atom.model_ops.layernorm import ResidualRMSNorm
 from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.ops import OPS
 from atom.model_ops.quant.formats.fp8 import Fp8Config
-from atom.model_ops.quant.rounding import InputRounding, QuantInputs, Rows
+from atom.model_ops.quant.rounding import InputRounding, QuantInputs, Rows, unrounded
 from atom.model_ops.quant.weights import Activations, WeightFormat
 from atom.model_ops.registry import OpQuery, OpTable
 from atom.platform import Platform, current_platform
@@ -85,6 +85,12 @@ def test_a_sum_its_norm_and_codes(dtype: torch.dtype, device: torch.device) -> N
         got, summed = add_rms_norm_quantise(x, residual, weight, EPS, rounding, None)
         assert_same(got, round_rows(normed, rounding))
         assert torch.equal(summed, total)
+        assert got.rows is None
+        kept, _ = add_rms_norm_quantise(
+            x, residual, weight, EPS, replace(rounding, keeps_rows=True), None
+        )
+        assert_same(kept, got)
+        assert torch.equal(unrounded(kept), normed)
 
 
 @pytest.mark.parametrize("sizes", [(304, 40), (72, 200)])

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from atom.model_ops.kernels.torch import quant as reference
+from atom.model_ops.kernels.torch.elementwise import silu_and_mul
 from atom.model_ops.kernels.triton import moe_experts, quant_experts
 from atom.model_ops.kernels.triton.quant_layout import PART, note, prepare_tiles
+from atom.model_ops.kernels.triton.quantise import round_rows
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery
 from atom.platform import Platform, cpu_platform, current_platform
@@ -149,6 +153,71 @@ def test_inputs_in_splits(
 ) -> None:
     monkeypatch.setattr(quant_experts, "choose_splits", lambda *_: 2)
     check(name, device, kind)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "num_tokens", "splits"),
+    [
+        ("int4 group 32", "rocm", 3, 2),
+        ("int4 group 32", "cuda", 40, 1),
+        ("fp8 blocks x fp8 groups", "cuda", 3, 2),
+        ("fp8 blocks x fp8 groups", "rocm", 40, 1),
+    ],
+)
+def test_one_expert_that_is_not_quantised(
+    name: str,
+    kind: str,
+    num_tokens: int,
+    splits: int,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The last one adds what its own weights make of the rows as they are."""
+    monkeypatch.setattr(quant_experts, "choose_splits", lambda *_: splits)
+    form, scales = (WEIGHT_ONLY | QUANTISED_INPUTS)[name]
+    platform = cpu_platform() if device.type == "cpu" else current_platform()
+    generator = torch.Generator().manual_seed(3)
+    shapes = (2 * INTER, HIDDEN), (HIDDEN, INTER)
+    stored = [on(device, random_weights(form, scales, *shape, i)) for i, shape in enumerate(shapes)]
+    plain = [torch.randn(shape, generator=generator).to(device) * 0.1 for shape in shapes]
+    x = torch.randn(num_tokens, 2 * HIDDEN, generator=generator).to(device)[:, ::2]
+    ids = torch.randint(0, EXPERTS + 1, (num_tokens, 3), generator=generator).to(device)
+    weights = torch.rand(num_tokens, 3, generator=generator).to(device)
+    tiles = [prepare_tiles(matrix, platform) for matrix in stored]
+    joined = [replace(each, plain=own) for each, own in zip(tiles, plain, strict=True)]
+    kind = kind if device.type == "cpu" else platform.kind
+    out = quant_experts.mixture(kind, x, *joined, weights, ids)
+    is_plain = ids == EXPERTS
+    routed = torch.where(is_plain, 0.0, weights), ids.masked_fill(is_plain, 0)
+    own = silu_and_mul(x @ plain[0].T) @ plain[1].T
+    wanted = quant_experts.mixture(kind, x.contiguous(), *tiles, *routed)
+    wanted += (weights * is_plain).sum(1, keepdim=True) * own
+    assert own.abs().max() > 0.1
+    assert ((out - wanted).abs().max() / wanted.abs().max()) < 1e-5
+
+
+def test_rows_that_a_norm_quantised(device: torch.device) -> None:
+    """The norm's codes for the experts that are quantised, its rows for the one that is not."""
+    form, scales = QUANTISED_INPUTS["fp8 blocks x fp8 groups"]
+    platform = cpu_platform() if device.type == "cpu" else current_platform()
+    shapes = (2 * INTER, HIDDEN), (HIDDEN, INTER)
+    tiles = [
+        replace(
+            prepare_tiles(on(device, random_weights(form, scales, *shape, i)), platform),
+            plain=torch.randn(shape, device=device) * 0.1,
+        )
+        for i, shape in enumerate(shapes)
+    ]
+    rounding = tiles[0].rounding
+    assert rounding is not None
+    x = torch.randn(3, HIDDEN, device=device)
+    ids = torch.tensor([[0, EXPERTS], [1, 0], [EXPERTS, 1]], device=device)
+    weights = torch.rand(3, 2, device=device)
+    made = replace(round_rows(x, rounding), rows=x)
+    out, wanted = (
+        quant_experts.mixture(platform.kind, rows, *tiles, weights, ids) for rows in (made, x)
+    )
+    assert torch.equal(out, wanted)
 
 
 def interpreted(device: torch.device) -> torch.device:

@@ -12,6 +12,7 @@ from aot_case import PLATFORMS
 from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.kernels.torch.quantise import requantise
 from atom.model_ops.kernels.triton import quant_linear, quant_splits
+from atom.model_ops.kernels.triton.quant_inputs import limit_within
 from atom.model_ops.kernels.triton.quant_layout import (
     TileWeights,
     choose_way,
@@ -19,6 +20,7 @@ from atom.model_ops.kernels.triton.quant_layout import (
     split_halves,
 )
 from atom.model_ops.kernels.triton.quant_splits import choose_splits, choose_tiles
+from atom.model_ops.kernels.triton.quantise import largest_code, round_rows
 from atom.model_ops.ops import OPS
 from atom.model_ops.quant.weights import (
     Activations,
@@ -272,6 +274,44 @@ def test_no_tokens_and_inputs_that_lie_apart(device: torch.device) -> None:
     assert run(platform, torch.empty(2, 0, IN, device=device), weights).shape == (2, 0, OUT)
     apart = torch.randn(2, 2 * IN, device=device)[:, ::2]
     assert torch.equal(run(platform, apart, weights), run(platform, apart.contiguous(), weights))
+
+
+@pytest.mark.parametrize("form", [IN_CODES[1], IN_CODES[4]], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_few_inputs_are_rounded_by_the_product(
+    form: WeightFormat, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Bit for bit as before it; a row of zeros, and rows that lie apart, are among them."""
+    x = torch.randn(5, 512, device=device).to(dtype)[:, ::2]
+    x[2] = 0
+    for platform in platforms_on(device):
+        weights = prepare_tiles(random_weights(form, inputs=256, device=device), platform)
+        assert weights.rounding is not None
+        before = round_rows(x, weights.rounding)
+        assert (
+            limit_within(x, weights)
+            == largest_code(weights.rounding)
+            > limit_within(before, weights)
+        )
+        got, wanted = (
+            quant_linear.product(platform.kind, rows, weights, None) for rows in (x, before)
+        )
+        assert got.dtype == dtype
+        assert torch.equal(got, wanted)
+
+
+def test_what_is_rounded_before_the_product() -> None:
+    """Many rows, other groups, other scales than numbers, and blocks that are not whole."""
+    platform = PLATFORMS["gfx950"]
+
+    def limit(form: WeightFormat, rows: int = 16, inputs: int = 256) -> float:
+        weights = prepare_tiles(random_weights(form, inputs=inputs), platform)
+        return limit_within(torch.empty(rows, inputs), weights)
+
+    assert limit(IN_CODES[4]) == 448
+    assert limit(IN_CODES[1]) == 127
+    assert limit(IN_CODES[4], rows=17) == limit(IN_CODES[4], inputs=200) == 0
+    assert not any(map(limit, [*IN_CODES[:1], IN_CODES[2], IN_CODES[3], *IN_CODES[5:], MXFP4]))
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="interpreted: the FP8 of gfx942")

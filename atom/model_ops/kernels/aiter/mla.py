@@ -1,8 +1,8 @@
 """Multi-head latent attention with aiter.
 
-Decode is absorbed: queries are projected into the latent space, and the assembly kernel reads one
-latent per token for all heads. Prefill is expanded: keys and values are built once and passed to
-flash attention. See `kernels.torch.mla`.
+Decode is absorbed: a Triton kernel rotates queries, writes the cache and projects queries into the
+latent space, and the assembly kernel reads one latent per token for all heads. Prefill is expanded:
+keys and values are built once and passed to flash attention. See `kernels.torch.mla`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,15 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
+from atom.environment import op_override
 from atom.model_ops.kernels.aiter.attention import known_context_lens
 from atom.model_ops.kernels.aiter.layout import FLASH_ATTENTION
-from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries, token_starts
+from atom.model_ops.kernels.aiter.sequences import (
+    context_tokens,
+    equal_length,
+    equal_queries,
+    token_starts,
+)
 from atom.model_ops.kernels.aiter.splits import SPLITS
 from atom.model_ops.kernels.aiter.support import (
     ARCH,
@@ -24,7 +30,11 @@ from atom.model_ops.kernels.aiter.support import (
 )
 from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
+from atom.model_ops.kernels.torch.mla import Decode, RotateAndWrite
 from atom.model_ops.kernels.triton.list_slots import list_slots
+from atom.model_ops.kernels.triton.mla_absorb import NewLatents, absorb
+from atom.model_ops.kernels.triton.mla_decode import mla_decode as triton_decode
+from atom.model_ops.kernels.triton.support import refuses_parts
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
@@ -39,8 +49,12 @@ _HEADS = (16, 32, 64, 128)
 # gfx942 lacks the kernel for these and one query.
 _NOT_ON_GFX942 = 64
 _RANK, _ROPE = 512, 64
-# Maximum queries per sequence of one kernel call.
-_QUERIES = 4
+# Most queries of a sequence that its latents are read for at once: a tile has 128 rows, and the
+# kernels of 16 heads are made for 1, 4 and 8 queries. aiter tests up to 4.
+_QUERIES = {16: 8}
+_OTHER_QUERIES = 4
+# Rows (a head of a query) of the largest tile of Triton's kernel.
+_TRITON_ROWS = 64
 _MAX_V_HEAD_DIM = 256
 
 
@@ -86,6 +100,14 @@ refuses_decode = requires(
 refuses_prefill = requires(FLASH_ATTENTION, also=_refuses_values)
 
 
+def refuses_write_and_decode(query: OpQuery) -> str | None:
+    """Why rotation, cache write and projection cannot be one kernel; None if they can."""
+    if (wanted := op_override("mla_decode")) not in (None, "aiter"):
+        return f"does the work of mla_decode, and ATOM_OP_MLA_DECODE={wanted}"
+    one_kernel = refuses_parts("rope", "mla_cache_write", "mla_rope_and_cache")
+    return one_kernel or refuses_decode(query)
+
+
 def padded_heads(num_heads: int, queries: int) -> int:
     """The smallest number of heads, at least `num_heads`, with a kernel for so many queries."""
     missing = _NOT_ON_GFX942 if function(ARCH)() == "gfx942" and queries == 1 else None
@@ -102,26 +124,72 @@ def mla_decode(
 ) -> torch.Tensor:
     """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
 
-    The kernel needs equal query lengths; otherwise each query is passed as a sequence of its own. A
+    As `_attend`, or by Triton where that reads the latents less often.
+    """
+    if _triton_reads_less(up_proj.shape[0], metadata):
+        return triton_decode(q, kv_cache, up_proj, metadata, scale)
+    return _attend(q, kv_cache, up_proj, metadata, scale, None)
+
+
+def mla_write_and_decode(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    rotate_and_write: RotateAndWrite,
+    decode: Decode,
+) -> torch.Tensor:
+    """`mla_rope_and_cache`, then `mla_decode`, with one kernel before aiter's.
+
+    Args:
+        rotate_and_write, decode: called where aiter's does not run.
+    """
+    slots = metadata.slot_mapping
+    if _triton_reads_less(up_proj.shape[0], metadata):
+        q = rotate_and_write(positions, q, latent, k_rope, cos_sin, interleaved, kv_cache, slots)
+        return decode(q, kv_cache, up_proj, metadata, scale)
+    new = NewLatents(positions, slots, latent, k_rope, cos_sin, interleaved)
+    return _attend(q, kv_cache, up_proj, metadata, scale, new)
+
+
+def _attend(
+    q: torch.Tensor,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    new: NewLatents | None,
+) -> torch.Tensor:
+    """`mla_decode`; with `new`, what it has is written first, and q is not rotated yet.
+
+    The kernel needs equal query lengths, and few; others are cut into sequences of their own. A
     page is one token, so `kv_indices` are slots. Assumes that several queries of a sequence are
     masked causally, and that `kv_indices` is not read beyond the last of `kv_indptr`.
 
     The split table is passed, since aiter would take it from a cache of 128 device tensors: graphs
     that were captured with one would read freed memory once it is evicted.
     """
+    heads, rows, rank = up_proj.shape
+    most = _most_queries(heads)
     pages = metadata.derive(
-        ("latent pages", kv_cache.block_size), lambda: _pages(metadata, kv_cache.block_size)
+        ("latent pages", kv_cache.block_size, most),
+        lambda: _pages(metadata, kv_cache.block_size, most),
     )
-    padded = padded_heads(up_proj.shape[0], pages.queries)
-    carried = _absorb(q, up_proj, kv_cache.latent.shape[2], padded)
+    carried = absorb(q, up_proj, kv_cache, padded_heads(heads, pages.queries), new)
     splits, split_table = SPLITS.table(
         len(pages.last_lens), metadata.max_context_len, function(COMPUTE_UNITS)(), q.device
     )
-    out = q.new_empty(q.shape[0], carried.shape[1], up_proj.shape[2])
+    seen = q.new_empty(q.shape[0], carried.shape[1], rank)
     function(_DECODE)(
         carried,
         kv_cache.latent.view(-1, 1, 1, carried.shape[2]),
-        out,
+        seen,
         pages.query_starts,
         pages.starts,
         pages.indices,
@@ -133,7 +201,11 @@ def mla_decode(
         num_kv_splits=splits,
         num_kv_splits_indptr=split_table,
     )
-    return _leave_latent_space(out, up_proj, q.shape[2] - _rope_dim(kv_cache, up_proj))
+    nope = q.shape[2] - (carried.shape[2] - rank)
+    out = q.new_empty(q.shape[0], heads, rows - nope)
+    values = up_proj[:, nope:].transpose(1, 2)
+    torch.bmm(seen[:, :heads].transpose(0, 1), values, out=out.transpose(0, 1))
+    return out
 
 
 def mla_prefill(
@@ -167,45 +239,39 @@ def mla_prefill(
     return out
 
 
-def _pages(metadata: AttentionMetadata, block_size: int) -> _Pages:
-    queries = equal_queries(metadata, _QUERIES)
+def _most_queries(num_heads: int) -> int:
+    heads = next(heads for heads in _HEADS if heads >= num_heads)
+    return _QUERIES.get(heads, _OTHER_QUERIES)
+
+
+def _triton_reads_less(num_heads: int, metadata: AttentionMetadata) -> bool:
+    """Whether Triton's kernel reads a sequence's latents less often: lengths that aiter's takes one
+    by one, for which its tiles have several.
+    """
+    most = metadata.max_seqlen_q
+    passes = most / equal_length(metadata, _most_queries(num_heads))
+    return -(-most * num_heads // _TRITON_ROWS) < passes
+
+
+def _pages(metadata: AttentionMetadata, block_size: int, most: int) -> _Pages:
+    """Args:
+    most: queries of a sequence.
+    """
+    queries = equal_queries(metadata, most)
     lens, count = metadata.context_lens_cpu, len(queries.context_lens)
     is_whole = queries.context_lens is metadata.context_lens
-    most = metadata.max_context_len
-    bound = sum(lens) if lens is not None and is_whole else count * most
+    longest = metadata.max_context_len
+    bound = sum(lens) if lens is not None and is_whole else count * longest
     starts = token_starts(queries.context_lens)
-    # A query of its own sees no padding behind it.
-    padding = metadata.padding_lens if is_whole else None
     tables = queries.block_tables, queries.context_lens
     device = starts.device
     return _Pages(
         queries.length,
         torch.arange(count + 1, dtype=torch.int32, device=device) * queries.length,
         starts,
-        list_slots(*tables, starts, block_size, most, bound, padding),
+        list_slots(*tables, starts, block_size, longest, bound, queries.padding_lens),
         torch.ones(count, dtype=torch.int32, device=device),
     )
-
-
-def _rope_dim(kv_cache: LatentCacheTensor, up_proj: torch.Tensor) -> int:
-    return kv_cache.latent.shape[2] - up_proj.shape[2]
-
-
-def _absorb(q: torch.Tensor, up_proj: torch.Tensor, latent_dim: int, padded: int) -> torch.Tensor:
-    """q [T, heads, nope + rope] -> [T, padded, rank + rope]."""
-    heads, _, rank = up_proj.shape
-    nope = q.shape[2] - (latent_dim - rank)
-    carried = q.new_zeros(q.shape[0], padded, latent_dim)
-    by_head = torch.bmm(q[..., :nope].transpose(0, 1), up_proj[:, :nope])
-    carried[:, :heads, :rank] = by_head.transpose(0, 1)
-    carried[:, :heads, rank:] = q[..., nope:]
-    return carried
-
-
-def _leave_latent_space(out: torch.Tensor, up_proj: torch.Tensor, nope: int) -> torch.Tensor:
-    """out [T, padded heads, rank] -> [T, heads, v]."""
-    seen = out[:, : up_proj.shape[0]].transpose(0, 1)
-    return torch.bmm(seen, up_proj[:, nope:].transpose(1, 2)).transpose(0, 1)
 
 
 def _latents(kv_cache: LatentCacheTensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

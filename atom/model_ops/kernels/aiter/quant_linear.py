@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
@@ -26,8 +26,11 @@ from atom.model_ops.kernels.aiter.quant import (
 from atom.model_ops.kernels.aiter.shuffle import SHUFFLE, refuses_shuffle, shuffle
 from atom.model_ops.kernels.aiter.support import ARCH, bounded, requires
 from atom.model_ops.kernels.probe import EntryPoint, function
+from atom.model_ops.kernels.triton.quant_inputs import limit_within
+from atom.model_ops.kernels.triton.quant_layout import TileWeights
+from atom.model_ops.kernels.triton.quant_linear import quant_linear as triton_linear
 from atom.model_ops.quant.rounding import InputRounding, QuantInputs, Rows
-from atom.model_ops.quant.weights import Activations, QuantWeights
+from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat
 from atom.model_ops.registry import OpQuery
 
 _PER_TOKEN = EntryPoint("aiter.ops.quant:per_token_quant_hip", "x", "quant_dtype")
@@ -66,6 +69,8 @@ class AiterWeights:
         product: the kernel.
         rounding: of inputs, of which another kernel makes the same codes and scales; None where
             scales are shuffled.
+        tiles: the same codes for Triton's kernel, which rounds few inputs itself; None where it
+            does not.
     """
 
     out_features: int
@@ -74,6 +79,7 @@ class AiterWeights:
     quantise: Callable[[torch.Tensor], _Pair]
     product: EntryPoint
     rounding: InputRounding | None
+    tiles: TileWeights | None
 
 
 def takes_rounded(query: OpQuery) -> bool:
@@ -104,11 +110,27 @@ def prepare_linear(weights: QuantWeights, dtype: torch.dtype) -> AiterWeights:
         codes = codes if form.columns else shuffle(codes)
     rounding = _rounding(form.activations, codes.dtype, weights.input_scale)
     quantise = _quantise(form.activations, codes.dtype, rounding)
-    return AiterWeights(weights.shape[0], codes, scale, quantise, product, rounding)
+    tiles = _tiles(form, codes, scale) if form in FP8_BLOCKS else None
+    return AiterWeights(weights.shape[0], codes, scale, quantise, product, rounding, tiles)
+
+
+def _tiles(form: WeightFormat, codes: torch.Tensor, scale: torch.Tensor) -> TileWeights:
+    """FP8 blocks as they are, with their scales transposed."""
+    form = replace(form, scale_type="float")
+    empty = None, None, None, None
+    return TileWeights(
+        form, "codes", codes.shape[1], codes, scale.T.contiguous(), *empty, codes.dtype
+    )
 
 
 def quant_linear(x: Rows, weights: AiterWeights, bias: torch.Tensor | None) -> torch.Tensor:
-    """`x @ W.T + bias`, x [..., in] -> [..., out], with x quantised as the format says."""
+    """`x @ W.T + bias`, x [..., in] -> [..., out], with x quantised as the format says.
+
+    aiter's products of FP8 blocks want inputs quantised by a kernel before them. Where Triton's
+    rounds few inputs itself, it runs: one launch instead of two.
+    """
+    if weights.tiles is not None and limit_within(x, weights.tiles):
+        return triton_linear(x, weights.tiles, bias)
     if isinstance(x, QuantInputs):
         codes, scale = x.numbers, x.scale
     else:

@@ -21,36 +21,52 @@ class Queries:
         length: queries of each.
         block_tables: [N, max_blocks] int32.
         context_lens: [N] int32; the last query is at the end of the context.
+        padding_lens: [N] int32, tokens at the end of each context that were never written; None if
+            there are none.
     """
 
     length: int
     block_tables: torch.Tensor
     context_lens: torch.Tensor
+    padding_lens: torch.Tensor | None
+
+
+def equal_length(metadata: AttentionMetadata, longest: int) -> int:
+    """The most queries, at most `longest`, that all sequences can be cut into."""
+    lens = metadata.query_lens_cpu
+    length = metadata.max_seqlen_q
+    if any(n != length for n in lens):
+        return 1
+    return next(n for n in range(min(longest, length), 0, -1) if length % n == 0)
 
 
 def equal_queries(metadata: AttentionMetadata, longest: int) -> Queries:
     """The batch itself if its query lengths are equal and at most `longest`.
 
-    Otherwise one sequence per query, with the context that the query may see.
+    Otherwise sequences of `equal_length` queries, with the context that their last may see.
     """
-    lens = metadata.query_lens_cpu
-    length = metadata.max_seqlen_q
-    if length <= longest and all(n == length for n in lens):
-        return Queries(length, metadata.block_tables, metadata.context_lens)
-    return metadata.derive("one query each", lambda: _one_query_each(metadata))
+    length = equal_length(metadata, longest)
+    if length == metadata.max_seqlen_q:
+        padding = metadata.padding_lens
+        return Queries(length, metadata.block_tables, metadata.context_lens, padding)
+    return metadata.derive(("queries each", length), lambda: _cut(metadata, length))
 
 
-def _one_query_each(metadata: AttentionMetadata) -> Queries:
+def _cut(metadata: AttentionMetadata, length: int) -> Queries:
     lens = metadata.query_lens_cpu
     starts, device = metadata.cu_seqlens_q, metadata.block_tables.device
-    total = sum(lens)
-    counts = starts[1:] - starts[:-1]
+    total = sum(lens) // length
+    counts = (starts[1:] - starts[:-1]) // length
     owners = torch.repeat_interleave(
         torch.arange(len(lens), device=device), counts, output_size=total
     )
-    following = starts[1:][owners] - 1 - torch.arange(total, device=device)
+    ends = torch.arange(1, total + 1, device=device) * length
+    following = starts[1:][owners] - ends
     context_lens = (metadata.context_lens[owners] - following).to(torch.int32)
-    return Queries(1, metadata.block_tables[owners], context_lens)
+    padding = metadata.padding_lens
+    if padding is not None:
+        padding = (padding[owners] - following).clamp(min=0).to(torch.int32)
+    return Queries(length, metadata.block_tables[owners], context_lens, padding)
 
 
 @dataclass(frozen=True)

@@ -40,6 +40,62 @@ class LatentWrite(Protocol):
     ) -> None: ...
 
 
+class RotateAndWrite(Protocol):
+    """The op `mla_rope_and_cache` with its parts."""
+
+    def __call__(
+        self,
+        positions: torch.Tensor,
+        q: torch.Tensor,
+        latent: torch.Tensor,
+        k_rope: torch.Tensor,
+        cos_sin: torch.Tensor,
+        interleaved: bool,
+        kv_cache: LatentCacheTensor,
+        slot_mapping: torch.Tensor,
+        /,
+    ) -> torch.Tensor: ...
+
+
+class Decode(Protocol):
+    """The op `mla_decode`."""
+
+    def __call__(
+        self,
+        q: torch.Tensor,
+        kv_cache: LatentCacheTensor,
+        up_proj: torch.Tensor,
+        metadata: AttentionMetadata,
+        scale: float,
+        /,
+    ) -> torch.Tensor: ...
+
+
+def mla_write_and_decode(
+    positions: torch.Tensor,
+    q: torch.Tensor,
+    latent: torch.Tensor,
+    k_rope: torch.Tensor,
+    cos_sin: torch.Tensor,
+    interleaved: bool,
+    kv_cache: LatentCacheTensor,
+    up_proj: torch.Tensor,
+    metadata: AttentionMetadata,
+    scale: float,
+    rotate_and_write: RotateAndWrite,
+    decode: Decode,
+) -> torch.Tensor:
+    """`mla_rope_and_cache` of the new tokens, then `mla_decode` -> [T, heads, v].
+
+    Args:
+        q: [T, heads, nope + rope], not rotated.
+        rotate_and_write, decode: the ops for this cache.
+    """
+    slots = metadata.slot_mapping
+    rows = rotate_and_write(positions, q, latent, k_rope, cos_sin, interleaved, kv_cache, slots)
+    return decode(rows, kv_cache, up_proj, metadata, scale)
+
+
 def mla_rope_and_cache(
     positions: torch.Tensor,
     q: torch.Tensor,

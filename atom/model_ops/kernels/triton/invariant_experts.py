@@ -11,6 +11,7 @@ import torch
 from atom.model_ops.kernels.triton import moe_experts as numbers
 from atom.model_ops.kernels.triton import quant_experts as codes
 from atom.model_ops.kernels.triton.quant_layout import TileWeights
+from atom.model_ops.quant.rounding import Rows
 from atom.platform import current_platform
 
 
@@ -27,7 +28,7 @@ def moe_experts(
 
 
 def quant_experts(
-    x: torch.Tensor,
+    x: Rows,
     w13: TileWeights,
     w2: TileWeights,
     weights: torch.Tensor,

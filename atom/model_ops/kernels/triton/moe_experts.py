@@ -19,11 +19,11 @@ import triton.language as tl
 from atom.model_ops.kernels.triton.moe_align import ExpertBlocks, moe_align
 from atom.model_ops.kernels.triton.moe_splits import (
     choose_splits,
-    gate_times_up,
     join_gated,
     split_blocks,
     split_sums,
 )
+from atom.model_ops.kernels.triton.moe_tiles import add_rows, store_outputs, weight_rows
 from atom.platform import current_platform
 
 _BLOCK_K = {torch.float32: 32, torch.bfloat16: 64, torch.float16: 64}
@@ -294,15 +294,12 @@ def _grouped_product(
     tile = tl.program_id(0) % tiles
     if block >= tl.load(count_ptr):
         return
-    lanes_k = tl.arange(0, BLOCK_K)
     pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
     tokens = (tl.minimum(pairs, num_pairs - 1) // VISITS_PER_ROW).to(tl.int64)
     places = weight_rows(tile, rows, GATED, BLOCK_N)
     expert = tl.load(experts_ptr + block).to(tl.int64)
-    x_ptrs = x_ptr + tokens[:, None] * stride_x + lanes_k[None, :] * stride_input
-    weight_ptr += expert * stride_expert
-    weight_ptrs = weight_ptr + places[:, None] * stride_row + lanes_k[None, :]
-
+    x_ptrs = x_ptr + tokens * stride_x
+    weight_ptrs = weight_ptr + expert * stride_expert + places * stride_row
     if WEIGHTS_FIRST:
         acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     else:
@@ -313,57 +310,14 @@ def _grouped_product(
         first_block, last_block = split_blocks(inputs, BLOCK_K)
         first = first_block * BLOCK_K
         last = tl.minimum(last_block * BLOCK_K, inputs)
-        x_ptrs += first * stride_input
-        weight_ptrs += first
-    for k in range(first, last, BLOCK_K):
-        if WHOLE_K:
-            x = tl.load(x_ptrs)
-            weight = tl.load(weight_ptrs)
-        else:
-            inside = (lanes_k < inputs - k)[None, :]
-            x = tl.load(x_ptrs, mask=inside, other=0.0)
-            weight = tl.load(weight_ptrs, mask=inside, other=0.0)
-        if WEIGHTS_FIRST:
-            acc = tl.dot(weight, tl.trans(x), acc, input_precision="ieee")
-        else:
-            acc = tl.dot(x, tl.trans(weight), acc, input_precision="ieee")
-        x_ptrs += BLOCK_K * stride_input
-        weight_ptrs += BLOCK_K
-
+    acc = add_rows(
+        acc, x_ptrs, weight_ptrs, first, last, inputs, stride_input, WEIGHTS_FIRST, WHOLE_K, BLOCK_K
+    )
     if WEIGHTS_FIRST:
         acc = tl.trans(acc)
     if SPLIT:
         out_ptr += tl.program_id(1).to(tl.int64) * num_pairs * rows
     store_outputs(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED and not SPLIT)
-
-
-@triton.jit
-def weight_rows(tile, rows, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The rows [BLOCK_N] of a tile; valid ones if it goes beyond the last."""
-    places = tl.minimum(tile * BLOCK_N + tl.arange(0, BLOCK_N), rows - 1)
-    if GATED:
-        # Interleave the gate and up rows of each output.
-        places = places // 2 + (places % 2) * (rows // 2)
-    return places
-
-
-@triton.jit
-def store_outputs(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED: tl.constexpr):
-    """Write sums [BLOCK_M, BLOCK_N] of the tile's `weight_rows` to the rows of `pairs`."""
-    BLOCK_M: tl.constexpr = acc.shape[0]
-    BLOCK_N: tl.constexpr = acc.shape[1]
-    if GATED:
-        gate, up = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N // 2, 2]))
-        result = gate_times_up(gate, up)
-        columns = tile * (BLOCK_N // 2) + tl.arange(0, BLOCK_N // 2)
-        inside = columns < rows // 2
-    else:
-        result = acc
-        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        inside = columns < rows
-    out_ptrs = out_ptr + pairs.to(tl.int64)[:, None] * stride_out + columns[None, :]
-    mask = (pairs < num_pairs)[:, None] & inside[None, :]
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit

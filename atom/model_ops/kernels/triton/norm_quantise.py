@@ -6,6 +6,8 @@ before it is quantised as in `quantise`.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 import triton
 import triton.language as tl
@@ -51,7 +53,8 @@ def add_rms_norm_quantise(
     rounding: InputRounding,
     add_rms_norm: AddNorm,
 ) -> tuple[QuantInputs, torch.Tensor]:
-    """The norm of x + residual, quantised, and x + residual; x and residual [T, size].
+    """The norm of x + residual, quantised, and x + residual; x and residual [T, size]. The norm
+    itself, too, if `rounding` says so.
 
     Args:
         add_rms_norm: not called.
@@ -61,6 +64,8 @@ def add_rms_norm_quantise(
     tokens, size = x.shape
     total = torch.empty(tokens, size, dtype=x.dtype, device=x.device)
     out = rounding.place(x)
+    if rounding.keeps_rows:
+        out = replace(out, rows=torch.empty_like(total))
     if not tokens:
         return out, total
     block = triton.next_power_of_2(size)
@@ -69,6 +74,7 @@ def add_rms_norm_quantise(
         residual,
         weight.contiguous(),
         total,
+        out.rows,
         *_places(rounding, out),
         rounding.padded(size),
         x.stride(0),
@@ -140,6 +146,7 @@ def _add_norm_quantise(
     residual_ptr,
     weight_ptr,
     total_ptr,
+    rows_ptr,
     input_scale_ptr,
     out_ptr,
     scale_ptr,
@@ -169,9 +176,11 @@ def _add_norm_quantise(
     )
     total = x.to(total_ptr.dtype.element_ty)
     tl.store(total_ptr + row * SIZE + columns, total, mask=mask)
-    normed = normed_row(total.to(tl.float32), weight_ptr, columns, mask, eps, SIZE)
+    normed = normed_row(total.to(tl.float32), weight_ptr, columns, mask, eps, SIZE).to(total.dtype)
+    if rows_ptr is not None:
+        tl.store(rows_ptr + row * SIZE + columns, normed, mask=mask)
     store_rounded(
-        tl.reshape(normed.to(total.dtype).to(tl.float32), [BLOCK // GROUP, GROUP]),
+        tl.reshape(normed.to(tl.float32), [BLOCK // GROUP, GROUP]),
         row,
         tl.arange(0, BLOCK // GROUP),
         input_scale_ptr,

@@ -5,25 +5,22 @@ With one split, results are batch-invariant, for the reasons given in `moe_exper
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton import moe_align
 from atom.model_ops.kernels.triton.moe_align import ExpertBlocks
-from atom.model_ops.kernels.triton.moe_experts import (
-    Tiles,
-    choose_tiles,
-    mix,
-    store_outputs,
-    weight_rows,
-)
+from atom.model_ops.kernels.triton.moe_experts import Tiles, choose_tiles, mix
 from atom.model_ops.kernels.triton.moe_splits import (
     choose_splits,
     join_gated,
     split_blocks,
     split_sums,
 )
+from atom.model_ops.kernels.triton.moe_tiles import add_rows, store_outputs, weight_rows
 from atom.model_ops.kernels.triton.quant_inputs import is_exact, is_wide, read_inputs
 from atom.model_ops.kernels.triton.quant_layout import (
     TileWeights,
@@ -32,10 +29,13 @@ from atom.model_ops.kernels.triton.quant_layout import (
 )
 from atom.model_ops.kernels.triton.quant_product import add_product, finish, no_sums
 from atom.model_ops.kernels.triton.quantise import refuses_activations
-from atom.model_ops.quant.rounding import QuantInputs
+from atom.model_ops.quant.rounding import QuantInputs, Rows, unrounded
 from atom.model_ops.quant.weights import QuantWeights
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
+
+# Inputs per iteration of the product with the expert that is not quantised.
+_PLAIN_K = tl.constexpr(64)
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -59,7 +59,7 @@ def prepare(w13: QuantWeights, w2: QuantWeights, _: torch.dtype) -> tuple[TileWe
 
 
 def quant_experts(
-    x: torch.Tensor,
+    x: Rows,
     w13: TileWeights,
     w2: TileWeights,
     weights: torch.Tensor,
@@ -68,14 +68,15 @@ def quant_experts(
 ) -> torch.Tensor:
     """`sum_k weights[t, k] * expert[ids[t, k]](x[t])`, x [T, hidden] -> [T, hidden].
 
-    As `moe_experts`; the inputs of both products are quantised as the format says.
+    As `moe_experts`; the inputs of both products are quantised as the format says, x by the norm
+    before it where that could. Not those of the expert that is not quantised itself.
     """
     return mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere)
 
 
 def mixture(
     kind: str,
-    x: torch.Tensor,
+    x: Rows,
     w13: TileWeights,
     w2: TileWeights,
     weights: torch.Tensor,
@@ -85,28 +86,41 @@ def mixture(
 ) -> torch.Tensor:
     """`quant_experts` with the tiles of a platform `kind`; `splits` is None to fill the device."""
     num_pairs, top_k = ids.numel(), ids.shape[1]
+    rows = unrounded(x)
+    if w13.plain is not None:
+        rows = rows.contiguous()
 
-    def up(blocks: ExpertBlocks) -> QuantInputs:
+    def up(blocks: ExpertBlocks) -> _Inputs:
         inputs = read_inputs(x, w13)
-        activated = x.new_empty(num_pairs, w2.inputs)
+        activated = rows.new_empty(num_pairs, w2.inputs)
         tiles = choose_tiles(kind, blocks.block_m, num_pairs, w13.rows, is_wide(inputs))
         parts = splits
         if parts is None:
             parts = choose_splits(kind, tiles.programs(blocks, w13.rows), w13.inputs)
-        grouped_product(inputs, w13, activated, blocks, tiles, top_k, gated=True, splits=parts)
-        return read_inputs(activated, w2)
+        both = _Inputs(inputs, rows)
+        grouped_product(both, w13, activated, blocks, tiles, top_k, gated=True, splits=parts)
+        return _Inputs(read_inputs(activated, w2), activated)
 
-    def down(inputs: QuantInputs, start: int, out: torch.Tensor, blocks: ExpertBlocks) -> None:
-        tiles = choose_tiles(kind, blocks.block_m, num_pairs, out.shape[1], is_wide(inputs))
-        grouped_product(inputs, w2, out, blocks, tiles, 1, gated=False, first_row=start)
+    def down(both: _Inputs, start: int, out: torch.Tensor, blocks: ExpertBlocks) -> None:
+        wide = is_wide(both.rounded)
+        tiles = choose_tiles(kind, blocks.block_m, num_pairs, out.shape[1], wide)
+        grouped_product(both, w2, out, blocks, tiles, 1, gated=False, first_row=start)
 
     # Products of codes have an accumulator more; on NVIDIA more than 64 pairs do not fit.
     largest = 64 if kind == "cuda" and "codes" in (w13.way, w2.way) else 128
-    return mix(x, w13.codes.shape[0], up, down, weights, ids, elsewhere, largest)
+    return mix(rows, w13.num_experts, up, down, weights, ids, elsewhere, largest)
+
+
+@dataclass(frozen=True)
+class _Inputs:
+    """Of a product: as quantised weights read them, and as they are."""
+
+    rounded: QuantInputs
+    rows: torch.Tensor
 
 
 def grouped_product(
-    x: QuantInputs,
+    both: _Inputs,
     weights: TileWeights,
     out: torch.Tensor,
     blocks: ExpertBlocks,
@@ -117,8 +131,10 @@ def grouped_product(
     splits: int = 1,
 ) -> None:
     """`moe_experts.grouped_product` with the weights' rows from `first_row` on."""
+    x, plain = both.rounded, weights.plain
     width = weights.rows if gated else out.shape[1]
     sums = split_sums(out, width, splits)
+    rows = None if plain is None else both.rows
     _grouped_quant[(tiles.programs(blocks, width), splits)](
         x.numbers,
         x.scale,
@@ -126,10 +142,13 @@ def grouped_product(
         weights.scale,
         weights.zeros,
         weights.row_scale,
+        rows,
+        plain,
         sums,
         blocks.pairs,
         blocks.experts,
         blocks.count,
+        weights.codes.shape[0],
         out.shape[0],
         first_row,
         width,
@@ -140,10 +159,13 @@ def grouped_product(
         *weights.codes.stride()[:2],
         *(
             0 if tensor is None else tensor.stride(0)
-            for tensor in (weights.scale, weights.zeros, weights.row_scale)
+            for tensor in (weights.scale, weights.zeros, weights.row_scale, rows, plain)
         ),
         sums.stride(-2),
         **weights.constants(),
+        WHOLE_PLAIN=weights.inputs % _PLAIN_K.value == 0,
+        # More would take the shared memory of programs with quantised weights, which are smaller.
+        PLAIN_STAGES=3 if tiles.weights_first else 2,
         X_GROUP=x.group,
         IS_EXACT=is_exact(x, weights),
         VISITS_PER_ROW=visits_per_row,
@@ -168,10 +190,13 @@ def _grouped_quant(
     scale_ptr,
     zeros_ptr,
     row_scale_ptr,
+    rows_ptr,
+    plain_ptr,
     out_ptr,
     pairs_ptr,
     experts_ptr,
     count_ptr,
+    num_quantised,
     num_pairs,
     first_row,
     width,
@@ -185,6 +210,8 @@ def _grouped_quant(
     expert_scales,
     expert_zeros,
     expert_rows,
+    stride_rows,
+    stride_plain,
     stride_out,
     CODES: tl.constexpr,
     ROWS: tl.constexpr,
@@ -192,6 +219,8 @@ def _grouped_quant(
     SCALE_TYPE: tl.constexpr,
     HAS_ZEROS: tl.constexpr,
     WAY: tl.constexpr,
+    WHOLE_PLAIN: tl.constexpr,
+    PLAIN_STAGES: tl.constexpr,
     X_GROUP: tl.constexpr,
     IS_EXACT: tl.constexpr,
     VISITS_PER_ROW: tl.constexpr,
@@ -204,26 +233,51 @@ def _grouped_quant(
     BLOCK_K: tl.constexpr,
 ):
     """One block of pairs times one tile of `width` rows of its expert, from `first_row` on; or a
-    split of it.
+    split of it. The expert after those that are quantised is not.
     """
     tiles = tl.cdiv(width, BLOCK_N)
     block = tl.program_id(0) // tiles
     tile = tl.program_id(0) % tiles
-    if block >= tl.load(count_ptr):
+    count = tl.load(count_ptr)
+    if block >= count:
         return
+    if plain_ptr is not None:
+        block = count - 1 - block  # the last expert has the most bytes, so it goes first
     pairs = tl.load(pairs_ptr + block * BLOCK_M + tl.arange(0, BLOCK_M))
     tokens = (tl.minimum(pairs, num_pairs - 1) // VISITS_PER_ROW).to(tl.int64)
     places = first_row + weight_rows(tile, width, GATED, BLOCK_N)
     expert = tl.load(experts_ptr + block).to(tl.int64)
+    first = 0
+    last = tl.cdiv(inputs, BLOCK_K)
+    if SPLIT:
+        first, last = split_blocks(inputs, BLOCK_K)
+        out_ptr += tl.program_id(1).to(tl.int64) * num_pairs * width
+    if plain_ptr is not None:  # noqa: SIM102 - without it the rest is not compiled
+        if expert == num_quantised:
+            acc = add_rows(
+                no_sums(BLOCK_M, BLOCK_N, False, WEIGHTS_FIRST),
+                rows_ptr + tokens * stride_rows,
+                plain_ptr + places * stride_plain,
+                first * BLOCK_K,
+                tl.minimum(last * BLOCK_K, inputs),
+                inputs,
+                1,
+                WEIGHTS_FIRST,
+                WHOLE_PLAIN,
+                _PLAIN_K,
+                PLAIN_STAGES,
+            )
+            if WEIGHTS_FIRST:
+                acc = tl.trans(acc)
+            store_outputs(
+                acc, out_ptr, pairs, num_pairs, tile, width, stride_out, GATED and not SPLIT
+            )
+            return
     codes_ptr += expert * stride_expert
     if scale_ptr is not None:
         scale_ptr += expert * expert_scales
     if zeros_ptr is not None:
         zeros_ptr += expert * expert_zeros
-    first = 0
-    last = tl.cdiv(inputs, BLOCK_K)
-    if SPLIT:
-        first, last = split_blocks(inputs, BLOCK_K)
     acc = add_product(
         no_sums(BLOCK_M, BLOCK_N, IS_EXACT, WEIGHTS_FIRST),
         x_ptr,
@@ -256,6 +310,4 @@ def _grouped_quant(
     if row_scale_ptr is not None:
         row_scale_ptr += expert * expert_rows
     acc = finish(acc, x_scale_ptr, row_scale_ptr, None, tokens, places, X_GROUP)
-    if SPLIT:
-        out_ptr += tl.program_id(1).to(tl.int64) * num_pairs * width
     store_outputs(acc, out_ptr, pairs, num_pairs, tile, width, stride_out, GATED and not SPLIT)

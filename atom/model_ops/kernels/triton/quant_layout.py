@@ -43,6 +43,8 @@ class TileWeights:
         input_scale: float32 [].
         column_order: int64 [inputs]; the product is of `x[..., column_order]`.
         fp8: type of inputs that are quantised to `fp8`.
+        plain: [out, inputs] of the model's type: of one more expert, behind the last, which is not
+            quantised; None if there is none.
     """
 
     format: WeightFormat
@@ -55,6 +57,12 @@ class TileWeights:
     input_scale: torch.Tensor | None
     column_order: torch.Tensor | None
     fp8: torch.dtype
+    plain: torch.Tensor | None = None
+
+    @property
+    def num_experts(self) -> int:
+        """With the one that is not quantised."""
+        return self.codes.shape[0] + (self.plain is not None)
 
     @property
     def rows(self) -> int:

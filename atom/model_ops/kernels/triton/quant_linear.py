@@ -11,7 +11,14 @@ import torch
 import triton
 import triton.language as tl
 
-from atom.model_ops.kernels.triton.quant_inputs import is_exact, is_scaled, is_wide, read_inputs
+from atom.model_ops.kernels.triton.quant_inputs import (
+    as_they_are,
+    is_exact,
+    is_scaled,
+    is_wide,
+    limit_within,
+    read_inputs,
+)
 from atom.model_ops.kernels.triton.quant_layout import (
     TileWeights,
     prepare_tiles,
@@ -58,12 +65,14 @@ def quant_linear(x: Rows, weights: TileWeights, bias: torch.Tensor | None) -> to
 
 def product(kind: str, x: Rows, weights: TileWeights, bias: torch.Tensor | None) -> torch.Tensor:
     """`quant_linear` with the tiles of a platform `kind`."""
-    inputs = read_inputs(x, weights)
+    limit = limit_within(x, weights)
+    inputs = as_they_are(x, weights) if limit else read_inputs(x, weights)
     tokens, rows = inputs.numbers.shape[0], weights.rows
     out = inputs.numbers.new_empty(*x.shape[:-1], rows, dtype=x.dtype)
     if not tokens:
         return out
-    tiles = choose_tiles(kind, tokens, is_wide(inputs), is_scaled(inputs, weights))
+    wide = is_wide(inputs) and not limit
+    tiles = choose_tiles(kind, tokens, wide, is_scaled(inputs, weights))
     splits = choose_splits(kind, rows, weights.inputs, weights.block_k)
     programs = triton.cdiv(tokens, tiles.block_m) * triton.cdiv(rows, tiles.block_n)
     apart = splits > 1 and programs < BUSY.get(kind, 1)
@@ -89,6 +98,7 @@ def product(kind: str, x: Rows, weights: TileWeights, bias: torch.Tensor | None)
         weights.codes.stride(0),
         **weights.constants(),
         X_GROUP=inputs.group,
+        X_LIMIT=limit,
         IS_EXACT=exact,
         SPLITS=splits,
         APART=apart,
@@ -130,6 +140,7 @@ def _quant_linear(
     HAS_ZEROS: tl.constexpr,
     WAY: tl.constexpr,
     X_GROUP: tl.constexpr,
+    X_LIMIT: tl.constexpr,
     IS_EXACT: tl.constexpr,
     SPLITS: tl.constexpr,
     APART: tl.constexpr,
@@ -183,6 +194,7 @@ def _quant_linear(
             X_GROUP,
             WEIGHTS_FIRST,
             WHOLE_K,
+            X_LIMIT,
         )
     if WEIGHTS_FIRST:
         total = tl.trans(total)

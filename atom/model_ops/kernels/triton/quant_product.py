@@ -51,6 +51,7 @@ def add_product(
     X_GROUP: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
     WHOLE_K: tl.constexpr,
+    X_LIMIT: tl.constexpr = 0.0,
 ):
     """acc + x @ weights.T over the blocks `start` to `stop`, as WAY says; see `choose_way`.
 
@@ -58,7 +59,7 @@ def add_product(
 
     Args:
         acc: from `no_sums`.
-        x_ptr, x_scale_ptr: `QuantInputs`.
+        x_ptr, x_scale_ptr: `QuantInputs`; rows, and nothing, if X_LIMIT is above 0.
         codes_ptr, scale_ptr, zeros_ptr: of one matrix; None where there are none.
         tokens: int64 [BLOCK_M], valid rows of x.
         places: int32 [BLOCK_N], valid rows of the matrix.
@@ -69,6 +70,7 @@ def add_product(
         stride_row: bytes between rows of codes.
         X_GROUP: inputs per scale of x, or 0 for one scale per token.
         WEIGHTS_FIRST: multiply weights by x, not x by weights.
+        X_LIMIT: see `code_product`.
 
     The other constants are those of `TileWeights.constants`.
     """
@@ -99,7 +101,7 @@ def add_product(
         acc = code_product(
             acc,
             x_ptrs,
-            x_scale_ptr + tokens * stride_x_scale,
+            None if X_LIMIT > 0 else x_scale_ptr + tokens * stride_x_scale,
             codes_ptr,
             scale_ptr,
             places,
@@ -112,6 +114,7 @@ def add_product(
             COLUMNS,
             SCALE_TYPE,
             X_GROUP,
+            X_LIMIT,
             WEIGHTS_FIRST,
         )
     else:

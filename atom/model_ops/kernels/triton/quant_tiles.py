@@ -7,6 +7,7 @@ import triton.language as tl
 
 from atom.model_ops.kernels.triton.quant_layout import PART, SPAN
 from atom.model_ops.kernels.triton.quant_numbers import code_values, dequantised, scale_numbers
+from atom.model_ops.kernels.triton.quantise import float_scales, in_range, rounded
 
 _PART = tl.constexpr(PART)
 _SPAN = tl.constexpr(SPAN)
@@ -91,6 +92,7 @@ def code_product(
     COLUMNS: tl.constexpr,
     SCALE_TYPE: tl.constexpr,
     X_GROUP: tl.constexpr,
+    X_LIMIT: tl.constexpr,
     WEIGHTS_FIRST: tl.constexpr,
 ):
     """`add_product` of int8 or FP8 codes, whose scales are constant over SPAN inputs.
@@ -100,11 +102,14 @@ def code_product(
         x_ptrs: [BLOCK_M], the first code of each row of x, of whole spans.
         x_scale_ptrs: [BLOCK_M], the first scale of each row; read if X_GROUP > 0.
         X_GROUP: a multiple of SPAN, or 0.
+        X_LIMIT: if above 0, x has numbers that are rounded here, in groups of SPAN, to codes up to
+            this one; weights have eight bits then.
     """
     PARTS: tl.constexpr = 2 if CODES == "int4" else 1
     WIDTH: tl.constexpr = _SPAN // PARTS
     IS_SCALED: tl.constexpr = COLUMNS > 0 or X_GROUP > 0
-    IS_INTEGER: tl.constexpr = x_ptrs.dtype.element_ty == tl.int8
+    ROUNDS: tl.constexpr = X_LIMIT > 0
+    IS_INTEGER: tl.constexpr = CODES == "int8" if ROUNDS else x_ptrs.dtype.element_ty == tl.int8
     SUM_TYPE: tl.constexpr = tl.int32 if IS_INTEGER else tl.float32
     lanes = tl.arange(0, WIDTH)
     code_ptrs = codes_ptr + places[:, None] * stride_row + lanes[None, :]
@@ -113,6 +118,11 @@ def code_product(
         products = tl.zeros(acc.shape, SUM_TYPE) if IS_SCALED else acc
         for part in tl.static_range(PARTS):
             x = tl.load(x_ptrs[:, None] + (lanes + block * _SPAN + part * WIDTH)[None, :])
+            if ROUNDS:
+                wide = x.to(tl.float32)
+                x_scale = float_scales(wide, X_LIMIT)
+                is_fnuz: tl.constexpr = codes.dtype == tl.float8e4b8
+                x = rounded(in_range(wide, x_scale, X_LIMIT), CODES, is_fnuz).to(codes.dtype)
             if CODES != "int4":
                 weight = codes
             elif IS_INTEGER:
@@ -139,7 +149,8 @@ def code_product(
         if IS_SCALED:
             products = products.to(tl.float32)
             if X_GROUP > 0:
-                x_scale = tl.load(x_scale_ptrs + block * _SPAN // X_GROUP)
+                if not ROUNDS:
+                    x_scale = tl.load(x_scale_ptrs + block * _SPAN // X_GROUP)
                 products *= x_scale[None, :] if WEIGHTS_FIRST else x_scale[:, None]
             if COLUMNS > 0:
                 group_ptr = scale_ptr + (block * _SPAN // COLUMNS) * tl.cdiv(rows, ROWS)

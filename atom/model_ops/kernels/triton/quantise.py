@@ -65,8 +65,12 @@ def constants(rounding: InputRounding) -> dict[str, object]:
         "IS_GROUPED": how.group > 0,
         "IS_PACKED": rounding.is_packed,
         "IS_FNUZ": rounding.fp8 is torch.float8_e4m3fnuz,
-        "LIMIT": _LIMITS.get(how.codes) or torch.finfo(rounding.fp8).max,
+        "LIMIT": largest_code(rounding),
     }
+
+
+def largest_code(rounding: InputRounding) -> float:
+    return _LIMITS.get(rounding.how.codes) or torch.finfo(rounding.fp8).max
 
 
 @triton.jit
@@ -150,10 +154,8 @@ def store_rounded(
         local = tl.minimum(tl.div_rn(tl.max(tl.abs(x), axis=1), LIMIT * one), 448.0)
         scale = tl.maximum(local.to(tl.float8e4nv).to(tl.float32) * one, _SMALLEST_SCALE)
     else:
-        amax = tl.max(tl.abs(x), axis=1)
-        scale = tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LIMIT, tl.float32)), _SMALLEST_SCALE)
-    values = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-    values = tl.minimum(tl.maximum(values, -LIMIT), LIMIT)
+        scale = float_scales(x, LIMIT)
+    values = in_range(x, scale, LIMIT)
 
     if scale_ptr is not None:
         places = tl.cdiv(padded, GROUP) * token + group if IS_GROUPED else token + group * 0
@@ -169,6 +171,20 @@ def store_rounded(
         if scale_ptr is None:
             numbers *= scale[:, None]
         tl.store(out_ptrs + columns, numbers.to(out_ptr.dtype.element_ty), mask=columns < padded)
+
+
+@triton.jit
+def float_scales(x, LIMIT: tl.constexpr):
+    """The scales [GROUPS] of groups x [GROUPS, GROUP] float32."""
+    amax = tl.max(tl.abs(x), axis=1)
+    return tl.maximum(tl.div_rn(amax, tl.full(amax.shape, LIMIT, tl.float32)), _SMALLEST_SCALE)
+
+
+@triton.jit
+def in_range(x, scale, LIMIT: tl.constexpr):
+    """x [GROUPS, GROUP] / scale [GROUPS], cut off where codes end."""
+    values = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
+    return tl.minimum(tl.maximum(values, -LIMIT), LIMIT)
 
 
 @triton.jit
