@@ -1,9 +1,10 @@
 """Samples tokens in a fixed sequence of launches, without host syncs.
 
-Except for the second step, each splits a row over the vocabulary:
+All but the last step split a row over the vocabulary:
 
 1. the maximum score of each part, and for top_k and top_p of each group of neighbouring tokens;
-2. for rows with top_k or top_p, the last kept token (`filter_tokens`);
+2. for rows with top_k or top_p, the last kept token, in at most three passes for each of them
+  (`filter_tokens`);
 3. the winner of each part's exponential race, packed into an integer: the order of its value in the
   upper bits, the reversed token id in the lower ones;
 4. the winner of the row.
@@ -24,6 +25,7 @@ from atom.model_ops.kernels.triton.scores import (
     INT_MIN,
     ORDER_OF_INFINITY,
     ORDER_OF_NEGATIVE_INFINITY,
+    PART_WARPS,
     load_scores,
     order_of,
     read_options,
@@ -33,13 +35,10 @@ from atom.model_ops.kernels.triton.scores import (
 )
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpQuery
-from atom.platform import current_platform
 
 # So that the sum of all masses fits in int64.
 _LARGEST_VOCABULARY = 2**18
 _PART = 4096  # tokens per program when a row is split
-# Threads with 8 tokens each: with more, noise takes so many registers that half as many groups fit.
-_RACE_WARPS = 8 if current_platform().kind == "rocm" else 16
 # Rows of gathered tensors, whose alignment depends on the number of rows.
 _OPTIONS = ["temperature_ptr", "min_p_ptr", "last_order_ptr", "last_id_ptr"]
 
@@ -197,7 +196,7 @@ def run_race(
     ahead: int = 0,
     wants_sums: bool = False,
 ) -> RaceResult:
-    """The first three kernels, for at least one row; arguments are those of `choose_drafts`."""
+    """The first three steps, for at least one row; arguments are those of `choose_drafts`."""
     if m.temperature is not None and (m.seeds is None or m.positions is None):
         raise ValueError("temperature needs seeds and positions")
     num_rows, vocab_size = scores.shape
@@ -220,7 +219,7 @@ def run_race(
         groups = maxima.new_empty(num_rows, num_parts * (part // group)) if is_filtered else None
         _maxima[grid](scores, maxima, groups, *sizes, PART=part, GROUP=group, num_warps=4)
         if groups is not None:
-            last_order, last_id = last_kept(scores, maxima, groups, m, scale)
+            last_order, last_id = last_kept(scores, maxima, groups, part, m, scale)
     _race[grid](
         scores,
         maxima,
@@ -243,7 +242,7 @@ def run_race(
         SUMS=wants_sums,
         PARTS=num_columns,
         PART=part,
-        num_warps=_RACE_WARPS,
+        num_warps=PART_WARPS,
     )
     return RaceResult(scores, winners, maxima, sums)
 
