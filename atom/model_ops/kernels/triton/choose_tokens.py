@@ -25,7 +25,6 @@ from atom.model_ops.kernels.triton.scores import (
     INT_MIN,
     ORDER_OF_INFINITY,
     ORDER_OF_NEGATIVE_INFINITY,
-    PART_WARPS,
     load_scores,
     order_of,
     read_options,
@@ -35,10 +34,13 @@ from atom.model_ops.kernels.triton.scores import (
 )
 from atom.model_ops.metadata import SamplingMetadata
 from atom.model_ops.registry import OpQuery
+from atom.platform import current_platform
 
 # So that the sum of all masses fits in int64.
 _LARGEST_VOCABULARY = 2**18
 _PART = 4096  # tokens per program when a row is split
+# Threads with 8 tokens each: with more, noise takes so many registers that half as many groups fit.
+_RACE_WARPS = 8 if current_platform().kind == "rocm" else 16
 # Rows of gathered tensors, whose alignment depends on the number of rows.
 _OPTIONS = ["temperature_ptr", "min_p_ptr", "last_order_ptr", "last_id_ptr"]
 
@@ -242,7 +244,7 @@ def run_race(
         SUMS=wants_sums,
         PARTS=num_columns,
         PART=part,
-        num_warps=PART_WARPS,
+        num_warps=_RACE_WARPS,
     )
     return RaceResult(scores, winners, maxima, sums)
 

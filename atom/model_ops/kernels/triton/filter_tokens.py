@@ -26,7 +26,6 @@ from atom.model_ops.kernels.triton.scores import (
     LEAST_TEMPERATURE,
     MASS,
     ORDER_OF_NEGATIVE_INFINITY,
-    PART_WARPS,
     mass_of,
     order_of,
     read_options,
@@ -40,6 +39,7 @@ GROUP = 64
 _BINS = 2048
 _DEALS = 3  # of 11 bits each
 _PARTS = 4  # of a row that a program deals: each program also reads all bins
+_WARPS = 8
 # Where a search is, int64: what `_load_bucket` returns.
 _FIELDS = tl.constexpr(6)
 # Rows of gathered tensors, whose alignment depends on the number of rows.
@@ -199,8 +199,9 @@ def _deal_part(scores, bucket, odds, bins_ptr, COUNTS: tl.constexpr, BINS: tl.co
     maximum, temperature, min_p = odds
     first = low.to(tl.int32)
     order = order_of(scores)
-    offset = (order - first).to(tl.uint32, bitcast=True)  # modulo 2^32
-    is_in = (order >= first) & (order > least.to(tl.int32)) & (offset <= last.to(tl.uint32))
+    # Modulo 2^32: below the bucket it is larger than any bucket.
+    offset = (order - first).to(tl.uint32, bitcast=True)
+    is_in = (offset <= last.to(tl.uint32)) & (order > least.to(tl.int32))
     rest = low * 0
     if COUNTS:
         amounts = tl.full(scores.shape, 1, tl.int64)
@@ -367,11 +368,11 @@ def last_kept(
     filters = {name: option is not None for name, option in given.items()}
     _begin[(num_rows,)](
         group_maxima, *options, buckets, bins, top_k, vocab_size, num_groups, scale,
-        **filters, GROUPS=triton.next_power_of_2(num_groups), BINS=_BINS, num_warps=8,
+        **filters, GROUPS=triton.next_power_of_2(num_groups), BINS=_BINS, num_warps=_WARPS,
     )  # fmt: skip
     tensors = scores, maxima, group_maxima, *options, buckets, bins
     numbers = scores.stride(0), vocab_size, num_parts, num_groups, scale
-    settings = {"GROUP": min(part, GROUP), "PART": part, "BINS": _BINS, "num_warps": PART_WARPS}
+    settings = {"GROUP": min(part, GROUP), "PART": part, "BINS": _BINS, "num_warps": _WARPS}
     settings |= {"PARTS": triton.next_power_of_2(num_parts), "MIN_P": filters["MIN_P"]}
     grid = num_rows, triton.cdiv(num_parts, _PARTS)
     counts = [True] * filters["TOP_K"] + [False] * filters["TOP_P"]

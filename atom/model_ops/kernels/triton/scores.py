@@ -5,8 +5,6 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from atom.platform import current_platform
-
 INT_MIN = tl.constexpr(-(2**31))
 INT_MAX = tl.constexpr(2**31 - 1)
 ORDER_OF_INFINITY = tl.constexpr(0x7F800000)
@@ -15,9 +13,6 @@ ORDER_OF_NEGATIVE_INFINITY = tl.constexpr(-0x7F800001)
 MASS = tl.constexpr(2.0**44)
 # The smallest normal float32, since denormals may be flushed to 0 and must not be a divisor.
 LEAST_TEMPERATURE = tl.constexpr(2.0**-126)
-# Threads with 8 of 4096 tokens each: with more, noise and masses take so many registers that half
-# as many groups fit.
-PART_WARPS = 8 if current_platform().kind == "rocm" else 16
 
 
 @triton.jit
