@@ -65,26 +65,29 @@ def _silu(size: int, dtype: torch.dtype = BF16) -> Case:
 
 
 def _choose(vocab_size: int, *options: str, dtype: torch.dtype = BF16) -> Case:
-    rows = 256
-    integers = torch.empty(rows, dtype=torch.int64)
-    every = {
-        "temperature": torch.empty(rows),
-        "seeds": integers,
-        "positions": integers,
-        "min_p": torch.empty(rows),
-        "top_k": torch.empty(rows, dtype=torch.int32),
-        "top_p": torch.empty(rows),
-    }
     if options:
         options += ("temperature", "seeds", "positions")
 
-    def arguments(query: OpQuery) -> tuple[object, ...]:
-        metadata = SamplingMetadata(**{name: every[name] for name in options})
-        return torch.empty(rows, vocab_size, dtype=query.dtype), metadata
+    def of(rows: int) -> Arguments:
+        integers = torch.empty(rows, dtype=torch.int64)
+        every = {
+            "temperature": torch.empty(rows),
+            "seeds": integers,
+            "positions": integers,
+            "min_p": torch.empty(rows),
+            "top_k": torch.empty(rows, dtype=torch.int32),
+            "top_p": torch.empty(rows),
+        }
+
+        def arguments(query: OpQuery) -> tuple[object, ...]:
+            metadata = SamplingMetadata(**{name: every[name] for name in options})
+            return torch.empty(rows, vocab_size, dtype=query.dtype), metadata
+
+        return arguments
 
     name = f"choose_tokens/{vocab_size} {dtype} {' '.join(options[:-3]) or 'greedy'}"
-    shape = {"vocab_size": vocab_size}
-    return Case(name, "choose_tokens", arguments, shape, dtype=dtype)
+    shape, batches = {"vocab_size": vocab_size}, (of(1), of(17))
+    return Case(name, "choose_tokens", of(256), shape, dtype=dtype, batches=batches)
 
 
 def _drafts(vocab_size: int, *filters: str) -> Case:

@@ -13,7 +13,6 @@ from model_ops import draft_rows
 from atom.model_ops.kernels.torch import sampling
 from atom.model_ops.kernels.triton.choose_drafts import choose_drafts
 from atom.model_ops.kernels.triton.choose_tokens import choose_tokens, refuses
-from atom.model_ops.kernels.triton.filter_tokens import GROUP, _list_groups
 from atom.model_ops.kernels.triton.mask_tokens import mask_tokens
 from atom.model_ops.kernels.triton.noise import exponential, random_bits, row_keys
 from atom.model_ops.metadata import SamplingMetadata
@@ -151,27 +150,6 @@ def test_filters_find_their_limits_in_long_rows(spread: float, device: torch.dev
     options["top_k"] = torch.tensor([3, 700, 5000, 5000], dtype=torch.int32)
     options["top_p"] = torch.tensor([1.0, 0.999, 0.3, 0.9999])
     check(scores, options, device)
-
-
-def test_few_groups_are_searched(device: torch.device) -> None:
-    scores = torch.randn(4, 100 * GROUP, generator=torch.Generator().manual_seed(2)) * 8
-    maxima = scores.view(4, 100, GROUP).amax(2)
-    orders = maxima.view(torch.int32)  # as maxima of groups are all positive
-    assert (maxima > 0).all()
-    temperature, top_k = torch.ones(4), torch.tensor([5, 6400, 120, 6400], dtype=torch.int32)
-    top_p = torch.tensor([1.0, 0.9, 1.0, 1.0])
-    options = [option.to(device) for option in (temperature, temperature, top_k, top_p)]
-    groups = torch.zeros(4, 100, dtype=torch.int32, device=device)
-    counts = torch.empty(4, dtype=torch.int32, device=device)
-    _list_groups[(4,)](
-        orders.to(device), *options, groups, counts, 6400, 100, 1.0,
-        MIN_P=False, TOP_K=True, TOP_P=True, GROUPS=128,
-    )  # fmt: skip
-    five, nucleus, every, none = counts.tolist()
-    assert groups[0, :five].tolist() == sorted(maxima[0].topk(5).indices.tolist())
-    assert 1 <= nucleus < 50
-    assert maxima[1].argmax() in groups[1, :nucleus].cpu()
-    assert (five, every, none) == (5, 100, 0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)

@@ -1,9 +1,10 @@
 """Samples tokens in a fixed sequence of launches, without host syncs.
 
-Except for the second step, each splits a row over the vocabulary:
+All but the last step split a row over the vocabulary:
 
 1. the maximum score of each part, and for top_k and top_p of each group of neighbouring tokens;
-2. for rows with top_k or top_p, the last kept token (`filter_tokens`);
+2. for rows with top_k or top_p, the last kept token, in at most three passes for each of them
+  (`filter_tokens`);
 3. the winner of each part's exponential race, packed into an integer: the order of its value in the
   upper bits, the reversed token id in the lower ones;
 4. the winner of the row.
@@ -197,7 +198,7 @@ def run_race(
     ahead: int = 0,
     wants_sums: bool = False,
 ) -> RaceResult:
-    """The first three kernels, for at least one row; arguments are those of `choose_drafts`."""
+    """The first three steps, for at least one row; arguments are those of `choose_drafts`."""
     if m.temperature is not None and (m.seeds is None or m.positions is None):
         raise ValueError("temperature needs seeds and positions")
     num_rows, vocab_size = scores.shape
@@ -220,7 +221,7 @@ def run_race(
         groups = maxima.new_empty(num_rows, num_parts * (part // group)) if is_filtered else None
         _maxima[grid](scores, maxima, groups, *sizes, PART=part, GROUP=group, num_warps=4)
         if groups is not None:
-            last_order, last_id = last_kept(scores, maxima, groups, m, scale)
+            last_order, last_id = last_kept(scores, maxima, groups, part, m, scale)
     _race[grid](
         scores,
         maxima,
