@@ -163,16 +163,30 @@ class SequenceResult(msgspec.Struct, frozen=True, gc=False):
     failure: str | None = None
 
 
+class StepParts(msgspec.Struct, frozen=True):
+    """Which parts of a step there were, and which of them were replayed: graphs, or programs on a
+    CPU.
+
+    Attributes:
+        decodes: all that it computed are newest tokens and drafts; no prompts.
+        target: the model's layers were replayed.
+        drafts: what the proposer does was replayed; None when it had nothing to do.
+    """
+
+    decodes: bool = False
+    target: bool = False
+    drafts: bool | None = None
+
+
 class StepOutput(msgspec.Struct, frozen=True):
     """Attributes:
     sequences: results in the order of `ScheduledBatch.sequences`.
     num_lookup_tokens: tokens that the lookup holds after the step.
-    is_replayed: whether the target's part was a graph, or a program on a CPU.
     """
 
     sequences: list[SequenceResult]
     num_lookup_tokens: int = 0
-    is_replayed: bool = False
+    parts: StepParts = StepParts()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,14 @@ from functools import partial
 
 import torch
 
-from atom.batch import LaunchedStep, Orders, ScheduledBatch, SequenceResult, StepOutput
+from atom.batch import (
+    LaunchedStep,
+    Orders,
+    ScheduledBatch,
+    SequenceResult,
+    StepOutput,
+    StepParts,
+)
 from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import ForwardRunner
 from atom.graphs.staging import Arriving, read_in_place, send_to_host
@@ -111,17 +118,18 @@ class ModelRunner:
             nothing = StepOutput([], self._drafter.num_lookup_tokens)
             return LaunchedStep(lambda: nothing)
         view, verified = self._verify(batch, step, numbers)
-        is_replayed = self._was_replayed(step)
+        target = self._was_replayed(step)
         if self._drafter.looks_first or self._follows_grammars(step):
-            given = (batch, step, view, verified, numbers, is_replayed)
+            given = (batch, step, view, verified, numbers, target)
             output = self._draft_after_sampling(*given)
             return LaunchedStep(lambda: output)
         proposed = self._drafter.propose(view, numbers)
+        done = self._parts(step, view, target)
         self._leave(step, verified, proposed)
         self._sampler.raise_failure()
         parts = [] if proposed is None else proposed.tensors
         arriving = self._send_to_host([*parts, *verified.tensors])
-        collect = partial(self._collect, batch, step, arriving, len(parts), numbers, is_replayed)
+        collect = partial(self._collect, batch, step, arriving, len(parts), numbers, done)
         return LaunchedStep(collect, numbers.carried if parts else 0, self._drafter.source)
 
     def _leave(self, step: StepInput, verified: Verified, proposed: Proposal | None) -> None:
@@ -141,7 +149,7 @@ class ModelRunner:
         arriving: Arriving,
         num_parts: int,
         numbers: DraftNumbers,
-        is_replayed: bool,
+        done: StepParts,
     ) -> StepOutput:
         """Wait for the tokens and the drafts, whose parts come first."""
         arrays = arriving()
@@ -152,7 +160,7 @@ class ModelRunner:
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
             drafts = self._drafter.merge(numbers, rows, found, made, allowed)
         results = self._results(batch, step, sampled, drafts)
-        return StepOutput(results, self._drafter.num_lookup_tokens, is_replayed)
+        return StepOutput(results, self._drafter.num_lookup_tokens, done)
 
     def _draft_after_sampling(
         self,
@@ -161,7 +169,7 @@ class ModelRunner:
         view: VerifiedStep | None,
         verified: Verified,
         numbers: DraftNumbers,
-        is_replayed: bool,
+        target: bool,
     ) -> StepOutput:
         """The host knows the tokens before drafts are made."""
         sampled = self._sampler.take(step.sample, self._send_to_host(verified.tensors)())
@@ -173,10 +181,11 @@ class ModelRunner:
             if allowed is not None and view is not None:
                 view = replace(view, guide=allowed.guide(found))
             proposed = self._drafter.propose(view, numbers)
+            done = self._parts(step, view, target)
             made = [] if proposed is None else self._send_to_host(proposed.tensors)()
             drafts = self._drafter.merge(numbers, rows, found, made, allowed)
         results = self._results(batch, step, sampled, drafts)
-        return StepOutput(results, self._drafter.num_lookup_tokens, is_replayed)
+        return StepOutput(results, self._drafter.num_lookup_tokens, done)
 
     @torch.inference_mode()
     def follow(self, orders: Orders) -> None:
@@ -249,6 +258,15 @@ class ModelRunner:
         if self._recorder is not None and step.recurs and self._recorder.was_replayed:
             return True
         return step.graph is not None
+
+    def _parts(self, step: StepInput, view: VerifiedStep | None, target: bool) -> StepParts:
+        """What was replayed of a step whose drafts have just been made.
+
+        Args:
+            target: whether its layers were.
+        """
+        drafts = None if view is None else self._drafter.was_replayed(view)
+        return StepParts(step.decodes, target, drafts)
 
     def _compute(self, step: StepInput, numbers: DraftNumbers) -> _Computed:
         """The device's part of a step without the drafts."""

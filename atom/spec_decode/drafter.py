@@ -220,6 +220,12 @@ class Drafter:
             lambda proposal: proposal.tensors,
         )
 
+    def was_replayed(self, step: VerifiedStep) -> bool:
+        """Whether the proposer's part of the step was, which `propose` has just run."""
+        if self._recorder is not None and step.recurs:
+            return self._recorder.was_replayed
+        return self._graphs is not None and step.graph is not None
+
     def merge(
         self,
         numbers: DraftNumbers,

@@ -63,7 +63,8 @@ def test_graphs_read_what_the_last_step_left(
     watched = Watched(llm, monkeypatch)
     assert engines.generate(llm, params(setting), PROMPTS) == expected
     stats = llm.engine.core.stats
-    assert stats.num_replayed_steps > stats.num_steps / 2
+    assert stats.num_replayed_decode_steps == stats.num_decode_steps > stats.num_steps / 2
+    assert stats.num_replayed_draft_steps == stats.num_draft_steps == stats.num_decode_steps
     assert all(s.is_ahead for s in watched.batches[-4].sequences)
 
 
