@@ -66,6 +66,9 @@ class Device(FakeRunner):
             return msgspec.structs.replace(row, id=id)
         known = self.tokens[id]
         assert len(known) - 1 <= row.start, "the start is the most that it may be"
+        params = self.told[id].params
+        assert not params.bad_word_ids, "its next token needs the last one"
+        assert not (params.repetition_penalty != 1 and self.lookahead.num_tokens)
         token_ids = [known[-1], *self.left[id][: row.num_drafts]]
         assert len(row.token_ids) == len(token_ids) == row.num_drafts + 1
         assert len(self.tables[row.row] + row.new_block_ids) * self.block_size >= row.context_len
