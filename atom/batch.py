@@ -35,6 +35,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
         is_ahead: the step is launched before the results of the one that samples its first token
             are read. That token, the drafts and their place are on the device: `token_ids` are
             zeros, and `start` is the most that it may be.
+        knows_drafts: it is ahead, but its drafts are in `token_ids`, not on the device.
     """
 
     id: str
@@ -49,6 +50,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     successor_token: int | None = None
     wants_drafts: bool = True
     is_ahead: bool = False
+    knows_drafts: bool = False
 
     @property
     def draft_token_ids(self) -> list[int]:
@@ -153,6 +155,9 @@ class SequenceResult(msgspec.Struct, frozen=True, gc=False):
             sampled.
         failure: why the sequence cannot continue after `token_ids`, which may be empty; None if it
             can.
+        later_drafts: with a step launched already that goes on from these tokens: drafts for the
+            one behind it, with their source, if that one brings what is expected. None where those
+            that lie on the device by then are expected to bring more.
     """
 
     token_ids: list[int]
@@ -161,6 +166,7 @@ class SequenceResult(msgspec.Struct, frozen=True, gc=False):
     draft_token_ids: list[int] = []
     draft_source: str | None = None
     failure: str | None = None
+    later_drafts: tuple[list[int], str] | None = None
 
 
 class StepParts(msgspec.Struct, frozen=True):

@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
+import numpy as np
 import torch
 
 from atom.batch import (
@@ -25,7 +27,9 @@ from atom.model_engine.step_graphs import StepGraphs
 from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import DraftKey, Proposal, VerifiedStep
-from atom.spec_decode.drafter import NO_DRAFTS, Drafter, DraftNumbers, Found
+from atom.spec_decode.drafter import NO_DRAFTS, Drafter, DraftNumbers, Found, Launched
+
+_NOTHING = ScheduledBatch([], [], [])
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,24 @@ class _Computed:
         states = [self.output.hidden_states, *self.output.aux_hidden_states]
         kept = [t for t in (self.last_rows, *options) if t is not None]
         return [*states, self.verified.sampled, *self.verified.tensors, *kept]
+
+
+def _put_off(
+    results: list[SequenceResult], indices: Sequence[int], launched: Launched, found: Found
+) -> None:
+    """Where the next step is launched, drafts that were looked up are for the one behind that.
+
+    Args:
+        indices: of the sampled sequences in `results`.
+    """
+    for index, drafts, looked_up in zip(indices, launched, found, strict=True):
+        if drafts is None:
+            continue
+        result = results[index]
+        later: tuple[list[int], str] | None = None
+        if looked_up is not None and result.draft_token_ids and result.draft_source is not None:
+            later = result.draft_token_ids, result.draft_source
+        results[index] = msgspec.structs.replace(result, draft_token_ids=[], later_drafts=later)
 
 
 def _with_unknown_lengths(step: StepInput) -> StepInput:
@@ -92,6 +114,7 @@ class ModelRunner:
         self._drafter = drafter
         self._publish = publish
         self._carried = carried
+        self._newest = _NOTHING
 
     def rehearsing(self, drafter: Drafter) -> ModelRunner:
         """A runner with the same inputs and graphs, that tells no other rank of its steps."""
@@ -104,6 +127,7 @@ class ModelRunner:
 
         On a GPU this only launches kernels; nothing waits for them before `collect`.
         """
+        self._newest = batch
         self._start(batch)
         numbers = DraftNumbers()
         if not self._drafter.looks_first:
@@ -155,12 +179,37 @@ class ModelRunner:
         arrays = arriving()
         made, arrays = arrays[:num_parts], arrays[num_parts:]
         sampled = self._sampler.take(step.sample, arrays)
-        found = self._look_up(batch, step)
         rows = [batch.sequences[i].row for i in step.sample.layout.indices]
+        launched = self._launched_drafts(batch, rows, made)
+        found = self._look_up(batch, step, launched)
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
-            drafts = self._drafter.merge(numbers, rows, found, made, allowed)
+            drafts = self._drafter.merge(numbers, rows, found, made, allowed, launched)
         results = self._results(batch, step, sampled, drafts)
+        if launched is not None:
+            _put_off(results, step.sample.layout.indices, launched, found)
         return StepOutput(results, self._drafter.num_lookup_tokens, done)
+
+    def _launched_drafts(
+        self, batch: ScheduledBatch, rows: Sequence[int], made: Sequence[np.ndarray]
+    ) -> Launched | None:
+        """Which drafts of the sampled sequences a step verifies that was launched behind this one;
+        None if there is no such step, or no lookup that goes on from it.
+
+        Args:
+            made: the tensors of the proposer's drafts, if it made any.
+        """
+        if self._newest is batch or not self._drafter.looks:
+            return None
+        ahead = {s.row: s for s in self._newest.sequences if s.is_ahead}
+        launched: list[list[int] | None] = []
+        for i, row in enumerate(rows):
+            drafts = None
+            if (part := ahead.get(row)) is not None:
+                drafts = part.draft_token_ids
+                if drafts and not part.knows_drafts:
+                    drafts = made[0][i, : len(drafts)].tolist()
+            launched.append(drafts)
+        return launched
 
     def _draft_after_sampling(
         self,
@@ -300,13 +349,15 @@ class ModelRunner:
         """Whether drafts are made within grammars, after sampling."""
         return self._drafter.guides and any(s.grammar is not None for s in step.sample.states)
 
-    def _look_up(self, batch: ScheduledBatch, step: StepInput) -> Found:
+    def _look_up(
+        self, batch: ScheduledBatch, step: StepInput, launched: Launched | None = None
+    ) -> Found:
         plan = step.sample
         if not self._drafter.looks:
             return [None] * len(plan.states)
         sampled = [batch.sequences[i] for i in plan.layout.indices]
         histories = [(s.prompt_token_ids, s.output_token_ids) for s in plan.states]
-        found = self._drafter.look_up([s.row for s in sampled], histories)
+        found = self._drafter.look_up([s.row for s in sampled], histories, launched)
         return [
             drafts if sequence.wants_drafts else NO_DRAFTS
             for sequence, drafts in zip(sampled, found, strict=True)

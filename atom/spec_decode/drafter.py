@@ -23,6 +23,9 @@ from atom.spec_decode.suffix_lookup import SuffixLookup
 History = tuple[Sequence[int], Sequence[int]]
 # The lookup's drafts for each sampled sequence; None where the proposer is expected to do better.
 Found = Sequence[Continuation | None]
+# Of each sampled sequence: drafts that a step verifies which was launched already and goes on from
+# its newest tokens; None if there is no such step.
+Launched = Sequence[list[int] | None]
 # Of a sequence that wants none.
 NO_DRAFTS = Continuation([], [])
 
@@ -112,6 +115,9 @@ class Drafter:
         self._num_idle = 0
         # Steps that the lookup still rests, those of its last rest, and whether it rests now.
         self._rest_left, self._last_rest, self._rests = 0, 0, False
+        # Those for the step behind one that was launched: made in that step, in the one before it,
+        # and before that.
+        self._later: tuple[dict[int, list[float]], ...] = ({}, {}, {})
         # Mean number of accepted drafts where the proposer made them, and its observations.
         self._accepted, self._num_observed = _FIRST_ACCEPTED, 1
 
@@ -184,19 +190,34 @@ class Drafter:
         with self._grammars.drafts(rows, grammars, outputs) as drafts:
             yield drafts
 
-    def look_up(self, rows: Sequence[int], histories: Sequence[History]) -> Found:
-        """The lookup's drafts for each sampled sequence; none while it rests, since no drafts
-        paid lately.
+    def look_up(
+        self,
+        rows: Sequence[int],
+        histories: Sequence[History],
+        launched: Launched | None = None,
+    ) -> Found:
+        """The lookup's drafts for the next step of each sampled sequence that is not launched yet;
+        none while it rests, since no drafts paid lately.
+
+        Args:
+            launched: None if no sequence has a step that is.
         """
-        lookup = self._lookup
-        assert lookup is not None
+        assert self._lookup is not None
         self._rests = self._rest_left > 0
         if self._rests:
             self._rest_left -= 1
             return [None] * len(rows)
         rival = self._accepted if self.proposer.reads_steps else 0.0
-        found = (lookup.find(row, *history) for row, history in zip(rows, histories, strict=True))
-        return [each if each.score > rival else None for each in found]
+        found: list[Continuation | None] = []
+        launched = launched or [None] * len(rows)
+        for row, history, drafts in zip(rows, histories, launched, strict=True):
+            if drafts is None:
+                each = self._lookup.find(row, *history)
+            else:
+                longer = self._lookup.find(row, *history, more=len(drafts) + 1)
+                each = longer.behind(drafts).first(self._lookup.max_drafts)
+            found.append(each if each.score > rival else None)
+        return found
 
     def propose(self, step: VerifiedStep | None, numbers: DraftNumbers) -> Proposal | None:
         """The proposer's drafts; None when it makes none.
@@ -233,27 +254,34 @@ class Drafter:
         found: Found,
         made: Sequence[np.ndarray],
         allowed: GrammarDrafts | None = None,
+        launched: Launched | None = None,
     ) -> list[tuple[list[int], str]]:
         """The drafts of each sampled sequence that are to be verified, and their source.
+
+        With a step launched those that were looked up are for the one behind it; that one verifies
+        the proposer's, and none are looked up behind them.
 
         Args:
             numbers: of the step that made them.
             rows: of the sampled sequences.
             made: the tensors of the proposer's drafts, if it made any.
             allowed: drafts of the sequences with grammars, if any has one.
+            launched: as for `look_up`.
         """
         own = _by_sequence(made, len(found))
+        ahead = [False] * len(found) if launched is None else [d is not None for d in launched]
         merged = [
-            self._extend(row, drafts, numbers.most) if each is None else each.first(numbers.most)
-            for row, drafts, each in zip(rows, own, found, strict=True)
+            self._extend(row, drafts, 0 if is_ahead else numbers.most)
+            if each is None
+            else each.first(numbers.most)
+            for row, drafts, each, is_ahead in zip(rows, own, found, ahead, strict=True)
         ]
         sources = [self._source_of(each) for each in found]
         if allowed is not None:
             for index, draft in allowed.finish([each.token_ids for each in merged]).items():
                 sources[index] = GRAMMAR if draft.is_forced else sources[index]
                 merged[index] = _replaced(merged[index], draft.token_ids)
-        made_now = {row: each.confidences for row, each in zip(rows, merged, strict=True)}
-        self._verified, self._pending = self._pending, {**self._pending, **made_now}
+        self._remember(rows, own, merged, ahead)
         self._merged = numbers
         if self._length is not None and numbers.choice is not None:
             # What must follow is certain, and sequences that want no drafts do not count.
@@ -267,6 +295,23 @@ class Drafter:
             for i, count in zip(which, kept, strict=True):
                 merged[i] = merged[i].first(count)
         return [(each.token_ids, source) for each, source in zip(merged, sources, strict=True)]
+
+    def _remember(
+        self,
+        rows: Sequence[int],
+        own: Sequence[Continuation],
+        merged: Sequence[Continuation],
+        ahead: Sequence[bool],
+    ) -> None:
+        """Keep the confidences of drafts until their verification is observed."""
+        made: dict[int, list[float]] = {}
+        later: dict[int, list[float]] = {}
+        for row, drafts, each, is_ahead in zip(rows, own, merged, ahead, strict=True):
+            made[row] = drafts.confidences if is_ahead else each.confidences
+            if is_ahead:
+                later[row] = each.confidences
+        self._verified, self._pending = self._pending, {**self._pending, **made}
+        self._later = later, *self._later[:2]
 
     def _extend(self, row: int, own: Continuation, most: int) -> Continuation:
         """The proposer's drafts of a sampled sequence, with what the lookup expects after them, up
@@ -295,7 +340,8 @@ class Drafter:
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
             if sequence.wants_sample and sequence.wants_drafts:
                 accepted = max(min(len(result.token_ids) - 1, sequence.num_drafts), 0)
-                known = self._verified[sequence.row] if sequence.num_drafts else []
+                where = self._later[-1] if sequence.knows_drafts else self._verified
+                known = where[sequence.row] if sequence.num_drafts else []
                 drafts = known[: sequence.num_drafts]
                 verifications.append(Verification(sequence.draft_source, drafts, accepted))
                 num_rows += sequence.num_drafts + 1
