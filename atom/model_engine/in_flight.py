@@ -10,6 +10,8 @@ from atom.model_engine.sequence import Sequence, SequenceStatus
 
 # One that runs, and one that is launched behind it.
 MOST_IN_FLIGHT = 2
+# One in so many sequences may wait.
+_MOST_WAITING = 3
 
 
 class InFlight:
@@ -32,15 +34,17 @@ class InFlight:
         return (seq for seq in met.values() if seq.status is SequenceStatus.FINISHED)
 
     def can_be_followed(self, drafts: bool) -> bool:
-        """Whether most sequences of the newest batch can go on without its results.
+        """Whether enough sequences of the newest batch can go on without its results.
 
-        Otherwise those that must wait would run in two groups, each in every other step.
+        Those that must wait run in every other step then. A share of w of them costs w / 2 of the
+        tokens, and not to overlap costs h / (1 + h) of the time, if the host works for a share of h
+        of the device's time. That is less from w = 2 h / (1 + h) on, 1/3 where h is 1/5.
 
         Args:
             drafts: whether steps verify drafts.
         """
         newest = self._batches[-1][1] if self._batches else []
-        return 2 * sum(seq.must_wait(drafts) for seq in newest) <= len(newest)
+        return _MOST_WAITING * sum(seq.must_wait(drafts) for seq in newest) <= len(newest)
 
     def check_room(self, before: LaunchedStep | None) -> None:
         """Check that a batch may follow those in flight.
