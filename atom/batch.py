@@ -158,6 +158,8 @@ class SequenceResult(msgspec.Struct, frozen=True, gc=False):
         later_drafts: with a step launched already that goes on from these tokens: drafts for the
             one behind it, with their source, if that one brings what is expected. None where those
             that lie on the device by then are expected to bring more.
+        lost_ahead: how many tokens fewer a step is expected to bring that is launched before the
+            results of the one before it are read, since its drafts are looked up late.
     """
 
     token_ids: list[int]
@@ -167,6 +169,7 @@ class SequenceResult(msgspec.Struct, frozen=True, gc=False):
     draft_source: str | None = None
     failure: str | None = None
     later_drafts: tuple[list[int], str] | None = None
+    lost_ahead: float = 0.0
 
 
 class StepParts(msgspec.Struct, frozen=True):

@@ -146,7 +146,10 @@ class NullExecutor:
             drafts=proposer.reads_steps,
             carried=carried,
         )
-        drafter = Drafter(proposer, "null", lookup, None, waiting_is_free=depth == 1)
+        is_ahead = depth > 1
+        drafter = Drafter(
+            proposer, "null", lookup, None, waiting_is_free=not is_ahead, is_ahead=is_ahead
+        )
         self._runner = ModelRunner(inputs, forward, sampler, drafter, carried=carried)
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:

@@ -54,21 +54,29 @@ class _Computed:
 
 
 def _put_off(
-    results: list[SequenceResult], indices: Sequence[int], launched: Launched, found: Found
+    results: list[SequenceResult],
+    indices: Sequence[int],
+    launched: Launched,
+    found: Found,
+    lost: Sequence[float],
 ) -> None:
     """Where the next step is launched, drafts that were looked up are for the one behind that.
 
     Args:
         indices: of the sampled sequences in `results`.
+        lost: as `lost_ahead` of these.
     """
-    for index, drafts, looked_up in zip(indices, launched, found, strict=True):
-        if drafts is None:
-            continue
+    for index, drafts, looked_up, tokens in zip(indices, launched, found, lost, strict=True):
         result = results[index]
+        draft_ids, source = result.draft_token_ids, result.draft_source
         later: tuple[list[int], str] | None = None
-        if looked_up is not None and result.draft_token_ids and result.draft_source is not None:
-            later = result.draft_token_ids, result.draft_source
-        results[index] = msgspec.structs.replace(result, draft_token_ids=[], later_drafts=later)
+        if drafts is not None:
+            if looked_up is not None and draft_ids and source is not None:
+                later = draft_ids, source
+            draft_ids = []
+        results[index] = msgspec.structs.replace(
+            result, draft_token_ids=draft_ids, later_drafts=later, lost_ahead=tokens
+        )
 
 
 def _with_unknown_lengths(step: StepInput) -> StepInput:
@@ -185,8 +193,9 @@ class ModelRunner:
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
             drafts = self._drafter.merge(numbers, rows, found, made, allowed, launched)
         results = self._results(batch, step, sampled, drafts)
-        if launched is not None:
-            _put_off(results, step.sample.layout.indices, launched, found)
+        if self._carried is not None and self._drafter.looks:
+            indices, lost = step.sample.layout.indices, self._drafter.lost_ahead
+            _put_off(results, indices, launched or [None] * len(rows), found, lost)
         return StepOutput(results, self._drafter.num_lookup_tokens, done)
 
     def _launched_drafts(

@@ -41,6 +41,7 @@ class Sequence:
         draft_token_ids: drafts to verify in the next step.
         draft_source: the source of these drafts, as in `SequenceResult`.
         later_drafts: while it is launched, drafts behind what that will bring, as there.
+        lost_ahead: as there.
         num_computed: tokens whose KV is in the cache; always less than the known tokens.
         launched: its parts of steps whose results are not known yet.
         row: its row in the runner's per-sequence tables; only while it holds blocks.
@@ -65,6 +66,7 @@ class Sequence:
     draft_token_ids: list[int] = field(default_factory=list)
     draft_source: str | None = None
     later_drafts: tuple[list[int], str] | None = None
+    lost_ahead: float = 0.0
     num_computed: int = 0
     launched: LaunchedParts = field(default_factory=LaunchedParts)
     row: int = -1
@@ -180,6 +182,7 @@ class Sequence:
         self.draft_token_ids = result.draft_token_ids if scheduled.wants_drafts else []
         self.draft_source = result.draft_source
         self.later_drafts = result.later_drafts if scheduled.wants_drafts else None
+        self.lost_ahead = result.lost_ahead if scheduled.wants_drafts else 0.0
 
     def extend(self, token_ids: list[int]) -> tuple[int, FinishReason | None, int | None]:
         """Append output tokens, up to the one that ends the sequence.

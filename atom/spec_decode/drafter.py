@@ -73,11 +73,14 @@ class Drafter:
         looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
             a GPU, where the host would have to wait for the tokens in the middle of the step.
         guides: whether the proposer follows grammars; not on a GPU, either.
+        lost_ahead: of the sampled sequences that were looked up last, as in `SequenceResult`: if
+            the next lookup finds as much as this one.
 
     Args:
         length: chooses the number of drafts; None for the maximum.
         grammars: drafts for sequences with grammars; None if they have those of others alone.
         waiting_is_free: whether a host sync costs nothing (the device is the CPU).
+        is_ahead: whether steps are launched before the results of the last one are read.
         recorder: replays the proposer's work in steps that recur.
         graphs: have the proposer's work in steps whose layers are in graphs.
     """
@@ -91,6 +94,7 @@ class Drafter:
         grammars: GrammarDrafter | None = None,
         *,
         waiting_is_free: bool,
+        is_ahead: bool = False,
         recorder: StepRecorder | None = None,
         graphs: DraftGraphs | None = None,
     ) -> None:
@@ -101,6 +105,8 @@ class Drafter:
         self.guides = grammars is not None and waiting_is_free
         own = proposer.lookahead.num_tokens
         self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
+        self.lost_ahead: list[float] = []
+        self._is_ahead = is_ahead
         self._recorder = recorder
         self._graphs = graphs
         self._lookup = lookup
@@ -208,14 +214,21 @@ class Drafter:
             self._rest_left -= 1
             return [None] * len(rows)
         rival = self._accepted if self.proposer.reads_steps else 0.0
+        if not self._is_ahead:
+            every = [self._lookup.find(row, *own) for row, own in zip(rows, histories, strict=True)]
+            return [each if each.score > rival else None for each in every]
         found: list[Continuation | None] = []
+        self.lost_ahead = []
+        most = self._lookup.max_drafts
         launched = launched or [None] * len(rows)
         for row, history, drafts in zip(rows, histories, launched, strict=True):
-            if drafts is None:
-                each = self._lookup.find(row, *history)
-            else:
-                longer = self._lookup.find(row, *history, more=len(drafts) + 1)
-                each = longer.behind(drafts).first(self._lookup.max_drafts)
+            more = 1 + (most if drafts is None else len(drafts))
+            longer = self._lookup.find(row, *history, more=more)
+            now = longer.first(most)
+            later = longer.behind(now.token_ids if drafts is None else drafts).first(most)
+            lost = max(now.score, rival) - max(later.score, rival)
+            self.lost_ahead.append(max(lost, 0.0))
+            each = now if drafts is None else later
             found.append(each if each.score > rival else None)
         return found
 

@@ -59,6 +59,7 @@ class Device(FakeRunner):
             ahead = {s.row: s for s in behind if s.is_ahead}
             results = list(output.sequences)
             for i, row in enumerate(batch.sequences):
+                results[i] = msgspec.structs.replace(results[i], lost_ahead=self.num_steps % 5 / 9)
                 if row.row in ahead:
                     later = self.look_up(ahead[row.row])
                     results[i] = msgspec.structs.replace(

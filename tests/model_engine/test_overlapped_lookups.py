@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
 from atom.graphs.capture import ReexecuteBackend
-from atom.model_engine import planned_graphs
+from atom.model_engine import in_flight, planned_graphs
 from atom.spec_decode.suffix_index import Continuation
 
 
@@ -49,6 +49,22 @@ class AnyLookup(OracleLookup):
         return Continuation([], [])
 
 
+class Unsure(AnyLookup):
+    """Is right about some of the sequences, and less sure of each further token."""
+
+    def __init__(self, texts: dict[tuple[int, ...], list[int]], k: int, num_known: int) -> None:
+        super().__init__(texts, k, 0)
+        self._known = {tuple(prompt) for prompt in PROMPTS[:num_known]}
+
+    def find(
+        self, row: int, prompt: Sequence[int], outputs: Sequence[int], more: int = 0
+    ) -> Continuation:
+        known = OracleLookup.find(self, row, prompt, outputs, more)
+        if tuple(prompt) not in self._known:
+            return Continuation([], [])
+        return Continuation(known.token_ids, [0.5] * len(known.token_ids))
+
+
 def looks_up_with(llm: LLM, lookup: Any) -> None:
     executor: Any = llm.engine.core.executor
     executor.parts.drafter._lookup = lookup
@@ -77,7 +93,7 @@ def test_drafts_are_for_the_step_behind_the_launched_one(
     # The prompt's, one without drafts, and six tokens in each of the others.
     decoding = [b for b in watched.batches if b.sequences and not b.new]
     assert len(decoding) <= 8
-    assert all(s.is_ahead for batch in decoding for s in batch.sequences)
+    assert all(s.is_ahead for batch in decoding[:4] for s in batch.sequences)
     assert [len(b.sequences) for b in decoding[:3]] == [len(PROMPTS)] * 3
     numbers = [{s.num_drafts for s in b.sequences} for b in decoding]
     assert numbers[:3] == [{0}, {5}, {5}]
@@ -86,8 +102,28 @@ def test_drafts_are_for_the_step_behind_the_launched_one(
     check_blocks(llm)
 
 
+@pytest.mark.parametrize(("num_known", "overlaps"), [(1, True), (2, False)])
+def test_steps_overlap_unless_too_much_is_lost(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, num_known: int, overlaps: bool
+) -> None:
+    """A sequence loses a token in a step whose drafts are late: one in eight is too few to wait."""
+    texts = texts_of(checkpoints, "none")
+    llm = checkpoints.engine("suffix", overlap=True)
+    looks_up_with(llm, Unsure(texts, 5, num_known))
+    watched = Watched(llm, monkeypatch)
+    assert engines.generate(llm, params("warm"), PROMPTS) == list(texts.values())
+    # The first ones are launched before much is known.
+    middle = [b for b in watched.batches if len(b.sequences) == len(PROMPTS)][3:]
+    assert len(middle) > 1
+    assert {s.is_ahead for b in middle for s in b.sequences} == {overlaps}
+    check_blocks(llm)
+
+
 @pytest.mark.parametrize("method", ["suffix", "lookup"])
-def test_any_lookup_changes_no_token(checkpoints: Checkpoints, method: str) -> None:
+def test_any_lookup_changes_no_token(
+    checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    monkeypatch.setattr(in_flight, "_LOSES_ONE_OF", 1)
     texts = texts_of(checkpoints, "none" if method == "suffix" else "eagle3")
     llm = checkpoints.engine(method, overlap=True)
 
@@ -112,6 +148,7 @@ def test_a_draft_model_goes_on_where_nothing_is_found(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Its drafts lie on the device; those of the lookup are the host's."""
+    monkeypatch.setattr(in_flight, "_LOSES_ONE_OF", 0)
     texts = texts_of(checkpoints, "eagle3")
     llm = checkpoints.engine("lookup", overlap=True)
     looks_up_with(llm, AnyLookup(texts, 5, 3))
