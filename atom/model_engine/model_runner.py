@@ -27,7 +27,8 @@ from atom.model_engine.step_graphs import StepGraphs
 from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import DraftKey, Proposal, VerifiedStep
-from atom.spec_decode.drafter import NO_DRAFTS, Drafter, DraftNumbers, Found, Launched
+from atom.spec_decode.drafter import Drafter, DraftNumbers, Found, Launched
+from atom.spec_decode.made_drafts import NO_DRAFTS
 
 _NOTHING = ScheduledBatch([], [], [])
 

@@ -16,6 +16,7 @@ from atom.spec_decode.base import DraftKey, Proposal, Proposer, VerifiedStep
 from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
 from atom.spec_decode.lengths import Candidates, Choice, DraftLength, Verification
+from atom.spec_decode.made_drafts import NO_DRAFTS, by_sequence, replaced
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
@@ -26,11 +27,7 @@ Found = Sequence[Continuation | None]
 # Of each sampled sequence: drafts that a step verifies which was launched already and goes on from
 # its newest tokens; None if there is no such step.
 Launched = Sequence[list[int] | None]
-# Of a sequence that wants none.
-NO_DRAFTS = Continuation([], [])
 
-# Confidence in drafts whose source says nothing.
-_UNSAID = 0.5
 # While no drafts pay: the steps for which a lookup rests at most, and of so many one is measured.
 _MOST_REST = 3
 _IDLE_STEPS = 4
@@ -281,7 +278,7 @@ class Drafter:
             allowed: drafts of the sequences with grammars, if any has one.
             launched: as for `look_up`.
         """
-        own = _by_sequence(made, len(found))
+        own = by_sequence(made, len(found))
         ahead = [False] * len(found) if launched is None else [d is not None for d in launched]
         merged = [
             self._extend(row, drafts, 0 if is_ahead else numbers.most)
@@ -293,7 +290,7 @@ class Drafter:
         if allowed is not None:
             for index, draft in allowed.finish([each.token_ids for each in merged]).items():
                 sources[index] = GRAMMAR if draft.is_forced else sources[index]
-                merged[index] = _replaced(merged[index], draft.token_ids)
+                merged[index] = replaced(merged[index], draft.token_ids)
         self._remember(rows, own, merged, ahead)
         self._merged = numbers
         if self._length is not None and numbers.choice is not None:
@@ -399,24 +396,3 @@ def _with_own_metadata(step: VerifiedStep) -> VerifiedStep:
     given = step.model_input
     own = replace(given, attention=replace(given.attention))
     return replace(step, model_input=own)
-
-
-def _by_sequence(made: Sequence[np.ndarray], num_sequences: int) -> list[Continuation]:
-    """The proposer's drafts of each sequence.
-
-    Args:
-        made: the tensors of a `Proposal`, if there is one.
-    """
-    if not made:
-        return [NO_DRAFTS] * num_sequences
-    token_ids = made[0].tolist()
-    if len(made) == 1:
-        return [Continuation(own, [_UNSAID] * len(own)) for own in token_ids]
-    return [Continuation(*own) for own in zip(token_ids, made[1].tolist(), strict=True)]
-
-
-def _replaced(drafts: Continuation, token_ids: list[int]) -> Continuation:
-    """Drafts as a grammar allows them: those that it put in must follow."""
-    known = zip(drafts.token_ids, drafts.confidences, strict=True)
-    said = [c if t == new else 1.0 for (t, c), new in zip(known, token_ids, strict=False)]
-    return Continuation(token_ids, said + [1.0] * (len(token_ids) - len(said)))
