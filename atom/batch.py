@@ -35,6 +35,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
         is_ahead: the step is launched before the results of the one that samples its first token
             are read. That token, the drafts and their place are on the device: `token_ids` are
             zeros, and `start` is the most that it may be.
+        knows_drafts: it is ahead, but its drafts are in `token_ids`, not on the device.
     """
 
     id: str
@@ -49,6 +50,7 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
     successor_token: int | None = None
     wants_drafts: bool = True
     is_ahead: bool = False
+    knows_drafts: bool = False
 
     @property
     def draft_token_ids(self) -> list[int]:
@@ -153,6 +155,11 @@ class SequenceResult(msgspec.Struct, frozen=True, gc=False):
             sampled.
         failure: why the sequence cannot continue after `token_ids`, which may be empty; None if it
             can.
+        later_drafts: with a step launched already that goes on from these tokens: drafts for the
+            one behind it, with their source, if that one brings what is expected. None where those
+            that lie on the device by then are expected to bring more.
+        lost_ahead: how many tokens fewer a step is expected to bring that is launched before the
+            results of the one before it are read, since its drafts are looked up late.
     """
 
     token_ids: list[int]
@@ -161,18 +168,34 @@ class SequenceResult(msgspec.Struct, frozen=True, gc=False):
     draft_token_ids: list[int] = []
     draft_source: str | None = None
     failure: str | None = None
+    later_drafts: tuple[list[int], str] | None = None
+    lost_ahead: float = 0.0
+
+
+class StepParts(msgspec.Struct, frozen=True):
+    """Which parts of a step there were, and which of them were replayed: graphs, or programs on a
+    CPU.
+
+    Attributes:
+        decodes: all that it computed are newest tokens and drafts; no prompts.
+        target: the model's layers were replayed.
+        drafts: what the proposer does was replayed; None when it had nothing to do.
+    """
+
+    decodes: bool = False
+    target: bool = False
+    drafts: bool | None = None
 
 
 class StepOutput(msgspec.Struct, frozen=True):
     """Attributes:
     sequences: results in the order of `ScheduledBatch.sequences`.
     num_lookup_tokens: tokens that the lookup holds after the step.
-    is_replayed: whether the target's part was a graph, or a program on a CPU.
     """
 
     sequences: list[SequenceResult]
     num_lookup_tokens: int = 0
-    is_replayed: bool = False
+    parts: StepParts = StepParts()
 
 
 @dataclass(frozen=True)

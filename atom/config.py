@@ -241,7 +241,7 @@ class SchedulerOptions(Options):
     overlap: bool | None = option(
         None,
         "launch each step before the results of the one before it are read (by default on GPUs, "
-        "unless drafts are looked up or engines share experts)",
+        "unless engines share experts)",
     )
 
 
@@ -343,11 +343,8 @@ class EngineConfig(Options):
     @property
     def overlap_obstacle(self) -> str | None:
         """Why steps cannot overlap; None if they can."""
-        drafts = self.speculative
         if self.parallel.couples_engines:
             return "engines that share experts meet on the host in the middle of each step"
-        if drafts is not None and drafts.looks_up:
-            return "the host looks the newest tokens up before each step"
         return None
 
     def _check_draft_ranks(self) -> None:

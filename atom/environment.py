@@ -17,7 +17,8 @@ _RANK_VARIABLES = (
 
 
 def cache_dir() -> Path:
-    """Where converted checkpoints are kept: `$ATOM_CACHE`, else the user's cache folder.
+    """Where converted checkpoints and compiled kernels are kept: `$ATOM_CACHE`, else the user's
+    cache folder.
 
     Raises:
         ConfigError: when there is none, as for a user that the system does not know.
@@ -91,6 +92,18 @@ def environment_with(variables: Mapping[str, str]) -> dict[str, str]:
 def set_default(name: str, value: str) -> None:
     """Set a variable that a library of this process reads, unless the user has."""
     os.environ.setdefault(name, value)
+
+
+def keep_kernels() -> None:
+    """Have Triton and torch's compiler keep their kernels in `cache_dir`, where they outlive a
+    restart, unless the user says where.
+
+    Raises:
+        ConfigError: when there is no such folder.
+    """
+    for name, folder in (("TRITON_CACHE_DIR", "triton"), ("TORCHINDUCTOR_CACHE_DIR", "inductor")):
+        if name not in os.environ:
+            set_default(name, str(cache_dir() / folder))
 
 
 def device_variables() -> dict[str, str]:

@@ -87,7 +87,10 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     Attributes:
         num_lookup_tokens: that the lookup for drafts holds: live sequences and recent outputs.
-        num_replayed_steps: steps whose target was a graph, or a program on a CPU.
+        num_decode_steps: those of `num_steps` that compute no prompts.
+        num_replayed_decode_steps: of them, those whose target was a graph, or a program on a CPU.
+        num_draft_steps, num_replayed_draft_steps: the same of what their proposer does, in steps
+            in which there is one.
     """
 
     num_running: int = 0
@@ -102,7 +105,10 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
     num_steps: int = 0
-    num_replayed_steps: int = 0
+    num_decode_steps: int = 0
+    num_replayed_decode_steps: int = 0
+    num_draft_steps: int = 0
+    num_replayed_draft_steps: int = 0
     num_lookup_tokens: int = 0
     spec_decode: SpecDecodeStats | None = None
     expected_acceptance: ExpectedAcceptance | None = None

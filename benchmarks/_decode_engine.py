@@ -30,6 +30,8 @@ from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Proposer
 from atom.spec_decode.factory import create_proposer
 
+# Requests of `serve_others`.
+_OTHERS = 8
 # An FP8 number below this byte is finite and positive.
 _FP8_BYTES = 0x70
 
@@ -284,6 +286,30 @@ class DecodeEngine:
     def stop(self) -> None:
         self._core.abort(self._ids)
         self._core.step()
+
+    def serve_others(self) -> None:
+        """Serve a few requests as they come: prompts beside sequences that decode, some of these
+        with fewer drafts, some with temperatures, some up to the longest context.
+        """
+        longest, vocab = self._core.limits.max_model_len, self._core.limits.vocab_size
+        rng = random.Random(0)
+        for i in range(_OTHERS):
+            room, fills = 6 + 5 * i, i % 3 == 0
+            params = SamplingParams(
+                temperature=0.8 * (i % 2),
+                max_tokens=None if fills else room,
+                ignore_eos=True,
+                num_speculative_tokens=1 if i % 4 == 1 else None,
+            )
+            num_prompt = max(longest - room, 1) if fills else min(5 + i, longest - room - 1)
+            prompt = [rng.randrange(vocab) for _ in range(num_prompt)]
+            self._core.add_request(
+                EngineRequest(id=f"other {i}", prompt_token_ids=prompt, params=params, seed=i)
+            )
+            for _ in range(3):
+                self._core.step().check()
+        while self._core.has_work:
+            self._core.step().check()
 
     def shutdown(self) -> None:
         self._core.shutdown()

@@ -10,6 +10,8 @@ from typing import Any
 from _decode_engine import DecodeEngine
 from _trace import summary
 
+from atom.messages import EngineStats
+
 WARMUP_STEPS = 5
 PROFILED_STEPS = 8
 # All steps of a measurement that are not timed, those of `settle` included.
@@ -41,6 +43,7 @@ def measure(engine: DecodeEngine, case: DecodeCase, steps: int, k: int) -> dict[
     """Medians over the timed steps; bytes of one in their middle; the trace of some more.
 
     `host_seconds` is the time of a step in which the host works instead of waiting for results.
+    `replayed` is about these steps and, behind them, those of requests that come and go.
     """
     if case.pretend:
         engine.fill_cache()
@@ -50,7 +53,6 @@ def measure(engine: DecodeEngine, case: DecodeCase, steps: int, k: int) -> dict[
     engine.settle()
     parts = engine.step_bytes_by_class()
     second = _timed(engine, steps - steps // 2)
-    after = engine.stats
     traced, why = None, "it shows no steps"
     try:
         timeline = engine.trace(PROFILED_STEPS)
@@ -60,6 +62,7 @@ def measure(engine: DecodeEngine, case: DecodeCase, steps: int, k: int) -> dict[
         # With drafts their kernels are among those of the same classes.
         traced = summary(timeline, engine.num_layers, parts if k == 0 else None)
     engine.stop()
+    engine.serve_others()
     on_gpu = engine.device.type != "cpu"
     timed = [*first, *second]
     gap = None if traced is None else traced["gap_us"]
@@ -71,11 +74,19 @@ def measure(engine: DecodeEngine, case: DecodeCase, steps: int, k: int) -> dict[
         "host_seconds": statistics.median(host for _, _, host in timed) if on_gpu else None,
         "device_seconds": traced["busy_us"] / 1e6 if traced is not None and on_gpu else None,
         "gap_seconds": gap / 1e6 if gap is not None and on_gpu else None,
-        "replayed": (after.num_replayed_steps - before.num_replayed_steps)
-        / max(after.num_steps - before.num_steps, 1),
+        "replayed": _replayed(before, engine.stats),
         "trace": traced,
         "no_trace": why if traced is None else None,
     }
+
+
+def _replayed(before: EngineStats, after: EngineStats) -> float:
+    """The share of the decode steps' parts that were replayed: the target's, and the draft's."""
+    parts = after.num_decode_steps + after.num_draft_steps
+    parts -= before.num_decode_steps + before.num_draft_steps
+    replayed = after.num_replayed_decode_steps + after.num_replayed_draft_steps
+    replayed -= before.num_replayed_decode_steps + before.num_replayed_draft_steps
+    return replayed / max(parts, 1)
 
 
 def _timed(engine: DecodeEngine, steps: int) -> list[tuple[float, int, float]]:

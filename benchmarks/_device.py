@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from _trace import kernel_table, record
 
+from atom.environment import cache_dir
 from atom.graphs.capture import CudaGraphBackend
 from atom.platform import Platform, free_memory_bytes, select_platform
 
@@ -182,6 +183,5 @@ def free_device_memory(platform: Platform) -> None:
 
 def num_cached_kernels() -> int:
     """Kernels that Triton has compiled into its cache, by whatever process."""
-    default = Path.home() / ".triton" / "cache"
-    folder = Path(os.environ.get("TRITON_CACHE_DIR", default))
+    folder = Path(os.environ.get("TRITON_CACHE_DIR") or cache_dir() / "triton")
     return sum(1 for _ in folder.glob("*/__grp__*.json")) if folder.is_dir() else 0

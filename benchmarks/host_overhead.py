@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -33,6 +34,7 @@ from atom.sampling.sampler import Sampler
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.suffix_lookup import SuffixLookup
 from atom.structured_output.cache import GrammarCache
 
 VOCAB_SIZE = 129_280
@@ -90,6 +92,9 @@ class NullExecutor:
     Args:
         depth: with 2, steps overlap.
         vocab_size: tokens that the null model tells apart.
+        proposer: in place of one that is always right.
+        lookup: in place of a proposer.
+        choose: the op `choose_tokens`.
     """
 
     can_be_interrupted = True
@@ -102,6 +107,10 @@ class NullExecutor:
         context: int,
         depth: int = 1,
         vocab_size: int = VOCAB_SIZE,
+        *,
+        proposer: NullProposer | None = None,
+        lookup: SuffixLookup | None = None,
+        choose: Callable[[torch.Tensor, SamplingMetadata], torch.Tensor] | None = None,
     ) -> None:
         self.depth = depth
         longest = context + ROOM
@@ -116,9 +125,13 @@ class NullExecutor:
         self.lookahead = Lookahead(num_drafts)
         self.grammars = GrammarCache(NoGrammars())
         model = NullModel(num_seqs * (num_drafts + 1), num_seqs * context, vocab_size)
-        proposer = RightProposer(self.lookahead) if num_drafts else NullProposer()
+        if proposer is None:
+            right = num_drafts and lookup is None
+            proposer = (RightProposer if right else NullProposer)(self.lookahead)
         rows = SamplingRows(num_seqs, vocab_size, self.eos_token_ids, CPU, self.grammars)
-        sampler = Sampler(model.compute_logits, rows, vocab_size, CPU, SamplingOps(_choose))
+        sampler = Sampler(
+            model.compute_logits, rows, vocab_size, CPU, SamplingOps(choose or _choose)
+        )
         forward = EagerRunner(model.forward)
         carried = CarriedRows(num_seqs, num_drafts, CPU) if depth > 1 else None
         inputs = InputBuilder(
@@ -133,7 +146,10 @@ class NullExecutor:
             drafts=proposer.reads_steps,
             carried=carried,
         )
-        drafter = Drafter(proposer, "null", None, None, waiting_is_free=depth == 1)
+        is_ahead = depth > 1
+        drafter = Drafter(
+            proposer, "null", lookup, None, waiting_is_free=not is_ahead, is_ahead=is_ahead
+        )
         self._runner = ModelRunner(inputs, forward, sampler, drafter, carried=carried)
 
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:

@@ -30,10 +30,11 @@ def engine_metrics(stats: EngineStats) -> list[EngineMetric]:
     counters = [
         ("generation_tokens", "Tokens generated.", stats.num_generation_tokens),
         ("steps", "Steps of the engine.", stats.num_steps),
+        ("decode_steps", "Steps that computed no prompts.", stats.num_decode_steps),
         (
-            "replayed_steps",
-            "Steps whose target was a graph, or a recorded program on a CPU.",
-            stats.num_replayed_steps,
+            "replayed_decode_steps",
+            "Those whose target was a graph, or a recorded program on a CPU.",
+            stats.num_replayed_decode_steps,
         ),
         ("preemptions", "Sequences preempted.", stats.num_preemptions),
         (
@@ -49,6 +50,12 @@ def engine_metrics(stats: EngineStats) -> list[EngineMetric]:
             ("spec_decode_num_drafts", steps, spec.num_drafts),
             ("spec_decode_num_draft_tokens", "Drafts verified.", spec.num_draft_tokens),
             ("spec_decode_num_accepted_tokens", "Drafts accepted.", spec.num_accepted_tokens),
+            ("draft_steps", "Decode steps in which a draft model ran.", stats.num_draft_steps),
+            (
+                "replayed_draft_steps",
+                "Those whose draft model was a graph, or a recorded program on a CPU.",
+                stats.num_replayed_draft_steps,
+            ),
         ]
         held = "Tokens of live sequences and recent outputs that drafts are looked up in."
         gauges.append(("spec_decode_lookup_tokens", held, stats.num_lookup_tokens))

@@ -141,6 +141,9 @@ def query_lengths(num_drafts: int, *, varying: bool) -> tuple[int, ...]:
     return tuple(sorted({-(-most // 2**i) for i in range(most.bit_length() + 1)}))
 
 
-def default_context_bounds(max_model_len: int) -> tuple[int, ...]:
-    """Context bounds up to `max_model_len`."""
-    return (*(bound for bound in _CONTEXT_BOUNDS if bound < max_model_len), max_model_len)
+def default_context_bounds(max_model_len: int, num_drafts: int) -> tuple[int, ...]:
+    """Context bounds. The last is that of every step: behind the longest context may be padding for
+    `num_drafts` drafts that it has no room for.
+    """
+    shorter = (bound for bound in _CONTEXT_BOUNDS if bound < max_model_len)
+    return (*shorter, max_model_len + num_drafts)

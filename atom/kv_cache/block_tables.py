@@ -21,7 +21,7 @@ class BlockTables:
         on_device: [num_rows, width] int32.
 
     Args:
-        width: blocks of the longest context.
+        width: blocks of the longest context, and of padding behind it.
     """
 
     def __init__(self, num_rows: int, width: int, device: torch.device) -> None:

@@ -2,7 +2,8 @@
 
 A step that is launched ahead begins with tokens that the host does not know yet: the newest token
 of a sequence and its drafts, at a position that depends on how many drafts were accepted. They are
-written into the step's inputs on the device.
+written into the step's inputs on the device. Drafts that the host has looked up take the place of
+those that the last step left.
 """
 
 from __future__ import annotations
@@ -60,12 +61,15 @@ class CarriedPlan:
     Attributes:
         taken, num_newest: as the op `take_carried` has them; None if no sequence is ahead.
         left: as the op `leave_carried` has it.
+        known: [2, n] int64, places in `CarriedTokens.token_ids`, flattened, and the drafts of the
+            host that belong there; None if there are none.
         acceptance: where it is synthetic.
     """
 
     taken: torch.Tensor | None
     num_newest: int
     left: torch.Tensor
+    known: torch.Tensor | None = None
     acceptance: CarriedAcceptance | None = None
 
 
@@ -185,12 +189,25 @@ class CarriedRows:
         if not len(ahead):
             return CarriedPlan(None, 0, left)
         taken, acceptance = staging.put(places.taken), None
+        known = self._known(sequences)
         if plan.synthetic is not None:
             starts = np.array([sequences[i].start for i in layout.indices], dtype=np.int64)
             counts = [plan.synthetic.at(starts - less)[ahead] for less in range(self._num_places)]
             parts = ahead, starts[ahead], np.stack(counts)
             acceptance = CarriedAcceptance(*(staging.put(part) for part in parts))
-        return CarriedPlan(taken, len(ahead), left, acceptance)
+        there = None if known is None else staging.put(known)
+        return CarriedPlan(taken, len(ahead), left, there, acceptance)
+
+    def _known(self, sequences: Sequence[ScheduledSequence]) -> np.ndarray | None:
+        """Where the host's own drafts belong, and these, as in a `CarriedPlan`."""
+        owners = [s for s in sequences if s.knows_drafts and s.num_drafts]
+        if not owners:
+            return None
+        first = [s.row * self._num_places + 1 for s in owners]
+        places = [
+            start + i for start, s in zip(first, owners, strict=True) for i in range(s.num_drafts)
+        ]
+        return np.array([places, [t for s in owners for t in s.draft_token_ids]], dtype=np.int64)
 
     def take(
         self,
@@ -204,6 +221,8 @@ class CarriedRows:
         """Write into the inputs of a step what the last one left."""
         if plan.taken is None:
             return
+        if plan.known is not None:
+            self._carried.token_ids.view(-1).index_copy_(0, *plan.known)
         inputs = CarriedInputs(
             model_input.input_ids,
             model_input.positions,

@@ -103,7 +103,10 @@ class InputBuilder:
         self._kept = KeptSteps()
         # The block tables in `_step_tables`, and which they are.
         self._selected: tuple[Hashable, torch.Tensor] | None = None
-        self._tables = BlockTables(max_num_seqs, -(-max_model_len // block_size), device)
+        width = -(-max_model_len // block_size)
+        if plan is not None:  # the last bound has room for padding behind the longest context
+            width = max(width, plan.table_width)
+        self._tables = BlockTables(max_num_seqs, width, device)
         self._no_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
         self._step_tables = None
         if in_place:

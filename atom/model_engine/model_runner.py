@@ -6,9 +6,18 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
+import msgspec
+import numpy as np
 import torch
 
-from atom.batch import LaunchedStep, Orders, ScheduledBatch, SequenceResult, StepOutput
+from atom.batch import (
+    LaunchedStep,
+    Orders,
+    ScheduledBatch,
+    SequenceResult,
+    StepOutput,
+    StepParts,
+)
 from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import ForwardRunner
 from atom.graphs.staging import Arriving, read_in_place, send_to_host
@@ -18,7 +27,10 @@ from atom.model_engine.step_graphs import StepGraphs
 from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import DraftKey, Proposal, VerifiedStep
-from atom.spec_decode.drafter import NO_DRAFTS, Drafter, DraftNumbers, Found
+from atom.spec_decode.drafter import Drafter, DraftNumbers, Found, Launched
+from atom.spec_decode.made_drafts import NO_DRAFTS
+
+_NOTHING = ScheduledBatch([], [], [])
 
 
 @dataclass(frozen=True)
@@ -40,6 +52,32 @@ class _Computed:
         states = [self.output.hidden_states, *self.output.aux_hidden_states]
         kept = [t for t in (self.last_rows, *options) if t is not None]
         return [*states, self.verified.sampled, *self.verified.tensors, *kept]
+
+
+def _put_off(
+    results: list[SequenceResult],
+    indices: Sequence[int],
+    launched: Launched,
+    found: Found,
+    lost: Sequence[float],
+) -> None:
+    """Where the next step is launched, drafts that were looked up are for the one behind that.
+
+    Args:
+        indices: of the sampled sequences in `results`.
+        lost: as `lost_ahead` of these.
+    """
+    for index, drafts, looked_up, tokens in zip(indices, launched, found, lost, strict=True):
+        result = results[index]
+        draft_ids, source = result.draft_token_ids, result.draft_source
+        later: tuple[list[int], str] | None = None
+        if drafts is not None:
+            if looked_up is not None and draft_ids and source is not None:
+                later = draft_ids, source
+            draft_ids = []
+        results[index] = msgspec.structs.replace(
+            result, draft_token_ids=draft_ids, later_drafts=later, lost_ahead=tokens
+        )
 
 
 def _with_unknown_lengths(step: StepInput) -> StepInput:
@@ -85,6 +123,7 @@ class ModelRunner:
         self._drafter = drafter
         self._publish = publish
         self._carried = carried
+        self._newest = _NOTHING
 
     def rehearsing(self, drafter: Drafter) -> ModelRunner:
         """A runner with the same inputs and graphs, that tells no other rank of its steps."""
@@ -97,6 +136,7 @@ class ModelRunner:
 
         On a GPU this only launches kernels; nothing waits for them before `collect`.
         """
+        self._newest = batch
         self._start(batch)
         numbers = DraftNumbers()
         if not self._drafter.looks_first:
@@ -111,17 +151,18 @@ class ModelRunner:
             nothing = StepOutput([], self._drafter.num_lookup_tokens)
             return LaunchedStep(lambda: nothing)
         view, verified = self._verify(batch, step, numbers)
-        is_replayed = self._was_replayed(step)
+        target = self._was_replayed(step)
         if self._drafter.looks_first or self._follows_grammars(step):
-            given = (batch, step, view, verified, numbers, is_replayed)
+            given = (batch, step, view, verified, numbers, target)
             output = self._draft_after_sampling(*given)
             return LaunchedStep(lambda: output)
         proposed = self._drafter.propose(view, numbers)
+        done = self._parts(step, view, target)
         self._leave(step, verified, proposed)
         self._sampler.raise_failure()
         parts = [] if proposed is None else proposed.tensors
         arriving = self._send_to_host([*parts, *verified.tensors])
-        collect = partial(self._collect, batch, step, arriving, len(parts), numbers, is_replayed)
+        collect = partial(self._collect, batch, step, arriving, len(parts), numbers, done)
         return LaunchedStep(collect, numbers.carried if parts else 0, self._drafter.source)
 
     def _leave(self, step: StepInput, verified: Verified, proposed: Proposal | None) -> None:
@@ -141,18 +182,44 @@ class ModelRunner:
         arriving: Arriving,
         num_parts: int,
         numbers: DraftNumbers,
-        is_replayed: bool,
+        done: StepParts,
     ) -> StepOutput:
         """Wait for the tokens and the drafts, whose parts come first."""
         arrays = arriving()
         made, arrays = arrays[:num_parts], arrays[num_parts:]
         sampled = self._sampler.take(step.sample, arrays)
-        found = self._look_up(batch, step)
         rows = [batch.sequences[i].row for i in step.sample.layout.indices]
+        launched = self._launched_drafts(batch, rows, made)
+        found = self._look_up(batch, step, launched)
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
-            drafts = self._drafter.merge(numbers, rows, found, made, allowed)
+            drafts = self._drafter.merge(numbers, rows, found, made, allowed, launched)
         results = self._results(batch, step, sampled, drafts)
-        return StepOutput(results, self._drafter.num_lookup_tokens, is_replayed)
+        if self._carried is not None and self._drafter.looks:
+            indices, lost = step.sample.layout.indices, self._drafter.lost_ahead
+            _put_off(results, indices, launched or [None] * len(rows), found, lost)
+        return StepOutput(results, self._drafter.num_lookup_tokens, done)
+
+    def _launched_drafts(
+        self, batch: ScheduledBatch, rows: Sequence[int], made: Sequence[np.ndarray]
+    ) -> Launched | None:
+        """Which drafts of the sampled sequences a step verifies that was launched behind this one;
+        None if there is no such step, or no lookup that goes on from it.
+
+        Args:
+            made: the tensors of the proposer's drafts, if it made any.
+        """
+        if self._newest is batch or not self._drafter.looks:
+            return None
+        ahead = {s.row: s for s in self._newest.sequences if s.is_ahead}
+        launched: list[list[int] | None] = []
+        for i, row in enumerate(rows):
+            drafts = None
+            if (part := ahead.get(row)) is not None:
+                drafts = part.draft_token_ids
+                if drafts and not part.knows_drafts:
+                    drafts = made[0][i, : len(drafts)].tolist()
+            launched.append(drafts)
+        return launched
 
     def _draft_after_sampling(
         self,
@@ -161,7 +228,7 @@ class ModelRunner:
         view: VerifiedStep | None,
         verified: Verified,
         numbers: DraftNumbers,
-        is_replayed: bool,
+        target: bool,
     ) -> StepOutput:
         """The host knows the tokens before drafts are made."""
         sampled = self._sampler.take(step.sample, self._send_to_host(verified.tensors)())
@@ -173,10 +240,11 @@ class ModelRunner:
             if allowed is not None and view is not None:
                 view = replace(view, guide=allowed.guide(found))
             proposed = self._drafter.propose(view, numbers)
+            done = self._parts(step, view, target)
             made = [] if proposed is None else self._send_to_host(proposed.tensors)()
             drafts = self._drafter.merge(numbers, rows, found, made, allowed)
         results = self._results(batch, step, sampled, drafts)
-        return StepOutput(results, self._drafter.num_lookup_tokens, is_replayed)
+        return StepOutput(results, self._drafter.num_lookup_tokens, done)
 
     @torch.inference_mode()
     def follow(self, orders: Orders) -> None:
@@ -250,6 +318,15 @@ class ModelRunner:
             return True
         return step.graph is not None
 
+    def _parts(self, step: StepInput, view: VerifiedStep | None, target: bool) -> StepParts:
+        """What was replayed of a step whose drafts have just been made.
+
+        Args:
+            target: whether its layers were.
+        """
+        drafts = None if view is None else self._drafter.was_replayed(view)
+        return StepParts(step.decodes, target, drafts)
+
     def _compute(self, step: StepInput, numbers: DraftNumbers) -> _Computed:
         """The device's part of a step without the drafts."""
         output = self._forward.run(step.model_input, step.graph)
@@ -282,13 +359,15 @@ class ModelRunner:
         """Whether drafts are made within grammars, after sampling."""
         return self._drafter.guides and any(s.grammar is not None for s in step.sample.states)
 
-    def _look_up(self, batch: ScheduledBatch, step: StepInput) -> Found:
+    def _look_up(
+        self, batch: ScheduledBatch, step: StepInput, launched: Launched | None = None
+    ) -> Found:
         plan = step.sample
         if not self._drafter.looks:
             return [None] * len(plan.states)
         sampled = [batch.sequences[i] for i in plan.layout.indices]
         histories = [(s.prompt_token_ids, s.output_token_ids) for s in plan.states]
-        found = self._drafter.look_up([s.row for s in sampled], histories)
+        found = self._drafter.look_up([s.row for s in sampled], histories, launched)
         return [
             drafts if sequence.wants_drafts else NO_DRAFTS
             for sequence, drafts in zip(sampled, found, strict=True)

@@ -33,14 +33,16 @@ class PlannedBatch:
         end, is_ahead = start + count, seq.launched.is_sampling
         is_last = is_ahead or end == len(known)
         num_sent, seq.num_sent_blocks = seq.num_sent_blocks, len(seq.block_ids)
-        source = seq.draft_source
+        source, drafts = seq.draft_source, seq.draft_token_ids
+        token_ids = known[start:end]
         if is_ahead:
             assert self._before is not None
-            token_ids, source = [0] * (count + num_drafts), self._before.draft_source
-        else:
-            token_ids = known[start:end]
-            if num_drafts:
-                token_ids += seq.draft_token_ids[:num_drafts]
+            token_ids, source = [0] * count, self._before.draft_source
+            drafts = [0] * num_drafts
+            if seq.later_drafts is not None:
+                drafts, source = seq.later_drafts
+        if num_drafts:
+            token_ids += drafts[:num_drafts]
         scheduled = ScheduledSequence(
             seq.request.id,
             seq.row,
@@ -54,6 +56,7 @@ class PlannedBatch:
             None if is_last else known[end],
             seq.request.params.speculation,
             is_ahead,
+            is_ahead and seq.later_drafts is not None,
         )
         seq.launched.add(scheduled)
         self.sequences.append(seq)

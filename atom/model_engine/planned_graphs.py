@@ -34,18 +34,18 @@ def create_graph_runner(rank: Rank, model: CausalLM, lookahead: Lookahead) -> Gr
                 f"there are no graphs to capture; leave it out"
             )
         return None
-    plan = GraphPlan(
-        backend,
-        sizes or default_batch_sizes(config.scheduler.max_num_seqs),
-        default_context_bounds(rank.context.max_model_len),
-        config.cache.block_size,
-        platform.device,
-    )
     options, own = config.speculative, lookahead.num_tokens
     varying = options is not None and (options.adaptive or options.looks_up)
     lens = query_lengths(own, varying=varying)
     if options is not None and options.lookup:
         lens = tuple(sorted({1 + own, *query_lengths(MAX_SPECULATIVE_TOKENS, varying=True)}))
+    plan = GraphPlan(
+        backend,
+        sizes or default_batch_sizes(config.scheduler.max_num_seqs),
+        default_context_bounds(rank.context.max_model_len, lens[-1] - 1),
+        config.cache.block_size,
+        platform.device,
+    )
     return GraphRunner(model.forward, plan, lens)
 
 

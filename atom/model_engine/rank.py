@@ -10,6 +10,7 @@ import torch
 from atom.config import EngineConfig
 from atom.distributed.ordered import in_order
 from atom.distributed.place import Place
+from atom.environment import keep_kernels
 from atom.kv_cache.base import storage_dtype
 from atom.model_engine.context_len import resolve_max_model_len
 from atom.model_engine.expert_ranks import expert_ranks
@@ -64,9 +65,12 @@ class Rank:
 
 
 def take_device(config: EngineConfig, place: Place) -> Platform:
-    """The platform to run on; on a GPU, this rank's device becomes the current one."""
+    """The platform to run on; on a GPU, this rank's device becomes the current one, and kernels
+    that are compiled from now on are kept.
+    """
     platform = select_platform(config.device)
     if platform.is_gpu:
+        keep_kernels()
         torch.cuda.set_device(place.local_rank)
     return platform
 

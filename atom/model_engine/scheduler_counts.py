@@ -51,8 +51,13 @@ class SchedulerCounts:
             self._spec.count(num_drafts, num_accepted, source, times)
         self._verified.clear()
         self._totals.num_lookup_tokens = output.num_lookup_tokens
-        self._totals.num_steps += 1
-        self._totals.num_replayed_steps += output.is_replayed
+        totals, parts = self._totals, output.parts
+        totals.num_steps += 1
+        if parts.decodes:
+            totals.num_decode_steps += 1
+            totals.num_replayed_decode_steps += parts.target
+            totals.num_draft_steps += parts.drafts is not None
+            totals.num_replayed_draft_steps += parts.drafts is True
 
     def stats(self, num_running: int, num_waiting: int, num_used_blocks: int) -> EngineStats:
         return msgspec.structs.replace(

@@ -16,6 +16,7 @@ from atom.spec_decode.base import DraftKey, Proposal, Proposer, VerifiedStep
 from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
 from atom.spec_decode.lengths import Candidates, Choice, DraftLength, Verification
+from atom.spec_decode.made_drafts import NO_DRAFTS, by_sequence, replaced
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
@@ -23,11 +24,10 @@ from atom.spec_decode.suffix_lookup import SuffixLookup
 History = tuple[Sequence[int], Sequence[int]]
 # The lookup's drafts for each sampled sequence; None where the proposer is expected to do better.
 Found = Sequence[Continuation | None]
-# Of a sequence that wants none.
-NO_DRAFTS = Continuation([], [])
+# Of each sampled sequence: drafts that a step verifies which was launched already and goes on from
+# its newest tokens; None if there is no such step.
+Launched = Sequence[list[int] | None]
 
-# Confidence in drafts whose source says nothing.
-_UNSAID = 0.5
 # While no drafts pay: the steps for which a lookup rests at most, and of so many one is measured.
 _MOST_REST = 3
 _IDLE_STEPS = 4
@@ -70,11 +70,14 @@ class Drafter:
         looks_first: whether the lookup runs before the proposer, which may then be skipped. Not on
             a GPU, where the host would have to wait for the tokens in the middle of the step.
         guides: whether the proposer follows grammars; not on a GPU, either.
+        lost_ahead: of the sampled sequences that were looked up last, as in `SequenceResult`: if
+            the next lookup finds as much as this one.
 
     Args:
         length: chooses the number of drafts; None for the maximum.
         grammars: drafts for sequences with grammars; None if they have those of others alone.
         waiting_is_free: whether a host sync costs nothing (the device is the CPU).
+        is_ahead: whether steps are launched before the results of the last one are read.
         recorder: replays the proposer's work in steps that recur.
         graphs: have the proposer's work in steps whose layers are in graphs.
     """
@@ -88,6 +91,7 @@ class Drafter:
         grammars: GrammarDrafter | None = None,
         *,
         waiting_is_free: bool,
+        is_ahead: bool = False,
         recorder: StepRecorder | None = None,
         graphs: DraftGraphs | None = None,
     ) -> None:
@@ -98,6 +102,8 @@ class Drafter:
         self.guides = grammars is not None and waiting_is_free
         own = proposer.lookahead.num_tokens
         self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
+        self.lost_ahead: list[float] = []
+        self._is_ahead = is_ahead
         self._recorder = recorder
         self._graphs = graphs
         self._lookup = lookup
@@ -112,6 +118,9 @@ class Drafter:
         self._num_idle = 0
         # Steps that the lookup still rests, those of its last rest, and whether it rests now.
         self._rest_left, self._last_rest, self._rests = 0, 0, False
+        # Those for the step behind one that was launched: made in that step, in the one before it,
+        # and before that.
+        self._later: tuple[dict[int, list[float]], ...] = ({}, {}, {})
         # Mean number of accepted drafts where the proposer made them, and its observations.
         self._accepted, self._num_observed = _FIRST_ACCEPTED, 1
 
@@ -184,19 +193,41 @@ class Drafter:
         with self._grammars.drafts(rows, grammars, outputs) as drafts:
             yield drafts
 
-    def look_up(self, rows: Sequence[int], histories: Sequence[History]) -> Found:
-        """The lookup's drafts for each sampled sequence; none while it rests, since no drafts
-        paid lately.
+    def look_up(
+        self,
+        rows: Sequence[int],
+        histories: Sequence[History],
+        launched: Launched | None = None,
+    ) -> Found:
+        """The lookup's drafts for the next step of each sampled sequence that is not launched yet;
+        none while it rests, since no drafts paid lately.
+
+        Args:
+            launched: None if no sequence has a step that is.
         """
-        lookup = self._lookup
-        assert lookup is not None
+        assert self._lookup is not None
         self._rests = self._rest_left > 0
         if self._rests:
             self._rest_left -= 1
             return [None] * len(rows)
         rival = self._accepted if self.proposer.reads_steps else 0.0
-        found = (lookup.find(row, *history) for row, history in zip(rows, histories, strict=True))
-        return [each if each.score > rival else None for each in found]
+        if not self._is_ahead:
+            every = [self._lookup.find(row, *own) for row, own in zip(rows, histories, strict=True)]
+            return [each if each.score > rival else None for each in every]
+        found: list[Continuation | None] = []
+        self.lost_ahead = []
+        most = self._lookup.max_drafts
+        launched = launched or [None] * len(rows)
+        for row, history, drafts in zip(rows, histories, launched, strict=True):
+            more = 1 + (most if drafts is None else len(drafts))
+            longer = self._lookup.find(row, *history, more=more)
+            now = longer.first(most)
+            later = longer.behind(now.token_ids if drafts is None else drafts).first(most)
+            lost = max(now.score, rival) - max(later.score, rival)
+            self.lost_ahead.append(max(lost, 0.0))
+            each = now if drafts is None else later
+            found.append(each if each.score > rival else None)
+        return found
 
     def propose(self, step: VerifiedStep | None, numbers: DraftNumbers) -> Proposal | None:
         """The proposer's drafts; None when it makes none.
@@ -220,6 +251,12 @@ class Drafter:
             lambda proposal: proposal.tensors,
         )
 
+    def was_replayed(self, step: VerifiedStep) -> bool:
+        """Whether the proposer's part of the step was, which `propose` has just run."""
+        if self._recorder is not None and step.recurs:
+            return self._recorder.was_replayed
+        return self._graphs is not None and step.graph is not None
+
     def merge(
         self,
         numbers: DraftNumbers,
@@ -227,27 +264,34 @@ class Drafter:
         found: Found,
         made: Sequence[np.ndarray],
         allowed: GrammarDrafts | None = None,
+        launched: Launched | None = None,
     ) -> list[tuple[list[int], str]]:
         """The drafts of each sampled sequence that are to be verified, and their source.
+
+        With a step launched those that were looked up are for the one behind it; that one verifies
+        the proposer's, and none are looked up behind them.
 
         Args:
             numbers: of the step that made them.
             rows: of the sampled sequences.
             made: the tensors of the proposer's drafts, if it made any.
             allowed: drafts of the sequences with grammars, if any has one.
+            launched: as for `look_up`.
         """
-        own = _by_sequence(made, len(found))
+        own = by_sequence(made, len(found))
+        ahead = [False] * len(found) if launched is None else [d is not None for d in launched]
         merged = [
-            self._extend(row, drafts, numbers.most) if each is None else each.first(numbers.most)
-            for row, drafts, each in zip(rows, own, found, strict=True)
+            self._extend(row, drafts, 0 if is_ahead else numbers.most)
+            if each is None
+            else each.first(numbers.most)
+            for row, drafts, each, is_ahead in zip(rows, own, found, ahead, strict=True)
         ]
         sources = [self._source_of(each) for each in found]
         if allowed is not None:
             for index, draft in allowed.finish([each.token_ids for each in merged]).items():
                 sources[index] = GRAMMAR if draft.is_forced else sources[index]
-                merged[index] = _replaced(merged[index], draft.token_ids)
-        made_now = {row: each.confidences for row, each in zip(rows, merged, strict=True)}
-        self._verified, self._pending = self._pending, {**self._pending, **made_now}
+                merged[index] = replaced(merged[index], draft.token_ids)
+        self._remember(rows, own, merged, ahead)
         self._merged = numbers
         if self._length is not None and numbers.choice is not None:
             # What must follow is certain, and sequences that want no drafts do not count.
@@ -261,6 +305,23 @@ class Drafter:
             for i, count in zip(which, kept, strict=True):
                 merged[i] = merged[i].first(count)
         return [(each.token_ids, source) for each, source in zip(merged, sources, strict=True)]
+
+    def _remember(
+        self,
+        rows: Sequence[int],
+        own: Sequence[Continuation],
+        merged: Sequence[Continuation],
+        ahead: Sequence[bool],
+    ) -> None:
+        """Keep the confidences of drafts until their verification is observed."""
+        made: dict[int, list[float]] = {}
+        later: dict[int, list[float]] = {}
+        for row, drafts, each, is_ahead in zip(rows, own, merged, ahead, strict=True):
+            made[row] = drafts.confidences if is_ahead else each.confidences
+            if is_ahead:
+                later[row] = each.confidences
+        self._verified, self._pending = self._pending, {**self._pending, **made}
+        self._later = later, *self._later[:2]
 
     def _extend(self, row: int, own: Continuation, most: int) -> Continuation:
         """The proposer's drafts of a sampled sequence, with what the lookup expects after them, up
@@ -289,7 +350,8 @@ class Drafter:
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
             if sequence.wants_sample and sequence.wants_drafts:
                 accepted = max(min(len(result.token_ids) - 1, sequence.num_drafts), 0)
-                known = self._verified[sequence.row] if sequence.num_drafts else []
+                where = self._later[-1] if sequence.knows_drafts else self._verified
+                known = where[sequence.row] if sequence.num_drafts else []
                 drafts = known[: sequence.num_drafts]
                 verifications.append(Verification(sequence.draft_source, drafts, accepted))
                 num_rows += sequence.num_drafts + 1
@@ -334,24 +396,3 @@ def _with_own_metadata(step: VerifiedStep) -> VerifiedStep:
     given = step.model_input
     own = replace(given, attention=replace(given.attention))
     return replace(step, model_input=own)
-
-
-def _by_sequence(made: Sequence[np.ndarray], num_sequences: int) -> list[Continuation]:
-    """The proposer's drafts of each sequence.
-
-    Args:
-        made: the tensors of a `Proposal`, if there is one.
-    """
-    if not made:
-        return [NO_DRAFTS] * num_sequences
-    token_ids = made[0].tolist()
-    if len(made) == 1:
-        return [Continuation(own, [_UNSAID] * len(own)) for own in token_ids]
-    return [Continuation(*own) for own in zip(token_ids, made[1].tolist(), strict=True)]
-
-
-def _replaced(drafts: Continuation, token_ids: list[int]) -> Continuation:
-    """Drafts as a grammar allows them: those that it put in must follow."""
-    known = zip(drafts.token_ids, drafts.confidences, strict=True)
-    said = [c if t == new else 1.0 for (t, c), new in zip(known, token_ids, strict=False)]
-    return Continuation(token_ids, said + [1.0] * (len(token_ids) - len(said)))

@@ -129,6 +129,7 @@ def create_drafter(
         length,
         GrammarDrafter(most if captured else MAX_SPECULATIVE_TOKENS) if grammars else None,
         waiting_is_free=waiting_is_free,
+        is_ahead=is_ahead,
         recorder=recorder,
         graphs=graphs,
     )

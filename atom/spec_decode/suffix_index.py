@@ -6,6 +6,7 @@ from array import array
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from math import prod
 
 # Lengths of the runs whose occurrences are chained. Those of the longest run that has any count:
 # the latest occurrences of a short run would hide a long match further back.
@@ -50,6 +51,21 @@ class Continuation:
             reached *= confidence
             expected += reached
         return expected
+
+    def behind(self, drafts: Sequence[int]) -> Continuation:
+        """What is likely to follow once a step that verifies `drafts` has brought what is likely:
+        those of them that are expected here, too, and one more token.
+
+        The first confidence is that all before it is right, too.
+        """
+        count = 1
+        for draft, expected in zip(drafts, self.token_ids, strict=False):
+            if draft != expected:
+                break
+            count += 1
+        rest = self.token_ids[count:]
+        reached = prod(self.confidences[: count + 1])
+        return Continuation(rest, [reached, *self.confidences[count + 1 :]][: len(rest)])
 
     def first(self, count: int) -> Continuation:
         """The first tokens."""

@@ -114,12 +114,15 @@ class SuffixLookup:
             if text is not None and self._recent is not None:
                 self._recent.add(text.cache_salt, text.index.since(text.start))
 
-    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> Continuation:
+    def find(
+        self, row: int, prompt: Sequence[int], outputs: Sequence[int], more: int = 0
+    ) -> Continuation:
         """What is likely to follow a sequence; nothing where its end is new.
 
         Args:
             row: the sequence's row.
             prompt, outputs: its tokens; must extend those of earlier calls.
+            more: tokens beyond `max_drafts`.
         """
         text = self._texts.get(row)
         if text is None:
@@ -128,7 +131,7 @@ class SuffixLookup:
             text = self._texts[row] = _Text(SuffixIndex(), salt, start)
             text.index.extend(prompt)
         text.index.extend(outputs[len(text.index) - len(prompt) :])
-        return self._predict(text, text.index.tail(), self.max_drafts, _FLOOR)
+        return self._predict(text, text.index.tail(), self.max_drafts + more, _FLOOR)
 
     def extend(self, row: int, drafts: Sequence[int], most: int) -> Continuation:
         """What is likely to follow `drafts` of others, if these are right.

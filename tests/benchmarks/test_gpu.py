@@ -14,6 +14,7 @@ import pytest
 import torch
 
 from atom.graphs.capture import ReexecuteBackend
+from atom.model_engine import planned_graphs
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Module = Callable[[str], Any]
@@ -107,6 +108,32 @@ def test_an_implementation_that_differs_is_a_fault(benchmark_module: Module) -> 
     outputs["triton", case] = torch.tensor([1.0, float("nan")])
     kernels._compare(load, outputs, 0.04, report)
     assert len(report.faults) == 2
+
+
+@pytest.mark.parametrize("reaches", [True, False])
+def test_steps_that_no_graph_serves_count(
+    reaches: bool, benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts do not, but contexts near the longest do, and so do their drafts."""
+    engines, steps = benchmark_module("_decode_engine"), benchmark_module("_decode_steps")
+    shapes = benchmark_module("_decode_shapes")
+    monkeypatch.setattr(planned_graphs, "capture_backend", lambda _: ReexecuteBackend())
+    if not reaches:
+        monkeypatch.setattr(planned_graphs, "default_context_bounds", lambda most, _: (most,))
+    folders = shapes.write_configs(tmp_path, shapes.SHAPES["tiny"], 96)
+    limits = (1, 4), 9, 96
+    setup = engines.Setup(
+        folders, 3, False, *limits, "float32", "auto", "cpu", num_threads=1, kv_cache_memory=1 << 24
+    )
+    engine = engines.DecodeEngine(setup)
+    before = engine.stats
+    engine.serve_others()
+    after = engine.stats
+    engine.shutdown()
+    assert after.num_steps > after.num_decode_steps + 2 > 30
+    assert after.num_draft_steps == after.num_decode_steps
+    assert (steps._replayed(before, after) == 1.0) == reaches
+    assert steps._replayed(before, after) > 0.5
 
 
 def test_rehearsal_of_decode_steps(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from model_engine.overlap_bench import (
+    METHODS,
     PROMPTS,
     Checkpoints,
     KnowingProposer,
@@ -65,12 +66,13 @@ def pair(checkpoints: Checkpoints) -> Iterator[LLM]:
 
 
 @pytest.mark.parametrize(
-    ("method", "setting"), [("none", "warm"), ("eagle3", "greedy"), ("adaptive", "top-p")]
+    ("method", "setting"),
+    [("none", "warm"), ("eagle3", "greedy"), ("adaptive", "top-p"), ("lookup", "greedy")],
 )
 def test_tokens_are_as_alone(
     checkpoints: Checkpoints, pairs: Callable[[str], LLM], method: str, setting: str
 ) -> None:
-    alone = checkpoints.plain("eagle3" if method == "adaptive" else method)
+    alone = checkpoints.plain(METHODS[method].get("method", "none"))
     expected = engines.generate(alone, params(setting), PROMPTS)
     assert engines.generate(pairs(method), params(setting), PROMPTS) == expected
 

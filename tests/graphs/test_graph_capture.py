@@ -73,8 +73,11 @@ def test_few_rows_of_a_large_graph_are_padding() -> None:
     ],
 )
 def test_default_contexts_reach_the_models(context: int, bounds: tuple[int, ...]) -> None:
-    assert default_context_bounds(context) == bounds
+    assert default_context_bounds(context, 0) == bounds
     assert plan((1, 4), bounds).fit(3, context) == Bucket(4, context)
+    with_padding = default_context_bounds(context, 3)
+    assert with_padding == (*bounds[:-1], context + 3)
+    assert plan((1, 4), with_padding).fit(3, context + 3) == Bucket(4, context + 3)
 
 
 @pytest.mark.parametrize(

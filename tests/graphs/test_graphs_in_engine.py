@@ -83,7 +83,9 @@ def test_tokens_of_graphs(
     assert {name: generate(engine, params(name)) for name in SETTINGS} == expected
     assert replays["GraphKey"] >= 20
     stats = engine.engine.core.stats
-    assert replays["GraphKey"] <= stats.num_replayed_steps < stats.num_steps
+    assert replays["GraphKey"] >= stats.num_replayed_decode_steps
+    assert 20 <= stats.num_replayed_decode_steps == stats.num_decode_steps < stats.num_steps
+    assert stats.num_draft_steps == 0
     for method in METHODS:
         if (kind, method) in (("llama", "mtp"), ("llama", "mla"), ("deepseek_v3", "peagle")):
             continue
@@ -128,6 +130,29 @@ def test_a_captured_chain_proposes_the_same_drafts(
     ended = graphed.engine.core.executor
     assert not ended.parts.graphs._replays, "communicators cannot end while graphs hold them"
     assert not ended.parts.draft_graphs._work._replays
+
+
+@pytest.mark.parametrize(("method", "overlap"), [("mha", None), ("mha", True), ("suffix", None)])
+def test_contexts_as_long_as_any_have_graphs(
+    method: str,
+    overlap: bool | None,
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Padding behind their last rows reaches beyond `max_model_len`, which fills its blocks."""
+    target = engines.write_target("llama", tmp_path / "target", byte_level_tokenizer)
+    prompts, sampling = [PROMPTS[n] for n in (2, 4, 12)], params("warm", max_tokens=None)
+    expected = generate(create_engine(target, max_model_len=40), sampling, prompts)
+    assert [len(p) + len(t) for p, t in zip(prompts, expected, strict=True)] == [40] * 3
+    options = speculation(method, 3, tmp_path, len(byte_level_tokenizer))
+    engine, replays = graphed_engine(
+        monkeypatch, target, max_model_len=40, overlap=overlap, **options
+    )
+    assert generate(engine, sampling, prompts) == expected
+    stats = engine.engine.core.stats
+    assert replays["GraphKey"] == stats.num_replayed_decode_steps == stats.num_decode_steps
+    assert stats.num_decode_steps == stats.num_steps - 1
 
 
 def test_padding_leaves_the_pool_alone(

@@ -136,6 +136,65 @@ def test_speculation_is_lossless_through_graphs(
     assert sum(eager[history] == graphed[history] for history in eager) >= 0.98 * len(eager)
 
 
+WISHES = [
+    params("warm", max_tokens=30 - 3 * i) if i % 3 else params("penalties", max_tokens=20)
+    for i in range(9)
+]
+
+
+@pytest.mark.parametrize("method", ["none", "mha", "suffix", "lookup"])
+def test_overlapped_steps_say_what_others_say(
+    method: str, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """Requests that wait for the host beside those that do not, and that end at different times."""
+    target = engines.write_target("llama", tmp_path / "target", byte_level_tokenizer)
+    options: dict[str, Any] = {}
+    if method == "suffix":
+        options = {"method": "suffix", "num_speculative_tokens": 3}
+    elif method != "none":
+        draft = engines.write_draft("mha", tmp_path / "draft", len(byte_level_tokenizer))
+        options = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": 3}
+        options["speculative_lookup"] = method == "lookup"
+    texts = {}
+    for overlap in (False, None):
+        engine = create_engine(target, device="cuda", overlap=overlap, **options)
+        outputs = engine.generate(PROMPTS[7:16], WISHES, use_tqdm=False)
+        texts[overlap] = [output.outputs[0].token_ids for output in outputs]
+        core = engine.engine.core
+        assert core.executor.depth == (1 if overlap is False else 2)
+        assert core.block_pool.num_used == 0
+        engine.shutdown()
+    assert texts[None] == texts[False]
+
+
+@pytest.mark.parametrize("kind", ["llama", "deepseek_v3"])
+def test_an_invariant_engine(
+    kind: str, tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
+) -> None:
+    """In bfloat16 too: alone, in any batch, in other chunks, with drafts, without graphs."""
+    target = engines.write_target(kind, tmp_path / "target", byte_level_tokenizer)
+    draft = engines.write_draft("mha", tmp_path / "draft", len(byte_level_tokenizer))
+    speculation = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": 3}
+    settings: list[dict[str, Any]] = [
+        {},
+        {"enforce_eager": True},
+        {"max_num_seqs": 3, "cudagraph_capture_sizes": [1, 3]},
+        {"max_num_batched_tokens": 16, "max_num_seqs": 16},
+        speculation,
+        {**speculation, "enforce_eager": True, "overlap": False},
+    ]
+    texts = []
+    for options in settings:
+        own = {"dtype": "bfloat16", "batch_invariant": True, **options}
+        engine = create_engine(target, device="cuda", **own)
+        texts.append(generate(engine, params("warm"), PROMPTS[:11]))
+        if not options:
+            alone = [generate(engine, params("warm"), [prompt])[0] for prompt in PROMPTS[:11]]
+        engine.shutdown()
+    assert texts[0] == alone
+    assert all(own == texts[0] for own in texts[1:])
+
+
 def test_graphs_leave_room_for_themselves(
     tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast
 ) -> None:

@@ -29,6 +29,9 @@ METHODS: dict[str, dict[str, Any]] = {
     "mtp": {"method": "mtp", "num_speculative_tokens": 2},
 }
 METHODS["adaptive"] = {**METHODS["eagle3"], "speculative_adaptive": True}
+METHODS["suffix"] = {"method": "suffix", "num_speculative_tokens": 5, "suffix_cache_tokens": 2000}
+METHODS["lookup"] = {**METHODS["eagle3"], "speculative_lookup": True}
+METHODS["adaptive lookup"] = {**METHODS["lookup"], "speculative_adaptive": True}
 PROMPTS = engines.PROMPTS[:6] + engines.PROMPTS[10:12]
 MIXED = [
     params("greedy"),
@@ -54,7 +57,7 @@ class Checkpoints:
         )
 
     def engine(self, method: str, **options: Any) -> LLM:
-        if method in ("eagle3", "adaptive", "peagle", "dflash"):
+        if METHODS[method].get("method") in ("eagle3", "dflash"):
             draft = method if method in ("peagle", "dflash") else "mha"
             options["draft_model"] = str(self._draft(draft))
         target = self.target("deepseek_v3" if method == "mtp" else "llama")

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 from model_engine.overlap_bench import (
+    METHODS,
     PROMPTS,
     AnyLength,
     Checkpoints,
@@ -27,7 +28,7 @@ from atom.graphs.capture import ReexecuteBackend
 from atom.kv_cache.base import KVCachePlan
 from atom.model_engine import kv_memory, planned_graphs, worker
 from atom.model_engine.arg_utils import engine_config
-from atom.spec_decode import factory
+from atom.spec_decode import drafter, factory
 
 
 @pytest.fixture(scope="module")
@@ -45,10 +46,14 @@ def checkpoints(
         ("peagle", "greedy"),
         ("dflash", "greedy"),
         ("mtp", "top-p"),
+        ("suffix", "greedy"),
+        ("lookup", "warm"),
+        ("adaptive lookup", "greedy"),
     ],
 )
 def test_tokens_are_as_without(checkpoints: Checkpoints, method: str, setting: str) -> None:
-    expected = engines.generate(checkpoints.plain(method), params(setting), PROMPTS)
+    plain = checkpoints.plain(METHODS[method].get("method", "none"))
+    expected = engines.generate(plain, params(setting), PROMPTS)
     assert engines.generate(checkpoints.ahead(method), params(setting), PROMPTS) == expected
 
 
@@ -63,7 +68,8 @@ def test_graphs_read_what_the_last_step_left(
     watched = Watched(llm, monkeypatch)
     assert engines.generate(llm, params(setting), PROMPTS) == expected
     stats = llm.engine.core.stats
-    assert stats.num_replayed_steps > stats.num_steps / 2
+    assert stats.num_replayed_decode_steps == stats.num_decode_steps > stats.num_steps / 2
+    assert stats.num_replayed_draft_steps == stats.num_draft_steps == stats.num_decode_steps
     assert all(s.is_ahead for s in watched.batches[-4].sequences)
 
 
@@ -93,10 +99,10 @@ def test_ragged_acceptance(
     check_blocks(llm)
 
 
-@pytest.mark.parametrize("method", ["none", "eagle3", "adaptive"])
+@pytest.mark.parametrize("method", ["none", "eagle3", "adaptive", "suffix", "lookup"])
 def test_requests_with_wishes_beside_others(checkpoints: Checkpoints, method: str) -> None:
     """Those that need the host wait for it; all give what they give without overlap."""
-    plain = checkpoints.plain("eagle3" if method == "adaptive" else method)
+    plain = checkpoints.plain(METHODS[method].get("method", "none"))
     check_wishes(plain, checkpoints.ahead(method))
 
 
@@ -109,6 +115,7 @@ def test_numbers_of_drafts_are_chosen_ahead(
     texts = [[*prompt, *outputs] for prompt, outputs in zip(PROMPTS, expected, strict=True)]
     monkeypatch.setattr(worker, "create_proposer", lambda *_: KnowingProposer(texts))
     monkeypatch.setattr(factory, "AdaptiveLength", AnyLength)
+    monkeypatch.setattr(drafter, "_IDLE_STEPS", 1)  # all of them are observed
     llm = checkpoints.engine("adaptive", overlap=True)
     assert engines.generate(llm, params("greedy"), PROMPTS) == expected
     length: Any = llm.engine.core.executor.parts.drafter._length  # type: ignore[attr-defined]
@@ -243,7 +250,7 @@ def test_passing_trouble_and_interrupts_change_no_token(
 def test_most_waiting_sequences_keep_to_one_group(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With every other step half of them would run; so nothing is launched ahead."""
+    """In every other step a quarter of them would run; so nothing is launched ahead."""
     llm = checkpoints.ahead("none")
     watched = Watched(llm, monkeypatch)
     waits = params("greedy", bad_word_ids=[[7]], max_tokens=6)
@@ -256,7 +263,6 @@ def test_most_waiting_sequences_keep_to_one_group(
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
-        ({"method": "suffix", "num_speculative_tokens": 3}, "looks the newest tokens up"),
         ({"data_parallel_size": 2, "enable_expert_parallel": True}, "share experts"),
     ],
 )

@@ -50,14 +50,37 @@ class Device(FakeRunner):
         sequences = [self.resolve(s) for s in batch.sequences]
         output = self.step(ScheduledBatch(sequences, new, batch.freed_rows), salts)
         self.launched.append((batch, {s.row: s.start for s in sequences}))
-        return LaunchedStep(self.collect(output), self.num_verified, "device")
+        return LaunchedStep(self.collect(batch, output), self.num_verified, "device")
 
-    def collect(self, output: StepOutput) -> Any:
+    def collect(self, batch: ScheduledBatch, output: StepOutput) -> Any:
         def arrive() -> StepOutput:
             self.launched.popleft()
-            return output
+            behind = self.launched[0][0].sequences if self.launched else []
+            ahead = {s.row: s for s in behind if s.is_ahead}
+            results = list(output.sequences)
+            for i, row in enumerate(batch.sequences):
+                results[i] = msgspec.structs.replace(results[i], lost_ahead=self.num_steps % 5 / 9)
+                if row.row in ahead:
+                    later = self.look_up(ahead[row.row])
+                    results[i] = msgspec.structs.replace(
+                        results[i], draft_token_ids=[], later_drafts=later
+                    )
+            return StepOutput(results)
 
         return arrive
+
+    def look_up(self, launched: ScheduledSequence) -> tuple[list[int], str] | None:
+        """Drafts behind what a launched step brings, of which the first ones are right; in some
+        steps none.
+        """
+        known = self.tokens[name_of(launched)]
+        if not self.lookahead.num_tokens or not (num := (len(known) + self.num_steps) % 5):
+            return None
+        drafts: list[int] = []
+        for i in range(num):
+            right = next_token(self.salts[name_of(launched)], (*known, *drafts))
+            drafts.append(right if i < len(known) % 3 else (right + 1) % VOCAB)
+        return drafts, "lookup"
 
     def resolve(self, row: ScheduledSequence) -> ScheduledSequence:
         """With the tokens and the place that are on the device."""
@@ -66,11 +89,22 @@ class Device(FakeRunner):
             return msgspec.structs.replace(row, id=id)
         known = self.tokens[id]
         assert len(known) - 1 <= row.start, "the start is the most that it may be"
-        token_ids = [known[-1], *self.left[id][: row.num_drafts]]
+        params = self.told[id].params
+        assert not params.bad_word_ids, "its next token needs the last one"
+        assert not (params.repetition_penalty != 1 and self.lookahead.num_tokens)
+        drafts = row.draft_token_ids if row.knows_drafts else self.left[id][: row.num_drafts]
+        assert row.knows_drafts == (row.draft_source == "lookup")
+        token_ids = [known[-1], *drafts]
         assert len(row.token_ids) == len(token_ids) == row.num_drafts + 1
         assert len(self.tables[row.row] + row.new_block_ids) * self.block_size >= row.context_len
-        place = {"token_ids": token_ids, "start": len(known) - 1, "is_ahead": False}
-        return msgspec.structs.replace(row, id=id, **place)
+        return msgspec.structs.replace(
+            row,
+            id=id,
+            token_ids=token_ids,
+            start=len(known) - 1,
+            is_ahead=False,
+            knows_drafts=False,
+        )
 
     def propose(self, row: ScheduledSequence, num_computed: int) -> list[int]:
         """As many drafts of everyone, of which the first ones are right."""

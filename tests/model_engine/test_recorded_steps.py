@@ -101,19 +101,23 @@ def test_torch_is_asked_for_views_and_copies_only(
     monkeypatch.setattr(runner, "_compute", compute)
     monkeypatch.setattr(proposer, "propose", propose)
     before = len(worker.parts.recorder._programs)
-    replayed = engine.engine.core.stats.num_replayed_steps
+    before_run = engine.engine.core.stats
     sampling = SamplingParams(max_tokens=24, ignore_eos=True, seed=1, **params)
-    prompts = PROMPTS[:NUM_SEQS]
+    prompts, has_draft = PROMPTS[:NUM_SEQS], worker.parts.proposer.reads_steps
     recorded = [o.outputs[0].token_ids for o in engine.generate(prompts, sampling, use_tqdm=False)]
     assert names.seen
     assert names.seen - ALLOWED == set()
     assert worker.parts.recorder._refused == set()
     assert len(worker.parts.recorder._programs) > before
     stats = engine.engine.core.stats
-    assert replayed < stats.num_replayed_steps < stats.num_steps
-    replayed = stats.num_replayed_steps
+    assert before_run.num_replayed_decode_steps < stats.num_replayed_decode_steps
+    assert stats.num_replayed_decode_steps < stats.num_decode_steps < stats.num_steps
+    assert stats.num_draft_steps == (stats.num_decode_steps if has_draft else 0)
+    assert (stats.num_replayed_draft_steps > before_run.num_replayed_draft_steps) == has_draft
+    replayed = stats.num_replayed_decode_steps, stats.num_replayed_draft_steps
     monkeypatch.setattr(runner, "_recorder", None)
     monkeypatch.setattr(worker.parts.drafter, "_recorder", None)
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     assert recorded == [output.outputs[0].token_ids for output in outputs]
-    assert engine.engine.core.stats.num_replayed_steps == replayed
+    stats = engine.engine.core.stats
+    assert (stats.num_replayed_decode_steps, stats.num_replayed_draft_steps) == replayed

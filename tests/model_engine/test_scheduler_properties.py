@@ -267,6 +267,9 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         stop_token_ids=draw(st.sampled_from([None, [0], [3, 4]])),
         logprobs=0,
         prompt_logprobs=draw(st.sampled_from([None, None, None, 1])),
+        # The runner below heeds neither, but with them steps may have to wait for results.
+        bad_word_ids=draw(st.sampled_from([None, None, None, [[7, 8]]])),
+        repetition_penalty=draw(st.sampled_from([1.0, 1.0, 1.0, 1.1])),
     )
 
 
@@ -315,6 +318,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         self.live: dict[str, Client] = {}
         self.done: list[Client] = []
         self.num_added = 0
+        # The token that a sequence's stop string ends with; its frontend aborts it then.
+        self.stops: dict[str, int] = {}
         # Who has failed and has not had a token since.
         self.suspects: set[str] = set()
         self.started = True
@@ -330,6 +335,21 @@ class SchedulerMachine(RuleBasedStateMachine):
     def add(self, prompt: list[int], params: SamplingParams, priority: int, salt: str) -> None:
         self.num_added += 1
         self.submit(str(self.num_added), prompt, params, priority, salt)
+
+    @rule(prompt=prompts, params=sampling_params(), count=st.integers(2, 4), both=st.booleans())
+    def add_several(
+        self, prompt: list[int], params: SamplingParams, count: int, both: bool
+    ) -> None:
+        """As `n` of one request does: the same prompt at once."""
+        self.num_added += 1
+        for i in range(count):
+            self.submit(f"{self.num_added}/{i}", prompt, params, 0, "s" if both and i else "")
+
+    @rule(prompt=prompts, params=sampling_params(), stop=st.integers(0, VOCAB - 1))
+    def add_with_stop_string(self, prompt: list[int], params: SamplingParams, stop: int) -> None:
+        self.num_added += 1
+        self.stops[str(self.num_added)] = stop
+        self.submit(str(self.num_added), prompt, params, 0, "")
 
     @rule(count=st.integers(1, 8))
     def step(self, count: int) -> None:
@@ -422,9 +442,14 @@ class SchedulerMachine(RuleBasedStateMachine):
         return batch
 
     def finish_step(self, batch: ScheduledBatch, output: StepOutput) -> None:
+        stopped = []
         for made in self.scheduler.update(batch, output):
             self.take(made)
             self.suspects.discard(made.id)
+            if self.stops.get(made.id) in made.token_ids and made.id in self.live:
+                stopped.append(made.id)
+        for aborted in self.scheduler.abort(stopped):
+            self.take(aborted)
         self.scheduler.check_integrity()
 
     def take(self, output: SequenceOutput) -> None:

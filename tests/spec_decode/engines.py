@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM, SamplingParams
 from atom.model_engine import rank_parts
 from atom.spec_decode.base import Proposer
-from atom.spec_decode.drafter import Drafter, DraftNumbers, Found, History
+from atom.spec_decode.drafter import Drafter, DraftNumbers, Found, History, Launched
 from atom.spec_decode.grammar import GrammarDrafts
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
@@ -137,8 +137,10 @@ class OracleLookup(SuffixLookup):
         self._continuations = continuations
         self._shift = int(wrong)
 
-    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> Continuation:
-        known = self._continuations[tuple(prompt)][len(outputs) :][: self.max_drafts]
+    def find(
+        self, row: int, prompt: Sequence[int], outputs: Sequence[int], more: int = 0
+    ) -> Continuation:
+        known = self._continuations[tuple(prompt)][len(outputs) :][: self.max_drafts + more]
         return Continuation([t + self._shift for t in known], [1.0] * len(known))
 
 
@@ -186,9 +188,11 @@ def _record(drafter: Drafter) -> dict[tuple[int, ...], list[int]]:
     drafts: dict[tuple[int, ...], list[int]] = {}
     behind: list[tuple[int, ...]] = []
 
-    def recorded_look_up(rows: Sequence[int], histories: Sequence[History]) -> Found:
+    def recorded_look_up(
+        rows: Sequence[int], histories: Sequence[History], launched: Launched | None = None
+    ) -> Found:
         behind[:] = [(*prompt, *outputs) for prompt, outputs in histories]
-        return look_up(rows, histories) if looks else [None] * len(rows)
+        return look_up(rows, histories, launched) if looks else [None] * len(rows)
 
     def recorded_merge(
         numbers: DraftNumbers,
@@ -196,10 +200,11 @@ def _record(drafter: Drafter) -> dict[tuple[int, ...], list[int]]:
         found: Found,
         made: Sequence[np.ndarray],
         allowed: GrammarDrafts | None = None,
+        launched: Launched | None = None,
     ) -> list[tuple[list[int], str]]:
         own = made[0].tolist() if made else [[] for _ in found]
         drafts.update(zip(behind, own, strict=True))
-        return merge(numbers, rows, found, made, allowed)
+        return merge(numbers, rows, found, made, allowed, launched)
 
     drafter.looks = True
     drafter.look_up = recorded_look_up  # type: ignore[method-assign]

@@ -37,7 +37,9 @@ class GuessLookup(SuffixLookup):
         self._distribution = distribution
         self._guess = cache(self._likeliest)
 
-    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> Continuation:
+    def find(
+        self, row: int, prompt: Sequence[int], outputs: Sequence[int], more: int = 0
+    ) -> Continuation:
         drafts = [*self._guess(tuple(outputs)), *(0,) * NUM_DRAFTS][:NUM_DRAFTS]
         return Continuation(drafts, [1.0] * NUM_DRAFTS)
 

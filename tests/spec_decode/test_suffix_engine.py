@@ -75,7 +75,9 @@ def test_outputs_are_not_kept_unless_asked(target: Path) -> None:
 class Extending(SuffixLookup):
     """Never rivals the draft, and goes on after its drafts."""
 
-    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> Continuation:
+    def find(
+        self, row: int, prompt: Sequence[int], outputs: Sequence[int], more: int = 0
+    ) -> Continuation:
         return Continuation([], [])
 
     def extend(self, row: int, drafts: Sequence[int], most: int) -> Continuation:
@@ -125,7 +127,9 @@ def test_the_lookup_goes_on_where_the_draft_ends() -> None:
 
 
 class Fixed(SuffixLookup):
-    def find(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> Continuation:
+    def find(
+        self, row: int, prompt: Sequence[int], outputs: Sequence[int], more: int = 0
+    ) -> Continuation:
         return Continuation([1, 2], [0.9, 0.5])
 
 
