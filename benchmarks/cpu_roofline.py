@@ -40,6 +40,8 @@ from atom.bench.report import (
 )
 
 _WARMUP_STEPS = 4
+# Pretended ones, in which a sequence may decode until all others do, too.
+_STARTING_STEPS = 48
 _PLOTTED_BATCHES = [1, 2, 4, 8, 16, 32, 64]
 _PLOTTED_CONTEXTS = [128, 512, 2048, 8000]
 
@@ -118,7 +120,8 @@ class Roofline:
             ),
             prompt_len=args.prefill_tokens,
             max_model_len=max(args.prefill_tokens, *args.contexts)
-            + (args.steps + _WARMUP_STEPS + 2) * (k + 1),
+            + (args.steps + _WARMUP_STEPS + 2) * (k + 1)
+            + _STARTING_STEPS,
             dtype=args.dtype,
             kv_cache_dtype=args.kv_cache_dtype,
             device="cpu",
@@ -132,7 +135,7 @@ class Roofline:
     def _measured(self, engine: DecodeEngine, k: int, batch: int, context: int) -> float | None:
         """Seconds of a step, the engine left running; None when the cache is too small."""
         steps = self._args.steps + _WARMUP_STEPS + 2
-        if batch > engine.most_seqs(context + steps * (k + 1)):
+        if batch > engine.most_seqs(context + steps * (k + 1) + _STARTING_STEPS):
             self.left_out.append(
                 f"batch {batch} at {context} tokens, k={k}: the cache is too small"
             )
