@@ -40,8 +40,8 @@ from atom.bench.report import (
 )
 
 _WARMUP_STEPS = 4
-# Pretended ones, in which a sequence may decode until all others do, too.
-_STARTING_STEPS = 48
+# Of prompts, in a step that pretends; and in all, which the default cache has room for.
+_TOKENS_OF_STEP, _MOST_STARTED_TOKENS = 4096, 192 * 1024
 _PLOTTED_BATCHES = [1, 2, 4, 8, 16, 32, 64]
 _PLOTTED_CONTEXTS = [128, 512, 2048, 8000]
 
@@ -121,7 +121,7 @@ class Roofline:
             prompt_len=args.prefill_tokens,
             max_model_len=max(args.prefill_tokens, *args.contexts)
             + (args.steps + _WARMUP_STEPS + 2) * (k + 1)
-            + _STARTING_STEPS,
+            + self._starting_steps(),
             dtype=args.dtype,
             kv_cache_dtype=args.kv_cache_dtype,
             device="cpu",
@@ -132,10 +132,17 @@ class Roofline:
         )
         return DecodeEngine(setup)
 
+    def _starting_steps(self) -> int:
+        """Pretended steps, at most, in which a sequence may decode until all others do, too."""
+        batches = [*self._args.batch_sizes, *(_PLOTTED_BATCHES if self._args.plot else [])]
+        batch: int = max(batches)
+        num_tokens: int = min(batch * max(self._args.contexts), _MOST_STARTED_TOKENS)
+        return 1 + num_tokens // _TOKENS_OF_STEP
+
     def _measured(self, engine: DecodeEngine, k: int, batch: int, context: int) -> float | None:
         """Seconds of a step, the engine left running; None when the cache is too small."""
         steps = self._args.steps + _WARMUP_STEPS + 2
-        if batch > engine.most_seqs(context + steps * (k + 1) + _STARTING_STEPS):
+        if batch > engine.most_seqs(context + steps * (k + 1) + self._starting_steps()):
             self.left_out.append(
                 f"batch {batch} at {context} tokens, k={k}: the cache is too small"
             )
