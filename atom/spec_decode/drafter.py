@@ -28,9 +28,8 @@ Found = Sequence[Continuation | None]
 # its newest tokens; None if there is no such step.
 Launched = Sequence[list[int] | None]
 
-# While no drafts pay: the steps for which a lookup rests at most, and of so many one is measured.
+# Steps for which a lookup rests at most while no drafts pay.
 _MOST_REST = 3
-_IDLE_STEPS = 4
 # The proposer's accepted drafts, before any were verified, and the window of their mean.
 _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
 
@@ -115,7 +114,6 @@ class Drafter:
         # and before it.
         self._pending: dict[int, list[float]] = {}
         self._verified: dict[int, list[float]] = {}
-        self._num_idle = 0
         # Steps that the lookup still rests, those of its last rest, and whether it rests now.
         self._rest_left, self._last_rest, self._rests = 0, 0, False
         # Those for the step behind one that was launched: made in that step, in the one before it,
@@ -342,10 +340,6 @@ class Drafter:
         """
         if self._length is None and not self.looks:
             return
-        if self._is_idle(batch):
-            self._num_idle += 1
-            if self._num_idle % _IDLE_STEPS:
-                return
         verifications, num_rows = [], 0
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
             if sequence.wants_sample and sequence.wants_drafts:
@@ -363,13 +357,6 @@ class Drafter:
             is_decode = num_rows == batch.num_tokens
             measured = seconds if is_decode else None
             self._length.observe(self._merged.choice, verifications, measured)
-
-    def _is_idle(self, batch: ScheduledBatch) -> bool:
-        """Whether the step neither verified drafts nor made any, since that was best."""
-        choice = self._merged.choice
-        if choice is None or choice.rate is None or choice.asked:
-            return False
-        return not any(s.num_drafts for s in batch.sequences)
 
     def _choose(self, sources: Sequence[str], needed: bool) -> DraftNumbers:
         """Args:

@@ -20,8 +20,10 @@ from atom.spec_decode.step_times import ROW_OF_GPU, StepTimes, batch_bucket
 
 # Share of the time that may be lost to tries.
 _PROBE_SHARE = 0.01
-# Steps after which plans are made anew, and how many of them are kept.
+# Steps after which plans are made anew, and how many of them are kept. The first ones, which know
+# little, last for a share of the steps before them.
 _LASTING, _MOST_KEPT = 8, 64
+_FIRST_LASTING_SHARE = 1 / 16
 
 
 @dataclass(frozen=True)
@@ -261,7 +263,8 @@ class AdaptiveLength:
         groups = frozenset(Counter(sources).items())
         key = groups, drafts, self._num_verified
         known = self._plans.get(key)
-        if known is not None and self._num_steps < known.made_in + _LASTING:
+        lasting = min(_LASTING, self._num_steps * _FIRST_LASTING_SHARE)
+        if known is not None and self._num_steps < known.made_in + lasting:
             return known
         if len(self._plans) == _MOST_KEPT:
             self._plans.clear()

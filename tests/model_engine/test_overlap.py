@@ -28,7 +28,7 @@ from atom.graphs.capture import ReexecuteBackend
 from atom.kv_cache.base import KVCachePlan
 from atom.model_engine import kv_memory, planned_graphs, worker
 from atom.model_engine.arg_utils import engine_config
-from atom.spec_decode import drafter, factory
+from atom.spec_decode import factory
 
 
 @pytest.fixture(scope="module")
@@ -115,7 +115,6 @@ def test_numbers_of_drafts_are_chosen_ahead(
     texts = [[*prompt, *outputs] for prompt, outputs in zip(PROMPTS, expected, strict=True)]
     monkeypatch.setattr(worker, "create_proposer", lambda *_: KnowingProposer(texts))
     monkeypatch.setattr(factory, "AdaptiveLength", AnyLength)
-    monkeypatch.setattr(drafter, "_IDLE_STEPS", 1)  # all of them are observed
     llm = checkpoints.engine("adaptive", overlap=True)
     assert engines.generate(llm, params("greedy"), PROMPTS) == expected
     length: Any = llm.engine.core.executor.parts.drafter._length  # type: ignore[attr-defined]
