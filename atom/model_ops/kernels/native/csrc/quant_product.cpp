@@ -9,8 +9,11 @@
 namespace atom {
 namespace {
 
-// Bytes between reading and prefetching codes.
-constexpr int64_t kAheadCodes = 2048;
+// Codes are fetched while those of the panels before are multiplied, at least so many bytes ahead.
+constexpr int64_t kLeastAhead = 2048;
+
+// So many rows at a time are worth a table of factors; fewer convert factors as they need them.
+constexpr int kTableRows = 6;
 
 // Sums of P panels of weights with R rows.
 template <class Sum, int R, int P>
@@ -23,20 +26,27 @@ struct Sums {
 template <Inputs kKind, int R>
 constexpr bool kOneSum = kKind == Inputs::kInt12 && kUnsignedProduct && R >= 4;
 
-template <class C>
-ATOM_INLINE void prefetch_unit(const uint8_t* codes) {
-  for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kAheadCodes);
-}
+// What a pass over panels fetches for those to come, so that memory rests in no pass: so many bytes
+// with each unit, or all at once where many rows make registers scarce.
+struct Ahead {
+  const uint8_t* at;
+  int64_t step;
+
+  ATOM_INLINE void fetch() {
+    for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(at + i);
+    at += step;
+  }
+};
 
 // sums += the products of so many units of codes, those of a panel `panel` bytes behind the one
 // before, with rows that are `stride` apart.
 template <class C, int R, int P>
 ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, const int8_t* x,
-                           int64_t stride, Sums<vint, R, P>& sums) {
+                           int64_t stride, Ahead& ahead, Sums<vint, R, P>& sums) {
   constexpr bool kTwoChains = R * P <= 2;
   Sums<vint, R, P> others{};
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += C::kUnit) {
-    ATOM_UNROLL for (int p = 0; p < P; ++p) prefetch_unit<C>(codes + p * panel);
+    if constexpr (R < kTableRows) ahead.fetch();
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       vint quads[P];
       ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = C::quad(codes + p * panel, j);
@@ -59,10 +69,10 @@ ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, c
 template <class C, Inputs kKind, int R, int P>
 ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t units,
                                 const int8_t* x, int64_t inputs, int64_t stride,
-                                Sums<vint, R, P>& sums) {
+                                Ahead& ahead, Sums<vint, R, P>& sums) {
   Sums<vint, R, P> others{};
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes) {
-    ATOM_UNROLL for (int p = 0; p < P; ++p) prefetch_unit<C>(codes + p * panel);
+    if constexpr (R < kTableRows) ahead.fetch();
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       vint quads[P];
       ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = C::quad(codes + p * panel, j);
@@ -116,11 +126,11 @@ ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t uni
 // As tiles of bfloat16 sum: of each unit the even inputs and the odd ones, then both.
 template <class C, int R, int P>
 ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, const float* x,
-                           int64_t stride, Sums<vfloat, R, P>& sums) {
+                           int64_t stride, Ahead& ahead, Sums<vfloat, R, P>& sums) {
   static_assert(P == 1);
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += C::kUnit) {
     vfloat parts[2][R] = {};
-    prefetch_unit<C>(codes);
+    if constexpr (R < kTableRows) ahead.fetch();
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       const vint quad = C::quad(codes, j);
       ATOM_UNROLL for (int i = 0; i < 4; ++i) {
@@ -145,6 +155,7 @@ class FactorTable {
     all_ = scratch.get<Factors>(spans * panels);
     for (int64_t i = 0; i < spans; ++i) {
       for (int64_t p = 0; p < panels; ++p) {
+        fetch_factors(w, panel + panels + p, i * span);
         all_[i * panels + p] = product_factors(w, panel + p, i * span);
       }
     }
@@ -155,14 +166,11 @@ class FactorTable {
   Factors* all_;
 };
 
-// So many rows at a time are worth the table; fewer convert factors as they need them.
-constexpr int kTableRows = 6;
-
 // out[(r * P + p) * kLanes] = panel `panel` + p of the weights times row `first` + r. `table`: of these
-// panels, for kTableRows rows or more.
+// panels, for kTableRows rows or more; `ahead`: with each unit of fewer.
 template <class C, Inputs kKind, int R, int P>
 void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
-                   const FactorTable* table, float* out) {
+                   const FactorTable* table, Ahead ahead, float* out) {
   constexpr bool kInteger = kKind != Inputs::kNumbers;
   using Input = std::conditional_t<kInteger, int8_t, float>;
   using Sum = std::conditional_t<kInteger, vint, vfloat>;
@@ -182,9 +190,13 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
       }
     }
     if constexpr (is_wide(kKind)) {
-      sum_wide_units<C, kKind, R, P>(codes, panel_bytes, units, x, w.inputs, rows.stride, sums);
+      sum_wide_units<C, kKind, R, P>(codes, panel_bytes, units, x, w.inputs, rows.stride, ahead,
+                                     sums);
     } else {
-      sum_units<C, R, P>(codes, panel_bytes, units, x, rows.stride, sums);
+      sum_units<C, R, P>(codes, panel_bytes, units, x, rows.stride, ahead, sums);
+    }
+    if (R < kTableRows && first == 0) {
+      ATOM_UNROLL for (int p = 0; p < P; ++p) fetch_factors(w, panel + P + p, span * rows.span);
     }
     const auto add = [&](auto has_shift) {
       ATOM_UNROLL for (int p = 0; p < P; ++p) {
@@ -214,11 +226,22 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
 template <class C, Inputs kKind, int P>
 void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t count,
                      float* out) {
-  int64_t r = 0;
+  const int64_t bytes = P * w.panel_bytes(), units = w.inputs / C::kUnit;
+  const uint8_t* next = w.codes + panel * w.panel_bytes() + (kLeastAhead / bytes + 1) * bytes;
+  int64_t r = 0, fetched = 0;
   const auto take = [&](auto size, const FactorTable* table = nullptr) {
     constexpr int R = decltype(size)::value;
     for (; r + R <= count; r += R) {
-      multiply_rows<C, kKind, R, P>(w, panel, rows, r, table, out + r * P * kLanes);
+      Ahead ahead{next + fetched, 0};
+      if (table != nullptr) {
+        ahead.step = std::min(bytes * R / count + 64, bytes - fetched) / 64 * 64;
+        ahead.fetch();
+        fetched += ahead.step;
+      } else if (fetched < bytes) {
+        ahead.step = (P * C::kBytes * R / count + 63) / 64 * 64;
+        fetched += ahead.step * units;
+      }
+      multiply_rows<C, kKind, R, P>(w, panel, rows, r, table, ahead, out + r * P * kLanes);
     }
   };
   constexpr int kMost = kPanelsTogether < 2 ? 4 : P == 1 ? 8 : kOneSum<kKind, 6> ? 6 : 4;
