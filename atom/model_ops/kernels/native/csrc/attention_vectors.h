@@ -20,14 +20,14 @@ void score_rows(const T* const* keys, int64_t begin, int64_t end, const Packed<T
     next.step();
     const T* two[2] = {keys[i], keys[i + 1]};
     float sums[2 * G];
-    dot_tile<T, 2, G>(two, q, head_dim, head_dim, 0, sums);
+    dot_tile<T, 2, G>(two, q, head_dim, head_dim, sums);
     ATOM_UNROLL for (int g = 0; g < G; ++g)
         std::memcpy(scores + g * kChunk + i, sums + 2 * g, 2 * sizeof(float));
   }
   for (; i < end; ++i) {
     const T* one[1] = {keys[i]};
     float sums[G];
-    dot_tile<T, 1, G>(one, q, head_dim, head_dim, 0, sums);
+    dot_tile<T, 1, G>(one, q, head_dim, head_dim, sums);
     ATOM_UNROLL for (int g = 0; g < G; ++g) scores[g * kChunk + i] = sums[g];
   }
 }

@@ -6,6 +6,7 @@
 // row of activations the same results in any batch.
 #pragma once
 
+#include "ahead.h"
 #include "simd.h"
 
 namespace atom {
@@ -15,6 +16,10 @@ constexpr int kTileRows = 6;
 
 // Elements of a row are consumed in steps of this many.
 constexpr int64_t kDotStep = 2 * kLanes;
+
+// Elements of a row of weights that are a line of memory, or a step.
+template <class T>
+constexpr int64_t kFetchStep = kDotStep * sizeof(T) < 64 ? 64 / sizeof(T) : kDotStep;
 
 // Activations as the tile wants them: float32 in pair order, or, where the processor
 // multiplies bfloat16, as they are.
@@ -81,17 +86,14 @@ ATOM_INLINE void dot_step(vfloat (&acc)[R * G], const T* const (&w)[R], int64_t 
 
 // sums[g * R + r] = w[r] . x[g] over `count` elements; those of x are followed by zeros up to a
 // multiple of kDotStep.
-// `ahead`: bytes from what is read to what is fetched from memory meanwhile; 0 fetches nothing.
+// `ahead` fetches with every kFetchStep elements.
 template <class T, int R, int G>
 ATOM_INLINE void dot_tile(const T* const (&w)[R], const Packed<T>* x, int64_t x_stride,
-                          int64_t count, int64_t ahead, float (&sums)[R * G]) {
+                          int64_t count, Ahead& ahead, float (&sums)[R * G]) {
   vfloat acc[R * G] = {};
   int64_t k = 0;
   for (; k + kDotStep <= count; k += kDotStep) {
-    if (ahead != 0) {
-      ATOM_UNROLL for (int r = 0; r < R; ++r)
-          __builtin_prefetch(reinterpret_cast<const char*>(w[r] + k) + ahead);
-    }
+    if (k % kFetchStep<T> == 0) ahead.fetch();
     dot_step<T, R, G>(acc, w, k, x + k, x_stride);
   }
   if (k < count) {
@@ -113,6 +115,14 @@ ATOM_INLINE void dot_tile(const T* const (&w)[R], const Packed<T>* x, int64_t x_
     std::memcpy(sums + i, out, sizeof(float) * (tile - i < 8 ? tile - i : 8));
   }
   ATOM_UNROLL for (int i = wide; i < tile; ++i) sums[i] = sum(acc[i]);
+}
+
+// The same of rows that are in a cache.
+template <class T, int R, int G>
+ATOM_INLINE void dot_tile(const T* const (&w)[R], const Packed<T>* x, int64_t x_stride,
+                          int64_t count, float (&sums)[R * G]) {
+  Ahead nothing{nullptr, 0};
+  dot_tile<T, R, G>(w, x, x_stride, count, nothing, sums);
 }
 
 // Cuts `rows` activation rows into the fewest groups of at most `Most`, 6 or 8, and calls

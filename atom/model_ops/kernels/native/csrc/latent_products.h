@@ -108,7 +108,7 @@ struct Vectors {
     const T* row[R];
     for (int r = 0; r < R; ++r) row[r] = rows.at(i + r);
     float sums[R * G];
-    dot_tile<T, R, G>(row, x, size, size, 0, sums);
+    dot_tile<T, R, G>(row, x, size, size, sums);
     ATOM_UNROLL for (int g = 0; g < G; ++g)
         std::memcpy(out + g * out_stride + i, sums + R * g, R * sizeof(float));
   }

@@ -102,40 +102,52 @@ class VectorProduct {
   void multiply(const void* packed, int64_t first, int64_t count, const T* weight, int64_t outs,
                 float* sums) const {
     const auto* x = static_cast<const Packed<T>*>(packed) + first * stride_;
-    // One chunk of rows passes too fast for that: it fetches just ahead of itself.
-    if (rows_ > kGroupRows) fetch_next_panel(weight, size_, first, count, rows_);
-    for_row_groups<kGroupRows>(
-        count, [&](auto rows, int64_t) { panel<decltype(rows)::value>(x, weight, outs, sums); });
+    for_row_groups<kGroupRows>(count, [&](auto rows, int64_t) {
+      panel<decltype(rows)::value>(x, first, weight, outs, sums);
+    });
   }
 
  private:
-  // Bytes between reading and prefetching a weight row: far enough to hide memory, near
-  // enough to stay in the first-level cache.
-  static constexpr int64_t kAheadBytes = 2048;
+  // One chunk of rows fetches so many bytes ahead of itself. Of several each fetches its share of the
+  // panel behind this one.
+  static constexpr int64_t kAheadBytes = 8192;
 
   // One row of weights at a time streams fastest from memory; several at a time load fewer
   // activations, which counts once the processor rather than memory is the limit.
-  static constexpr int64_t kOneWeightRowUpTo = 2;
+  static constexpr int64_t kOneWeightRowUpTo = kGroupRows < 8 ? 2 : 4;
   template <int G>
   static constexpr int kWeightRows = kGroupRows < 8 ? 2 : G > 6 ? 3 : 4;
 
   template <int G>
-  void panel(const Packed<T>* x, const T* weight, int64_t outs, float* sums) const {
+  void panel(const Packed<T>* x, int64_t first, const T* weight, int64_t outs,
+             float* sums) const {
     constexpr int R = kWeightRows<G>;
+    const int64_t bytes = kPanel * size_ * int64_t(sizeof(T));
+    const char* next = reinterpret_cast<const char*>(weight);
+    next += rows_ > kGroupRows ? bytes + bytes * first / rows_ : kAheadBytes;
+    Ahead ahead{next, 0};
+    const char* end = next + share_of(bytes, G, rows_);
     int64_t n = 0;
+    const auto take = [&](auto size) {
+      constexpr int kRows = decltype(size)::value;
+      for (; n + kRows <= outs; n += kRows) {
+        ahead.step = ahead.at < end ? share_of(kRows * kFetchStep<T> * sizeof(T), G, rows_) : 0;
+        tile<kRows, G>(x, weight + n * size_, ahead, sums + n);
+      }
+    };
     if (rows_ > kOneWeightRowUpTo) {
-      for (; n + R <= outs; n += R) tile<R, G>(x, weight + n * size_, sums + n);
-      for (; n + 2 <= outs; n += 2) tile<2, G>(x, weight + n * size_, sums + n);
+      take(std::integral_constant<int, R>{});
+      take(std::integral_constant<int, 2>{});
     }
-    for (; n < outs; ++n) tile<1, G>(x, weight + n * size_, sums + n);
+    take(std::integral_constant<int, 1>{});
   }
 
   template <int R, int G>
-  ATOM_INLINE void tile(const Packed<T>* x, const T* weight, float* sums) const {
+  ATOM_INLINE void tile(const Packed<T>* x, const T* weight, Ahead& ahead, float* sums) const {
     const T* w[R];
     for (int r = 0; r < R; ++r) w[r] = weight + r * size_;
     float found[R * G];
-    dot_tile<T, R, G>(w, x, stride_, size_, rows_ > kGroupRows ? 0 : kAheadBytes * R, found);
+    dot_tile<T, R, G>(w, x, stride_, size_, ahead, found);
     ATOM_UNROLL for (int g = 0; g < G; ++g)
         std::memcpy(sums + g * kPanel, found + g * R, sizeof(float) * R);
   }

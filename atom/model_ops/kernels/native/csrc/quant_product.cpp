@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstdlib>
 
+#include "ahead.h"
 #include "parallel.h"
 #include "quant_span.h"
 #include "quant_wide.h"
@@ -9,8 +10,10 @@
 namespace atom {
 namespace {
 
-// Codes are fetched while those of the panels before are multiplied, at least so many bytes ahead.
+// Codes are fetched while those of the panels before are multiplied, at least so many bytes ahead. With
+// few registers products are slower than memory, and fetch that near.
 constexpr int64_t kLeastAhead = 2048;
+constexpr bool kFetchesPanels = kPanelsTogether > 1;
 
 // So many rows at a time are worth a table of factors; fewer convert factors as they need them.
 constexpr int kTableRows = 6;
@@ -26,17 +29,14 @@ struct Sums {
 template <Inputs kKind, int R>
 constexpr bool kOneSum = kKind == Inputs::kInt12 && kUnsignedProduct && R >= 4;
 
-// What a pass over panels fetches for those to come, so that memory rests in no pass: so many bytes
-// with each unit, or all at once where many rows make registers scarce.
-struct Ahead {
-  const uint8_t* at;
-  int64_t step;
-
-  ATOM_INLINE void fetch() {
-    for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(at + i);
-    at += step;
+template <class C, int R>
+ATOM_INLINE void fetch_with_unit(const uint8_t* codes, Ahead& ahead) {
+  if constexpr (!kFetchesPanels) {
+    for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kLeastAhead);
+  } else if constexpr (R < kTableRows) {
+    ahead.fetch();
   }
-};
+}
 
 // sums += the products of so many units of codes, those of a panel `panel` bytes behind the one
 // before, with rows that are `stride` apart.
@@ -46,7 +46,7 @@ ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, c
   constexpr bool kTwoChains = R * P <= 2;
   Sums<vint, R, P> others{};
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += C::kUnit) {
-    if constexpr (R < kTableRows) ahead.fetch();
+    fetch_with_unit<C, R>(codes, ahead);
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       vint quads[P];
       ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = C::quad(codes + p * panel, j);
@@ -72,7 +72,7 @@ ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t uni
                                 Ahead& ahead, Sums<vint, R, P>& sums) {
   Sums<vint, R, P> others{};
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes) {
-    if constexpr (R < kTableRows) ahead.fetch();
+    fetch_with_unit<C, R>(codes, ahead);
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       vint quads[P];
       ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = C::quad(codes + p * panel, j);
@@ -130,7 +130,7 @@ ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, c
   static_assert(P == 1);
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += C::kUnit) {
     vfloat parts[2][R] = {};
-    if constexpr (R < kTableRows) ahead.fetch();
+    fetch_with_unit<C, R>(codes, ahead);
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       const vint quad = C::quad(codes, j);
       ATOM_UNROLL for (int i = 0; i < 4; ++i) {
@@ -195,7 +195,7 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
     } else {
       sum_units<C, R, P>(codes, panel_bytes, units, x, rows.stride, ahead, sums);
     }
-    if (R < kTableRows && first == 0) {
+    if (kFetchesPanels && R < kTableRows && first == 0) {
       ATOM_UNROLL for (int p = 0; p < P; ++p) fetch_factors(w, panel + P + p, span * rows.span);
     }
     const auto add = [&](auto has_shift) {
@@ -234,11 +234,12 @@ void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows,
     for (; r + R <= count; r += R) {
       Ahead ahead{next + fetched, 0};
       if (table != nullptr) {
-        ahead.step = std::min(bytes * R / count + 64, bytes - fetched) / 64 * 64;
+        // All at once: so many rows leave no registers for more.
+        ahead.step = std::min(share_of(bytes, R, count), bytes - fetched);
         ahead.fetch();
         fetched += ahead.step;
       } else if (fetched < bytes) {
-        ahead.step = (P * C::kBytes * R / count + 63) / 64 * 64;
+        ahead.step = share_of(P * C::kBytes, R, count);
         fetched += ahead.step * units;
       }
       multiply_rows<C, kKind, R, P>(w, panel, rows, r, table, ahead, out + r * P * kLanes);

@@ -1,0 +1,26 @@
+// Memory is fetched while what came from it before is multiplied.
+#pragma once
+
+#include "simd.h"
+
+namespace atom {
+
+// What a pass over weights fetches for those to come, so that memory rests in no pass: so many bytes
+// with each of its steps.
+struct Ahead {
+  const void* at;
+  int64_t step;
+
+  ATOM_INLINE void fetch() {
+    const char* from = static_cast<const char*>(at);
+    for (int64_t i = 0; i < step; i += 64) __builtin_prefetch(from + i);
+    at = from + step;
+  }
+};
+
+// A share of so many bytes, rounded up to what is fetched at once.
+inline int64_t share_of(int64_t bytes, int64_t count, int64_t rows) {
+  return (bytes * count / rows + 63) / 64 * 64;
+}
+
+}  // namespace atom
