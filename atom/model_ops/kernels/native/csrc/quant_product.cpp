@@ -10,9 +10,9 @@
 namespace atom {
 namespace {
 
-// Codes are fetched while those of the panels before are multiplied, at least so many bytes ahead. With
-// few registers products are slower than memory, and fetch that near.
-constexpr int64_t kLeastAhead = 2048;
+// Bytes from what the only pass over a panel reads to what it fetches.
+constexpr int64_t kNearBytes = 2048;
+// Whether several passes share the next panels: with few registers products are slower than memory.
 constexpr bool kFetchesPanels = kPanelsTogether > 1;
 
 // So many rows at a time are worth a table of factors; fewer convert factors as they need them.
@@ -29,24 +29,35 @@ struct Sums {
 template <Inputs kKind, int R>
 constexpr bool kOneSum = kKind == Inputs::kInt12 && kUnsignedProduct && R >= 4;
 
-template <class C, int R>
-ATOM_INLINE void fetch_with_unit(const uint8_t* codes, Ahead& ahead) {
-  if constexpr (!kFetchesPanels) {
-    for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + i + kLeastAhead);
-  } else if constexpr (R < kTableRows) {
-    ahead.fetch();
+// What a pass over P panels fetches with its units: codes near behind those that it reads, at the end
+// of the panels those of the next; or, of several passes, a share of the next panels.
+struct Fetching {
+  bool is_near;
+  int64_t near_units;  // until the next panels
+  Ahead share;
+
+  template <class C, int R, int P>
+  ATOM_INLINE void fetch(const uint8_t* codes, int64_t panel) {
+    if (is_near) {
+      codes += kNearBytes + (near_units-- > 0 ? 0 : (P - 1) * panel);
+      ATOM_UNROLL for (int p = 0; p < P; ++p) {
+        for (int64_t i = 0; i < C::kBytes; i += 64) __builtin_prefetch(codes + p * panel + i);
+      }
+    } else if (kFetchesPanels && R < kTableRows) {
+      share.fetch();
+    }
   }
-}
+};
 
 // sums += the products of so many units of codes, those of a panel `panel` bytes behind the one
 // before, with rows that are `stride` apart.
 template <class C, int R, int P>
 ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, const int8_t* x,
-                           int64_t stride, Ahead& ahead, Sums<vint, R, P>& sums) {
+                           int64_t stride, Fetching& fetching, Sums<vint, R, P>& sums) {
   constexpr bool kTwoChains = R * P <= 2;
   Sums<vint, R, P> others{};
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += C::kUnit) {
-    fetch_with_unit<C, R>(codes, ahead);
+    fetching.template fetch<C, R, P>(codes, panel);
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       vint quads[P];
       ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = C::quad(codes + p * panel, j);
@@ -69,10 +80,10 @@ ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, c
 template <class C, Inputs kKind, int R, int P>
 ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t units,
                                 const int8_t* x, int64_t inputs, int64_t stride,
-                                Ahead& ahead, Sums<vint, R, P>& sums) {
+                                Fetching& fetching, Sums<vint, R, P>& sums) {
   Sums<vint, R, P> others{};
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes) {
-    fetch_with_unit<C, R>(codes, ahead);
+    fetching.template fetch<C, R, P>(codes, panel);
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       vint quads[P];
       ATOM_UNROLL for (int p = 0; p < P; ++p) quads[p] = C::quad(codes + p * panel, j);
@@ -126,11 +137,11 @@ ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t uni
 // As tiles of bfloat16 sum: of each unit the even inputs and the odd ones, then both.
 template <class C, int R, int P>
 ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, const float* x,
-                           int64_t stride, Ahead& ahead, Sums<vfloat, R, P>& sums) {
+                           int64_t stride, Fetching& fetching, Sums<vfloat, R, P>& sums) {
   static_assert(P == 1);
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes, x += C::kUnit) {
     vfloat parts[2][R] = {};
-    fetch_with_unit<C, R>(codes, ahead);
+    fetching.template fetch<C, R, P>(codes, panel);
     ATOM_UNROLL for (int64_t j = 0; j < C::kQuads; ++j) {
       const vint quad = C::quad(codes, j);
       ATOM_UNROLL for (int i = 0; i < 4; ++i) {
@@ -167,10 +178,10 @@ class FactorTable {
 };
 
 // out[(r * P + p) * kLanes] = panel `panel` + p of the weights times row `first` + r. `table`: of these
-// panels, for kTableRows rows or more; `ahead`: with each unit of fewer.
+// panels, for kTableRows rows or more.
 template <class C, Inputs kKind, int R, int P>
 void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t first,
-                   const FactorTable* table, Ahead ahead, float* out) {
+                   const FactorTable* table, Fetching fetching, float* out) {
   constexpr bool kInteger = kKind != Inputs::kNumbers;
   using Input = std::conditional_t<kInteger, int8_t, float>;
   using Sum = std::conditional_t<kInteger, vint, vfloat>;
@@ -190,10 +201,10 @@ void multiply_rows(const QuantMatrix& w, int64_t panel, const QuantRows& rows, i
       }
     }
     if constexpr (is_wide(kKind)) {
-      sum_wide_units<C, kKind, R, P>(codes, panel_bytes, units, x, w.inputs, rows.stride, ahead,
+      sum_wide_units<C, kKind, R, P>(codes, panel_bytes, units, x, w.inputs, rows.stride, fetching,
                                      sums);
     } else {
-      sum_units<C, R, P>(codes, panel_bytes, units, x, rows.stride, ahead, sums);
+      sum_units<C, R, P>(codes, panel_bytes, units, x, rows.stride, fetching, sums);
     }
     if (kFetchesPanels && R < kTableRows && first == 0) {
       ATOM_UNROLL for (int p = 0; p < P; ++p) fetch_factors(w, panel + P + p, span * rows.span);
@@ -227,22 +238,23 @@ template <class C, Inputs kKind, int P>
 void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows, int64_t count,
                      float* out) {
   const int64_t bytes = P * w.panel_bytes(), units = w.inputs / C::kUnit;
-  const uint8_t* next = w.codes + panel * w.panel_bytes() + (kLeastAhead / bytes + 1) * bytes;
+  const uint8_t* next = w.codes + panel * w.panel_bytes() + bytes;
   int64_t r = 0, fetched = 0;
   const auto take = [&](auto size, const FactorTable* table = nullptr) {
     constexpr int R = decltype(size)::value;
     for (; r + R <= count; r += R) {
-      Ahead ahead{next + fetched, 0};
+      Fetching fetching{!kFetchesPanels || R == count, units - kNearBytes / C::kBytes,
+                        {next + fetched, 0}};
       if (table != nullptr) {
         // All at once: so many rows leave no registers for more.
-        ahead.step = std::min(share_of(bytes, R, count), bytes - fetched);
-        ahead.fetch();
-        fetched += ahead.step;
+        fetching.share.step = std::min(share_of(bytes, R, count), bytes - fetched);
+        fetching.share.fetch();
+        fetched += share_of(bytes, R, count);
       } else if (fetched < bytes) {
-        ahead.step = share_of(P * C::kBytes, R, count);
-        fetched += ahead.step * units;
+        fetching.share.step = share_of(P * C::kBytes, R, count);
+        fetched += fetching.share.step * units;
       }
-      multiply_rows<C, kKind, R, P>(w, panel, rows, r, table, ahead, out + r * P * kLanes);
+      multiply_rows<C, kKind, R, P>(w, panel, rows, r, table, fetching, out + r * P * kLanes);
     }
   };
   constexpr int kMost = kPanelsTogether < 2 ? 4 : P == 1 ? 8 : kOneSum<kKind, 6> ? 6 : 4;
