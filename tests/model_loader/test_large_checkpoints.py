@@ -157,7 +157,7 @@ def test_two_hundred_thousand_tensors_are_checked_in_seconds(tmp_path: Path) -> 
     assert count > 130_000
     start = time.process_time()
     check(tmp_path / "model")
-    assert time.process_time() - start < 20
+    assert time.process_time() - start < 60
 
 
 # Peak memory above that of a finished load, for one of `size` ranks, in bytes.
