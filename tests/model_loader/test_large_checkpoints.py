@@ -137,9 +137,9 @@ def many_experts(folder: Path, num_experts: int, num_layers: int, num_files: int
 
 
 def test_checking_takes_linear_time(tmp_path: Path) -> None:
-    """Twice the tensors take about twice as long; CPU time, best of three."""
+    """Eight times the tensors take about eight times as long; CPU time, best of three."""
     took = []
-    for factor in (1, 4):
+    for factor in (1, 8):
         folder = tmp_path / str(factor) / "model"
         count = many_experts(folder, 40 * factor, 4, 2)
         times = []
@@ -148,7 +148,7 @@ def test_checking_takes_linear_time(tmp_path: Path) -> None:
             check(folder)
             times.append(time.process_time() - start)
         took.append(min(times) / count)
-    assert took[1] < 2 * took[0]
+    assert took[1] < 4 * took[0]
 
 
 @pytest.mark.slow
