@@ -42,6 +42,18 @@ if not torch.cuda.is_available():
     # there before any test module. Engines on a CPU prefer native and torch kernels as ever.
     os.environ["TRITON_INTERPRET"] = "1"
 
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    # How long an example takes says nothing but how busy the machine is.
+    settings.register_profile(
+        "any machine",
+        settings.default,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("any machine")
+
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 _MOST_WORKERS = 8
@@ -204,6 +216,14 @@ def tiny_llama_dir(
     model.save_pretrained(folder)
     byte_level_tokenizer.save_pretrained(folder)
     return folder
+
+
+@pytest.fixture(scope="session")
+def endless_llama_dir(tmp_path_factory: pytest.TempPathFactory, tiny_llama_dir: Path) -> Path:
+    """The tiny checkpoint for requests of `endless.ENDLESS_TOKENS`."""
+    from endless import write_endless
+
+    return write_endless(tiny_llama_dir, tmp_path_factory.mktemp("endless") / "model")
 
 
 @pytest.fixture

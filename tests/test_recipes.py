@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import httpx
 import pytest
 import yaml
+from ports import free_port
 
 from atom.config import ConfigError
 from atom.entrypoints.openai.http.options import ServerOptions
@@ -293,7 +294,10 @@ def test_benchmarks_run(
 
 
 def test_the_server_answers_what_curl_asks(
-    benchmark_module: Callable[[str], Any], tiny_llama_dir: Path, tmp_path: Path
+    benchmark_module: Callable[[str], Any],
+    tiny_llama_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """One server of the SmolLM2 recipe, every curl command of all recipes."""
     chosen = [c for c in COMMANDS if c.program == SERVER and c.recipe == "SmolLM2.md"]
@@ -302,6 +306,7 @@ def test_the_server_answers_what_curl_asks(
     del flags[place : place + 2]
     model = ["--model", str(tiny_llama_dir), *TINY, "--method", "suffix"]
     model += ["--num-speculative-tokens", "2"]
+    monkeypatch.setattr(benchmark_module("_server"), "free_port", free_port)
     server = benchmark_module("_server").Server([*flags, *model], tmp_path / "server.log")
     with server:
         server.wait_healthy(240)

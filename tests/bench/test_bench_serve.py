@@ -8,7 +8,6 @@ import json
 import socket
 import sys
 import threading
-import time
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ import pytest
 import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, StreamingResponse
+from patience import wait_until
 
 from atom.bench import report as report_module
 from atom.bench import serve as serving
@@ -66,9 +66,7 @@ def served(app: FastAPI) -> Iterator[str]:
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
-        deadline = time.monotonic() + 20
-        while not server.started and time.monotonic() < deadline:
-            time.sleep(0.01)
+        wait_until(lambda: server.started)
         yield f"http://127.0.0.1:{listener.getsockname()[1]}/v1"
     finally:
         server.should_exit = True
@@ -87,9 +85,11 @@ def test_report_of_a_known_server(tmp_path: Path, load: list[str]) -> None:
     assert report["output_tokens"] == 12 * TOKENS
     assert report["prompt_tokens"] == 36
     latencies = report["latencies"]
-    # Lower bounds only: a busy machine may add to all of them.
+    # Lower bounds only: a busy machine may add to them.
     assert latencies["ttft_ms"]["median"] >= FIRST * 1e3
-    assert latencies["tpot_ms"]["median"] >= GAP * 1e3 * 0.9
+    # If it sees a first token late, those after it seem to come faster.
+    decoding = latencies["e2el_ms"]["mean"] - latencies["ttft_ms"]["mean"]
+    assert latencies["tpot_ms"]["mean"] == pytest.approx(decoding / (TOKENS - 1))
     assert latencies["itl_ms"]["p99"] >= latencies["itl_ms"]["median"]
     assert latencies["e2el_ms"]["mean"] >= (FIRST + GAP * (TOKENS - 1)) * 1e3 * 0.95
     assert report["goodput"]["good"] == 12

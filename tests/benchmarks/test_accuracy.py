@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ports import free_port
 
 from atom.entrypoints.openai.http.options import ServerOptions
 from atom.entrypoints.openai_server import create_parser
@@ -34,7 +35,8 @@ Import = Callable[[str], Any]
 
 
 @pytest.fixture
-def accuracy(benchmark_module: Import) -> Any:
+def accuracy(benchmark_module: Import, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setattr(benchmark_module("_server"), "free_port", free_port)
     return benchmark_module("accuracy")
 
 

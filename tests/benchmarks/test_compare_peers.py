@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from argparse import Namespace
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from patience import wait_until
 
 Module = Callable[[str], Any]
 
@@ -191,7 +192,9 @@ def test_work_of_others(benchmark_module: Module) -> None:
     quiet = benchmark_module("_quiet")
     with quiet.neighbour() as pid:
         all_but_us, all_but_both = quiet.OtherWork(()), quiet.OtherWork((pid,))
-        time.sleep(0.5)
+        process = psutil.Process(pid)
+        begun = process.cpu_times().user
+        wait_until(lambda: process.cpu_times().user > begun + 0.3)
         assert all_but_us.cores() > all_but_both.cores()
     assert not Path(f"/proc/{pid}").exists()
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from patience import is_gone, wait_until
 from test_gpu import KERNEL_ROW
 
 ROOT = Path(__file__).parents[2]
@@ -115,20 +115,19 @@ class TestRun:
     def test_what_takes_too_long_is_ended_with_its_children(
         self, benchmark_module: Module, tmp_path: Path, capsys: pytest.CaptureFixture[str]
     ) -> None:
-        there = tmp_path / "there"
-        child = f"import time, pathlib; time.sleep(4); pathlib.Path({str(there)!r}).touch()"
+        child = tmp_path / "child"
         program = (
-            "import subprocess, sys, time; print('begun', flush=True); "
+            "import pathlib, subprocess, sys, time; print('begun', flush=True); "
             "print('told', file=sys.stderr, flush=True); "
-            f"subprocess.Popen([sys.executable, '-c', {child!r}]); time.sleep(60)"
+            "process = subprocess.Popen(['sleep', '600']); "
+            f"pathlib.Path({str(child)!r}).write_text(str(process.pid)); time.sleep(600)"
         )
         run = benchmark_module("_gpu_run").run
-        status, printed = run([sys.executable, "-c", program], 2, shows=True)
+        status, printed = run([sys.executable, "-c", program], 5, shows=True)
         assert status is None
         assert printed == "begun\ntold\n"
         assert capsys.readouterr().err == "  told\n"
-        time.sleep(3)
-        assert not there.exists()
+        wait_until(lambda: is_gone(int(child.read_text())))
 
     def test_the_exit_status(self, benchmark_module: Module) -> None:
         run = benchmark_module("_gpu_run").run

@@ -17,6 +17,6 @@ subscriber = Subscriber.connect(Address.decode(sys.argv[1].encode()), int(sys.ar
 print("connected", flush=True)
 try:
     while True:
-        print(zlib.crc32(subscriber.receive(30)), flush=True)
+        print(zlib.crc32(subscriber.receive(300)), flush=True)
 except ChannelClosedError:
     print("closed", flush=True)

@@ -26,10 +26,14 @@ from distributed.coupled import add, coupled_config, serve
 from spec_decode.engines import params
 from atom.model_engine.engine_core import EngineCore
 
-folder, size, max_tokens, prompts = sys.argv[1:]
+folder, size, max_tokens, prompts, *is_to_die = sys.argv[1:]
 core = EngineCore(coupled_config(folder, 2, tensor_parallel_size=int(size)))
 add(core, json.loads(prompts), params("greedy", max_tokens=int(max_tokens)))
-print("started", flush=True)
+if is_to_die:
+    for _ in range(5):
+        core.step()
+    print("runs", flush=True)
+    sys.stdin.read()
 tokens = serve(core)
 core.shutdown()
 print(json.dumps(tokens), flush=True)
@@ -37,12 +41,14 @@ print(json.dumps(tokens), flush=True)
 
 
 def start(
-    folder: Path, first: RankEnvironment, max_tokens: int, prompts: list[list[int]]
+    folder: Path, first: RankEnvironment, max_tokens: int, prompts: list[list[int]], *words: str
 ) -> subprocess.Popen[str]:
+    """With a word it says when both run, and goes no further."""
     numbers = str(first.world_size // 2), str(max_tokens)
     return subprocess.Popen(
-        [sys.executable, "-c", _ENGINE, str(folder), *numbers, json.dumps(prompts)],
+        [sys.executable, "-c", _ENGINE, str(folder), *numbers, json.dumps(prompts), *words],
         env={**os.environ, **first.variables(), "PYTHONPATH": os.pathsep.join(sys.path)},
+        stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -70,11 +76,13 @@ def test_engines_meet_and_share(folder: Path) -> None:
 @pytest.mark.slow
 def test_an_engine_that_dies_ends_the_other(folder: Path) -> None:
     firsts = coupled_engines(coupled_config(folder, 2).parallel)
-    engines = [start(folder, first, 110, PROMPTS[:2]) for first in firsts]
+    engines = [
+        start(folder, first, 110, PROMPTS[:2], *words)
+        for first, words in zip(firsts, ((), ("dies",)), strict=True)
+    ]
     try:
-        for engine in engines:
-            assert engine.stdout is not None
-            assert engine.stdout.readline() == "started\n"
+        assert engines[1].stdout is not None
+        assert engines[1].stdout.readline() == "runs\n"
         engines[1].kill()
         _, errors = engines[0].communicate(timeout=60)
         assert engines[0].returncode == 1

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import socket
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from patience import PATIENCE_SECONDS, wait_until
+from ports import free_port
 from ranks import run_threads
 
 from atom.config import ConfigError, EngineConfig
@@ -42,9 +42,7 @@ def config(folder: Path, **options: object) -> EngineConfig:
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> RankEnvironment:
     """What a launcher would say to rank 0 of two."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    mine = RankEnvironment(0, 2, 0, master_port=port)
+    mine = RankEnvironment(0, 2, 0, master_port=free_port())
     monkeypatch.setattr(
         launched, "rank_variables", lambda: {k: v for k, v in mine.variables().items() if v}
     )
@@ -104,11 +102,10 @@ def exits(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return statuses
 
 
-def wait_for(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
+@pytest.fixture
+def in_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank is too late for the end."""
+    monkeypatch.setattr(connection, "_LAST_SECONDS", PATIENCE_SECONDS)
 
 
 def test_a_rank_ends_that_does_not_come_to_the_end(
@@ -116,17 +113,21 @@ def test_a_rank_ends_that_does_not_come_to_the_end(
 ) -> None:
     """It may wait for its device, in a step that rank 0 has left."""
     pair[0].close()
-    wait_for(lambda: exits[:1] == [0])
+    wait_until(lambda: exits[:1] == [0])
 
 
+@pytest.mark.usefixtures("in_time")
 def test_a_rank_that_comes_to_the_end_is_not_ended(
     exits: list[int], pair: tuple[RankDriver, RankFollower]
 ) -> None:
     driver, follower = pair
     driver.close()
     assert follower.receive() is None
+    wait_until(lambda: follower._exiting is not None)
     follower.close()
-    time.sleep(0.8)
+    assert follower._exiting is not None
+    follower._exiting.join(PATIENCE_SECONDS / 2)
+    assert not follower._exiting.is_alive()
     assert exits == []
 
 
@@ -137,7 +138,7 @@ def test_the_others_learn_why_rank_0_fails(
     driver.close("rank 0 raised ValueError: no such thing")
     with pytest.raises(RankLostError, match=r"rank 0 .* ValueError: no such thing"):
         follower.receive()
-    wait_for(lambda: exits == [1])
+    wait_until(lambda: exits == [1])
 
 
 @pytest.mark.parametrize("is_awaited", [True, False])
@@ -150,8 +151,10 @@ def test_rank_0_ends_if_it_still_waits_for_a_lost_rank(
     driver, follower = pair
     driver.is_awaited = is_awaited
     follower.failed("ValueError: no such thing")
-    wait_for(lambda: driver.lost is not None)
-    time.sleep(0.8)
+    wait_until(lambda: driver._exiting is not None)
+    assert driver._exiting is not None
+    driver._exiting.join(PATIENCE_SECONDS)
+    assert driver.lost is not None
     assert exits == ([1] if is_awaited else [])
     assert ("no such thing, and this rank still waits for it" in caplog.text) == is_awaited
 
@@ -166,6 +169,7 @@ class Stuck:
         self.may_end.wait()
 
 
+@pytest.mark.usefixtures("in_time")
 def test_nothing_waits_for_communicators(
     exits: list[int], pair: tuple[RankDriver, RankFollower], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -173,11 +177,9 @@ def test_nothing_waits_for_communicators(
     stuck = Stuck()
     for each in pair:
         each._groups._handles.insert(0, stuck)
-    began = time.monotonic()
     pair[0].close()
     assert pair[1].receive() is None
     pair[1].close()
-    assert time.monotonic() - began < 5
     assert exits == []
     stuck.may_end.set()
 
@@ -187,8 +189,8 @@ def test_steps_are_counted(pair: tuple[RankDriver, RankFollower]) -> None:
     for _ in range(3):
         driver.publish(b"step")
         follower.receive()
-    wait_for(lambda: driver._watch.steps == {1: 3})
-    wait_for(lambda: follower._reporter._rank0_step == 3)
+    wait_until(lambda: driver._watch.steps == {1: 3})
+    wait_until(lambda: follower._reporter._rank0_step == 3)
 
 
 def test_nccl_uses_the_interface_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import signal
-import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,6 +14,8 @@ from typing import Any
 import httpx
 import psutil
 import pytest
+from patience import PATIENCE_SECONDS, wait_until
+from ports import free_port
 
 from atom import LLM, SamplingParams
 from atom.distributed import launch, ray_launch
@@ -31,6 +31,7 @@ from atom.options import ConfigError
 OPTIONS = {"dtype": "float32", "kv_cache_memory": "4MB", "max_model_len": 128, "num_threads": 1}
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0, ignore_eos=True)
 PROMPT = "hello world"
+START_SECONDS = 150.0
 # Prints what it generates with the model in the folder that is its argument.
 SCRIPT = f"""
 import sys
@@ -52,18 +53,6 @@ def tokens(llm: LLM) -> list[int]:
     return llm.generate([PROMPT], GREEDY, use_tqdm=False)[0].outputs[0].token_ids
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 150) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return int(free.getsockname()[1])
-
-
 def rank_processes(parent: int | None = None) -> list[psutil.Process]:
     children = psutil.Process(parent).children(recursive=True)
     return [each for each in children if launch.RANK_MODULE in each.cmdline()]
@@ -80,12 +69,16 @@ def test_a_rank_that_cannot_start_is_reported_at_once(
         join_as_driver(config)
 
 
-def test_a_rank_ends_with_the_process_that_started_it() -> None:
+def test_a_rank_ends_with_the_process_that_started_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Which it notices by its standard input, also while it waits for rank 0."""
+    monkeypatch.setattr(launch, "_EXIT_SECONDS", PATIENCE_SECONDS)
     meeting = RankEnvironment(1, 2, 1, master_port=free_port())
     ranks = LocalRanks([meeting], instructions(engine_config()))
     [pid] = ranks.pids
-    wait_for(lambda: "torch" in "".join(m.path for m in psutil.Process(pid).memory_maps()))
+    wait_until(
+        lambda: "torch" in "".join(m.path for m in psutil.Process(pid).memory_maps()),
+        START_SECONDS,
+    )
     ranks.check()
     ranks.close()
     assert ranks.wait(threading.Event()) == 1, "it was killed instead"
@@ -120,11 +113,11 @@ def test_a_rank_that_is_stopped_is_lost(tiny_llama_dir: Path) -> None:
 def test_nothing_is_left_when_rank_0_is_killed(tiny_llama_dir: Path) -> None:
     script = SCRIPT + "import os, signal; os.kill(os.getpid(), signal.SIGSTOP)"
     process = subprocess.Popen([sys.executable, "-c", script, str(tiny_llama_dir)])
-    wait_for(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED)
+    wait_until(lambda: psutil.Process(process.pid).status() == psutil.STATUS_STOPPED, START_SECONDS)
     [rank] = rank_processes(process.pid)
     process.kill()
     process.wait()
-    wait_for(lambda: not rank.is_running(), 5)
+    wait_until(lambda: not rank.is_running())
 
 
 @pytest.mark.slow
@@ -162,8 +155,8 @@ class Machine:
         return "".join(self._log)
 
     def wait(self) -> int:
-        status = self.process.wait(150)
-        self._reading.join(5)
+        status = self.process.wait(START_SECONDS)
+        self._reading.join(PATIENCE_SECONDS)
         return status
 
     def _read(self) -> None:
@@ -198,7 +191,7 @@ def completion(url: str) -> str:
 def test_machines_joined_by_hand(tiny_llama_dir: Path) -> None:
     with machines(tiny_llama_dir) as (start, url):
         other, first = start(1), start(0)
-        wait_for(lambda: "Ready" in first.log or first.process.poll() is not None)
+        wait_until(lambda: "Ready" in first.log or first.process.poll() is not None, START_SECONDS)
         text = completion(url)
         late = start(1)
         assert late.wait() == 1
@@ -213,7 +206,7 @@ def test_machines_joined_by_hand(tiny_llama_dir: Path) -> None:
 def test_the_server_says_which_rank_was_lost(tiny_llama_dir: Path) -> None:
     with machines(tiny_llama_dir) as (start, url):
         other, first = start(1), start(0)
-        wait_for(lambda: "Ready" in first.log or first.process.poll() is not None)
+        wait_until(lambda: "Ready" in first.log or first.process.poll() is not None, START_SECONDS)
         other.process.send_signal(signal.SIGTERM)
         assert other.wait() == 0
         with pytest.raises(httpx.HTTPError):
@@ -261,6 +254,6 @@ def test_ray(ray_cluster: Any, tiny_llama_dir: Path, expected: list[int]) -> Non
     assert ray_cluster.available_resources().get("CPU", 0) == 0
     assert tokens(llm) == expected
     llm.shutdown()
-    wait_for(lambda: ray_cluster.available_resources().get("CPU", 0) == 2, 10)
+    wait_until(lambda: ray_cluster.available_resources().get("CPU", 0) == 2)
     with pytest.raises(ConfigError, match="3 ranks do not fit"):
         ray_launch.place_ranks(engine_config(tensor_parallel_size=3).parallel, "cpu")

@@ -13,13 +13,14 @@ import openai
 import psutil
 import pytest
 from entrypoints.openai.server_process import ServerProcess
+from patience import PATIENCE_SECONDS
 from spec_decode.engines import write_target
 from transformers import PreTrainedTokenizerFast
 
 RANKS = 4
-# From the loss of a rank to the end of the last answer and of the last process.
-SECONDS = 10.0
 SHARED = Path("/dev/shm")
+# A stopped rank of which only its silence was noticed would take longer.
+SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,6 @@ def ranks_of(server: ServerProcess) -> list[psutil.Process]:
     ],
 )
 def test_a_lost_rank(folder: Path, rank: int, number: signal.Signals, words: str) -> None:
-    before = set(SHARED.iterdir()) if SHARED.exists() else set()
     flags = ("--tensor-parallel-size", str(RANKS), "--served-model-name", "m")
     server = ServerProcess(folder, *flags, "--dtype", "float32").wait_ready()
     try:
@@ -70,17 +70,20 @@ def test_a_lost_rank(folder: Path, rank: int, number: signal.Signals, words: str
         threads = [threading.Thread(target=ask, args=(server, each, errors)) for each in answered]
         for thread in threads:
             thread.start()
-        assert all(each.wait(SECONDS) for each in answered), errors
+        assert all(each.wait(PATIENCE_SECONDS) for each in answered), errors
         lost = time.monotonic()
         os.kill(processes[rank].pid, number)
         for thread in threads:
-            thread.join(SECONDS)
-        server.wait_exit(SECONDS)
-        _, alive = psutil.wait_procs(every, SECONDS)
+            thread.join(PATIENCE_SECONDS)
+        server.wait_exit(PATIENCE_SECONDS)
+        _, alive = psutil.wait_procs(every, PATIENCE_SECONDS)
         assert time.monotonic() - lost < SECONDS
         assert alive == []
     finally:
         server.stop()
     assert len(errors) == 3
     assert all(re.search(words, error) for error in errors), errors
-    assert (set(SHARED.iterdir()) if SHARED.exists() else set()) == before
+    # Of these processes: other tests run beside this one.
+    names = [path.name for path in SHARED.iterdir()] if SHARED.exists() else []
+    pids = [str(process.pid) for process in every]
+    assert [n for n in names if "atom" in n or any(pid in n for pid in pids)] == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+from ports import free_port
 
 ray = pytest.importorskip("ray", reason="needs the extra `ray`")
 
@@ -26,9 +26,7 @@ def url(tiny_llama_dir: Path) -> Iterator[str]:
 
     from atom.entrypoints.ray_serve import build_app
 
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port = sock.getsockname()[1]
+    port = free_port()
     paths = os.pathsep.join(["tests", os.environ.get("PYTHONPATH", "")])
     environment = {"env_vars": {"PYTHONPATH": paths, "RAY_USAGE_STATS_ENABLED": "0"}}
     ray.init(num_cpus=4, include_dashboard=False, runtime_env=environment)

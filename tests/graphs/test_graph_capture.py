@@ -96,7 +96,7 @@ def test_query_lengths_where_numbers_of_drafts_vary(most: int, lens: tuple[int, 
     assert query_lengths(most, varying=False) == tuple(sorted({1, most + 1}))
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(
     st.sets(st.integers(1, 20), min_size=1).map(lambda s: tuple(sorted(s))),
     st.sets(st.integers(1, 40), min_size=1).map(lambda s: tuple(sorted(s))),

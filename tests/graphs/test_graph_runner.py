@@ -131,7 +131,7 @@ STEPS = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 @given(STEPS, st.integers(0, 99))
 def test_any_mix_of_batches(
     make_pair: Callable[[], Pair], steps: list[list[int]], seed: int

@@ -225,4 +225,4 @@ class PoolMachine(RuleBasedStateMachine):
 
 
 TestPoolMachine = PoolMachine.TestCase
-TestPoolMachine.settings = settings(deadline=None, max_examples=60, stateful_step_count=30)
+TestPoolMachine.settings = settings(max_examples=60, stateful_step_count=30)

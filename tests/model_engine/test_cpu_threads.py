@@ -119,11 +119,14 @@ def test_a_stated_number_is_never_changed(
 
 
 def test_busy_programs_are_seen() -> None:
-    spin = "import time; end = time.time() + 60\nwhile time.time() < end: pass"
+    spin = "print(flush=True)\nwhile True: pass"
     count = default_num_threads()
-    spinners = [subprocess.Popen([sys.executable, "-c", spin]) for _ in range(count)]
+    command = [sys.executable, "-c", spin]
+    spinners = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
     try:
-        time.sleep(0.3)
+        for spinner in spinners:
+            assert spinner.stdout is not None
+            assert spinner.stdout.readline()
         choice = ThreadChoice(count)
         started, busy, own = AdaptedThreads._now()
         time.sleep(1.0)
@@ -133,7 +136,7 @@ def test_busy_programs_are_seen() -> None:
     finally:
         for spinner in spinners:
             spinner.kill()
-            spinner.wait()
+            spinner.communicate()
 
 
 def test_an_idle_engine_is_not_a_starved_one() -> None:

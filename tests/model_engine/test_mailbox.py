@@ -26,7 +26,7 @@ def request_output(*completions: CompletionOutput, finished: bool = False) -> Re
     return RequestOutput("r", None, [1], list(completions), finished, RequestMetrics(0.0))
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(st.lists(DELTA, min_size=1, max_size=10), st.sets(st.integers(0, 9)))
 def test_merged_deltas_lose_nothing(deltas: list[CompletionOutput], reads: set[int]) -> None:
     async def read() -> list[CompletionOutput]:

@@ -127,7 +127,7 @@ def test_any_lookup_changes_no_token(
     texts = texts_of(checkpoints, "none" if method == "suffix" else "eagle3")
     llm = checkpoints.engine(method, overlap=True)
 
-    @settings(deadline=None, max_examples=10)
+    @settings(max_examples=10)
     @given(seed=st.integers(0, 10**6), fewer=st.integers(0, 20), count=st.integers(1, len(PROMPTS)))
     def check(seed: int, fewer: int, count: int) -> None:
         looks_up_with(llm, AnyLookup(texts, 5, seed))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
 import os
 
 import psutil
 import pytest
+from patience import until
 
 from atom import LLM
 from atom.config import ConfigError
@@ -126,10 +126,8 @@ async def test_the_process_keeps_to_its_place() -> None:
     client = EngineClient(Placement(engine_config(), (cpu,), environment))
     try:
         process = psutil.Process(client.pid)
-        for _ in range(200):  # a program that has just begun has no variables yet
-            if process.environ() and process.cpu_affinity() == [cpu]:
-                break
-            await asyncio.sleep(0.1)
+        # A program that has just begun has no variables yet.
+        await until(lambda: process.environ() and process.cpu_affinity() == [cpu])
         assert process.environ()["HIP_VISIBLE_DEVICES"] == "3"
         assert process.cpu_affinity() == [cpu]
     finally:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
 import pytest_asyncio
+from patience import PATIENCE_SECONDS, until
 from transformers import PreTrainedTokenizerFast
 
 from atom.messages import (
@@ -157,14 +158,6 @@ class Reader:
         return [t for o in self.outputs for c in o.outputs for t in c.token_ids]
 
 
-async def until(condition: Callable[[], object]) -> None:
-    for _ in range(2000):
-        if condition():
-            return
-        await asyncio.sleep(0.001)
-    raise AssertionError("it did not happen")
-
-
 async def started(machine: Machine, *names: str) -> None:
     await until(lambda: all(machine.holders(name) for name in names))
 
@@ -306,19 +299,13 @@ async def test_a_replica_that_does_not_answer(
             await asyncio.sleep(0.5)
 
     beating = asyncio.create_task(beat())
-    for _ in range(100):
-        if engine.replicas.health[0].problem is not None:
-            break
-        await asyncio.sleep(0.1)
+    await until(lambda: engine.replicas.health[0].problem is not None)
     assert engine.replicas.health[0].problem == "the engine process is silent"
     assert engine.trouble is None
     avoiding = [Reader(engine, name) for name in "bc"]
     await started(machine, "b", "c")
     assert [machine.holders(name) for name in "bc"] == [[1], [1]]
-    for _ in range(100):
-        if "a/0" in other.live:
-            break
-        await asyncio.sleep(0.1)
+    await until(lambda: "a/0" in other.live)
     assert not silent.is_open
     silent.says("a/0", 66)  # too late: nobody listens
     other.says("a/0", 7, ends=True)
@@ -348,7 +335,7 @@ async def test_a_shutdown_while_a_replica_restarts(engine: AsyncEngine, machine:
     machine.may_start.clear()
     machine.engines[0].dies()
     await until(lambda: not machine.engines[0].is_open)
-    await asyncio.wait_for(engine.shutdown(0), 5)
+    await asyncio.wait_for(engine.shutdown(0), PATIENCE_SECONDS)
     machine.may_start.set()
     await asyncio.sleep(0.01)
     assert len(engine.replicas.living) == 1  # it was not started again

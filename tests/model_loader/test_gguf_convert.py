@@ -475,7 +475,7 @@ def test_without_locks_the_first_rename_wins(
 
     def write_together(*arguments: Any) -> None:
         write_folder(*arguments)
-        together.wait(30)
+        together.wait(60)
 
     monkeypatch.setattr(gguf_convert, "_write_folder", write_together)
     path = write_tiny()

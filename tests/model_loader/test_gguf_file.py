@@ -154,7 +154,7 @@ def small_file(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     return path.read_bytes()[: header + 64]
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data())
 def test_damaged_headers_never_raise_anything_else(
     small_file: bytes, tmp_path_factory: pytest.TempPathFactory, data: st.DataObject

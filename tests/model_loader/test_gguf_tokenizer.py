@@ -97,7 +97,7 @@ def test_pre_tokenizers(
     ours = load(write_tiny(changes=changes), tmp_path / "tokenizer")
     original = with_splits(byte_level_tokenizer, splitting_of(pre), nfc=pre == "qwen2")
 
-    @settings(deadline=None, max_examples=150)
+    @settings(max_examples=150)
     @given(st.one_of(st.sampled_from(TEXTS), st.text(max_size=40), st.from_regex(r"[a-z0-9 '\n]+")))
     def check(text: str) -> None:
         assert ours(text)["input_ids"] == original.encode(text).ids
@@ -289,7 +289,7 @@ def test_embedded_chat_template(embedded: PreTrainedTokenizerBase) -> None:
     )
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(st.one_of(st.sampled_from(TEXTS), st.text(max_size=60)))
 def test_embedded_tokens_and_round_trips(
     embedded: PreTrainedTokenizerBase, original: Tokenizer, text: str

@@ -70,7 +70,7 @@ def by_definition(batch: Batch) -> torch.Tensor:
     return torch.stack(out).float()
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     st.lists(
         st.tuples(st.integers(0, 20), st.integers(1, 12)).map(lambda n: (n[0] + n[1], n[1])),

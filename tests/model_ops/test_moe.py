@@ -45,7 +45,7 @@ def route_one(logits: list[float], bias: list[float] | None, r: Routing) -> dict
     return {e: scores[e] / total * r.scaling for e in chosen}
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(
     st.integers(0, 10_000),
     st.sampled_from(["softmax", "sigmoid"]),

@@ -179,7 +179,7 @@ sequences = st.lists(
 )
 
 
-@settings(deadline=None, max_examples=25)
+@settings(max_examples=25)
 @given(
     lens=sequences,
     block_size=st.sampled_from([1, 7, 16, 48, 128]),

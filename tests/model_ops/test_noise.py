@@ -45,7 +45,7 @@ def noise_of(seeds: torch.Tensor, positions: torch.Tensor, vocab_size: int) -> t
     return exponential_noise(row_keys(seeds, positions), token_hashes(vocab_size, CPU))
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(rows=st.lists(st.tuples(int64s, int64s), min_size=1, max_size=5), vocab=st.integers(1, 70))
 def test_bits_follow_the_specification(rows: list[tuple[int, int]], vocab: int) -> None:
     seeds, positions = (torch.tensor(column) for column in zip(*rows, strict=True))

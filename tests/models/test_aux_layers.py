@@ -51,7 +51,7 @@ def test_impossible_ids_are_refused(field: str, ids: tuple[int, ...], message: s
         AuxLayers(field, ids).resolve(4)
 
 
-@settings(deadline=None, max_examples=50)
+@settings(max_examples=50)
 @given(st.integers(7, 200))
 def test_the_default_is_the_same_in_every_field(num_layers: int) -> None:
     default = spread_aux_layer_ids(num_layers)

@@ -90,7 +90,7 @@ def test_globs_are_fast() -> None:
             quark(MXFP4, layer_quant_config={stars: layer(None)}),
         ):
             assert parse_quantization(settings, {}).method_for(name) is not None
-    assert time.process_time() - start < 5
+    assert time.process_time() - start < 30
     with pytest.raises(ConfigError, match=r"exclude holds .* takes too long"):
         parse_quantization(quark(MXFP4, exclude=[".*" * 12 + "X"]), {})
 

@@ -199,7 +199,7 @@ def check_against_reference(logits: torch.Tensor, options: dict[str, Any]) -> to
     return token_ids
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(
     seed=st.integers(0, 2**31),
     names=st.sets(st.sampled_from(("temperature", *OPTIONS, *MASKS))),

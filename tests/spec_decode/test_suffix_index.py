@@ -48,7 +48,7 @@ def searched(texts: Sequence[Sequence[int]], tail: list[int]) -> Followers:
 parts = st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=9), min_size=1, max_size=8)
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.lists(parts, min_size=1, max_size=5), st.data())
 def test_it_finds_what_a_search_finds(given: list[list[list[int]]], data: st.DataObject) -> None:
     """Texts that come in parts, end, and are dropped from the oldest on."""

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+import os
+from contextlib import suppress
 
 import psutil
 
 from atom import StructuredOutput
-
-PATIENCE_SECONDS = 60.0
+from atom.structured_output import trial_workers
+from atom.structured_output.trial_messages import TrialLimits
 
 
 def hard(number: int) -> StructuredOutput:
@@ -22,20 +22,17 @@ def easy(number: int) -> StructuredOutput:
     return StructuredOutput.regex(f"[a-z]{{1,5}}{number}")
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + PATIENCE_SECONDS
-    while not condition():
-        assert time.monotonic() < end, "it did not happen"
-        time.sleep(0.01)
-
-
 def workers(pid: int | None) -> list[psutil.Process]:
     """The processes that compile for a process of trials."""
     return psutil.Process(pid).children()
 
 
-def is_gone(pid: int) -> bool:
-    try:
-        return bool(psutil.Process(pid).status() == psutil.STATUS_ZOMBIE)
-    except psutil.NoSuchProcess:
-        return True
+def settled_worker(pid: int | None) -> psutil.Process | None:
+    """The process that compiles a hard grammar to its end; a slice ends those before it."""
+    added = len(TrialLimits().slices) * trial_workers._NICENESS
+    least = min(os.getpriority(os.PRIO_PROCESS, 0) + added, 19)
+    for worker in workers(pid):
+        with suppress(psutil.NoSuchProcess):
+            if worker.nice() >= least:
+                return worker
+    return None

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import signal
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
 import msgspec
 import psutil
 import pytest
-from structured_output.pathological import PATIENCE_SECONDS, easy, hard
+from patience import wait_until
+from structured_output.pathological import easy, hard
 
 from atom import StructuredOutput
 from atom.structured_output.base import Grammar
@@ -41,11 +41,13 @@ class Lane:
         self.workers.add(Try(trial_id, wanted))
 
     def run_until(self, condition: Callable[[], bool]) -> None:
-        end = time.monotonic() + PATIENCE_SECONDS
-        while not condition():
-            assert time.monotonic() < end, "it did not happen"
+        def happened() -> bool:
+            if condition():
+                return True
             self.workers.turn()
-            time.sleep(0.005)
+            return False
+
+        wait_until(happened)
 
     @property
     def running(self) -> dict[int, int]:

@@ -6,20 +6,13 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from concurrent.futures import CancelledError
 
 import psutil
 import pytest
-from structured_output.pathological import (
-    PATIENCE_SECONDS,
-    easy,
-    hard,
-    is_gone,
-    wait_until,
-    workers,
-)
+from patience import PATIENCE_SECONDS, is_gone, wait_until
+from structured_output.pathological import easy, hard, settled_worker, workers
 
 from atom import SamplingParams, StructuredOutput
 from atom.messages import EngineRequest, RequestRefusedError
@@ -55,10 +48,12 @@ def test_easy_grammars_pass_hard_ones_which_are_refused(create: CreateCache) -> 
     assert queue.num_waiting == NUM_HARD
     assert queue.release(lambda admitted: pytest.fail(admitted.id)) == []
     refused = []
-    end = time.monotonic() + PATIENCE_SECONDS
-    while queue.has_waiting and time.monotonic() < end:
-        queue.wait()
-        refused += queue.release(lambda admitted: pytest.fail(admitted.id))
+
+    def release() -> bool:
+        refused.extend(queue.release(lambda admitted: pytest.fail(admitted.id)))
+        return not queue.has_waiting
+
+    wait_until(release)
     assert {sequence.id for sequence in refused} == {f"hard-{i}" for i in range(NUM_HARD)}
     for sequence in refused:
         assert sequence.message == (
@@ -106,8 +101,9 @@ def test_the_end_of_a_worker_refuses_its_request_alone(
     grammars = create()
     grammars.get(easy(0))
     future = grammars.submit(hard(30))
-    wait_until(lambda: workers(trials.pid) != [])
-    [worker] = workers(trials.pid)
+    wait_until(lambda: settled_worker(trials.pid))
+    worker = settled_worker(trials.pid)
+    assert worker is not None
     other = grammars.submit(easy(31))
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises(CompileStoppedError, match="ended by signal 9"):
@@ -122,8 +118,9 @@ def test_the_end_of_the_process_is_made_good(create: CreateCache, trials: TrialP
     first = trials.pid
     assert first is not None
     hard_one = grammars.submit(hard(40))
-    wait_until(lambda: workers(first) != [])
-    [orphan] = workers(first)
+    wait_until(lambda: settled_worker(first))
+    orphan = settled_worker(first)
+    assert orphan is not None
     os.kill(first, signal.SIGKILL)
     grammars.get(easy(41))
     assert trials.pid != first
@@ -140,15 +137,16 @@ import sys
 from atom import StructuredOutput
 from atom.structured_output.trial_client import TrialProcess
 from atom.structured_output.vocabulary import Vocabulary
-from structured_output.pathological import hard, wait_until, workers
+from patience import wait_until
+from structured_output.pathological import hard, settled_worker
 tokens = [bytes([i]) for i in range(256)] + [bytes([a, b]) for a in b"abcxyz" for b in b"abcxyz"]
 vocabulary = Vocabulary(
     tokens=[*tokens, b""], markers={}, stop_token_ids=[len(tokens)], add_prefix_space=False
 )
 trials = TrialProcess()
 trial = trials.submit(vocabulary, hard(0))
-wait_until(lambda: workers(trials.pid) != [])
-print(trials.pid, workers(trials.pid)[0].pid, flush=True)
+wait_until(lambda: settled_worker(trials.pid))
+print(trials.pid, settled_worker(trials.pid).pid, flush=True)
 sys.stdin.read()
 """
 

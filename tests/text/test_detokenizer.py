@@ -22,7 +22,7 @@ from atom.text.detokenizer import (
     create_vocabulary,
 )
 
-FEW = settings(max_examples=150, deadline=None)
+FEW = settings(max_examples=150)
 
 
 @pytest.fixture(scope="module")

@@ -343,7 +343,7 @@ def test_metrics_and_observer(harness: Harness) -> None:
     assert observer.metrics == [metrics]
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(
     text=st.text("ab \né😀", max_size=40),
     stops=st.lists(st.text("ab \né", min_size=1, max_size=3), max_size=3),

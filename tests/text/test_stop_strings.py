@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from atom.text.stop_strings import StopMatcher, StopStrings
 
-FEW = settings(max_examples=300, deadline=None)
+FEW = settings(max_examples=300)
 # A small alphabet, so that stop strings overlap themselves, each other and the text.
 STOPS = st.lists(st.text("ab�", min_size=1, max_size=5), min_size=1, max_size=4)
 PIECES = st.lists(st.text("ab�c", max_size=5), max_size=20)
@@ -76,4 +76,4 @@ def test_a_long_stop_string_costs_no_more_than_a_short_one() -> None:
         assert matcher.feed("ac") == "ac"
     assert matcher.feed("a" * 19_999) == ""
     assert matcher.finish() == "a" * 19_999
-    assert time.thread_time() - start < 2
+    assert time.thread_time() - start < 30  # where each character costs the whole string: minutes

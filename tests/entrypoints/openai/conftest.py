@@ -4,7 +4,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import endless
 import openai
+import patience
 import playground_page
 import pytest
 from scripted_server import ScriptedServer
@@ -18,6 +20,16 @@ from atom.entrypoints.openai.http.options import ServerOptions
 def server(tiny_llama_dir: Path) -> Iterator[ServerProcess]:
     """An open server of the tiny model, under the names `tiny` and `alias`."""
     process = ServerProcess(tiny_llama_dir, "--served-model-name", "tiny", "alias")
+    try:
+        yield process.wait_ready()
+    finally:
+        process.stop()
+
+
+@pytest.fixture(scope="session")
+def endless_server(endless_llama_dir: Path) -> Iterator[ServerProcess]:
+    """An open server for requests of `endless.ENDLESS_TOKENS`."""
+    process = ServerProcess(endless_llama_dir, *endless.SERVER_FLAGS)
     try:
         yield process.wait_ready()
     finally:
@@ -69,6 +81,7 @@ def page(browser: Any, scripted: ScriptedServer) -> Iterator[Any]:
     scripted.says(playground_page.TEXT)
     scripted.model.seconds_per_step = 0.0
     context = browser.new_context(viewport={"width": 1380, "height": 860})
+    context.set_default_timeout(1000 * patience.PATIENCE_SECONDS)
     context.add_init_script(f"sessionStorage['atom.key'] ??= '{playground_page.KEY}'")
     wrong: list[str] = []
 

@@ -8,12 +8,12 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from pathlib import Path
 
 import httpx
 import openai
 import psutil
+from patience import PATIENCE_SECONDS, wait_until
 
 START_SECONDS = 240.0
 
@@ -74,33 +74,22 @@ class ServerProcess:
         assert match is not None, f"no {name} in {text}"
         return float(match[1])
 
-    def wait_idle(self, seconds: float = 20.0) -> None:
+    def wait_idle(self) -> None:
         """Wait until no sequence lives and no block is held."""
         names = ("num_requests_running", "num_requests_waiting", "kv_cache_used_blocks")
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            if all(self.metric(name) == 0 for name in names):
-                return
-            time.sleep(0.05)
-        raise AssertionError({name: self.metric(name) for name in names})
-
-    def wait_running(self, seconds: float = 20.0) -> None:
-        deadline = time.monotonic() + seconds
-        while self.metric("num_requests_running") == 0:
-            assert time.monotonic() < deadline, "nothing runs"
-            time.sleep(0.02)
+        wait_until(lambda: all(self.metric(name) == 0 for name in names))
 
     def signal(self, number: signal.Signals) -> None:
         self._process.send_signal(number)
 
-    def wait_exit(self, seconds: float = 30.0) -> int:
+    def wait_exit(self, seconds: float = PATIENCE_SECONDS) -> int:
         return self._process.wait(seconds)
 
     def stop(self) -> None:
         if self._process.poll() is None:
             self._process.terminate()
             try:
-                self._process.wait(20)
+                self._process.wait(PATIENCE_SECONDS)
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()

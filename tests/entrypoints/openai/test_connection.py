@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 
 import pytest
 import uvicorn
+from patience import PATIENCE_SECONDS
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import PlainTextResponse
 from starlette.types import Receive, Scope, Send
@@ -65,16 +66,24 @@ async def serving() -> AsyncIterator[tuple[Served, int]]:
 async def answer(port: int, *parts: bytes, end: bool = False) -> bytes:
     """All that the server says to these bytes until it closes the connection."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    said = bytearray()
+
+    async def listen() -> None:
+        with suppress(ConnectionError):
+            while piece := await reader.read(1 << 16):
+                said.extend(piece)
+
+    listening = asyncio.create_task(listen())
     try:
-        for part in parts:
-            writer.write(part)
-            await writer.drain()
-            await asyncio.sleep(0.001)
-        if end:
-            writer.write_eof()
-        return await asyncio.wait_for(reader.read(), 20)
-    except ConnectionError:
-        return b""
+        with suppress(ConnectionError):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+                await asyncio.sleep(0.001)
+            if end:
+                writer.write_eof()
+        await asyncio.wait_for(listening, PATIENCE_SECONDS)
+        return bytes(said)
     finally:
         writer.close()
 

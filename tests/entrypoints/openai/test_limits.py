@@ -216,7 +216,7 @@ def count_parts(value: Any) -> int:
     return 0
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(value=VALUES, slice_bytes=st.integers(1, 9), is_ascii=st.booleans())
 def test_parts_are_counted_outside_of_strings(value: Any, slice_bytes: int, is_ascii: bool) -> None:
     with pytest.MonkeyPatch.context() as patch:

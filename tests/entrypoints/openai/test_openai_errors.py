@@ -13,12 +13,14 @@ from typing import Any
 import httpx
 import openai
 import pytest
+from endless import ENDLESS_TOKENS
 from server_process import ServerProcess
 from transformers import PreTrainedTokenizerFast
 
 JSON = {"Content-Type": "application/json"}
 USER = [{"role": "user", "content": "hi"}]
 LONG: dict[str, Any] = {"prompt": "The", "max_tokens": 480, "ignore_eos": True, "n": 4}
+ENDLESS = {**LONG, "max_tokens": ENDLESS_TOKENS}
 
 
 def _error(response: httpx.Response, status: int) -> dict[str, Any]:
@@ -196,7 +198,7 @@ def test_megabytes_are_refused_quickly(server: ServerProcess) -> None:
     start = time.monotonic()
     error = _error(server.post("/v1/completions", json={"prompt": "a" * 10_000_000}), 400)
     assert error["code"] == "context_length_exceeded"
-    assert time.monotonic() - start < 10
+    assert time.monotonic() - start < 30
     wrong = {"prompt": "a", "stop_token_ids": ["x"] * 1_000_000}
     assert _error(server.post("/v1/completions", json=wrong), 400)["param"] == "stop_token_ids"
     unknown = {"prompt": "a", **{f"field_{i}": 1 for i in range(60_000)}}
@@ -246,39 +248,37 @@ def test_a_refused_prompt_of_a_list_ends_the_others(server: ServerProcess) -> No
     server.wait_idle()
 
 
-def test_clients_that_leave_a_stream(server: ServerProcess) -> None:
-    url = server.url + "/v1/completions"
-    with httpx.stream("POST", url, json={**LONG, "stream": True}, timeout=60) as response:
+def test_clients_that_leave_a_stream(endless_server: ServerProcess) -> None:
+    url = endless_server.url + "/v1/completions"
+    with httpx.stream("POST", url, json={**ENDLESS, "stream": True}, timeout=60) as response:
         next(response.iter_raw())
-    server.wait_idle(5)
+    endless_server.wait_idle()
 
 
-def test_clients_that_leave_before_the_answer(server: ServerProcess) -> None:
-    before = server.metric("generation_tokens_total")
-    body = {**LONG, "n": 128}
+def test_clients_that_leave_before_the_answer(endless_server: ServerProcess) -> None:
+    url, body = endless_server.url + "/v1/completions", {**ENDLESS, "n": 128}
     with pytest.raises(httpx.ReadTimeout):
-        httpx.post(server.url + "/v1/completions", json=body, timeout=0.3)
-    server.wait_idle(5)
-    assert server.metric("generation_tokens_total") - before < 128 * 480
+        httpx.post(url, json=body, timeout=httpx.Timeout(60, read=0.5))
+    endless_server.wait_idle()
 
 
-def test_connections_that_hang_up_at_once(server: ServerProcess) -> None:
-    host, port = server.url.removeprefix("http://").split(":")
-    body = json.dumps({**LONG, "stream": True}).encode()
+def test_connections_that_hang_up_at_once(endless_server: ServerProcess) -> None:
+    host, port = endless_server.url.removeprefix("http://").split(":")
+    body = json.dumps({**ENDLESS, "stream": True}).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
     whole = head.encode() + b"Content-Length: %d\r\n\r\n" % len(body) + body
     beginnings = [b"", b"POST /v1", whole[:80], whole[:-5], whole, b"\x00\xff\r\n\r\n"]
 
     def hang_up(number: int) -> None:
-        with socket.create_connection((host, int(port)), timeout=20) as connection:
+        with socket.create_connection((host, int(port)), timeout=60) as connection:
             if number % 3 == 0:  # a reset instead of an orderly end
                 connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\0\0\0\0\0\0\0")
             connection.sendall(beginnings[number % len(beginnings)])
 
     with ThreadPoolExecutor(16) as pool:
         list(pool.map(hang_up, range(500)))
-    server.wait_idle()
-    assert httpx.get(server.url + "/health").status_code == 200
+    endless_server.wait_idle()
+    assert httpx.get(endless_server.url + "/health", timeout=60).status_code == 200
 
 
 def test_a_slow_reader_does_not_hold_up_others(server: ServerProcess) -> None:

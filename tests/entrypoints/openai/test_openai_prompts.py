@@ -93,7 +93,7 @@ def test_roles_and_tool_calls_reach_the_template(
     assert prompt.text.startswith("developer:d;")
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(st.text(max_size=30))
 def test_offsets_find_the_tokens(byte_level_tokenizer: PreTrainedTokenizerFast, text: str) -> None:
     vocabulary = create_vocabulary(byte_level_tokenizer)

@@ -59,7 +59,6 @@ def _fuzz(operation: Operation, max_examples: int) -> None:
 
     @settings(
         max_examples=max_examples,
-        deadline=None,
         derandomize=True,
         suppress_health_check=list(HealthCheck),
     )

@@ -28,7 +28,7 @@ from atom.entrypoints.openai.parsing.output_parser import ChatOutputParser
 from atom.entrypoints.openai.parsing.reasoning import REASONING_PARSERS
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 
-FEW = settings(max_examples=12, deadline=None)
+FEW = settings(max_examples=12)
 SPELLED = pytest.mark.parametrize("spelling", SPELLINGS, ids=lambda s: s.name)
 
 LOOK_ALIKES = (
@@ -106,7 +106,7 @@ def test_what_is_written_is_read_however_it_is_cut(spelling: Spelling, data: st.
 
 
 @SPELLED
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(data=st.data())
 def test_a_truncated_answer_is_what_had_come(spelling: Spelling, data: st.DataObject) -> None:
     text, reasons, expected = data.draw(answers(spelling))

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from patience import PATIENCE_SECONDS, wait_until
 from playground_page import KEY, TEXT, finished, send
 from scripted_server import ScriptedServer
 
@@ -17,10 +18,15 @@ CALL = '<tool_call>{"name": "get_weather", "arguments": {"city": "Rome"}}</tool_
 TOOLS = [{"type": "function", "function": {"name": "get_weather"}}]
 
 
-def _counts(page: Any) -> dict[str, int]:
-    page.wait_for_timeout(200)
-    cells = page.locator(".legend td[data-origin]").all()
-    return {cell.get_attribute("data-origin"): int(cell.inner_text()) for cell in cells}
+def _counts(page: Any, total: int) -> dict[str, int]:
+    """Tokens by where they come from, once they add up."""
+
+    def read() -> dict[str, int]:
+        cells = page.locator(".legend td[data-origin]").all()
+        return {cell.get_attribute("data-origin"): int(cell.inner_text()) for cell in cells}
+
+    wait_until(lambda: sum(read().values()) == total)
+    return read()
 
 
 def test_a_chat(page: Any, scripted: ScriptedServer) -> None:
@@ -40,10 +46,9 @@ def test_a_chat(page: Any, scripted: ScriptedServer) -> None:
     answer.locator(".reasoning summary").click()
     assert answer.locator(".reasoning .text").inner_text() == "Air, light."
     # The colours are those of the tokens that the server counted.
-    counts = _counts(page)
     said = re.match(r"(\d+) tokens · (\d+) forwards", answer.locator(".numbers").inner_text())
     assert said is not None
-    assert sum(counts.values()) == int(said[1])
+    counts = _counts(page, int(said[1]))
     assert all(counts[name] > 0 for name in ("sampled", "corrected", "eagle3", "lookup", "suffix"))
     assert all(answer.locator(f".token.{name}").count() for name in ("draft", "lookup", "suffix"))
     assert answer.locator(".token.corrected").count() <= counts["corrected"]
@@ -65,7 +70,7 @@ def test_the_usage_is_what_the_colours_add_up_to(page: Any) -> None:
         send(page)
     finished(page)
     *_, last = re.findall(r'"completion_tokens":(\d+)', got.value.text())
-    assert sum(_counts(page).values()) == int(last)
+    _counts(page, int(last))
 
 
 def test_a_race(page: Any) -> None:
@@ -96,7 +101,7 @@ def test_a_tool_call(page: Any, scripted: ScriptedServer) -> None:
 
 
 def test_a_dropped_connection(page: Any, scripted: ScriptedServer) -> None:
-    scripted.model.seconds_per_step = 0.05
+    scripted.model.seconds_per_step = PATIENCE_SECONDS
     send(page)
     page.locator(".assistant .token").first.wait_for()
     scripted.drop_connections()
@@ -125,7 +130,7 @@ def test_a_key_is_asked_for(page: Any) -> None:
 
 
 def test_stopped_by_the_keyboard_alone(page: Any, scripted: ScriptedServer) -> None:
-    scripted.model.seconds_per_step = 0.05
+    scripted.model.seconds_per_step = PATIENCE_SECONDS
     assert page.evaluate("document.activeElement.id") == "composer"
     page.evaluate("document.activeElement.blur()")
     page.locator(".skip").focus()
@@ -151,8 +156,7 @@ def test_copied_for_other_programs(page: Any) -> None:
     compile(script, "copied", "exec")
     assert KEY not in script
     answer.get_by_role("button", name="Copy as curl").click()
-    page.wait_for_timeout(100)
-    assert "'\\''" in page.evaluate("navigator.clipboard.readText()")
+    wait_until(lambda: "'\\''" in page.evaluate("navigator.clipboard.readText()"))
 
 
 @pytest.mark.parametrize("size", [(1380, 860), (360, 740)])
@@ -200,12 +204,15 @@ def test_the_keyboard_reaches_everything(page: Any) -> None:
 
 
 def test_it_is_painted_within_a_second(browser: Any, scripted: ScriptedServer) -> None:
-    """From a fresh cache; the best of three, as the machine may be busy."""
-    times = []
-    for _ in range(3):
+    """From a fresh cache; where machines are slow, within the time of twenty bare pages."""
+
+    def milliseconds(url: str) -> float:
         context = browser.new_context()
         page = context.new_page()
-        page.goto(f"{scripted.url}/")
-        times.append(page.evaluate(_FIRST_PAINT))
+        page.goto(url)
+        time: float = page.evaluate(_FIRST_PAINT)
         context.close()
-    assert min(times) < 1000, times
+        return time
+
+    times = [(milliseconds(f"{scripted.url}/"), milliseconds("data:text/html,x")) for _ in range(3)]
+    assert min(own for own, _ in times) < max(1000, 20 * max(least for _, least in times)), times

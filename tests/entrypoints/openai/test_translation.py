@@ -109,7 +109,7 @@ def _merged(runs: list[Run]) -> list[Run]:
     return merged
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(RUNS, st.lists(st.integers(1, 5), max_size=8), REASONS)
 def test_responses_say_the_same_streamed_and_whole(
     runs: list[Run], sizes: list[int], reason: str
@@ -135,7 +135,7 @@ def test_responses_say_the_same_streamed_and_whole(
     Response.model_validate(whole)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(RUNS, st.lists(st.integers(1, 5), max_size=8), REASONS)
 def test_response_events_nest(runs: list[Run], sizes: list[int], reason: str) -> None:
     """An item is added, grows and is done before the next; deltas add up to what is done."""
@@ -175,7 +175,7 @@ def test_response_events_nest(runs: list[Run], sizes: list[int], reason: str) ->
         assert statuses[-1] == ("incomplete" if reason == "length" else "completed")
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(RUNS, st.lists(st.integers(1, 5), max_size=8), REASONS)
 def test_messages_say_the_same_streamed_and_whole(
     runs: list[Run], sizes: list[int], reason: str

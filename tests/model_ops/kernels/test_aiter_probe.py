@@ -261,7 +261,7 @@ CANDIDATES = st.lists(
 
 
 @given(st.tuples(CANDIDATES, CANDIDATES, CANDIDATES))
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 def test_the_ops_of_one_cache_never_disagree(
     candidates: tuple[list[tuple[str, str, bool]], ...],
 ) -> None:

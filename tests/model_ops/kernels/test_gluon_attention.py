@@ -100,7 +100,7 @@ def test_split_contexts(run: Run, device: torch.device, sequences: list[tuple[in
     check(run, device, sequences, units=MANY_UNITS, block_size=64, heads=1)
 
 
-@settings(deadline=None, max_examples=8)
+@settings(max_examples=8)
 @given(
     lengths=st.lists(st.tuples(st.integers(1, 90), st.integers(0, 16)), min_size=1, max_size=3),
     block_size=st.sampled_from([16, 32, 64]),

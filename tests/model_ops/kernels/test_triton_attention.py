@@ -323,7 +323,7 @@ def metadata_slice(metadata: AttentionMetadata, b: int) -> AttentionMetadata:
 
 
 @given(data=st.data())
-@settings(deadline=None, max_examples=12)
+@settings(max_examples=12)
 def test_mixed_batches_of_any_lengths(data: st.DataObject, device: torch.device) -> None:
     group = data.draw(st.sampled_from([1, 3, 4]))
     lengths = st.tuples(st.integers(1, 40), st.integers(0, 50))

@@ -428,7 +428,7 @@ class TestSizing:
         assert num_splits(100, 8192, 512) == 5
         assert num_splits(5000, 8192, 512) == 1
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(st.lists(st.integers(1, 40), min_size=1, max_size=6), st.integers(1, 50))
     def test_rounds_cover_every_key_once_and_in_order(self, contexts: list[int], room: int) -> None:
         rounds = plan_rounds(contexts, room)

@@ -172,7 +172,7 @@ class TestAlignment:
     def test_the_last_expert_of_many(self, device: torch.device) -> None:
         self.check(torch.tensor([[39, 7, 12]], device=device), 40, 16)
 
-    @settings(deadline=None, max_examples=50)
+    @settings(max_examples=50)
     @given(st.lists(st.integers(0, 40), min_size=1, max_size=12), st.sampled_from([4, 16, 64]))
     def test_no_visits_make_more_blocks_than_the_limit(
         self, visits: list[int], block_m: int
