@@ -8,9 +8,9 @@ same addresses for the same shapes.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterable
-from typing import Any, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar, cast
 
 import torch
 
@@ -34,6 +34,44 @@ def create_recorder(platform: Platform) -> StepRecorder | None:
     return StepRecorder()
 
 
+@dataclass(frozen=True)
+class Work(Generic[T]):
+    """Work that may be recorded.
+
+    Attributes:
+        name: of a kind of work.
+        key: everything but the contents of tensors on which it depends. All work of a name and a
+            key calls the same ops.
+        inputs: the tensors that it reads and that are not the same in every step.
+        run: does it.
+        results: the tensors of what `run` returns; they are valid until the next run of the name.
+    """
+
+    name: str
+    key: Hashable
+    inputs: Iterable[torch.Tensor | None]
+    run: Callable[[], T]
+    results: Callable[[T], Iterable[torch.Tensor]]
+
+    @property
+    def place(self) -> Hashable:
+        """What one program serves."""
+        inputs = (None if t is None else (t.data_ptr(), t.shape) for t in self.inputs)
+        return self.name, self.key, tuple(inputs)
+
+
+@dataclass(eq=False)
+class Recording(Generic[T]):
+    """Attributes:
+    result: what the work returned.
+    used: when it was replayed last, in runs of the recorder.
+    """
+
+    result: T
+    program: Program
+    used: int = 0
+
+
 class StepRecorder:
     """Replays work that it has seen before with the same tensors.
 
@@ -46,59 +84,51 @@ class StepRecorder:
 
     def __init__(self) -> None:
         self._arena = Arena()
-        self._programs: OrderedDict[Hashable, tuple[Any, Program]] = OrderedDict()
+        self._programs: dict[Hashable, Recording[Any]] = {}
+        self._num_runs = 0
         self._refused: set[tuple[str, Hashable]] = set()
         self._logged: set[str] = set()
         self._is_usual = True
         self.was_replayed = False
 
     def run(
-        self,
-        name: str,
-        key: Hashable,
-        inputs: Iterable[torch.Tensor | None],
-        work: Callable[[], T],
-        results: Callable[[T], Iterable[torch.Tensor]],
+        self, known: dict[Hashable, Recording[Any]], which: Hashable, work: Callable[[], Work[T]]
     ) -> T:
-        """What `work` returns; its tensors are valid until the next run of the same name.
+        """What the work returns, replayed if it was recorded.
 
         Args:
-            name: of a kind of work.
-            key: everything but the contents of tensors on which `work` depends. All work of a name
-                and a key calls the same ops.
-            inputs: the tensors that `work` reads and that are not the same in every step.
-            results: the tensors of what it returns.
+            known: recordings of work with just these inputs, to which this one is added.
+            which: of them.
+            work: only called if that is none of them.
         """
-        self.was_replayed = False
-        if (name, key) in self._refused:
-            return work()
-        where = (name, key, tuple(None if t is None else (t.data_ptr(), t.shape) for t in inputs))
-        if where in self._programs:
-            self._programs.move_to_end(where)
-            result, program = self._programs[where]
-            program.replay()
-            self.was_replayed = True
-            return cast(T, result)
-        self._is_usual = False
-        return self._record(name, key, where, work, results)
+        self._num_runs += 1
+        recording = known.get(which)
+        if recording is None:
+            described = work()
+            self.was_replayed = False
+            if (described.name, described.key) in self._refused:
+                return described.run()
+            place = described.place
+            recording = self._programs.get(place)
+            if recording is None:
+                self._is_usual = False
+                return self._record(described, place)
+            known[which] = recording
+        recording.used = self._num_runs
+        recording.program.replay()
+        self.was_replayed = True
+        return cast(T, recording.result)
 
-    def _record(
-        self,
-        name: str,
-        key: Hashable,
-        where: Hashable,
-        work: Callable[[], T],
-        results: Callable[[T], Iterable[torch.Tensor]],
-    ) -> T:
+    def _record(self, work: Work[T], place: Hashable) -> T:
         try:
-            result, program = record(work, results, self._arena)
+            result, program = record(work.run, work.results, self._arena)
         except NotRecordableError as error:
-            self._refused.add((name, key))
-            self._log(f"{name} runs op by op: {error}")
-            return work()
-        self._programs[where] = result, program
+            self._refused.add((work.name, work.key))
+            self._log(f"{work.name} runs op by op: {error}")
+            return work.run()
+        self._programs[place] = Recording(result, program, self._num_runs)
         if len(self._programs) > MOST_PROGRAMS:
-            self._programs.popitem(last=False)
+            del self._programs[min(self._programs, key=lambda own: self._programs[own].used)]
         program.replay()
         return result
 

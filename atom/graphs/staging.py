@@ -1,12 +1,13 @@
 """The two copies of a step: all inputs to the device, all results to the host.
 
 On a CPU the same copies are made in host memory, so that there is one code path; where steps are
-recorded, they read what was written in its place.
+recorded, they read what was written in its place, and results are read where they lie.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -162,6 +163,14 @@ def send_to_host(tensors: Sequence[torch.Tensor]) -> Arriving:
     return arrive
 
 
-def read_in_place(tensors: Sequence[torch.Tensor]) -> Arriving:
-    """The memory of a CPU's tensors, for arrays that are read before it is written again."""
-    return lambda: [tensor.numpy() for tensor in tensors]
+class ReadInPlace:
+    """Results that are read where they lie, on a CPU, before they are written again."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor]:
+        raise NotImplementedError
+
+    @cached_property
+    def arrays(self) -> list[np.ndarray]:
+        """The memory of the tensors."""
+        return [tensor.numpy() for tensor in self.tensors]

@@ -26,7 +26,7 @@ class BlockTables:
 
     def __init__(self, num_rows: int, width: int, device: torch.device) -> None:
         self.on_device = torch.zeros(num_rows, width, dtype=torch.int32, device=device)
-        self._on_host = np.zeros((num_rows, width), dtype=np.int32)
+        self._on_host = np.zeros((num_rows, width), dtype=np.int64)
         self._grown: tuple[np.ndarray, np.ndarray] | None = None
         self._update: tuple[torch.Tensor, torch.Tensor] | None = None
 
@@ -61,10 +61,11 @@ class BlockTables:
         if self._update is not None:
             self.on_device.view(-1).index_copy_(0, *self._update)
 
-    def blocks_at(self, rows: np.ndarray, indices: np.ndarray) -> np.ndarray:
-        """[n] int32 block ids at (row, index) pairs."""
-        blocks: np.ndarray = self._on_host[rows, indices]
-        return blocks
+    def slots_at(self, rows: np.ndarray, positions: np.ndarray, block_size: int) -> np.ndarray:
+        """[n] int64, the slots of (row, position) pairs in the KV cache."""
+        indices, places = np.divmod(positions, block_size)
+        slots: np.ndarray = self._on_host[rows, indices] * block_size + places
+        return slots
 
 
 def _ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:

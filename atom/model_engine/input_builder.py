@@ -3,31 +3,32 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import add
+from typing import Any
 
 import numpy as np
 import torch
 
 from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.graphs.capture import Bucket, GraphPlan
+from atom.graphs.recorded import Recording
 from atom.graphs.runner import ForwardRunner, GraphKey
 from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
 from atom.model_engine.carried_rows import CarriedPlan, CarriedRows
 from atom.model_engine.kept_step import KeptStep, KeptSteps, layout_of
 from atom.model_engine.step_places import GraphInput, Places, Shape
+from atom.model_engine.step_tables import StepTables
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
 
 # Staging buffer bytes for each token, for each sequence, and a constant part.
 _TOKEN_BYTES, _SEQUENCE_BYTES, _MORE_BYTES = 160, 512, 1 << 16
-# Blocks of the block tables of recorded steps, at least.
-_LEAST_WIDTH = 64
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class StepInput:
     """The device inputs of one step.
 
@@ -44,6 +45,7 @@ class StepInput:
         recurs: whether other steps have the same shapes, as steps that decode do, and all that
             differs between them is in tensors.
         carried: what passes from step to step on the device; None if steps do not overlap.
+        recordings: of work on these inputs.
     """
 
     model_input: ModelInput
@@ -55,6 +57,7 @@ class StepInput:
     decodes: bool
     recurs: bool
     carried: CarriedPlan | None
+    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, init=False, repr=False)
 
 
 class InputBuilder:
@@ -101,16 +104,12 @@ class InputBuilder:
         self._ragged_len = ragged_len
         self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
         self._kept = KeptSteps()
-        # The block tables in `_step_tables`, and which they are.
-        self._selected: tuple[Hashable, torch.Tensor] | None = None
         width = -(-max_model_len // block_size)
         if plan is not None:  # the last bound has room for padding behind the longest context
             width = max(width, plan.table_width)
         self._tables = BlockTables(max_num_seqs, width, device)
         self._no_table = torch.zeros(1, 1, dtype=torch.int32, device=device)
-        self._step_tables = None
-        if in_place:
-            self._step_tables = torch.zeros_like(self._tables.on_device).view(-1)
+        self._step_tables = StepTables(self._tables) if in_place else None
         self._graph_tables = None
         if plan is not None:
             shape = plan.batch_sizes[-1], plan.table_width
@@ -228,35 +227,41 @@ class InputBuilder:
         if self._forward.fit(len(sequences), longest_query, max(starts)) != kept.graph:
             return None
         context_lens = tuple(map(add, starts, attention.query_lens_cpu))
-        longest = max(context_lens)
         self.staging.repeat(kept.words)
         self._tables.grow(sequences)
         kept.fill(sequences, context_lens, self._tables, self._block_size)
         carried = self._send(sequences, kept.sample, attention.query_lens_cpu)
+        tables = self._select_tables(sequences, kept.rows_there, kept.graph)
+        if self._step_tables is not None and carried is None:
+            return self._kept_input(kept, tables)
         attention = replace(
             attention,
-            block_tables=self._select_tables(sequences, kept.rows_there, kept.graph),
-            max_context_len=longest,
+            block_tables=tables,
+            max_context_len=max(context_lens),
             context_lens_cpu=_known(sequences, context_lens),
             most_context_cpu=context_lens,
         )
-        model_input = replace(kept.model_input, attention=attention)
-        self._take_carried(carried, model_input, kept.sample, kept.next_token_ids)
-        return StepInput(
-            model_input,
-            *(kept.graph, kept.sample, kept.next_token_ids),
-            sampled=None,
-            race_rows=kept.race_rows,
-            decodes=True,
-            recurs=True,
-            carried=carried,
-        )
+        step = _input_of(kept, attention, carried)
+        self._take_carried(carried, step.model_input, kept.sample, kept.next_token_ids)
+        return step
+
+    def _kept_input(self, kept: KeptStep, tables: torch.Tensor) -> StepInput:
+        """The same for all steps with these tables: the lengths of contexts are bounded by them."""
+        step = kept.step
+        if step is None or step.model_input.attention.block_tables is not tables:
+            attention = replace(
+                kept.model_input.attention,
+                block_tables=tables,
+                max_context_len=tables.shape[1] * self._block_size,
+                context_lens_cpu=None,
+                most_context_cpu=None,
+            )
+            step = kept.step = _input_of(kept, attention, None)
+        return step
 
     def _send(
         self, sequences: Sequence[ScheduledSequence], sample: SamplePlan, query_lens: Sequence[int]
     ) -> CarriedPlan | None:
-        if self._tables.have_grown:
-            self._selected = None
         self._tables.stage(self.staging)
         carried = None
         if self._carried is not None:
@@ -277,12 +282,10 @@ class InputBuilder:
             self._carried.take(plan, *given)
 
     def _fill(self, places: Places, sequences: Sequence[ScheduledSequence], shape: Shape) -> None:
-        count, size = shape.num_sequences, self._block_size
-        own = shape.places
+        count, size, own = shape.num_sequences, self._block_size, shape.places
         places.input_ids[own] = [token for s in sequences for token in s.token_ids]
         places.positions[own] = shape.positions
-        blocks = self._tables.blocks_at(shape.owners, shape.positions // size).astype(np.int64)
-        places.slots[own] = blocks * size + shape.positions % size
+        places.slots[own] = self._tables.slots_at(shape.owners, shape.positions, size)
         places.rows[:count] = shape.rows
         places.context_lens[:count] = shape.context_lens
         places.block_counts[:count] = [s.num_blocks for s in sequences]
@@ -303,18 +306,10 @@ class InputBuilder:
         if graph is not None:
             assert self._graph_tables is not None
             return self._graph_tables[: len(sequences)]
-        tables = self._tables.on_device
+        if self._step_tables is not None:
+            return self._step_tables.select(sequences, rows)
         width = max(s.num_blocks for s in sequences)
-        if self._step_tables is None:
-            return tables[:, :width].index_select(0, rows)
-        # Wider, so that few steps are recorded, and in one place, where they may lie already.
-        width = min(max(_LEAST_WIDTH, 1 << (width - 1).bit_length()), tables.shape[1])
-        selected = (tuple(s.row for s in sequences), width)
-        if self._selected is None or self._selected[0] != selected:
-            out = self._step_tables[: len(rows) * width].view(len(rows), width)
-            torch.index_select(tables[:, :width], 0, rows, out=out)
-            self._selected = selected, out
-        return self._selected[1]
+        return self._tables.on_device[:, :width].index_select(0, rows)
 
     def _put_successors(
         self, places: Places, sequences: Sequence[ScheduledSequence], shape: Shape
@@ -355,6 +350,20 @@ class InputBuilder:
                 ),
             ),
         )
+
+
+def _input_of(
+    kept: KeptStep, attention: AttentionMetadata, carried: CarriedPlan | None
+) -> StepInput:
+    return StepInput(
+        replace(kept.model_input, attention=attention),
+        *(kept.graph, kept.sample, kept.next_token_ids),
+        sampled=None,
+        race_rows=kept.race_rows,
+        decodes=True,
+        recurs=True,
+        carried=carried,
+    )
 
 
 def _known(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
 from atom.model_ops.metadata import ModelInput
 from atom.sampling.plan import SamplePlan
+
+if TYPE_CHECKING:
+    from atom.model_engine.input_builder import StepInput
 
 
 def layout_of(sequences: Sequence[ScheduledSequence]) -> Hashable | None:
@@ -30,11 +34,12 @@ def layout_of(sequences: Sequence[ScheduledSequence]) -> Hashable | None:
     return tuple(layout)
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class KeptStep:
     """A step of which every token is sampled, as it lies in a staging buffer.
 
-    It has T rows for its N tokens; in a graph some are padding.
+    It has T rows for its N tokens; in a graph some are padding. `next_token_ids` stay as they are:
+    samples are written behind all rows.
 
     Attributes:
         model_input, graph, sample, next_token_ids, race_rows: of its `StepInput`.
@@ -43,11 +48,12 @@ class KeptStep:
         owners: [N], which of the B sequences a token belongs to.
         rows: [N], that sequence's row in the tables.
         offsets: [N], the token's place among its sequence's.
-        where: [N], the row of T of each token.
+        where: the row of T of each token: all of them, or [N].
         places: host arrays of what differs in the next step: input ids, positions and slots [T],
             context lengths and block counts [B].
-        successors, drafts, sampled_positions, accepted: likewise [T], [S * k], [N] and [S], if the
-            step has them.
+        drafts, sampled_positions, accepted: likewise [S * k], [N] and [S], if the step has them.
+        later, draft_places: which of the N tokens are drafts, and their places in `drafts`.
+        step: the last step, where nothing of it differs but what lies in the buffer.
     """
 
     model_input: ModelInput
@@ -60,12 +66,14 @@ class KeptStep:
     owners: np.ndarray
     rows: np.ndarray
     offsets: np.ndarray
-    where: np.ndarray
+    where: np.ndarray | slice
     places: tuple[np.ndarray, ...]
-    successors: np.ndarray | None
     drafts: np.ndarray | None
     sampled_positions: np.ndarray | None
     accepted: np.ndarray | None
+    later: np.ndarray
+    draft_places: np.ndarray
+    step: StepInput | None = None
 
     @classmethod
     def of(
@@ -88,7 +96,7 @@ class KeptStep:
             *(attention.context_lens, attention.block_counts),
         )
         counts = None if sample.synthetic is None else sample.synthetic.counts
-        optional = (next_token_ids, sample.drafts, sample.positions, counts)
+        optional = (sample.drafts, sample.positions, counts)
         places = [staging.host_array(t) for t in tensors]
         others = [None if t is None else staging.host_array(t) for t in optional]
         known = [place for place in places if place is not None]
@@ -97,6 +105,9 @@ class KeptStep:
         ):
             return None
         lens = [len(s.token_ids) for s in sequences]
+        owners = np.repeat(np.arange(len(sequences)), lens)
+        offsets = np.concatenate([np.arange(n) for n in lens])
+        later = np.flatnonzero(offsets)
         return cls(
             model_input,
             graph,
@@ -105,12 +116,14 @@ class KeptStep:
             rows_there,
             race_rows,
             words.copy(),
-            np.repeat(np.arange(len(sequences)), lens),
+            owners,
             np.repeat([s.row for s in sequences], lens),
-            np.concatenate([np.arange(n) for n in lens]),
-            where,
+            offsets,
+            where if graph is not None else slice(None),
             tuple(known),
-            *others,
+            *(others[0], others[1], others[2]),
+            later,
+            owners[later] * sample.layout.most + offsets[later] - 1,
         )
 
     def fill(
@@ -127,13 +140,9 @@ class KeptStep:
         starts = np.array([s.start for s in sequences])
         positions = starts[self.owners] + self.offsets
         own_positions[self.where] = positions
-        indices, places = np.divmod(positions, block_size)
-        blocks = tables.blocks_at(self.rows, indices).astype(np.int64)
-        slots[self.where] = blocks * block_size + places
+        slots[self.where] = tables.slots_at(self.rows, positions, block_size)
         contexts[:] = context_lens
         block_counts[:] = [s.num_blocks for s in sequences]
-        if self.successors is not None:
-            self.successors[self.where] = np.roll(tokens, -1)
         if self.sampled_positions is not None:
             np.add(positions, 1, out=self.sampled_positions)
         if self.accepted is not None:
@@ -141,9 +150,7 @@ class KeptStep:
             self.accepted[:] = self.sample.synthetic.at(starts)
         if self.drafts is not None:
             # What pads them stays.
-            later = self.offsets > 0
-            places = self.owners[later] * self.sample.layout.most + self.offsets[later] - 1
-            self.drafts[places] = tokens[later]
+            self.drafts[self.draft_places] = tokens[self.later]
 
 
 class KeptSteps:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 import msgspec
@@ -18,40 +18,19 @@ from atom.batch import (
     StepOutput,
     StepParts,
 )
-from atom.graphs.recorded import StepRecorder
+from atom.graphs.recorded import StepRecorder, Work
 from atom.graphs.runner import ForwardRunner
-from atom.graphs.staging import Arriving, read_in_place, send_to_host
+from atom.graphs.staging import Arriving, send_to_host
 from atom.model_engine.carried_rows import CarriedRows
+from atom.model_engine.computed_step import ComputedStep, with_unknown_lengths
 from atom.model_engine.input_builder import InputBuilder, StepInput
 from atom.model_engine.step_graphs import StepGraphs
-from atom.model_ops.metadata import ModelOutput, SamplingMetadata
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import DraftKey, Proposal, VerifiedStep
 from atom.spec_decode.drafter import Drafter, DraftNumbers, Found, Launched
 from atom.spec_decode.made_drafts import NO_DRAFTS
 
 _NOTHING = ScheduledBatch([], [], [])
-
-
-@dataclass(frozen=True)
-class _Computed:
-    """Attributes:
-    last_rows, race: as in `VerifiedStep`; None when the proposer reads no steps.
-    drafting: the graph of the drafts, if there is one.
-    """
-
-    output: ModelOutput
-    verified: Verified
-    last_rows: torch.Tensor | None
-    race: SamplingMetadata | None
-    drafting: DraftKey | None = None
-
-    @property
-    def tensors(self) -> list[torch.Tensor]:
-        options = () if self.race is None else self.race.tensors
-        states = [self.output.hidden_states, *self.output.aux_hidden_states]
-        kept = [t for t in (self.last_rows, *options) if t is not None]
-        return [*states, self.verified.sampled, *self.verified.tensors, *kept]
 
 
 def _put_off(
@@ -78,12 +57,6 @@ def _put_off(
         results[index] = msgspec.structs.replace(
             result, draft_token_ids=draft_ids, later_drafts=later, lost_ahead=tokens
         )
-
-
-def _with_unknown_lengths(step: StepInput) -> StepInput:
-    """The step as ops must take it where lengths differ between replays."""
-    metadata = replace(step.model_input.attention, context_lens_cpu=None)
-    return replace(step, model_input=replace(step.model_input, attention=metadata))
 
 
 class ModelRunner:
@@ -116,7 +89,6 @@ class ModelRunner:
     ) -> None:
         self.graphs = graphs
         self._recorder = recorder
-        self._send_to_host = send_to_host if recorder is None else read_in_place
         self.inputs = inputs
         self._forward = forward
         self._sampler = sampler
@@ -124,18 +96,23 @@ class ModelRunner:
         self._publish = publish
         self._carried = carried
         self._newest = _NOTHING
+        # As a decorator it would be made anew in each step.
+        self._inference = torch.inference_mode()
 
     def rehearsing(self, drafter: Drafter) -> ModelRunner:
         """A runner with the same inputs and graphs, that tells no other rank of its steps."""
         own = self._forward, self._sampler, drafter
         return ModelRunner(self.inputs, *own, carried=self._carried, graphs=self.graphs)
 
-    @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> LaunchedStep:
         """Compute the scheduled tokens, sample and verify, and propose the next drafts.
 
         On a GPU this only launches kernels; nothing waits for them before `collect`.
         """
+        with self._inference:
+            return self._launch(batch)
+
+    def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
         self._newest = batch
         self._start(batch)
         numbers = DraftNumbers()
@@ -160,10 +137,17 @@ class ModelRunner:
         done = self._parts(step, view, target)
         self._leave(step, verified, proposed)
         self._sampler.raise_failure()
-        parts = [] if proposed is None else proposed.tensors
-        arriving = self._send_to_host([*parts, *verified.tensors])
-        collect = partial(self._collect, batch, step, arriving, len(parts), numbers, done)
-        return LaunchedStep(collect, numbers.carried if parts else 0, self._drafter.source)
+        num_parts = 0 if proposed is None else len(proposed.tensors)
+        arriving = self._send_to_host(proposed, verified)
+        collect = partial(self._collect, batch, step, arriving, num_parts, numbers, done)
+        return LaunchedStep(collect, numbers.carried if num_parts else 0, self._drafter.source)
+
+    def _send_to_host(self, *results: Proposal | Verified | None) -> Arriving:
+        """Start to copy the tensors of these to the host; recorded steps' are read in place."""
+        known = [result for result in results if result is not None]
+        if self._recorder is not None:
+            return lambda: [array for result in known for array in result.arrays]
+        return send_to_host([tensor for result in known for tensor in result.tensors])
 
     def _leave(self, step: StepInput, verified: Verified, proposed: Proposal | None) -> None:
         """Leave the tokens and the drafts for the next step, if it may be launched before they are
@@ -174,7 +158,6 @@ class ModelRunner:
         drafts = None if proposed is None else proposed.token_ids
         self._carried.leave(step.carried, verified, step.model_input, drafts)
 
-    @torch.inference_mode()
     def _collect(
         self,
         batch: ScheduledBatch,
@@ -231,7 +214,7 @@ class ModelRunner:
         target: bool,
     ) -> StepOutput:
         """The host knows the tokens before drafts are made."""
-        sampled = self._sampler.take(step.sample, self._send_to_host(verified.tensors)())
+        sampled = self._sampler.take(step.sample, self._send_to_host(verified)())
         found = self._look_up(batch, step)
         if self._drafter.looks_first:
             numbers = self._drafter.begin_with(found)
@@ -241,7 +224,7 @@ class ModelRunner:
                 view = replace(view, guide=allowed.guide(found))
             proposed = self._drafter.propose(view, numbers)
             done = self._parts(step, view, target)
-            made = [] if proposed is None else self._send_to_host(proposed.tensors)()
+            made = self._send_to_host(proposed)()
             drafts = self._drafter.merge(numbers, rows, found, made, allowed)
         results = self._results(batch, step, sampled, drafts)
         return StepOutput(results, self._drafter.num_lookup_tokens, done)
@@ -283,34 +266,24 @@ class ModelRunner:
         if self._recorder is None or not step.recurs:
             done = self._compute(step, numbers)
         else:
-            plan, model_input = step.sample, step.model_input
-            done = self._recorder.run(
-                f"a step{'' if plan.is_greedy else ' that samples'}",
-                (plan.needs, model_input.attention.max_seqlen_q),
-                (
-                    *(model_input.input_ids, model_input.positions, step.next_token_ids),
-                    *model_input.attention.tensors,
-                    *plan.tensors,
-                    step.race_rows,
-                ),
-                lambda: self._compute(_with_unknown_lengths(step), numbers),
-                lambda done: done.tensors,
-            )
-        if step.next_token_ids is None:
-            return None, done.verified
-        assert done.last_rows is not None
-        view = VerifiedStep(
-            batch.sequences,
-            step.model_input,
-            done.output,
-            step.next_token_ids,
-            done.last_rows,
-            step.sampled,
-            done.race,
-            step.recurs,
-            done.drafting,
+            done = self._recorder.run(step.recordings, None, lambda: self._work(step, numbers))
+        return done.view(batch.sequences, step), done.verified
+
+    def _work(self, step: StepInput, numbers: DraftNumbers) -> Work[ComputedStep]:
+        """The target's part of a step, for a recorder."""
+        plan, model_input = step.sample, step.model_input
+        return Work(
+            f"a step{'' if plan.is_greedy else ' that samples'}",
+            (plan.needs, model_input.attention.max_seqlen_q),
+            (
+                *(model_input.input_ids, model_input.positions, step.next_token_ids),
+                *model_input.attention.tensors,
+                *plan.tensors,
+                step.race_rows,
+            ),
+            lambda: self._compute(with_unknown_lengths(step), numbers),
+            lambda done: done.tensors,
         )
-        return view, done.verified
 
     def _was_replayed(self, step: StepInput) -> bool:
         """Whether the target's part was, which `_verify` has just run."""
@@ -327,7 +300,7 @@ class ModelRunner:
         drafts = None if view is None else self._drafter.was_replayed(view)
         return StepParts(step.decodes, target, drafts)
 
-    def _compute(self, step: StepInput, numbers: DraftNumbers) -> _Computed:
+    def _compute(self, step: StepInput, numbers: DraftNumbers) -> ComputedStep:
         """The device's part of a step without the drafts."""
         output = self._forward.run(step.model_input, step.graph)
         drafting = self._graph_of_drafts(step, numbers)
@@ -344,7 +317,7 @@ class ModelRunner:
         race = None
         if drafting is None:
             race = self._sampler.race(step.sample, step.race_rows)
-        return _Computed(output, verified, last_rows, race, drafting)
+        return ComputedStep(output, verified, last_rows, race, drafting)
 
     def _graph_of_drafts(self, step: StepInput, numbers: DraftNumbers) -> DraftKey | None:
         """The graph that makes the step's drafts, if nothing of them is decided after sampling."""

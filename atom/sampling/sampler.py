@@ -8,12 +8,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 import torch
 
 from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
-from atom.graphs.staging import StagingBuffer
+from atom.graphs.staging import ReadInPlace, StagingBuffer
 from atom.messages import TokenLogprobs
 from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling.decode_rows import kind_of
@@ -85,7 +86,7 @@ def choose(
 
 
 @dataclass(frozen=True)
-class Verified:
+class Verified(ReadInPlace):
     """The result of sampling and verification, on the device.
 
     Attributes:
@@ -112,8 +113,7 @@ class Verified:
         return [self.token_ids, self.num_accepted, *logprobs]
 
 
-@dataclass(frozen=True)
-class Sampled:
+class Sampled(msgspec.Struct, frozen=True):
     """The results of a step's S sampled sequences, on the host.
 
     Attributes:

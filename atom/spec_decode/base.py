@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Protocol
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from atom.batch import ScheduledSequence
+from atom.graphs.recorded import Recording
 from atom.graphs.runner import GraphKey
+from atom.graphs.staging import ReadInPlace
 from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.metadata import ModelInput, ModelOutput, SamplingMetadata
 from atom.stats import ExpectedAcceptance
@@ -69,6 +71,7 @@ class VerifiedStep:
         graph: the graph that makes the drafts; it reads all of this by itself, and `race` is left
             out. None to run op by op.
         guide: drafts must follow it, where it is known before them; else None.
+        recordings: of the proposer's work on such steps, by the number of drafts.
     """
 
     sequences: Sequence[ScheduledSequence]
@@ -81,6 +84,9 @@ class VerifiedStep:
     recurs: bool = False
     graph: DraftKey | None = None
     guide: Guide | None = None
+    recordings: dict[Hashable, Recording[Any]] = field(
+        default_factory=dict, repr=False, compare=False
+    )
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
@@ -92,7 +98,7 @@ class VerifiedStep:
 
 
 @dataclass(frozen=True)
-class Proposal:
+class Proposal(ReadInPlace):
     """Drafts of S sequences.
 
     Attributes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from atom.batch import ScheduledBatch, StepOutput
-from atom.graphs.recorded import StepRecorder
+from atom.graphs.recorded import StepRecorder, Work
 from atom.graphs.runner import GraphKey
 from atom.sampling.rows import SequenceState
 from atom.spec_decode.base import DraftKey, Proposal, Proposer, VerifiedStep
@@ -240,9 +240,12 @@ class Drafter:
             return self._graphs.replay(step.graph, len(step.last_rows))
         if self._recorder is None or not step.recurs:
             return self.proposer.propose(step, count)
-        kind = "drafting" if count else "writing the draft's cache"
-        return self._recorder.run(
-            kind,
+        return self._recorder.run(step.recordings, count, lambda: self._work(step, count))
+
+    def _work(self, step: VerifiedStep, count: int) -> Work[Proposal]:
+        """The proposer's work, for a recorder."""
+        return Work(
+            "drafting" if count else "writing the draft's cache",
             count,
             step.tensors,
             lambda: self.proposer.propose(_with_own_metadata(step), count),

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
-from atom.graphs.recorded import StepRecorder
+from atom.graphs.recorded import StepRecorder, Work
 from atom.model_ops.kernels.native import bindings, elementwise, linear, movement
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.program import Arena, Program, record
@@ -151,7 +151,8 @@ def test_unknown_copies_are_errors() -> None:
 
 
 def run(recorder: StepRecorder, x: torch.Tensor, work: Callable[[], torch.Tensor]) -> torch.Tensor:
-    return recorder.run("a step", None, [x, None], work, lambda r: [r])
+    described = Work("a step", None, [x, None], work, lambda r: [r])
+    return recorder.run({}, None, lambda: described)
 
 
 def test_steps_are_recorded_the_first_time() -> None:
@@ -186,8 +187,9 @@ def test_what_else_has_the_same_name_is_recorded(caplog: pytest.LogCaptureFixtur
     caplog.set_level("INFO")
 
     def run(key: int) -> torch.Tensor:
-        work = forward if key == 0 else lambda x: x.cumsum(1)
-        return recorder.run("a step", key, [x], lambda: work(x), lambda r: [r])
+        run = forward if key == 0 else lambda x: x.cumsum(1)
+        work = Work("a step", key, [x], lambda: run(x), lambda r: [r])
+        return recorder.run({}, None, lambda: work)
 
     for key in (1, 0, 2, 0):
         run(key)

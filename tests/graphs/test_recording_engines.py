@@ -14,7 +14,7 @@ from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
-from atom.graphs.recorded import StepRecorder
+from atom.graphs.recorded import StepRecorder, Work
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.program import Program
 
@@ -58,9 +58,14 @@ def replays(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     replay, run = Program.replay, StepRecorder.run
     kind = [""]
 
-    def counted_run(self: StepRecorder, name: str, key: Hashable, *rest: Any) -> Any:
-        kind[0] = name
-        return run(self, name, key, *rest)
+    def counted_run(
+        self: StepRecorder,
+        known: dict[Hashable, Any],
+        which: Hashable,
+        work: Callable[[], Work[Any]],
+    ) -> Any:
+        kind[0] = work().name
+        return run(self, known, which, work)
 
     def counted_replay(self: Program) -> None:
         counts[kind[0]] += 1

@@ -116,6 +116,7 @@ def test_torch_is_asked_for_views_and_copies_only(
     assert (stats.num_replayed_draft_steps > before_run.num_replayed_draft_steps) == has_draft
     replayed = stats.num_replayed_decode_steps, stats.num_replayed_draft_steps
     monkeypatch.setattr(runner, "_recorder", None)
+    monkeypatch.setattr(runner.inputs, "_step_tables", None)
     monkeypatch.setattr(worker.parts.drafter, "_recorder", None)
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     assert recorded == [output.outputs[0].token_ids for output in outputs]

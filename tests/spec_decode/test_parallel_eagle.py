@@ -15,7 +15,7 @@ from spec_decode.draft_bench import HIDDEN, MHA, PARALLEL, VOCAB
 from spec_decode.eagle3_reference import ReferenceDraft
 
 from atom.config import ConfigError
-from atom.graphs.recorded import StepRecorder
+from atom.graphs.recorded import StepRecorder, Work
 from atom.kv_cache.builders import bind_kv_caches
 from atom.model_loader.errors import WeightError
 from atom.model_loader.source import ModelSource
@@ -158,13 +158,14 @@ def test_the_first_proposal_of_all_may_be_recorded(tmp_path: Path, llama_target:
     recorder, recorded = StepRecorder(), proposer_of(model, place=place)
 
     def replayed(num_drafts: int) -> list[list[int]]:
-        proposal = recorder.run(
+        work = Work(
             "drafting",
             num_drafts,
             step.tensors,
             lambda: recorded.propose(step, num_drafts),
             lambda made: made.tensors,
         )
+        proposal = recorder.run(step.recordings, num_drafts, lambda: work)
         return proposal.token_ids.tolist()
 
     numbers = (5, 3, 4, 5)

@@ -62,6 +62,7 @@ class Program:
             steps[i] = address(call.kernel), at
             at += len(block)
         self._steps, self._failed = steps, np.zeros(1, dtype=np.int64)
+        self._where = steps.ctypes.data, self._failed.ctypes.data, len(calls)
         self._run = kernel("run_program")
 
     def __len__(self) -> int:
@@ -73,8 +74,7 @@ class Program:
         Raises:
             IndexError: when one of them meets an index that is out of range.
         """
-        steps, failed = self._steps.ctypes.data, self._failed.ctypes.data
-        wrong = self._run(_run_program(steps, failed, len(self._names), torch.get_num_threads()))
+        wrong = self._run(_run_program(*self._where, torch.get_num_threads()))
         if wrong:
             name = self._names[int(self._failed[0])]
             raise IndexError(f"{name}: row or sequence {wrong - 1} refers to what does not exist")
