@@ -6,7 +6,6 @@ Plain Python; tensors are in `atom.model_ops.metadata`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import msgspec
 
@@ -92,12 +91,12 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
 
     @property
     def num_tokens(self) -> int:
-        return sum(len(s.token_ids) for s in self.sequences)
+        return sum([len(s.token_ids) for s in self.sequences])
 
     @property
     def num_drafting(self) -> int:
         """Sequences that the step samples and that want drafts."""
-        return sum(s.wants_sample and s.wants_drafts for s in self.sequences)
+        return sum([s.wants_sample and s.wants_drafts for s in self.sequences])
 
 
 class Orders(msgspec.Struct, frozen=True):
@@ -198,8 +197,7 @@ class StepOutput(msgspec.Struct, frozen=True):
     parts: StepParts = StepParts()
 
 
-@dataclass(frozen=True)
-class LaunchedStep:
+class LaunchedStep(msgspec.Struct, frozen=True):
     """A step whose results are not read yet.
 
     Attributes:

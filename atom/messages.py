@@ -138,10 +138,14 @@ class RefusedSequence(msgspec.Struct, frozen=True, array_like=True):
 
 
 class StepReport(msgspec.Struct, kw_only=True):
-    """The results of one engine step."""
+    """The results of one engine step.
+
+    Attributes:
+        stats: after the step, for those who cannot ask the engine: in another process.
+    """
 
     outputs: list[SequenceOutput]
-    stats: EngineStats
+    stats: EngineStats | None = None
     refused: list[RefusedSequence] = []
 
     def check(self) -> None:

@@ -157,7 +157,9 @@ class SpecDecodeCounter:
             return
         if source is not None:
             longest = len(self._accepted_counts) - 1
-            own = self._by_source.setdefault(source, SpecDecodeCounter(longest, warns=False))
+            own = self._by_source.get(source)
+            if own is None:
+                own = self._by_source[source] = SpecDecodeCounter(longest, warns=False)
             own.count(num_drafts, num_accepted, times=times)
             if self._expectation is not None:
                 self._expectation.count(num_drafts, num_accepted, source, times)

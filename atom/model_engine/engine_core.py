@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 from typing import TypeVar
 
 from atom.batch import LaunchedStep, ScheduledBatch
@@ -30,6 +30,29 @@ from atom.structured_output.params import StructuredOutput
 logger = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
+
+
+class _EndsTheEngine:
+    """Any exception within ends the engine, since its tables may be half changed.
+
+    Attributes:
+        cause: of the end; None while the engine can run.
+    """
+
+    def __init__(self) -> None:
+        self.cause: str | None = None
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, _: object
+    ) -> None:
+        if error is None:
+            return
+        self.cause = f"{type(error).__name__}: {error}"
+        if isinstance(error, Exception):
+            raise EngineDeadError(self.cause) from error
 
 
 class EngineCore:
@@ -65,8 +88,7 @@ class EngineCore:
         )
         self._grammar_queue = GrammarQueue(self.executor.grammars)
         self._was_out_of_memory = False
-        # Why the engine is dead; None while it can run.
-        self._death: str | None = None
+        self._end = _EndsTheEngine()
         # Refusals that the next step reports.
         self._refused: list[RefusedSequence] = []
         # Launched steps whose results are not read yet, oldest first.
@@ -144,19 +166,17 @@ class EngineCore:
                 batch failed, or scheduling failed.
         """
         self._check_alive()
-        if not self._scheduler.has_unfinished and self.patience_ms != 0:
-            self._grammar_queue.wait()
-        with self._ends_the_engine():
-            self._refused += self._grammar_queue.release(self._scheduler.add)
+        if self._grammar_queue.has_waiting:
+            self._admit_compiled()
         while len(self._launched) < self.executor.depth and self._launch():
             pass
         outputs = self._collect() if self._launched else []
         self._drain()
-        with self._ends_the_engine():
+        with self._end:
             refused, self._refused = self._refused + self._scheduler.take_refused(), []
-            self._grammar_queue.forget(o.id for o in outputs if o.finish_reason is not None)
-            self._grammar_queue.forget(sequence.id for sequence in refused)
-            return StepReport(outputs=outputs, stats=self.stats, refused=refused)
+            ended = [output.id for output in outputs if output.finish_reason is not None]
+            self._grammar_queue.forget([*ended, *(sequence.id for sequence in refused)])
+            return StepReport(outputs=outputs, refused=refused)
 
     def reset_prefix_cache(self) -> bool:
         """Forget all KV; false, with nothing done, while a sequence is live."""
@@ -165,15 +185,23 @@ class EngineCore:
     def shutdown(self) -> None:
         self.executor.shutdown()
 
+    def _admit_compiled(self) -> None:
+        """Pass requests whose grammar is ready to the scheduler."""
+        if not self._scheduler.has_unfinished and self.patience_ms != 0:
+            self._grammar_queue.wait()
+        with self._end:
+            self._refused += self._grammar_queue.release(self._scheduler.add)
+
     def _launch(self) -> bool:
         """Launch the next batch; false if none can follow those that run, or it failed."""
         before = self._launched[-1][1] if self._launched else None
-        with self._ends_the_engine():
+        with self._end:
             batch = self._scheduler.schedule(before)
         if not batch.sequences and self._launched:
             return False
-        running = sum(other.num_tokens for other, _ in self._launched)
-        self.num_step_tokens = running + batch.num_tokens
+        self.num_step_tokens = batch.num_tokens
+        if self._launched:
+            self.num_step_tokens += sum(other.num_tokens for other, _ in self._launched)
         launched = self._run(batch, lambda: self.executor.launch(batch))
         if launched is not None:
             self._launched.append((batch, launched))
@@ -187,7 +215,7 @@ class EngineCore:
             return []
         self._launched.popleft()
         self._was_out_of_memory = False
-        with self._ends_the_engine():
+        with self._end:
             return self._scheduler.update(batch, output)
 
     def _drain(self) -> None:
@@ -201,7 +229,7 @@ class EngineCore:
         try:
             result = work()
         except EngineDeadError as error:
-            self._death = str(error)
+            self._end.cause = str(error)
             raise
         except Exception as error:
             cause = f"{type(error).__name__}: {error}"
@@ -209,7 +237,7 @@ class EngineCore:
             repeats = out_of_memory and self._was_out_of_memory
             # An empty batch is nobody's: there is no request to end.
             if is_device_lost() or repeats or not batch.sequences:
-                self._death = cause
+                self._end.cause = cause
                 raise EngineDeadError(cause) from error
             logger.exception("a step with %d sequences failed", len(batch.sequences))
             message = f"the step that computed nothing but this sequence failed: {cause}"
@@ -227,17 +255,6 @@ class EngineCore:
             self.is_computing = False
         return result
 
-    @contextmanager
-    def _ends_the_engine(self) -> Iterator[None]:
-        """Any exception in here ends the engine, since its tables may be half changed."""
-        try:
-            yield
-        except BaseException as error:
-            self._death = f"{type(error).__name__}: {error}"
-            if isinstance(error, Exception):
-                raise EngineDeadError(self._death) from error
-            raise
-
     def _check_alive(self) -> None:
-        if self._death is not None:
-            raise EngineDeadError(f"the engine failed: {self._death}")
+        if self._end.cause is not None:
+            raise EngineDeadError(f"the engine failed: {self._end.cause}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from typing import Protocol
 
@@ -163,7 +162,8 @@ class RanksExecutor:
             if batch == _NOTHING and not self._lockstep.is_coupled:
                 return LaunchedStep(lambda: StepOutput([]))
             launched = self._launch(batch)
-        return replace(launched, collect=partial(self._collect, launched))
+        collect = partial(self._collect, launched)
+        return LaunchedStep(collect, launched.num_drafts, launched.draft_source)
 
     def _launch(self, batch: ScheduledBatch) -> LaunchedStep:
         self._is_published = False

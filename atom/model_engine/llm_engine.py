@@ -164,7 +164,8 @@ class LLMEngine:
         """
         report = self.core.step()
         processed = self._processor.process(report.outputs)
-        self.core.abort(processed.aborts)
+        if processed.aborts:
+            self.core.abort(processed.aborts)
         step = EngineStep(processed.outputs)
         for refused in report.refused:
             request_id = request_id_of(refused.id)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
-
 import msgspec
 
 from atom.batch import StepOutput
@@ -22,7 +20,7 @@ class SchedulerCounts:
     def __init__(self, limits: EngineLimits, lookahead: Lookahead) -> None:
         self._spec = SpecDecodeCounter(lookahead.num_tokens, lookahead.expected_acceptance)
         # Verifications since the last step ended, counted by value.
-        self._verified: Counter[DraftCounts] = Counter()
+        self._verified: dict[DraftCounts, int] = {}
         self._totals = EngineStats(
             num_blocks=limits.num_blocks,
             block_size=limits.block_size,
@@ -44,7 +42,7 @@ class SchedulerCounts:
     def generated(self, num_tokens: int, verified: DraftCounts | None) -> None:
         self._totals.num_generation_tokens += num_tokens
         if verified is not None:
-            self._verified[verified] += 1
+            self._verified[verified] = self._verified.get(verified, 0) + 1
 
     def step_ended(self, output: StepOutput) -> None:
         for (num_drafts, num_accepted, source), times in self._verified.items():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from functools import partial
 
 from atom.batch import LaunchedStep, Orders, ScheduledBatch, StepOutput
@@ -94,7 +93,7 @@ class Worker:
         started = time.perf_counter()
         launched = self._runner.launch(batch)
         collect = partial(self._collect, batch, launched, started, time.perf_counter())
-        return replace(launched, collect=collect)
+        return LaunchedStep(collect, launched.num_drafts, launched.draft_source)
 
     def _collect(
         self, batch: ScheduledBatch, launched: LaunchedStep, started: float, away: float

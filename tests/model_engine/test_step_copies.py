@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import replace
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from spec_decode import engines
@@ -89,7 +89,7 @@ def decode_step(engine: LLM, params: list[SamplingParams]) -> tuple[Crossings, S
         with Calls(seen), Kernels(seen, executor.inputs.staging.host):
             launched = launch(batch)
             output = launched.collect()
-        return replace(launched, collect=lambda: output)
+        return msgspec.structs.replace(launched, collect=lambda: output)
 
     executor.launch = counting  # type: ignore[method-assign]
     try:

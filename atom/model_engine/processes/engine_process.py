@@ -135,6 +135,7 @@ class EngineLoop:
         if core.has_work:
             with heart.step():
                 report = core.step()
+            report.stats = core.stats
             self._send(wire.Step(report))
         elif core.patience_ms is not None:
             core.step()  # of other engines, whose hearts tell how long it takes

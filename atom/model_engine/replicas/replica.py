@@ -159,7 +159,8 @@ class Replica:
         match message:
             case wire.Step(report):
                 self._step = None
-                self.stats = report.stats
+                if report.stats is not None:
+                    self.stats = report.stats
                 self._listener.on_report(report)
             case wire.Heartbeat(step):
                 self._step = step
