@@ -25,6 +25,8 @@ _WINDOW = 48
 _PRIOR_WEIGHT = 6
 # No draft is certain.
 _HIGHEST = 0.99
+# Observations after which rates are computed anew, and at first as a share of all.
+_LASTING, _FIRST_LASTING_SHARE = 8, 1 / 16
 # Drafts of sequences that are kept to know what the next ones may be like.
 NUM_RECENT = 64
 
@@ -69,9 +71,11 @@ class Calibration:
         self._cells = [[_Mean() for _ in _MIDDLES] for _ in range(most)]
         # Of the drafts made at each position, verified or not.
         self._made = [_Mean(_FIRST_GUESS, _FIRST_WEIGHT) for _ in range(most)]
-        self._recent = np.full((NUM_RECENT, most), _UNKNOWN, dtype=np.int8)
+        self._recent = [[_UNKNOWN] * most] * NUM_RECENT
         self._num_recent = 0
+        # Rates as `_rates` has them, observations so far, and those when the rates were computed.
         self._table: list[list[float]] | None = None
+        self._num_observed = self._num_then = 0
 
     def observe(self, confidences: Sequence[float], num_accepted: int) -> None:
         """Learn from verified drafts of a sequence, of which the first `num_accepted` were kept."""
@@ -81,7 +85,7 @@ class Calibration:
             self._promised.add(_MIDDLES[which])
             self._ranges[which].add(kept)
             self._cells[min(place, self._most - 1)][which].add(kept)
-        self._table = None
+        self._num_observed += 1
 
     def see(self, confidences: Sequence[float], asked: int) -> list[float]:
         """Learn what drafts are like that were made when so many were asked for.
@@ -90,13 +94,11 @@ class Calibration:
             For each, the probability that it and all before it are accepted.
         """
         rates = self._rates()
-        row = self._recent[self._num_recent % NUM_RECENT]
-        self._num_recent += 1
         ranges = [bisect(_LIMITS, confidence) for confidence in confidences]
         # Fewer than asked for means that there were no more.
         seen = [*ranges[:asked], *[_NONE] * (asked - len(ranges))][: self._most]
-        row[: len(seen)] = seen
-        row[len(seen) :] = _UNKNOWN
+        self._recent[self._num_recent] = seen + [_UNKNOWN] * (self._most - len(seen))
+        self._num_recent = (self._num_recent + 1) % NUM_RECENT
         survivals, reached = [], 1.0
         for place, which in enumerate(ranges):
             known = min(place, self._most - 1)
@@ -113,12 +115,14 @@ class Calibration:
         rates = np.array(
             [[*own, mean.value, 0.0] for own, mean in zip(self._rates(), self._made, strict=True)]
         )
-        own = self._recent[:, :num_drafts]
+        own = np.array(self._recent)[:, :num_drafts]
         return np.cumprod(rates[np.arange(num_drafts), own], axis=1)
 
     def _rates(self) -> list[list[float]]:
         """By position and range."""
-        if self._table is None:
+        lasting = min(_LASTING, self._num_observed * _FIRST_LASTING_SHARE)
+        if self._table is None or self._num_observed > self._num_then + lasting:
+            self._num_then = self._num_observed
             factor = self._accepted.value / self._promised.value
             doubt = 1 / math.sqrt(self._accepted.count) - 1 / math.sqrt(_WINDOW)
             priors = [min(factor * middle, _HIGHEST) for middle in _MIDDLES]

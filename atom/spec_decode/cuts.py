@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
+from itertools import accumulate, chain
 from typing import Protocol
 
 import numpy as np
@@ -32,12 +32,16 @@ class CutRule(Protocol):
         """
         ...
 
-    def cuts(self, survivals: Sequence[Sequence[float]]) -> Mapping[float, list[int]]:
-        """The best numbers of drafts to verify of each sequence, by level.
+    def gains(self, survivals: Sequence[Sequence[float]]) -> Mapping[float, tuple[int, float]]:
+        """How many drafts each level verifies in all, and how many are expected to be accepted.
 
         Args:
             survivals: of each sequence's drafts, the same probabilities.
         """
+        ...
+
+    def cut(self, survivals: Sequence[Sequence[float]], level: float) -> list[int]:
+        """The best numbers of drafts to verify of each sequence at one of these levels."""
         ...
 
     def level_of(self, nums_verified: Sequence[int]) -> float | None:
@@ -74,16 +78,24 @@ class CutByTotal:
             if total <= rows[-1] + 0.5
         }
 
-    def cuts(self, survivals: Sequence[Sequence[float]]) -> Mapping[float, list[int]]:
-        # Along a sequence they fall, so those before a draft are verified, too.
-        drafts = [(-s, place, i) for i, own in enumerate(survivals) for place, s in enumerate(own)]
-        owners = [i for _, _, i in sorted(drafts)]
-        cuts: dict[float, list[int]] = {}
-        for total, level in self._of(len(survivals)).items():
-            if total <= len(owners):
-                chosen = Counter(owners[:total])
-                cuts[level] = [chosen[i] for i in range(len(survivals))]
-        return cuts
+    def gains(self, survivals: Sequence[Sequence[float]]) -> Mapping[float, tuple[int, float]]:
+        values = sorted(chain.from_iterable(survivals), reverse=True)
+        sums = [0.0, *accumulate(values)]
+        totals = self._of(len(survivals)).items()
+        return {level: (total, sums[total]) for total, level in totals if total <= len(values)}
+
+    def cut(self, survivals: Sequence[Sequence[float]], level: float) -> list[int]:
+        counts = [len(own) for own in survivals]
+        total = round(len(survivals) * level)
+        if total < sum(counts):
+            # Along a sequence they fall, so those before a draft are verified, too.
+            drafts = [
+                (-s, place, i) for i, own in enumerate(survivals) for place, s in enumerate(own)
+            ]
+            counts = [0] * len(survivals)
+            for _, _, i in sorted(drafts)[:total]:
+                counts[i] += 1
+        return counts
 
     def level_of(self, nums_verified: Sequence[int]) -> float | None:
         return self._of(len(nums_verified)).get(sum(nums_verified))
@@ -116,8 +128,15 @@ class CutToLongest:
             if level <= longest
         }
 
-    def cuts(self, survivals: Sequence[Sequence[float]]) -> Mapping[float, list[int]]:
-        return {level: [min(len(s), int(level)) for s in survivals] for level in self.levels}
+    def gains(self, survivals: Sequence[Sequence[float]]) -> Mapping[float, tuple[int, float]]:
+        gains = {}
+        for level in self.levels:
+            kept = [own[: int(level)] for own in survivals]
+            gains[level] = sum(map(len, kept)), sum(map(sum, kept))
+        return gains
+
+    def cut(self, survivals: Sequence[Sequence[float]], level: float) -> list[int]:
+        return [min(len(own), int(level)) for own in survivals]
 
     def level_of(self, nums_verified: Sequence[int]) -> float | None:
         most = max(nums_verified)

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 
+import msgspec
 import numpy as np
 
 from atom.batch import ScheduledBatch, StepOutput
@@ -28,14 +29,14 @@ Found = Sequence[Continuation | None]
 # its newest tokens; None if there is no such step.
 Launched = Sequence[list[int] | None]
 
+_NO_GRAMMARS = nullcontext(None)
 # Steps for which a lookup rests at most while no drafts pay.
 _MOST_REST = 3
 # The proposer's accepted drafts, before any were verified, and the window of their mean.
 _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
 
 
-@dataclass(frozen=True)
-class DraftNumbers:
+class DraftNumbers(msgspec.Struct, frozen=True):
     """How many drafts a step makes.
 
     Attributes:
@@ -107,6 +108,7 @@ class Drafter:
         self._graphs = graphs
         self._lookup = lookup
         self._length = length
+        self._learns = self.looks or length is not None
         self._grammars = grammars
         # Of the step that was merged last.
         self._merged = DraftNumbers()
@@ -164,7 +166,7 @@ class Drafter:
             return numbers
         choice = numbers.choice
         if choice is not None:
-            choice = replace(choice, asked=num_drafts, made=num_drafts)
+            choice = msgspec.structs.replace(choice, asked=num_drafts, made=num_drafts)
         return DraftNumbers(max(numbers.most, num_drafts), num_drafts, choice)
 
     def graph_for(self, target: GraphKey, numbers: DraftNumbers, *, races: bool) -> DraftKey | None:
@@ -178,18 +180,15 @@ class Drafter:
             return None
         return self._graphs.find(target, numbers.made, races=races)
 
-    @contextmanager
     def grammar_drafts(
         self, rows: Sequence[int], states: Sequence[SequenceState]
-    ) -> Iterator[GrammarDrafts | None]:
+    ) -> AbstractContextManager[GrammarDrafts | None]:
         """Drafts of those of the sampled sequences that have grammars; None if none has."""
-        if self._grammars is None or not any(state.grammar for state in states):
-            yield None
-            return
         grammars = [state.grammar for state in states]
+        if self._grammars is None or not any(grammars):
+            return _NO_GRAMMARS
         outputs = [state.output_token_ids for state in states]
-        with self._grammars.drafts(rows, grammars, outputs) as drafts:
-            yield drafts
+        return self._grammars.drafts(rows, grammars, outputs)
 
     def look_up(
         self,
@@ -292,7 +291,8 @@ class Drafter:
             for index, draft in allowed.finish([each.token_ids for each in merged]).items():
                 sources[index] = GRAMMAR if draft.is_forced else sources[index]
                 merged[index] = replaced(merged[index], draft.token_ids)
-        self._remember(rows, own, merged, ahead)
+        if self._learns:
+            self._remember(rows, own, merged, ahead)
         self._merged = numbers
         if self._length is not None and numbers.choice is not None:
             # What must follow is certain, and sequences that want no drafts do not count.
@@ -341,7 +341,7 @@ class Drafter:
             seconds: that it took, drafting included; None if another like it would take another
                 time.
         """
-        if self._length is None and not self.looks:
+        if not self._learns:
             return
         verifications, num_rows = [], 0
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):

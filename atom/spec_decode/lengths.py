@@ -7,11 +7,10 @@ tries other numbers now and then, for a bounded share of the time.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate
 from typing import NamedTuple, Protocol
+
+import msgspec
 
 from atom.spec_decode.calibration import Calibration
 from atom.spec_decode.cuts import CutByTotal, CutRule
@@ -22,12 +21,11 @@ from atom.spec_decode.step_times import ROW_OF_GPU, StepTimes, batch_bucket
 _PROBE_SHARE = 0.01
 # Steps after which plans are made anew, and how many of them are kept. The first ones, which know
 # little, last for a share of the steps before them.
-_LASTING, _MOST_KEPT = 8, 64
+_LASTING, _MOST_KEPT = 16, 64
 _FIRST_LASTING_SHARE = 1 / 16
 
 
-@dataclass(frozen=True)
-class Candidates:
+class Candidates(msgspec.Struct, frozen=True):
     """Drafts that were made for a sequence.
 
     Attributes:
@@ -39,8 +37,7 @@ class Candidates:
     confidences: Sequence[float]
 
 
-@dataclass(frozen=True)
-class Verification:
+class Verification(msgspec.Struct, frozen=True):
     """The result of verifying one sequence's drafts.
 
     Attributes:
@@ -54,8 +51,7 @@ class Verification:
     num_accepted: int
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(msgspec.Struct, frozen=True):
     """What was chosen for a step, from which its other calls go on.
 
     Attributes:
@@ -132,14 +128,15 @@ class _Plan(NamedTuple):
         best: number of drafts to make.
         level: drafts of each sequence that the next step verifies then.
         step: that step.
-        all_of: by choice, the step that verifies all its drafts.
+        losses: by choice, the seconds that trying it is expected to lose, all its drafts verified;
+            without the best one where that is the same step.
     """
 
     made_in: int
     best: int
     level: float
     step: _Step
-    all_of: Mapping[int, _Step]
+    losses: Mapping[int, float]
 
 
 class AdaptiveLength:
@@ -215,19 +212,17 @@ class AdaptiveLength:
         survivals = [self._of(own.source).see(own.confidences, choice.asked) for own in made]
         if choice.verified is not None:
             return [min(len(own), choice.verified) for own in survivals]
-        cuts = self._rule.cuts(survivals)
+        gains = self._rule.gains(survivals)
         if choice.is_try or choice.rate is None:
-            return cuts[max(cuts)]
-        rate, times = choice.rate, self._of_batch(len(made))
-        sums = [[0.0, *accumulate(own)] for own in survivals]
+            return self._rule.cut(survivals, max(gains))
+        rate, times, runs = choice.rate, self._of_batch(len(made)), self._first_runs
 
         def worth(level: float) -> float:
-            gain = sum(own[n] for own, n in zip(sums, cuts[level], strict=True))
-            new = StepShape(len(made), sum(cuts[level]), choice.made)
-            seconds = times.at(level, choice.made) * (1 + self._first_runs.share_of(new))
-            return gain - rate * seconds
+            total, gain = gains[level]
+            new = StepShape(len(made), total, choice.made)
+            return gain - rate * times.at(level, choice.made) * (1 + runs.share_of(new))
 
-        return cuts[max(cuts, key=worth)]
+        return self._rule.cut(survivals, max(gains, key=worth))
 
     def observe(
         self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
@@ -260,8 +255,8 @@ class AdaptiveLength:
 
     def _plan(self, sources: Sequence[str], *, drafts: bool) -> _Plan:
         self._num_steps += 1
-        groups = frozenset(Counter(sources).items())
-        key = groups, drafts, self._num_verified
+        groups = frozenset([(source, sources.count(source)) for source in set(sources)])
+        key = groups, drafts, self._new_choices(len(sources), drafts)
         known = self._plans.get(key)
         lasting = min(_LASTING, self._num_steps * _FIRST_LASTING_SHARE)
         if known is not None and self._num_steps < known.made_in + lasting:
@@ -270,6 +265,14 @@ class AdaptiveLength:
             self._plans.clear()
         plan = self._plans[key] = self._new_plan(len(sources), groups, drafts)
         return plan
+
+    def _new_choices(self, num_sequences: int, drafts: bool) -> tuple[int, ...]:
+        """Those with which the step would be of a shape that was not run."""
+        if not self._first_runs.cost:
+            return ()
+        num_verified, cost_of = self._num_verified, self._first_runs.cost_of
+        shapes = [(n, StepShape(num_sequences, num_verified, n * drafts)) for n in self._choices]
+        return tuple([n for n, shape in shapes if cost_of(shape)])
 
     def _new_plan(
         self, num_sequences: int, groups: Iterable[tuple[str, int]], drafts: bool
@@ -298,19 +301,21 @@ class AdaptiveLength:
             tokens, seconds = steps[max(steps)]
             all_of[n] = _Step(tokens, seconds * (1 + runs.cost_of(shape)))
         best = max(rates, key=lambda n: rates[n])
-        return _Plan(self._num_steps, best, *best_of[best], all_of)
+        level, step = best_of[best]
+        losses = {
+            n: other.seconds - other.tokens * step.seconds / step.tokens
+            for n, other in all_of.items()
+            if n != best or other != step
+        }
+        return _Plan(self._num_steps, best, level, step, losses)
 
     def _or_try(self, plan: _Plan) -> int:
         """The best choice, or one that is due to be tried."""
-        step, due = plan.step, dict[int, float]()
-        for n, other in plan.all_of.items():
-            if n == plan.best and other == step:
-                self._credits[n] = 0.0
-                continue
-            self._credits[n] += _PROBE_SHARE / (len(self._choices) - 1) * step.seconds
-            due[n] = self._credits[n] - (other.seconds - other.tokens * step.seconds / step.tokens)
-        chosen = max(due, key=lambda n: due[n])
-        if due[chosen] < 0 or self._is_try:
+        credits, share = self._credits, _PROBE_SHARE / (len(self._choices) - 1)
+        for n in self._choices:
+            credits[n] = credits[n] + share * plan.step.seconds if n in plan.losses else 0.0
+        chosen = max(plan.losses, key=lambda n: credits[n] - plan.losses[n])
+        if credits[chosen] < plan.losses[chosen] or self._is_try:
             self._is_try = False
             return plan.best
         self._credits[chosen] = 0.0

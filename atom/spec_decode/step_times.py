@@ -5,10 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
-import numpy as np
-
-from atom.spec_decode.calibration import Array
-
 # Relative noise of a step's time.
 _NOISE = 0.1
 # Relative change of the machine's speed from one step to the next, and of each part of a step on
@@ -22,6 +18,9 @@ ROW_OF_GPU, ROW_OF_CPU = 0.04, 0.15
 # Likewise the cost of making a draft, the error of both slopes, and the deviation of a single
 # number of drafts from a straight line.
 _MAKING_GUESS, _GUESS_ERROR, _CURVATURE = 0.05, 0.3, 0.1
+# Steps of the same numbers, one after the other, whose times are taken together; fewer at first: a
+# share of all.
+_TOGETHER, _FIRST_TOGETHER_SHARE = 4, 1 / 16
 # Lower bound of an estimated step time, as a share of its most expensive part.
 _LEAST = 0.02
 
@@ -64,10 +63,14 @@ class StepTimes:
             making = [like._seconds[j] for j in like._making.values()]
         # Verifying, then making, each number of drafts. In arbitrary units until measured.
         self._seconds: list[float] = verifying + making
+        self._least = _LEAST * max(self._seconds)
         self._is_known: bool = like is not None and like._is_known
-        self._covariance = np.array(_guessed_covariance(levels, choices, self.at(0, 0)))
+        self._covariance = _guessed_covariance(levels, choices, self.at(0, 0))
         self._is_measured = False
         self._seen: set[int] = set()
+        # The last steps: their parts, their seconds in all, and their number. Steps so far.
+        self._parts, self._sum, self._count = (0, self._constant), 0.0, 0
+        self._num_steps = 0
 
     @property
     def is_known(self) -> bool:
@@ -77,7 +80,7 @@ class StepTimes:
     def at(self, verified: float, made: int) -> float:
         """Time of a step that verifies and makes these numbers of drafts per sequence."""
         i, j = self._find(verified, made)
-        return max(self._seconds[i] + self._seconds[j], _LEAST * max(self._seconds))
+        return max(self._seconds[i] + self._seconds[j], self._least)
 
     def observe(self, verified: float, made: int, seconds: float) -> None:
         """Record a step's time."""
@@ -91,7 +94,20 @@ class StepTimes:
             self._scale(seconds / expected)
             self._is_known = self._is_measured = True
             expected = seconds
-        self._correct(*parts, min(seconds, _OUTLIER * expected))
+        if parts != self._parts:
+            self._learn()
+        self._parts = parts
+        self._sum += min(seconds, _OUTLIER * expected)
+        self._count += 1
+        self._num_steps += 1
+        if self._count >= min(_TOGETHER, self._num_steps * _FIRST_TOGETHER_SHARE):
+            self._learn()
+
+    def _learn(self) -> None:
+        """Correct the estimates by the last steps."""
+        if self._count:
+            self._correct(*self._parts, self._sum / self._count, self._count)
+        self._sum, self._count = 0.0, 0
 
     def _find(self, verified: float, made: int) -> tuple[int, int]:
         return self._verifying[verified], self._making[made]
@@ -106,31 +122,29 @@ class StepTimes:
 
     def _scale(self, factor: float) -> None:
         self._seconds = [s * factor for s in self._seconds]
-        self._covariance *= factor**2
+        self._least *= factor
+        self._covariance = [[c * factor**2 for c in row] for row in self._covariance]
 
-    def _correct(self, i: int, j: int, seconds: float) -> None:
-        """Kalman update: parts `i` and `j` took `seconds` together."""
+    def _correct(self, i: int, j: int, seconds: float, count: int) -> None:
+        """Kalman update: parts `i` and `j` took `seconds` together, the mean of so many steps."""
         error = seconds - self._seconds[i] - self._seconds[j]
-        own_drift = (_PART_DRIFT * seconds) ** 2
+        own_drift = count * (_PART_DRIFT * seconds) ** 2
         # Disturbances only slow steps down; a much faster step means a faster machine.
         is_faster = seconds < (self._seconds[i] + self._seconds[j]) / _OUTLIER
-        times = np.array(self._seconds)
-        drift = times if is_faster else _SPEED_DRIFT * times
-        covariance = self._covariance
-        covariance += np.multiply.outer(drift, drift)
-        both = covariance[i] + covariance[j]
+        speed = 1.0 if is_faster else _SPEED_DRIFT
+        drift = [speed * s for s in self._seconds]
+        common, rows = count * (drift[i] + drift[j]), self._covariance
+        both = [a + b + common * d for a, b, d in zip(rows[i], rows[j], drift, strict=True)]
         both[i] += own_drift
         both[j] += own_drift if j != self._constant else 0.0
-        gain = both / (both[i] + both[j] + (_NOISE * seconds) ** 2)
-        covariance -= np.multiply.outer(gain, both)
-        covariance.flat[:: len(times) + 1] += self._own(own_drift)
-        self._seconds = (times + gain * error).tolist()
-
-    def _own(self, drift: float) -> Array:
-        """The drift of each part on its own; the constant has none."""
-        own = np.full(len(self._seconds), drift)
-        own[self._constant] = 0.0
-        return own
+        scale = 1 / (both[i] + both[j] + (_NOISE * seconds) ** 2 / count)
+        # In Python: so few numbers take numpy longer, whose code has left the caches.
+        for place, row in enumerate(rows):
+            more, less = count * drift[place], scale * both[place]
+            row[:] = [c + more * d - less * b for c, d, b in zip(row, drift, both, strict=True)]
+            row[place] += own_drift if place != self._constant else 0.0
+        self._seconds = [s + scale * b * error for s, b in zip(self._seconds, both, strict=True)]
+        self._least = _LEAST * max(self._seconds)
 
 
 def _guessed_covariance(

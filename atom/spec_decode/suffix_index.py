@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import prod
 
+import msgspec
+
 # Lengths of the runs whose occurrences are chained. Those of the longest run that has any count:
 # the latest occurrences of a short run would hide a long match further back.
 _RUNS = (6, 2, 1)
@@ -32,8 +34,7 @@ _END = -1
 Followers = Mapping[tuple[int, ...], float]
 
 
-@dataclass(frozen=True)
-class Continuation:
+class Continuation(msgspec.Struct, frozen=True):
     """Tokens that are likely to follow a text.
 
     Attributes:
@@ -215,10 +216,10 @@ class SuffixIndex:
 
 def _num_shared(tokens: list[int], end: int, tail: list[int]) -> int:
     """The number of last tokens that `tokens[:end]` shares with `tail`."""
-    most = len(tail)
-    if tokens[max(end - most, 0) : end] == tail:
-        return most
-    shared = 0
-    while shared < end and tokens[end - 1 - shared] == tail[~shared]:
-        shared += 1
-    return shared
+    before = tokens[max(end - len(tail), 0) : end]
+    if before == tail:
+        return len(tail)
+    for shared, (own, other) in enumerate(zip(reversed(before), reversed(tail), strict=False)):
+        if own != other:
+            return shared
+    return len(before)

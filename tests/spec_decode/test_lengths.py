@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
+import msgspec
 import pytest
 
 from atom.spec_decode.cuts import CutByTotal, CutToLongest
@@ -224,7 +225,7 @@ def test_a_choice_ahead_is_cut_as_it_was_chosen() -> None:
     assert choice.verified == choice.asked == 3
     poor, few = Candidates("eagle3", [0.01] * 3), Candidates("eagle3", [0.9])
     assert length.cut(choice, [poor, few]) == [3, 1]
-    assert length.cut(replace(choice, verified=1), [poor, few]) == [1, 1]
+    assert length.cut(msgspec.structs.replace(choice, verified=1), [poor, few]) == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -259,7 +260,9 @@ def test_never_slower_than_off(batch: int, lies: bool, rule: type[CutByTotal]) -
 
 def test_totals_are_those_of_the_likeliest_drafts() -> None:
     rule = CutByTotal((0, 1, 2, 3))
-    cuts = rule.cuts([[0.9, 0.8, 0.1], [0.2], [0.85, 0.3, 0.25], []])
+    drafts = [[0.9, 0.8, 0.1], [0.2], [0.85, 0.3, 0.25], []]
+    gains = rule.gains(drafts)
+    cuts = {level: rule.cut(drafts, level) for level in gains}
     # Every total is a step, and each takes the best drafts there are.
     assert {sum(kept): kept for kept in cuts.values()} == {
         0: [0, 0, 0, 0],
@@ -270,12 +273,16 @@ def test_totals_are_those_of_the_likeliest_drafts() -> None:
     }
     for level, kept in cuts.items():
         assert rule.level_of(kept) == level
+        best = sum(sum(own[:n]) for own, n in zip(drafts, kept, strict=True))
+        assert gains[level] == (sum(kept), pytest.approx(best))
     assert rule.level_of([3, 0, 0, 0]) is None
 
 
 def test_in_graphs_the_longest_counts() -> None:
     rule = CutToLongest((0, 3))
-    assert rule.cuts([[0.9, 0.8], [0.2]]) == {0: [0, 0], 3: [2, 1]}
+    drafts = [[0.9, 0.8], [0.2]]
+    assert rule.gains(drafts) == {0: (0, 0), 3: (3, pytest.approx(1.9))}
+    assert [rule.cut(drafts, level) for level in (0, 3)] == [[0, 0], [2, 1]]
     assert rule.level_of([0, 0]) == 0
     assert rule.level_of([0, 1]) == 3
     assert rule.level_of([4, 1]) is None
