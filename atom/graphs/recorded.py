@@ -97,7 +97,8 @@ class StepRecorder:
         """What the work returns, replayed if it was recorded.
 
         Args:
-            known: recordings of work with just these inputs, to which this one is added.
+            known: recordings of work with just these inputs, to which this one is added; they stay
+                until it goes.
             which: of them.
             work: only called if that is none of them.
         """
@@ -143,5 +144,5 @@ class StepRecorder:
         return usual
 
     def release(self) -> None:
-        """Drop all programs."""
+        """Drop all programs but those that are known where their inputs are."""
         self._programs.clear()

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 
 import pytest
 import torch
 
-from atom.graphs.recorded import StepRecorder, Work
+from atom.graphs.recorded import Recording, StepRecorder, Work
 from atom.model_ops.kernels.native import bindings, elementwise, linear, movement
 from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.native.program import Arena, Program, record
@@ -195,6 +195,26 @@ def test_what_else_has_the_same_name_is_recorded(caplog: pytest.LogCaptureFixtur
         run(key)
     assert recorder.was_replayed
     assert len([r for r in caplog.records if r.name == "atom.graphs.recorded"]) == 1
+
+
+def test_known_work_is_not_described_again() -> None:
+    """Nor dropped for it: what others recorded since does not matter."""
+    recorder, x, forward = StepRecorder(), random(2, SIZE), layers(1)
+    known: dict[Hashable, Recording[torch.Tensor]] = {}
+    asked: list[int] = []
+
+    def describe() -> Work[torch.Tensor]:
+        asked.append(len(asked))
+        return Work("a step", None, [x], lambda: forward(x), lambda r: [r])
+
+    for seed in range(5):
+        x.copy_(random(2, SIZE, seed=seed))
+        assert same(recorder.run(known, "it", describe), forward(x))
+    assert len(asked) == 2  # recorded, and found
+    assert recorder.was_replayed
+    recorder.release()
+    assert same(recorder.run(known, "it", describe), forward(x))
+    assert len(asked) == 2
 
 
 def test_old_programs_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
