@@ -31,7 +31,7 @@ void norm_row(const T* x, const T* residual, const T* weight, T* out, T* total, 
               float eps) {
   if (residual != nullptr) {
     for (int64_t i = 0; i < size; i += kLanes) {
-      store_some(total + i, load_some(x + i, size - i) + load_some(residual + i, size - i),
+      store_rounded_some(total + i, load_some(x + i, size - i) + load_some(residual + i, size - i),
                  size - i);
     }
     x = total;
@@ -46,7 +46,7 @@ void norm_row(const T* x, const T* residual, const T* weight, T* out, T* total, 
   const float inverse = 1.0f / std::sqrt(sum(squares[0] + squares[1]) / float(size) + eps);
   for (int64_t i = 0; i < size; i += kLanes) {
     const vfloat normed = load_some(x + i, size - i) * inverse;
-    store_some(out + i, normed * load_some(weight + i, size - i), size - i);
+    store_rounded_some(out + i, normed * load_some(weight + i, size - i), size - i);
   }
 }
 
@@ -88,7 +88,7 @@ int64_t silu_and_mul(const GateArgs& a) {
       for (int64_t i = first; i < stop; i += kLanes) {
         const vfloat g = load_some(gate + i, stop - i);
         const vfloat up = load_some(gate + a.size + i, stop - i);
-        store_some(out + i, g / (exp(-g) + 1.0f) * up, stop - i);
+        store_rounded_some(out + i, g / (exp(-g) + 1.0f) * up, stop - i);
       }
     }
   });
@@ -152,8 +152,8 @@ void rotate_head(const T* x, const float* table, T* out, int64_t head_dim, int64
       a = load_some(x + i, count);
       b = load_some(x + half + i, count);
     }
-    store_some(out + i, fma(a, cos, -(b * sin)), count);
-    store_some(out + half + i, fma(b, cos, a * sin), count);
+    store_rounded_some(out + i, fma(a, cos, -(b * sin)), count);
+    store_rounded_some(out + half + i, fma(b, cos, a * sin), count);
   }
   std::memcpy(out + rotary_dim, x + rotary_dim, (head_dim - rotary_dim) * sizeof(T));
 }

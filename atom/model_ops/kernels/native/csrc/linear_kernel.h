@@ -18,19 +18,6 @@ constexpr int64_t kSerialWork = 1 << 16;
 // Activations of so few bytes are packed by the caller alone.
 constexpr int64_t kSerialPacking = 64 * 1024;
 
-// What is below the smallest normal number becomes 0 where a processor's own conversion does that.
-template <class T>
-ATOM_INLINE void store_rounded(T* out, vfloat sums) {
-#if defined(__AVX512BF16__)
-  if constexpr (std::is_same_v<T, bfloat16>) {
-    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)sums);
-    std::memcpy(out, &rounded, sizeof rounded);
-    return;
-  }
-#endif
-  store(out, sums);
-}
-
 // out[i * stride + r] = sums[i * kPanel + r] + bias[r]
 template <class T, class Out>
 ATOM_INLINE void store_sums(const float* sums, int64_t count, int64_t outs, const T* bias,
@@ -44,9 +31,7 @@ ATOM_INLINE void store_sums(const float* sums, int64_t count, int64_t outs, cons
       continue;
     }
     for (int64_t i = 0; i < count; ++i) {
-      Out whole[kLanes];
-      store_rounded(whole, load(sums + i * kPanel + r) + add);
-      std::memcpy(out + i * stride + r, whole, (outs - r) * sizeof(Out));
+      store_rounded_some(out + i * stride + r, load(sums + i * kPanel + r) + add, outs - r);
     }
   }
 }
@@ -103,7 +88,7 @@ void linear_blocks(const LinearArgs& a, const Weights& weights) {
 
 template <class T, class Out = T>
 int64_t linear(const LinearArgs& a) {
-  with_product<T>(a.rows, a.in_features, [&](const auto& whole) {
+  with_product_of<T>(a.rows, a.in_features, [&](const auto& whole) {
     const MatrixRows<T> weights{static_cast<const T*>(a.weight), a.in_features};
     linear_blocks<T, Out, std::decay_t<decltype(whole)>>(a, weights);
   });

@@ -42,6 +42,7 @@ ATOM_INLINE void fetch_next_panel(const T* weight, int64_t size, int64_t first, 
 
 }  // namespace atom
 
+#include "product_pairs.h"
 #include "product_tiles.h"
 
 namespace atom {
@@ -93,6 +94,8 @@ class VectorProduct {
   struct Session {
     explicit Session(const VectorProduct&) {}
   };
+
+  const T* panel(const T* weight, int64_t) const { return weight; }
 
   template <class Visit>
   void for_chunks(const Visit& visit) const {
@@ -166,6 +169,19 @@ void with_product(int64_t rows, int64_t size, const Use& use) {
   use(VectorProduct<T>(rows, size));
 }
 
+// The same with the fastest product for so many rows.
+template <class T, class Use>
+void with_product_of(int64_t rows, int64_t size, const Use& use) {
+  with_product<T>(rows, size, [&](const auto& product) {
+#if defined(__AVX512BF16__)
+    if constexpr (std::is_same_v<std::decay_t<decltype(product)>, VectorProduct<bfloat16>>) {
+      if (rows >= PairProduct::kLeastRows) return use(PairProduct(rows, size));
+    }
+#endif
+    use(product);
+  });
+}
+
 // All rows times weight rows begin to end; `weights.rows(n)` are those from n on. Calls `store(m, count, n, outs, sums)` for rows m to
 // m + count and weight rows n to n + outs: sums[i * kPanel + r] is that of row m + i with n + r.
 template <class Product, class Weights, class Store>
@@ -174,9 +190,9 @@ ATOM_INLINE void multiply(const Product& product, const void* packed, const Weig
   alignas(64) float sums[Product::kMostChunk * kPanel];
   for (int64_t n = begin; n < end; n += kPanel) {
     const int64_t outs = std::min(kPanel, end - n);
-    const auto* rows = weights.rows(n);
+    const auto panel = product.panel(weights.rows(n), outs);
     product.for_chunks([&](int64_t m, int64_t count) {
-      product.multiply(packed, m, count, rows, outs, sums);
+      product.multiply(packed, m, count, panel, outs, sums);
       store(m, count, n, outs, sums);
     });
   }

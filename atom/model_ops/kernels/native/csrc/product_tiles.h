@@ -87,6 +87,8 @@ class TileProduct {
         : amx::Session(product.rows_ == 1 ? 1 : amx::kSide) {}
   };
 
+  const bfloat16* panel(const bfloat16* weight, int64_t) const { return weight; }
+
   // Calls `visit(first, rows)` for all rows, cut into what `multiply` takes at once.
   template <class Visit>
   void for_chunks(const Visit& visit) const {

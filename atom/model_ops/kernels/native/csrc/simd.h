@@ -202,11 +202,24 @@ ATOM_INLINE vuint round_to_bfloat16(vfloat v) {
 ATOM_INLINE vfloat load(const float* p) { return raw<vfloat>(p); }
 ATOM_INLINE void store(float* p, vfloat v) { std::memcpy(p, &v, sizeof v); }
 
+// Compilers convert halves of these vectors one after the other unless they are told how.
 ATOM_INLINE vfloat load(const bfloat16* p) {
-  return (vfloat)(__builtin_convertvector(raw<vhalf>(p), vuint) << 16);
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const vuint bits = (vuint)_mm512_cvtepu16_epi32(raw<__m256i>(p));
+#elif defined(__AVX2__) && defined(__FMA__)
+  const vuint bits = (vuint)_mm256_cvtepu16_epi32(raw<__m128i>(p));
+#else
+  const vuint bits = __builtin_convertvector(raw<vhalf>(p), vuint);
+#endif
+  return (vfloat)(bits << 16);
 }
 ATOM_INLINE void store(bfloat16* p, vfloat v) {
-  const vhalf half = __builtin_convertvector(round_to_bfloat16(v) >> 16, vhalf);
+  const vuint bits = round_to_bfloat16(v) >> 16;
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const __m256i half = _mm512_cvtepi32_epi16((__m512i)bits);
+#else
+  const vhalf half = __builtin_convertvector(bits, vhalf);
+#endif
   std::memcpy(p, &half, sizeof half);
 }
 
@@ -294,6 +307,19 @@ ATOM_INLINE void store_one(float16* p, float v) {
 }
 #endif
 
+// Rounded like `store`, but what is below the smallest normal number becomes 0 where a processor's own conversion does that.
+template <class T>
+ATOM_INLINE void store_rounded(T* out, vfloat sums) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, bfloat16>) {
+    const __m256bh rounded = _mm512_cvtneps_pbh((__m512)sums);
+    std::memcpy(out, &rounded, sizeof rounded);
+    return;
+  }
+#endif
+  store(out, sums);
+}
+
 // The last elements of a row; absent lanes read as zero and are not written.
 template <class T>
 ATOM_INLINE vfloat load_some(const T* p, int64_t count) {
@@ -307,6 +333,13 @@ ATOM_INLINE void store_some(T* p, vfloat v, int64_t count) {
   if (count >= kLanes) return store(p, v);
   T padded[kLanes];
   store(padded, v);
+  std::memcpy(p, padded, count * sizeof(T));
+}
+template <class T>
+ATOM_INLINE void store_rounded_some(T* p, vfloat v, int64_t count) {
+  if (count >= kLanes) return store_rounded(p, v);
+  T padded[kLanes];
+  store_rounded(padded, v);
   std::memcpy(p, padded, count * sizeof(T));
 }
 
