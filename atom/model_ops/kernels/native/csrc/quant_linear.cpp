@@ -4,6 +4,7 @@
 #include "parallel.h"
 #include "quant_args.h"
 #include "quant_codes.h"
+#include "quant_groups.h"
 #include "quant_numbers.h"
 
 namespace atom {
@@ -40,6 +41,7 @@ class Product {
  public:
   explicit Product(const QuantLinearArgs& a)
       : a_(a), w_(matrix_of(a.w, a.sizes, 0)), with_tiles_(takes_tiles<T>(a.sizes, a.rows)),
+        in_groups_(!with_tiles_ && takes_groups(a.sizes.input_kind, a.rows)),
         inputs_(inputs_of(a.x, a.x_stride, a.w, a.sizes, a.fixed_scale, w_,
                           with_tiles_ ? std::min(kTileSide, a.rows) : 0)) {}
 
@@ -48,6 +50,7 @@ class Product {
     const bool serial = a_.rows * w_.inputs * w_.outs < kSerialWork;
     threads_ = serial ? 1 : a_.threads;
     if (a_.rows <= kPackAlone) return multiply(0, a_.rows, nullptr);
+    if (in_groups_) return run_groups();
     static thread_local Scratch scratch;
     for (int64_t first = 0; first < a_.rows; first += kPackedRows) {
       const int64_t rows = std::min(kPackedRows, a_.rows - first);
@@ -125,15 +128,55 @@ class Product {
       ATOM_UNROLL for (int i = 0; i < kCount; ++i) {
         const vfloat sum = load(sums + i * kLanes) + bias[i];
         const int64_t left = w_.outs - n - i * kLanes;
-        if (whole) store(out + i * kLanes, sum);
-        else if (left > 0) store_some(out + i * kLanes, sum, left);
+        if (whole) store_rounded(out + i * kLanes, sum);
+        else if (left > 0) store_rounded_some(out + i * kLanes, sum, left);
       }
     }
   }
 
+  // All rows in groups, a block of them at a time.
+  void run_groups() const {
+    static thread_local Scratch scratch;
+    const int64_t bytes = group_bytes(inputs_);
+    for (int64_t first = 0; first < a_.rows; first += kPackedRows) {
+      const int64_t rows = std::min(kPackedRows, a_.rows - first);
+      const int64_t groups = (rows + kGroupRows - 1) / kGroupRows;
+      uint8_t* packed = scratch.get<uint8_t>(groups * bytes);
+      run_shares(groups, threads_, [&](int64_t begin, int64_t end) {
+        for (int64_t group = begin; group < end; ++group) {
+          const int64_t row = group * kGroupRows;
+          pack_group<T>(inputs_, first + row, std::min(kGroupRows, rows - row), packed + group * bytes);
+        }
+      });
+      multiply_groups(first, rows, packed);
+    }
+  }
+
+  // Rows from `first` on. A task is two panels times a block of groups.
+  void multiply_groups(int64_t first, int64_t rows, const uint8_t* packed) const {
+    const int64_t pairs = (w_.panels() + 1) / 2, bytes = group_bytes(inputs_);
+    const int64_t groups = (rows + kGroupRows - 1) / kGroupRows;
+    const int64_t blocks = (rows + kBlockRows - 1) / kBlockRows;
+    run_tasks(blocks * pairs, threads_, [&](TaskQueue::Hand& hand) {
+      alignas(64) float sums[kGroupRows * 2 * kLanes];
+      for (int64_t task; hand.take(task);) {
+        const int64_t block = task / pairs, panel = task % pairs * 2;
+        const int64_t begin = groups * block / blocks, end = groups * (block + 1) / blocks;
+        const GroupProduct product(w_, panel, inputs_.span);
+        for (int64_t group = begin; group < end; ++group) {
+          product.fetch_next(group - begin, end - begin);
+          product.multiply(packed + group * bytes, sums);
+          const int64_t row = group * kGroupRows, count = std::min(kGroupRows, rows - row);
+          if (product.panels() == 2) finish<2>(first + row, count, panel, sums);
+          else finish<1>(first + row, count, panel, sums);
+        }
+      }
+    });
+  }
+
   const QuantLinearArgs& a_;
   const QuantMatrix w_;
-  const bool with_tiles_;
+  const bool with_tiles_, in_groups_;
   const QuantInputs inputs_;
   int64_t threads_ = 1;
 };

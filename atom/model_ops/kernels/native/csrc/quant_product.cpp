@@ -156,27 +156,6 @@ ATOM_INLINE void sum_units(const uint8_t* codes, int64_t panel, int64_t units, c
   }
 }
 
-// Factors of the spans of panels, converted once for all rows.
-class FactorTable {
- public:
-  // Of `panels` panels from `panel` on, [spans, panels].
-  FactorTable(const QuantMatrix& w, int64_t panel, int64_t panels, int64_t span) {
-    static thread_local Scratch scratch;
-    const int64_t spans = w.inputs / span;
-    all_ = scratch.get<Factors>(spans * panels);
-    for (int64_t i = 0; i < spans; ++i) {
-      for (int64_t p = 0; p < panels; ++p) {
-        fetch_factors(w, panel + panels + p, i * span);
-        all_[i * panels + p] = product_factors(w, panel + p, i * span);
-      }
-    }
-  }
-  const Factors* of_span(int64_t span, int64_t panels) const { return all_ + span * panels; }
-
- private:
-  Factors* all_;
-};
-
 // out[(r * P + p) * kLanes] = panel `panel` + p of the weights times row `first` + r. `table`: of these
 // panels, for kTableRows rows or more.
 template <class C, Inputs kKind, int R, int P>

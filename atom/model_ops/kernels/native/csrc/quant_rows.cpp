@@ -2,8 +2,10 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 
 #include "parallel.h"
+#include "quant_groups.h"
 #include "quant_wide.h"
 
 namespace atom {
@@ -37,8 +39,14 @@ void gather(const QuantInputs& how, const T* x, float* out) {
   std::fill(out + i, out + how.inputs + kSpare, 0.0f);
 }
 
-// The scales of a row's groups: amax / limit, at least 1e-12; NaN where a number is not finite, as all
-// products with it.
+// amax / limit, at least 1e-12; NaN where a number is not finite, as all products with it.
+ATOM_INLINE vfloat scale_of(Inputs kind, vfloat amax) {
+  const vint is_finite = amax <= std::numeric_limits<float>::max();
+  const vfloat scale = max(amax / float(limit_of(kind)), splat(kSmallestScale));
+  return select(is_finite, scale, splat(std::numeric_limits<float>::quiet_NaN()));
+}
+
+// The scales of a row's groups.
 void compute_scales(const QuantInputs& how, const float* x, int64_t groups, float* scales) {
   for (int64_t g = 0; g < groups; ++g) {
     vint largest = {};  // as integers, which have the order of magnitudes, and NaN above all
@@ -51,10 +59,7 @@ void compute_scales(const QuantInputs& how, const float* x, int64_t groups, floa
     scales[g] = raw<float>(&bits);
   }
   for (int64_t g = 0; g < groups; g += kLanes) {
-    const vfloat amax = load(scales + g);
-    const vint is_finite = amax <= std::numeric_limits<float>::max();
-    const vfloat scale = max(amax / float(limit_of(how.kind)), splat(kSmallestScale));
-    store(scales + g, select(is_finite, scale, splat(std::numeric_limits<float>::quiet_NaN())));
+    store(scales + g, scale_of(how.kind, load(scales + g)));
   }
 }
 
@@ -97,7 +102,8 @@ void quantise_row(const QuantInputs& how, const float* x, float* scales, int8_t*
                                           : WideRow{codes, 6, 2 * tile, tile};
   for (int64_t g = 0; g < groups; g += kLanes) store(inverses + g, 1 / load(scales + g));
   for (int64_t span = 0; span < how.spans(); ++span) {
-    const int64_t begin = span * how.span, group = group_of(begin, how.group);
+    const int64_t begin = span * how.span;
+    const int64_t group = scales_row(kKind) ? 0 : group_of(begin, how.group);
     const vfloat scale = splat(scales[group]), inverse = splat(inverses[group]);
     vint sums = {};
     for (int64_t i = begin; i < begin + how.span; i += kLanes) {
@@ -128,6 +134,73 @@ void sum_spans(const QuantInputs& how, const float* x, Span* spans) {
     span.first = float(-how.excess) * span.sum;
   }
 }
+
+#if defined(__AVX512VNNI__) && defined(__AVX512BW__)
+
+// Puts 32 codes of 12 bits, 8 above themselves, into 8 lines of a group: of each quad the high bytes,
+// then the low ones.
+ATOM_INLINE void store_quads(uint8_t* to, vint first, vint second) {
+  const __m512i order = _mm512_broadcast_i32x4(
+      _mm_setr_epi8(1, 5, 9, 13, 0, 4, 8, 12, -1, -1, -1, -1, -1, -1, -1, -1));
+  const auto pairs = [&](vint codes) {
+    return _mm512_shuffle_epi8((__m512i)((codes & 15) | ((codes << 4) & 0xff00)), order);
+  };
+  const __m512i both = _mm512_sub_epi8(_mm512_unpacklo_epi64(pairs(first), pairs(second)),
+                                       _mm512_set1_epi64(0x0808080800000000));
+  const auto put = [&](int64_t quad, __m128i two) {
+    _mm_storel_pd((double*)(to + quad * kGroupLine), _mm_castsi128_pd(two));
+    _mm_storeh_pd((double*)(to + (quad + 4) * kGroupLine), _mm_castsi128_pd(two));
+  };
+  put(0, _mm512_castsi512_si128(both));
+  put(1, _mm512_extracti32x4_epi32(both, 1));
+  put(2, _mm512_extracti32x4_epi32(both, 2));
+  put(3, _mm512_extracti32x4_epi32(both, 3));
+}
+
+// A row of `how.inputs` numbers becomes the row of a group whose lines begin at `group`.
+template <class T>
+void quantise_in_group(const QuantInputs& how, const T* x, int64_t row, uint8_t* group) {
+  float scale = float(how.fixed_scale);
+  if (scale == 0) {
+    vint largest[2] = {};
+    for (int64_t i = 0; i < how.inputs; i += 2 * kLanes) {
+      ATOM_UNROLL for (int j = 0; j < 2; ++j) {
+        const vint bits = (vint)magnitude(load(x + i + j * kLanes));
+        largest[j] = bits > largest[j] ? bits : largest[j];
+      }
+    }
+    const int32_t bits = maximum(largest[1] > largest[0] ? largest[1] : largest[0]);
+    scale = scale_of(how.kind, splat(raw<float>(&bits)))[0];
+  }
+  std::memcpy(group + 4 * row, &scale, 4);
+  const vfloat inverse = 1 / splat(scale);
+  uint8_t* line = group + kGroupLine;
+  for (int64_t begin = 0; begin < how.inputs; begin += how.span) {
+    uint8_t* const of_span = line + 4 * row;
+    vint sums = {};
+    line += kGroupLine;
+    for (int64_t i = begin; i < begin + how.span; i += 2 * kLanes, line += 8 * kGroupLine) {
+      const vint first = quantise_wide(load(x + i), inverse) + 8;
+      const vint second = quantise_wide(load(x + i + kLanes), inverse) + 8;
+      store_quads(line + 8 * row, first, second);
+      sums += first + second;
+    }
+    const int32_t code_sum = sum(sums) - 8 * int32_t(how.span);
+    const int32_t first_code = -int32_t(how.excess) * code_sum;
+    const float inputs = float(code_sum);
+    std::memcpy(of_span, &first_code, 4);
+    std::memcpy(of_span + 4 * kGroupRows, &inputs, 4);
+  }
+}
+
+#else
+
+template <class T>
+void quantise_in_group(const QuantInputs&, const T*, int64_t, uint8_t*) {
+  std::abort();  // no product of groups here
+}
+
+#endif
 
 }  // namespace
 
@@ -163,6 +236,29 @@ void pack_row(const QuantInputs& how, int64_t row, void* packed, Span* spans) {
     sum_spans(how, numbers, spans);
   }
 }
+
+template <class T>
+void pack_group(const QuantInputs& how, int64_t first, int64_t count, uint8_t* group) {
+  static thread_local Scratch scratch;
+  const bool as_they_are = how.order == nullptr && how.in_features == how.inputs;
+  if (count < kGroupRows) std::memset(group, 0, group_bytes(how));
+  for (int64_t row = 0; row < count; ++row) {
+    const T* x = static_cast<const T*>(how.x) + (first + row) * how.x_stride;
+    if (as_they_are) {
+      quantise_in_group(how, x, row, group);
+      continue;
+    }
+    float* numbers = scratch.get<float>(how.inputs + kSpare);
+    gather(how, x, numbers);
+    quantise_in_group(how, numbers, row, group);
+  }
+}
+
+template void pack_group<float>(const QuantInputs&, int64_t, int64_t, uint8_t*);
+template void pack_group<bfloat16>(const QuantInputs&, int64_t, int64_t, uint8_t*);
+#if defined(__F16C__) || defined(__aarch64__)
+template void pack_group<float16>(const QuantInputs&, int64_t, int64_t, uint8_t*);
+#endif
 
 template void pack_row<float>(const QuantInputs&, int64_t, void*, Span*);
 template void pack_row<bfloat16>(const QuantInputs&, int64_t, void*, Span*);

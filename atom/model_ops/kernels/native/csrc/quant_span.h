@@ -1,6 +1,7 @@
 // What products of codes and inputs become at the end of a span; the same for all kernels.
 #pragma once
 
+#include "parallel.h"
 #include "quant_codes.h"
 #include "quant_matrix.h"
 
@@ -50,6 +51,27 @@ ATOM_INLINE Factors product_factors(const QuantMatrix& w, int64_t panel, int64_t
   if (w.has_shift() && !w.has_offsets) f.shift *= -f.scale;
   return f;
 }
+
+// Factors of the spans of panels, converted once for all rows.
+class FactorTable {
+ public:
+  // Of `panels` panels from `panel` on, [spans, panels].
+  FactorTable(const QuantMatrix& w, int64_t panel, int64_t panels, int64_t span) {
+    static thread_local Scratch scratch;
+    const int64_t spans = w.inputs / span;
+    all_ = scratch.get<Factors>(spans * panels);
+    for (int64_t i = 0; i < spans; ++i) {
+      for (int64_t p = 0; p < panels; ++p) {
+        fetch_factors(w, panel + panels + p, i * span);
+        all_[i * panels + p] = product_factors(w, panel + p, i * span);
+      }
+    }
+  }
+  const Factors* of_span(int64_t span, int64_t panels) const { return all_ + span * panels; }
+
+ private:
+  Factors* all_;
+};
 
 // total + what one span adds, where `products` are sums of codes times inputs.
 template <Inputs kKind>
