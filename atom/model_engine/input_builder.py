@@ -76,6 +76,7 @@ class InputBuilder:
         carried: what passes from step to step on the device; None if steps do not overlap.
         ragged_len: the longest query of steps whose queries differ in length, at least, so that
             more of them recur.
+        selects_rows: whether steps that do not recur may name the rows that are read.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class InputBuilder:
         in_place: bool = False,
         carried: CarriedRows | None = None,
         ragged_len: int = 0,
+        selects_rows: bool = False,
     ) -> None:
         most = max(max_num_tokens, max_num_seqs * MAX_DECODE_QUERIES)
         num_bytes = most * _TOKEN_BYTES + max_num_seqs * _SEQUENCE_BYTES + _MORE_BYTES
@@ -102,6 +104,7 @@ class InputBuilder:
         self._drafts = drafts
         self._carried = carried
         self._ragged_len = ragged_len
+        self._selects_rows = selects_rows
         self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
         self._kept = KeptSteps()
         width = -(-max_model_len // block_size)
@@ -210,6 +213,8 @@ class InputBuilder:
         # Last, since their number changes between steps that are otherwise the same.
         carried = self._send(sequences, sample, shape.lens)
         model_input = self._model_input(places, sequences, shape, graph)
+        if self._selects_rows and graph is None and not recurs and not sample.prompts:
+            model_input = replace(model_input, output_rows=sample.logits_indices)
         self._take_carried(carried, model_input, sample, next_token_ids)
         if words is not None:
             first = (sequences, model_input, graph, sample, next_token_ids)

@@ -19,6 +19,7 @@ from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
 from atom.sampling.synthetic import SyntheticAcceptance
+from atom.spec_decode.base import Proposer
 
 
 def create_runner(
@@ -96,7 +97,13 @@ def _create_inputs(
         in_place=parts.recorder is not None,
         carried=carried,
         ragged_len=_ragged_most(parts) + 1,
+        selects_rows=parts.recorder is not None and not _reads_hidden_states(parts.proposer),
     )
+
+
+def _reads_hidden_states(proposer: Proposer) -> bool:
+    """Whether a proposer reads what leaves the final norm: where it names no other layers."""
+    return proposer.reads_steps and not proposer.aux_layer_ids
 
 
 def _create_graphs(

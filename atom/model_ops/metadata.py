@@ -84,11 +84,14 @@ class ModelInput:
     Attributes:
         input_ids, positions: [T] int64.
         attention: where the T tokens are in the KV cache.
+        output_rows: [R] int64, the rows whose hidden states after the final norm are read; a model
+            may leave others undefined. None when all are.
     """
 
     input_ids: torch.Tensor
     positions: torch.Tensor
     attention: AttentionMetadata
+    output_rows: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -187,11 +187,14 @@ class LlamaDecoderLayer(nn.Module):
         positions: torch.Tensor,
         metadata: AttentionMetadata,
         rotary: RotaryEmbedding,
+        rows: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """From what `enter` returned: this rank's part of a sum, and the residual, whose sum is the
-        layer's output.
+        layer's output, of `rows` [R] or of all.
         """
         attended = self.self_attn(x, positions, metadata, rotary)
+        if rows is not None:
+            attended, residual = attended[rows], residual[rows]
         x, residual = self.post_attention_layernorm.feed(attended, residual)
         return self.mlp(x), residual
 
@@ -228,15 +231,22 @@ class LlamaModel(nn.Module):
         hidden = self.embed_tokens(model_input.input_ids)
         residual: torch.Tensor | None = None
         boundaries: dict[int, torch.Tensor] = {}
+        last = len(self._layers) - 1
+        rows = None if last + 1 in self.aux_layer_ids else model_input.output_rows
         for i, layer in enumerate(self._layers):
             hidden, residual = layer.enter(hidden, residual)
             if i in self.aux_layer_ids:
                 boundaries[i] = residual
             hidden, residual = layer(
-                hidden, residual, model_input.positions, model_input.attention, self.rotary
+                *(hidden, residual, model_input.positions, model_input.attention, self.rotary),
+                rows if i == last else None,
             )
         assert residual is not None
-        hidden, boundaries[len(self._layers)] = self.norm.add(hidden, residual)
+        hidden, boundaries[last + 1] = self.norm.add(hidden, residual)
+        if rows is not None:
+            of_rows = hidden
+            hidden = of_rows.new_zeros(len(model_input.input_ids), of_rows.shape[1])
+            hidden[rows] = of_rows
         return ModelOutput(hidden, tuple(boundaries[i] for i in self.aux_layer_ids))
 
 

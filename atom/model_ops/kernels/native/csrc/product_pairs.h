@@ -95,6 +95,7 @@ class PairProduct {
         rows[i] = i < count ? _mm512_maskz_loadu_epi16(mask, from + i * stride + k)
                             : _mm512_setzero_si512();
       }
+      for (int i = 0; i < Rows; ++i) __builtin_prefetch(from + (Rows + i) * stride + k);
       transpose(rows);
       for (int i = 0; i < kResidues; ++i) {
         _mm512_mask_storeu_epi32(to + (i * steps_ + step) * Rows * kPairBytes, (1u << Rows) - 1,
