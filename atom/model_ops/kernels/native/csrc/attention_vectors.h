@@ -32,6 +32,39 @@ void score_rows(const T* const* keys, int64_t begin, int64_t end, const Packed<T
   }
 }
 
+// A vector of softmax weights in place of scores i to i + kLanes.
+template <class T>
+ATOM_INLINE void place_weights(float* scores, int64_t i, vfloat weights) {
+#if defined(__AVX512BF16__)
+  if constexpr (kPairs<T>) return store_weights(scores, i, weights);
+#endif
+  store(scores + i, weights);
+}
+
+// R rows that see a whole chunk: what `soften_row` computes, side by side, since each step of a row
+// waits for the one before.
+template <class T, int R>
+ATOM_INLINE void soften_whole_rows(float* scores, float scale, float* peaks, float* totals) {
+  constexpr int kVectors = kChunk / kLanes;
+  vfloat x[R][kVectors], total[R] = {};
+  ATOM_UNROLL for (int r = 0; r < R; ++r) {
+    vfloat peak = splat(kNothing);
+    ATOM_UNROLL for (int i = 0; i < kVectors; ++i) {
+      x[r][i] = load(scores + r * kChunk + i * kLanes) * scale;
+      peak = max(x[r][i], peak);
+    }
+    peaks[r] = maximum(peak);
+  }
+  ATOM_UNROLL for (int i = 0; i < kVectors; ++i) {
+    ATOM_UNROLL for (int r = 0; r < R; ++r) {
+      const vfloat p = exp2(x[r][i] - peaks[r]);
+      place_weights<T>(scores + r * kChunk, i * kLanes, p);
+      total[r] += p;
+    }
+  }
+  ATOM_UNROLL for (int r = 0; r < R; ++r) totals[r] = sum(total[r]);
+}
+
 // One row: scores [from, end) become 2^(scale * score - peak), 0 outside [low, high).
 // `from` is a multiple of kLanes.
 template <class T>
@@ -55,11 +88,7 @@ ATOM_INLINE void soften_row(float* scores, int64_t from, int64_t end, int64_t lo
   const float shift = low < high ? peak_out : 0.0f;
   for (int64_t i = from; i < end; i += kLanes) {
     const vfloat p = exp2(load(scores + i) - shift);
-#if defined(__AVX512BF16__)
-    if constexpr (kPairs<T>) store_weights(scores, i, p);
-    else
-#endif
-      store(scores + i, p);
+    place_weights<T>(scores, i, p);
     total += p;
   }
   total_out = sum(total);
@@ -176,16 +205,38 @@ class Vectors {
     }
   }
 
+  // Whether every row sees all of the chunk.
+  bool all_see(const Chunk& chunk) const {
+    const int64_t first = unit.first_position - chunk.first_position, last = first + unit.queries - 1;
+    return chunk.begin == 0 && chunk.end == kChunk && (!a.causal || first >= kChunk - 1) &&
+           (a.window <= 0 || last < a.window);
+  }
+
   void soften(const Chunk& chunk) const {
     const int64_t from = chunk.begin / kLanes * kLanes, group = a.group();
     const double key_scale = a.is_fp8() ? *a.key_scale : 1.0;
     const float scale = float(a.scale * key_scale * 1.4426950408889634);  // log2 e
-    for (int64_t r = 0; r < unit.rows; ++r) {
-      const int64_t query = r / group % unit.queries;
-      const int64_t position = unit.first_position + query - chunk.first_position;
-      const int64_t oldest = a.window > 0 ? position - a.window + 1 : 0;
-      soften_row<T>(scores + r * kChunk, from, chunk.end, std::max(chunk.begin, oldest),
-                 a.causal ? std::min(chunk.end, position + 1) : chunk.end, scale, peak[r], total[r]);
+    int64_t r = 0;
+    if (all_see(chunk)) {
+      constexpr int R = kLanes == 16 ? 4 : 1;  // as many as registers
+      for (; r + R <= unit.rows; r += R) {
+        soften_whole_rows<T, R>(scores + r * kChunk, scale, peak + r, total + r);
+      }
+      for (; r < unit.rows; ++r) {
+        soften_whole_rows<T, 1>(scores + r * kChunk, scale, peak + r, total + r);
+      }
+      return;
+    }
+    for (int64_t h = 0; h < unit.kv_heads; ++h) {
+      for (int64_t query = 0; query < unit.queries; ++query) {
+        const int64_t position = unit.first_position + query - chunk.first_position;
+        const int64_t oldest = a.window > 0 ? position - a.window + 1 : 0;
+        const int64_t low = std::max(chunk.begin, oldest);
+        const int64_t high = a.causal ? std::min(chunk.end, position + 1) : chunk.end;
+        for (const int64_t end = r + group; r < end; ++r) {
+          soften_row<T>(scores + r * kChunk, from, chunk.end, low, high, scale, peak[r], total[r]);
+        }
+      }
     }
   }
 

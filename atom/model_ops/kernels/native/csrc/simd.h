@@ -126,10 +126,23 @@ ATOM_INLINE float sum(vfloat v) {
 #endif
 }
 
+// Of numbers; any number or NaN if one is NaN.
 ATOM_INLINE float maximum(vfloat v) {
+#if defined(__AVX2__) && defined(__FMA__)
+#if defined(__AVX512F__) && defined(__AVX512BW__)
+  const __m256 eight = _mm256_max_ps(_mm512_castps512_ps256((__m512)v),
+                                     _mm256_castpd_ps(_mm512_extractf64x4_pd((__m512d)v, 1)));
+#else
+  const __m256 eight = (__m256)v;
+#endif
+  __m128 four = _mm_max_ps(_mm256_castps256_ps128(eight), _mm256_extractf128_ps(eight, 1));
+  four = _mm_max_ps(four, _mm_movehl_ps(four, four));
+  return _mm_cvtss_f32(_mm_max_ss(four, _mm_movehdup_ps(four)));
+#else
   float best = v[0];
   for (int i = 1; i < kLanes; ++i) best = v[i] > best ? v[i] : best;
   return best;
+#endif
 }
 
 #if defined(__AVX2__) && defined(__FMA__)
