@@ -95,7 +95,7 @@ class VectorProduct {
     explicit Session(const VectorProduct&) {}
   };
 
-  const T* panel(const T* weight, int64_t) const { return weight; }
+  const T* prepare(const T* weight, int64_t) const { return weight; }
 
   template <class Visit>
   void for_chunks(const Visit& visit) const {
@@ -190,7 +190,7 @@ ATOM_INLINE void multiply(const Product& product, const void* packed, const Weig
   alignas(64) float sums[Product::kMostChunk * kPanel];
   for (int64_t n = begin; n < end; n += kPanel) {
     const int64_t outs = std::min(kPanel, end - n);
-    const auto panel = product.panel(weights.rows(n), outs);
+    const auto panel = product.prepare(weights.rows(n), outs);
     product.for_chunks([&](int64_t m, int64_t count) {
       product.multiply(packed, m, count, panel, outs, sums);
       store(m, count, n, outs, sums);

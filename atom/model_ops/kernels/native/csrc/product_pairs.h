@@ -50,7 +50,7 @@ class PairProduct {
     const bfloat16* weight;
     const char* pairs;
   };
-  Panel panel(const bfloat16* weight, int64_t outs) const {
+  Panel prepare(const bfloat16* weight, int64_t outs) const {
     static thread_local Scratch scratch;
     char* pairs = scratch.get<char>(2 * half_bytes());
     for (int64_t n = 0; n < outs; n += kLanes) {

@@ -87,7 +87,7 @@ class TileProduct {
         : amx::Session(product.rows_ == 1 ? 1 : amx::kSide) {}
   };
 
-  const bfloat16* panel(const bfloat16* weight, int64_t) const { return weight; }
+  const bfloat16* prepare(const bfloat16* weight, int64_t) const { return weight; }
 
   // Calls `visit(first, rows)` for all rows, cut into what `multiply` takes at once.
   template <class Visit>

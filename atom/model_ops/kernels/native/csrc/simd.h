@@ -320,7 +320,8 @@ ATOM_INLINE void store_one(float16* p, float v) {
 }
 #endif
 
-// Rounded like `store`, but what is below the smallest normal number becomes 0 where a processor's own conversion does that.
+// As `store`, but what is below the smallest normal number becomes 0 where a processor's own
+// conversion does that.
 template <class T>
 ATOM_INLINE void store_rounded(T* out, vfloat sums) {
 #if defined(__AVX512BF16__)
