@@ -19,7 +19,7 @@ class PairProduct {
  public:
   using Weight = bfloat16;
 
-  // Rows of a group, which are multiplied together, and so with two vectors of features.
+  // Rows that are packed together.
   static constexpr int64_t kPackRows = 12;
   static constexpr int64_t kMostChunk = kPackRows;
   static constexpr int64_t kBlockBytes = 768 * 1024;
@@ -71,13 +71,19 @@ class PairProduct {
                 float* sums) const {
     fetch_next_panel(panel.weight, size_, first, count, rows_);
     const char* x = static_cast<const char*>(packed) + first / kPackRows * group_bytes();
-    if (outs <= kLanes) return tile<kPackRows, 1>(x, panel.pairs, sums);
-    if (count > 8) return tile<kPackRows, 2>(x, panel.pairs, sums);
-    if (count > 4) return tile<8, 2>(x, panel.pairs, sums);
-    tile<4, 2>(x, panel.pairs, sums);
+    for (; count > 0; count -= kRows) {
+      if (outs <= kLanes) tile<kRows, 1>(x, panel.pairs, sums);
+      else if (count > kRows / 2) tile<kRows, 2>(x, panel.pairs, sums);
+      else tile<kRows / 2, 2>(x, panel.pairs, sums);
+      x += kRows * kPairBytes;
+      sums += kRows * kPanel;
+    }
   }
 
  private:
+  // Rows that are multiplied together, with two vectors of features and for two residues: fewer sums
+  // are kept in memory than with more rows and one residue.
+  static constexpr int64_t kRows = 6;
   static constexpr int64_t kPairBytes = 4;
   static constexpr int kResidues = kDotStep / 2;
 
@@ -107,24 +113,26 @@ class PairProduct {
   template <int G, int H>
   using Sums = vfloat[G][H];
 
-  // sums = those of one residue, of G rows and H vectors of features.
+  // sums = those of a residue and of the one 8 behind it, of G rows and H vectors of features.
   template <int G, int H>
-  ATOM_INLINE void sum_residue(const char* x, const char* pairs, int residue,
-                               Sums<G, H>& sums) const {
+  ATOM_INLINE void sum_residues(const char* x, const char* pairs, int residue,
+                                Sums<G, H> (&sums)[2]) const {
     x += residue * steps_ * kPackRows * kPairBytes;
     pairs += residue * steps_ * kLanes * kPairBytes;
-    const int64_t half = half_bytes();
+    const int64_t half = half_bytes(), x_other = group_bytes() / 2, other = half / 2;
     ATOM_UNROLL for (int g = 0; g < G; ++g) {
-      ATOM_UNROLL for (int h = 0; h < H; ++h) sums[g][h] = vfloat{};
+      ATOM_UNROLL for (int h = 0; h < H; ++h) sums[0][g][h] = sums[1][g][h] = vfloat{};
     }
     for (int64_t step = 0; step < steps_; ++step) {
-      __m512bh w[H];
-      ATOM_UNROLL for (int h = 0; h < H; ++h) w[h] = raw<__m512bh>(pairs + h * half);
-      ATOM_UNROLL for (int g = 0; g < G; ++g) {
-        vint pair = raw<int32_t>(x + g * kPairBytes) - vint{};
-        ATOM_IN_REGISTER(pair);
-        ATOM_UNROLL for (int h = 0; h < H; ++h) {
-          sums[g][h] = (vfloat)_mm512_dpbf16_ps((__m512)sums[g][h], w[h], (__m512bh)pair);
+      ATOM_UNROLL for (int i = 0; i < 2; ++i) {
+        __m512bh w[H];
+        ATOM_UNROLL for (int h = 0; h < H; ++h) w[h] = raw<__m512bh>(pairs + i * other + h * half);
+        ATOM_UNROLL for (int g = 0; g < G; ++g) {
+          vint pair = raw<int32_t>(x + i * x_other + g * kPairBytes) - vint{};
+          ATOM_IN_REGISTER(pair);
+          ATOM_UNROLL for (int h = 0; h < H; ++h) {
+            sums[i][g][h] = (vfloat)_mm512_dpbf16_ps((__m512)sums[i][g][h], w[h], (__m512bh)pair);
+          }
         }
       }
       x += kPackRows * kPairBytes;
@@ -132,26 +140,22 @@ class PairProduct {
     }
   }
 
-  // sums[g * kPanel + h * kLanes]. Joined are residues 8 apart, then 4, neighbours, and pairs of these.
+  // out[g * kPanel + h * kLanes]. Joined are residues 8 apart, then 4, neighbours, and pairs of these.
   template <int G, int H>
   __attribute__((noinline)) void tile(const char* x, const char* pairs, float* out) const {
-    Sums<G, H> sums, joined[4];
+    Sums<G, H> sums[2], joined[2], part;
     const auto for_all = [](const auto& use) {
       ATOM_UNROLL for (int g = 0; g < G; ++g) {
         ATOM_UNROLL for (int h = 0; h < H; ++h) use(g, h);
       }
     };
     for (int i = 0; i < 4; ++i) {
-      auto &total = joined[i / 2], &part = joined[2], &other = joined[3];
-      sum_residue<G, H>(x, pairs, i, sums);
-      for_all([&](int g, int h) { part[g][h] = sums[g][h]; });
-      sum_residue<G, H>(x, pairs, i + 8, sums);
-      for_all([&](int g, int h) { part[g][h] += sums[g][h]; });
-      sum_residue<G, H>(x, pairs, i + 4, sums);
-      for_all([&](int g, int h) { other[g][h] = sums[g][h]; });
-      sum_residue<G, H>(x, pairs, i + 12, sums);
+      auto& total = joined[i / 2];
+      sum_residues<G, H>(x, pairs, i, sums);
+      for_all([&](int g, int h) { part[g][h] = sums[0][g][h] + sums[1][g][h]; });
+      sum_residues<G, H>(x, pairs, i + 4, sums);
       for_all([&](int g, int h) {
-        const vfloat four = part[g][h] + (other[g][h] + sums[g][h]);
+        const vfloat four = part[g][h] + (sums[0][g][h] + sums[1][g][h]);
         total[g][h] = i % 2 == 0 ? four : total[g][h] + four;
       });
     }
