@@ -147,8 +147,9 @@ def test_inputs_are_rounded(name: str) -> None:
     rounded = ROUNDED[name](x)
     assert (rounded - x).abs().max() > 0.01
     product, _ = split_products(ROWS[name].parsed(packed), packed.tensors, x, 64, 1)
-    expected = rounded @ packed.weight.T
-    torch.testing.assert_close(product.double(), expected, rtol=1e-5, atol=1e-5)
+    error = (product.double() - rounded @ packed.weight.T).abs()
+    # Sums in float32, whose terms may cancel.
+    assert (error <= 2e-6 * (rounded.abs() @ packed.weight.abs().T)).all()
 
 
 @pytest.mark.usefixtures("exact_activations")
