@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import random
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from _bytes import model_bytes
 from _trace import Timeline, mark_step, record
@@ -143,7 +144,7 @@ class _Recorded:
         if self._device.type != "cpu":
             done = torch.cuda.Event()  # type: ignore[no-untyped-call]
             done.record()
-        return replace(launched, collect=partial(self._collect, launched, done))
+        return msgspec.structs.replace(launched, collect=partial(self._collect, launched, done))
 
     def _collect(self, launched: LaunchedStep, done: torch.cuda.Event | None) -> StepOutput:
         started = time.perf_counter()
