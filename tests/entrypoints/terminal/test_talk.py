@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -209,6 +210,16 @@ class PseudoTerminal:
         shown, self.seen = self.seen[: match.end()], self.seen[match.end() :]
         return shown
 
+    def interrupt(self, pattern: str) -> str:
+        """Sends Ctrl-C's signal until the pattern is shown: `input` notices one that comes between
+        the prompt and its waiting only when something else wakes it.
+        """
+        for seconds in (1, 3, 10, 30):
+            os.kill(self.pid, signal.SIGINT)
+            with suppress(AssertionError):
+                return self.wait_for(pattern, seconds)
+        return self.wait_for(pattern)
+
     def end(self) -> int:
         """The exit code."""
         while True:
@@ -261,8 +272,7 @@ def test_chat_with_a_server_in_a_terminal(server: ScriptedServer, tmp_path: Path
     terminal.wait_for(r"Why\?(?s:.*)B")
     os.kill(terminal.pid, signal.SIGINT)
     terminal.wait_for(r"stopped\)(?s:.*)> ")
-    os.kill(terminal.pid, signal.SIGINT)
-    terminal.wait_for(r"\(Ctrl-D leaves\)")
+    terminal.interrupt(r"\(Ctrl-D leaves\)")
     server.model.seconds_per_step = 0.0
     terminal.say("/hlep\n")
     terminal.wait_for(r"unknown command /hlep; did you mean /help\?")
