@@ -6,6 +6,7 @@ recorded, they read what was written in its place, and results are read where th
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from functools import cached_property
 
@@ -163,12 +164,12 @@ def send_to_host(tensors: Sequence[torch.Tensor]) -> Arriving:
     return arrive
 
 
-class ReadInPlace:
+class ReadInPlace(ABC):
     """Results that are read where they lie, on a CPU, before they are written again."""
 
     @property
-    def tensors(self) -> list[torch.Tensor]:
-        raise NotImplementedError
+    @abstractmethod
+    def tensors(self) -> list[torch.Tensor]: ...
 
     @cached_property
     def arrays(self) -> list[np.ndarray]:

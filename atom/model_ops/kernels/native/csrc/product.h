@@ -33,11 +33,8 @@ struct MatrixRows {
 template <class T>
 ATOM_INLINE void fetch_next_panel(const T* weight, int64_t size, int64_t first, int64_t count,
                                   int64_t rows) {
-  const int64_t bytes = kPanel * size * int64_t(sizeof(T));
-  const char* next = reinterpret_cast<const char*>(weight) + bytes;
-  for (int64_t i = bytes * first / rows; i < bytes * (first + count) / rows; i += 64) {
-    __builtin_prefetch(next + i, 0, 2);
-  }
+  const int64_t elements = kPanel * size;
+  fetch_share(weight + elements, elements * int64_t(sizeof(T)), first, first + count, rows);
 }
 
 }  // namespace atom

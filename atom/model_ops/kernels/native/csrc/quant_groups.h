@@ -6,6 +6,7 @@
 
 #include <algorithm>
 
+#include "ahead.h"
 #include "quant_rows.h"
 #include "quant_span.h"
 #include "quant_wide.h"
@@ -43,13 +44,10 @@ class GroupProduct {
 
   int64_t panels() const { return panels_; }
 
-  // Fetches share `index` of `count` of the codes behind these from memory.
+  // Fetches share `index` of `count` of the codes behind these.
   void fetch_next(int64_t index, int64_t count) const {
     const int64_t bytes = panels_ * w_.panel_bytes();
-    const uint8_t* next = codes_ + bytes;
-    for (int64_t i = bytes * index / count / 64 * 64; i < bytes * (index + 1) / count; i += 64) {
-      __builtin_prefetch(next + i, 0, 2);
-    }
+    fetch_share(codes_ + bytes, bytes, index, index + 1, count);
   }
 
   // out[(r * panels + p) * kLanes] = panel p times row r.
