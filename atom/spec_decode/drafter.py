@@ -30,8 +30,8 @@ Found = Sequence[Continuation | None]
 Launched = Sequence[list[int] | None]
 
 _NO_GRAMMARS = nullcontext(None)
-# Steps for which a lookup rests at most while no drafts pay.
-_MOST_REST = 3
+# Steps that rest at most, one after the other.
+_MOST_REST = 15
 # The proposer's accepted drafts, before any were verified, and the window of their mean.
 _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
 
@@ -54,6 +54,34 @@ class DraftNumbers(msgspec.Struct, frozen=True):
         """Drafts of each sequence that a step verifies which is launched before they are known."""
         chosen = None if self.choice is None else self.choice.verified
         return self.made if chosen is None else min(self.made, chosen)
+
+
+class _Rest:
+    """Steps in which nothing is looked up, chosen or learnt, since no drafts paid lately.
+
+    They last the longer the more often none did, and end where the number of sequences changes.
+
+    Attributes:
+        is_on: in this step.
+        steps: before this one, since one that was not at rest.
+    """
+
+    def __init__(self) -> None:
+        self.is_on, self.steps = False, 0
+        self._left = self._last = self._num_sequences = 0
+
+    def begin(self, num_sequences: int) -> None:
+        """A step of so many sequences begins."""
+        self.steps = self.steps + 1 if self.is_on else 0
+        if num_sequences != self._num_sequences:
+            self._left = self._last = 0
+        self._num_sequences = num_sequences
+        self.is_on = self._left > 0
+        self._left -= self.is_on
+
+    def chosen(self, num_drafts: int) -> None:
+        """So many drafts were asked for in a step that was not at rest."""
+        self._left = self._last = 0 if num_drafts else min(2 * self._last + 1, _MOST_REST)
 
 
 class Drafter:
@@ -116,8 +144,8 @@ class Drafter:
         # and before it.
         self._pending: dict[int, list[float]] = {}
         self._verified: dict[int, list[float]] = {}
-        # Steps that the lookup still rests, those of its last rest, and whether it rests now.
-        self._rest_left, self._last_rest, self._rests = 0, 0, False
+        # None where steps overlap, which hides what they save, or numbers are not chosen.
+        self._rest = None if length is None or is_ahead else _Rest()
         # Those for the step behind one that was launched: made in that step, in the one before it,
         # and before that.
         self._later: tuple[dict[int, list[float]], ...] = ({}, {}, {})
@@ -143,18 +171,19 @@ class Drafter:
         Args:
             num_sampled: sequences that the step samples and that want drafts.
         """
+        if self._rest is not None and num_sampled:
+            self._rest.begin(num_sampled)
+        if self._is_resting:
+            return DraftNumbers()
         return self._choose([self.source] * num_sampled, True)
 
     def begin_with(self, found: Found) -> DraftNumbers:
         """The numbers of a step whose lookup has run: its drafts decide them."""
+        if self._is_resting:
+            return DraftNumbers()
         needed = any(drafts is None for drafts in found)
         sources = [self._source_of(drafts) for drafts in found if drafts is not NO_DRAFTS]
-        numbers = self._choose(sources, needed)
-        if numbers.most or not self.proposer.reads_steps:
-            self._rest_left = self._last_rest = 0
-        elif sources and not self._rests:
-            self._rest_left = self._last_rest = min(2 * self._last_rest + 1, _MOST_REST)
-        return numbers
+        return self._choose(sources, needed)
 
     def follow(self, numbers: DraftNumbers, num_drafts: int) -> DraftNumbers:
         """The numbers of the step that begins, if another rank chose how many the proposer makes.
@@ -197,15 +226,15 @@ class Drafter:
         launched: Launched | None = None,
     ) -> Found:
         """The lookup's drafts for the next step of each sampled sequence that is not launched yet;
-        none while it rests, since no drafts paid lately.
+        none at rest.
 
         Args:
             launched: None if no sequence has a step that is.
         """
         assert self._lookup is not None
-        self._rests = self._rest_left > 0
-        if self._rests:
-            self._rest_left -= 1
+        if self._rest is not None and self.looks_first and rows:
+            self._rest.begin(len(rows))
+        if self._is_resting:
             return [None] * len(rows)
         rival = self._accepted if self.proposer.reads_steps else 0.0
         if not self._is_ahead:
@@ -278,6 +307,9 @@ class Drafter:
             allowed: drafts of the sequences with grammars, if any has one.
             launched: as for `look_up`.
         """
+        self._merged = numbers
+        if self._is_resting and allowed is None:
+            return [([], self.source)] * len(rows)
         own = by_sequence(made, len(found))
         ahead = [False] * len(found) if launched is None else [d is not None for d in launched]
         merged = [
@@ -293,7 +325,6 @@ class Drafter:
                 merged[index] = replaced(merged[index], draft.token_ids)
         if self._learns:
             self._remember(rows, own, merged, ahead)
-        self._merged = numbers
         if self._length is not None and numbers.choice is not None:
             # What must follow is certain, and sequences that want no drafts do not count.
             which = [
@@ -329,7 +360,7 @@ class Drafter:
         to `most`.
         """
         room = most - len(own.token_ids)
-        if self._lookup is None or self._rests or not own.token_ids or room <= 0:
+        if self._lookup is None or not own.token_ids or room <= 0:
             return own
         more = self._lookup.extend(row, own.token_ids, room)
         return Continuation(own.token_ids + more.token_ids, own.confidences + more.confidences)
@@ -341,7 +372,8 @@ class Drafter:
             seconds: that it took, drafting included; None if another like it would take another
                 time.
         """
-        if not self._learns:
+        choice = self._merged.choice
+        if not self._learns or self._is_resting or not (choice is None or choice.is_watched):
             return
         verifications, num_rows = [], 0
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
@@ -356,10 +388,10 @@ class Drafter:
             if each.source == self.source and each.confidences:
                 self._num_observed = min(self._num_observed + 1, _ACCEPTED_WINDOW)
                 self._accepted += (each.num_accepted - self._accepted) / self._num_observed
-        if self._length is not None and self._merged.choice is not None:
+        if self._length is not None and choice is not None:
             is_decode = num_rows == batch.num_tokens
             measured = seconds if is_decode else None
-            self._length.observe(self._merged.choice, verifications, measured)
+            self._length.observe(choice, verifications, measured)
 
     def _choose(self, sources: Sequence[str], needed: bool) -> DraftNumbers:
         """Args:
@@ -370,10 +402,18 @@ class Drafter:
             return DraftNumbers()
         most, choice = self.max_drafts, None
         if self._length is not None:
-            choice = self._length.choose(sources, drafts=needed and self.proposer.reads_steps)
+            rested = 0 if self._rest is None else self._rest.steps
+            reads = self.proposer.reads_steps
+            choice = self._length.choose(sources, drafts=needed and reads, rested=rested)
             most = choice.asked
+            if self._rest is not None and reads:
+                self._rest.chosen(most)
         own = min(most, self.proposer.lookahead.num_tokens)
         return DraftNumbers(most, own if needed else 0, choice)
+
+    @property
+    def _is_resting(self) -> bool:
+        return self._rest is not None and self._rest.is_on
 
     def _source_of(self, drafts: Continuation | None) -> str:
         if drafts is None or self._lookup is None:

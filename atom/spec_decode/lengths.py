@@ -19,10 +19,12 @@ from atom.spec_decode.step_times import ROW_OF_GPU, StepTimes, batch_bucket
 
 # Share of the time that may be lost to tries.
 _PROBE_SHARE = 0.01
-# Steps after which plans are made anew, and how many of them are kept. The first ones, which know
-# little, last for a share of the steps before them.
-_LASTING, _MOST_KEPT = 16, 64
+# Steps after which plans are made anew, the first of them that are learnt from, and how many plans
+# are kept. The first plans, which know little, last for a share of the steps before them.
+_LASTING, _WATCHED, _MOST_KEPT = 32, 8, 64
 _FIRST_LASTING_SHARE = 1 / 16
+# All drafts are verified where choosing among them promises no more than this.
+_NEGLIGIBLE = 0.01
 
 
 class Candidates(msgspec.Struct, frozen=True):
@@ -61,6 +63,7 @@ class Choice(msgspec.Struct, frozen=True):
             already; None if `cut` chooses.
         is_try: all drafts are verified.
         rate: expected tokens per second of what is best; None before times are known.
+        is_watched: `observe` learns from the step.
     """
 
     asked: int
@@ -68,6 +71,7 @@ class Choice(msgspec.Struct, frozen=True):
     verified: int | None = None
     is_try: bool = False
     rate: float | None = None
+    is_watched: bool = True
 
 
 class DraftLength(Protocol):
@@ -78,12 +82,13 @@ class DraftLength(Protocol):
     this one cuts.
     """
 
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
         """The number of drafts to make in this step for each sampled sequence.
 
         Args:
             sources: of each sequence's drafts; at least one.
             drafts: whether the draft model makes drafts, rather than only writing its KV.
+            rested: steps since the last call that drafted nothing and did not ask.
         """
         ...
 
@@ -119,24 +124,30 @@ class _Step(NamedTuple):
     tokens: float
     seconds: float
 
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return self.tokens / self.seconds
+
 
 class _Plan(NamedTuple):
     """What is best, and what else there is.
 
     Attributes:
-        made_in: the step that made the plan.
-        best: number of drafts to make.
-        level: drafts of each sequence that the next step verifies then.
-        step: that step.
+        watched, lasts: until these steps it is learnt from, and it holds.
+        choice: the best.
+        step: that verifies its drafts.
         losses: by choice, the seconds that trying it is expected to lose, all its drafts verified;
             without the best one where that is the same step.
+        is_first: the step that made the plan would have been the first of its shape.
     """
 
-    made_in: int
-    best: int
-    level: float
+    watched: float
+    lasts: float
+    choice: Choice
     step: _Step
     losses: Mapping[int, float]
+    is_first: bool
 
 
 class AdaptiveLength:
@@ -151,6 +162,9 @@ class AdaptiveLength:
     the expected loss; all drafts of a try are verified. So estimates stay fresh, expensive tries
     are rare, and all tries together cost a fixed share of the time. Two tries never follow each
     other.
+
+    A plan holds for some steps, and only the first of these are learnt from: all this takes time
+    as well.
 
     Args:
         choices: ascending numbers of drafts, starting with 0.
@@ -185,23 +199,49 @@ class AdaptiveLength:
         self._num_verified = 0
         # Whether the last choice was one.
         self._is_try = False
-        # By numbers of sequences of each source, and what else a plan depends on.
+        # By numbers of sequences of each source, and whether the draft model makes drafts.
         self._plans: dict[Hashable, _Plan] = {}
-        self._num_steps = 0
+        # Steps so far, and those when credits were earned last.
+        self._num_steps = self._num_credited = 0
 
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
+        self._num_steps += 1 + rested
+        groups = frozenset([(source, sources.count(source)) for source in set(sources)])
+        plan = self._plans.get((groups, drafts))
+        if plan is not None and self._goes_on(plan, len(sources)):
+            return plan.choice
         times = self._of_batch(len(sources))
         if not times.is_known:
             # The smallest steps where each shape costs.
             asked = 0 if self._first_runs.cost else self._choices[-1]
             return Choice(asked, asked if drafts else 0, asked if self._is_ahead else None)
-        plan = self._plan(sources, drafts=drafts)
-        asked = self._or_try(plan)
-        verified = None
-        if self._is_ahead:
-            verified = asked if self._is_try else int(plan.level)
-        rate = plan.step.tokens / plan.step.seconds
-        return Choice(asked, asked if drafts else 0, verified, self._is_try, rate)
+        is_due = plan is None or self._num_steps >= plan.lasts
+        if plan is None or is_due or (self._is_first(plan, len(sources)) and not plan.is_first):
+            if len(self._plans) == _MOST_KEPT:
+                self._plans.clear()
+            plan = self._new_plan(len(sources), groups, drafts=drafts)
+            self._plans[groups, drafts] = plan
+        tried = self._try(plan)
+        if tried is None:
+            return msgspec.structs.replace(plan.choice, is_watched=True)
+        verified = tried if self._is_ahead else None
+        return Choice(tried, tried if drafts else 0, verified, True, plan.choice.rate)
+
+    def _goes_on(self, plan: _Plan, num_sequences: int) -> bool:
+        """Whether the step is one of a plan's that are not learnt from."""
+        if self._is_try or not plan.watched <= self._num_steps < plan.lasts:
+            return False
+        if self._is_first(plan, num_sequences):
+            return False
+        self._first_runs.ran(self._shape(num_sequences, plan.choice.made))
+        return True
+
+    def _is_first(self, plan: _Plan, num_sequences: int) -> bool:
+        """Whether no step was of the shape that this one has with the best choice."""
+        return self._first_runs.cost_of(self._shape(num_sequences, plan.choice.made)) > 0
+
+    def _shape(self, num_sequences: int, made: int) -> StepShape:
+        return StepShape(num_sequences, self._num_verified, made)
 
     def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
         kept = self._cut(choice, made) if choice.asked else [0] * len(made)
@@ -209,9 +249,11 @@ class AdaptiveLength:
         return kept
 
     def _cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-        survivals = [self._of(own.source).see(own.confidences, choice.asked) for own in made]
-        if choice.verified is not None:
-            return [min(len(own), choice.verified) for own in survivals]
+        kept = None if choice.verified is None else self._first(choice.verified, made)
+        if kept is None or choice.is_watched:
+            survivals = [self._of(own.source).see(own.confidences, choice.asked) for own in made]
+        if kept is not None:
+            return kept
         gains = self._rule.gains(survivals)
         if choice.is_try or choice.rate is None:
             return self._rule.cut(survivals, max(gains))
@@ -224,9 +266,16 @@ class AdaptiveLength:
 
         return self._rule.cut(survivals, max(gains, key=worth))
 
+    def _first(self, count: int, made: Sequence[Candidates]) -> list[int] | None:
+        """So many drafts of each sequence; None if there is no step for those that there are."""
+        kept = [min(len(own.confidences), count) for own in made]
+        return kept if self._is_ahead or self._rule.level_of(kept) is not None else None
+
     def observe(
         self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
     ) -> None:
+        if not choice.is_watched:
+            return
         for v in verifications:
             if v.source is not None:
                 self._of(v.source).observe(v.confidences, v.num_accepted)
@@ -253,29 +302,8 @@ class AdaptiveLength:
             )
         return self._times[bucket]
 
-    def _plan(self, sources: Sequence[str], *, drafts: bool) -> _Plan:
-        self._num_steps += 1
-        groups = frozenset([(source, sources.count(source)) for source in set(sources)])
-        key = groups, drafts, self._new_choices(len(sources), drafts)
-        known = self._plans.get(key)
-        lasting = min(_LASTING, self._num_steps * _FIRST_LASTING_SHARE)
-        if known is not None and self._num_steps < known.made_in + lasting:
-            return known
-        if len(self._plans) == _MOST_KEPT:
-            self._plans.clear()
-        plan = self._plans[key] = self._new_plan(len(sources), groups, drafts)
-        return plan
-
-    def _new_choices(self, num_sequences: int, drafts: bool) -> tuple[int, ...]:
-        """Those with which the step would be of a shape that was not run."""
-        if not self._first_runs.cost:
-            return ()
-        num_verified, cost_of = self._num_verified, self._first_runs.cost_of
-        shapes = [(n, StepShape(num_sequences, num_verified, n * drafts)) for n in self._choices]
-        return tuple([n for n, shape in shapes if cost_of(shape)])
-
     def _new_plan(
-        self, num_sequences: int, groups: Iterable[tuple[str, int]], drafts: bool
+        self, num_sequences: int, groups: Iterable[tuple[str, int]], *, drafts: bool
     ) -> _Plan:
         """Args:
         groups: sources, with their numbers of sequences.
@@ -294,30 +322,39 @@ class AdaptiveLength:
                 level: _Step(num_sequences + gain, times.at(level, made))
                 for level, gain in expected.items()
             }
-            best_of[n] = max(steps.items(), key=lambda own: own[1].tokens / own[1].seconds)
-            shape = StepShape(num_sequences, self._num_verified, made)
-            tokens, seconds = best_of[n][1]
-            rates[n] = tokens / (seconds * (1 + runs.share_of(shape)))
+            best_of[n] = max(steps.items(), key=lambda own: own[1].rate)
+            shape = self._shape(num_sequences, made)
+            rates[n] = best_of[n][1].rate / (1 + runs.share_of(shape))
             tokens, seconds = steps[max(steps)]
             all_of[n] = _Step(tokens, seconds * (1 + runs.cost_of(shape)))
         best = max(rates, key=lambda n: rates[n])
         level, step = best_of[best]
+        verified = int(level) if self._is_ahead else None
+        if all_of[best].rate >= (1 - _NEGLIGIBLE) * step.rate:
+            verified, step = best, all_of[best]
         losses = {
             n: other.seconds - other.tokens * step.seconds / step.tokens
             for n, other in all_of.items()
             if n != best or other != step
         }
-        return _Plan(self._num_steps, best, level, step, losses)
+        steps_so_far = self._num_steps
+        lasting = min(_LASTING, steps_so_far * _FIRST_LASTING_SHARE)
+        choice = Choice(best, best if drafts else 0, verified, rate=step.rate, is_watched=False)
+        watched, lasts = steps_so_far + min(_WATCHED, lasting), steps_so_far + lasting
+        is_first = runs.cost_of(self._shape(num_sequences, choice.made)) > 0
+        return _Plan(watched, lasts, choice, step, losses, is_first)
 
-    def _or_try(self, plan: _Plan) -> int:
-        """The best choice, or one that is due to be tried."""
+    def _try(self, plan: _Plan) -> int | None:
+        """The choice that is due to be tried, if one is."""
         credits, share = self._credits, _PROBE_SHARE / (len(self._choices) - 1)
+        share *= self._num_steps - self._num_credited
+        self._num_credited = self._num_steps
         for n in self._choices:
             credits[n] = credits[n] + share * plan.step.seconds if n in plan.losses else 0.0
         chosen = max(plan.losses, key=lambda n: credits[n] - plan.losses[n])
         if credits[chosen] < plan.losses[chosen] or self._is_try:
             self._is_try = False
-            return plan.best
+            return None
         self._credits[chosen] = 0.0
         self._is_try = True
         return chosen

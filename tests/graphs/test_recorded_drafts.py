@@ -53,9 +53,9 @@ class Turns:
     confidences: list[list[list[float]]]
 
     def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
-        self._numbers = [0, 0, 0]
+        self._numbers = [0]
 
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
         if not self._numbers:
             self._numbers = [K, 1, K - 1, K, 0]
         number = self._numbers.pop(0)

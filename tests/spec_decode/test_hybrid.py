@@ -32,7 +32,7 @@ class RandomLength:
         self._most = most
         self._rng = random.Random(0)
 
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
         asked = self._rng.choice([0, 0, *range(self._most + 1)])
         return Choice(asked, asked if drafts else 0)
 

@@ -77,7 +77,7 @@ class FixedLength:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
         return Choice(self._num_drafts, self._num_drafts if drafts else 0)
 
     def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:

@@ -150,7 +150,7 @@ class Scripted:
     def __init__(self, *asked: int) -> None:
         self._asked = iter(asked)
 
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
         asked = next(self._asked)
         return Choice(asked, asked)
 
@@ -166,7 +166,7 @@ def test_the_lookup_rests_where_no_drafts_pay(reads: bool) -> None:
     """One step, then three; it works again when drafts pay, and always where it is alone."""
     proposer = NullProposer(Lookahead(K))
     proposer.reads_steps = reads
-    asked = (0, 0, 0, 0, 0, 0, 2, 0, 0, 0)
+    asked = (0, 0, 2, 0, 0, 0, 0, 0, 0, 0)
     looked = []
     drafter = Drafter(
         proposer, "draft", Fixed("lookup", 15), Scripted(*asked), waiting_is_free=True
