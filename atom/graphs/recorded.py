@@ -8,6 +8,7 @@ same addresses for the same shapes.
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
@@ -80,6 +81,7 @@ class StepRecorder:
 
     Attributes:
         was_replayed: whether the last work was.
+        seconds_to_record: the mean time that recording took, before the program ran.
     """
 
     def __init__(self) -> None:
@@ -90,6 +92,7 @@ class StepRecorder:
         self._logged: set[str] = set()
         self._is_usual = True
         self.was_replayed = False
+        self.seconds_to_record, self._num_recorded = 0.0, 0
 
     def run(
         self, known: dict[Hashable, Recording[Any]], which: Hashable, work: Callable[[], Work[T]]
@@ -121,12 +124,16 @@ class StepRecorder:
         return cast(T, recording.result)
 
     def _record(self, work: Work[T], place: Hashable) -> T:
+        started = time.perf_counter()
         try:
             result, program = record(work.run, work.results, self._arena)
         except NotRecordableError as error:
             self._refused.add((work.name, work.key))
             self._log(f"{work.name} runs op by op: {error}")
             return work.run()
+        self._num_recorded += 1
+        seconds = time.perf_counter() - started
+        self.seconds_to_record += (seconds - self.seconds_to_record) / self._num_recorded
         self._programs[place] = Recording(result, program, self._num_runs)
         if len(self._programs) > MOST_PROGRAMS:
             del self._programs[min(self._programs, key=lambda own: self._programs[own].used)]

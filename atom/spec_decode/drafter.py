@@ -16,8 +16,10 @@ from atom.sampling.rows import SequenceState
 from atom.spec_decode.base import DraftKey, Proposal, Proposer, VerifiedStep
 from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
+from atom.spec_decode.late_writes import LateWrites
 from atom.spec_decode.lengths import Candidates, Choice, DraftLength, Verification
 from atom.spec_decode.made_drafts import NO_DRAFTS, by_sequence, replaced
+from atom.spec_decode.rest import Rest
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
@@ -30,8 +32,6 @@ Found = Sequence[Continuation | None]
 Launched = Sequence[list[int] | None]
 
 _NO_GRAMMARS = nullcontext(None)
-# Steps that rest at most, one after the other.
-_MOST_REST = 15
 # The proposer's accepted drafts, before any were verified, and the window of their mean.
 _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
 
@@ -54,34 +54,6 @@ class DraftNumbers(msgspec.Struct, frozen=True):
         """Drafts of each sequence that a step verifies which is launched before they are known."""
         chosen = None if self.choice is None else self.choice.verified
         return self.made if chosen is None else min(self.made, chosen)
-
-
-class _Rest:
-    """Steps in which nothing is looked up, chosen or learnt, since no drafts paid lately.
-
-    They last the longer the more often none did, and end where the number of sequences changes.
-
-    Attributes:
-        is_on: in this step.
-        steps: before this one, since one that was not at rest.
-    """
-
-    def __init__(self) -> None:
-        self.is_on, self.steps = False, 0
-        self._left = self._last = self._num_sequences = 0
-
-    def begin(self, num_sequences: int) -> None:
-        """A step of so many sequences begins."""
-        self.steps = self.steps + 1 if self.is_on else 0
-        if num_sequences != self._num_sequences:
-            self._left = self._last = 0
-        self._num_sequences = num_sequences
-        self.is_on = self._left > 0
-        self._left -= self.is_on
-
-    def chosen(self, num_drafts: int) -> None:
-        """So many drafts were asked for in a step that was not at rest."""
-        self._left = self._last = 0 if num_drafts else min(2 * self._last + 1, _MOST_REST)
 
 
 class Drafter:
@@ -145,7 +117,8 @@ class Drafter:
         self._pending: dict[int, list[float]] = {}
         self._verified: dict[int, list[float]] = {}
         # None where steps overlap, which hides what they save, or numbers are not chosen.
-        self._rest = None if length is None or is_ahead else _Rest()
+        self._rest = None if length is None or is_ahead else Rest()
+        self._late = LateWrites()
         # Those for the step behind one that was launched: made in that step, in the one before it,
         # and before that.
         self._later: tuple[dict[int, list[float]], ...] = ({}, {}, {})
@@ -258,11 +231,19 @@ class Drafter:
     def propose(self, step: VerifiedStep | None, numbers: DraftNumbers) -> Proposal | None:
         """The proposer's drafts; None when it makes none.
 
+        At rest it does not even write its cache, if steps are recorded: the first step that is not
+        at rest, or not like those, does it for all before it.
+
         Args:
             step: None when the proposer reads no steps.
         """
         if step is None:
             return None
+        if self._is_resting and self._recorder is not None and step.recurs:
+            self._late.add(step)
+            return None
+        if len(self._late):
+            self.proposer.propose(self._late.take(), 0)
         count = numbers.made
         if self._graphs is not None and step.graph is not None:
             return self._graphs.replay(step.graph, len(step.last_rows))
@@ -373,7 +354,10 @@ class Drafter:
                 time.
         """
         choice = self._merged.choice
-        if not self._learns or self._is_resting or not (choice is None or choice.is_watched):
+        if self._rest is not None and self._rest.is_on:
+            self._rest.ended(seconds if batch.num_drafting == batch.num_tokens else None)
+            return
+        if not self._learns or not (choice is None or choice.is_watched):
             return
         verifications, num_rows = [], 0
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
@@ -402,9 +386,10 @@ class Drafter:
             return DraftNumbers()
         most, choice = self.max_drafts, None
         if self._length is not None:
-            rested = 0 if self._rest is None else self._rest.steps
             reads = self.proposer.reads_steps
-            choice = self._length.choose(sources, drafts=needed and reads, rested=rested)
+            if self._rest is not None and (rested := self._rest.take()):
+                self._length.rest(self._rest.num_sequences, rested)
+            choice = self._length.choose(sources, drafts=needed and reads)
             most = choice.asked
             if self._rest is not None and reads:
                 self._rest.chosen(most)

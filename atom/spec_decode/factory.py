@@ -118,7 +118,7 @@ def create_drafter(
         length = AdaptiveLength(
             choices,
             CutToLongest([n - 1 for n in captured] or choices) if captured or is_ahead else None,
-            first_runs=None if recorder is None else _first_recordings(proposer),
+            first_runs=None if recorder is None else _first_recordings(proposer, recorder),
             row_guess=ROW_OF_CPU if waiting_is_free else ROW_OF_GPU,
             is_ahead=is_ahead,
         )
@@ -135,10 +135,12 @@ def create_drafter(
     )
 
 
-def _first_recordings(proposer: Proposer) -> FirstRuns:
-    """What recording costs: about as long again as the step, until its programs are dropped."""
+def _first_recordings(proposer: Proposer, recorder: StepRecorder) -> FirstRuns:
+    """What recording costs, until programs are dropped."""
     num_programs = 2 if proposer.reads_steps else 1
-    return FirstRuns(1.0, MOST_PROGRAMS // num_programs)
+    return FirstRuns(
+        lambda: num_programs * recorder.seconds_to_record, MOST_PROGRAMS // num_programs
+    )
 
 
 def _recent_outputs(max_tokens: int) -> RecentOutputs | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
+from collections.abc import Callable
 from typing import NamedTuple
 
 
@@ -23,28 +24,38 @@ class FirstRuns:
     """Knows which shapes were run, and what steps of others take more.
 
     Args:
-        cost: what a step of a new shape takes more than others like it, as a share of a step; 0
-            where it takes no more.
+        seconds: what a step of a new shape takes more than others like it; None where it takes no
+            more.
         most: shapes that are kept, the ones that were run last. All others are new again.
     """
 
-    def __init__(self, cost: float = 0.0, most: int = 0) -> None:
-        self.cost = cost
+    def __init__(self, seconds: Callable[[], float] | None = None, most: int = 0) -> None:
+        self._seconds = seconds
         self._most = most
         self._shapes: OrderedDict[StepShape, None] = OrderedDict()
         self._num_run: Counter[int] = Counter()  # by number of sequences
 
-    def ran(self, shape: StepShape) -> None:
-        self._num_run[shape.num_sequences] += 1
+    @property
+    def cost(self) -> bool:
+        """Whether steps of new shapes take more."""
+        return self._seconds is not None
+
+    def ran(self, shape: StepShape, times: int = 1) -> None:
+        """So many steps of the shape were run."""
+        self._num_run[shape.num_sequences] += times
         self._shapes[shape] = None
         self._shapes.move_to_end(shape)
         if len(self._shapes) > self._most:
             self._shapes.popitem(last=False)
 
-    def cost_of(self, shape: StepShape) -> float:
-        """What the next step of the shape takes more, as a share of it."""
-        return 0.0 if shape in self._shapes else self.cost
+    def is_new(self, shape: StepShape) -> bool:
+        """Whether the next step of the shape takes more."""
+        return self._seconds is not None and shape not in self._shapes
 
-    def share_of(self, shape: StepShape) -> float:
+    def seconds(self, shape: StepShape) -> float:
+        """What the next step of the shape takes more."""
+        return self._seconds() if self._seconds is not None and self.is_new(shape) else 0.0
+
+    def share(self, shape: StepShape) -> float:
         """The same, spread over as many steps as were run with as many sequences."""
-        return self.cost_of(shape) / (1 + self._num_run[shape.num_sequences])
+        return self.seconds(shape) / (1 + self._num_run[shape.num_sequences])

@@ -8,6 +8,7 @@ tries other numbers now and then, for a bounded share of the time.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
+from statistics import median
 from typing import NamedTuple, Protocol
 
 import msgspec
@@ -23,6 +24,9 @@ _PROBE_SHARE = 0.01
 # are kept. The first plans, which know little, last for a share of the steps before them.
 _LASTING, _WATCHED, _MOST_KEPT = 32, 8, 64
 _FIRST_LASTING_SHARE = 1 / 16
+# What drafts for several sequences have to bring more than none: these then end at different times,
+# and steps with few of them bring less.
+_LEAST_GAIN = 0.05
 # All drafts are verified where choosing among them promises no more than this.
 _NEGLIGIBLE = 0.01
 
@@ -82,13 +86,12 @@ class DraftLength(Protocol):
     this one cuts.
     """
 
-    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
         """The number of drafts to make in this step for each sampled sequence.
 
         Args:
             sources: of each sequence's drafts; at least one.
             drafts: whether the draft model makes drafts, rather than only writing its KV.
-            rested: steps since the last call that drafted nothing and did not ask.
         """
         ...
 
@@ -109,6 +112,14 @@ class DraftLength(Protocol):
             choice: the step's own.
             verifications: of its sampled sequences, for the drafts made in the step before.
             seconds: time of the whole step, drafting included; None when it also computed prompts.
+        """
+        ...
+
+    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
+        """Learn from finished steps that verified and made no drafts, and did not ask.
+
+        Args:
+            seconds: of each, as for `observe`.
         """
         ...
 
@@ -201,11 +212,13 @@ class AdaptiveLength:
         self._is_try = False
         # By numbers of sequences of each source, and whether the draft model makes drafts.
         self._plans: dict[Hashable, _Plan] = {}
+        # Numbers of sequences with which steps were at rest.
+        self._at_rest: set[int] = set()
         # Steps so far, and those when credits were earned last.
         self._num_steps = self._num_credited = 0
 
-    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
-        self._num_steps += 1 + rested
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+        self._num_steps += 1
         groups = frozenset([(source, sources.count(source)) for source in set(sources)])
         plan = self._plans.get((groups, drafts))
         if plan is not None and self._goes_on(plan, len(sources)):
@@ -238,7 +251,7 @@ class AdaptiveLength:
 
     def _is_first(self, plan: _Plan, num_sequences: int) -> bool:
         """Whether no step was of the shape that this one has with the best choice."""
-        return self._first_runs.cost_of(self._shape(num_sequences, plan.choice.made)) > 0
+        return self._first_runs.is_new(self._shape(num_sequences, plan.choice.made))
 
     def _shape(self, num_sequences: int, made: int) -> StepShape:
         return StepShape(num_sequences, self._num_verified, made)
@@ -262,7 +275,7 @@ class AdaptiveLength:
         def worth(level: float) -> float:
             total, gain = gains[level]
             new = StepShape(len(made), total, choice.made)
-            return gain - rate * times.at(level, choice.made) * (1 + runs.share_of(new))
+            return gain - rate * (times.at(level, choice.made) + runs.share(new))
 
         return self._rule.cut(survivals, max(gains, key=worth))
 
@@ -284,8 +297,19 @@ class AdaptiveLength:
         nums = [len(v.confidences) for v in verifications]
         self._first_runs.ran(StepShape(len(nums), sum(nums), choice.made))
         level = self._rule.level_of(nums)
-        if seconds is not None and level is not None:
-            self._of_batch(len(nums)).observe(level, choice.made, seconds)
+        times = self._of_batch(len(nums))
+        # What such a step takes is known from those at rest, which take the host less.
+        is_rest = not choice.asked and not level and len(nums) in self._at_rest
+        if seconds is not None and level is not None and not is_rest:
+            times.observe(level, choice.made, seconds)
+
+    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
+        self._num_steps += len(seconds)
+        self._first_runs.ran(StepShape(num_sequences, 0, 0), len(seconds))
+        known = [each for each in seconds if each is not None]
+        if known:
+            self._of_batch(num_sequences).observe(0.0, 0, median(known))
+            self._at_rest.add(num_sequences)
 
     def _of_batch(self, num_sequences: int) -> StepTimes:
         bucket = batch_bucket(num_sequences)
@@ -315,6 +339,7 @@ class AdaptiveLength:
         best_of: dict[int, tuple[float, _Step]] = {}
         all_of: dict[int, _Step] = {}
         rates: dict[int, float] = {}
+        worth = 1 - _LEAST_GAIN if num_sequences > 1 else 1.0
         for n in self._choices:
             made = n if drafts else 0
             expected = self._rule.expected([(count, own[:, :n]) for count, own in recent])
@@ -324,16 +349,18 @@ class AdaptiveLength:
             }
             best_of[n] = max(steps.items(), key=lambda own: own[1].rate)
             shape = self._shape(num_sequences, made)
-            rates[n] = best_of[n][1].rate / (1 + runs.share_of(shape))
+            tokens, seconds = best_of[n][1]
+            rates[n] = tokens / (seconds + runs.share(shape)) * (worth if n else 1.0)
             tokens, seconds = steps[max(steps)]
-            all_of[n] = _Step(tokens, seconds * (1 + runs.cost_of(shape)))
+            all_of[n] = _Step(tokens, seconds + runs.seconds(shape))
         best = max(rates, key=lambda n: rates[n])
         level, step = best_of[best]
         verified = int(level) if self._is_ahead else None
         if all_of[best].rate >= (1 - _NEGLIGIBLE) * step.rate:
             verified, step = best, all_of[best]
+        pace = (1.0 if best else worth) / step.rate
         losses = {
-            n: other.seconds - other.tokens * step.seconds / step.tokens
+            n: other.seconds - other.tokens * pace
             for n, other in all_of.items()
             if n != best or other != step
         }
@@ -341,7 +368,7 @@ class AdaptiveLength:
         lasting = min(_LASTING, steps_so_far * _FIRST_LASTING_SHARE)
         choice = Choice(best, best if drafts else 0, verified, rate=step.rate, is_watched=False)
         watched, lasts = steps_so_far + min(_WATCHED, lasting), steps_so_far + lasting
-        is_first = runs.cost_of(self._shape(num_sequences, choice.made)) > 0
+        is_first = runs.is_new(self._shape(num_sequences, choice.made))
         return _Plan(watched, lasts, choice, step, losses, is_first)
 
     def _try(self, plan: _Plan) -> int | None:

@@ -53,9 +53,12 @@ class Turns:
     confidences: list[list[list[float]]]
 
     def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
-        self._numbers = [0]
+        self._numbers = [0, 0]
 
-    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
+    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
+        pass
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
         if not self._numbers:
             self._numbers = [K, 1, K - 1, K, 0]
         number = self._numbers.pop(0)
@@ -107,7 +110,7 @@ def test_drafts_are_those_of_steps_run_op_by_op(
     if draft != "mtp":
         options |= {"method": engines.method_of(draft), "draft_model": str(folder(draft))}
     monkeypatch.setattr(factory, "AdaptiveLength", Turns)
-    sampling = params("top-p" if adaptive else "greedy", max_tokens=16)
+    sampling = params("top-p" if adaptive else "greedy", max_tokens=24)
 
     def tokens(**more: Any) -> tuple[list[list[int]], list[list[list[float]]]]:
         Turns.confidences = []

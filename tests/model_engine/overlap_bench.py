@@ -121,7 +121,10 @@ class AnyLength:
         self.verified: list[list[Verification]] = []
         self.seconds: list[float | None] = []
 
-    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
+    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
+        pass
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
         asked = self._rng.randint(0, self._most)
         self.events.append(("choose", len(self.chosen)))
         self.chosen.append(Choice(asked, asked, self._rng.randint(0, asked), rate=len(self.chosen)))

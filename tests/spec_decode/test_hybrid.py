@@ -32,7 +32,10 @@ class RandomLength:
         self._most = most
         self._rng = random.Random(0)
 
-    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
+    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
+        pass
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
         asked = self._rng.choice([0, 0, *range(self._most + 1)])
         return Choice(asked, asked if drafts else 0)
 

@@ -77,7 +77,10 @@ class FixedLength:
     def __init__(self, num_drafts: int) -> None:
         self._num_drafts = num_drafts
 
-    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
+    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
+        pass
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
         return Choice(self._num_drafts, self._num_drafts if drafts else 0)
 
     def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
@@ -301,7 +304,7 @@ def test_in_graphs_a_number_between_is_verified_where_it_pays() -> None:
 
 
 def test_new_shapes_are_run_where_they_pay() -> None:
-    """Each takes twice as long the first time, so a batch that soon ends runs few of them."""
+    """Each takes much longer the first time, so a batch that soon ends runs few of them."""
 
     def shapes(first_runs: FirstRuns | None) -> int:
         length = AdaptiveLength((0, 1, 2, 3), first_runs=first_runs)
@@ -311,18 +314,18 @@ def test_new_shapes_are_run_where_they_pay() -> None:
             found |= run(length, machine, batch, 20).shapes
         return len(found)
 
-    assert shapes(FirstRuns(1.0, 128)) < 0.6 * shapes(None)
+    assert shapes(FirstRuns(lambda: 0.02, 128)) < 0.6 * shapes(None)
 
 
 def test_shapes_that_are_dropped_are_new_again() -> None:
     """Those that were run last are kept; the steps of the others count on."""
-    runs = FirstRuns(1.0, 2)
+    runs = FirstRuns(lambda: 3.0, 2)
     first, second, third = (StepShape(4, n, 1) for n in (0, 1, 2))
-    assert runs.cost_of(first) == runs.share_of(first) == 1.0
+    assert runs.seconds(first) == runs.share(first) == 3.0
     for shape in (first, second, first, third):
         runs.ran(shape)
-    assert [runs.cost_of(shape) for shape in (first, second, third)] == [0.0, 1.0, 0.0]
-    assert runs.share_of(second) == 1 / 5
+    assert [runs.seconds(shape) for shape in (first, second, third)] == [0.0, 3.0, 0.0]
+    assert runs.share(second) == 3 / 5
 
 
 TROUBLES: dict[str, Machine] = {

@@ -68,7 +68,10 @@ class Ragged:
     def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
         self._most = choices[-1]
 
-    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
+    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
+        pass
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
         return Choice(self._most, self._most if drafts else 0)
 
     def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:

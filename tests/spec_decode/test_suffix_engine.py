@@ -150,7 +150,10 @@ class Scripted:
     def __init__(self, *asked: int) -> None:
         self._asked = iter(asked)
 
-    def choose(self, sources: Sequence[str], *, drafts: bool, rested: int = 0) -> Choice:
+    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
+        pass
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
         asked = next(self._asked)
         return Choice(asked, asked)
 

@@ -109,7 +109,20 @@ class Attention {
     const auto *first_task = tasks.data();
     auto* first_unit = units.data();
     run_tasks(int64_t(tasks.size()), threads, [&](TaskQueue::Hand& hand) {
-      for (int64_t i; hand.take(i);) attend(first_task[i], first_unit[first_task[i].unit]);
+      bool is_first = true;
+      for (int64_t i; hand.take(i); is_first = false) {
+        const Task& task = first_task[i];
+        // The task that this thread is likely to take next.
+        const Task* following = hand.has_next() ? &task + 1 : nullptr;
+        Chunk chunk;
+        if (is_first) {
+          const Unit& unit = first_unit[task.unit];
+          gather(a, head_bytes(), unit, task.chunk_begin, chunk);
+          for (int64_t r = chunk.begin; r < chunk.end; ++r) prefetch(chunk.key[r], unit.kv_heads * head_bytes());
+          for (int64_t r = chunk.begin; r < chunk.end; ++r) prefetch(chunk.value[r], unit.kv_heads * head_bytes());
+        }
+        attend(task, following, first_unit);
+      }
     });
   }
 
@@ -117,7 +130,8 @@ class Attention {
   using T = typename Products::Value;
 
   // A whole unit, or some of its chunks: whoever finishes its last task merges the states of all.
-  void attend(const Task& task, Unit& unit) const {
+  void attend(const Task& task, const Task* following, Unit* units) const {
+    Unit& unit = units[task.unit];
     static thread_local Scratch scratch;
     const int64_t size = State::size(unit.rows, head_dim), padded = round_up(size, 16);
     float* memory = scratch.get<float>(padded + Products::size(unit.rows, head_dim));
@@ -126,11 +140,16 @@ class Attention {
     State state(memory, unit.rows, head_dim);
     state.clear();
     Chunk chunks[2];
-    const int64_t head_bytes = a.head_bytes(sizeof(T));
-    gather(a, head_bytes, unit, task.chunk_begin, chunks[0]);
+    gather(a, head_bytes(), unit, task.chunk_begin, chunks[0]);
     for (int64_t c = task.chunk_begin; c < task.chunk_end; ++c) {
       const int64_t at = (c - task.chunk_begin) % 2;
-      gather(a, head_bytes, unit, std::min(c + 1, task.chunk_end - 1), chunks[1 - at]);
+      if (c + 1 < task.chunk_end) {
+        gather(a, head_bytes(), unit, c + 1, chunks[1 - at]);
+      } else if (following != nullptr) {
+        gather(a, head_bytes(), units[following->unit], following->chunk_begin, chunks[1 - at]);
+      } else {
+        chunks[1 - at] = chunks[at];
+      }
       if (is_whole) {
         products.attend(chunks[at], chunks[1 - at], state);
       } else {
@@ -147,6 +166,8 @@ class Attention {
     }
     write(unit, state);
   }
+
+  int64_t head_bytes() const { return a.head_bytes(sizeof(T)); }
 
   void write(const Unit& unit, const State& state) const {
     const int64_t group = a.group();

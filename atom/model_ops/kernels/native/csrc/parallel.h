@@ -50,6 +50,12 @@ class TaskQueue {
       return false;
     }
 
+    // Whether a task is left behind the one that was taken last, neighbours in memory.
+    bool has_next() const {
+      const Range& range = queue_.range_[range_ % queue_.ranges_];
+      return range.next.load(std::memory_order_relaxed) < range.end;
+    }
+
    private:
     TaskQueue& queue_;
     int64_t range_, tried_ = 0;

@@ -1,0 +1,44 @@
+"""Steps without drafts that take as little of the host as they can."""
+
+from __future__ import annotations
+
+# Steps at rest, one after the other.
+_MOST = 15
+
+
+class Rest:
+    """Steps in which nothing is looked up, chosen or learnt, since no drafts paid lately.
+
+    They are the more the more often none did, and end where the number of sequences changes.
+
+    Attributes:
+        is_on: in this step.
+        num_sequences: of this step.
+    """
+
+    def __init__(self) -> None:
+        self.is_on, self.num_sequences = False, 0
+        self._left = self._last = 0
+        self._seconds: list[float | None] = []
+
+    def begin(self, num_sequences: int) -> None:
+        """A step of so many sequences begins."""
+        if num_sequences != self.num_sequences:
+            self._left = self._last = 0
+            self._seconds.clear()
+        self.num_sequences = num_sequences
+        self.is_on = self._left > 0
+        self._left -= self.is_on
+
+    def chosen(self, num_drafts: int) -> None:
+        """So many drafts were asked for in a step that was not at rest."""
+        self._left = self._last = 0 if num_drafts else min(2 * self._last + 1, _MOST)
+
+    def ended(self, seconds: float | None) -> None:
+        """A step at rest took so long; None if another like it would take another time."""
+        self._seconds.append(seconds)
+
+    def take(self) -> list[float | None]:
+        """What the steps took that were at rest since the last call, with as many sequences."""
+        seconds, self._seconds = self._seconds, []
+        return seconds
