@@ -266,14 +266,27 @@ class ModelRunner:
         if self._recorder is None or not step.recurs:
             done = self._compute(step, numbers)
         else:
-            done = self._recorder.run(step.recordings, None, lambda: self._work(step, numbers))
+            rests = self._drafter.is_at_rest
+            done = self._recorder.run(
+                step.recordings, rests, lambda: self._work(batch, step, numbers)
+            )
         return done.view(batch.sequences, step), done.verified
 
-    def _work(self, step: StepInput, numbers: DraftNumbers) -> Work[ComputedStep]:
-        """The target's part of a step, for a recorder."""
-        plan, model_input = step.sample, step.model_input
+    def _work(
+        self, batch: ScheduledBatch, step: StepInput, numbers: DraftNumbers
+    ) -> Work[ComputedStep]:
+        """The target's part of a step, and all of one at rest, for a recorder."""
+        plan, model_input, rests = step.sample, step.model_input, self._drafter.is_at_rest
+
+        def run() -> ComputedStep:
+            done = self._compute(with_unknown_lengths(step), numbers)
+            view = done.view(batch.sequences, step) if rests else None
+            if view is not None:
+                self._drafter.write_cache(view)
+            return done
+
         return Work(
-            f"a step{'' if plan.is_greedy else ' that samples'}",
+            f"a step{'' if plan.is_greedy else ' that samples'}{' at rest' if rests else ''}",
             (plan.needs, model_input.attention.max_seqlen_q),
             (
                 *(model_input.input_ids, model_input.positions, step.next_token_ids),
@@ -281,7 +294,7 @@ class ModelRunner:
                 *plan.tensors,
                 step.race_rows,
             ),
-            lambda: self._compute(with_unknown_lengths(step), numbers),
+            run,
             lambda done: done.tensors,
         )
 

@@ -16,7 +16,6 @@ from atom.sampling.rows import SequenceState
 from atom.spec_decode.base import DraftKey, Proposal, Proposer, VerifiedStep
 from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
-from atom.spec_decode.late_writes import LateWrites
 from atom.spec_decode.lengths import Candidates, Choice, DraftLength, Verification
 from atom.spec_decode.made_drafts import NO_DRAFTS, by_sequence, replaced
 from atom.spec_decode.rest import Rest
@@ -118,7 +117,6 @@ class Drafter:
         self._verified: dict[int, list[float]] = {}
         # None where steps overlap, which hides what they save, or numbers are not chosen.
         self._rest = None if length is None or is_ahead else Rest()
-        self._late = LateWrites()
         # Those for the step behind one that was launched: made in that step, in the one before it,
         # and before that.
         self._later: tuple[dict[int, list[float]], ...] = ({}, {}, {})
@@ -130,8 +128,15 @@ class Drafter:
         """Tokens that the lookup holds."""
         return 0 if self._lookup is None else self._lookup.num_tokens
 
+    @property
+    def is_at_rest(self) -> bool:
+        """Whether nothing is drafted in this step, since no drafts paid lately."""
+        return self._rest is not None and self._rest.is_on
+
     def start(self, batch: ScheduledBatch) -> None:
-        """Drop the state of rows that were freed, and learn of sequences that start."""
+        """A step starts: drop the state of rows that were freed, and learn of new sequences."""
+        if self._rest is not None and batch.num_drafting:
+            self._rest.begin(batch.num_drafting)
         if self._lookup is not None:
             self._lookup.forget(batch.freed_rows)
             self._lookup.start(batch.new)
@@ -144,15 +149,13 @@ class Drafter:
         Args:
             num_sampled: sequences that the step samples and that want drafts.
         """
-        if self._rest is not None and num_sampled:
-            self._rest.begin(num_sampled)
-        if self._is_resting:
+        if self.is_at_rest:
             return DraftNumbers()
         return self._choose([self.source] * num_sampled, True)
 
     def begin_with(self, found: Found) -> DraftNumbers:
         """The numbers of a step whose lookup has run: its drafts decide them."""
-        if self._is_resting:
+        if self.is_at_rest:
             return DraftNumbers()
         needed = any(drafts is None for drafts in found)
         sources = [self._source_of(drafts) for drafts in found if drafts is not NO_DRAFTS]
@@ -205,9 +208,7 @@ class Drafter:
             launched: None if no sequence has a step that is.
         """
         assert self._lookup is not None
-        if self._rest is not None and self.looks_first and rows:
-            self._rest.begin(len(rows))
-        if self._is_resting:
+        if self.is_at_rest:
             return [None] * len(rows)
         rival = self._accepted if self.proposer.reads_steps else 0.0
         if not self._is_ahead:
@@ -231,25 +232,25 @@ class Drafter:
     def propose(self, step: VerifiedStep | None, numbers: DraftNumbers) -> Proposal | None:
         """The proposer's drafts; None when it makes none.
 
-        At rest it does not even write its cache, if steps are recorded: the first step that is not
-        at rest, or not like those, does it for all before it.
+        Recorded steps at rest contain `write_cache` already.
 
         Args:
             step: None when the proposer reads no steps.
         """
         if step is None:
             return None
-        if self._is_resting and self._recorder is not None and step.recurs:
-            self._late.add(step)
+        if self.is_at_rest and self._recorder is not None and step.recurs:
             return None
-        if len(self._late):
-            self.proposer.propose(self._late.take(), 0)
         count = numbers.made
         if self._graphs is not None and step.graph is not None:
             return self._graphs.replay(step.graph, len(step.last_rows))
         if self._recorder is None or not step.recurs:
             return self.proposer.propose(step, count)
         return self._recorder.run(step.recordings, count, lambda: self._work(step, count))
+
+    def write_cache(self, step: VerifiedStep) -> None:
+        """The proposer's part of a step at rest, for a recording of the whole step."""
+        self.proposer.propose(_with_own_metadata(step), 0)
 
     def _work(self, step: VerifiedStep, count: int) -> Work[Proposal]:
         """The proposer's work, for a recorder."""
@@ -289,7 +290,7 @@ class Drafter:
             launched: as for `look_up`.
         """
         self._merged = numbers
-        if self._is_resting and allowed is None:
+        if self.is_at_rest and allowed is None:
             return [([], self.source)] * len(rows)
         own = by_sequence(made, len(found))
         ahead = [False] * len(found) if launched is None else [d is not None for d in launched]
@@ -395,10 +396,6 @@ class Drafter:
                 self._rest.chosen(most)
         own = min(most, self.proposer.lookahead.num_tokens)
         return DraftNumbers(most, own if needed else 0, choice)
-
-    @property
-    def _is_resting(self) -> bool:
-        return self._rest is not None and self._rest.is_on
 
     def _source_of(self, drafts: Continuation | None) -> str:
         if drafts is None or self._lookup is None:

@@ -6,6 +6,9 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable
 from typing import NamedTuple
 
+# Share of the steps with a number of sequences that will be of one shape: alone, and with others.
+_RECURRENCE_ALONE, _RECURRENCE = 1 / 2, 1 / 8
+
 
 class StepShape(NamedTuple):
     """Steps of the same shape are replayed alike.
@@ -57,5 +60,8 @@ class FirstRuns:
         return self._seconds() if self._seconds is not None and self.is_new(shape) else 0.0
 
     def share(self, shape: StepShape) -> float:
-        """The same, spread over as many steps as were run with as many sequences."""
-        return self.seconds(shape) / (1 + self._num_run[shape.num_sequences])
+        """The same, spread over the steps in which it is likely to recur: a share of as many as
+        were run with as many sequences.
+        """
+        share = _RECURRENCE_ALONE if shape.num_sequences == 1 else _RECURRENCE
+        return self.seconds(shape) / (1 + share * self._num_run[shape.num_sequences])

@@ -24,9 +24,9 @@ _PROBE_SHARE = 0.01
 # are kept. The first plans, which know little, last for a share of the steps before them.
 _LASTING, _WATCHED, _MOST_KEPT = 32, 8, 64
 _FIRST_LASTING_SHARE = 1 / 16
-# What drafts for several sequences have to bring more than none: these then end at different times,
-# and steps with few of them bring less.
-_LEAST_GAIN = 0.05
+# What drafts for several sequences have to bring more than none where steps of new shapes take
+# more: as sequences come and go, there are numbers of drafts that no step had.
+_LEAST_GAIN = 0.12
 # All drafts are verified where choosing among them promises no more than this.
 _NEGLIGIBLE = 0.01
 
@@ -180,9 +180,8 @@ class AdaptiveLength:
     Args:
         choices: ascending numbers of drafts, starting with 0.
         rule: `CutByTotal` of these when left out.
-        first_runs: what steps of new shapes take more; they are run when they pay for that in as
-            many steps as the engine has had with as many sequences. Their first run is not measured
-            then. None where they take no more.
+        first_runs: what steps of new shapes take more; they are run when they are expected to pay
+            for that. Their first run is not measured then. None where they take no more.
         row_guess: as for `StepTimes`.
         is_ahead: the next step is launched before it is known what this one drafts, and verifies as
             many drafts of each sequence as `choose` expects to be best; `rule` is `CutToLongest`.
@@ -206,8 +205,9 @@ class AdaptiveLength:
         self._credits = dict.fromkeys(choices, 0.0)
         self._first_runs, self._row_guess = first_runs or FirstRuns(), row_guess
         self._is_ahead = is_ahead
-        # Drafts that the next step verifies, in all.
-        self._num_verified = 0
+        # Sequences that were cut last, and their drafts that the next step verifies, in all, if it
+        # has the same ones.
+        self._num_sequences = self._num_verified = 0
         # Whether the last choice was one.
         self._is_try = False
         # By numbers of sequences of each source, and whether the draft model makes drafts.
@@ -242,12 +242,8 @@ class AdaptiveLength:
 
     def _goes_on(self, plan: _Plan, num_sequences: int) -> bool:
         """Whether the step is one of a plan's that are not learnt from."""
-        if self._is_try or not plan.watched <= self._num_steps < plan.lasts:
-            return False
-        if self._is_first(plan, num_sequences):
-            return False
-        self._first_runs.ran(self._shape(num_sequences, plan.choice.made))
-        return True
+        is_later = plan.watched <= self._num_steps < plan.lasts
+        return is_later and not self._is_try and not self._is_first(plan, num_sequences)
 
     def _is_first(self, plan: _Plan, num_sequences: int) -> bool:
         """Whether no step was of the shape that this one has with the best choice."""
@@ -257,8 +253,10 @@ class AdaptiveLength:
         return StepShape(num_sequences, self._num_verified, made)
 
     def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
+        if len(made) == self._num_sequences:
+            self._first_runs.ran(self._shape(len(made), choice.made))
         kept = self._cut(choice, made) if choice.asked else [0] * len(made)
-        self._num_verified = sum(kept)
+        self._num_sequences, self._num_verified = len(made), sum(kept)
         return kept
 
     def _cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
@@ -275,7 +273,8 @@ class AdaptiveLength:
         def worth(level: float) -> float:
             total, gain = gains[level]
             new = StepShape(len(made), total, choice.made)
-            return gain - rate * (times.at(level, choice.made) + runs.share(new))
+            first = runs.share(new) if total else 0.0
+            return gain - rate * (times.at(level, choice.made) + first)
 
         return self._rule.cut(survivals, max(gains, key=worth))
 
@@ -295,7 +294,9 @@ class AdaptiveLength:
         if not verifications:
             return
         nums = [len(v.confidences) for v in verifications]
-        self._first_runs.ran(StepShape(len(nums), sum(nums), choice.made))
+        shape = StepShape(len(nums), sum(nums), choice.made)
+        if self._first_runs.is_new(shape):
+            self._first_runs.ran(shape)
         level = self._rule.level_of(nums)
         times = self._of_batch(len(nums))
         # What such a step takes is known from those at rest, which take the host less.
@@ -339,7 +340,7 @@ class AdaptiveLength:
         best_of: dict[int, tuple[float, _Step]] = {}
         all_of: dict[int, _Step] = {}
         rates: dict[int, float] = {}
-        worth = 1 - _LEAST_GAIN if num_sequences > 1 else 1.0
+        worth = 1 - _LEAST_GAIN if runs.cost and num_sequences > 1 else 1.0
         for n in self._choices:
             made = n if drafts else 0
             expected = self._rule.expected([(count, own[:, :n]) for count, own in recent])
@@ -350,7 +351,10 @@ class AdaptiveLength:
             best_of[n] = max(steps.items(), key=lambda own: own[1].rate)
             shape = self._shape(num_sequences, made)
             tokens, seconds = best_of[n][1]
-            rates[n] = tokens / (seconds + runs.share(shape)) * (worth if n else 1.0)
+            # Steps without drafts are needed sooner or later.
+            rates[n] = tokens / seconds
+            if n:
+                rates[n] = worth * tokens / (seconds + runs.share(shape))
             tokens, seconds = steps[max(steps)]
             all_of[n] = _Step(tokens, seconds + runs.seconds(shape))
         best = max(rates, key=lambda n: rates[n])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 # Steps at rest, one after the other.
-_MOST = 15
+_MOST = 31
 
 
 class Rest:

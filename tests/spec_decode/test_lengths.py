@@ -325,7 +325,7 @@ def test_shapes_that_are_dropped_are_new_again() -> None:
     for shape in (first, second, first, third):
         runs.ran(shape)
     assert [runs.seconds(shape) for shape in (first, second, third)] == [0.0, 3.0, 0.0]
-    assert runs.share(second) == 3 / 5
+    assert runs.share(second) == 3 / (1 + 4 / 8)
 
 
 TROUBLES: dict[str, Machine] = {

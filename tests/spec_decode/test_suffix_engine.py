@@ -13,6 +13,7 @@ from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
+from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.messages import EngineRequest
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
 from atom.spec_decode.drafter import Drafter
@@ -175,7 +176,9 @@ def test_the_lookup_rests_where_no_drafts_pay(reads: bool) -> None:
         proposer, "draft", Fixed("lookup", 15), Scripted(*asked), waiting_is_free=True
     )
     drafter._accepted = 1.0
+    sequence = ScheduledSequence("one", 0, [5], 0, [], 1, wants_sample=True)
     for _ in asked:
+        drafter.start(ScheduledBatch([sequence], [], []))
         (found,) = drafter.look_up([0], [([], [])])
         looked.append(found is not None)
         drafter.begin_with([found])
