@@ -112,16 +112,9 @@ class Attention {
       bool is_first = true;
       for (int64_t i; hand.take(i); is_first = false) {
         const Task& task = first_task[i];
-        // The task that this thread is likely to take next.
-        const Task* following = hand.has_next() ? &task + 1 : nullptr;
-        Chunk chunk;
-        if (is_first) {
-          const Unit& unit = first_unit[task.unit];
-          gather(a, head_bytes(), unit, task.chunk_begin, chunk);
-          for (int64_t r = chunk.begin; r < chunk.end; ++r) prefetch(chunk.key[r], unit.kv_heads * head_bytes());
-          for (int64_t r = chunk.begin; r < chunk.end; ++r) prefetch(chunk.value[r], unit.kv_heads * head_bytes());
-        }
-        attend(task, following, first_unit);
+        if (is_first) fetch(first_unit[task.unit], task.chunk_begin);
+        // The one that this thread is likely to take next.
+        attend(task, hand.has_next() ? &task + 1 : nullptr, first_unit);
       }
     });
   }
@@ -129,7 +122,21 @@ class Attention {
  private:
   using T = typename Products::Value;
 
+  int64_t head_bytes() const { return a.head_bytes(sizeof(T)); }
+
+  // Fetches a chunk that nobody could fetch while he worked on another.
+  void fetch(const Unit& unit, int64_t index) const {
+    Chunk chunk;
+    gather(a, head_bytes(), unit, index, chunk);
+    for (const auto* rows : {chunk.key, chunk.value}) {
+      for (int64_t r = chunk.begin; r < chunk.end; ++r) {
+        prefetch(rows[r], unit.kv_heads * head_bytes());
+      }
+    }
+  }
+
   // A whole unit, or some of its chunks: whoever finishes its last task merges the states of all.
+  // following: the task whose first chunk is fetched during the last of this one; null for none.
   void attend(const Task& task, const Task* following, Unit* units) const {
     Unit& unit = units[task.unit];
     static thread_local Scratch scratch;
@@ -166,8 +173,6 @@ class Attention {
     }
     write(unit, state);
   }
-
-  int64_t head_bytes() const { return a.head_bytes(sizeof(T)); }
 
   void write(const Unit& unit, const State& state) const {
     const int64_t group = a.group();
