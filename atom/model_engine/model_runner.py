@@ -268,20 +268,19 @@ class ModelRunner:
         else:
             rests = self._drafter.is_at_rest
             done = self._recorder.run(
-                step.recordings, rests, lambda: self._work(batch, step, numbers)
+                step.recordings, rests, lambda: self._work(batch, step, numbers, rests=rests)
             )
         return done.view(batch.sequences, step), done.verified
 
     def _work(
-        self, batch: ScheduledBatch, step: StepInput, numbers: DraftNumbers
+        self, batch: ScheduledBatch, step: StepInput, numbers: DraftNumbers, *, rests: bool
     ) -> Work[ComputedStep]:
         """The target's part of a step, and all of one at rest, for a recorder."""
-        plan, model_input, rests = step.sample, step.model_input, self._drafter.is_at_rest
+        plan, model_input = step.sample, step.model_input
 
         def run() -> ComputedStep:
             done = self._compute(with_unknown_lengths(step), numbers)
-            view = done.view(batch.sequences, step) if rests else None
-            if view is not None:
+            if rests and (view := done.view(batch.sequences, step)) is not None:
                 self._drafter.write_cache(view)
             return done
 

@@ -108,6 +108,8 @@ class Drafter:
         self._lookup = lookup
         self._length = length
         self._learns = self.looks or length is not None
+        # Only where steps are recorded: the others take longer by more than a rest saves.
+        self._rest = None if length is None or recorder is None else Rest()
         self._grammars = grammars
         # Of the step that was merged last.
         self._merged = DraftNumbers()
@@ -115,8 +117,6 @@ class Drafter:
         # and before it.
         self._pending: dict[int, list[float]] = {}
         self._verified: dict[int, list[float]] = {}
-        # None where steps overlap, which hides what they save, or numbers are not chosen.
-        self._rest = None if length is None or is_ahead else Rest()
         # Those for the step behind one that was launched: made in that step, in the one before it,
         # and before that.
         self._later: tuple[dict[int, list[float]], ...] = ({}, {}, {})
@@ -135,8 +135,8 @@ class Drafter:
 
     def start(self, batch: ScheduledBatch) -> None:
         """A step starts: drop the state of rows that were freed, and learn of new sequences."""
-        if self._rest is not None and batch.num_drafting:
-            self._rest.begin(batch.num_drafting)
+        if self._rest is not None:
+            self._rest.begin(batch.num_drafting, starts=bool(batch.new))
         if self._lookup is not None:
             self._lookup.forget(batch.freed_rows)
             self._lookup.start(batch.new)
@@ -171,7 +171,10 @@ class Drafter:
             return numbers
         choice = numbers.choice
         if choice is not None:
-            choice = msgspec.structs.replace(choice, asked=num_drafts, made=num_drafts)
+            verified = choice.verified if self._is_ahead else None
+            choice = msgspec.structs.replace(
+                choice, asked=num_drafts, made=num_drafts, verified=verified
+            )
         return DraftNumbers(max(numbers.most, num_drafts), num_drafts, choice)
 
     def graph_for(self, target: GraphKey, numbers: DraftNumbers, *, races: bool) -> DraftKey | None:
@@ -209,6 +212,9 @@ class Drafter:
         """
         assert self._lookup is not None
         if self.is_at_rest:
+            if self._lookup.shares:
+                for row, own in zip(rows, histories, strict=True):
+                    self._lookup.take_in(row, *own)
             return [None] * len(rows)
         rival = self._accepted if self.proposer.reads_steps else 0.0
         if not self._is_ahead:
@@ -232,14 +238,14 @@ class Drafter:
     def propose(self, step: VerifiedStep | None, numbers: DraftNumbers) -> Proposal | None:
         """The proposer's drafts; None when it makes none.
 
-        Recorded steps at rest contain `write_cache` already.
+        Steps at rest that recur contain `write_cache` already.
 
         Args:
             step: None when the proposer reads no steps.
         """
         if step is None:
             return None
-        if self.is_at_rest and self._recorder is not None and step.recurs:
+        if self.is_at_rest and step.recurs:
             return None
         count = numbers.made
         if self._graphs is not None and step.graph is not None:
@@ -356,7 +362,8 @@ class Drafter:
         """
         choice = self._merged.choice
         if self._rest is not None and self._rest.is_on:
-            self._rest.ended(seconds if batch.num_drafting == batch.num_tokens else None)
+            is_decode = batch.num_drafting == batch.num_tokens
+            self._rest.ended(seconds if is_decode else None)
             return
         if not self._learns or not (choice is None or choice.is_watched):
             return
@@ -392,7 +399,7 @@ class Drafter:
                 self._length.rest(self._rest.num_sequences, rested)
             choice = self._length.choose(sources, drafts=needed and reads)
             most = choice.asked
-            if self._rest is not None and reads:
+            if self._rest is not None and reads and not choice.is_try:
                 self._rest.chosen(most)
         own = min(most, self.proposer.lookahead.num_tokens)
         return DraftNumbers(most, own if needed else 0, choice)

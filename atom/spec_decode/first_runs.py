@@ -39,7 +39,7 @@ class FirstRuns:
         self._num_run: Counter[int] = Counter()  # by number of sequences
 
     @property
-    def cost(self) -> bool:
+    def is_costly(self) -> bool:
         """Whether steps of new shapes take more."""
         return self._seconds is not None
 
@@ -57,7 +57,7 @@ class FirstRuns:
 
     def seconds(self, shape: StepShape) -> float:
         """What the next step of the shape takes more."""
-        return self._seconds() if self._seconds is not None and self.is_new(shape) else 0.0
+        return 0.0 if self._seconds is None or shape in self._shapes else self._seconds()
 
     def share(self, shape: StepShape) -> float:
         """The same, spread over the steps in which it is likely to recur: a share of as many as

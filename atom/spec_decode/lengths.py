@@ -27,6 +27,8 @@ _FIRST_LASTING_SHARE = 1 / 16
 # What drafts for several sequences have to bring more than none where steps of new shapes take
 # more: as sequences come and go, there are numbers of drafts that no step had.
 _LEAST_GAIN = 0.12
+# Steps at rest count as so many at most.
+_MOST_RESTING = 4
 # All drafts are verified where choosing among them promises no more than this.
 _NEGLIGIBLE = 0.01
 
@@ -64,7 +66,7 @@ class Choice(msgspec.Struct, frozen=True):
         asked: drafts to make for each sampled sequence.
         made: those of them that the draft model makes.
         verified: how many of them the next step verifies of each sequence, if that is chosen
-            already; None if `cut` chooses.
+            already: where steps overlap, and where all are; None if `cut` chooses.
         is_try: all drafts are verified.
         rate: expected tokens per second of what is best; None before times are known.
         is_watched: `observe` learns from the step.
@@ -81,9 +83,9 @@ class Choice(msgspec.Struct, frozen=True):
 class DraftLength(Protocol):
     """Chooses how many drafts are made for all sequences of a step, and which are verified.
 
-    Each step that samples calls `choose`, `cut`, then `observe`: when it chooses, the acceptance of
-    the drafts that it verifies is not known yet. Where steps overlap, the next one chooses before
-    this one cuts.
+    Each step that samples and is not at rest calls `choose`, `cut`, then `observe`, if it is
+    watched: when it chooses, the acceptance of the drafts that it verifies is not known yet. Where
+    steps overlap, the next one chooses before this one cuts.
     """
 
     def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
@@ -226,10 +228,9 @@ class AdaptiveLength:
         times = self._of_batch(len(sources))
         if not times.is_known:
             # The smallest steps where each shape costs.
-            asked = 0 if self._first_runs.cost else self._choices[-1]
+            asked = 0 if self._first_runs.is_costly else self._choices[-1]
             return Choice(asked, asked if drafts else 0, asked if self._is_ahead else None)
-        is_due = plan is None or self._num_steps >= plan.lasts
-        if plan is None or is_due or (self._is_first(plan, len(sources)) and not plan.is_first):
+        if plan is None or self._is_due(plan, len(sources)):
             if len(self._plans) == _MOST_KEPT:
                 self._plans.clear()
             plan = self._new_plan(len(sources), groups, drafts=drafts)
@@ -245,6 +246,11 @@ class AdaptiveLength:
         is_later = plan.watched <= self._num_steps < plan.lasts
         return is_later and not self._is_try and not self._is_first(plan, num_sequences)
 
+    def _is_due(self, plan: _Plan, num_sequences: int) -> bool:
+        """Whether a plan is to be made anew."""
+        is_over = self._num_steps >= plan.lasts
+        return is_over or (self._is_first(plan, num_sequences) and not plan.is_first)
+
     def _is_first(self, plan: _Plan, num_sequences: int) -> bool:
         """Whether no step was of the shape that this one has with the best choice."""
         return self._first_runs.is_new(self._shape(num_sequences, plan.choice.made))
@@ -253,6 +259,8 @@ class AdaptiveLength:
         return StepShape(num_sequences, self._num_verified, made)
 
     def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
+        if not made:
+            return []
         if len(made) == self._num_sequences:
             self._first_runs.ran(self._shape(len(made), choice.made))
         kept = self._cut(choice, made) if choice.asked else [0] * len(made)
@@ -260,7 +268,7 @@ class AdaptiveLength:
         return kept
 
     def _cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-        kept = None if choice.verified is None else self._first(choice.verified, made)
+        kept = None if choice.verified is None else self._all_of(choice.verified, made)
         if kept is None or choice.is_watched:
             survivals = [self._of(own.source).see(own.confidences, choice.asked) for own in made]
         if kept is not None:
@@ -278,8 +286,8 @@ class AdaptiveLength:
 
         return self._rule.cut(survivals, max(gains, key=worth))
 
-    def _first(self, count: int, made: Sequence[Candidates]) -> list[int] | None:
-        """So many drafts of each sequence; None if there is no step for those that there are."""
+    def _all_of(self, count: int, made: Sequence[Candidates]) -> list[int] | None:
+        """The first `count` drafts of each sequence; None if no step verifies just these."""
         kept = [min(len(own.confidences), count) for own in made]
         return kept if self._is_ahead or self._rule.level_of(kept) is not None else None
 
@@ -309,7 +317,9 @@ class AdaptiveLength:
         self._first_runs.ran(StepShape(num_sequences, 0, 0), len(seconds))
         known = [each for each in seconds if each is not None]
         if known:
-            self._of_batch(num_sequences).observe(0.0, 0, median(known))
+            times = self._of_batch(num_sequences)
+            for _ in known[:_MOST_RESTING]:
+                times.observe(0.0, 0, median(known))
             self._at_rest.add(num_sequences)
 
     def _of_batch(self, num_sequences: int) -> StepTimes:
@@ -323,7 +333,7 @@ class AdaptiveLength:
                 num_sequences,
                 like,
                 row_guess=self._row_guess,
-                skips_first=not self._first_runs.cost,
+                skips_first=not self._first_runs.is_costly,
             )
         return self._times[bucket]
 
@@ -340,7 +350,7 @@ class AdaptiveLength:
         best_of: dict[int, tuple[float, _Step]] = {}
         all_of: dict[int, _Step] = {}
         rates: dict[int, float] = {}
-        worth = 1 - _LEAST_GAIN if runs.cost and num_sequences > 1 else 1.0
+        worth = 1 - _LEAST_GAIN if runs.is_costly and num_sequences > 1 else 1.0
         for n in self._choices:
             made = n if drafts else 0
             expected = self._rule.expected([(count, own[:, :n]) for count, own in recent])

@@ -9,11 +9,12 @@ _MOST = 31
 class Rest:
     """Steps in which nothing is looked up, chosen or learnt, since no drafts paid lately.
 
-    They are the more the more often none did, and end where the number of sequences changes.
+    They are the more the more often none did. They end where the number of sequences changes or a
+    sequence starts.
 
     Attributes:
         is_on: in this step.
-        num_sequences: of this step.
+        num_sequences: of the last step that had any.
     """
 
     def __init__(self) -> None:
@@ -21,13 +22,20 @@ class Rest:
         self._left = self._last = 0
         self._seconds: list[float | None] = []
 
-    def begin(self, num_sequences: int) -> None:
-        """A step of so many sequences begins."""
-        if num_sequences != self.num_sequences:
-            self._left = self._last = 0
+    def begin(self, num_sequences: int, *, starts: bool) -> None:
+        """A step begins.
+
+        Args:
+            num_sequences: that it samples and that want drafts.
+            starts: whether a sequence does.
+        """
+        if num_sequences and num_sequences != self.num_sequences:
+            self.num_sequences, self._last = num_sequences, 0
             self._seconds.clear()
-        self.num_sequences = num_sequences
-        self.is_on = self._left > 0
+            starts = True
+        if starts:
+            self._left = 0
+        self.is_on = num_sequences > 0 and self._left > 0
         self._left -= self.is_on
 
     def chosen(self, num_drafts: int) -> None:

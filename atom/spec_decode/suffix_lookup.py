@@ -114,6 +114,11 @@ class SuffixLookup:
             if text is not None and self._recent is not None:
                 self._recent.add(text.cache_salt, text.index.since(text.start))
 
+    @property
+    def shares(self) -> bool:
+        """Whether sequences find others' outputs, so that all of each must be known."""
+        return self._recent is not None
+
     def find(
         self, row: int, prompt: Sequence[int], outputs: Sequence[int], more: int = 0
     ) -> Continuation:
@@ -124,6 +129,11 @@ class SuffixLookup:
             prompt, outputs: its tokens; must extend those of earlier calls.
             more: tokens beyond `max_drafts`.
         """
+        text = self.take_in(row, prompt, outputs)
+        return self._predict(text, text.index.tail(), self.max_drafts + more, _FLOOR)
+
+    def take_in(self, row: int, prompt: Sequence[int], outputs: Sequence[int]) -> _Text:
+        """Index a sequence's new tokens; arguments as for `find`."""
         text = self._texts.get(row)
         if text is None:
             salt, num_known = self._started.pop(row, ("", 0))
@@ -131,7 +141,7 @@ class SuffixLookup:
             text = self._texts[row] = _Text(SuffixIndex(), salt, start)
             text.index.extend(prompt)
         text.index.extend(outputs[len(text.index) - len(prompt) :])
-        return self._predict(text, text.index.tail(), self.max_drafts + more, _FLOOR)
+        return text
 
     def extend(self, row: int, drafts: Sequence[int], most: int) -> Continuation:
         """What is likely to follow `drafts` of others, if these are right.

@@ -24,6 +24,7 @@ from atom.spec_decode import factory
 from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
 from atom.spec_decode.drafter import Drafter, DraftNumbers
 from atom.spec_decode.lengths import Candidates, Choice, Verification
+from atom.spec_decode.rest import Rest
 
 pytestmark = pytest.mark.skipif(
     native_build().reason is not None, reason=str(native_build().reason)
@@ -53,7 +54,7 @@ class Turns:
     confidences: list[list[list[float]]]
 
     def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
-        self._numbers = [0, 0]
+        self._numbers = [0, 0, 0]
 
     def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
         pass
@@ -72,6 +73,18 @@ class Turns:
         self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
     ) -> None:
         pass
+
+
+class Rarely(Turns):
+    """K drafts in every third step that asks; those between are followed by rests."""
+
+    def __init__(self, choices: Sequence[int], *_: Any, **__: Any) -> None:
+        self._numbers = []
+
+    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+        self._numbers = self._numbers or [0, 0, K]
+        number = self._numbers.pop(0)
+        return Choice(number, number if drafts else 0)
 
 
 @pytest.fixture(scope="module")
@@ -110,7 +123,9 @@ def test_drafts_are_those_of_steps_run_op_by_op(
     if draft != "mtp":
         options |= {"method": engines.method_of(draft), "draft_model": str(folder(draft))}
     monkeypatch.setattr(factory, "AdaptiveLength", Turns)
-    sampling = params("top-p" if adaptive else "greedy", max_tokens=24)
+    # Steps rest only where they are recorded; here both must ask in the same ones.
+    monkeypatch.setattr(Rest, "chosen", lambda *_: None)
+    sampling = params("top-p" if adaptive else "greedy", max_tokens=16)
 
     def tokens(**more: Any) -> tuple[list[list[int]], list[list[list[float]]]]:
         Turns.confidences = []
@@ -129,6 +144,33 @@ def test_drafts_are_those_of_steps_run_op_by_op(
     assert recorded == op_by_op
     assert drafts[0] == drafts[1]
     assert sum(map(bool, drafts[0].values())) > 20
+
+
+@pytest.mark.parametrize(("target", "draft"), CASES)
+def test_drafts_after_rests_are_those_of_a_draft_that_always_ran(
+    target: str, draft: str, folder: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps at rest write the draft's cache, in the recording of the whole step."""
+    options: dict[str, Any] = {"method": "mtp", "num_speculative_tokens": K}
+    if draft != "mtp":
+        options |= {"method": engines.method_of(draft), "draft_model": str(folder(draft))}
+    monkeypatch.setattr(factory, "AdaptiveLength", Rarely)
+    sampling = params("greedy", max_tokens=40)
+    with engines.drafts_recorded(monkeypatch) as drafts:
+        with create_engine(folder(target), **options) as always:
+            expected = generate(always, sampling, PROMPTS[:3])
+        with create_engine(folder(target), **options, speculative_adaptive=True) as rarely:
+            assert generate(rarely, sampling, PROMPTS[:3]) == expected
+            recorder = recorder_of(rarely)
+            assert recorder is not None
+            assert not recorder._refused
+            assert any(name == "a step at rest" for name, *_ in recorder._programs)
+    shared = [history for history, row in drafts[1].items() if row and drafts[0].get(history)]
+    assert len(shared) >= 3
+    for history in shared:
+        row, other = drafts[1][history], drafts[0][history]
+        count = min(len(row), len(other))
+        assert row[:count] == other[:count]
 
 
 class DerivingProposer(NullProposer):

@@ -291,6 +291,13 @@ def test_in_graphs_the_longest_counts() -> None:
     assert rule.level_of([4, 1]) is None
 
 
+def test_a_step_whose_drafts_are_all_forced_is_cut_to_nothing() -> None:
+    """Nothing is left to choose, whatever was chosen."""
+    length = AdaptiveLength((0, 3), CutToLongest((0, 3)))
+    assert length.cut(Choice(3, 3, 3, rate=100.0), []) == []
+    assert length.cut(Choice(3, 3), []) == []
+
+
 def test_in_graphs_a_number_between_is_verified_where_it_pays() -> None:
     """With dear rows one or two are better than three, and than none."""
     machine = Machine(step=(0.02, 0.0006), acceptance={"eagle3": 0.7})

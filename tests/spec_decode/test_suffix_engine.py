@@ -14,6 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
 from atom.batch import ScheduledBatch, ScheduledSequence
+from atom.graphs.recorded import StepRecorder
 from atom.messages import EngineRequest
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
 from atom.spec_decode.drafter import Drafter
@@ -173,7 +174,12 @@ def test_the_lookup_rests_where_no_drafts_pay(reads: bool) -> None:
     asked = (0, 0, 2, 0, 0, 0, 0, 0, 0, 0)
     looked = []
     drafter = Drafter(
-        proposer, "draft", Fixed("lookup", 15), Scripted(*asked), waiting_is_free=True
+        proposer,
+        "draft",
+        Fixed("lookup", 15),
+        Scripted(*asked),
+        waiting_is_free=True,
+        recorder=StepRecorder(),
     )
     drafter._accepted = 1.0
     sequence = ScheduledSequence("one", 0, [5], 0, [], 1, wants_sample=True)

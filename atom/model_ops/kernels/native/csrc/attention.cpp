@@ -154,15 +154,15 @@ class Attention {
         gather(a, head_bytes(), unit, c + 1, chunks[1 - at]);
       } else if (following != nullptr) {
         gather(a, head_bytes(), units[following->unit], following->chunk_begin, chunks[1 - at]);
-      } else {
-        chunks[1 - at] = chunks[at];
       }
+      const bool is_last = c + 1 == task.chunk_end && following == nullptr;
+      const Chunk& next = chunks[is_last ? at : 1 - at];
       if (is_whole) {
-        products.attend(chunks[at], chunks[1 - at], state);
+        products.attend(chunks[at], next, state);
       } else {
         State part(unit.parts + (c - unit.chunk_begin) * size, unit.rows, head_dim);
         part.clear();
-        products.attend(chunks[at], chunks[1 - at], part);
+        products.attend(chunks[at], next, part);
       }
     }
     if (!is_whole) {
