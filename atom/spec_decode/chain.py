@@ -105,14 +105,31 @@ class DraftChain:
         rest = self.run(start, num_drafts - 1).tensors
         return Proposal(*(torch.cat(pair, dim=1) for pair in zip(columns, rest, strict=True)))
 
-    def run(self, start: ChainStart, num_steps: int) -> Proposal:
-        """Draft `num_steps` more tokens."""
+    def begin(
+        self,
+        step: VerifiedStep,
+        positions: torch.Tensor,
+        token_ids: torch.Tensor,
+        hidden: torch.Tensor,
+        num_drafts: int,
+    ) -> Proposal:
+        """Make all drafts, at least one, of S sequences, at least one.
+
+        Args:
+            positions, token_ids, hidden: [S], [S], [S, hidden]; the input of the draft step that
+                makes the first ones, whose KV is written already.
+        """
+        start = self._start(step, positions, token_ids, hidden, num_drafts - 1)
+        return self.run(start, num_drafts, first=0)
+
+    def run(self, start: ChainStart, num_steps: int, first: int = 1) -> Proposal:
+        """Draft `num_steps` more tokens, from step `first` after the start on."""
         token_ids, hidden = start.token_ids, start.hidden
         drafts: list[Chosen] = []
-        for i in range(num_steps):
-            positions, metadata = self._advance(start, i + 1)
+        for i in range(first, first + num_steps):
+            positions, metadata = self._advance(start, i)
             chosen, hidden = self._predict(
-                i + 1, token_ids, hidden, positions, metadata, start.race, start.guide
+                i, token_ids, hidden, positions, metadata, start.race, start.guide
             )
             token_ids = chosen.token_ids
             drafts.append(chosen)

@@ -15,15 +15,18 @@ from atom.spec_decode.base import Guide, Lookahead, Proposal, VerifiedStep
 from atom.spec_decode.chain import AdvanceOp, DraftChain
 from atom.spec_decode.choice import Chosen, DraftChoice
 
+# With more rows of a sampled sequence most are a prompt's, of which only the KV is needed.
+_ROWS_OF_PROMPTS = 16
+
 
 class EagleProposer:
     """Proposes a chain of up to `num_speculative_tokens` drafts.
 
     A first pass over the step's rows writes the draft's KV for all tokens that the target just
     computed; the row at position t combines the hidden state at t with the token at t + 1. The
-    newest row yields the first draft. Each further draft is a single-token step on the draft's own
-    hidden state; its KV is overwritten by the next step's first pass. With 0 drafts the pass only
-    writes KV.
+    newest row yields the first draft; where most rows are a prompt's, it is computed by itself,
+    after the KV of all. Each further draft is a single-token step on the draft's own hidden state;
+    its KV is overwritten by the next step's first pass. With 0 drafts the pass only writes KV.
     """
 
     reads_steps = True
@@ -57,9 +60,13 @@ class EagleProposer:
         if num_drafts == 0:
             self._draft.write_kv(*rows)
             return Proposal.empty(step)
-        post_norm, pre_norm = self._draft(*rows)
         last = step.last_rows
         positions = step.model_input.positions[last]
+        if 0 < _ROWS_OF_PROMPTS * len(last) < len(hidden):
+            self._draft.write_kv(*rows)
+            newest = positions, step.next_token_ids[last], hidden[last]
+            return self._chain.begin(step, *newest, num_drafts)
+        post_norm, pre_norm = self._draft(*rows)
         own = post_norm[last], pre_norm[last], positions
         first, hidden = self._outcome(*own, step.race, step.guide)
         return self._chain.extend(step, positions, first, hidden, num_drafts)
