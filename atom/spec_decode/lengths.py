@@ -210,7 +210,7 @@ class AdaptiveLength:
         # Sequences that were cut last, and their drafts that the next step verifies, in all, if it
         # has the same ones.
         self._num_sequences = self._num_verified = 0
-        # Whether the last choice was one.
+        # Whether the last choice was a try.
         self._is_try = False
         # By numbers of sequences of each source, and whether the draft model makes drafts.
         self._plans: dict[Hashable, _Plan] = {}
