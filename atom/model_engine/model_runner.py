@@ -27,7 +27,8 @@ from atom.model_engine.input_builder import InputBuilder, StepInput
 from atom.model_engine.step_graphs import StepGraphs
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import DraftKey, Proposal, VerifiedStep
-from atom.spec_decode.drafter import Drafter, DraftNumbers, Found, Launched
+from atom.spec_decode.draft_length import DraftNumbers
+from atom.spec_decode.drafter import Drafter, Found, Launched
 from atom.spec_decode.made_drafts import NO_DRAFTS
 
 _NOTHING = ScheduledBatch([], [], [])

@@ -15,8 +15,13 @@ from atom.graphs.runner import GraphKey
 from atom.sampling.rows import SequenceState
 from atom.spec_decode.base import DraftKey, Proposal, Proposer, VerifiedStep
 from atom.spec_decode.draft_graphs import DraftGraphs
+from atom.spec_decode.draft_length import (
+    Candidates,
+    DraftLength,
+    DraftNumbers,
+    Verification,
+)
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
-from atom.spec_decode.lengths import Candidates, Choice, DraftLength, Verification
 from atom.spec_decode.made_drafts import NO_DRAFTS, by_sequence, replaced
 from atom.spec_decode.rest import Rest
 from atom.spec_decode.suffix_index import Continuation
@@ -33,26 +38,6 @@ Launched = Sequence[list[int] | None]
 _NO_GRAMMARS = nullcontext(None)
 # The proposer's accepted drafts, before any were verified, and the window of their mean.
 _FIRST_ACCEPTED, _ACCEPTED_WINDOW = 1.0, 256
-
-
-class DraftNumbers(msgspec.Struct, frozen=True):
-    """How many drafts a step makes.
-
-    Attributes:
-        most: of a sequence, whatever their source.
-        made: of a sampled sequence, by the proposer.
-        choice: where numbers are adaptive; else None.
-    """
-
-    most: int = 0
-    made: int = 0
-    choice: Choice | None = None
-
-    @property
-    def carried(self) -> int:
-        """Drafts of each sequence that a step verifies which is launched before they are known."""
-        chosen = None if self.choice is None else self.choice.verified
-        return self.made if chosen is None else min(self.made, chosen)
 
 
 class Drafter:

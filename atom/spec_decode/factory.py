@@ -27,12 +27,13 @@ from atom.spec_decode.block import BlockProposer
 from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.cuts import CutToLongest
 from atom.spec_decode.draft_graphs import DraftGraphs
+from atom.spec_decode.draft_length import DraftLength
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.first_runs import FirstRuns
 from atom.spec_decode.grammar import GrammarDrafter
-from atom.spec_decode.lengths import AdaptiveLength, DraftLength, spread_lengths
+from atom.spec_decode.lengths import AdaptiveLength, spread_lengths
 from atom.spec_decode.mtp import MTPProposer
 from atom.spec_decode.parallel_eagle import ParallelEagleProposer
 from atom.spec_decode.step_times import ROW_OF_CPU, ROW_OF_GPU

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Mapping, Sequence
 from statistics import median
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import msgspec
 
 from atom.spec_decode.calibration import Calibration
 from atom.spec_decode.cuts import CutByTotal, CutRule
+from atom.spec_decode.draft_length import Candidates, Choice, Verification
 from atom.spec_decode.first_runs import FirstRuns, StepShape
 from atom.spec_decode.step_times import ROW_OF_GPU, StepTimes, batch_bucket
 
@@ -31,99 +32,6 @@ _LEAST_GAIN = 0.12
 _MOST_RESTING = 4
 # All drafts are verified where choosing among them promises no more than this.
 _NEGLIGIBLE = 0.01
-
-
-class Candidates(msgspec.Struct, frozen=True):
-    """Drafts that were made for a sequence.
-
-    Attributes:
-        source: of the drafts, also when it made none.
-        confidences: how sure it is of each, as a probability if those before are right.
-    """
-
-    source: str
-    confidences: Sequence[float]
-
-
-class Verification(msgspec.Struct, frozen=True):
-    """The result of verifying one sequence's drafts.
-
-    Attributes:
-        source: source of the drafts, also when it made none; None after a step that proposed none.
-        confidences: of each verified draft.
-        num_accepted: of them.
-    """
-
-    source: str | None
-    confidences: Sequence[float]
-    num_accepted: int
-
-
-class Choice(msgspec.Struct, frozen=True):
-    """What was chosen for a step, from which its other calls go on.
-
-    Attributes:
-        asked: drafts to make for each sampled sequence.
-        made: those of them that the draft model makes.
-        verified: how many of them the next step verifies of each sequence, if that is chosen
-            already: where steps overlap, and where all are; None if `cut` chooses.
-        is_try: all drafts are verified.
-        rate: expected tokens per second of what is best; None before times are known.
-        is_watched: `observe` learns from the step.
-    """
-
-    asked: int
-    made: int
-    verified: int | None = None
-    is_try: bool = False
-    rate: float | None = None
-    is_watched: bool = True
-
-
-class DraftLength(Protocol):
-    """Chooses how many drafts are made for all sequences of a step, and which are verified.
-
-    Each step that samples and is not at rest calls `choose`, `cut`, then `observe`, if it is
-    watched: when it chooses, the acceptance of the drafts that it verifies is not known yet. Where
-    steps overlap, the next one chooses before this one cuts.
-    """
-
-    def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
-        """The number of drafts to make in this step for each sampled sequence.
-
-        Args:
-            sources: of each sequence's drafts; at least one.
-            drafts: whether the draft model makes drafts, rather than only writing its KV.
-        """
-        ...
-
-    def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-        """How many of each sequence's drafts to verify, the first ones.
-
-        Args:
-            choice: of the step that made them.
-        """
-        ...
-
-    def observe(
-        self, choice: Choice, verifications: Sequence[Verification], seconds: float | None
-    ) -> None:
-        """Learn from a finished step.
-
-        Args:
-            choice: the step's own.
-            verifications: of its sampled sequences, for the drafts made in the step before.
-            seconds: time of the whole step, drafting included; None when it also computed prompts.
-        """
-        ...
-
-    def rest(self, num_sequences: int, seconds: Sequence[float | None]) -> None:
-        """Learn from finished steps that verified and made no drafts, and did not ask.
-
-        Args:
-            seconds: of each, as for `observe`.
-        """
-        ...
 
 
 def spread_lengths(most: int) -> tuple[int, ...]:
@@ -268,11 +176,13 @@ class AdaptiveLength:
         return kept
 
     def _cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-        kept = None if choice.verified is None else self._all_of(choice.verified, made)
-        if kept is None or choice.is_watched:
-            survivals = [self._of(own.source).see(own.confidences, choice.asked) for own in made]
-        if kept is not None:
-            return kept
+        if choice.verified is not None:
+            kept = self._all_of(choice.verified, made)
+            if kept is not None:
+                if choice.is_watched:
+                    self._see(choice, made)
+                return kept
+        survivals = self._see(choice, made)
         gains = self._rule.gains(survivals)
         if choice.is_try or choice.rate is None:
             return self._rule.cut(survivals, max(gains))
@@ -285,6 +195,9 @@ class AdaptiveLength:
             return gain - rate * (times.at(level, choice.made) + first)
 
         return self._rule.cut(survivals, max(gains, key=worth))
+
+    def _see(self, choice: Choice, made: Sequence[Candidates]) -> list[list[float]]:
+        return [self._of(own.source).see(own.confidences, choice.asked) for own in made]
 
     def _all_of(self, count: int, made: Sequence[Candidates]) -> list[int] | None:
         """The first `count` drafts of each sequence; None if no step verifies just these."""
@@ -317,9 +230,9 @@ class AdaptiveLength:
         self._first_runs.ran(StepShape(num_sequences, 0, 0), len(seconds))
         known = [each for each in seconds if each is not None]
         if known:
-            times = self._of_batch(num_sequences)
+            times, usual = self._of_batch(num_sequences), median(known)
             for _ in known[:_MOST_RESTING]:
-                times.observe(0.0, 0, median(known))
+                times.observe(0.0, 0, usual)
             self._at_rest.add(num_sequences)
 
     def _of_batch(self, num_sequences: int) -> StepTimes:
@@ -372,7 +285,7 @@ class AdaptiveLength:
         verified = int(level) if self._is_ahead else None
         if all_of[best].rate >= (1 - _NEGLIGIBLE) * step.rate:
             verified, step = best, all_of[best]
-        pace = (1.0 if best else worth) / step.rate
+        pace = (1.0 if best else worth) / best_of[best][1].rate
         losses = {
             n: other.seconds - other.tokens * pace
             for n, other in all_of.items()

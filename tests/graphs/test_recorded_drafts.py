@@ -22,8 +22,8 @@ from atom.model_engine.worker import Worker
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
 from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
-from atom.spec_decode.drafter import Drafter, DraftNumbers
-from atom.spec_decode.lengths import Candidates, Choice, Verification
+from atom.spec_decode.draft_length import Candidates, Choice, DraftNumbers, Verification
+from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.rest import Rest
 
 pytestmark = pytest.mark.skipif(

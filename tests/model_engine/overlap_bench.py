@@ -19,7 +19,7 @@ from atom import LLM, StructuredOutput
 from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
 from atom.model_engine.executor import RanksExecutor
 from atom.spec_decode.base import Lookahead, NullProposer, Proposal, VerifiedStep
-from atom.spec_decode.lengths import Candidates, Choice, Verification
+from atom.spec_decode.draft_length import Candidates, Choice, Verification
 
 METHODS: dict[str, dict[str, Any]] = {
     "none": {},

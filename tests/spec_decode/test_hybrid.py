@@ -15,8 +15,8 @@ from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom.spec_decode.base import Proposer
+from atom.spec_decode.draft_length import Candidates, Choice, Verification
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.lengths import Candidates, Choice, Verification
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
 K = 3

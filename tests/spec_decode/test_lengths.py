@@ -11,15 +11,9 @@ import msgspec
 import pytest
 
 from atom.spec_decode.cuts import CutByTotal, CutToLongest
+from atom.spec_decode.draft_length import Candidates, Choice, DraftLength, Verification
 from atom.spec_decode.first_runs import FirstRuns, StepShape
-from atom.spec_decode.lengths import (
-    AdaptiveLength,
-    Candidates,
-    Choice,
-    DraftLength,
-    Verification,
-    spread_lengths,
-)
+from atom.spec_decode.lengths import AdaptiveLength, spread_lengths
 from atom.spec_decode.step_times import StepTimes
 
 

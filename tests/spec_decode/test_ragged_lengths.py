@@ -20,7 +20,7 @@ from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import GraphRunner
 from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
-from atom.spec_decode.lengths import Candidates, Choice, Verification
+from atom.spec_decode.draft_length import Candidates, Choice, Verification
 
 __all__ = ["one_thread"]
 K = 3

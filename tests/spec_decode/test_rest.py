@@ -16,8 +16,8 @@ from atom.batch import (
 from atom.graphs.recorded import StepRecorder
 from atom.sampling_params import SamplingParams
 from atom.spec_decode.base import Lookahead, NullProposer
+from atom.spec_decode.draft_length import Candidates, Choice
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.lengths import Candidates, Choice
 from atom.spec_decode.rest import Rest
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
 

@@ -17,8 +17,8 @@ from atom.batch import ScheduledBatch, ScheduledSequence
 from atom.graphs.recorded import StepRecorder
 from atom.messages import EngineRequest
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
+from atom.spec_decode.draft_length import Candidates, Choice
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.lengths import Candidates, Choice
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
 
