@@ -17,6 +17,9 @@ from _peer_setup import ENVIRONMENTS
 from atom.model_loader.source import embedded_model
 
 _PROGRAM = Path(__file__).with_name("_peer_worker.py")
+# So that an engine computes as on a processor whose newest instructions are AVX2's.
+_TORCH_AVX2 = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+_AVX2 = {"transformers": _TORCH_AVX2, "atom": {**_TORCH_AVX2, "ATOM_CPU_ARCH": "haswell"}}
 
 
 @dataclass(frozen=True)
@@ -88,28 +91,37 @@ class Worker:
         self.versions: dict[str, str] = self._answer()["versions"]
 
     @classmethod
-    def start(cls, peer: Peer, home: Path, threads: int) -> Worker:
+    def start(cls, peer: Peer, home: Path, threads: int, *, avx2: bool = False) -> Worker:
         """Start it and wait until its model is loaded.
+
+        Args:
+            avx2: without newer instructions; OpenVINO cannot be kept from them.
 
         Raises:
             RuntimeError: when it ends instead.
         """
         try:
-            return cls._started(peer, peer.options, home, threads)
+            return cls._started(peer, peer.options, home, threads, avx2)
         except RuntimeError as error:
             if peer.fallback is None:
                 raise
             print(f"{error}; once more with {peer.fallback}", file=sys.stderr, flush=True)
-            return cls._started(peer, peer.fallback, home, threads)
+            return cls._started(peer, peer.fallback, home, threads, avx2)
 
     @classmethod
-    def _started(cls, peer: Peer, given: dict[str, Any], home: Path, threads: int) -> Worker:
+    def _started(
+        cls, peer: Peer, given: dict[str, Any], home: Path, threads: int, avx2: bool
+    ) -> Worker:
         environment = ENVIRONMENTS.get(peer.engine)
+        if avx2:
+            environment = ENVIRONMENTS.get(f"{peer.engine}-avx2", environment)
         python = sys.executable if environment is None else str(environment.python(home))
         model = peer.model(home)
         options = {**given, "num_threads": threads, "model": model and str(model)}
         command = [python, str(_PROGRAM), peer.engine, json.dumps(options)]
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", "TRANSFORMERS_VERBOSITY": "error"}
+        if avx2:
+            variables |= _AVX2.get(peer.engine, {})
         print(f"starting {peer.name} ...", file=sys.stderr, flush=True)
         process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, env=variables

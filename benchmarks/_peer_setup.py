@@ -45,6 +45,13 @@ ENVIRONMENTS = {
     "llama.cpp": Environment(
         "venv_lc", ("llama-cpp-python", "numpy"), "llama_cpp", {"CMAKE_ARGS": "-DGGML_NATIVE=ON"}
     ),
+    # Without NATIVE it is compiled for processors with AVX2 and nothing newer.
+    "llama.cpp-avx2": Environment(
+        "venv_lc_avx2",
+        ("llama-cpp-python", "numpy"),
+        "llama_cpp",
+        {"CMAKE_ARGS": "-DGGML_NATIVE=OFF"},
+    ),
     "openvino": Environment(
         "venv_ov", (_TORCH, "openvino-genai", "optimum-intel[openvino]"), "openvino_genai"
     ),
@@ -76,7 +83,7 @@ def set_up(home: Path, engines: Sequence[str], packages: Mapping[str, Sequence[s
         _say(f"the model in {folder}")
         converted = converted_folder(read_gguf(embedded_model()), torch.bfloat16, True)
         shutil.copytree(converted, folder)
-    if "llama.cpp" in engines:
+    if {"llama.cpp", "llama.cpp-avx2"}.intersection(engines):
         for name in _GGUF_TYPES:
             if not (path := home / f"smollm2-{name}.gguf").exists():
                 _say(f"the model in {path}")

@@ -199,7 +199,8 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     setup = commands.add_parser("setup", help="make the peers' environments and models")
-    setup.add_argument("--only", nargs="+", choices=ENVIRONMENTS, default=list(ENVIRONMENTS))
+    usual = [name for name in ENVIRONMENTS if not name.endswith("-avx2")]
+    setup.add_argument("--only", nargs="+", choices=ENVIRONMENTS, default=usual)
     setup.add_argument(
         "--packages", nargs="+", action="append", default=[], metavar=("ENGINE", "PACKAGE"),
         help="what pip installs for one peer, such as: --packages openvino torch==2.13.0 "
@@ -216,6 +217,11 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     run.add_argument("--prefill-tokens", type=int, default=512, help="(512)")
     run.add_argument("--num-threads", type=int, help="of every engine; all processors when omitted")
     run.add_argument("--with-neighbour", action="store_true", help="also beside a busy process")
+    run.add_argument(
+        "--avx2", action="store_true",
+        help="as on a processor with AVX2 and nothing newer: ours and transformers by their "
+        "settings, llama.cpp as `setup --only llama.cpp-avx2` compiled it; OpenVINO as it is",
+    )  # fmt: skip
     run.add_argument("--any-load", action="store_true", help="a rehearsal: throw no run away")
     run.add_argument("--output-json", type=Path)
     run.add_argument("--output-md", type=Path)
@@ -238,7 +244,8 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     with contextlib.ExitStack() as stack:
         probe = stack.enter_context(Worker.start(PROBE, args.home, threads))
         workers = {
-            peer.name: stack.enter_context(Worker.start(peer, args.home, threads)) for peer in peers
+            peer.name: stack.enter_context(Worker.start(peer, args.home, threads, avx2=args.avx2))
+            for peer in peers
         }
         contest = Contest(args, workers, probe)
         contest.warm_up()
@@ -256,7 +263,7 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
     middle = statistics.median(found.bandwidth)
     facts = environment() | versions | {
         "threads": threads,
-        "features": cpu_features(),
+        "features": "AVX2 alone, but for OpenVINO" if args.avx2 else cpu_features(),
         "read bandwidth": f"{middle / 1e9:.1f} GB/s ({low / 1e9:.1f} to {high / 1e9:.1f})",
     }  # fmt: skip
     return {
