@@ -163,7 +163,9 @@ ATOM_INLINE vint dot4(vint sums, vint quad, vint inputs) {
     w = _mm256_abs_epi8(w);
   }
   const __m256i pairs = _mm256_maddubs_epi16(w, x);
-  return sums + (vint)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  sums += (vint)_mm256_madd_epi16(pairs, _mm256_set1_epi16(1));
+  ATOM_IN_REGISTER(sums);
+  return sums;
 #endif
 #elif defined(__ARM_FEATURE_DOTPROD)
   return (vint)vdotq_s32((int32x4_t)sums, (int8x16_t)quad, (int8x16_t)inputs);

@@ -64,7 +64,7 @@ class Matrix {
     const QuantRows x = inputs_.rows(packed, spans(packed));
     if (with_tiles_) begin_tiles(x);
     for (int64_t panel = first; panel < last;) {
-      const int64_t count = with_tiles_ ? 2 : std::min(panels_together(x.kind), last - panel);
+      const int64_t count = with_tiles_ ? 2 : std::min(panels_together(x.kind, rows_), last - panel);
       if (with_tiles_) multiply_two_panels(w_, panel, x, rows_, sums);
       else multiply_panels(w_, panel, count, x, rows_, sums);
       body(panel, count, sums);

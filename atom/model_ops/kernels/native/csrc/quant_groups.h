@@ -18,7 +18,7 @@ constexpr int64_t kGroupRows = 6;
 
 // Whether so many rows are worth it.
 inline bool takes_groups(Inputs kind, int64_t rows) {
-  return kUnsignedProduct && kPanelsTogether == 2 && kind == Inputs::kInt12 && rows >= 2 * kGroupRows;
+  return kUnsignedProduct && kManyRegisters && kind == Inputs::kInt12 && rows >= 2 * kGroupRows;
 }
 
 // A line of numbers of 4 bytes, two for each row of a group.

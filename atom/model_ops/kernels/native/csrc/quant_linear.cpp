@@ -100,7 +100,8 @@ class Product {
         x.spans += row * inputs_.spans();
         const int64_t begin = task % groups * together, end = std::min(begin + together, panels);
         for (int64_t panel = begin; panel < end;) {
-          const int64_t at_once = with_tiles_ ? 2 : std::min(panels_together(x.kind), end - panel);
+          const int64_t at_once =
+              with_tiles_ ? 2 : std::min(panels_together(x.kind, count), end - panel);
           if (with_tiles_) multiply_two_panels(w_, panel, x, count, panel_sums);
           else multiply_panels(w_, panel, at_once, x, count, panel_sums);
           if (at_once == 2) finish<2>(first + row, count, panel, panel_sums);

@@ -79,15 +79,15 @@ struct QuantRows {
   int64_t tile_rows;    // of a block that tiles take at once; 0 for vectors
 };
 
-// Panels that vectors multiply together: with 32 registers two, so that inputs are loaded half as
-// often. Numbers fill them with one.
 #if defined(__AVX512F__) || defined(__aarch64__)
-constexpr int64_t kPanelsTogether = 2;
+constexpr bool kManyRegisters = true;  // 32 vectors
 #else
-constexpr int64_t kPanelsTogether = 1;
+constexpr bool kManyRegisters = false;
 #endif
-inline int64_t panels_together(Inputs kind) {
-  return kind == Inputs::kNumbers ? 1 : kPanelsTogether;
+// Panels that vectors multiply with so many rows at once: two, so that inputs are loaded half as
+// often, where registers are many or rows are. Numbers fill registers with one.
+inline int64_t panels_together(Inputs kind, int64_t rows) {
+  return kind == Inputs::kNumbers || (!kManyRegisters && rows < 8) ? 1 : 2;
 }
 
 // out [count, panels, kLanes] = `panels` panels of the weights from `panel` on, at most as many as

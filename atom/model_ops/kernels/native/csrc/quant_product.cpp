@@ -13,7 +13,7 @@ namespace {
 // Bytes from what the only pass over a panel reads to what it fetches.
 constexpr int64_t kNearBytes = 2048;
 // Whether several passes share the next panels: with few registers products are slower than memory.
-constexpr bool kFetchesPanels = kPanelsTogether > 1;
+constexpr bool kFetchesPanels = kManyRegisters;
 
 // So many rows at a time are worth a table of factors; fewer convert factors as they need them.
 constexpr int kTableRows = 6;
@@ -81,6 +81,7 @@ template <class C, Inputs kKind, int R, int P>
 ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t units,
                                 const int8_t* x, int64_t inputs, int64_t stride,
                                 Fetching& fetching, Sums<vint, R, P>& sums) {
+  constexpr bool kTwoChains = R * P <= 2;
   Sums<vint, R, P> others{};
   for (int64_t unit = 0; unit < units; ++unit, codes += C::kBytes) {
     fetching.template fetch<C, R, P>(codes, panel);
@@ -120,13 +121,14 @@ ATOM_INLINE void sum_wide_units(const uint8_t* codes, int64_t panel, int64_t uni
           const vint odd = splat(raw<int32_t>(at + r * stride + 4));
           ATOM_UNROLL for (int p = 0; p < P; ++p) {
             sums.of[r][p] = dot2(sums.of[r][p], parts[p].even, even);
-            others.of[r][p] = dot2(others.of[r][p], parts[p].odd, odd);
+            vint& sum = kTwoChains ? others.of[r][p] : sums.of[r][p];
+            sum = dot2(sum, parts[p].odd, odd);
           }
         }
       }
     }
   }
-  if (kOneSum<kKind, R>) return;
+  if (kSplitsWide ? kOneSum<kKind, R> : !kTwoChains) return;
   ATOM_UNROLL for (int r = 0; r < R; ++r) {
     ATOM_UNROLL for (int p = 0; p < P; ++p) {
       sums.of[r][p] += kSplitsWide ? others.of[r][p] << low_bits(kKind) : others.of[r][p];
@@ -236,7 +238,7 @@ void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows,
       multiply_rows<C, kKind, R, P>(w, panel, rows, r, table, fetching, out + r * P * kLanes);
     }
   };
-  constexpr int kMost = kPanelsTogether < 2 ? 4 : P == 1 ? 8 : kOneSum<kKind, 6> ? 6 : 4;
+  constexpr int kMost = !kManyRegisters ? 4 : P == 1 ? 8 : kOneSum<kKind, 6> ? 6 : 4;
   if constexpr (kMost >= kTableRows) {
     if (count >= 2 * kTableRows) {
       const FactorTable table(w, panel, P, rows.span);
@@ -252,7 +254,7 @@ void multiply_panels(const QuantMatrix& w, int64_t panel, const QuantRows& rows,
 template <class C, Inputs kKind>
 void multiply_panels(const QuantMatrix& w, int64_t panel, int64_t panels, const QuantRows& rows,
                      int64_t count, float* out) {
-  if constexpr (kPanelsTogether == 2 && kKind != Inputs::kNumbers) {
+  if constexpr (kKind != Inputs::kNumbers) {
     if (panels == 2) return multiply_panels<C, kKind, 2>(w, panel, rows, count, out);
   }
   multiply_panels<C, kKind, 1>(w, panel, rows, count, out);

@@ -90,7 +90,9 @@ ATOM_INLINE vint dot2(vint sums, vint codes, vint inputs) {
 #if defined(__AVX512F__) && defined(__AVX512BW__)
   return sums + (vint)_mm512_madd_epi16((__m512i)codes, (__m512i)inputs);
 #elif defined(__AVX2__) && defined(__FMA__)
-  return sums + (vint)_mm256_madd_epi16((__m256i)codes, (__m256i)inputs);
+  sums += (vint)_mm256_madd_epi16((__m256i)codes, (__m256i)inputs);
+  ATOM_IN_REGISTER(sums);
+  return sums;
 #else
   const auto low = [](vint v) { return (vint)((vuint)v << 16) >> 16; };
   return sums + low(codes) * low(inputs) + (codes >> 16) * (inputs >> 16);
