@@ -24,7 +24,7 @@ struct QuantLinearArgs {
 // Below this many multiplications one thread is done before others have woken up.
 constexpr int64_t kSerialWork = 1 << 16;
 // Up to so many rows each thread packs them for itself.
-constexpr int64_t kPackAlone = 2;
+constexpr int64_t kPackAlone = 8;
 // Rows of inputs that are packed at once, and those of them that pass by weights together.
 constexpr int64_t kPackedRows = 1024, kBlockRows = 256;
 constexpr int64_t kTaskBytes = 16 * 1024;
