@@ -16,6 +16,7 @@ from typing import Any
 from atom.options import ConfigError as ConfigError
 from atom.options import Options, check_at_least, option
 from atom.parallel_options import ParallelOptions as ParallelOptions
+from atom.quantizations import QUANTIZATIONS
 from atom.speculative_options import AUX_LAYER_CONVENTIONS as AUX_LAYER_CONVENTIONS
 from atom.speculative_options import SpeculativeOptions as SpeculativeOptions
 
@@ -31,8 +32,6 @@ LOAD_FORMATS = ("auto", "safetensors", "gguf", "dummy")
 LOAD_STRATEGIES = ("lazy", "prefetch")
 KV_CACHE_DTYPES = ("auto", "bf16", "fp8")
 DEVICES = ("auto", "cpu", "cuda")
-ONLINE_QUANTIZATIONS = ("fp8", "int8", "int4", "mxfp4")
-QUANTIZATIONS = ("auto", "none", *ONLINE_QUANTIZATIONS)
 ACTIVATIONS = ("auto", "int8", "float")
 DEFAULT_MAX_LOGPROBS = 20
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from atom.options import REQUIRED, ConfigError, Options, option
+from atom.quantizations import QUANTIZATIONS
 from atom.speculative_methods import SPECULATIVE_METHODS, methods_that
 
 AUX_LAYER_CONVENTIONS = ("boundary", "output")
@@ -50,6 +51,13 @@ class SpeculativeOptions(Options):
         name="draft_aux_layer_convention",
         choices=AUX_LAYER_CONVENTIONS,
     )
+    quantization: str = option(
+        "auto",
+        "of a draft whose checkpoint has none, when it is loaded; auto: int8 on a CPU, unless the "
+        "target's weights are float32; none: its own numbers",
+        name="draft_quantization",
+        choices=QUANTIZATIONS,
+    )
     synthetic_acceptance_length: float | None = option(
         None,
         "for benchmarks: accept drafts at random, so that a step brings this many tokens, from 1 "
@@ -89,6 +97,11 @@ class SpeculativeOptions(Options):
             raise ConfigError(
                 f"method {self.method} takes no draft model, so draft_aux_layer_convention would "
                 f"have no effect"
+            )
+        if not method.takes_draft_model and self.quantization != "auto":
+            raise ConfigError(
+                f"method {self.method} takes no draft model, so draft_quantization would have no "
+                f"effect"
             )
         if method.is_lookup and self.draft_tensor_parallel_size is not None:
             raise ConfigError(

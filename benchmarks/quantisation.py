@@ -31,7 +31,7 @@ from atom.bench.report import (
     write_json,
     write_text,
 )
-from atom.config import ACTIVATIONS, ONLINE_QUANTIZATIONS, ConfigError
+from atom.config import ACTIVATIONS, ConfigError
 from atom.model_engine.arg_utils import (
     EngineOptions,
     add_engine_flags,
@@ -42,6 +42,7 @@ from atom.model_engine.arg_utils import (
     speculation_of,
     without_speculation,
 )
+from atom.quantizations import ONLINE_QUANTIZATIONS
 from atom.sampling_params import SamplingParams
 from atom.stats import SpecDecodeStats, total
 

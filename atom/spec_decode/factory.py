@@ -164,9 +164,8 @@ def create_eagle3(
 ) -> Proposer:
     """A proposer with a draft model that reads the target's hidden states."""
     assert options.model is not None
-    draft = load_draft(
-        options.model, target, source, context, config.model, options.aux_layer_convention
-    )
+    said = options.aux_layer_convention, options.quantization
+    draft = load_draft(options.model, target, source, context, config.model, *said)
     storage = storage_dtype(config.cache, context)
     builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
     size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
@@ -192,7 +191,8 @@ def create_block(
         ConfigError: for more drafts than a block has.
     """
     assert options.model is not None
-    loaded_for = DraftTarget(target, source, context, config.model, options.aux_layer_convention)
+    said = options.aux_layer_convention, options.quantization
+    loaded_for = DraftTarget(target, source, context, config.model, *said)
     draft = load_block_draft(options.model, loaded_for, options.method)
     if options.num_speculative_tokens > draft.config.max_drafts:
         raise ConfigError(

@@ -88,6 +88,10 @@ def test_what_looks_up() -> None:
             "draft_aux_layer_convention would have no effect",
         ),
         (
+            {"method": "suffix", "num_speculative_tokens": 3, "draft_quantization": "int8"},
+            "draft_quantization would have no effect",
+        ),
+        (
             {"method": "suffix", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 1},
             "draft_tensor_parallel_size would have no effect",
         ),

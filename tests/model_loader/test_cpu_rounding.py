@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 from models.harness import load_model
 
 from atom.config import ConfigError
 from atom.model_loader.drafts.quantization import online_for_draft
 from atom.model_loader.quantization import on_platform
-from atom.model_ops.quant.base import UnquantizedConfig
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
 from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.model_ops.quant.summary import describe_weights
 from atom.platform import Platform, cpu_platform
@@ -27,10 +29,28 @@ def test_integers_include_the_vocabulary_on_a_cpu(name: str, expected: bool) -> 
     assert found.method_for("lm_head", kind="head") is None
 
 
-def test_drafts_follow_a_quantised_target_on_a_cpu() -> None:
-    assert online_for_draft(OnlineConfig("int4"), cpu_platform()) == OnlineConfig("int8")
-    for target, platform in ((UnquantizedConfig(), cpu_platform()), (OnlineConfig("int4"), GPU)):
-        assert isinstance(online_for_draft(target, platform), UnquantizedConfig)
+@pytest.mark.parametrize(
+    ("asked", "target", "dtype", "platform", "expected"),
+    [
+        ("auto", OnlineConfig("int4"), torch.float32, cpu_platform(), OnlineConfig("int8")),
+        ("auto", UnquantizedConfig(), torch.bfloat16, cpu_platform(), OnlineConfig("int8")),
+        ("auto", UnquantizedConfig(), torch.float32, cpu_platform(), UnquantizedConfig()),
+        ("auto", OnlineConfig("int4"), torch.bfloat16, GPU, UnquantizedConfig()),
+        ("none", OnlineConfig("int4"), torch.bfloat16, cpu_platform(), UnquantizedConfig()),
+        ("fp8", UnquantizedConfig(), torch.bfloat16, GPU, OnlineConfig("fp8")),
+        ("int4", UnquantizedConfig(), torch.float32, cpu_platform(), OnlineConfig("int4")),
+    ],
+)
+def test_how_an_unquantised_draft_is_quantised(
+    asked: str,
+    target: QuantConfig,
+    dtype: torch.dtype,
+    platform: Platform,
+    expected: QuantConfig,
+) -> None:
+    found = online_for_draft(asked, target, LayerContext.create(dtype, 64, platform))
+    assert type(found) is type(expected)
+    assert getattr(found, "name", None) == getattr(expected, "name", None)
 
 
 @pytest.mark.parametrize(

@@ -84,12 +84,13 @@ def draft_config(kind: Config, vocab_size: int = checkpoints.VOCAB) -> Config:
 
 
 @pytest.fixture
-def load(tmp_path: Path) -> Callable[[Path], Eagle3Draft]:
+def load(tmp_path: Path) -> Callable[..., Eagle3Draft]:
     """Loads a draft under a target that is not quantised."""
     folder = checkpoints.llama(tmp_path / "target").folder
     source, target = resolve_model(ModelOptions(model=str(folder))), load_model(folder, 128)
     context = LayerContext.create(torch.float32, 128, cpu_platform())
-    return lambda draft: load_draft(str(draft), target, source, context, ModelOptions())
+    given = target, source, context, ModelOptions()
+    return lambda draft, asked="auto": load_draft(str(draft), *given, quantization=asked)
 
 
 def draft_logits(draft: Eagle3Draft) -> torch.Tensor:
@@ -98,6 +99,19 @@ def draft_logits(draft: Eagle3Draft) -> torch.Tensor:
     rows = (0, checkpoints.prompt(7), draft.fuse(aux))
     post, _ = DraftBench(draft).forward({"a": rows})["a"]
     return draft.compute_logits(post)
+
+
+def test_a_draft_is_quantised_as_asked_unless_it_is_already(
+    tmp_path: Path, load: Callable[..., Eagle3Draft]
+) -> None:
+    raw = draft_config(MHA)
+    stored, dense = quantise_draft(tmp_path, raw, W4A8, pack_int4_channel, "midlayer", "none")
+    formats = {asked: load(dense, asked).fc.storage.format for asked in ("auto", "none", "int8")}
+    assert formats["auto"] is formats["none"] is None
+    assert formats["int8"] is not None
+    assert formats["int8"].codes == "int8"
+    with pytest.raises(ConfigError, match=r"draft_quantization=int8: .* is quantised already"):
+        load(stored, "int8")
 
 
 @pytest.mark.parametrize(
@@ -120,7 +134,7 @@ def draft_logits(draft: Eagle3Draft) -> torch.Tensor:
 )
 def test_a_draft_equals_its_twin(
     tmp_path: Path,
-    load: Callable[[Path], Eagle3Draft],
+    load: Callable[..., Eagle3Draft],
     monkeypatch: pytest.MonkeyPatch,
     kind: Config,
     config: Config,

@@ -20,6 +20,7 @@ def load_draft(
     context: LayerContext,
     options: ModelOptions,
     aux_layer_convention: str | None = None,
+    quantization: str = "auto",
 ) -> Eagle3Draft:
     """Build and load an Eagle3 draft; the arguments are the fields of `DraftTarget`.
 
@@ -33,7 +34,7 @@ def load_draft(
     config = Eagle3Config.from_folder(draft_folder(draft, options))
     draft_class = Eagle3DeepseekV2ForCausalLM if config.is_mla else LlamaForCausalLMEagle3
     return load_onto(
-        DraftTarget(target, target_source, context, options, aux_layer_convention),
+        DraftTarget(target, target_source, context, options, aux_layer_convention, quantization),
         draft,
         config,
         draft_class,

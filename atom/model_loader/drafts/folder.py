@@ -41,6 +41,7 @@ class DraftTarget:
         context: the target's; the draft uses the same dtype.
         options: the target's; the load format and strategy apply to the draft as well.
         aux_layer_convention: what the draft's layer ids name, where the user says it.
+        quantization: of the draft, if its checkpoint has none; one of `QUANTIZATIONS`.
     """
 
     model: CausalLM
@@ -48,6 +49,7 @@ class DraftTarget:
     context: LayerContext
     options: ModelOptions
     aux_layer_convention: str | None = None
+    quantization: str = "auto"
 
     @property
     def config(self) -> PretrainedConfig:
@@ -90,7 +92,10 @@ def load_onto(
     create: Any = partial(draft_class, config, parts, aux_layer_ids)
     quantization = read_draft_quantization(folder, options.load_format != "dummy", renames)
     if quantization is None:
-        quantization = online_for_draft(target.source.quantization, context.ops.platform)
+        asked = target.quantization
+        quantization = online_for_draft(asked, target.source.quantization, context)
+    elif target.quantization != "auto":
+        raise ConfigError(f"draft_quantization={target.quantization}: {draft} is quantised already")
     source = ModelSource(
         folder, draft, config.network, frozenset(), context.dtype, quantization=quantization
     )

@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
+import torch
+
 from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_tensors
 from atom.model_loader.quantization import read_quantization
+from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import LayerKind, QuantConfig, QuantMethod, UnquantizedConfig
 from atom.model_ops.quant.formats.online import OnlineConfig
 from atom.models.config_file import read_json_object
-from atom.platform import Platform
 
 _NUMBERS = ("F64", "F32", "F16", "BF16")
 
@@ -38,11 +40,17 @@ def read_draft_quantization(
     return DraftQuantization(config, tensors, renames)
 
 
-def online_for_draft(target: QuantConfig, platform: Platform) -> QuantConfig:
-    """An unquantised draft is quantised to int8 beside a quantised target on a CPU, where reading
-    its weights is a part of every step that counts.
+def online_for_draft(asked: str, target: QuantConfig, context: LayerContext) -> QuantConfig:
+    """How an unquantised draft is quantised when it is loaded.
+
+    Args:
+        asked: its `quantization`. With "auto" it becomes int8 on a CPU, where reading its weights
+            is a part of every step, unless the target's are float32.
     """
-    if isinstance(target, UnquantizedConfig) or platform.is_gpu:
+    if asked not in ("auto", "none"):
+        return OnlineConfig(asked)
+    is_exact = context.dtype is torch.float32 and isinstance(target, UnquantizedConfig)
+    if asked == "none" or is_exact or context.ops.platform.is_gpu:
         return UnquantizedConfig()
     return OnlineConfig("int8")
 
