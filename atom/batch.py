@@ -56,6 +56,11 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
         return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
     @property
+    def decodes(self) -> bool:
+        """Whether it computes its newest token and drafts alone, nothing of its prompt."""
+        return self.wants_sample and len(self.token_ids) == self.num_drafts + 1
+
+    @property
     def context_len(self) -> int:
         """Tokens in the KV cache once the step has run."""
         return self.start + len(self.token_ids)
@@ -177,12 +182,16 @@ class StepParts(msgspec.Struct, frozen=True):
 
     Attributes:
         decodes: all that it computed are newest tokens and drafts; no prompts.
+        is_mixed: some of it were, beside prompts.
         target: the model's layers were replayed.
+        choice: the choice of tokens was replayed.
         drafts: what the proposer does was replayed; None when it had nothing to do.
     """
 
     decodes: bool = False
+    is_mixed: bool = False
     target: bool = False
+    choice: bool = False
     drafts: bool | None = None
 
 

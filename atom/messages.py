@@ -89,8 +89,10 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
         num_lookup_tokens: that the lookup for drafts holds: live sequences and recent outputs.
         num_decode_steps: those of `num_steps` that compute no prompts.
         num_replayed_decode_steps: of them, those whose target was a graph, or a program on a CPU.
+        num_replayed_choice_steps: of them, those whose choice of tokens was.
         num_draft_steps, num_replayed_draft_steps: the same of what their proposer does, in steps
             in which there is one.
+        num_mixed_steps: those of `num_steps` that compute prompts beside sequences that decode.
     """
 
     num_running: int = 0
@@ -107,8 +109,10 @@ class EngineStats(msgspec.Struct, kw_only=True, omit_defaults=True):
     num_steps: int = 0
     num_decode_steps: int = 0
     num_replayed_decode_steps: int = 0
+    num_replayed_choice_steps: int = 0
     num_draft_steps: int = 0
     num_replayed_draft_steps: int = 0
+    num_mixed_steps: int = 0
     num_lookup_tokens: int = 0
     spec_decode: SpecDecodeStats | None = None
     expected_acceptance: ExpectedAcceptance | None = None

@@ -81,12 +81,18 @@ def measure(engine: DecodeEngine, case: DecodeCase, steps: int, k: int) -> dict[
 
 
 def _replayed(before: EngineStats, after: EngineStats) -> float:
-    """The share of the decode steps' parts that were replayed: the target's, and the draft's."""
-    parts = after.num_decode_steps + after.num_draft_steps
-    parts -= before.num_decode_steps + before.num_draft_steps
-    replayed = after.num_replayed_decode_steps + after.num_replayed_draft_steps
-    replayed -= before.num_replayed_decode_steps + before.num_replayed_draft_steps
-    return replayed / max(parts, 1)
+    """The share of the decode steps' parts that were replayed: the target, the choice of tokens
+    and the draft.
+    """
+
+    def parts(stats: EngineStats) -> int:
+        return 2 * stats.num_decode_steps + stats.num_draft_steps
+
+    def replayed(stats: EngineStats) -> int:
+        target, choice = stats.num_replayed_decode_steps, stats.num_replayed_choice_steps
+        return target + choice + stats.num_replayed_draft_steps
+
+    return (replayed(after) - replayed(before)) / max(parts(after) - parts(before), 1)
 
 
 def _timed(engine: DecodeEngine, steps: int) -> list[tuple[float, int, float]]:

@@ -36,6 +36,16 @@ def engine_metrics(stats: EngineStats) -> list[EngineMetric]:
             "Those whose target was a graph, or a recorded program on a CPU.",
             stats.num_replayed_decode_steps,
         ),
+        (
+            "replayed_choice_steps",
+            "Decode steps whose choice of tokens was a graph, or a recorded program on a CPU.",
+            stats.num_replayed_choice_steps,
+        ),
+        (
+            "mixed_steps",
+            "Steps that computed prompts beside sequences that decode.",
+            stats.num_mixed_steps,
+        ),
         ("preemptions", "Sequences preempted.", stats.num_preemptions),
         (
             "prefix_cache_queries",

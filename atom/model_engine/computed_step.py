@@ -20,6 +20,7 @@ from atom.spec_decode.base import DraftKey, VerifiedStep
 class ComputedStep:
     """Attributes:
     last_rows, race: as in `VerifiedStep`; None when the proposer reads no steps.
+    by_graph: whether a graph chose the tokens.
     drafting: the graph of the drafts, if there is one.
     recordings: of the proposer's work on it, by the number of drafts.
     """
@@ -28,6 +29,7 @@ class ComputedStep:
     verified: Verified
     last_rows: torch.Tensor | None
     race: SamplingMetadata | None
+    by_graph: bool = False
     drafting: DraftKey | None = None
     recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
 

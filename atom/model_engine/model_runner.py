@@ -128,20 +128,19 @@ class ModelRunner:
         if step is None:
             nothing = StepOutput([], self._drafter.num_lookup_tokens)
             return LaunchedStep(lambda: nothing)
-        view, verified = self._verify(batch, step, numbers)
-        target = self._was_replayed(step)
+        view, verified, parts = self._verify(batch, step, numbers)
         if self._drafter.looks_first or self._follows_grammars(step):
-            given = (batch, step, view, verified, numbers, target)
+            given = (batch, step, view, verified, numbers, parts)
             output = self._draft_after_sampling(*given)
             return LaunchedStep(lambda: output)
         proposed = self._drafter.propose(view, numbers)
-        done = self._parts(step, view, target)
+        parts = self._with_drafts(parts, view)
         self._leave(step, verified, proposed)
         self._sampler.raise_failure()
-        num_parts = 0 if proposed is None else len(proposed.tensors)
+        num_made = 0 if proposed is None else len(proposed.tensors)
         arriving = self._send_to_host(proposed, verified)
-        collect = partial(self._collect, batch, step, arriving, num_parts, numbers, done)
-        return LaunchedStep(collect, numbers.carried if num_parts else 0, self._drafter.source)
+        collect = partial(self._collect, batch, step, arriving, num_made, numbers, parts)
+        return LaunchedStep(collect, numbers.carried if num_made else 0, self._drafter.source)
 
     def _send_to_host(self, *results: Proposal | Verified | None) -> Arriving:
         """Start to copy the tensors of these to the host; recorded steps' are read in place."""
@@ -164,13 +163,13 @@ class ModelRunner:
         batch: ScheduledBatch,
         step: StepInput,
         arriving: Arriving,
-        num_parts: int,
+        num_made: int,
         numbers: DraftNumbers,
-        done: StepParts,
+        parts: StepParts,
     ) -> StepOutput:
-        """Wait for the tokens and the drafts, whose parts come first."""
+        """Wait for the tokens and the drafts, whose tensors come first."""
         arrays = arriving()
-        made, arrays = arrays[:num_parts], arrays[num_parts:]
+        made, arrays = arrays[:num_made], arrays[num_made:]
         sampled = self._sampler.take(step.sample, arrays)
         rows = [batch.sequences[i].row for i in step.sample.layout.indices]
         launched = self._launched_drafts(batch, rows, made)
@@ -181,7 +180,7 @@ class ModelRunner:
         if self._carried is not None and self._drafter.looks:
             indices, lost = step.sample.layout.indices, self._drafter.lost_ahead
             _put_off(results, indices, launched or [None] * len(rows), found, lost)
-        return StepOutput(results, self._drafter.num_lookup_tokens, done)
+        return StepOutput(results, self._drafter.num_lookup_tokens, parts)
 
     def _launched_drafts(
         self, batch: ScheduledBatch, rows: Sequence[int], made: Sequence[np.ndarray]
@@ -212,7 +211,7 @@ class ModelRunner:
         view: VerifiedStep | None,
         verified: Verified,
         numbers: DraftNumbers,
-        target: bool,
+        parts: StepParts,
     ) -> StepOutput:
         """The host knows the tokens before drafts are made."""
         sampled = self._sampler.take(step.sample, self._send_to_host(verified)())
@@ -224,11 +223,11 @@ class ModelRunner:
             if allowed is not None and view is not None:
                 view = replace(view, guide=allowed.guide(found))
             proposed = self._drafter.propose(view, numbers)
-            done = self._parts(step, view, target)
+            parts = self._with_drafts(parts, view)
             made = self._send_to_host(proposed)()
             drafts = self._drafter.merge(numbers, rows, found, made, allowed)
         results = self._results(batch, step, sampled, drafts)
-        return StepOutput(results, self._drafter.num_lookup_tokens, done)
+        return StepOutput(results, self._drafter.num_lookup_tokens, parts)
 
     @torch.inference_mode()
     def follow(self, orders: Orders) -> None:
@@ -262,8 +261,11 @@ class ModelRunner:
 
     def _verify(
         self, batch: ScheduledBatch, step: StepInput, numbers: DraftNumbers
-    ) -> tuple[VerifiedStep | None, Verified]:
-        """Run the target, sample and verify -> the proposer's input, and the result."""
+    ) -> tuple[VerifiedStep | None, Verified, StepParts]:
+        """Run the target, sample and verify -> the proposer's input, the result, and what of that
+        was replayed.
+        """
+        is_program = False
         if self._recorder is None or not step.recurs:
             done = self._compute(step, numbers)
         else:
@@ -271,7 +273,14 @@ class ModelRunner:
             done = self._recorder.run(
                 step.recordings, rests, lambda: self._work(batch, step, numbers, rests=rests)
             )
-        return done.view(batch.sequences, step), done.verified
+            is_program = self._recorder.was_replayed
+        parts = StepParts(
+            step.decodes,
+            not step.decodes and any(s.decodes for s in batch.sequences),
+            target=is_program or step.graph is not None,
+            choice=is_program or done.by_graph,
+        )
+        return done.view(batch.sequences, step), done.verified, parts
 
     def _work(
         self, batch: ScheduledBatch, step: StepInput, numbers: DraftNumbers, *, rests: bool
@@ -298,20 +307,11 @@ class ModelRunner:
             lambda done: done.tensors,
         )
 
-    def _was_replayed(self, step: StepInput) -> bool:
-        """Whether the target's part was, which `_verify` has just run."""
-        if self._recorder is not None and step.recurs and self._recorder.was_replayed:
-            return True
-        return step.graph is not None
-
-    def _parts(self, step: StepInput, view: VerifiedStep | None, target: bool) -> StepParts:
-        """What was replayed of a step whose drafts have just been made.
-
-        Args:
-            target: whether its layers were.
-        """
-        drafts = None if view is None else self._drafter.was_replayed(view)
-        return StepParts(step.decodes, target, drafts)
+    def _with_drafts(self, parts: StepParts, view: VerifiedStep | None) -> StepParts:
+        """What was replayed of a step whose drafts have just been made."""
+        if view is None:
+            return parts
+        return msgspec.structs.replace(parts, drafts=self._drafter.was_replayed(view))
 
     def _compute(self, step: StepInput, numbers: DraftNumbers) -> ComputedStep:
         """The device's part of a step without the drafts."""
@@ -330,7 +330,7 @@ class ModelRunner:
         race = None
         if drafting is None:
             race = self._sampler.race(step.sample, step.race_rows)
-        return ComputedStep(output, verified, last_rows, race, drafting)
+        return ComputedStep(output, verified, last_rows, race, chosen is not None, drafting)
 
     def _graph_of_drafts(self, step: StepInput, numbers: DraftNumbers) -> DraftKey | None:
         """The graph that makes the step's drafts, if nothing of them is decided after sampling."""

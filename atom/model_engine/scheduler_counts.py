@@ -51,9 +51,11 @@ class SchedulerCounts:
         self._totals.num_lookup_tokens = output.num_lookup_tokens
         totals, parts = self._totals, output.parts
         totals.num_steps += 1
+        totals.num_mixed_steps += parts.is_mixed
         if parts.decodes:
             totals.num_decode_steps += 1
             totals.num_replayed_decode_steps += parts.target
+            totals.num_replayed_choice_steps += parts.choice
             totals.num_draft_steps += parts.drafts is not None
             totals.num_replayed_draft_steps += parts.drafts is True
 

@@ -15,6 +15,7 @@ from spec_decode.engines import PROMPTS, create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
+from atom.batch import LaunchedStep, ScheduledBatch
 from atom.config import ConfigError
 from atom.graphs.capture import ReexecuteBackend
 from atom.model_engine import planned_graphs, worker
@@ -153,6 +154,43 @@ def test_contexts_as_long_as_any_have_graphs(
     stats = engine.engine.core.stats
     assert replays["GraphKey"] == stats.num_replayed_decode_steps == stats.num_decode_steps
     assert stats.num_decode_steps == stats.num_steps - 1
+
+
+@pytest.mark.parametrize("k", [0, 3])
+def test_steps_are_counted_by_what_they_compute(
+    k: int,
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prompts in parts, beside sequences that decode."""
+    target = engines.write_target("llama", tmp_path / "target", byte_level_tokenizer)
+    options = speculation("mha", k, tmp_path, len(byte_level_tokenizer)) if k else {}
+    limits = {"max_num_batched_tokens": 20, "max_num_seqs": 4, "enable_prefix_caching": False}
+    engine, replays = graphed_engine(monkeypatch, target, **limits, **options)
+    executor = engine.engine.core.executor
+    assert isinstance(executor, worker.Worker)
+    counts, launch = Counter[str](), executor.launch
+
+    def counting(batch: ScheduledBatch) -> LaunchedStep:
+        lens = [len(PROMPTS[int(s.id.partition("/")[0]) % len(PROMPTS)]) for s in batch.sequences]
+        decode = [s.start >= n - 1 for s, n in zip(batch.sequences, lens, strict=True)]
+        counts["steps" if not any(decode) else "decode" if all(decode) else "mixed"] += 1
+        return launch(batch)
+
+    executor.launch = counting  # type: ignore[method-assign]
+    generate(engine, params("warm"))
+    assert counts["mixed"] >= 3
+    values = {metric.name: metric.value for metric in engine.get_metrics()}
+    assert values["atom:steps"] == counts.total()
+    assert values["atom:mixed_steps"] == counts["mixed"]
+    assert values["atom:decode_steps"] == counts["decode"]
+    assert values["atom:replayed_decode_steps"] == counts["decode"]
+    assert values["atom:replayed_choice_steps"] == replays["ChoiceKey"] == counts["decode"]
+    generate(engine, params("greedy", logprobs=1), PROMPTS[:2])
+    later = {metric.name: metric.value for metric in engine.get_metrics()}
+    assert later["atom:replayed_choice_steps"] == values["atom:replayed_choice_steps"]
+    assert later["atom:replayed_decode_steps"] > values["atom:replayed_decode_steps"]
 
 
 def test_padding_leaves_the_pool_alone(
