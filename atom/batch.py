@@ -110,14 +110,14 @@ class Orders(msgspec.Struct, frozen=True):
     Attributes:
         batch: without what only the first rank needs: it alone samples, but every rank drafts.
         num_drafts: drafts to make for each sampled sequence.
-        is_greedy: every sampled row takes the argmax, which all ranks find together.
+        kind: how the tokens of all sampled rows are chosen, as `SamplePlan.kind`.
         is_idle: the batch is empty, and other engines that share the experts compute: a padding row
             goes along.
     """
 
     batch: ScheduledBatch
     num_drafts: int
-    is_greedy: bool = False
+    kind: int | None = None
     is_idle: bool = False
 
     @property
@@ -125,9 +125,9 @@ class Orders(msgspec.Struct, frozen=True):
         return not (self.is_idle or self.batch.sequences or self.batch.freed_rows)
 
     @classmethod
-    def of(cls, batch: ScheduledBatch, num_drafts: int, is_greedy: bool = False) -> Orders:
+    def of(cls, batch: ScheduledBatch, num_drafts: int, kind: int | None = None) -> Orders:
         new = [_without_sampling(sequence) for sequence in batch.new]
-        return cls(ScheduledBatch(batch.sequences, new, batch.freed_rows), num_drafts, is_greedy)
+        return cls(ScheduledBatch(batch.sequences, new, batch.freed_rows), num_drafts, kind)
 
 
 def _without_sampling(new: NewSequence) -> NewSequence:

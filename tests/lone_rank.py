@@ -35,7 +35,7 @@ class LoneCollectives:
         raise AssertionError("tensor parallelism sends nothing to single ranks")
 
     def broadcast(self, tensor: torch.Tensor) -> None:
-        raise AssertionError("a model broadcasts nothing")
+        self.calls.append(("broadcast", tensor.shape))
 
 
 def lone_rank(rank: int, size: int) -> tuple[ParallelGroup, LoneCollectives]:

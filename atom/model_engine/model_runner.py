@@ -25,6 +25,7 @@ from atom.model_engine.carried_rows import CarriedRows
 from atom.model_engine.computed_step import ComputedStep, with_unknown_lengths
 from atom.model_engine.input_builder import InputBuilder, StepInput
 from atom.model_engine.step_graphs import StepGraphs
+from atom.sampling.rows import Needs
 from atom.sampling.sampler import Sampled, Sampler, Verified
 from atom.spec_decode.base import DraftKey, Proposal, VerifiedStep
 from atom.spec_decode.draft_length import DraftNumbers
@@ -121,8 +122,8 @@ class ModelRunner:
             numbers = self._drafter.begin(batch.num_drafting)
         step = self.inputs.build(batch) if batch.sequences else None
         if self._publish is not None:
-            is_greedy = step is not None and step.sample.is_greedy
-            orders = self._publish(Orders.of(batch, numbers.made, is_greedy))
+            kind = None if step is None else step.sample.kind
+            orders = self._publish(Orders.of(batch, numbers.made, kind))
             numbers = self._drafter.follow(numbers, orders.num_drafts)
             self._go_along(orders)
         if step is None:
@@ -239,9 +240,10 @@ class ModelRunner:
         if not batch.sequences:
             return
         step = self.inputs.build(batch)
-        # How tokens are chosen is known to the first rank alone.
-        sample = replace(step.sample, is_greedy=orders.is_greedy)
-        view, verified = self._verify(batch, replace(step, sample=sample), numbers)
+        # Whether logits are edited is known to the first rank alone.
+        kind = None if orders.kind is None else Needs(orders.kind)
+        sample = replace(step.sample, kind=kind)
+        view, verified, _ = self._verify(batch, replace(step, sample=sample), numbers)
         self._leave(step, verified, self._drafter.propose(view, numbers))
 
     def _go_along(self, orders: Orders) -> None:

@@ -14,7 +14,7 @@ from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
 from atom.model_engine.step_graphs import StepGraphs
-from atom.sampling.decode_rows import KINDS, DecodeSampler
+from atom.sampling.decode_rows import DecodeSampler
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
@@ -114,11 +114,11 @@ def _create_graphs(
     return StepGraphs(
         parts.graphs,
         inputs,
-        DecodeSampler(parts.model.compute_logits, rows, ops, _greedy_choice(rank, parts)),
+        DecodeSampler(
+            parts.model.compute_logits, rows, ops, rank.place.tensor, _greedy_choice(rank, parts)
+        ),
         parts.proposer,
         parts.draft_graphs,
-        # Other ranks know whether rows are greedy, and no more.
-        KINDS if rank.place.is_alone else KINDS[:1],
         synthetic=rank.config.synthetic_acceptance_length is not None,
     )
 

@@ -24,7 +24,7 @@ from atom.kv_cache.memory import estimate_graph_bytes
 from atom.model_engine.input_builder import InputBuilder, StepInput
 from atom.model_engine.step_places import GraphInput
 from atom.model_ops.metadata import ModelInput, ModelOutput
-from atom.sampling.decode_rows import DecodeRows, DecodeSampler, kind_of
+from atom.sampling.decode_rows import KINDS, DecodeRows, DecodeSampler
 from atom.sampling.rows import Needs
 from atom.sampling.sampler import Verified
 from atom.spec_decode.base import DraftKey, Proposal, Proposer, VerifiedStep
@@ -61,7 +61,6 @@ class StepGraphs:
     Args:
         target: the layers' graphs.
         drafts: where the proposer's graphs are kept; None if it has none.
-        kinds: of choices to capture.
         synthetic: whether acceptance is.
     """
 
@@ -72,7 +71,6 @@ class StepGraphs:
         sampler: DecodeSampler,
         proposer: Proposer,
         drafts: DraftGraphs | None,
-        kinds: tuple[Needs, ...],
         *,
         synthetic: bool,
     ) -> None:
@@ -81,7 +79,6 @@ class StepGraphs:
         self._sampler = sampler
         self._proposer = proposer
         self._drafts = drafts
-        self._kinds = kinds
         self._synthetic = synthetic
         self._choices = CapturedWork(target.plan.backend)
         self._kept: dict[tuple[int, int], _Kept] = {}
@@ -110,10 +107,10 @@ class StepGraphs:
 
     def _rehearse(self) -> None:
         """After the layers, run once what needs the most memory, without capturing it."""
-        choices = sorted(self._choice_keys(), key=lambda key: key.batch_size * key.query_len)
+        by_rows = sorted(self._choice_keys(), key=lambda k: (k.batch_size * k.query_len, k.kind))
         with torch.inference_mode():
             # None where all numbers of sequences to capture are above `MOST_ROWS`.
-            for choice in choices[-1:]:
+            for choice in by_rows[-1:]:
                 self._choosing(choice)()
             for key in self._keys_of_drafts(self._target.largest)[-1:]:
                 self._drafting(key)()
@@ -123,11 +120,10 @@ class StepGraphs:
         chooses them: where the host has a say, or sequences are in their prompts.
         """
         graph, plan = step.graph, step.sample
-        if graph is None or not step.decodes or not plan.is_plain:
+        if graph is None or not step.decodes or not plan.is_plain or plan.kind is None:
             return None
-        key = ChoiceKey(graph.batch_size, graph.query_len, kind_of(plan.needs))
-        # Ranks that do not sample know no more than whether all rows are greedy.
-        if key not in self._choices or plan.is_greedy != (not key.kind):
+        key = ChoiceKey(graph.batch_size, graph.query_len, plan.kind)
+        if key not in self._choices:
             return None
         kept, count = self._kept_of(graph), len(plan.states)
         self._sampler.update()
@@ -151,7 +147,7 @@ class StepGraphs:
         bound = self._target.plan.context_bounds[0]
         for graph in self._target.keys:
             if graph.bucket.max_context_len == bound and graph.num_rows <= MOST_ROWS:
-                for kind in reversed(self._kinds):
+                for kind in reversed(KINDS):
                     yield ChoiceKey(graph.batch_size, graph.query_len, kind)
 
     def _draft_keys(self) -> Iterator[DraftKey]:

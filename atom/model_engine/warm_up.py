@@ -47,7 +47,7 @@ def warm_up(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: int) 
             else:
                 for batch in steps.batches:
                     num_drafts = drafter.begin(batch.num_drafting).made
-                    own.follow(Orders.of(batch, num_drafts, steps.is_greedy))
+                    own.follow(Orders.of(batch, num_drafts, steps.kind))
             _forget(own, steps, is_first=rank.place.is_first)
             count += len(steps.batches)
     except (torch.OutOfMemoryError, SamplingFailedError) as failed:

@@ -10,6 +10,8 @@ import msgspec
 from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from atom.model_engine.largest_steps import dearest_params
 from atom.model_ops.metadata import MAX_DECODE_QUERIES
+from atom.sampling.decode_rows import KINDS
+from atom.sampling.rows import Needs
 from atom.sampling_params import SamplingParams
 
 # Tokens of prompts; the longest step is one more. Kernels are made for ranges of lengths.
@@ -55,12 +57,12 @@ class WarmUp:
 
     Attributes:
         batches: each may be launched before the results of the one before it are read.
-        is_greedy: every row takes the argmax of its logits, and nothing else is read of them.
+        kind: as in `SamplePlan`.
         num_rows: of the sequences, from 0 on.
     """
 
     batches: list[ScheduledBatch]
-    is_greedy: bool
+    kind: Needs | None
     num_rows: int
 
 
@@ -74,35 +76,39 @@ def warm_ups(limits: StepLimits) -> Iterator[WarmUp]:
     if longest < 1:
         return
     lengths = sorted({min(length, longest) for length in (*_PROMPTS, limits.max_num_tokens)})
-    greedy, *others = _kinds(limits)
+    kinds = dict(zip((*KINDS, None), _params_of_kinds(limits), strict=True))
+    greedy, edited = KINDS[0], None
+
+    def begin(lens: list[int], kind: Needs | None, start: int = 0) -> WarmUp:
+        return _warm_up(limits, lens, kinds[kind], kind, start)
+
     for length in lengths:
-        yield _warm_up(limits, [length], greedy, is_greedy=True)
+        yield begin([length], greedy)
         # The end of a long prompt, whose beginning is never computed.
         if start := limits.last_prompt_token - length:
-            yield _warm_up(limits, [length], greedy, is_greedy=True, start=start)
-    yield _unfinished_prompt(limits, lengths[0], greedy)
+            yield begin([length], greedy, start)
+    yield _unfinished_prompt(limits, lengths[0], kinds[greedy])
     most = max(min(limits.max_num_tokens // lengths[0], limits.max_num_seqs), 1)
-    *plain, edited = others
-    for params in (greedy, *plain):
-        yield _warm_up(limits, [lengths[0]] * most, params, is_greedy=params is greedy)
+    for kind in KINDS:
+        yield begin([lengths[0]] * most, kind)
     # A prompt alone may be shorter than a step.
     count = min(-(-limits.max_num_tokens // longest), limits.max_num_seqs)
     left = [min(longest, limits.max_num_tokens - i * longest) for i in range(count)]
     if count > 1:
-        yield _warm_up(limits, left, greedy, is_greedy=True)
-    for params in (*plain, edited):
-        yield _warm_up(limits, [lengths[0]], params, is_greedy=False)
+        yield begin(left, greedy)
+    for other in (*KINDS[1:], edited):
+        yield begin([lengths[0]], other)
 
 
 def _unfinished_prompt(limits: StepLimits, length: int, params: SamplingParams) -> WarmUp:
     """The first tokens of a longer prompt: nothing is sampled, a draft writes its cache alone."""
     step, new = _Rows(limits, params).prompt(length)
     begun = msgspec.structs.replace(step, wants_sample=False, successor_token=0)
-    return WarmUp([ScheduledBatch([begun], [new], [])], True, 1)
+    return WarmUp([ScheduledBatch([begun], [new], [])], KINDS[0], 1)
 
 
-def _kinds(limits: StepLimits) -> list[SamplingParams]:
-    """Greedy, at a temperature, with filters, and with all that the host has a say in."""
+def _params_of_kinds(limits: StepLimits) -> list[SamplingParams]:
+    """Of the `KINDS`, and with all that the host has a say in."""
     dearest = dearest_params(limits.max_logprobs, limits.context_len, limits.vocab_size)
     return [
         SamplingParams(temperature=0.0),
@@ -155,8 +161,7 @@ def _warm_up(
     limits: StepLimits,
     lengths: list[int],
     params: SamplingParams,
-    *,
-    is_greedy: bool,
+    kind: Needs | None,
     start: int = 0,
 ) -> WarmUp:
     rows = _Rows(limits, params)
@@ -173,4 +178,4 @@ def _warm_up(
         verifying = [rows.verify(s.row, drafts, s.num_blocks) for s in beside]
         prompt, known = rows.prompt(length)
         batches.append(ScheduledBatch([*verifying, prompt], [known], []))
-    return WarmUp(batches, is_greedy, len(rows.ends))
+    return WarmUp(batches, kind, len(rows.ends))

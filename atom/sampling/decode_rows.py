@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling.ops import TORCH_OPS, SamplingOps
 from atom.sampling.rows import Needs, SamplingRows
@@ -49,7 +50,7 @@ class DecodeSampler:
 
     Args:
         compute_logits: of hidden states [R, hidden].
-        choose_greedily: as for `Sampler`.
+        group, choose_greedily: as for `Sampler`.
     """
 
     def __init__(
@@ -57,11 +58,13 @@ class DecodeSampler:
         compute_logits: Callable[[torch.Tensor], torch.Tensor],
         rows: SamplingRows,
         ops: SamplingOps = TORCH_OPS,
+        group: ParallelGroup = SINGLE,
         choose_greedily: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> None:
         self._compute_logits = compute_logits
         self._rows = rows
         self._ops = ops
+        self._group = group
         self._choose_greedily = choose_greedily
 
     def update(self) -> None:
@@ -106,12 +109,15 @@ class DecodeSampler:
         return tokens, accepted, rows[::query_len] + accepted
 
     def _choose(self, given: DecodeRows, hidden_states: torch.Tensor, kind: Needs) -> torch.Tensor:
-        """[T] int64."""
+        """[T] int64, on all ranks what the first one chooses."""
         if not kind and self._choose_greedily is not None:
             return self._choose_greedily(hidden_states)
+        logits = self._compute_logits(hidden_states)
+        if self._group.rank:
+            return self._group.broadcast(torch.empty_like(given.input_ids))
         options = SamplingMetadata()
         if kind:
             rows = given.rows.repeat_interleave(given.query_len)
             how = kind, self._ops.sampling_options
             options = self._rows.metadata(rows, given.positions + 1, *how)
-        return self._ops.choose_tokens(self._compute_logits(hidden_states), options)
+        return self._group.broadcast(self._ops.choose_tokens(logits, options))

@@ -115,7 +115,8 @@ class SamplePlan:
         penalised: indices [n] int64 into S, and their `TokenCounts` slots; None without.
         prompts: the sequences with prompt logprobs.
         synthetic: how many drafts count as accepted, whatever is sampled; None if that decides.
-        is_greedy: every row takes the argmax of its logits, and nothing else is read of them.
+        kind: how all rows are chosen, one of `KINDS`; None where the first rank alone knows what
+            else is done with their logits: edits, or logprobs.
     """
 
     layout: RowLayout
@@ -131,7 +132,12 @@ class SamplePlan:
     penalised: tuple[torch.Tensor, torch.Tensor] | None
     prompts: list[PromptRows]
     synthetic: SyntheticCounts | None
-    is_greedy: bool
+    kind: Needs | None
+
+    @property
+    def is_greedy(self) -> bool:
+        """Whether every row takes the argmax of its logits, and nothing else is read of them."""
+        return self.kind == Needs(0)
 
     @property
     def is_plain(self) -> bool:

@@ -216,7 +216,7 @@ class Sampler:
                 if self._synthetic is not None and layout.most
                 else None
             ),
-            is_greedy=not together & (Needs.TEMPERATURE | Needs.LOGPROBS | EDITS),
+            kind=None if together & (Needs.LOGPROBS | EDITS) else kind_of(together),
         )
 
     def forget(self, rows: Sequence[int]) -> None:

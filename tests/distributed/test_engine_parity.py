@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-from collections import Counter
-from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -23,9 +19,8 @@ from spec_decode.engines import (
 )
 from transformers import PreTrainedTokenizerFast
 
-from atom.graphs.capture import ReexecuteBackend
 from atom.kv_cache.base import KVCachePlan
-from atom.model_engine import kv_memory, planned_graphs, rank
+from atom.model_engine import kv_memory, rank
 
 Folders = dict[str, Path]
 
@@ -113,45 +108,6 @@ def test_the_same_tokens(
         stats = engine.engine.core.stats
         assert (stats.num_preemptions > 0) == (name == "preemption")
         assert stats.prefix_cache_hits > 0
-
-
-@pytest.mark.parametrize("name", ["eagle3 mha", "mtp"])
-def test_the_same_tokens_through_graphs(
-    name: str, folders: Folders, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """All ranks replay the same graphs, though only the first knows what edits logits."""
-    target, size, options = CASES[name]
-    options = {**options, "num_speculative_tokens": 3}
-    if "draft_model" in options:
-        options["draft_model"] = str(folders[options["draft_model"]])
-    edited = params("greedy", max_tokens=12, presence_penalty=0.8)
-    samplings: list[Any] = [edited, *SAMPLINGS, [edited, SAMPLINGS[0], SAMPLINGS[0]]]
-    with create_engine(folders[target]) as engine:
-        expected = [generate(engine, sampling, CHOSEN[:3]) for sampling in samplings]
-    replayed: Counter[tuple[int, str]] = Counter()
-
-    class CountingBackend(ReexecuteBackend):
-        """Counts a thread's replays by what was captured."""
-
-        def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-            assert isinstance(work, partial)
-            repeat, kind = super().capture(work), type(work.args[0]).__name__
-
-            def replay() -> None:
-                replayed[threading.get_ident(), kind] += 1
-                repeat()
-
-            return replay
-
-    monkeypatch.setattr(planned_graphs, "capture_backend", lambda _: CountingBackend())
-    options |= {"cudagraph_capture_sizes": "1,4", "tensor_parallel_size": size}
-    with engines_of_threads(), create_engine(folders[target], **options) as engine:
-        assert [generate(engine, sampling, CHOSEN[:3]) for sampling in samplings] == expected
-    for kind in ("GraphKey", "ChoiceKey", "DraftKey"):
-        own = [count for (_, name), count in replayed.items() if name == kind]
-        assert len(own) == size
-        assert len(set(own)) == 1, kind
-        assert own[0] > 5
 
 
 @pytest.mark.parametrize("name", ["eagle3 mha", "peagle", "whole mtp"])

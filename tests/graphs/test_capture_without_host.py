@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -235,14 +237,16 @@ def test_choosing_tokens_asks_the_device_for_nothing(
     rows = SamplingRows(8, vocab_size, frozenset(), device, None)
     ops = SamplingOps(choose_tokens=lambda scores, options: choose(scores, options)[0])
     greedily = model.output_head.choose_greedily if on_no_device.group.size > 1 else None
-    sampler = DecodeSampler(model.compute_logits, rows, ops, greedily)
+    ranks = [replace(on_no_device.group, rank=rank) for rank in (0, on_no_device.group.size - 1)]
+    samplers = [DecodeSampler(model.compute_logits, rows, ops, own, greedily) for own in ranks]
     each = torch.zeros(size, dtype=torch.int64, device=device)
     at = torch.zeros(size * query_len, dtype=torch.int64, device=device)
     given = DecodeRows(each, at, at, each, at)
     hidden = torch.zeros(size * query_len, 48, device=device)
     with nothing_from_the_host():
-        for kind in KINDS:
-            sampler.sample(given, hidden, kind, None)
+        for sampler, kind in product(samplers, KINDS):
+            tokens, _, _ = sampler.sample(given, hidden, kind, None)
+            assert tokens.shape == (size, query_len)
             sampler.race(each)
 
 

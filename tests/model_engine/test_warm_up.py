@@ -88,7 +88,7 @@ def test_prompts_of_several_lengths() -> None:
 def test_a_prompt_that_goes_on_samples_nothing() -> None:
     alone = [steps for steps in warm_ups(LIMITS) if not steps.batches[0].sequences[0].wants_sample]
     assert [len(steps.batches[0].sequences[0].token_ids) for steps in alone] == [17]
-    assert alone[0].is_greedy
+    assert alone[0].kind == Needs(0)
 
 
 @pytest.mark.parametrize("overlaps", [False, True])
@@ -275,5 +275,5 @@ def test_each_way_to_choose_is_there() -> None:
         own = steps.batches[0].new[0].params
         needs = _needs_of(own)
         wanted.add((kind_of(needs), bool(needs & EDITS)))
-        assert steps.is_greedy == (needs == 0)
+        assert steps.kind == (None if needs & EDITS else kind_of(needs))
     assert wanted == {(KINDS[0], False), (KINDS[1], False), (KINDS[2], False), (KINDS[2], True)}
