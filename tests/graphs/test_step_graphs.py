@@ -19,6 +19,7 @@ from atom import LLM
 from atom.batch import LaunchedStep, ScheduledBatch
 from atom.graphs.capture import ReexecuteBackend
 from atom.model_engine import planned_graphs, step_graphs
+from atom.model_engine.step_graphs import ChoiceKey
 from atom.model_engine.worker import Worker
 from atom.sampling.decode_rows import KINDS
 from atom.sampling.rows import Needs, SamplingRows
@@ -149,6 +150,21 @@ def test_where_the_host_has_a_say_the_layers_and_the_drafts_are_graphs(
     launched = launched_by(engine, backend.launches, {"logprobs": 2})
     assert launched["replay"] == 2
     assert launched["cat"] >= 1
+
+
+def test_memory_is_measured_of_the_dearest_choice(
+    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the most rows, with filters: on several ranks greedy rows need no gathered logits."""
+    monkeypatch.setattr(planned_graphs, "capture_backend", lambda _: ReexecuteBackend())
+    engine = create_engine(folders[0], cudagraph_capture_sizes=[2, 4])
+    executor = engine.engine.core.executor
+    assert isinstance(executor, Worker)
+    graphs, keys = executor._runner.graphs, []
+    assert graphs is not None
+    monkeypatch.setattr(graphs, "_choosing", lambda key: lambda: keys.append(key))
+    graphs._rehearse()
+    assert keys == [ChoiceKey(4, 1, KINDS[-1])]
 
 
 def test_acceptance_at_random_in_graphs(
