@@ -10,11 +10,13 @@ import torch
 from gguf import GGMLQuantizationType
 from gguf_files import tiny_model
 from models.harness import ModelBench
-from quantised.packing import TOKENS, logits
+from quantised.packing import TOKENS, layer_context, logits
+from safetensors.torch import load_file
 from spec_decode.engines import create_engine
 
 from atom import SamplingParams
 from atom.config import ModelOptions
+from atom.distributed.parallel_state import ParallelGroup
 from atom.model_engine.worker import Worker
 from atom.model_loader.gguf.convert import converted_folder
 from atom.model_loader.gguf.file import read_gguf
@@ -111,6 +113,27 @@ def test_parts_are_the_products_of_their_own_matrices(attention: QKVParallelLine
     x = torch.randn(9, attention.in_features, generator=torch.Generator().manual_seed(1))
     alone = [attention.alone(part)(x) for part in ("q_proj", "k_proj", "v_proj")]
     assert torch.equal(attention(x), torch.cat(alone, 1))
+
+
+@needs_native
+def test_ranks_have_their_heads_of_each_part(mixed: Path, attention: QKVParallelLinear) -> None:
+    source = resolve_model(ModelOptions(str(mixed), dtype="float32"))
+    stored = load_file(source.path / "model.safetensors")
+    prefix = "model.layers.0.self_attn"
+    x = torch.randn(3, attention.in_features, generator=torch.Generator().manual_seed(1))
+    whole = attention.split(attention(x))
+    for rank in range(2):
+        context = layer_context(source.quantization, ParallelGroup(rank, 2))
+        sizes = attention.in_features, attention.head_dim, 4, 2
+        layer = QKVParallelLinear(*sizes, False, context, f"{prefix}.qkv_proj")
+        for part in ("q_proj", "k_proj", "v_proj"):
+            alone = layer.alone(part)
+            for name in alone.storage.stored:
+                alone.load_weight(name, stored[f"{prefix}.{part}.{name}"], None)
+            alone.process_after_loading()
+        for ours, of_all in zip(layer.split(layer(x)), whole, strict=True):
+            heads = ours.shape[1]
+            assert torch.equal(ours, of_all[:, rank * heads : (rank + 1) * heads])
 
 
 @needs_native
