@@ -14,9 +14,9 @@ import torch
 
 from atom.kv_cache.builders import attention_layers
 from atom.model_ops.embedding import VocabParallelEmbedding
-from atom.model_ops.linear import PreparedMatrix
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.moe import FusedMoE
+from atom.model_ops.stacked import PreparedMatrix
 from atom.models.base import CausalLM
 
 

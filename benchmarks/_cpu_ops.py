@@ -89,7 +89,8 @@ def _captured(engine: DecodeEngine) -> list[Op]:
     ops["output head"].add(
         lambda: model.compute_logits(rows), num_bytes, _kind(module, rows), count
     )
-    return list(ops.values())
+    # Not those within a layer, which computes them itself.
+    return [op for op in ops.values() if op.calls]
 
 
 def _hook(op: Op, engine: DecodeEngine) -> Callable[..., None]:
@@ -154,7 +155,8 @@ def _short(name: str) -> str:
 
 def _held(module: nn.Module) -> int:
     """Bytes of weights, quantised ones as the op reads them."""
-    return sum(map(_size, module.parameters())) + int(getattr(module, "quantised_bytes", 0))
+    quantised = (int(getattr(part, "quantised_bytes", 0)) for part in module.modules())
+    return sum(map(_size, module.parameters())) + sum(quantised)
 
 
 def _kind(module: nn.Module, x: torch.Tensor) -> str:

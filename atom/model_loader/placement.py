@@ -185,13 +185,16 @@ class _Directory:
         module = self._naming.get(name.rpartition(".")[0])
         return module is None or shard is None or module.holds(shard)
 
-    def _in_packed(self, name: str) -> tuple[str, str] | None:
+    def _in_packed(self, name: str) -> tuple[str, str | None] | None:
+        """In a fused layer, or in a layer within one that has parts in several formats."""
         module, _, parameter = name.rpartition(".")
         parent, dot, part = module.rpartition(".")
         for packed, parts in self._mapping.packed.items():
-            candidate = f"{parent}{dot}{packed}.{parameter}"
-            if part in parts and candidate in self._targets:
-                return candidate, part
+            fused = f"{parent}{dot}{packed}"
+            if part in parts and f"{fused}.{parameter}" in self._targets:
+                return f"{fused}.{parameter}", part
+            if part in parts and f"{fused}.{part}.{parameter}" in self._targets:
+                return f"{fused}.{part}.{parameter}", None
         return None
 
     def _by_module(self, name: str) -> tuple[str, str | None] | None:

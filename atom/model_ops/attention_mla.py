@@ -11,7 +11,7 @@ import torch
 from atom.model_ops.cached_attention import CachedAttention, StoredPart
 from atom.model_ops.kv_scale import KVScale
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import DequantisedMatrix, share_of
+from atom.model_ops.linear import share_of
 from atom.model_ops.metadata import (
     MAX_DECODE_QUERIES,
     AttentionMetadata,
@@ -21,6 +21,7 @@ from atom.model_ops.metadata import (
 from atom.model_ops.mixed_batch import attend_by_length
 from atom.model_ops.quant.storage import Cut, Part
 from atom.model_ops.rotary import RotaryEmbedding
+from atom.model_ops.stacked import DequantisedMatrix
 
 
 class LatentUpProjection(DequantisedMatrix):

@@ -11,10 +11,10 @@ from torch import nn
 from atom.config import ConfigError
 from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import PreparedMatrix
 from atom.model_ops.quant.base import LayerKind
 from atom.model_ops.quant.storage import Cut, Part
 from atom.model_ops.registry import OpUnavailableError
+from atom.model_ops.stacked import PreparedMatrix
 
 
 class VocabMatrix(PreparedMatrix):

@@ -1,144 +1,32 @@
 """Linear layers with weights split over a group of ranks.
 
 Weights are this rank's [out_features, in_features]. A fused layer stacks several checkpoint
-matrices along the output; `load_weight` copies each to its rows.
+matrices along the output.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
 import torch
-from torch import nn
 
 from atom.config import ConfigError
 from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.quant.base import LayerKind
-from atom.model_ops.quant.inputs import resolve_product, take_weights
 from atom.model_ops.quant.rounding import InputRounding, Rows
-from atom.model_ops.quant.storage import Cut, MatrixStorage, Part
-from atom.model_ops.quant.weights import dequantise, held_bytes
-from atom.model_ops.registry import OpChoice
-from atom.model_ops.weights import copy_weight
-
-
-class StackedMatrix(nn.Module):
-    """Weights of one product: the checkpoint's matrices in `parts`, one above the other.
-
-    Attributes:
-        weight: [out_features, in_features], if it is not quantised.
-        bias: [out_features], or None.
-    """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
-    _dequantises = True
-
-    def __init__(
-        self,
-        parts: Mapping[str | None, Part],
-        bias: bool,
-        context: LayerContext,
-        prefix: str,
-        kind: LayerKind = "linear",
-    ) -> None:
-        super().__init__()
-        self.group = context.group
-        self.parts = parts
-        parent = prefix.rpartition(".")[0]
-        names = [f"{parent}.{part}".lstrip(".") for part in parts if part is not None]
-        method = context.quant.method_for(prefix, names, kind)
-        matrices = tuple(parts.values())
-        try:
-            self.storage = MatrixStorage(self, matrices, method, context, has_bias=bias)
-        except ValueError as error:
-            raise ValueError(f"{prefix}: {error}") from error
-        self.in_features = self.storage.columns
-        self.out_features = sum(self.storage.rows)
-        if bias or "bias" not in self.storage.stored:
-            self.bias = context.empty(self.out_features) if bias else None
-        self._dtype = context.dtype
-
-    def load_weight(self, name: str, tensor: torch.Tensor, shard: str | None) -> None:
-        """Load tensor `name` of the checkpoint's matrix `shard`; None if there is only one."""
-        if shard not in self.parts:
-            matrices = ", ".join(str(part) for part in self.parts if part is not None)
-            raise ValueError(
-                f"{name} consists of {matrices}, not {shard}"
-                if matrices
-                else f"{name} has no shard {shard}"
-            )
-        part = self.parts[shard]
-        if name in self.storage.stored:
-            self.storage.load(name, tensor, part)
-        elif name == "bias" and self.bias is not None:
-            self._load_bias(self.bias, tensor, part)
-        else:
-            raise ValueError(f"it consists of {', '.join(self.storage.stored)}, not {name}")
-
-    def _load_bias(self, bias: torch.Tensor, tensor: torch.Tensor, part: Part) -> None:
-        rows = part.rows
-        if tensor.shape != (rows.total,):
-            raise ValueError(
-                f"the checkpoint holds shape {list(tensor.shape)}, the model wants [{rows.total}]"
-            )
-        mine = bias[part.offset : part.offset + rows.size]
-        copy_weight(mine, tensor[rows.start : rows.start + rows.size])
-
-    @property
-    def dequantised_bytes(self) -> int:
-        """Of what takes the place of quantised weights; 0 if they stay quantised."""
-        if self.storage.format is None or not self._dequantises:
-            return 0
-        return self.out_features * self.in_features * self._dtype.itemsize
-
-
-class PreparedMatrix(StackedMatrix):
-    """Quantised weights are converted once, after loading, to what the op of their product reads.
-
-    Attributes:
-        choice: the op and its implementation, once `resolve` was called.
-    """
-
-    choice: OpChoice
-    _prepared: Any = None
-
-    def resolve(self, op: str, context: LayerContext, prefix: str) -> None:
-        """Choose the implementation of `op`, or of that for quantised weights.
-
-        Raises:
-            ConfigError: when its inputs cannot be rounded as `--activations` says.
-        """
-        try:
-            self.choice = resolve_product(
-                op,
-                self.storage.format,
-                context,
-                in_features=self.in_features,
-                out_features=self.out_features,
-            )
-        except ConfigError as error:
-            raise ConfigError(f"{prefix}: {error}") from error
-        self._dequantises = self.choice.dequantises
-
-    @property
-    def quantised_bytes(self) -> int:
-        """Of weights that are no parameters but in the form that the op made of quantised ones."""
-        return held_bytes(self._prepared)
-
-    def process_after_loading(self) -> None:
-        if self.storage.format is None:
-            return
-        self._prepared = take_weights(self.storage, self.choice)
-        if self.choice.prepare is not None:
-            self._prepared = self.choice.prepare(self._prepared, self._dtype)
+from atom.model_ops.quant.storage import Cut, Part
+from atom.model_ops.stacked import PreparedMatrix, part_names
 
 
 class LinearBase(PreparedMatrix):
-    """A product with its input."""
+    """A product with its input.
+
+    Where its matrices are stored in several formats, each is a layer of its own within this one, by
+    the name of its part, and writes its columns of the output.
+    """
 
     def __init__(
         self,
@@ -148,8 +36,20 @@ class LinearBase(PreparedMatrix):
         prefix: str,
     ) -> None:
         super().__init__(parts, bias, context, prefix)
+        if self.storage.is_split:
+            self._split(bias, context, prefix)
+            return
         self.resolve("linear", context, prefix)
         self._product = self.choice.function
+
+    def _split(self, bias: bool, context: LayerContext, prefix: str) -> None:
+        names = part_names(prefix, self.parts)
+        for (part, matrix), name in zip(self.parts.items(), names, strict=True):
+            alone = replace(matrix, offset=0, index=0)
+            layer = LinearBase({None: alone}, bias, context, name)
+            self.add_module(str(part), layer)
+            # Their products round rows in different ways, so no norm does.
+            self.choice = replace(layer.choice, takes_rounded=False)
 
     def rounding(self) -> InputRounding | None:
         """How a norm may round the inputs, once weights are loaded; None if it may not."""
@@ -160,24 +60,32 @@ class LinearBase(PreparedMatrix):
 
     def forward(self, x: Rows) -> torch.Tensor:
         """[..., in_features] -> [..., out_features]."""
-        weights = self._prepared
-        if weights is None:
-            weights = self.weight
-        out: torch.Tensor = self._product(x, weights, self.bias)
+        out: torch.Tensor
+        if self.storage.is_split:
+            assert isinstance(x, torch.Tensor)
+            out = x.new_empty(*x.shape[:-1], self.out_features)
+            for name, part in self.parts.items():
+                columns = slice(part.offset, part.offset + part.rows.size)
+                self.alone(str(name)).write(x, out[..., columns])
+            return out
+        out = self._product(x, self._weights(), self.bias)
         return out
 
+    def write(self, x: torch.Tensor, out: torch.Tensor) -> None:
+        """Write the product to `out` [..., out_features], whose rows may lie apart."""
+        if self.choice.into is None:
+            out.copy_(self.forward(x))
+        else:
+            self.choice.into(x, self._weights(), self.bias, out)
 
-class DequantisedMatrix(StackedMatrix):
-    """Weights that are read otherwise than by a product with a layer's input.
+    def alone(self, part: str) -> LinearBase:
+        """The layer of one matrix, where they are stored in several formats."""
+        layer = self.get_submodule(part)
+        assert isinstance(layer, LinearBase)
+        return layer
 
-    Quantised ones are dequantised once, after loading.
-    """
-
-    def process_after_loading(self) -> None:
-        if self.storage.format is None:
-            return
-        weight = dequantise(self.storage.take(), self._dtype)
-        self.weight = nn.Parameter(weight, requires_grad=False)
+    def _weights(self) -> Any:
+        return self.weight if self._prepared is None else self._prepared
 
 
 class ReplicatedLinear(LinearBase):
@@ -209,7 +117,9 @@ class MergedReplicatedLinear(LinearBase):
         part = self.parts[shard]
         rows = slice(part.offset, part.offset + part.rows.size)
         out: torch.Tensor
-        if self._prepared is None:
+        if self.storage.is_split:
+            out = self.alone(shard)(x)
+        elif self._prepared is None:
             bias = None if self.bias is None else self.bias[rows]
             out = self._product(x, self.weight[rows], bias)
         else:

@@ -32,6 +32,7 @@ def kernel(
     batch_invariant: bool = False,
     takes_rounded: str | None = None,
     takes_plain: bool = False,
+    into: str | None = None,
 ) -> Implementation:
     """One implementation. Nothing that it names is imported before it is needed.
 
@@ -47,6 +48,7 @@ def kernel(
         takes_rounded: path of a function that says whether a norm may round the inputs, as prepared
             weights say; None if it may not.
         takes_plain: whether one expert may be unquantised, as `plain` of prepared weights.
+        into: path of the function that writes its result to one more argument; None without one.
     """
     folder = function.partition(".")[0]
 
@@ -70,6 +72,7 @@ def kernel(
         batch_invariant,
         lambda query: takes_rounded is not None and find(takes_rounded)(query),
         takes_plain,
+        None if into is None else lambda: find(into),
     )
 
 

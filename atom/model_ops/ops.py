@@ -13,7 +13,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             note=lambda query: find("aiter.linear:note_few_rows")(query),
         ),
         kernel("aiter.linear:linear", "aiter.linear:refuses"),
-        invariant("native.linear:linear"),
+        invariant("native.linear:linear", into="native.linear:linear_into"),
         invariant("triton.linear:linear", "triton.linear:refuses"),
         kernel("torch.linear:linear"),
     ),
@@ -29,6 +29,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "native.quant:quant_linear",
             "native.quant_pack:refuses",
             prepare="native.quant_pack:prepare",
+            into="native.quant:quant_linear_into",
         ),
         invariant(
             "native.quant:dense_linear",

@@ -65,6 +65,8 @@ class Implementation:
             prepared weights say in `rounding`.
         takes_plain: whether prepared weights of quantised experts have a field `plain` for the
             matrix [out, inputs] of one more expert, behind the last, that is not quantised.
+        load_into: imports and returns the function that writes its result to one more argument,
+            [rows, out_features] with rows that may lie apart; None if there is none.
     """
 
     name: str
@@ -77,6 +79,7 @@ class Implementation:
     batch_invariant: bool = False
     takes_rounded: Callable[[OpQuery], bool] = lambda _: False
     takes_plain: bool = False
+    load_into: Callable[[], Any] | None = None
 
     def refuses(self, query: OpQuery) -> str | None:
         """Why it is not chosen; None if it can be."""
@@ -100,6 +103,7 @@ class OpChoice:
     dequantises: bool = False
     takes_rounded: bool = False
     takes_plain: bool = False
+    into: Callable[..., None] | None = None
 
 
 def preference(platform: Platform) -> tuple[str, ...]:
@@ -233,6 +237,7 @@ class OpTable:
                     candidate.dequantises,
                     candidate.takes_rounded(query),
                     candidate.takes_plain,
+                    candidate.load_into() if candidate.load_into is not None else None,
                 )
             passed_over.append((candidate.name, reason))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)

@@ -43,10 +43,11 @@ def load_target_parts(config: EngineConfig, source: ModelSource) -> TargetParts:
     target = build_model(create, source, context, config.model)
     embedding, head = target.token_embedding.dense(), target.output_head.dense()
     mlps = [module for module in target.modules() if isinstance(module, LlamaMLP)]
-    dense = [mlp for mlp in mlps if mlp.gate_up_proj.storage.format is None]
+    products = [mlp.gate_up_proj for mlp in mlps]
+    dense = [p for p in products if p.storage.format is None and not p.storage.is_split]
     mlp = None
     if dense:
-        gate, up = dense[-1].gate_up_proj.weight.data.float().chunk(2)
+        gate, up = dense[-1].weight.data.float().chunk(2)
         mlp = {"gate_proj": gate.clone(), "up_proj": up.clone()}
     norm = target.final_norm.weight.data.float().clone()
     return TargetParts(embedding, head, norm, mlp, target.default_aux_layer_ids())

@@ -26,6 +26,9 @@ from atom.model_engine.arg_utils import (
     engine_config,
     engine_options,
 )
+from atom.model_ops.attention_mla import MLAAttention
+from atom.model_ops.kernels.native.build import native_build
+from atom.model_ops.kernels.native.mla import mla_attention
 from atom.model_ops.metadata import KVCacheTensor, LatentCacheTensor
 from atom.platform import cpu_platform
 
@@ -122,6 +125,23 @@ def test_speculation_changes_no_token(
     tensors = builder.allocate_kv_cache_tensors(1)
     assert list(tensors) == [f"{owner}_kv_cache", f"{owner}_kv_scale"]
     assert tensors[f"{owner}_kv_cache"].nbytes == builder.compute_block_bytes()
+
+
+def test_native_kernels_read_latents_of_8_bits(
+    tmp_path: Path, byte_level_tokenizer: PreTrainedTokenizerFast, folders: Callable[[str], Path]
+) -> None:
+    """A latent of a size that they take; in bfloat16, where their bits decide."""
+    if reason := native_build().reason:
+        pytest.skip(reason)
+    target = engines.write_target("deepseek_v3", tmp_path, byte_level_tokenizer, kv_lora_rank=32)
+    options = {"kv_cache_dtype": "fp8", "dtype": "bfloat16"}
+    plain = create_engine(target, **options)
+    for layer in attention_layers(executor_of(plain).parts.model).values():
+        assert isinstance(layer, MLAAttention)
+        assert layer._decode is layer._prefill is mla_attention
+    fast = create_engine(target, **options, **speculation("mtp", folders))
+    for setting in ("greedy", "warm"):
+        assert generate(fast, params(setting)) == generate(plain, params(setting)), setting
 
 
 @pytest.mark.usefixtures("flavour")

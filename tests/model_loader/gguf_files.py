@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFValueType, GGUFWriter
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFValueType, GGUFWriter
 from gguf.quants import quantize
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from transformers import PreTrainedTokenizerBase as Tokenizer
 
+# Where a block has its float16 scales.
+_SCALES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.norm": "output_norm",
@@ -102,14 +106,33 @@ def byte_level_metadata(tokenizer: Tokenizer, pre: str = "gpt-2") -> dict[str, A
     }
 
 
+def random_blocks(
+    kind: GGMLQuantizationType, rows: int, columns: int, largest: float = 1.0, seed: int = 0
+) -> np.ndarray:
+    """Random blocks of a matrix, uint8 [rows, bytes], with scales of at most `largest`."""
+    elements, num_bytes = GGML_QUANT_SIZES[kind]
+    random = np.random.default_rng(seed)
+    blocks = random.integers(0, 256, (rows * columns // elements, num_bytes), np.uint8)
+    for start in _SCALES[kind.name]:
+        scale = random.uniform(-largest, largest, len(blocks)).astype(np.float16)
+        blocks[:, start : start + 2] = scale.view(np.uint8).reshape(-1, 2)
+    return blocks.reshape(rows, -1)
+
+
 def write_gguf(
     path: Path,
     model: torch.nn.Module,
     metadata: dict[str, Any],
     kind: GGMLQuantizationType = GGMLQuantizationType.F32,
     extra_tensors: dict[str, np.ndarray] | None = None,
+    random_kinds: Mapping[str, GGMLQuantizationType] = MappingProxyType({}),
 ) -> Path:
-    """Write the model as llama.cpp's converter does: matrices as `kind`, vectors as float32."""
+    """Write the model as llama.cpp's converter does: matrices as `kind`, vectors as float32.
+
+    Args:
+        random_kinds: types of matrices that are random blocks instead, by parts of GGUF's names;
+            the package does not quantise to all types.
+    """
     writer = GGUFWriter(path, model.config.model_type)
     for key, value in metadata.items():
         if value is not None:
@@ -120,6 +143,11 @@ def write_gguf(
             continue
         values = gguf_order(name, tensor.numpy(), model)
         stored = kind if values.ndim > 1 else GGMLQuantizationType.F32
+        parts = gguf_name(name).split(".")
+        if chosen := next((random_kinds[part] for part in parts if part in random_kinds), None):
+            blocks = random_blocks(chosen, *values.shape, largest=1e-3, seed=len(name))
+            writer.add_tensor(gguf_name(name), blocks, raw_dtype=chosen)
+            continue
         writer.add_tensor(gguf_name(name), quantize(values, stored), raw_dtype=stored)
     for name, values in (extra_tensors or {}).items():
         writer.add_tensor(name, values)

@@ -12,7 +12,7 @@ import pytest
 import torch
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from gguf.quants import dequantize
-from gguf_files import tiny_model
+from gguf_files import random_blocks, tiny_model
 from quantised.packing import logits
 
 from atom.config import ConfigError, ModelOptions
@@ -27,20 +27,11 @@ from atom.model_ops.quant.formats.gguf import TYPES, GgufConfig, GgufMethod, par
 from atom.model_ops.quant.weights import QuantWeights, dequantise
 
 WriteTiny = Callable[..., Path]
-# Where a block has its float16 scales.
-_SCALES = {"Q8_0": (0,), "Q4_0": (0,), "Q4_1": (0, 2), "Q4_K": (0, 2), "Q6_K": (208,)}
 _ROWS, _COLUMNS = 37, 512
 
 
 def random_rows(kind: str) -> np.ndarray:
-    """Random blocks with small scales, [rows, bytes]."""
-    elements, num_bytes = GGML_QUANT_SIZES[GGMLQuantizationType[kind]]
-    random = np.random.default_rng(0)
-    blocks = random.integers(0, 256, (_ROWS * _COLUMNS // elements, num_bytes), np.uint8)
-    for start in _SCALES[kind]:
-        scale = random.uniform(-1, 1, len(blocks)).astype(np.float16)
-        blocks[:, start : start + 2] = scale.view(np.uint8).reshape(-1, 2)
-    return blocks.reshape(_ROWS, -1)
+    return random_blocks(GGMLQuantizationType[kind], _ROWS, _COLUMNS)
 
 
 def kept(kind: str, raw: np.ndarray) -> QuantWeights:
@@ -117,10 +108,8 @@ def test_with_tiles_a_kept_file_computes_the_unpacked_one_bit_by_bit(
     assert not torch.equal(logits(source.path, torch.bfloat16), expected)
 
 
-def test_types_without_a_format_and_mixed_products_become_numbers(
-    write_tiny: WriteTiny,
-) -> None:
-    kinds = {"attn_v": "Q8_0", "ffn_down": "Q5_0"}
+def test_types_without_a_format_become_numbers(write_tiny: WriteTiny) -> None:
+    kinds = {"attn_v": "Q8_0", "ffn_up": "Q5_0"}
     path = write_tiny(tiny_model(vocab_size=330), GGMLQuantizationType["Q4_0"])
     file = read_gguf(path)
     for name, tensor in file.tensors.items():
@@ -129,9 +118,11 @@ def test_types_without_a_format_and_mixed_products_become_numbers(
             num_bytes = tensor.num_elements // 32 * GGML_QUANT_SIZES[stored][1]
             file.tensors[name] = type(tensor)(name, tensor.shape, stored, tensor.offset, num_bytes)
     found = choose_kept(plan_tensors(file, head_dim(file)))
-    assert found.dequantised == {"in products of several types": 6, "of type Q5_0": 2}
-    assert "model.layers.0.self_attn.q_proj" not in found.types
+    assert found.dequantised == {"of type Q5_0": 2}
+    assert found.types["model.layers.0.self_attn.q_proj"] == "Q4_0"
+    assert found.types["model.layers.0.self_attn.v_proj"] == "Q8_0"
     assert found.types["model.layers.0.mlp.gate_proj"] == "Q4_0"
+    assert "model.layers.0.mlp.up_proj" not in found.types
 
 
 def test_the_folder_says_what_it_holds(write_tiny: WriteTiny) -> None:

@@ -14,6 +14,7 @@ from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kernels.torch import elementwise as torch_elementwise
 from atom.model_ops.kernels.torch import mla as torch_mla
 from atom.model_ops.kernels.torch import moe as torch_moe
+from atom.model_ops.kernels.torch.fp8 import quantise
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpTable
@@ -40,12 +41,23 @@ def assert_near(got: torch.Tensor, exact: torch.Tensor, dtype: torch.dtype) -> N
 
 # ---- latent attention ---------------------------------------------------------------------
 
+# Of latents in FP8; they have the model's type without one.
+STORED = pytest.mark.parametrize("scale", [None, torch.tensor([0.37])], ids=["stored_alike", "fp8"])
+
 
 class Sequences:
-    """Contexts in a shuffled pool, with NaN behind them; the last tokens of each are queries."""
+    """Contexts in a shuffled pool, with NaN behind them; the last tokens of each are queries.
+
+    Args:
+        scale: [1] of latents in FP8; they have the type of the queries if None.
+    """
 
     def __init__(
-        self, lengths: list[tuple[int, int]], sizes: tuple[int, ...], dtype: torch.dtype
+        self,
+        lengths: list[tuple[int, int]],
+        sizes: tuple[int, ...],
+        dtype: torch.dtype,
+        scale: torch.Tensor | None = None,
     ) -> None:
         heads, rank, nope, rope, v, self.block = sizes
         self.lengths = lengths
@@ -56,7 +68,8 @@ class Sequences:
         for i, (context, _) in enumerate(lengths):
             slots = torch.tensor(self.blocks[i])[:, None] * self.block + torch.arange(self.block)
             pool.flatten(0, 1)[slots.flatten()[:context]] = random(context, rank + rope, seed=i)
-        self.cache = LatentCacheTensor(pool.to(dtype))
+        stored = pool.to(dtype) if scale is None else quantise(pool, scale, torch.float8_e4m3fn)
+        self.cache = LatentCacheTensor(stored, scale)
         total = sum(queries for _, queries in lengths)
         self.q = random(total, heads, nope + rope, dtype=dtype, seed=50)
         self.up = (random(heads, nope + v, rank, seed=51) / rank**0.5).to(dtype)
@@ -70,15 +83,20 @@ class Sequences:
         return mla.mla_attention(self.q, self.cache, self.up, self.metadata(), SCALE)
 
     def exact(self) -> torch.Tensor:
-        cache = LatentCacheTensor(self.cache.latent.double())
+        scale = 1.0 if self.cache.scale is None else self.cache.scale.double()
+        cache = LatentCacheTensor(self.cache.latent.double() * scale)
         args = self.q.double(), cache, self.up.double(), self.metadata(), SCALE
         return torch_mla.mla_attention(*args)
 
 
+@STORED
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("sizes", [IN_PLACE, GATHERED], ids=["in_place", "gathered"])
-def test_latent_attention(dtype: torch.dtype, sizes: tuple[int, ...]) -> None:
-    batch = Sequences([(40, 1), (600, 3), (5, 5), (140, 40), (1, 1)], sizes, dtype)
+def test_latent_attention(
+    dtype: torch.dtype, sizes: tuple[int, ...], scale: torch.Tensor | None
+) -> None:
+    lengths = [(40, 1), (600, 3), (5, 5), (140, 40), (1, 1)]
+    batch = Sequences(lengths, sizes, dtype, scale)
     assert_near(batch.run(), batch.exact(), dtype)
 
 
@@ -88,13 +106,14 @@ def test_latent_attention_of_few_and_of_many_heads(heads: int) -> None:
     assert_near(batch.run(), batch.exact(), torch.float32)
 
 
+@STORED
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("sizes", [IN_PLACE, GATHERED], ids=["in_place", "gathered"])
 def test_a_query_has_the_same_bits_in_every_batch(
-    dtype: torch.dtype, sizes: tuple[int, ...]
+    dtype: torch.dtype, sizes: tuple[int, ...], scale: torch.Tensor | None
 ) -> None:
     """Alone or in a batch, among its sequence's queries or as the only one, on any threads."""
-    batch = Sequences([(1100, 1), (700, 18), (12, 12)], sizes, dtype)
+    batch = Sequences([(1100, 1), (700, 18), (12, 12)], sizes, dtype, scale)
     everything = batch.run()
     torch.set_num_threads(3)
     assert torch.equal(batch.run(), everything)
@@ -130,17 +149,33 @@ def test_a_block_beyond_the_cache_is_refused() -> None:
         mla.mla_attention(batch.q, batch.cache, batch.up[1:], metadata, SCALE)
 
 
+@STORED
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_latents_are_written_to_their_slots(dtype: torch.dtype) -> None:
-    latent, fused = random(4, 32, dtype=dtype), random(4, 2, 8, dtype=dtype, seed=1)
+def test_latents_are_written_to_their_slots(dtype: torch.dtype, scale: torch.Tensor | None) -> None:
+    """Those of FP8 are saturated, and NaN stays NaN."""
+    latent, fused = random(4, 30, dtype=dtype) * 10, random(4, 2, 7, dtype=dtype, seed=1)
+    latent[0, 3], latent[2, 29] = 1e4, float("nan")
     slots = torch.tensor([9, -1, 2, 0])
-    caches = [LatentCacheTensor(torch.zeros(3, 4, 40, dtype=dtype)) for _ in range(2)]
+    stored = dtype if scale is None else torch.float8_e4m3fn
+    pools = [torch.zeros(3, 4, 37).to(stored) for _ in range(2)]
+    caches = [LatentCacheTensor(pool, scale) for pool in pools]
     for op, cache in zip((mla.mla_cache_write, torch_mla.mla_cache_write), caches, strict=True):
         op(latent, fused[:, 1], cache, slots)
-    assert torch.equal(caches[0].latent, caches[1].latent)
+    assert torch.equal(*(pool.float().nan_to_num(-1.0) for pool in pools))
+    assert pools[0].float().isnan().sum() == 1
     slots[2] = 12
     with pytest.raises(IndexError, match="slot 12 lies beyond a cache of 3 blocks of 4"):
         mla.mla_cache_write(latent, fused[:, 0], caches[0], slots)
+
+
+def test_latents_in_8_bits_need_their_scale() -> None:
+    batch = Sequences([(9, 2)], GATHERED, torch.float32, torch.tensor([0.37]))
+    batch.cache = LatentCacheTensor(batch.cache.latent)
+    with pytest.raises(ValueError, match="mla_attention do not fit together"):
+        batch.run()
+    latent = random(2, 32)
+    with pytest.raises(ValueError, match="mla_cache_write do not fit together"):
+        mla.mla_cache_write(latent, random(2, 8), batch.cache, torch.tensor([0, 1]))
 
 
 # ---- routing ------------------------------------------------------------------------------

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import platform
-import shutil
 import subprocess
 import sys
 import threading
@@ -18,7 +16,7 @@ from patience import wait_until
 from atom.environment import cache_dir
 from atom.model_ops.kernels.native import bindings, elementwise, linear
 from atom.model_ops.kernels.native import sampling as native_sampling
-from atom.model_ops.kernels.native.build import SOURCE_DIR, NativeBuild, build, native_build
+from atom.model_ops.kernels.native.build import NativeBuild, build, native_build
 from atom.model_ops.kernels.torch import elementwise as torch_elementwise
 from atom.model_ops.kernels.torch import linear as torch_linear
 from atom.model_ops.kernels.torch import sampling as torch_sampling
@@ -85,19 +83,6 @@ def test_blocks_of_rows_that_leave_the_cache_have_the_same_bits(dtype: torch.dty
         assert torch.equal(linear.logits(x[row : row + 1], weight)[0], everything[row])
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of x86-64")
-@pytest.mark.parametrize("arch", ["haswell", "cascadelake"])
-def test_sources_are_right_for_older_processors(arch: str) -> None:
-    """AVX2 alone, and AVX-512 without products of bfloat16: parsed, not compiled."""
-    compiler = shutil.which("c++")
-    if compiler is None:
-        pytest.skip("there is no C++ compiler")
-    sources = sorted(map(str, SOURCE_DIR.glob("*.cpp")))
-    command = [compiler, "-std=c++17", "-fsyntax-only", f"-march={arch}", *sources]
-    done = subprocess.run(command, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("outs", "size"), [(1, 32), (31, 90), (515, 576)])
 def test_logits_are_float32_sums(dtype: torch.dtype, outs: int, size: int) -> None:
@@ -131,6 +116,22 @@ def test_linear_reads_rows_that_lie_apart() -> None:
     assert torch.equal(op(view, weight, None), op(view.contiguous(), weight, None))
     turned = random(64, 5).T
     assert torch.equal(op(turned, weight, None), op(turned.contiguous(), weight, None))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_linear_writes_columns_of_a_wider_output(dtype: torch.dtype) -> None:
+    weight, bias = random(37, 96, dtype=dtype), random(37, dtype=dtype, seed=1)
+    for rows in (1, 2, 7, 70):
+        x = random(rows, 96, dtype=dtype, seed=2)
+        out = torch.full((rows, 50), 7.0, dtype=dtype)
+        linear.linear_into(x, weight, bias, out[:, 5:42])
+        assert torch.equal(out[:, 5:42], linear.linear(x, weight, bias))
+        assert (out[:, :5] == 7.0).all()
+        assert (out[:, 42:] == 7.0).all()
+    turned = torch.empty(37, 70, dtype=dtype).T
+    for wrong in (out[:, 5:41], out[:, 5:42].double(), out[1:, 5:42], turned):
+        with pytest.raises(ValueError, match=r"linear writes \[70, 37\]"):
+            linear.linear_into(x, weight, bias, wrong)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -18,7 +18,7 @@ from pathlib import Path
 logger = logging.getLogger(__name__)
 
 # Part of each folder's name; increase it when the conversion changes.
-CONVERTER_VERSION = 2
+CONVERTER_VERSION = 3
 _HASHED_BYTES = 1 << 20
 # Locks on the folders that this process uses; the kernel lets go of them when it ends.
 _in_use: dict[Path, int] = {}

@@ -11,12 +11,6 @@ from gguf.constants import GGML_QUANT_SIZES
 from atom.model_loader.gguf.tensors import ConvertedTensor
 from atom.model_ops.quant.formats.gguf import TYPES
 
-# Modules of a layer that are one product.
-_FUSED = (
-    ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
-    ("mlp.gate_proj", "mlp.up_proj"),
-)
-
 
 @dataclass(frozen=True)
 class KeptBlocks:
@@ -30,29 +24,14 @@ class KeptBlocks:
 
 
 def choose_kept(tensors: Sequence[ConvertedTensor]) -> KeptBlocks:
-    """Keep the quantised matrices whose type has a format; parts of one product must be alike."""
-    found = {
-        tensor.name.removesuffix(".weight"): tensor.source.kind
-        for tensor in tensors
-        if len(tensor.source.shape) == 2 and GGML_QUANT_SIZES[tensor.source.kind][0] > 1
-    }
+    """Keep the quantised matrices whose type has a format."""
     types, dequantised = {}, Counter[str]()
-    for module, kind in found.items():
-        others = [found.get(part) for part in _parts_of_product(module)]
-        if kind.name not in TYPES:
-            dequantised[f"of type {kind.name}"] += 1
-        elif any(other is not kind for other in others):
-            dequantised["in products of several types"] += 1
+    for tensor in tensors:
+        kind = tensor.source.kind
+        if len(tensor.source.shape) != 2 or GGML_QUANT_SIZES[kind][0] == 1:
+            continue
+        if kind.name in TYPES:
+            types[tensor.name.removesuffix(".weight")] = kind.name
         else:
-            types[module] = kind.name
+            dequantised[f"of type {kind.name}"] += 1
     return KeptBlocks(types, dequantised)
-
-
-def _parts_of_product(module: str) -> list[str]:
-    """The modules that are multiplied together with one; itself if there are no others."""
-    for parts in _FUSED:
-        for part in parts:
-            if module.endswith(f".{part}"):
-                layer = module.removesuffix(part)
-                return [layer + other for other in parts]
-    return [module]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -123,6 +123,15 @@ class QuantConfig(Protocol):
         Raises:
             ConfigError: when the parts have different formats.
         """
+        ...
+
+
+@runtime_checkable
+class SplitsLayers(Protocol):
+    """A quantisation whose layers may have parts in several formats."""
+
+    def splits(self, parts: Sequence[str]) -> bool:
+        """Whether these parts of a layer differ, so that each is a product of its own."""
         ...
 
 

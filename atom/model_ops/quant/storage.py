@@ -59,9 +59,14 @@ class MatrixStorage:
         method: None for unquantised weights.
         has_bias: the layer loads `bias` itself.
 
+    Attributes:
+        is_split: whether the matrices are layers of their own instead, and there are no tensors.
+
     Raises:
         ValueError: when a part cuts through packed codes, or through a group of inputs.
     """
+
+    is_split = False
 
     def __init__(
         self,
@@ -249,6 +254,18 @@ class MatrixStorage:
                 f"the checkpoint holds shape {list(tensor.shape)}, the model wants {list(wanted)}"
             )
         return tensor.reshape(wanted)
+
+
+class SplitStorage(MatrixStorage):
+    """Of a layer whose matrices are layers of their own."""
+
+    is_split = True
+
+    def __init__(self, parts: Sequence[Part], device: torch.device) -> None:
+        self._parts = tuple(parts)
+        self._method = None
+        self.device = device
+        self.stored = {}
 
 
 def _cut(part: Part, axis: Axis) -> Cut:

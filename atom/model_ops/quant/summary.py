@@ -8,11 +8,11 @@ from dataclasses import replace
 
 from torch import nn
 
-from atom.model_ops.linear import PreparedMatrix
 from atom.model_ops.moe import FusedMoE
 from atom.model_ops.quant.base import QuantConfig
 from atom.model_ops.quant.formats.gguf import TYPES, GgufConfig
 from atom.model_ops.registry import OpChoice
+from atom.model_ops.stacked import PreparedMatrix
 
 
 def describe_weights(model: nn.Module, quantization: QuantConfig) -> str:

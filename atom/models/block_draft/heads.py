@@ -9,8 +9,9 @@ from torch import nn
 
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
 from atom.model_ops.layer_context import LayerContext
-from atom.model_ops.linear import DequantisedMatrix, ReplicatedLinear
+from atom.model_ops.linear import ReplicatedLinear
 from atom.model_ops.quant.storage import Cut, Part
+from atom.model_ops.stacked import DequantisedMatrix
 from atom.models.block_draft.config import BlockDraftConfig, Markov, Selector
 
 

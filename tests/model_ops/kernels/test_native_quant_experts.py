@@ -115,7 +115,7 @@ def test_dequantised_experts() -> None:
 @pytest.mark.parametrize(
     ("form", "inter", "reason"),
     [
-        (FORMATS["int4"], 100, "intermediate_size=100"),
+        (FORMATS["int4"], 98, "intermediate_size=98"),
         (FORMATS["int4 zeros"], 64 + 32, None),
         (WeightFormat("fp8", 128, 128), 128, "reads int4, int6 and int8"),
     ],

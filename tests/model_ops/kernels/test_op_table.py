@@ -93,6 +93,9 @@ def test_every_line_of_the_table_answers_and_resolves(op: str, entry: Implementa
     *_, reference = [other for other in OPS[op] if other.name == "torch"]
     parameters = inspect.signature(entry.load()).parameters
     assert list(parameters) == list(inspect.signature(reference.load()).parameters)
+    if entry.load_into is not None:
+        into = inspect.signature(entry.load_into()).parameters
+        assert list(into) == [*parameters, "out"]
     # Unified attention leaves layers with one query head a KV head to the packed line.
     is_left_to_packed = (op, entry.name, entry.layout) == ("paged_attention", "aiter", PLAIN)
     assert is_left_to_packed or reason is None or reason == native_build().reason

@@ -151,7 +151,7 @@ def _cache_pointers(op: str, kv_cache: KVCacheTensor, x: torch.Tensor) -> tuple[
         return key.data_ptr(), value.data_ptr(), 0, 0
     if fits and key.dtype is value.dtype is torch.float8_e4m3fn:
         key_scale, value_scale = scales
-        if _is_scale(key_scale) and _is_scale(value_scale):
+        if is_scale(key_scale) and is_scale(value_scale):
             return (
                 key.data_ptr(),
                 value.data_ptr(),
@@ -161,7 +161,7 @@ def _cache_pointers(op: str, kv_cache: KVCacheTensor, x: torch.Tensor) -> tuple[
     raise mismatch(op, x=x, key=key, value=value)
 
 
-def _is_scale(x: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
+def is_scale(x: torch.Tensor | None) -> TypeGuard[torch.Tensor]:
     return x is not None and x.dtype is torch.float32 and x.shape == (1,)
 
 

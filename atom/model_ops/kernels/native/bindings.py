@@ -128,6 +128,17 @@ def rows_apart(x: torch.Tensor) -> tuple[torch.Tensor, int]:
     return x, strides[0]
 
 
+def check_out(op: str, out: torch.Tensor, rows: int, outs: int, dtype: torch.dtype) -> None:
+    """Raises:
+    ValueError: when a product [rows, outs] of `dtype` cannot be written to `out`.
+    """
+    if out.shape != (rows, outs) or out.dtype is not dtype or out.stride(1) != 1:
+        raise ValueError(
+            f"{op} writes [{rows}, {outs}] {dtype} with each row contiguous, not to "
+            f"{list(out.shape)} {out.dtype} with strides {out.stride()}"
+        )
+
+
 def mismatch(op: str, **tensors: torch.Tensor) -> ValueError:
     """The error for operands that do not match, with their shapes and dtypes."""
     given = ", ".join(

@@ -37,7 +37,8 @@ _FLAGS = (
     "-fno-trapping-math",
     "-ffp-contract=off",
 )
-_PROCESSOR_FLAG = {"x86_64": "-march", "aarch64": "-mcpu"}
+# By `platform.machine()`: macOS says arm64.
+_PROCESSOR_FLAG = {"x86_64": "-march", "aarch64": "-mcpu", "arm64": "-mcpu"}
 _TIMEOUT_SECONDS = 300
 _INCLUDE = re.compile(r'^#include "([^"]+)"', re.MULTILINE)
 
@@ -121,7 +122,7 @@ def _processor_flag() -> str:
     machine = platform.machine()
     if machine not in _PROCESSOR_FLAG:
         raise NativeBuildError(
-            f"native kernels are written for {' and '.join(_PROCESSOR_FLAG)}, not {machine}"
+            f"native kernels are written for {', '.join(_PROCESSOR_FLAG)}, not {machine}"
         )
     return f"{_PROCESSOR_FLAG[machine]}={cpu_arch()}"
 
@@ -153,6 +154,9 @@ def _digest(parts: Iterable[str]) -> str:
 
 def _processor() -> str:
     """CPU model and features, since machines may share a cache directory."""
+    if platform.system() == "Darwin":
+        command = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(command, capture_output=True, text=True, check=True).stdout
     wanted = ("model name", "flags", "CPU part", "Features")
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()

@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import torch
 
-from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads, rows_apart
+from atom.model_ops.kernels.native.bindings import (
+    Kernels,
+    check_out,
+    mismatch,
+    num_threads,
+    rows_apart,
+)
 
-_linear = Kernels("linear", "4P5q")
-_logits = Kernels("logits", "4P5q")
+_linear = Kernels("linear", "4P6q")
+_logits = Kernels("logits", "4P6q")
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -18,7 +24,21 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> 
     Raises:
         ValueError: when shapes or data types differ.
     """
-    return _multiply(_linear, x, weight, bias, x.dtype)
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    _multiply(_linear, x, weight, bias, out)
+    return out
+
+
+def linear_into(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Write what `linear` returns to `out` [M, N], whose rows may lie apart.
+
+    Raises:
+        ValueError: when shapes or data types differ.
+    """
+    check_out("linear", out, x.shape[0], weight.shape[0], x.dtype)
+    _multiply(_linear, x, weight, bias, out)
 
 
 def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -29,7 +49,9 @@ def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     Raises:
         ValueError: when shapes or data types differ.
     """
-    return _multiply(_logits, x, weight, None, torch.float32)
+    out = x.new_empty(x.shape[0], weight.shape[0], dtype=torch.float32)
+    _multiply(_logits, x, weight, None, out)
+    return out
 
 
 def _multiply(
@@ -37,8 +59,8 @@ def _multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     rows, size = x.shape
     outs, weight_size = weight.shape
     dtype = x.dtype
@@ -52,7 +74,5 @@ def _multiply(
     stride = size
     if not x.is_contiguous():
         x, stride = rows_apart(x)
-    out = x.new_empty(rows, outs, dtype=out_dtype)
     pointers = x.data_ptr(), weight.data_ptr(), bias_at, out.data_ptr()
-    kernels(dtype, *pointers, rows, size, outs, stride, num_threads())
-    return out
+    kernels(dtype, *pointers, rows, size, outs, stride, out.stride(0), num_threads())

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from atom.model_ops.kernels.native.attention import describe_sequence
+from atom.model_ops.kernels.native.attention import describe_sequence, is_scale
+from atom.model_ops.kernels.native.attention import refuses as refuses_storage
 from atom.model_ops.kernels.native.bindings import (
     Kernels,
     constant,
@@ -15,14 +16,8 @@ from atom.model_ops.kernels.native.bindings import (
 from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
 from atom.model_ops.registry import OpQuery
 
-_write = Kernels("mla_cache_write", "4P6q")
-_attention = Kernels("mla_attention", "7P12qd")
-
-
-def refuses_storage(query: OpQuery) -> str | None:
-    if query.storage is query.dtype:
-        return None
-    return f"the cache holds {query.storage}, the model computes in {query.dtype}"
+_write = Kernels("mla_cache_write", "5P6q")
+_attention = Kernels("mla_attention", "8P12qd")
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -47,24 +42,22 @@ def mla_cache_write(
     cache = kv_cache.latent
     num_blocks, block_size, width = cache.shape
     rows, rank = latent.shape
-    dtype = cache.dtype
+    dtype = latent.dtype
     if (
         k_rope.shape != (rows, width - rank)
-        or latent.dtype is not dtype
         or k_rope.dtype is not dtype
-        or not cache.is_contiguous()
         or slot_mapping.numel() != rows
         or slot_mapping.dtype is not torch.int64
         or not slot_mapping.is_contiguous()
     ):
         operands = {"latent": latent, "k_rope": k_rope, "cache": cache, "slots": slot_mapping}
         raise mismatch("mla_cache_write", **operands)
+    cached = _cache_pointers("mla_cache_write", kv_cache, latent)
     latent, latent_stride = rows_apart(latent)
     k_rope, rope_stride = rows_apart(k_rope)
-    item = dtype.itemsize
-    pointers = slot_mapping.data_ptr(), latent.data_ptr(), k_rope.data_ptr(), cache.data_ptr()
-    sizes = rows, rank * item, (width - rank) * item, num_blocks * block_size
-    wrong = _write(None, *pointers, *sizes, latent_stride * item, rope_stride * item)
+    pointers = slot_mapping.data_ptr(), latent.data_ptr(), k_rope.data_ptr()
+    sizes = rows, rank, width - rank, num_blocks * block_size
+    wrong = _write(dtype, *pointers, *cached, *sizes, latent_stride, rope_stride)
     if wrong:
         raise IndexError(
             f"slot {int(slot_mapping[wrong - 1])} lies beyond a cache of "
@@ -102,20 +95,33 @@ def mla_attention(
         or not 0 <= rope < width
         or not 0 < nope < up_rows
         or up_proj.dtype is not dtype
-        or cache.dtype is not dtype
         or not up_proj.is_contiguous()
-        or not cache.is_contiguous()
     ):
         raise mismatch("mla_attention", q=q, latent=cache, up_proj=up_proj)
     if not all(x.dtype is torch.int32 and x.is_contiguous() for x in (tables, lens, starts)):
         raise mismatch("mla_attention", tables=tables, context_lens=lens, starts=starts)
+    cache_at, scale_at = _cache_pointers("mla_attention", kv_cache, q)
     q, stride = rows_apart(q)
     out = q.new_empty(tokens, heads, up_rows - nope)
-    pointers = q.data_ptr(), cache.data_ptr(), up_proj.data_ptr(), out.data_ptr()
-    indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr()
+    pointers = q.data_ptr(), cache_at, up_proj.data_ptr(), out.data_ptr()
+    indices = tables.data_ptr(), lens.data_ptr(), starts.data_ptr(), scale_at
     shape = tokens, heads, nope, rope, up_rows - nope, rank
     paged = num_blocks, block_size, table_width, sequences
     wrong = _attention(dtype, *pointers, *indices, *shape, *paged, stride, num_threads(), scale)
     if wrong:
         raise IndexError(describe_sequence(metadata, wrong - 1, num_blocks))
     return out
+
+
+def _cache_pointers(op: str, kv_cache: LatentCacheTensor, x: torch.Tensor) -> tuple[int, int]:
+    """Addresses of latents and their scale; the latter is 0 unless the cache is FP8.
+
+    Raises:
+        ValueError: when the cache does not hold what an op computing in x's type can read.
+    """
+    cache, scale = kv_cache.latent, kv_cache.scale
+    if cache.is_contiguous() and cache.dtype is x.dtype and scale is None:
+        return cache.data_ptr(), 0
+    if cache.is_contiguous() and cache.dtype is torch.float8_e4m3fn and is_scale(scale):
+        return cache.data_ptr(), scale.data_ptr()
+    raise mismatch(op, x=x, latent=cache)

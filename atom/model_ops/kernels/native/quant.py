@@ -4,16 +4,29 @@ from __future__ import annotations
 
 import torch
 
-from atom.model_ops.kernels.native.bindings import Kernels, mismatch, num_threads, rows_apart
+from atom.model_ops.kernels.native.bindings import (
+    Kernels,
+    check_out,
+    mismatch,
+    num_threads,
+    rows_apart,
+)
 from atom.model_ops.kernels.native.linear import linear, logits
 from atom.model_ops.kernels.native.quant_pack import PackedWeights
 from atom.model_ops.kernels.torch.quant import DenseWeights
 from atom.model_ops.kernels.torch.quant import quant_embedding as dense_embedding
 
-__all__ = ["dense_embedding", "dense_linear", "dense_logits", "quant_linear", "quant_logits"]
+__all__ = [
+    "dense_embedding",
+    "dense_linear",
+    "dense_logits",
+    "quant_linear",
+    "quant_linear_into",
+    "quant_logits",
+]
 
-_linear = Kernels("quant_linear", "9P15qdq")
-_logits = Kernels("quant_logits", "9P15qdq")
+_linear = Kernels("quant_linear", "9P16qdq")
+_logits = Kernels("quant_logits", "9P16qdq")
 
 
 def quant_linear(
@@ -28,7 +41,21 @@ def quant_linear(
     Raises:
         ValueError: when shapes or data types differ.
     """
-    return _multiply(_linear, x, weights, bias, x.dtype)
+    out = x.new_empty(x.shape[0], weights.out_features)
+    _multiply(_linear, x, weights, bias, out)
+    return out
+
+
+def quant_linear_into(
+    x: torch.Tensor, weights: PackedWeights, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """Write what `quant_linear` returns to `out` [M, out], whose rows may lie apart.
+
+    Raises:
+        ValueError: when shapes or data types differ.
+    """
+    check_out("quant_linear", out, x.shape[0], weights.out_features, x.dtype)
+    _multiply(_linear, x, weights, bias, out)
 
 
 def quant_logits(x: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
@@ -37,7 +64,9 @@ def quant_logits(x: torch.Tensor, weights: PackedWeights) -> torch.Tensor:
     Raises:
         ValueError: when shapes differ.
     """
-    return _multiply(_logits, x, weights, None, torch.float32)
+    out = x.new_empty(x.shape[0], weights.out_features, dtype=torch.float32)
+    _multiply(_logits, x, weights, None, out)
+    return out
 
 
 def dense_linear(x: torch.Tensor, weights: DenseWeights, bias: torch.Tensor | None) -> torch.Tensor:
@@ -55,8 +84,8 @@ def _multiply(
     x: torch.Tensor,
     weights: PackedWeights,
     bias: torch.Tensor | None,
-    out_dtype: torch.dtype,
-) -> torch.Tensor:
+    out: torch.Tensor,
+) -> None:
     rows, size = x.shape
     outs = weights.out_features
     if size != weights.in_features or (weights.takes_bfloat16 and x.dtype is not torch.bfloat16):
@@ -64,7 +93,6 @@ def _multiply(
     if bias is not None and (bias.numel() != outs or bias.dtype is not x.dtype):
         raise mismatch(kernels.op, x=x, bias=bias)
     x, stride = rows_apart(x)
-    out = x.new_empty(rows, outs, dtype=out_dtype)
     kernels(
         x.dtype,
         x.data_ptr(),
@@ -73,8 +101,8 @@ def _multiply(
         out.data_ptr(),
         rows,
         stride,
+        out.stride(0),
         *weights.sizes,
         weights.fixed_scale,
         num_threads(),
     )
-    return out

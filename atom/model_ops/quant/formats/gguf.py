@@ -90,6 +90,9 @@ class GgufConfig:
         found = same_for_all(prefix, parts, self.types.get)
         return None if found is None else self._methods[found]
 
+    def splits(self, parts: Sequence[str]) -> bool:
+        return len({self.types.get(part) for part in parts}) > 1
+
     def __str__(self) -> str:
         counts = Counter(self.types.values()).most_common()
         text = "GGUF " + ", ".join(f"{name} ({count} matrices)" for name, count in counts)

@@ -19,18 +19,6 @@ struct CacheWriteArgs {
 // Elements below which waking other threads costs more than it saves.
 constexpr int64_t kSerialElements = 1 << 15;
 
-template <class T>
-void write_row(const T* row, int64_t width, const float* scale, char* cache, int64_t slot) {
-  if (scale == nullptr) {
-    std::memcpy(cache + slot * width * sizeof(T), row, width * sizeof(T));
-    return;
-  }
-  float8* out = reinterpret_cast<float8*>(cache) + slot * width;
-  for (int64_t d = 0; d < width; d += kLanes) {
-    store_some(out + d, load_some(row + d, width - d) / *scale, width - d);
-  }
-}
-
 // 0, or 1 + the row whose slot lies outside the cache.
 template <class T>
 int64_t kv_cache_write(const CacheWriteArgs& a) {
@@ -41,10 +29,11 @@ int64_t kv_cache_write(const CacheWriteArgs& a) {
   run_shares(a.rows, threads, [&](int64_t begin, int64_t end) {
     for (int64_t t = begin; t < end; ++t) {
       if (a.slots[t] < 0) continue;
+      const int64_t at = a.slots[t] * a.width * (a.key_scale == nullptr ? int64_t(sizeof(T)) : 1);
       write_row(reinterpret_cast<const T*>(a.key) + t * a.key_stride, a.width, a.key_scale,
-                a.key_cache, a.slots[t]);
+                a.key_cache + at);
       write_row(reinterpret_cast<const T*>(a.value) + t * a.value_stride, a.width, a.value_scale,
-                a.value_cache, a.slots[t]);
+                a.value_cache + at);
     }
   });
   return 0;

@@ -37,6 +37,19 @@ ATOM_INLINE void store(float8* p, vfloat v) {
   std::memcpy(p, &bytes, sizeof bytes);
 }
 
+// Writes a row of a cache: as it is, or in FP8 if there is a scale.
+template <class T>
+void write_row(const T* row, int64_t count, const float* scale, void* to) {
+  if (scale == nullptr) {
+    std::memcpy(to, row, count * sizeof(T));
+    return;
+  }
+  auto* out = static_cast<float8*>(to);
+  for (int64_t d = 0; d < count; d += kLanes) {
+    store_some(out + d, load_some(row + d, count - d) / *scale, count - d);
+  }
+}
+
 // out[i] = `count` numbers at rows[i] + offset and zeros up to `padded`, a multiple of 2 * kLanes,
 // for i in [begin, end).
 template <class T>

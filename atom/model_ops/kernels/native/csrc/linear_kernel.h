@@ -44,7 +44,7 @@ void linear_block(const LinearArgs& a, const Product& product, const Weights& we
   const int64_t bytes = product.packed_bytes(), size = a.in_features;
   const T* x = static_cast<const T*>(a.x) + first * a.x_stride;
   const T* bias = static_cast<const T*>(a.bias);
-  Out* out = static_cast<Out*>(a.out) + first * a.out_features;
+  Out* out = static_cast<Out*>(a.out) + first * a.out_stride;
   const void* packed = product.as_packed(x, a.x_stride);
   if (packed == nullptr) {
     char* room = scratch.get<char>(bytes);
@@ -64,7 +64,7 @@ void linear_block(const LinearArgs& a, const Product& product, const Weights& we
       multiply(product, packed, weights, begin, end,
                [&](int64_t m, int64_t count, int64_t n, int64_t outs, const float* sums) {
                  store_sums(sums, count, outs, bias == nullptr ? nullptr : bias + n,
-                            out + m * a.out_features + n, a.out_features);
+                            out + m * a.out_stride + n, a.out_stride);
                });
     }
   });

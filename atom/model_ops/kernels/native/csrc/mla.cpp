@@ -16,22 +16,26 @@ int64_t attend(const MlaArgs& args) {
 
 struct LatentWriteArgs {
   const int64_t* slots;  // [rows]; a negative one writes nothing
-  const char* latent;    // [rows, latent_bytes], rows latent_stride bytes apart
-  const char* rope;      // [rows, rope_bytes]
-  char* cache;           // [num_slots, latent_bytes + rope_bytes]
-  int64_t rows, latent_bytes, rope_bytes, num_slots, latent_stride, rope_stride;
+  const void* latent;    // [rows, rank], rows latent_stride elements apart
+  const void* rope;      // [rows, rope]
+  char* cache;           // [num_slots, rank + rope]
+  const float* scale;    // [1] of a cache in FP8, else null
+  int64_t rows, rank, rope_size, num_slots, latent_stride, rope_stride;
 };
 
 // 0, or 1 + the row whose slot lies outside the cache.
+template <class T>
 int64_t write_latents(const LatentWriteArgs& a) {
   for (int64_t t = 0; t < a.rows; ++t) {
     if (a.slots[t] >= a.num_slots) return t + 1;
   }
+  const int64_t item = a.scale == nullptr ? sizeof(T) : 1;
   for (int64_t t = 0; t < a.rows; ++t) {
     if (a.slots[t] < 0) continue;
-    char* to = a.cache + a.slots[t] * (a.latent_bytes + a.rope_bytes);
-    std::memcpy(to, a.latent + t * a.latent_stride, a.latent_bytes);
-    std::memcpy(to + a.latent_bytes, a.rope + t * a.rope_stride, a.rope_bytes);
+    char* to = a.cache + a.slots[t] * (a.rank + a.rope_size) * item;
+    write_row(static_cast<const T*>(a.latent) + t * a.latent_stride, a.rank, a.scale, to);
+    write_row(static_cast<const T*>(a.rope) + t * a.rope_stride, a.rope_size, a.scale,
+              to + a.rank * item);
   }
   return 0;
 }
@@ -39,17 +43,16 @@ int64_t write_latents(const LatentWriteArgs& a) {
 }  // namespace
 }  // namespace atom
 
-ATOM_EXPORT int64_t atom_mla_cache_write(const atom::LatentWriteArgs* args) {
-  return atom::write_latents(*args);
-}
-ATOM_EXPORT int64_t atom_mla_attention_float32(const atom::MlaArgs* args) {
-  return atom::attend<float>(*args);
-}
-ATOM_EXPORT int64_t atom_mla_attention_bfloat16(const atom::MlaArgs* args) {
-  return atom::attend<atom::bfloat16>(*args);
-}
+#define ATOM_MLA(name, type)                                                           \
+  ATOM_EXPORT int64_t atom_mla_cache_write_##name(const atom::LatentWriteArgs* args) { \
+    return atom::write_latents<type>(*args);                                           \
+  }                                                                                    \
+  ATOM_EXPORT int64_t atom_mla_attention_##name(const atom::MlaArgs* args) {           \
+    return atom::attend<type>(*args);                                                  \
+  }
+
+ATOM_MLA(float32, float)
+ATOM_MLA(bfloat16, atom::bfloat16)
 #if defined(__F16C__) || defined(__aarch64__)
-ATOM_EXPORT int64_t atom_mla_attention_float16(const atom::MlaArgs* args) {
-  return atom::attend<atom::float16>(*args);
-}
+ATOM_MLA(float16, atom::float16)
 #endif

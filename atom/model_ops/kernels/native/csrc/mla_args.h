@@ -7,15 +7,20 @@ namespace atom {
 
 struct MlaArgs {
   const void* q;       // [tokens, heads, nope + rope], tokens q_stride elements apart
-  const void* latent;  // [num_blocks, block_size, rank + rope]
+  const void* latent;  // [num_blocks, block_size, rank + rope], of q's type or FP8
   const void* up;      // [heads, nope + v, rank]
   void* out;           // [tokens, heads, v]
   const int32_t* block_tables;  // [sequences, table_width]
   const int32_t* context_lens;  // [sequences]
   const int32_t* cu_seqlens_q;  // [sequences + 1]
+  const float* latent_scale;    // [1] of a cache in FP8, else null
   int64_t tokens, heads, nope, rope, v, rank, num_blocks, block_size, table_width, sequences;
   int64_t q_stride, threads;
   double scale;
+
+  bool is_fp8() const { return latent_scale != nullptr; }
+  // What stored numbers are multiplied with.
+  float unit() const { return is_fp8() ? *latent_scale : 1.0f; }
 };
 
 // 0, or 1 + the sequence whose lengths or blocks make no sense.

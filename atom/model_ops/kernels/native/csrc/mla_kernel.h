@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "arena.h"
+#include "fp8.h"
 #include "mla_args.h"
 #include "mla_softmax.h"
 #include "latent_tiles.h"
@@ -64,7 +65,7 @@ class LatentAttention {
 
   void plan();
   bool reads_in_place() const {
-    return a.block_size % kRowGroup == 0 && width == a.rank + a.rope;
+    return !a.is_fp8() && a.block_size % kRowGroup == 0 && width == a.rank + a.rope;
   }
   Workspace workspace(int64_t rows) const;
   void gather(const Unit& unit, int64_t index, T* copies, CachedRows<T>& keys) const;
@@ -137,21 +138,30 @@ template <class T, class P>
 void LatentAttention<T, P>::gather(const Unit& unit, int64_t index, T* copies,
                                    CachedRows<T>& keys) const {
   const int64_t base = index * kChunk, size = a.rank + a.rope;
+  const int64_t bytes = size * (a.is_fp8() ? 1 : int64_t(sizeof(T)));
   keys.count = std::min(kChunk, unit.first_position + unit.queries - base);
   keys.stride = width;
   const int32_t* table = a.block_tables + unit.sequence * a.table_width;
   const auto cached = [&](int64_t position) {
-    return static_cast<const T*>(a.latent) +
-           (table[position / a.block_size] * a.block_size + position % a.block_size) * size;
+    return static_cast<const char*>(a.latent) +
+           (table[position / a.block_size] * a.block_size + position % a.block_size) * bytes;
   };
   for (int64_t i = 0; i < keys.count; i += kRowGroup) {
     T* copy = copies + i * width;
-    keys.groups[i / kRowGroup] = reads_in_place() ? cached(base + i) : copy;
-    if (reads_in_place()) continue;
-    std::memset(copy, 0, kRowGroup * width * sizeof(T));
-    for (int64_t j = i; j < std::min(i + kRowGroup, keys.count); ++j) {
-      std::memcpy(copies + j * width, cached(base + j), size * sizeof(T));
+    if (reads_in_place()) {
+      keys.groups[i / kRowGroup] = reinterpret_cast<const T*>(cached(base + i));
+      continue;
     }
+    keys.groups[i / kRowGroup] = copy;
+    std::memset(copy, 0, kRowGroup * width * sizeof(T));
+    const int64_t count = std::min(kRowGroup, keys.count - i);
+    const char* rows[kRowGroup];
+    for (int64_t j = 0; j < count; ++j) rows[j] = cached(base + i + j);
+    if (a.is_fp8()) {
+      widen(rows, 0, 0, count, size, copy, width);
+      continue;
+    }
+    for (int64_t j = 0; j < count; ++j) std::memcpy(copy + j * width, rows[j], bytes);
   }
 }
 
@@ -170,10 +180,11 @@ void LatentAttention<T, P>::attend(const Unit& unit, int64_t index, const Worksp
   P::pack_rows(keys, a.rank, work.pairs);  // first, since it reads row after row
   P::dots(keys, work.q, unit.rows(), width, work.scores, kChunk);
   const int64_t end = round_up(keys.count, kDotStep);
+  const float scale = float(a.scale * a.unit());
   for (int64_t r = 0; r < unit.rows(); ++r) {
     const int64_t seen = unit.first_position + r / unit.heads + 1 - index * kChunk;
     softmax_row(work.scores + r * kChunk, work.weights + r * kChunk, end,
-                std::min(seen, keys.count), float(a.scale), work.peak[r], work.total[r]);
+                std::min(seen, keys.count), scale, work.peak[r], work.total[r]);
   }
   Joint{work.keep, work.admit}.set(work.peak, work.total, unit.rows(), state);
   P::mix(work.weights, kChunk, unit.rows(), keys, a.rank, work.pairs,
@@ -198,9 +209,9 @@ void LatentAttention<T, P>::write_seen(const Unit& unit, const SoftmaxState& sta
   for (int64_t r = 0; r < unit.rows(); ++r) {
     T* out = wide_row(unit.first_token + r / unit.heads, unit.first_head + r % unit.heads);
     const float* acc = state.acc + r * a.rank;
-    const vfloat total = splat(state.total[r]);
+    const vfloat total = splat(state.total[r]), unit = splat(a.unit());
     for (int64_t d = 0; d < a.rank; d += kDotStep) {
-      P::put(out + d, load(acc + d) / total, load(acc + d + kLanes) / total);
+      P::put(out + d, load(acc + d) / total * unit, load(acc + d + kLanes) / total * unit);
     }
   }
 }
@@ -274,7 +285,7 @@ template <class Body>
 void LatentAttention<T, P>::for_heads(int64_t tokens, int64_t threads, const Body& body) const {
   const int64_t blocks = (tokens + kTokens - 1) / kTokens;
   run_tasks(a.heads * blocks, threads, [&](TaskQueue::Hand& hand) {
-    const typename P::Session session;
+    [[maybe_unused]] const typename P::Session session;
     for (int64_t task; hand.take(task);) {
       const int64_t first = task % blocks * kTokens;
       body(task / blocks, first, std::min(kTokens, tokens - first));
@@ -287,7 +298,7 @@ template <class T, class P>
 void LatentAttention<T, P>::run_whole(int64_t threads) const {
   const int64_t count = int64_t(units->size());
   run_tasks(count, threads, [&](TaskQueue::Hand& hand) {
-    const typename P::Session session;
+    [[maybe_unused]] const typename P::Session session;
     for (int64_t task; hand.take(task);) {
       const Unit& unit = (*units)[count - 1 - task];  // later queries see more: longest first
       const int64_t rows = unit.rows();
@@ -324,7 +335,7 @@ void LatentAttention<T, P>::run_divided(int64_t threads) const {
   const int64_t *first = starts.data(), *offset = memory.data();
   int* left = unfinished.data();  // the names above are other threads' own inside of tasks
   run_tasks(starts[count], threads, [&](TaskQueue::Hand& hand) {
-    const typename P::Session session;
+    [[maybe_unused]] const typename P::Session session;
     for (int64_t task; hand.take(task);) {
       const int64_t u = std::upper_bound(first, first + count + 1, task) - first - 1;
       const Unit& unit = (*units)[u];

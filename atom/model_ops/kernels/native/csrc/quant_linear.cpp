@@ -14,8 +14,8 @@ struct QuantLinearArgs {
   const void* x;     // [rows, in_features], rows `x_stride` elements apart
   PackedTensors w;
   const void* bias;  // [outs] of the type of x, or null
-  void* out;         // [rows, outs]
-  int64_t rows, x_stride;
+  void* out;         // [rows, outs], rows `out_stride` elements apart
+  int64_t rows, x_stride, out_stride;
   PackedSizes sizes;
   double fixed_scale;
   int64_t threads;
@@ -31,8 +31,8 @@ constexpr int64_t kTaskBytes = 16 * 1024;
 
 template <class Out>
 void multiply_bfloat16(const QuantLinearArgs& a) {
-  const LinearArgs args{a.x,    nullptr,              a.bias,       a.out,      a.rows,
-                        a.sizes.in_features, a.sizes.outs, a.x_stride, a.threads};
+  const LinearArgs args{a.x,          nullptr,    a.bias,       a.out,    a.rows, a.sizes.in_features,
+                        a.sizes.outs, a.x_stride, a.out_stride, a.threads};
   atom::multiply_bfloat16(args, matrix_of(a.w, a.sizes, 0), a.w.order, std::is_same_v<Out, float>);
 }
 
@@ -118,14 +118,14 @@ class Product {
   template <int kCount>
   void finish(int64_t first, int64_t rows, int64_t panel, const float* sums) const {
     const int64_t n = panel * kLanes;
-    Out* out = static_cast<Out*>(a_.out) + first * w_.outs + n;
+    Out* out = static_cast<Out*>(a_.out) + first * a_.out_stride + n;
     vfloat bias[kCount] = {};
     for (int i = 0; i < kCount && a_.bias != nullptr; ++i) {
       const int64_t left = w_.outs - n - i * kLanes;
       if (left > 0) bias[i] = load_some(static_cast<const T*>(a_.bias) + n + i * kLanes, left);
     }
     const bool whole = n + kCount * kLanes <= w_.outs;
-    for (int64_t m = 0; m < rows; ++m, out += w_.outs, sums += kCount * kLanes) {
+    for (int64_t m = 0; m < rows; ++m, out += a_.out_stride, sums += kCount * kLanes) {
       ATOM_UNROLL for (int i = 0; i < kCount; ++i) {
         const vfloat sum = load(sums + i * kLanes) + bias[i];
         const int64_t left = w_.outs - n - i * kLanes;

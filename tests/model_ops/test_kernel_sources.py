@@ -1,0 +1,63 @@
+"""Which processors the C++ kernels are compiled for, and that their sources are right for them."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from atom.model_ops.kernels.native import build as build_module
+from atom.model_ops.kernels.native.build import SOURCE_DIR, NativeBuildError, build
+
+
+def assert_sources_parse(compiler: str, arch: str) -> None:
+    """With that value of -march: parsed, not compiled."""
+    path = shutil.which(compiler)
+    if path is None:
+        pytest.skip(f"there is no {compiler}")
+    sources = sorted(map(str, SOURCE_DIR.glob("*.cpp")))
+    command = [path, "-std=c++17", "-fsyntax-only", f"-march={arch}", *sources]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="names processors of x86-64")
+@pytest.mark.parametrize("arch", ["haswell", "cascadelake"])
+def test_sources_are_right_for_older_processors(arch: str) -> None:
+    """AVX2 alone, and AVX-512 without products of bfloat16."""
+    assert_sources_parse("c++", arch)
+
+
+@pytest.mark.parametrize("arch", ["armv8-a", "armv8.2-a+dotprod"])
+def test_sources_are_right_for_arm(arch: str) -> None:
+    """Without and with products of bytes."""
+    assert_sources_parse("aarch64-linux-gnu-g++", arch)
+
+
+@pytest.mark.parametrize(
+    ("machine", "flag"),
+    [("x86_64", "-march=native"), ("aarch64", "-mcpu=native"), ("arm64", "-mcpu=native")],
+)
+def test_machines_that_kernels_are_compiled_for(
+    machine: str, flag: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Linux and macOS name the same processors differently."""
+    monkeypatch.delenv("ATOM_CPU_ARCH", raising=False)
+    compiled: list[list[str]] = []
+    monkeypatch.setattr(build_module, "_run", compiled.append)
+    monkeypatch.setattr(build_module.os, "replace", lambda *_: None)
+    monkeypatch.setattr(build_module.platform, "machine", lambda: machine)
+    build(tmp_path)
+    *objects, linked = compiled
+    assert len(objects) == len(list(SOURCE_DIR.glob("*.cpp")))
+    assert all(flag in command for command in objects)
+    assert "-shared" in linked
+
+
+def test_a_machine_that_no_kernels_are_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build_module.platform, "machine", lambda: "riscv64")
+    with pytest.raises(NativeBuildError, match="x86_64, aarch64, arm64, not riscv64"):
+        build(tmp_path)
