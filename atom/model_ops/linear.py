@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 
@@ -19,6 +19,15 @@ from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import InputRounding, Rows
 from atom.model_ops.quant.storage import Cut, Part
 from atom.model_ops.stacked import PreparedMatrix, part_names
+
+
+@runtime_checkable
+class HasRows(Protocol):
+    """Weights of which a product may take some rows."""
+
+    def of_rows(self, rows: slice) -> Any:
+        """The same weights, without copies; None if these rows cannot be taken by themselves."""
+        ...
 
 
 class LinearBase(PreparedMatrix):
@@ -78,6 +87,21 @@ class LinearBase(PreparedMatrix):
         else:
             self.choice.into(x, self._weights(), self.bias, out)
 
+    def multiply(self, x: Rows, *shards: str) -> torch.Tensor:
+        """The product with neighbouring matrices alone: [T, in_features] -> [T, their rows]."""
+        first, last = self.parts[shards[0]], self.parts[shards[-1]]
+        rows = slice(first.offset, last.offset + last.rows.size)
+        out: torch.Tensor
+        if self.storage.is_split:
+            return torch.cat([self.alone(shard)(x) for shard in shards], dim=-1)
+        weights: Any = self.weight[rows] if self._prepared is None else None
+        if isinstance(self._prepared, HasRows):
+            weights = self._prepared.of_rows(rows)
+        if weights is None:
+            return self(x)[:, rows]
+        out = self._product(x, weights, None if self.bias is None else self.bias[rows])
+        return out
+
     def alone(self, part: str) -> LinearBase:
         """The layer of one matrix, where they are stored in several formats."""
         layer = self.get_submodule(part)
@@ -111,20 +135,6 @@ class MergedReplicatedLinear(LinearBase):
     ) -> None:
         rows = {name: Cut.whole(size) for name, size in shards.items()}
         super().__init__(stack(rows, in_features), bias, context, prefix)
-
-    def multiply(self, x: Rows, shard: str) -> torch.Tensor:
-        """The product with one matrix alone: [T, in_features] -> [T, its rows]."""
-        part = self.parts[shard]
-        rows = slice(part.offset, part.offset + part.rows.size)
-        out: torch.Tensor
-        if self.storage.is_split:
-            out = self.alone(shard)(x)
-        elif self._prepared is None:
-            bias = None if self.bias is None else self.bias[rows]
-            out = self._product(x, self.weight[rows], bias)
-        else:
-            out = self(x)[:, rows]
-        return out
 
 
 class ColumnParallelLinear(LinearBase):
@@ -180,6 +190,15 @@ class QKVParallelLinear(LinearBase):
             "v_proj": kv_rows,
         }
         super().__init__(stack(rows, in_features), bias, context, prefix)
+
+    def keys_and_values(self, x: Rows) -> tuple[torch.Tensor, ...]:
+        """[T, in_features] -> k and v [T, kv_heads, d], views; queries are not computed if the
+        weights allow that.
+        """
+        kv = self.multiply(x, "k_proj", "v_proj")
+        return torch.split_with_sizes(
+            kv.view(kv.shape[0], -1, self.head_dim), [self.num_kv_heads] * 2, 1
+        )
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, out_features] -> q [T, heads, d], k and v [T, kv_heads, d], views."""

@@ -115,9 +115,13 @@ class LlamaAttention(Sublayer):
         """The layer's window in tokens; None for full attention."""
         return None
 
-    def prepare(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Transform queries and keys before RoPE, in subclasses."""
-        return q, k
+    def prepare_queries(self, q: torch.Tensor) -> torch.Tensor:
+        """Transform queries before RoPE, in subclasses."""
+        return q
+
+    def prepare_keys(self, k: torch.Tensor) -> torch.Tensor:
+        """The same of keys."""
+        return k
 
     def forward(
         self,
@@ -127,7 +131,7 @@ class LlamaAttention(Sublayer):
         rotary: RotaryEmbedding,
     ) -> torch.Tensor:
         q, k, v = self.qkv_proj.split(self.qkv_proj(x))
-        q, k = self.prepare(q, k)
+        q, k = self.prepare_queries(q), self.prepare_keys(k)
         out: torch.Tensor = self.o_proj(self.attn(q, k, v, positions, metadata, rotary))
         return out
 
@@ -139,9 +143,8 @@ class LlamaAttention(Sublayer):
         rotary: RotaryEmbedding,
     ) -> None:
         """Write the KV cache like `forward`, without computing its output."""
-        q, k, v = self.qkv_proj.split(self.qkv_proj(x))
-        _, k = self.prepare(q, k)
-        self.attn.write(k, v, positions, metadata, rotary)
+        k, v = self.qkv_proj.keys_and_values(x)
+        self.attn.write(self.prepare_keys(k), v, positions, metadata, rotary)
 
 
 class LlamaDecoderLayer(nn.Module):

@@ -37,8 +37,11 @@ class Qwen3Attention(LlamaAttention):
             )
         return int(config.sliding_window)
 
-    def prepare(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return self.q_norm(q), self.k_norm(k)
+    def prepare_queries(self, q: torch.Tensor) -> torch.Tensor:
+        return self.q_norm(q)
+
+    def prepare_keys(self, k: torch.Tensor) -> torch.Tensor:
+        return self.k_norm(k)
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):

@@ -332,6 +332,23 @@ def test_experts_are_packed_as_matrices_are(name: str) -> None:
         assert packed.sizes == alone.sizes
 
 
+@pytest.mark.parametrize("how", ["float", "wide"])
+@pytest.mark.parametrize("name", FORMATS)
+def test_neighbouring_outputs_alone(name: str, how: str) -> None:
+    lanes = constant("lanes")
+    of = weights(with_inputs(FORMATS[name], how), 200, 256)
+    packed = quant_pack.prepare(of, torch.bfloat16)
+    for rows in (1, 5, 40):
+        x = inputs(rows, 256, torch.bfloat16)
+        whole = quant.quant_linear(x, packed, None)
+        for part in (slice(2 * lanes, 200), slice(0, 4 * lanes), slice(2 * lanes, 4 * lanes)):
+            alone = packed.of_rows(part)
+            assert alone is not None
+            assert torch.equal(quant.quant_linear(x, alone, None), whole[:, part])
+    assert packed.of_rows(slice(lanes, 200)) is None
+    assert packed.of_rows(slice(0, 199)) is None
+
+
 def test_packed_weights_take_the_bytes_of_their_codes() -> None:
     form = replace(FORMATS["int4 of 256"], activations=GROUP)
     packed = quant_pack.prepare(weights(form, 64, 512), torch.bfloat16)

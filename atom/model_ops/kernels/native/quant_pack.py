@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -58,6 +58,29 @@ class PackedWeights:
         """Of the tensors, in their order; 0 for those that there are not."""
         tensors = self.scale, self.shift, self.super_scale, self.super_offset, self.order
         return self.codes.data_ptr(), *(0 if t is None else t.data_ptr() for t in tensors)
+
+    def of_rows(self, rows: slice) -> PackedWeights | None:
+        """The same weights of outputs `rows`, without copies; None if these are not whole pairs of
+        panels.
+        """
+        lanes, outs = self.scale.shape[-1], self.out_features
+        if rows.start % (2 * lanes) or (rows.stop % (2 * lanes) and rows.stop != outs):
+            return None
+        panels = slice(rows.start // lanes, -(-rows.stop // lanes))
+
+        def of(tensor: torch.Tensor | None) -> torch.Tensor | None:
+            return None if tensor is None else tensor[panels]
+
+        size, inputs, _, *others = self.sizes
+        return replace(
+            self,
+            codes=self.codes[panels],
+            scale=self.scale[panels],
+            shift=of(self.shift),
+            super_scale=of(self.super_scale),
+            super_offset=of(self.super_offset),
+            sizes=(size, inputs, rows.stop - rows.start, *others),
+        )
 
     @property
     def takes_bfloat16(self) -> bool:
