@@ -98,7 +98,8 @@ class LinearBase(PreparedMatrix):
         if isinstance(self._prepared, HasRows):
             weights = self._prepared.of_rows(rows)
         if weights is None:
-            return self(x)[:, rows]
+            out = self(x)
+            return out[:, rows]
         out = self._product(x, weights, None if self.bias is None else self.bias[rows])
         return out
 

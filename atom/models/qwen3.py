@@ -38,10 +38,12 @@ class Qwen3Attention(LlamaAttention):
         return int(config.sliding_window)
 
     def prepare_queries(self, q: torch.Tensor) -> torch.Tensor:
-        return self.q_norm(q)
+        normed: torch.Tensor = self.q_norm(q)
+        return normed
 
     def prepare_keys(self, k: torch.Tensor) -> torch.Tensor:
-        return self.k_norm(k)
+        normed: torch.Tensor = self.k_norm(k)
+        return normed
 
 
 class Qwen3DecoderLayer(LlamaDecoderLayer):
