@@ -50,9 +50,15 @@ class ParallelGroup:
         """[..., n] of every rank -> [..., size * n]."""
         if self.size == 1:
             return tensor
+        return self.stack(tensor).movedim(0, -2).flatten(-2)
+
+    def stack(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[...] of every rank -> [size, ...]."""
+        if self.size == 1:
+            return tensor[None]
         parts = tensor.new_empty((self.size, *tensor.shape))
         self._shared.all_gather_into(parts.flatten(0, 1), tensor.contiguous())
-        return parts.movedim(0, -2).flatten(-2)
+        return parts
 
     def broadcast(self, tensor: torch.Tensor) -> torch.Tensor:
         """Rank 0's tensor, in place."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -55,6 +55,11 @@ class CudaGraphBackend:
             work()
         replay: Callable[[], None] = graph.replay
         return replay
+
+
+def copy_all(places: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
+    """Copy each result to its place: on a GPU one launch for those of a type."""
+    torch._foreach_copy_(list(places), list(results))
 
 
 class ReexecuteBackend:

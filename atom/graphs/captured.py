@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from atom.graphs.capture import CaptureBackend
+from atom.graphs.capture import CaptureBackend, copy_all
 
 # Returns its results.
 Work = Callable[[], Sequence[torch.Tensor]]
@@ -25,9 +25,15 @@ class CapturedWork:
         return key in self._replays
 
     @torch.inference_mode()
-    def capture(self, key: Hashable, work: Work) -> None:
-        """Capture `work`, as `CaptureBackend.capture` wants it."""
-        self._kept[key] = [torch.empty_like(result) for result in work()]
+    def capture(self, key: Hashable, work: Work, last: Sequence[torch.Tensor] = ()) -> None:
+        """Capture `work`, as `CaptureBackend.capture` wants it.
+
+        Args:
+            last: where the last results are kept; the others are in memory of their own.
+        """
+        results = work()
+        own = [torch.empty_like(result) for result in results[: len(results) - len(last)]]
+        self._kept[key] = [*own, *last]
         self._replays[key] = self._backend.capture(partial(self._compute, key, work))
 
     def replay(self, key: Hashable) -> list[torch.Tensor]:
@@ -41,5 +47,4 @@ class CapturedWork:
 
     def _compute(self, key: Hashable, work: Work) -> None:
         """What is captured."""
-        for kept, result in zip(self._kept[key], work(), strict=True):
-            kept.copy_(result)
+        copy_all(self._kept[key], work())

@@ -101,7 +101,8 @@ class StepGraphs:
             if self._drafts is not None and isinstance(key, DraftKey):
                 self._drafts.capture(key, self._drafting(key))
             elif isinstance(key, ChoiceKey):
-                self._choices.capture(key, self._choosing(key))
+                last = [self._kept_of(key).last_rows]
+                self._choices.capture(key, self._choosing(key), last)
         seconds = time.perf_counter() - started
         logger.info("captured %d graphs of choices and drafts in %.1f s", len(keys), seconds)
 
@@ -129,8 +130,8 @@ class StepGraphs:
         self._sampler.update()
         if plan.synthetic is not None:
             kept.accepted[:count] = plan.synthetic.counts
-        tokens, accepted = (t[:count] for t in self._choices.replay(key))
-        return Verified(tokens, tokens, accepted, None, []), kept.last_rows[:count]
+        tokens, accepted, last_rows = (t[:count] for t in self._choices.replay(key))
+        return Verified(tokens, tokens, accepted, None, []), last_rows
 
     def keep(self, graph: GraphKey, last_rows: torch.Tensor) -> None:
         """Pass on the `last_rows` of a step whose tokens no graph chose to that of its drafts."""
@@ -166,21 +167,16 @@ class StepGraphs:
         return self._kept[key]
 
     def _choosing(self, key: ChoiceKey) -> Callable[[], Sequence[torch.Tensor]]:
-        """The captured work of a choice -> tokens and accepted drafts."""
+        """The captured work of a choice -> tokens, accepted drafts and `last_rows`."""
         bucket = Bucket(key.batch_size, self._target.plan.context_bounds[0])
         given = self._inputs.graph_input(bucket, key.query_len)
         ids, positions = given.model_input.input_ids, given.model_input.positions
-        rows = DecodeRows(given.rows, ids, positions, given.num_drafts, given.next_token_ids)
+        every = torch.arange(len(ids), device=ids.device)
+        rows = DecodeRows(given.rows, ids, positions, every, given.num_drafts, given.next_token_ids)
         hidden = self._target.output(GraphKey(bucket, key.query_len)).hidden_states
         kept = self._kept_of(key)
         accepted = kept.accepted if self._synthetic and key.query_len > 1 else None
-
-        def choose() -> Sequence[torch.Tensor]:
-            tokens, counts, last_rows = self._sampler.sample(rows, hidden, key.kind, accepted)
-            kept.last_rows.copy_(last_rows)
-            return tokens, counts
-
-        return choose
+        return lambda: self._sampler.sample(rows, hidden, key.kind, accepted)
 
     def _drafting(self, key: DraftKey) -> Callable[[], Proposal]:
         """The captured work of drafts."""

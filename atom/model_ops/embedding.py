@@ -10,11 +10,17 @@ from torch import nn
 
 from atom.config import ConfigError
 from atom.distributed.parallel_state import ParallelGroup
+from atom.model_ops.kernels.torch.gather import own_rows
+from atom.model_ops.kernels.torch.sampling import largest_of_pairs, largest_pair
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.base import LayerKind
 from atom.model_ops.quant.storage import Cut, Part
 from atom.model_ops.registry import OpUnavailableError
 from atom.model_ops.stacked import PreparedMatrix
+
+# The ops of these names.
+PairOp = Callable[[torch.Tensor, int], torch.Tensor]
+OfPairsOp = Callable[[torch.Tensor, torch.Tensor | None, bool], torch.Tensor]
 
 
 class VocabMatrix(PreparedMatrix):
@@ -83,16 +89,23 @@ class VocabParallelEmbedding(VocabMatrix):
                 num_ranks=self.group.size,
                 peer_access=self.group.peer_access,
             )
+            self._share = self._resolve_share(context)
+
+    def _resolve_share(self, context: LayerContext) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Rows of this rank's tokens and zeros for others, [T] int64 -> [T, hidden]."""
+        start, count = self._own.start, self._own.size
+        if self.storage.format is not None:
+            return lambda ids: own_rows(ids, start, count, self._lookup)
+        size = self.in_features
+        lookup = context.ops.resolve("embedding", context.dtype, size=size)
+        share = context.ops.resolve("share_embedding", context.dtype, size=size)
+        return lambda ids: share(ids, self.weight, start, lookup)
 
     def forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """[T] int64 -> [T, hidden]."""
         if self.group.size == 1:
             return self._lookup(input_ids)
-        local = input_ids - self._own.start
-        absent = (local < 0) | (local >= self._own.size)
-        part = self._lookup(local.masked_fill(absent, 0))
-        part.masked_fill_(absent[:, None], 0)
-        out: torch.Tensor = self._all_reduce(part, self.group)
+        out: torch.Tensor = self._all_reduce(self._share(input_ids), self.group)
         return out
 
 
@@ -109,9 +122,15 @@ class ParallelLMHead(VocabMatrix):
         """[R, hidden] -> [R, vocab] float32: the product is never rounded to the weights' type."""
         return self._logits.gather(hidden_states)
 
-    def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R] int64: `argmax` of the logits, which are not gathered for it."""
-        return self._logits.argmax(hidden_states)
+    def argmax(
+        self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[R, hidden] -> [R] int64: `argmax` of the logits, which are not gathered for it.
+
+        Args:
+            token_ids: [vocab] int64, the token of each logit; None if these are their places.
+        """
+        return self._logits.argmax(hidden_states, token_ids)
 
     def choose_greedily(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`argmax`, and -1 where the largest logit is not finite, as `choose_tokens` has it."""
@@ -141,9 +160,11 @@ class TiedLMHead(nn.Module):
         """[R, hidden] -> [R, vocab] float32, as `ParallelLMHead`."""
         return self._logits.gather(hidden_states)
 
-    def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
+    def argmax(
+        self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """[R, hidden] -> [R] int64, as `ParallelLMHead`."""
-        return self._logits.argmax(hidden_states)
+        return self._logits.argmax(hidden_states, token_ids)
 
     def choose_greedily(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R] int64, as `ParallelLMHead`."""
@@ -164,7 +185,15 @@ class _VocabParallelLogits:
         self._padding = vocab_share(ParallelGroup(0, context.group.size), matrix.vocab_size).size
         self._padding -= self._own.size
         self._product = matrix.own_logits
-        self._argmax = context.ops.resolve("argmax", torch.float32, vocab_size=self._own.size)
+        size = self._own.size
+        self._argmax = context.ops.resolve("argmax", torch.float32, vocab_size=size)
+        self._pair: PairOp = largest_pair
+        self._of_pairs: OfPairsOp = largest_of_pairs
+        if self._group.size > 1:
+            self._pair = context.ops.resolve("largest_pair", torch.float32, vocab_size=size)
+            self._of_pairs = context.ops.resolve(
+                "largest_of_pairs", torch.float32, num_ranks=self._group.size
+            )
 
     def gather(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R, vocab] float32."""
@@ -176,32 +205,30 @@ class _VocabParallelLogits:
         # The last rank's padding is cut off.
         return self._group.all_gather(logits)[:, : self._vocab_size].contiguous()
 
-    def argmax(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        """[R, hidden] -> [R] int64; of equal logits, the lowest id."""
+    def argmax(
+        self, hidden_states: torch.Tensor, token_ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """[R, hidden] -> [R] int64; of equal logits, the first."""
         logits = self._product(hidden_states)
         if self._group.size > 1:
-            return self._largest(logits)[0]
-        tokens: torch.Tensor = self._argmax(logits)
+            return self._largest(logits, token_ids, needs_finite=False)
+        tokens: torch.Tensor = self._argmax(logits, token_ids)
         return tokens
 
     def choose_greedily(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """`argmax`, and -1 where the largest logit is not finite."""
-        token, logit = self._largest(self._product(hidden_states))
-        return token.masked_fill_(~logit.isfinite(), -1)
+        return self._largest(self._product(hidden_states), None, needs_finite=True)
 
-    def _largest(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Own logits -> [R] int64, and [R] float32: the largest of all ranks, of which NaN is one.
+    def _largest(
+        self, logits: torch.Tensor, token_ids: torch.Tensor | None, *, needs_finite: bool
+    ) -> torch.Tensor:
+        """Own logits -> [R] int64: the token with the largest of all ranks.
 
-        The ranks exchange one logit and its id per row, as [R, 2] int32.
+        The ranks exchange one logit and its id per row. Of equal ones the first is that of the
+        lowest rank, which has the lowest ids.
         """
-        token = logits.argmax(dim=-1, keepdim=True)
-        logit = logits.gather(-1, token).view(torch.int32)
-        pair = torch.cat((logit, (token + self._own.start).int()), dim=-1)
-        pairs = self._group.all_gather(pair).view(-1, self._group.size, 2)
-        # The first of equal ones is that of the lowest rank, which has the lowest ids.
-        every = pairs[..., 0].view(torch.float32)
-        rank = every.argmax(dim=-1, keepdim=True)
-        return pairs[..., 1].gather(-1, rank)[:, 0].long(), every.gather(-1, rank)[:, 0]
+        pairs = self._group.stack(self._pair(logits, self._own.start))
+        return self._of_pairs(pairs, token_ids, needs_finite)
 
 
 def vocab_share(group: ParallelGroup, vocab_size: int) -> Cut:

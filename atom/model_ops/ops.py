@@ -99,6 +99,10 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("triton.rms_norm:rms_norm_pair", "triton.rms_norm:refuses_pair"),
         invariant("torch.elementwise:rms_norm_pair", note=one_by_one),
     ),
+    "rms_norm_beside": (
+        invariant("triton.rms_norm:rms_norm_beside", "triton.rms_norm:refuses_pair"),
+        invariant("torch.elementwise:rms_norm_beside", note=one_by_one),
+    ),
     "add_rms_norm_quantise": (
         invariant("triton.norm_quantise:add_rms_norm_quantise", "triton.norm_quantise:refuses_add"),
         invariant("torch.elementwise:add_rms_norm_quantise", note=unrounded),
@@ -269,12 +273,30 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("native.gather:embedding"),
         invariant("torch.gather:embedding"),
     ),
+    "share_embedding": (
+        invariant("triton.gather:share_embedding", "triton.gather:refuses_share"),
+        invariant("torch.gather:share_embedding", note=one_by_one),
+    ),
+    "take_inputs": (
+        invariant("triton.gather:take_inputs"),
+        invariant("torch.gather:take_inputs"),
+    ),
     "argmax": (
         invariant("native.sampling:argmax"),
+        invariant("triton.argmax:argmax", "triton.argmax:refuses"),
         invariant("torch.sampling:argmax"),
+    ),
+    "largest_pair": (
+        invariant("triton.argmax:largest_pair"),
+        invariant("torch.sampling:largest_pair"),
+    ),
+    "largest_of_pairs": (
+        invariant("triton.argmax:largest_of_pairs"),
+        invariant("torch.sampling:largest_of_pairs"),
     ),
     "sampling_options": (
         invariant("native.gather:sampling_options"),
+        invariant("triton.gather:sampling_options"),
         invariant("torch.gather:sampling_options"),
     ),
     "choose_tokens": (
@@ -294,18 +316,22 @@ OPS: dict[str, tuple[Implementation, ...]] = {
     ),
     "verify_drafts": (
         invariant("native.speculation:verify_drafts"),
+        invariant("triton.speculation:verify_drafts"),
         invariant("torch.speculation:verify_drafts"),
     ),
     "place_samples": (
         invariant("native.speculation:place_samples"),
+        invariant("triton.speculation:place_samples"),
         invariant("torch.speculation:place_samples"),
     ),
     "advance_drafts": (
         invariant("native.speculation:advance_drafts"),
+        invariant("triton.speculation:advance_drafts"),
         invariant("torch.speculation:advance_drafts"),
     ),
     "place_blocks": (
         invariant("native.speculation:place_blocks"),
+        invariant("triton.speculation:place_blocks"),
         invariant("torch.speculation:place_blocks"),
     ),
     "take_carried": (

@@ -30,6 +30,7 @@ class DecodeRows:
     Attributes:
         rows: [B] int64, of the sampling state.
         input_ids, positions: [T] int64.
+        places: [T] int64, 0 to T - 1.
         num_drafts: [B] int64.
         next_token_ids: [T] int64, which gets the sampled tokens; None if nobody reads them.
     """
@@ -37,6 +38,7 @@ class DecodeRows:
     rows: torch.Tensor
     input_ids: torch.Tensor
     positions: torch.Tensor
+    places: torch.Tensor
     num_drafts: torch.Tensor
     next_token_ids: torch.Tensor | None
 
@@ -93,20 +95,20 @@ class DecodeSampler:
             Tokens [B, n] and accepted drafts [B], as in `Verified`; and [B] int64, the row from
             which each newest token was sampled.
         """
-        count, query_len = len(given.rows), given.query_len
+        query_len = given.query_len
         sampled = self._choose(given, hidden_states, kind)
-        drafts = None
+        tokens, matching = sampled[:, None], given.num_drafts  # which is 0
         if query_len > 1:
-            drafts = given.input_ids.view(count, query_len)[:, 1:].contiguous()
-        tokens, matching = self._ops.verify_drafts(sampled, drafts, None)
-        if accepted is None:
+            drafts = given.input_ids.view(-1, query_len)[:, 1:]
             # Padding may match, too.
-            accepted = torch.minimum(matching, given.num_drafts)
-        rows = torch.arange(len(sampled), device=sampled.device)
+            tokens, matching = self._ops.verify_drafts(sampled, drafts, None, given.num_drafts)
+        accepted = matching if accepted is None else accepted
         if given.next_token_ids is not None:
-            every = given.next_token_ids, rows, sampled, accepted, None
+            every = given.next_token_ids, given.places, sampled, accepted, None
             return tokens, accepted, self._ops.place_samples(*every)
-        return tokens, accepted, rows[::query_len] + accepted
+        if query_len == 1:
+            return tokens, accepted, given.places
+        return tokens, accepted, given.places[::query_len] + accepted
 
     def _choose(self, given: DecodeRows, hidden_states: torch.Tensor, kind: Needs) -> torch.Tensor:
         """[T] int64, on all ranks what the first one chooses."""
@@ -117,7 +119,6 @@ class DecodeSampler:
             return self._group.broadcast(torch.empty_like(given.input_ids))
         options = SamplingMetadata()
         if kind:
-            rows = given.rows.repeat_interleave(given.query_len)
-            how = kind, self._ops.sampling_options
-            options = self._rows.metadata(rows, given.positions + 1, *how)
+            how = kind, self._ops.sampling_options, given.query_len
+            options = self._rows.metadata(given.rows, given.positions + 1, *how)
         return self._group.broadcast(self._ops.choose_tokens(logits, options))

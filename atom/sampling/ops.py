@@ -23,7 +23,8 @@ class SamplingOps:
     )
     sampling_options: OptionsOp = gather.sampling_options
     verify_drafts: Callable[
-        [torch.Tensor, torch.Tensor | None, torch.Tensor | None], tuple[torch.Tensor, torch.Tensor]
+        [torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None],
+        tuple[torch.Tensor, torch.Tensor],
     ] = speculation.verify_drafts
     place_samples: Callable[
         [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor

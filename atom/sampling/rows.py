@@ -87,7 +87,9 @@ class SequenceState:
 
 
 # The op `sampling_options`.
-OptionsOp = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+OptionsOp = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]
+]
 
 # Rows of the options tensor.
 _TEMPERATURE, _TOP_P, _MIN_P, _PRESENCE, _FREQUENCY, _REPETITION, _TOP_K = range(7)
@@ -191,18 +193,20 @@ class SamplingRows:
         positions: torch.Tensor | None,
         needs: Needs,
         gather: OptionsOp,
+        repeats: int = 1,
     ) -> SamplingMetadata:
         """Sampling options for rows of logits; those that no row needs are None.
 
         Args:
-            rows: [R] int64, the sequence row of each; None when every row is greedy.
+            rows: [R / repeats] int64, the sequence row of each and the next ones; None when every
+                row is greedy.
             positions: [R] int64, of the tokens to sample; None likewise.
             needs: of all rows combined.
             gather: the op `sampling_options`.
         """
         if rows is None:
             return SamplingMetadata()
-        own, seeds = gather(self._options, self._seeds, rows)
+        own, seeds = gather(self._options, self._seeds, rows, repeats)
         options = own.unbind(0)
         return SamplingMetadata(
             temperature=options[_TEMPERATURE],

@@ -232,7 +232,7 @@ class Sampler:
             none = plan.logits_indices
             return Verified(none, none.view(0, 1), none, None, prompt_logprobs)
         sampled, logprobs = self._choose_together(plan, hidden_states[plan.logits_indices])
-        tokens, accepted = self._ops.verify_drafts(sampled, plan.drafts, plan.table)
+        tokens, accepted = self._ops.verify_drafts(sampled, plan.drafts, plan.table, None)
         if plan.synthetic is not None:
             accepted = plan.synthetic.counts
         if plan.penalised is not None:

@@ -11,8 +11,8 @@ from atom.model_ops.kernels.torch.speculation import place_blocks
 from atom.models.block_draft.draft import BlockDraft
 from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
 from atom.spec_decode.chain import ChainStart
-from atom.spec_decode.choice import Chosen, DraftChoice
-from atom.spec_decode.mask_rows import MaskRows, PlaceOp, by_draft, together
+from atom.spec_decode.choice import Chosen, DraftChoice, together
+from atom.spec_decode.mask_rows import MaskRows, PlaceOp, by_draft
 
 
 class BlockProposer:
@@ -68,7 +68,7 @@ class BlockProposer:
         states = states[first : first + num_drafts]
         if start.race is None and not choice.confident and not draft.walks:
             # No logits, which every rank would need all of.
-            greedy = draft.to_target_ids(draft.head.argmax(states.flatten(0, 1)))
+            greedy = draft.head.argmax(states.flatten(0, 1), draft.target_ids)
             return Proposal(greedy.view(num_drafts, count).t().contiguous())
         logits = draft.compute_logits(states.flatten(0, 1)).view(num_drafts, count, -1)
         drafts: list[Chosen] = []

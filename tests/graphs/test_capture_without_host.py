@@ -241,7 +241,7 @@ def test_choosing_tokens_asks_the_device_for_nothing(
     samplers = [DecodeSampler(model.compute_logits, rows, ops, own, greedily) for own in ranks]
     each = torch.zeros(size, dtype=torch.int64, device=device)
     at = torch.zeros(size * query_len, dtype=torch.int64, device=device)
-    given = DecodeRows(each, at, at, each, at)
+    given = DecodeRows(each, at, at, at, each, at)
     hidden = torch.zeros(size * query_len, 48, device=device)
     with nothing_from_the_host():
         for sampler, kind in product(samplers, KINDS):

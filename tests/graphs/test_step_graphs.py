@@ -222,9 +222,9 @@ def test_op_by_op_tokens_are_chosen_as_in_graphs(
     seen: set[Needs] = set()
     metadata = SamplingRows.metadata
 
-    def noted(rows: Any, ids: Any, positions: Any, needs: Needs, gather: Any) -> Any:
+    def noted(rows: Any, ids: Any, positions: Any, needs: Needs, *how: Any) -> Any:
         seen.add(needs)
-        return metadata(rows, ids, positions, needs, gather)
+        return metadata(rows, ids, positions, needs, *how)
 
     engine = create_engine(target, enforce_eager=True, **options)
     monkeypatch.setattr(SamplingRows, "metadata", noted)

@@ -134,9 +134,9 @@ class Recorded:
             self.batches.append(batch)
             return launch(runner, batch)
 
-        def gathering(rows: Any, ids: Any, positions: Any, needs: Needs, gather: Any) -> Any:
+        def gathering(rows: Any, ids: Any, positions: Any, needs: Needs, *how: Any) -> Any:
             self.kinds.add(needs)
-            return metadata(rows, ids, positions, needs, gather)
+            return metadata(rows, ids, positions, needs, *how)
 
         monkeypatch.setattr(ModelRunner, "launch", launching)
         monkeypatch.setattr(SamplingRows, "metadata", gathering)

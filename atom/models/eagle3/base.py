@@ -38,6 +38,8 @@ class Eagle3Layer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
         self.input_layernorm = RMSNorm(size, eps, context)
         self.hidden_norm = RMSNorm(size, eps, context)
+        self._norm = context.ops.resolve("rms_norm", context.dtype, size=size)
+        self._beside = context.ops.resolve("rms_norm_beside", context.dtype, size=size)
         self.self_attn = attention
         self.mlp = LlamaMLP(
             network, network.intermediate_size, context, "midlayer.mlp", bias=network.mlp_bias
@@ -55,9 +57,8 @@ class Eagle3Layer(nn.Module):
         """embeds, hidden [T, hidden] -> this rank's part of a sum, and the residual, whose sum is
         the layer's output.
         """
-        normed = self.hidden_norm(hidden)
+        x, normed = self._normed(embeds, hidden)
         residual = normed if self.norm_before_residual else hidden
-        x = torch.cat((self.input_layernorm(embeds), normed), dim=-1)
         attended = self.self_attn(x, positions, metadata, self.rotary)
         fed, residual = self.post_attention_layernorm.feed(attended, residual)
         return self.mlp(fed), residual
@@ -70,8 +71,17 @@ class Eagle3Layer(nn.Module):
         metadata: AttentionMetadata,
     ) -> None:
         """Write the KV cache like `forward`, without computing its output."""
-        x = torch.cat((self.input_layernorm(embeds), self.hidden_norm(hidden)), dim=-1)
+        x, _ = self._normed(embeds, hidden)
         self.self_attn.write_kv(x, positions, metadata, self.rotary)
+
+    def _normed(
+        self, embeds: torch.Tensor, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The attention's input [T, 2 hidden], and the norm of the hidden state in it."""
+        weights = self.input_layernorm.weight, self.hidden_norm.weight
+        out: tuple[torch.Tensor, torch.Tensor]
+        out = self._beside(embeds, hidden, *weights, self.input_layernorm.eps, self._norm)
+        return out
 
 
 class Eagle3Draft(SharingDraft):
@@ -217,4 +227,4 @@ class Eagle3Draft(SharingDraft):
 
     def choose_token(self, post_norm: torch.Tensor) -> torch.Tensor:
         """[R, hidden] -> [R] int64, the most likely target token ids."""
-        return self.to_target_ids(self.head.argmax(post_norm))
+        return self.head.argmax(post_norm, self.target_ids)

@@ -18,6 +18,7 @@ import aot_cases_moe
 import aot_cases_quant
 import aot_cases_quant_experts
 import aot_cases_rope_cache
+import aot_cases_steps
 from aot_case import PLATFORMS, Case
 
 FIRST_ARCH = "gfx942"  # with the least shared memory
@@ -31,6 +32,7 @@ CASES: tuple[Case, ...] = (
     *aot_cases_quant.CASES,
     *aot_cases_quant_experts.CASES,
     *aot_cases_rope_cache.CASES,
+    *aot_cases_steps.CASES,
 )
 
 

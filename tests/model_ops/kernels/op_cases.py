@@ -127,11 +127,15 @@ def _sampling() -> list[OpCase]:
     options = random(5, 6, dtype=torch.float32), integers(99, 6), torch.tensor([4, 0, 2])
     return [
         OpCase("argmax", (scores,), sizes, torch.float32),
+        OpCase("argmax", (scores, integers(9999, 300)), sizes, torch.float32),
+        OpCase("largest_pair", (scores, 70), sizes, torch.float32),
+        OpCase("largest_of_pairs", (integers(2**20, 3, 4, 2).int(), None, True), {"num_ranks": 3}),
         OpCase("mask_tokens", masked, sizes, torch.float32, writes=True),
         OpCase("choose_tokens", (scores, SamplingMetadata()), sizes, torch.float32),
         OpCase("choose_tokens", (scores, race), sizes, torch.float32),
         OpCase("choose_drafts", (scores, race, None, 0.8, 2, False), sizes, torch.float32),
         OpCase("sampling_options", options, {}, torch.float32),
+        OpCase("sampling_options", (*options, 3), {}, torch.float32),
     ]
 
 
@@ -152,6 +156,7 @@ def _steps() -> list[OpCase]:
     return [
         OpCase("verify_drafts", (sampled, drafts, table)),
         OpCase("verify_drafts", (sampled[:3], None, None)),
+        OpCase("verify_drafts", (sampled, integers(3, 2, 3)[:, 1:], None, integers(2, 2))),
         OpCase("place_samples", place, writes=True),
         OpCase("advance_drafts", (positions, 1, blocks, counts, 8, 24)),
         OpCase("place_blocks", (integers(99, 3), positions, blocks, counts, 4, 98, 8, 24)),

@@ -23,6 +23,8 @@ from spec_decode import draft_bench, engines
 from transformers import PreTrainedTokenizerFast
 
 from atom.environment import triton_is_interpreted
+from atom.graphs.capture import ReexecuteBackend
+from atom.model_engine import planned_graphs
 from atom.model_loader import sketch
 from atom.model_ops import layer_context
 from atom.model_ops.kernels import probe
@@ -81,11 +83,15 @@ CALLED = {
 # And what must have run through Triton.
 PAGED = {"rope_and_cache", "paged_attention", "prefill_attention"}
 LATENTS = {"mla_rope_and_cache", "mla_decode", "mla_prefill"}
+SMALL = {
+    *("argmax", "rms_norm_beside", "sampling_options"),
+    *("verify_drafts", "place_samples", "advance_drafts"),
+}
 THROUGH_TRITON = {
     "llama": PAGED,
     "kimi": LATENTS | {"moe_route", "moe_experts"},
-    "mha": PAGED,
-    "mla": LATENTS,
+    "mha": PAGED | SMALL,
+    "mla": LATENTS | SMALL,
 }
 
 
@@ -161,6 +167,7 @@ def generate(
     prompts: list[list[int]],
     max_tokens: int,
     block_size: int = 16,
+    **options: Any,
 ) -> tuple[list[list[int]], list[int]]:
     """Greedy tokens, and how many drafts were accepted at each place."""
     engine = engines.create_engine(
@@ -174,6 +181,7 @@ def generate(
         max_num_batched_tokens=24,
         kv_cache_memory="32MB",
         device="cpu",
+        **options,
     )
     sampling = engines.params("greedy", max_tokens=max_tokens)
     tokens = engines.generate(engine, sampling, prompts)
@@ -252,3 +260,18 @@ def test_triton(
     rows = [row.split()[:2] for row in built[0].describe().splitlines()]
     through_triton = {op for op, *name in rows if name == ["triton"]}
     assert through_triton >= THROUGH_TRITON[target] | THROUGH_TRITON[draft]
+
+
+def test_triton_in_graphs(
+    made: Checkpoints, expected: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is captured reads its inputs, chooses, verifies and drafts by Triton's kernels."""
+    pytest.importorskip("triton")
+    if not triton_is_interpreted():
+        pytest.skip("where there is a GPU, Triton is not interpreted")
+    monkeypatch.setattr(planned_graphs, "capture_backend", lambda _: ReexecuteBackend())
+    with tables(monkeypatch, cpu_platform(), ("triton", "torch")) as built:
+        out = generate(made, "llama", "mha", PROMPTS[:1], 6, cudagraph_capture_sizes=[1])
+    assert out == expected("llama", "mha", 1, 6)
+    rows = [row.split()[:2] for row in built[0].describe().splitlines()]
+    assert ["take_inputs", "triton"] in rows

@@ -13,6 +13,7 @@ from atom.model_ops.kernels.triton.rms_norm import (
     refuses,
     refuses_pair,
     rms_norm,
+    rms_norm_beside,
     rms_norm_pair,
 )
 from atom.model_ops.kernels.triton.rope import rope
@@ -104,6 +105,23 @@ def test_norms_of_two_parts_of_a_row(
     assert [len(part) for part in rms_norm_pair(x[:0], *weights, 1e-6, rms_norm)] == [0, 0]
     with pytest.raises(ValueError, match="no parts"):
         rms_norm_pair(x[:, : sum(sizes) - 1], *weights, 1e-6, rms_norm)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("size", [1, 100, 4096])
+def test_norms_side_by_side(dtype: torch.dtype, size: int, device: torch.device) -> None:
+    """They are those that `rms_norm` computes."""
+    x, y = (random(3, size + 5, dtype=dtype, device=device, seed=s)[:, :size] for s in (0, 1))
+    weights = [random(size, dtype=dtype, device=device, seed=s) for s in (2, 3)]
+    both, other = rms_norm_beside(x, y, *weights, 1e-6, rms_norm)
+    assert other.equal(rms_norm(y, weights[1], 1e-6))
+    assert both.equal(torch.cat((rms_norm(x, weights[0], 1e-6), other), dim=-1))
+    turned = (t.T.contiguous().T for t in (x, y))
+    assert rms_norm_beside(*turned, *weights, 1e-6, rms_norm)[0].equal(both)
+    empty, _ = rms_norm_beside(x[:0], y[:0], *weights, 1e-6, rms_norm)
+    assert empty.shape == (0, 2 * size)
+    with pytest.raises(ValueError, match="norms side by side want"):
+        rms_norm_beside(x, y[:2], *weights, 1e-6, rms_norm)
 
 
 def test_two_norms_refuse_where_another_kernel_is_demanded(monkeypatch: pytest.MonkeyPatch) -> None:

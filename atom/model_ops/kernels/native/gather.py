@@ -21,14 +21,17 @@ def embedding(input_ids: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 def sampling_options(
-    options: torch.Tensor, seeds: torch.Tensor, rows: torch.Tensor
+    options: torch.Tensor, seeds: torch.Tensor, rows: torch.Tensor, repeats: int = 1
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """options [kinds, N] float32 and seeds [N] int64 of rows [R] int64: [kinds, R] and [R].
+    """options [kinds, N] float32 and seeds [N] int64 of rows [R] int64: [kinds, n R] and [n R],
+    where each row comes `repeats` = n times.
 
     Raises:
         ValueError: when shapes or data types do not fit.
         IndexError: for a row outside the tables.
     """
+    if repeats > 1:
+        rows = rows.repeat_interleave(repeats)
     (kinds, capacity), (count,) = options.shape, rows.shape
     if (
         options.dtype is not torch.float32

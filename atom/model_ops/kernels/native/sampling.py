@@ -51,9 +51,9 @@ def mask_tokens(scores: torch.Tensor, words: torch.Tensor, rows: torch.Tensor | 
         raise IndexError(f"row {int(rows[wrong - 1])} of {num_rows} rows of scores")
 
 
-def argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Where each row of scores [R, V] float32 is largest: [R] int64. NaN is largest, and of equal
-    scores the lowest id.
+def argmax(scores: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The token whose score is the largest of each row of scores [R, V] float32: [R] int64. NaN is
+    largest, and of equal scores the first. `token_ids` [V] int64 are those of the scores.
 
     Raises:
         ValueError: when the data type does not fit.
@@ -61,9 +61,9 @@ def argmax(scores: torch.Tensor) -> torch.Tensor:
     num_rows, vocab_size = scores.shape
     if scores.dtype is not torch.float32 or not scores.is_contiguous() or not vocab_size:
         raise mismatch("argmax", scores=scores)
-    token_ids = scores.new_empty(num_rows, dtype=torch.int64)
-    _argmax(None, scores.data_ptr(), token_ids.data_ptr(), num_rows, vocab_size, num_threads())
-    return token_ids
+    largest = scores.new_empty(num_rows, dtype=torch.int64)
+    _argmax(None, scores.data_ptr(), largest.data_ptr(), num_rows, vocab_size, num_threads())
+    return largest if token_ids is None else token_ids[largest]
 
 
 def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Tensor:

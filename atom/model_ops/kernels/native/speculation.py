@@ -13,15 +13,20 @@ _place_blocks = Kernels("place_blocks", "9P7q")
 
 
 def verify_drafts(
-    sampled: torch.Tensor, drafts: torch.Tensor | None, table: torch.Tensor | None
+    sampled: torch.Tensor,
+    drafts: torch.Tensor | None,
+    table: torch.Tensor | None,
+    limits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """sampled [R] -> each sequence's tokens [S, k + 1], and how many drafts [S] are accepted.
+    """sampled [R] -> each sequence's tokens [S, k + 1], and how many drafts [S] are accepted, of
+    which `limits` [S] are the most.
 
     Raises:
         ValueError: when shapes or data types do not fit.
         IndexError: when the table names a row that does not exist.
     """
     num_rows = sampled.numel()
+    drafts = None if drafts is None else drafts.contiguous()
     count, most = (num_rows, 0) if drafts is None else drafts.shape
     if not _are_integers(sampled, drafts, table) or (
         num_rows != count * (most + 1) if table is None else table.shape != (count, most + 1)
@@ -34,7 +39,7 @@ def verify_drafts(
     if wrong := _verify(None, *inputs, *outputs, count, most, num_rows):
         assert table is not None
         raise IndexError(f"sequence {wrong - 1} has rows {table[wrong - 1].tolist()} of {num_rows}")
-    return token_ids, accepted
+    return token_ids, accepted if limits is None else accepted.minimum(limits)
 
 
 def place_samples(

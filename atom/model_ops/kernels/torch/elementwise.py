@@ -89,6 +89,24 @@ def rms_norm_pair(
     return rms_norm(x[:, :size], weight, eps), rms_norm(other, other_weight, eps)
 
 
+def rms_norm_beside(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    other_weight: torch.Tensor,
+    eps: float,
+    rms_norm: Norm,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The norms of x and y [T, size] side by side, [T, 2 size], and that of y alone.
+
+    Args:
+        weight, other_weight: [size], of x and of y.
+        rms_norm: that op.
+    """
+    other = rms_norm(y, other_weight, eps)
+    return torch.cat((rms_norm(x, weight, eps), other), dim=-1), other
+
+
 def rms_norm_pair_quantise(
     x: torch.Tensor,
     weight: torch.Tensor,

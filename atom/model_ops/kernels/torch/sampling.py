@@ -99,11 +99,44 @@ def choose_tokens(scores: torch.Tensor, metadata: SamplingMetadata) -> torch.Ten
     return token_ids
 
 
-def argmax(scores: torch.Tensor) -> torch.Tensor:
-    """Where each row of scores [R, V] is largest: [R] int64. NaN is largest, and of equal scores
-    the lowest id.
+def argmax(scores: torch.Tensor, token_ids: torch.Tensor | None = None) -> torch.Tensor:
+    """The token whose score is the largest of each row of scores [R, V]: [R] int64. NaN is largest,
+    and of equal scores the first.
+
+    Args:
+        token_ids: [V] int64, the token of each score; None if these are their places.
     """
-    return scores.argmax(dim=-1)
+    largest = scores.argmax(dim=-1)
+    return largest if token_ids is None else token_ids[largest]
+
+
+def largest_pair(scores: torch.Tensor, start: int) -> torch.Tensor:
+    """The largest of each row of scores [R, V] float32, and its place plus `start`: [R, 2] int32,
+    the first as its bits. As `argmax` has it.
+    """
+    place = scores.argmax(dim=-1, keepdim=True)
+    bits = scores.gather(-1, place).view(torch.int32)
+    return torch.cat((bits, (place + start).int()), dim=-1)
+
+
+def largest_of_pairs(
+    pairs: torch.Tensor, token_ids: torch.Tensor | None, needs_finite: bool
+) -> torch.Tensor:
+    """Of what `largest_pair` found on N ranks, [N, R, 2] int32, the largest of each row: its place,
+    [R] int64. Of equal ones that of the first rank.
+
+    Args:
+        token_ids: as for `argmax`.
+        needs_finite: whether there is -1 where the largest is not finite.
+    """
+    scores = pairs[..., 0].view(torch.float32)
+    rank = scores.argmax(dim=0, keepdim=True)
+    place = pairs[..., 1].gather(0, rank)[0].long()
+    if token_ids is not None:
+        place = token_ids[place]
+    if needs_finite:
+        place = place.masked_fill(~scores.gather(0, rank)[0].isfinite(), -1)
+    return place
 
 
 def _take(scores: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:

@@ -12,7 +12,10 @@ import torch
 
 
 def verify_drafts(
-    sampled: torch.Tensor, drafts: torch.Tensor | None, table: torch.Tensor | None
+    sampled: torch.Tensor,
+    drafts: torch.Tensor | None,
+    table: torch.Tensor | None,
+    limits: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What each sequence samples, and how many of its drafts are accepted.
 
@@ -21,6 +24,7 @@ def verify_drafts(
         drafts: [S, k] int64, padded with a number that is no token; None without drafts (k = 0).
         table: [S, k + 1] int64, the rows of each sequence, padded by repeating the last; None when
             all have k + 1.
+        limits: [S] int64, of how many drafts may be accepted; None where all may.
 
     Returns:
         [S, k + 1] int64, and [S] int64. Row s of the first starts with so many accepted drafts,
@@ -31,7 +35,8 @@ def verify_drafts(
     shape = drafts.shape[0], drafts.shape[1] + 1
     token_ids = sampled.view(shape) if table is None else sampled[table]
     matches = (token_ids[:, :-1] == drafts).long()
-    return token_ids, matches.cumprod(dim=1).sum(dim=1)
+    accepted = matches.cumprod(dim=1).sum(dim=1)
+    return token_ids, accepted if limits is None else accepted.minimum(limits)
 
 
 def place_samples(

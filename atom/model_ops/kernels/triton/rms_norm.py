@@ -100,6 +100,35 @@ def _norm_pair(
         norm_part(x_ptr + SIZE, other_weight_ptr, other_out_ptr, eps, OTHER_SIZE, OTHER_BLOCK)
 
 
+@triton.jit
+def _norm_beside(
+    x_ptr,
+    y_ptr,
+    weight_ptr,
+    other_weight_ptr,
+    out_ptr,
+    other_out_ptr,
+    row_stride,
+    other_row_stride,
+    eps,
+    SIZE: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: rows, the two inputs."""
+    row = tl.program_id(0).to(tl.int64)
+    out_ptr += row * 2 * SIZE
+    if tl.program_id(1) == 0:
+        norm_part(x_ptr + row * row_stride, weight_ptr, out_ptr, eps, SIZE, BLOCK)
+    else:
+        columns = tl.arange(0, BLOCK)
+        mask = columns < SIZE
+        y = tl.load(y_ptr + row * other_row_stride + columns, mask=mask, other=0.0)
+        normed = normed_row(y.to(tl.float32), other_weight_ptr, columns, mask, eps, SIZE)
+        normed = normed.to(out_ptr.dtype.element_ty)
+        tl.store(out_ptr + SIZE + columns, normed, mask=mask)
+        tl.store(other_out_ptr + row * SIZE + columns, normed, mask=mask)
+
+
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x [..., size], weight [size] -> [..., size]; inputs of up to three dimensions are not copied.
 
@@ -123,6 +152,41 @@ def add_rms_norm(
     total = torch.empty_like(out)
     _launch(x, residual, weight, out, total, eps)
     return out, total
+
+
+def rms_norm_beside(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    weight: torch.Tensor,
+    other_weight: torch.Tensor,
+    eps: float,
+    rms_norm: Norm,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As in `kernels/torch/elementwise.py`; `rms_norm` is not called.
+
+    Raises:
+        ValueError: when shapes do not fit.
+    """
+    del rms_norm
+    rows, size = x.shape
+    if not x.shape == y.shape == (rows, len(weight)) == (rows, len(other_weight)):
+        raise ValueError(
+            f"norms side by side want rows as wide as their weights; given {list(x.shape)} and "
+            f"{list(y.shape)} with weights {list(weight.shape)} and {list(other_weight.shape)}"
+        )
+    out, other = x.new_empty(rows, 2 * size), x.new_empty(rows, size)
+    if rows == 0:
+        return out, other
+    x, y = (t if t.stride(1) == 1 else t.contiguous() for t in (x, y))
+    block = triton.next_power_of_2(size)
+    strides = x.stride(0), y.stride(0)
+    _norm_beside[(rows, 2)](
+        *(x, y, weight, other_weight, out, other, *strides, eps),
+        SIZE=size,
+        BLOCK=block,
+        num_warps=num_warps(block),
+    )
+    return out, other
 
 
 def rms_norm_pair(
