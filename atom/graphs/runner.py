@@ -18,7 +18,7 @@ from typing import Protocol
 import torch
 from tqdm import tqdm
 
-from atom.graphs.capture import MOST_ROWS, Bucket, GraphPlan
+from atom.graphs.capture import MOST_ROWS, Bucket, GraphPlan, copy_all
 from atom.model_ops.metadata import ModelInput, ModelOutput
 
 logger = logging.getLogger(__name__)
@@ -176,7 +176,7 @@ class GraphRunner:
         """The captured work of one graph."""
         key = (graph.batch_size, graph.query_len)
         output = self._forward(read())
-        self._hidden[key].copy_(output.hidden_states)
-        kept = self.graph_aux_hidden[key]
-        for states, result in zip(kept, output.aux_hidden_states, strict=True):
-            states.copy_(result)
+        copy_all(
+            [self._hidden[key], *self.graph_aux_hidden[key]],
+            [output.hidden_states, *output.aux_hidden_states],
+        )

@@ -18,8 +18,9 @@ from atom.graphs.staging import StagingBuffer
 from atom.kv_cache.block_tables import BlockTables
 from atom.model_engine.carried_rows import CarriedPlan, CarriedRows
 from atom.model_engine.kept_step import KeptStep, KeptSteps, layout_of
-from atom.model_engine.step_places import GraphInput, Places, Shape
+from atom.model_engine.step_places import GraphInput, Places, Shape, TakeOp
 from atom.model_engine.step_tables import StepTables
+from atom.model_ops.kernels.torch.gather import take_inputs
 from atom.model_ops.metadata import MAX_DECODE_QUERIES, AttentionMetadata, ModelInput
 from atom.sampling.plan import SamplePlan
 from atom.sampling.sampler import Sampler
@@ -74,6 +75,7 @@ class InputBuilder:
         drafts: whether to compute `next_token_ids`, which proposers read.
         in_place: whether the inputs of steps with the same shapes are at the same addresses.
         carried: what passes from step to step on the device; None if steps do not overlap.
+        take: the op `take_inputs`, in graphs.
         ragged_len: the longest query of steps whose queries differ in length, at least, so that
             more of them recur.
         selects_rows: whether steps that do not recur may name the rows that are read.
@@ -93,6 +95,7 @@ class InputBuilder:
         drafts: bool,
         in_place: bool = False,
         carried: CarriedRows | None = None,
+        take: TakeOp = take_inputs,
         ragged_len: int = 0,
         selects_rows: bool = False,
     ) -> None:
@@ -103,6 +106,7 @@ class InputBuilder:
         self._block_size = block_size
         self._drafts = drafts
         self._carried = carried
+        self._take = take
         self._ragged_len = ragged_len
         self._selects_rows = selects_rows
         self.staging = StagingBuffer(num_bytes, device, in_place=in_place)
@@ -131,6 +135,7 @@ class InputBuilder:
             places.num_drafts_there,
             places.successors_there if self._drafts else None,
             tables,
+            self._take,
         )
 
     def padding(self) -> ModelInput:

@@ -96,6 +96,7 @@ def _create_inputs(
         drafts=parts.proposer.reads_steps,
         in_place=parts.recorder is not None,
         carried=carried,
+        take=rank.context.ops.resolve("take_inputs", rank.context.dtype),
         ragged_len=_ragged_most(parts) + 1,
         selects_rows=parts.recorder is not None and not _reads_hidden_states(parts.proposer),
     )

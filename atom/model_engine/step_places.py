@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from operator import add
 
@@ -12,7 +12,14 @@ import torch
 from atom.batch import ScheduledSequence
 from atom.graphs.runner import ForwardRunner
 from atom.graphs.staging import StagingBuffer
+from atom.model_ops.kernels.torch.gather import take_inputs
 from atom.model_ops.metadata import ModelInput
+
+# The op `take_inputs`.
+TakeOp = Callable[
+    [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor],
+    tuple[torch.Tensor, torch.Tensor],
+]
 
 
 class Shape:
@@ -122,6 +129,7 @@ class GraphInput:
         num_drafts: [B] int64, of a sequence whose other token is its newest.
         next_token_ids: [T] int64, the token after each row; None without a proposer that reads it.
         tables: [rows, width] int32.
+        take: the op `take_inputs`.
     """
 
     model_input: ModelInput
@@ -130,6 +138,7 @@ class GraphInput:
     num_drafts: torch.Tensor
     next_token_ids: torch.Tensor | None
     tables: torch.Tensor
+    take: TakeOp = take_inputs
 
     def read(self) -> ModelInput:
         """The model's input, with padding and block tables as they are now.
@@ -137,10 +146,8 @@ class GraphInput:
         It has metadata of its own in each run of a capture. Otherwise the captured run would find
         tensors that a warm-up run derived, and the graph would not recompute them.
         """
-        attention = replace(self.model_input.attention)
-        torch.index_select(self.tables, 0, self.rows, out=attention.block_tables)
-        return ModelInput(
-            self.model_input.input_ids[self.sources],
-            self.model_input.positions[self.sources],
-            attention,
-        )
+        own = self.model_input
+        attention = replace(own.attention)
+        tables = self.tables, self.rows, attention.block_tables
+        input_ids, positions = self.take(*tables, own.input_ids, own.positions, self.sources)
+        return ModelInput(input_ids, positions, attention)

@@ -10,7 +10,7 @@ import torch
 from atom.model_ops.kernels.torch.speculation import advance_drafts
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.spec_decode.base import Guide, Proposal, VerifiedStep
-from atom.spec_decode.choice import Chosen
+from atom.spec_decode.choice import Chosen, together
 
 # (index of the draft, token ids [S], hidden [S, hidden], positions [S], metadata, race, guide) ->
 # (next drafts, hidden states for the next step)
@@ -95,15 +95,13 @@ class DraftChain:
         Returns:
             The first drafts included.
         """
-        columns = [t[:, None] for t in first.tensors]
         if num_drafts == 1:
-            return Proposal(*columns)
+            return together([first])
         start = self._start(step, positions, first.token_ids, hidden, num_drafts - 1)
         if not len(positions):
             self.run(_padding(start), num_drafts - 1)
-            return Proposal(*(t.new_empty((0, num_drafts)) for t in columns))
-        rest = self.run(start, num_drafts - 1).tensors
-        return Proposal(*(torch.cat(pair, dim=1) for pair in zip(columns, rest, strict=True)))
+            return Proposal(*(t.new_empty((0, num_drafts)) for t in first.tensors))
+        return together([first, *self.run(start, num_drafts - 1)])
 
     def begin(
         self,
@@ -120,9 +118,9 @@ class DraftChain:
                 makes the first ones, whose KV is written already.
         """
         start = self._start(step, positions, token_ids, hidden, num_drafts - 1)
-        return self.run(start, num_drafts, first=0)
+        return together(self.run(start, num_drafts, first=0))
 
-    def run(self, start: ChainStart, num_steps: int, first: int = 1) -> Proposal:
+    def run(self, start: ChainStart, num_steps: int, first: int = 1) -> list[Chosen]:
         """Draft `num_steps` more tokens, from step `first` after the start on."""
         token_ids, hidden = start.token_ids, start.hidden
         drafts: list[Chosen] = []
@@ -133,8 +131,7 @@ class DraftChain:
             )
             token_ids = chosen.token_ids
             drafts.append(chosen)
-        columns = zip(*(chosen.tensors for chosen in drafts), strict=True)
-        return Proposal(*(torch.cat([t[:, None] for t in each], dim=1) for each in columns))
+        return drafts
 
     def _start(
         self,

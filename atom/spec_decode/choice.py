@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
 from atom.model_ops.kernels.torch.draft_choice import choose_drafts
 from atom.model_ops.metadata import SamplingMetadata
-from atom.spec_decode.base import Guide
+from atom.spec_decode.base import Guide, Proposal
 
 # The op `choose_drafts`.
 ChooseOp = Callable[
@@ -35,6 +35,14 @@ class Chosen:
     def tensors(self) -> list[torch.Tensor]:
         """All that there are."""
         return [t for t in (self.token_ids, self.confidences) if t is not None]
+
+
+def together(drafts: Sequence[Chosen]) -> Proposal:
+    """The drafts of every position, at least one, as one proposal."""
+    columns = list(zip(*(chosen.tensors for chosen in drafts), strict=True))
+    if len(drafts) == 1:
+        return Proposal(*(t[:, None] for (t,) in columns))
+    return Proposal(*(torch.cat([t[:, None] for t in each], dim=1) for each in columns))
 
 
 class DraftChoice:

@@ -67,8 +67,9 @@ class EagleProposer:
             newest = positions, step.next_token_ids[last], hidden[last]
             return self._chain.begin(step, *newest, num_drafts)
         post_norm, pre_norm = self._draft(*rows)
-        own = post_norm[last], pre_norm[last], positions
-        first, hidden = self._outcome(*own, step.race, step.guide)
+        own, fed = post_norm[last], self._draft.feedback(post_norm, pre_norm)
+        first = self._choose(own, positions, step.race, step.guide)
+        hidden = own if fed is post_norm else fed[last]
         return self._chain.extend(step, positions, first, hidden, num_drafts)
 
     def _predict(
@@ -83,19 +84,18 @@ class EagleProposer:
     ) -> tuple[Chosen, torch.Tensor]:
         """One step of the chain; the same at every index."""
         post_norm, pre_norm = self._draft(token_ids, hidden, positions, metadata)
-        return self._outcome(post_norm, pre_norm, positions, race, guide)
+        chosen = self._choose(post_norm, positions, race, guide)
+        return chosen, self._draft.feedback(post_norm, pre_norm)
 
-    def _outcome(
+    def _choose(
         self,
         post_norm: torch.Tensor,
-        pre_norm: torch.Tensor,
         positions: torch.Tensor,
         race: SamplingMetadata | None,
         guide: Guide | None,
-    ) -> tuple[Chosen, torch.Tensor]:
-        """The drafts and the next step's hidden states, from [S, hidden] each."""
-        hidden = self._draft.feedback(post_norm, pre_norm)
+    ) -> Chosen:
+        """One draft of each sequence, from [S, hidden]."""
         if race is None and guide is None and not self._choice.confident:
-            return Chosen(self._draft.choose_token(post_norm)), hidden
+            return Chosen(self._draft.choose_token(post_norm))
         logits = self._draft.compute_logits(post_norm)
-        return self._choice.choose(logits, race, positions, guide), hidden
+        return self._choice.choose(logits, race, positions, guide)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 
 from atom.model_ops.kernels.torch.speculation import place_blocks
 from atom.model_ops.metadata import AttentionMetadata
-from atom.spec_decode.base import Proposal, VerifiedStep
+from atom.spec_decode.base import VerifiedStep
 from atom.spec_decode.chain import ChainStart
-from atom.spec_decode.choice import Chosen
 
 # The op `place_blocks`.
 PlaceOp = Callable[
@@ -94,9 +93,3 @@ class MaskRows:
 def by_draft(states: torch.Tensor, count: int) -> torch.Tensor:
     """[S * rows, hidden] of S = `count` sequences -> [rows, S, hidden]."""
     return states.view(count, -1, states.shape[-1]).transpose(0, 1).contiguous()
-
-
-def together(drafts: Sequence[Chosen]) -> Proposal:
-    """The drafts of every position as one proposal."""
-    columns = zip(*(chosen.tensors for chosen in drafts), strict=True)
-    return Proposal(*(torch.cat([t[:, None] for t in each], dim=1) for each in columns))

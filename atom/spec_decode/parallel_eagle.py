@@ -13,8 +13,8 @@ from atom.model_ops.metadata import SamplingMetadata
 from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
 from atom.spec_decode.chain import ChainStart
-from atom.spec_decode.choice import Chosen, DraftChoice
-from atom.spec_decode.mask_rows import MaskRows, PlaceOp, by_draft, together
+from atom.spec_decode.choice import Chosen, DraftChoice, together
+from atom.spec_decode.mask_rows import MaskRows, PlaceOp, by_draft
 
 
 class ParallelEagleProposer:
@@ -69,11 +69,9 @@ class ParallelEagleProposer:
         masks = torch.empty_like(first.token_ids)
         masks.copy_(self._mask_token.expand(len(masks)))
         start = self._rows.start(step, masks, num_drafts - 1)
-        others = self._run(start, num_drafts - 1)
-        columns = zip(together([first]).tensors, others.tensors, strict=True)
-        return Proposal(*(torch.cat(pair, dim=1) for pair in columns))
+        return together([first, *self._run(start, num_drafts - 1)])
 
-    def _run(self, start: ChainStart, num_rows: int) -> Proposal:
+    def _run(self, start: ChainStart, num_rows: int) -> list[Chosen]:
         """The drafts of rows of masks."""
         token_ids, positions, metadata = self._rows.place(start, num_rows)
         state = self._mask_state
@@ -81,9 +79,9 @@ class ParallelEagleProposer:
         hidden.copy_(state.expand_as(hidden))
         post_norm, _ = self._draft(token_ids, hidden, positions, metadata)
         states = by_draft(post_norm, len(start.token_ids))
-        return together(
-            [self._choose(states[i], start.race, start.positions, 3 + i) for i in range(num_rows)]
-        )
+        return [
+            self._choose(states[i], start.race, start.positions, 3 + i) for i in range(num_rows)
+        ]
 
     def _choose(
         self,

@@ -13,7 +13,7 @@ from draft_bench import HIDDEN, MHA, MLA, VOCAB, DraftBench, draft_tensors, load
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.spec_decode.base import Guide
 from atom.spec_decode.chain import ChainStart, DraftChain
-from atom.spec_decode.choice import Chosen, DraftChoice
+from atom.spec_decode.choice import Chosen, DraftChoice, together
 from atom.spec_decode.eagle import EagleProposer
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEPS = 4, 30, 3
@@ -66,7 +66,7 @@ def race_of(seeds: Sequence[int]) -> SamplingMetadata:
 def test_steps_advance_through_the_block_table() -> None:
     recorder = Recorder()
     start = start_at([2, 9], [[5, 3], [7, 1, 6]])
-    drafts = DraftChain(recorder, BLOCK_SIZE, MAX_MODEL_LEN).run(start, STEPS)
+    drafts = together(DraftChain(recorder, BLOCK_SIZE, MAX_MODEL_LEN).run(start, STEPS))
     assert (drafts.token_ids - start.token_ids[:, None]).tolist() == [[1, 2, 3]] * 2
     for i, (positions, metadata) in enumerate(recorder.seen):
         assert positions.tolist() == [2 + i, 9 + i]
@@ -115,11 +115,11 @@ def test_each_draft_races_at_its_own_position(chain: DraftChain) -> None:
     start = start_at([5, 5], tables, race_of([3, 3]))
     token_ids = start.token_ids[:1].expand(2).clone()
     start = replace(start, token_ids=token_ids, hidden=start.hidden[:1].expand(2, HIDDEN).clone())
-    greedy, hot = chain.run(start, STEPS).token_ids.tolist()
+    greedy, hot = together(chain.run(start, STEPS)).token_ids.tolist()
     assert greedy != hot
     later = replace(start, positions=start.positions + 1)
     seeded = replace(start, race=replace(start.race, seeds=torch.tensor([4, 4])))
     for other in (later, seeded):
-        first, second = chain.run(other, STEPS).token_ids.tolist()
+        first, second = together(chain.run(other, STEPS)).token_ids.tolist()
         assert second != hot
     assert first == greedy
