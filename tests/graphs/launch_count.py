@@ -5,6 +5,8 @@ Layers and heads of published sizes run with the ops that the table chooses for 
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,6 +18,7 @@ from transformers import DeepseekV3Config, LlamaConfig
 
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.model_ops.kernels import probe
+from atom.model_ops.kernels import triton as triton_kernels
 from atom.model_ops.kernels.torch import linear
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.ops import OPS
@@ -23,6 +26,8 @@ from atom.model_ops.registry import OpTable
 from atom.platform import Platform, current_platform
 
 BATCH, CONTEXT, BLOCK_SIZE = 8, 8192, 64
+# Compute units of an H200, an MI300X and an MI355X.
+UNITS = {"sm90": 132, "gfx942": 304, "gfx950": 256}
 # Entry points of aiter's that these layers need not call, but whose absence changes choices.
 UNUSED = (
     *("biased_grouped_topk", "grouped_topk", "topk_softmax", "concat_and_cache_mla"),
@@ -183,7 +188,7 @@ def aiter(arch: str, seen: Launches) -> probe.Library:
     loading = dict.fromkeys(("shuffle_weight", "e8m0_shuffle"), same)
     asked = {
         "get_gfx": lambda: arch,
-        "get_cu_num": lambda: {"gfx942": 304, "gfx950": 256}[arch],
+        "get_cu_num": lambda: UNITS[arch],
         "get_GEMM_A16W16_config": lambda *_: {"libtype": "torch"},
         "QuantType": type("QuantType", (), {"per_128x128": "per_128x128"}),
         "wvSpltK": None,  # for up to 4 rows
@@ -202,7 +207,20 @@ def context_for(
     platform = Platform("cuda" if arch == "sm90" else "rocm", arch, True)
     current_platform()  # asks torch once what this processor can do
     patch.setattr(linear, "current_platform", lambda: platform)
+    pretend(platform, patch)
     return LayerContext(torch.bfloat16, META, OpTable(platform, ops), CONTEXT, group)
+
+
+def pretend(platform: Platform, patch: pytest.MonkeyPatch) -> None:
+    """Triton's kernels are launched as on this device, which decides what is split."""
+    for found in pkgutil.iter_modules(triton_kernels.__path__, f"{triton_kernels.__name__}."):
+        module = importlib.import_module(found.name)
+        for name, value in (
+            ("current_platform", platform),
+            ("compute_units", UNITS[platform.arch]),
+        ):
+            if hasattr(module, name):
+                patch.setattr(module, name, lambda value=value: value)
 
 
 def without(*names: str) -> dict[str, Any]:
