@@ -65,13 +65,13 @@ def test_greedy_rows_exchange_no_logits(
 ) -> None:
     """One logit of each rank, and nothing else after the model."""
     expected = generate(alone, params("greedy"))
-    gathered, gather = set(), ParallelGroup.all_gather
+    gathered, stack = set(), ParallelGroup.stack
 
     def recorded(group: ParallelGroup, tensor: torch.Tensor) -> torch.Tensor:
         gathered.add((tensor.dtype, tensor.shape[-1]))
-        return gather(group, tensor)
+        return stack(group, tensor)
 
-    monkeypatch.setattr(ParallelGroup, "all_gather", recorded)
+    monkeypatch.setattr(ParallelGroup, "stack", recorded)
     monkeypatch.setattr(ParallelGroup, "broadcast", None)
     assert generate(pair, params("greedy")) == expected
     assert gathered == {(torch.int32, 2)}
