@@ -111,12 +111,15 @@ class CountedCollectives(LoneCollectives):
     def all_gather_into(self, out: torch.Tensor, tensor: torch.Tensor) -> None:
         self._seen.names.append("all_gather")
 
+    def broadcast(self, tensor: torch.Tensor) -> None:
+        self._seen.names.append("broadcast")
+
 
 def rank_of(size: int, seen: Launches) -> ParallelGroup:
-    """The last rank of so many, all on one machine."""
+    """The first rank of so many, which chooses tokens, all on one machine."""
     if size == 1:
         return SINGLE
-    return ParallelGroup(size - 1, size, CountedCollectives(seen), peer_access=True)
+    return ParallelGroup(0, size, CountedCollectives(seen), peer_access=True)
 
 
 def count_triton(seen: Launches, patch: pytest.MonkeyPatch) -> None:

@@ -44,7 +44,7 @@ from atom.models.eagle3.deepseek import Eagle3DeepseekV2ForCausalLM
 from atom.models.eagle3.llama import LlamaForCausalLMEagle3
 from atom.models.eagle3.parts import DraftParts
 from atom.models.llama import LlamaDecoderLayer, LlamaForCausalLM
-from atom.sampling.decode_rows import KINDS, DecodeSampler
+from atom.sampling.decode_rows import DecodeSampler
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.spec_decode.base import NullProposer, Proposer
@@ -203,15 +203,14 @@ def step_launches(
     graphs = StepGraphs(
         GraphRunner(model.forward, plan, (1 + num_drafts,)),
         cast(InputBuilder, inputs),
-        DecodeSampler(model.compute_logits, rows, ops, greedily),
+        DecodeSampler(model.compute_logits, rows, ops, group, greedily),
         proposer,
         drafts,
-        KINDS if num_ranks == 1 else KINDS[:1],
         synthetic=False,
     )
     graphs.capture()
-    kinds = ("filtered", "sampled", "greedy") if num_ranks == 1 else ("greedy",)
-    names = "layers", *kinds, *(("drafts", "racing drafts") if num_drafts else ())
+    choices = "filtered", "sampled", "greedy"
+    names = "layers", *choices, *(("drafts", "racing drafts") if num_drafts else ())
     return dict(zip(names, backend.captured, strict=True))
 
 
@@ -259,6 +258,8 @@ def test_of_a_rank_of_eight(
     layers, choice, drafts = OF_EIGHT[name, num_drafts]
     assert_at_most(layers, found["layers"])
     assert_at_most(choice, found["greedy"])
+    assert_at_most(choice + 5, found["sampled"])
+    assert_at_most(choice + 13, found["filtered"])
     if num_drafts:
         assert_at_most(drafts, found["drafts"])
         assert_at_most(drafts + RACING, found["racing drafts"])
