@@ -81,7 +81,7 @@ def test_kept_and_unpacked_files_give_the_same_logits(mixed: Path, inputs: str) 
     expected = logits(converted_folder(read_gguf(mixed), torch.float32, True))
     assert expected.std() > 0.1
     found = logits(kept(mixed), activations=inputs)
-    near = 3e-5 if inputs == "float" else 0.01 * float(expected.abs().max())
+    near = 1e-4 if inputs == "float" else 0.01 * float(expected.abs().max())
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=near)
 
 
@@ -91,7 +91,7 @@ def test_other_implementations_copy_their_columns(
     expected = logits(converted_folder(read_gguf(mixed), torch.float32, True))
     monkeypatch.setenv("ATOM_OP_QUANT_LINEAR", "torch")
     found = logits(kept(mixed), activations="float")
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_parts_may_be_numbers(write_tiny: WriteTiny) -> None:
@@ -105,7 +105,7 @@ def test_parts_may_be_numbers(write_tiny: WriteTiny) -> None:
     assert layer.alone("v_proj").storage.format is None
     expected = logits(converted_folder(read_gguf(path), torch.float32, True))
     found = logits(folder, activations="float")
-    torch.testing.assert_close(found, expected, rtol=1e-4, atol=3e-5)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 @needs_native
