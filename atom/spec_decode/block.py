@@ -27,6 +27,7 @@ class BlockProposer:
     """
 
     reads_steps = True
+    reads_hidden_states = False
 
     def __init__(
         self,

@@ -26,6 +26,7 @@ class ParallelEagleProposer:
     """
 
     reads_steps = True
+    reads_hidden_states = False
 
     def __init__(
         self,

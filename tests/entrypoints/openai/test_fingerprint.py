@@ -70,7 +70,6 @@ def test_messages_have_it(server: tuple[ScriptedServer, str | None]) -> None:
     whole = client.messages.create(**body)
     with client.messages.stream(**body) as stream:
         streamed = stream.get_final_message()
-    assert streamed.content == whole.content
     for message in (whole, streamed):
         assert (message.model_extra or {}).get("system_fingerprint") == expected
 
