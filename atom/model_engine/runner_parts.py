@@ -19,7 +19,6 @@ from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.sampling.sampler import Sampler
 from atom.sampling.synthetic import SyntheticAcceptance
-from atom.spec_decode.base import Proposer
 
 
 def create_runner(
@@ -98,13 +97,8 @@ def _create_inputs(
         carried=carried,
         take=rank.context.ops.resolve("take_inputs", rank.context.dtype),
         ragged_len=_ragged_most(parts) + 1,
-        selects_rows=parts.recorder is not None and not _reads_hidden_states(parts.proposer),
+        selects_rows=parts.recorder is not None and not parts.proposer.reads_hidden_states,
     )
-
-
-def _reads_hidden_states(proposer: Proposer) -> bool:
-    """Whether a proposer reads what leaves the final norm: where it names no other layers."""
-    return proposer.reads_steps and not proposer.aux_layer_ids
 
 
 def _create_graphs(

@@ -156,6 +156,8 @@ class Proposer(Protocol):
         draft_model: has the attention layers to bind the KV cache to; None without a model.
         aux_layer_ids: target layers (boundary ids) whose hidden states the proposer reads.
         reads_steps: whether it reads a `VerifiedStep`; otherwise none is built.
+        reads_hidden_states: whether it reads `ModelOutput.hidden_states` of rows that are not
+            sampled, too.
         kv_cache_builders: the proposer's own KV caches, sized together with the target's.
     """
 
@@ -164,6 +166,7 @@ class Proposer(Protocol):
     aux_layer_ids: tuple[int, ...]
     kv_cache_builders: Sequence[KVCacheBuilder]
     reads_steps: bool
+    reads_hidden_states: bool
 
     def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
         """`num_drafts` drafts of each sampled sequence. With 0 drafts it only writes its KV.
@@ -180,6 +183,7 @@ class NullProposer:
     aux_layer_ids: tuple[int, ...] = ()
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
     reads_steps = False
+    reads_hidden_states = False
 
     def __init__(self, lookahead: Lookahead = NO_LOOKAHEAD) -> None:
         self.lookahead = lookahead

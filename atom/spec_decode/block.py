@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from torch import nn
 
@@ -26,6 +27,7 @@ class BlockProposer:
     """
 
     reads_steps = True
+    reads_hidden_states = False
 
     def __init__(
         self,
@@ -66,7 +68,8 @@ class BlockProposer:
         states = by_draft(draft(*self._rows.place(start, config.block_size)), count)
         first = 0 if config.samples_anchor else 1
         states = states[first : first + num_drafts]
-        if start.race is None and not choice.confident and not draft.walks:
+        guide = start.guide
+        if start.race is None and guide is None and not choice.confident and not draft.walks:
             # No logits, which every rank would need all of.
             greedy = draft.head.argmax(states.flatten(0, 1), draft.target_ids)
             return Proposal(greedy.view(num_drafts, count).t().contiguous())
@@ -74,10 +77,16 @@ class BlockProposer:
         drafts: list[Chosen] = []
         previous, carried = start.token_ids, draft.begin_path(states[0])
         for i in range(num_drafts):
-            scores, carried = draft.score(logits[i], states[i], previous, carried)
+            row = logits[i]
+            if guide is not None:
+                # Before the head, which may look at the best tokens alone.
+                row = guide.restrict(row, choice.token_ids)
+            scores, carried = draft.score(row, states[i], previous, carried)
             chosen = choice.choose(scores, start.race, start.positions, ahead=2 + i)
+            if guide is not None:
+                chosen = replace(chosen, token_ids=guide.take(chosen.token_ids))
             if choice.confident and config.confidence is not None:
-                chosen = Chosen(chosen.token_ids, draft.confidence(states[i], previous))
+                chosen = replace(chosen, confidences=draft.confidence(states[i], previous))
             drafts.append(chosen)
             previous = chosen.token_ids
         return together(drafts)

@@ -30,6 +30,7 @@ class EagleProposer:
     """
 
     reads_steps = True
+    reads_hidden_states = False
 
     def __init__(
         self,

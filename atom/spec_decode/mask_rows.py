@@ -55,6 +55,7 @@ class MaskRows:
             counts,
             min(metadata.max_context_len + num_rows, self._max_model_len),
             step.race,
+            step.guide,
         )
 
     def place(

@@ -26,6 +26,7 @@ class MTPProposer:
 
     aux_layer_ids: tuple[int, ...] = ()
     reads_steps = True
+    reads_hidden_states = True
 
     def __init__(
         self,

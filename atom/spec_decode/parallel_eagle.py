@@ -11,7 +11,7 @@ from atom.kv_cache.base import KVCacheBuilder
 from atom.model_ops.kernels.torch.speculation import place_blocks
 from atom.model_ops.metadata import SamplingMetadata
 from atom.models.eagle3.base import Eagle3Draft
-from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
+from atom.spec_decode.base import Guide, Lookahead, Proposal, VerifiedStep
 from atom.spec_decode.chain import ChainStart
 from atom.spec_decode.choice import Chosen, DraftChoice, together
 from atom.spec_decode.mask_rows import MaskRows, PlaceOp, by_draft
@@ -26,6 +26,7 @@ class ParallelEagleProposer:
     """
 
     reads_steps = True
+    reads_hidden_states = False
 
     def __init__(
         self,
@@ -63,7 +64,8 @@ class ParallelEagleProposer:
             self._draft.write_kv(*rows)
             return Proposal(step.next_token_ids.new_empty((len(last), num_drafts)))
         post_norm, _ = self._draft(*rows)
-        first = self._choose(post_norm[last], step.race, model_input.positions[last], 2)
+        positions = model_input.positions[last]
+        first = self._choose(post_norm[last], step.race, positions, step.guide, 2)
         if num_drafts == 1:
             return together([first])
         masks = torch.empty_like(first.token_ids)
@@ -79,18 +81,19 @@ class ParallelEagleProposer:
         hidden.copy_(state.expand_as(hidden))
         post_norm, _ = self._draft(token_ids, hidden, positions, metadata)
         states = by_draft(post_norm, len(start.token_ids))
-        return [
-            self._choose(states[i], start.race, start.positions, 3 + i) for i in range(num_rows)
-        ]
+        options = start.race, start.positions, start.guide
+        return [self._choose(states[i], *options, 3 + i) for i in range(num_rows)]
 
     def _choose(
         self,
         states: torch.Tensor,
         race: SamplingMetadata | None,
         positions: torch.Tensor,
+        guide: Guide | None,
         ahead: int,
     ) -> Chosen:
         """Drafts of rows [S, hidden]."""
-        if race is None and not self._choice.confident:
+        if race is None and guide is None and not self._choice.confident:
             return Chosen(self._draft.choose_token(states))
-        return self._choice.choose(self._draft.compute_logits(states), race, positions, ahead=ahead)
+        logits = self._draft.compute_logits(states)
+        return self._choice.choose(logits, race, positions, guide, ahead)

@@ -7,13 +7,14 @@ import logging
 import sys
 from collections.abc import Sequence
 
-from atom.training import evaluate, export, synthesize_cli, train_cli
+from atom.training import calibrate, evaluate, export, synthesize_cli, train_cli
 
 _PROG = "python -m atom.training"
 _COMMANDS = {
     "synthesize": synthesize_cli,
     "train": train_cli,
     "export": export,
+    "calibrate": calibrate,
     "evaluate": evaluate,
 }
 

@@ -31,6 +31,8 @@ class Example:
         token_ids: [n] int32.
         mask: [n] bool; tokens that the target generated.
         temperature: at which it answered; 0 is greedy.
+        answer_start: place of the answer's first token, behind a turn that the target may have
+            written, too; None in folders that do not say.
         features: [n - 1, (A + 1) * hidden]; for every token but the last, the target's A aux hidden
             states and its final one after the norm, concatenated. None when not kept.
     """
@@ -40,6 +42,7 @@ class Example:
     mask: torch.Tensor
     features: torch.Tensor | None = None
     temperature: float = 1.0
+    answer_start: int | None = None
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -124,6 +127,9 @@ def write_shard(path: Path, examples: Sequence[Example]) -> None:
         "offsets": torch.cat((torch.zeros(1, dtype=torch.int64), lengths.cumsum(0))),
         "indices": torch.tensor([example.index for example in examples]),
     }
+    starts = [example.answer_start for example in examples if example.answer_start is not None]
+    if len(starts) == len(examples):
+        tensors["answer_starts"] = torch.tensor(starts)
     features = [example.features for example in examples if example.features is not None]
     if features:
         tensors["features"] = torch.cat(features)
@@ -143,12 +149,15 @@ def read_shard_texts(path: Path) -> list[Example]:
             token_ids, mask, offsets, indices = (
                 file.get_tensor(name) for name in ("token_ids", "mask", "offsets", "indices")
             )
+            starts: list[int | None] = [None] * len(indices)
+            if "answer_starts" in file.keys():  # noqa: SIM118
+                starts = file.get_tensor("answer_starts").tolist()
     except Exception as error:  # safetensors has its own exception class
         raise DataError(f"{path} is no shard of a dataset: {error}") from error
     bounds = itertools.pairwise(offsets.tolist())
     return [
-        Example(index, token_ids[first:last], mask[first:last].bool())
-        for index, (first, last) in zip(indices.tolist(), bounds, strict=True)
+        Example(index, token_ids[first:last], mask[first:last].bool(), answer_start=start)
+        for index, start, (first, last) in zip(indices.tolist(), starts, bounds, strict=True)
     ]
 
 

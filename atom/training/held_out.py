@@ -22,30 +22,27 @@ _TEXTS_AT_A_TIME = 4
 _SEED = 0
 
 
-def coupled_choice(
-    draft_logits: torch.Tensor,
-    target_logprobs: torch.Tensor,
-    answers: torch.Tensor,
-    generator: torch.Generator,
+def race_noise(
+    target_logprobs: torch.Tensor, answers: torch.Tensor, generator: torch.Generator
 ) -> torch.Tensor:
-    """What a draft chooses with noise with which the target chose `answers`; [N] int64.
+    """Gumbel noise [N, vocab] with which a target of these probabilities chooses `answers`.
 
     Args:
-        draft_logits, target_logprobs: [N, vocab], both divided by the temperature; the latter
-            normalised, over a larger vocabulary if the draft's is pruned.
+        target_logprobs: [N, vocab], divided by the temperature; normalised, over a larger
+            vocabulary if the draft's is pruned.
         answers: [N] int64.
     """
 
     def gumbel(*shape: int) -> torch.Tensor:
         noise = torch.empty(shape).exponential_(generator=generator)
-        return -noise.to(draft_logits.device).log()
+        return -noise.to(target_logprobs.device).log()
 
     best = gumbel(len(answers), 1)
     raced = target_logprobs + gumbel(*target_logprobs.shape)
     # Truncated at the winner's value (Maddison et al., A* sampling, 2014).
     raced = -torch.logaddexp(-best, -raced)
     raced = raced.scatter(1, answers[:, None], best)
-    return (draft_logits + raced - target_logprobs).argmax(-1)
+    return raced - target_logprobs
 
 
 @dataclass(frozen=True)
@@ -69,30 +66,41 @@ class HeldOut:
         """For each temperature of the texts, the share of rows whose first 1, 2, ... drafts are
         right, as `{"0.7": {"accepted": [...], "rows": int}}`.
         """
-        generator = torch.Generator().manual_seed(_SEED)
         measured = {}
         for temperature in sorted({text.temperature for text in self.texts}):
-            texts = [text for text in self.texts if text.temperature == temperature]
-            right = torch.cat(
-                [
-                    self._right(texts[i : i + _TEXTS_AT_A_TIME], temperature, generator)
-                    for i in range(0, len(texts), _TEXTS_AT_A_TIME)
-                ],
-                dim=1,
-            )
+            [right] = self.race(temperature, [1.0])
             shares = (right.sum(1) / max(right.shape[1], 1)).tolist()
             accepted = [round(share, 4) for share in shares]
             measured[str(temperature)] = {"accepted": accepted, "rows": right.shape[1]}
         return measured
 
+    @torch.no_grad()
+    def race(self, temperature: float, scales: Sequence[float]) -> torch.Tensor:
+        """[scales, depth, rows] bool: whether all drafts so far are the tokens of the texts of this
+        temperature, of which there are some, when drafts race at so many times it.
+
+        The noise is the same for all scales.
+        """
+        generator = torch.Generator().manual_seed(_SEED)
+        texts = [text for text in self.texts if text.temperature == temperature]
+        batches = (
+            self.build(texts[i : i + _TEXTS_AT_A_TIME])
+            for i in range(0, len(texts), _TEXTS_AT_A_TIME)
+        )
+        raced = [self._right(batch, temperature, scales, generator) for batch in batches]
+        return torch.cat(raced, dim=2)
+
     def _right(
-        self, texts: Sequence[Example], temperature: float, generator: torch.Generator
+        self,
+        batch: TrainingBatch,
+        temperature: float,
+        scales: Sequence[float],
+        generator: torch.Generator,
     ) -> torch.Tensor:
-        """[depth, rows] bool: whether all drafts so far are the text's tokens.
+        """`race` with one batch.
 
         Each step reads the text's tokens: the drafts, as long as all are right.
         """
-        batch = self.build(texts)
         whole, vocabulary = batch.valid.all(0), self.target.vocabulary
         logprobs = self.target.logprobs(batch.final, temperature) if temperature else None
         right = []
@@ -100,11 +108,10 @@ class HeldOut:
             logits = F.linear(rows[whole], self.output_head()).float()
             answers = batch.answer_ids[j, whole]
             if logprobs is None:
-                chosen = logits.argmax(-1)
+                chosen = [logits.argmax(-1)] * len(scales)
             else:
                 places = torch.searchsorted(vocabulary, answers).clamp(max=len(vocabulary) - 1)
-                chosen = coupled_choice(
-                    logits / temperature, logprobs[batch.targets[j, whole]], places, generator
-                )
-            right.append(vocabulary[chosen] == answers)
-        return torch.stack(right).cumprod(0).bool()
+                noise = race_noise(logprobs[batch.targets[j, whole]], places, generator)
+                chosen = [(logits / (temperature * c) + noise).argmax(-1) for c in scales]
+            right.append(vocabulary[torch.stack(chosen)] == answers)
+        return torch.stack(right, dim=1).cumprod(1).bool()

@@ -133,3 +133,11 @@ class BlockKind:
         initialise_block(
             draft, guess, parts.final_norm, head, parts.embedding, parts.mlp, generator
         )
+
+
+def kind_of(raw: dict[str, Any], target: PretrainedConfig) -> DraftKind:
+    """The kind of a draft whose config `DraftKind.config` made."""
+    if raw.get("speculators_model_type") is None:
+        return Eagle3Kind(target, "mla" if raw.get("kv_lora_rank") else "mha")
+    layers = raw.get("transformer_layer_config", {}).get("num_hidden_layers", 1)
+    return BlockKind(target, layers, raw.get("markov_rank", 1), raw.get("block_size", 1))

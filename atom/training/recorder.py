@@ -24,6 +24,7 @@ class FeatureRecorder:
     draft_model: nn.Module | None = None
     kv_cache_builders: Sequence[KVCacheBuilder] = ()
     reads_steps = True
+    reads_hidden_states = True
 
     def __init__(self, aux_layer_ids: tuple[int, ...]) -> None:
         self.aux_layer_ids = aux_layer_ids

@@ -43,15 +43,9 @@ def further(
         DataError: for a draft of another kind, or what is none.
     """
     exported = (path / "config.json").exists()
-    other = _read_exported(path) if exported else load_checkpoint(path)
+    other = read_exported(path) if exported else load_checkpoint(path)
     size = len(other.vocabulary) if vocab_size is None else vocab_size
-    mask_token_id = other.draft_config.get("mask_token_id", 0)
-    expected = kind.config(size, features.aux_layer_ids, mask_token_id)
-    differing = sorted(
-        name
-        for name in expected.keys() | other.draft_config.keys()
-        if expected.get(name) != other.draft_config.get(name)
-    )
+    differing = differences(other, kind, size, features.aux_layer_ids)
     if differing:
         raise DataError(
             f"{path} is a draft of another kind than the one asked for: they differ in "
@@ -67,7 +61,22 @@ def further(
     return TrainingCheckpoint(other.draft_config, {}, Progress(), other.vocabulary, kept)
 
 
-def _read_exported(folder: Path) -> TrainingCheckpoint:
+def differences(
+    draft: TrainingCheckpoint, kind: DraftKind, vocab_size: int, aux_layer_ids: tuple[int, ...]
+) -> list[str]:
+    """The fields in which a draft's config is not the one that training writes."""
+    own = draft.draft_config
+    expected = kind.config(vocab_size, aux_layer_ids, own.get("mask_token_id", 0))
+    return sorted(n for n in expected.keys() | own.keys() if expected.get(n) != own.get(n))
+
+
+def read_exported(folder: Path) -> TrainingCheckpoint:
+    """Step 0 of a draft that `export` wrote, with its whitening folded in, and without what was
+    measured on its weights.
+
+    Raises:
+        DataError: when there is none.
+    """
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
         tensors = load_file(folder / "model.safetensors")
@@ -76,7 +85,6 @@ def _read_exported(folder: Path) -> TrainingCheckpoint:
         raise DataError(f"{folder} is no exported draft: {error}") from error
     tensors.pop("t2d", None)
     config.pop("torch_dtype", None)
-    # Measured on the weights that training is about to change.
     for measured in ("draft_temperature_scale", "expected_acceptance_length"):
         config.pop(measured, None)
     vocabulary = offsets + torch.arange(len(offsets))

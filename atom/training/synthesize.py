@@ -225,7 +225,10 @@ class Synthesizer:
         mask = torch.zeros(len(ids), dtype=torch.bool)
         mask[text.trained_from :] = True
         tokens = torch.tensor(ids, dtype=torch.int32)
-        self._finished.append(Example(text.prompt.index, tokens, mask, features))
+        start = len(text.prompt_ids)
+        self._finished.append(
+            Example(text.prompt.index, tokens, mask, features, answer_start=start)
+        )
 
     def _drop(self, text: _Text, reason: str) -> None:
         self._manifest.add(reason)

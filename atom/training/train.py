@@ -83,7 +83,7 @@ def train(request: TrainRequest) -> TrainingCheckpoint:
     text_config = source.hf_config.get_text_config()
     dataset = Dataset.read(request.data, source.name, text_config.vocab_size)
     parts = load_target_parts(config, source)
-    features = _feature_source(request, dataset, parts)
+    features = feature_source(config, dataset, request.aux_layer_ids, parts)
     if not platform.is_gpu:
         threads = config.parallel.num_threads or default_num_threads()
         torch.set_num_threads(max(1, threads // request.workers))
@@ -149,11 +149,17 @@ def data_settings(
     }
 
 
-def _feature_source(request: TrainRequest, dataset: Dataset, parts: TargetParts) -> FeatureSource:
-    wanted = request.aux_layer_ids
+def feature_source(
+    config: EngineConfig, dataset: Dataset, wanted: tuple[int, ...] | None, parts: TargetParts
+) -> FeatureSource:
+    """The stored features, or a target that computes them where others are wanted.
+
+    Args:
+        wanted: boundary ids of their layers; None for the dataset's, else the target's default.
+    """
     if dataset.aux_layer_ids is not None and wanted in (None, dataset.aux_layer_ids):
         return StoredFeatures(dataset)
-    return TargetFeatures(request.config, wanted or parts.default_aux_layer_ids)
+    return TargetFeatures(config, wanted or parts.default_aux_layer_ids)
 
 
 def _split(texts: Sequence[Example], options: TrainOptions) -> tuple[list[Example], list[Example]]:

@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_ops.batches import Part
 from spec_decode import block_bench
-from spec_decode.block_bench import DRAFTS, LAYER, MASK, VOCAB, BlockBench
+from spec_decode.block_bench import DRAFTS, LAYER, MASK, VOCAB, BlockBench, step_of
 from spec_decode.block_reference import BlockReference
 
 from atom.model_loader.source import ModelSource
@@ -139,6 +139,55 @@ def test_a_block_ends_where_a_sequence_has_no_slots(tmp_path: Path, llama_target
     expected, (first,) = case.reference.scores(case.rows(0, 10), case.tokens[9])
     torch.testing.assert_close(scores[:1].double(), expected, **CLOSE)
     assert drafts[0] == first
+
+
+class ParityGuide:
+    """Allows, after each token, those of the other parity; and at first the odd ones."""
+
+    def __init__(self) -> None:
+        self.previous = torch.zeros(1, dtype=torch.int64)
+        self.refused: list[torch.Tensor] = []
+
+    def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> torch.Tensor:
+        tokens = torch.arange(logits.shape[1]) if target_ids is None else target_ids
+        self.refused.append((tokens - self.previous[:, None]) % 2 == 0)
+        return logits.masked_fill(self.refused[-1], -torch.inf)
+
+    def take(self, token_ids: torch.Tensor) -> torch.Tensor:
+        self.previous = token_ids
+        return token_ids
+
+
+@pytest.mark.parametrize("name", [*DRAFTS])
+def test_drafts_follow_a_guide(name: str, tmp_path: Path, llama_target: Target) -> None:
+    """Each is the best of those that may follow the ones before, also where heads rank the best
+    tokens alone."""
+    case = Case(name, tmp_path, llama_target)
+    bench, n = BlockBench(case.model), case.num_drafts
+    guide = ParityGuide()
+    step = step_of(
+        [Part(CONTEXT, 0, bench.blocks(CONTEXT + case.model.config.block_size))],
+        case.rows(0, CONTEXT),
+        case.tokens,
+        [CONTEXT - 1],
+        bench.block_size,
+    )
+    for race in (step.race, None):
+        bench.choice.logits, guide.refused = [], []
+        guide.previous = torch.zeros(1, dtype=torch.int64)
+        with torch.inference_mode():
+            proposal = bench.proposer.propose(replace(step, guide=guide, race=race), n)
+        (drafts,) = proposal.token_ids.tolist()
+        assert [t % 2 for t in drafts] == [(i + 1) % 2 for i in range(n)]
+        for token, scores, refused in zip(drafts, bench.choice.logits, guide.refused, strict=True):
+            assert torch.equal(scores.isneginf() | refused, scores.isneginf())
+            best = scores.argmax(-1)
+            assert token == int(
+                best if case.model.target_ids is None else case.model.target_ids[best]
+            )
+        if case.draft.meaning.top_k:
+            ranked = [int(scores.isfinite().sum()) for scores in bench.choice.logits]
+            assert ranked == [case.draft.meaning.top_k] * n
 
 
 def test_confidences_equal_the_reference(tmp_path: Path, llama_target: Target) -> None:

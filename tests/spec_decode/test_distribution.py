@@ -7,15 +7,18 @@ from collections.abc import Sequence
 from functools import cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from models import checkpoints
-from spec_decode import engines
+from spec_decode import draft_bench, engines
 from transformers import PreTrainedTokenizerFast
 
-from atom import SamplingParams
+from atom import LLM, SamplingParams
 from atom.model_engine import worker
+from atom.model_ops.kernels.native import sampling as native_sampling
+from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode.base import Lookahead, NullProposer, Proposal, Proposer, VerifiedStep
 from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.drafter import Drafter
@@ -27,6 +30,8 @@ TEMPERATURE = 2.0
 NUM_SAMPLES = 50_000
 NUM_TOKENS = 4
 NUM_DRAFTS = NUM_TOKENS - 2
+# Tokens of the draft model's vocabulary.
+_NUM_KNOWN = 8
 
 
 class GuessLookup(SuffixLookup):
@@ -85,10 +90,8 @@ def test_chi_square(
     The first token comes from the prompt's step, the others from rows that verified drafts: the
     likeliest tokens, or the winners of races with the noise of the samples.
     """
+    checkpoint, prompt = _target(tmp_path, byte_level_tokenizer)
     vocab_size = len(byte_level_tokenizer)
-    checkpoint = checkpoints.llama(tmp_path, vocab_size=vocab_size, hidden_size=engines.HIDDEN)
-    byte_level_tokenizer.save_pretrained(tmp_path)
-    prompt = checkpoints.prompt(9) * 2
     expected = _distribution(checkpoint, prompt)
 
     def create(_: object, proposer: Proposer, **__: bool) -> Drafter:
@@ -109,6 +112,67 @@ def test_chi_square(
             method="suffix",
             num_speculative_tokens=NUM_DRAFTS,
         )
+    _check(engine, prompt, expected)
+
+
+@pytest.mark.skipif(native_build().reason is not None, reason="needs the native kernels")
+def test_chi_square_of_a_draft_model(
+    tmp_path: Path,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The same with an Eagle3 draft of random weights, which knows few tokens, those that are
+    likely here, and the kernel that chooses its drafts.
+    """
+    checkpoint, prompt = _target(tmp_path / "target", byte_level_tokenizer)
+    expected = _distribution(checkpoint, prompt)
+    draft = _write_draft(tmp_path / "draft", expected, len(byte_level_tokenizer))
+    calls = []
+    kernel = native_sampling.choose_drafts
+
+    def choose_drafts(*args: Any) -> Any:
+        calls.append(args)
+        return kernel(*args)
+
+    monkeypatch.setattr(native_sampling, "choose_drafts", choose_drafts)
+    engine = engines.create_engine(
+        tmp_path / "target",
+        seed=0,
+        max_num_seqs=512,
+        method="eagle3",
+        draft_model=str(draft),
+        num_speculative_tokens=NUM_DRAFTS,
+    )
+    _check(engine, prompt, expected)
+    assert calls
+
+
+def _target(
+    folder: Path, tokenizer: PreTrainedTokenizerFast
+) -> tuple[checkpoints.Checkpoint, list[int]]:
+    """A target and a prompt."""
+    checkpoint = checkpoints.llama(folder, vocab_size=len(tokenizer), hidden_size=engines.HIDDEN)
+    tokenizer.save_pretrained(folder)
+    return checkpoint, checkpoints.prompt(9) * 2
+
+
+def _write_draft(folder: Path, distribution: dict[tuple[int, ...], float], vocab_size: int) -> Path:
+    """A draft that knows the likeliest tokens of all places behind the first."""
+    weights = torch.zeros(vocab_size)
+    for key, probability in distribution.items():
+        weights[list(key[1:])] += probability
+    known = weights.topk(_NUM_KNOWN).indices.sort().values
+    sizes = {"hidden_size": engines.HIDDEN, "vocab_size": vocab_size}
+    raw = {**draft_bench.MHA, **sizes, "draft_vocab_size": _NUM_KNOWN}
+    raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
+    tensors = draft_bench.draft_tensors(raw)
+    tensors["d2t"] = known - torch.arange(_NUM_KNOWN)
+    tensors["t2d"] = torch.zeros(vocab_size, dtype=torch.bool).index_fill(0, known, True)
+    return draft_bench.write_draft(folder, raw, tensors)
+
+
+def _check(engine: LLM, prompt: list[int], expected: dict[tuple[int, ...], float]) -> None:
+    """`NUM_SAMPLES` continuations follow the probabilities."""
     sampling = SamplingParams(
         temperature=TEMPERATURE, top_k=TOP_K, max_tokens=NUM_TOKENS, ignore_eos=True, n=100
     )

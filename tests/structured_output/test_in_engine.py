@@ -24,6 +24,7 @@ from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.grammar_queue import GrammarQueue
 from atom.spec_decode.drafter import Drafter
 from atom.spec_decode.factory import create_drafter
+from atom.spec_decode.grammar import GrammarDrafts
 from atom.stats import total
 from atom.structured_output.base import Grammar, GrammarError
 from atom.structured_output.cache import GrammarCache
@@ -50,6 +51,8 @@ CONSTRAINTS = [
 ]
 PROMPTS = engines.PROMPTS[:10]
 MAX_TOKENS = 40
+# Drafts that are all made in one pass.
+ONE_PASS = ["peagle", *engines.BLOCK_DRAFTS]
 DEAD_END = StructuredOutput.ebnf('root ::= "abc" end\nend ::= end "d"')
 
 
@@ -123,9 +126,20 @@ class Targets:
 
     def _write(self, kind: str) -> Path:
         folder = self._folder / kind
-        if kind == "mha":
-            return engines.write_draft("mha", folder, len(self._tokenizer))
+        if kind in (*engines.EAGLE_DRAFTS, *engines.BLOCK_DRAFTS):
+            size = len(self._tokenizer)
+            return engines.write_draft(kind, folder, size, draft_vocab_size=size - 8)
         return engines.write_target(kind, folder, self._tokenizer)
+
+    def speculation(self, draft: str, k: int) -> dict[str, Any]:
+        """Engine arguments of a kind of draft."""
+        if draft in ("suffix", "mtp"):
+            return {"method": draft, "num_speculative_tokens": k}
+        return {
+            "method": engines.method_of(draft),
+            "num_speculative_tokens": k,
+            "draft_model": str(self.folder(draft)),
+        }
 
     def _expected(self, kind: str) -> list[list[list[int]]]:
         engine = create_engine(self.folder(kind))
@@ -147,18 +161,19 @@ def engine(targets: Targets) -> LLM:
 
 
 @pytest.mark.parametrize(
-    ("target", "method", "k"),
+    ("target", "draft", "k"),
     [
-        *(("llama", "eagle3", k) for k in (1, 3, 7)),
+        *(("llama", "mha", k) for k in (1, 3, 7)),
+        *(("llama", draft, 3) for draft in ONE_PASS),
+        ("llama", "peagle", 1),
         ("llama", "suffix", 7),
         ("deepseek_v3", "mtp", 3),
     ],
 )
 def test_tokens_equal_those_without_speculation(
-    targets: Targets, target: str, method: str, k: int
+    targets: Targets, target: str, draft: str, k: int
 ) -> None:
-    draft = {"draft_model": str(targets.folder("mha"))} if method == "eagle3" else {}
-    fast = create_engine(targets.folder(target), method=method, num_speculative_tokens=k, **draft)
+    fast = create_engine(targets.folder(target), **targets.speculation(draft, k))
     assert tokens(generate(fast)) == targets.expected(target)
     stats = fast.engine.core.stats.spec_decode
     assert stats is not None
@@ -166,14 +181,13 @@ def test_tokens_equal_those_without_speculation(
 
 
 @pytest.mark.parametrize(
-    ("target", "method"), [("llama", "eagle3"), ("llama", "suffix"), ("deepseek_v3", "mtp")]
+    ("target", "draft"), [("llama", "mha"), ("llama", "suffix"), ("deepseek_v3", "mtp")]
 )
 def test_drafts_made_before_the_tokens_are_known(
-    targets: Targets, target: str, method: str, monkeypatch: pytest.MonkeyPatch
+    targets: Targets, target: str, draft: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU: grammars then see the drafts when these are made."""
-    draft = {"draft_model": str(targets.folder("mha"))} if method == "eagle3" else {}
-    speculation = {"method": method, "num_speculative_tokens": 3, **draft}
+    speculation = targets.speculation(draft, 3)
 
     def create(*args: Any, **options: Any) -> Drafter:
         return create_drafter(*args, **{**options, "waiting_is_free": False})
@@ -190,11 +204,7 @@ def test_grammars_bring_more_accepted_drafts(
     targets: Targets, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a random draft, of which nothing else can be accepted."""
-    speculation = {
-        "method": "eagle3",
-        "num_speculative_tokens": 3,
-        "draft_model": str(targets.folder("mha")),
-    }
+    speculation = targets.speculation("mha", 3)
     gains = []
     for grammars in (False, True):
         with engines.drafters_from(monkeypatch, partial(create_drafter, grammars=grammars)):
@@ -205,6 +215,24 @@ def test_grammars_bring_more_accepted_drafts(
         stats = total(o.spec_decode for o in outputs if o.spec_decode is not None)
         gains.append(stats.tokens_per_forward)
     assert gains[1] > 1.3 * gains[0]
+
+
+@pytest.mark.parametrize("draft", ["mha", *ONE_PASS])
+def test_drafts_within_the_grammar_are_accepted_more_often(
+    targets: Targets, draft: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A random draft is right now and then where the grammar leaves few tokens, and else never."""
+    accepted = []
+    for guided in (True, False):
+        with monkeypatch.context() as patch:
+            if not guided:
+                patch.setattr(GrammarDrafts, "guide", lambda *_: None)
+            fast = create_engine(targets.folder("llama"), **targets.speculation(draft, 3))
+            assert tokens(generate(fast)) == targets.expected("llama")
+        stats = fast.engine.core.stats.spec_decode
+        assert stats is not None
+        accepted.append(stats.by_source[engines.method_of(draft)].num_accepted_tokens)
+    assert accepted[0] >= accepted[1] + 5
 
 
 @pytest.mark.parametrize("wrong", [False, True], ids=["oracle", "never"])

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
 import torch
 
-from atom.training.held_out import coupled_choice
+from atom.training.calibrate import table
+from atom.training.dataset import Example
+from atom.training.held_out import HeldOut, race_noise
+from atom.training.layers import TrainingBatch
 from atom.training.loss import DraftLoss
 from atom.training.target_probs import TargetProbabilities
 
@@ -58,7 +64,8 @@ def test_a_draft_like_the_target_guesses_every_sample() -> None:
     generator = torch.Generator().manual_seed(0)
     answers = torch.multinomial(p, 1, generator=generator)[:, 0]
     for _ in range(20):
-        assert torch.equal(coupled_choice(p.log() + 1.5, p.log(), answers, generator), answers)
+        raced = p.log() + 1.5 + race_noise(p.log(), answers, generator)
+        assert torch.equal(raced.argmax(-1), answers)
 
 
 def test_choices_are_as_frequent_as_in_a_race_with_shared_noise() -> None:
@@ -70,8 +77,37 @@ def test_choices_are_as_frequent_as_in_a_race_with_shared_noise() -> None:
     drawn, guessed = (p + noise).argmax(-1), (q + noise).argmax(-1)
     answers = torch.multinomial(p.exp(), count, True, generator=generator)
     rows = p.expand(count, 6)
-    chosen = coupled_choice(q.expand(count, 6), rows, answers, generator)
+    chosen = (q + race_noise(rows, answers, generator)).argmax(-1)
     expected = torch.bincount(drawn * 6 + guessed, minlength=36) / count
     got = torch.bincount(answers * 6 + chosen, minlength=36) / count
     assert float((expected - got).abs().max()) < 0.015
     assert float((chosen == answers).float().mean()) > float((p.exp() * q.exp()).sum()) + 0.1
+
+
+def test_a_draft_races_best_at_the_temperature_that_makes_it_the_target() -> None:
+    """Its logits are the target's times 0.8, at all depths; the texts were sampled at 0.5."""
+    generator = torch.Generator().manual_seed(5)
+    head = torch.randn(VOCAB, SIZE, generator=generator) * 0.4
+    final = torch.randn(400, SIZE, generator=generator)
+    answers = torch.multinomial((final @ head.T / 0.5).softmax(-1), 1, generator=generator)[:, 0]
+    rows = torch.arange(400)[None].expand(2, -1)
+    batch = cast(
+        TrainingBatch,
+        SimpleNamespace(
+            final=final, targets=rows, valid=rows >= 0, answer_ids=answers.expand(2, -1)
+        ),
+    )
+    text = Example(0, torch.zeros(3), torch.ones(3), temperature=0.5)
+    target = TargetProbabilities(head, torch.arange(VOCAB))
+    measure = HeldOut([text], lambda _: batch, lambda _: [0.8 * final] * 2, lambda: head, target)
+    scales = (0.5, 0.8, 1.0)
+    right = measure.race(0.5, scales)
+    shares = right.float().mean(2)
+    assert shares[1].tolist() == [1.0, 1.0]
+    assert shares[[0, 2], 0].max() < 0.97
+    assert (shares[:, 1] <= shares[:, 0]).all()
+    lines = table(scales, right).splitlines()
+    assert lines[2].split() == ["0.8", "3.000", "0.0000", "±", "0.0000", "1.000", "1.000"]
+    lost = 2 - right.sum(1)[0].double()
+    below, error = lost.mean(), lost.std(correction=0) / 400**0.5
+    assert lines[1].split()[2:5] == [f"{below:.4f}", "±", f"{error:.4f}"]

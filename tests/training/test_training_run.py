@@ -243,6 +243,57 @@ def test_a_block_drafter_trains(data: Path, target: Path, tmp_path: Path) -> Non
     assert losses(tmp_path / "on")[0][1][0] < curve[0][1][0]
 
 
+@pytest.mark.parametrize("more", [(), ("--draft", "block", "--depth", 3, "--markov-rank", 16)])
+def test_a_draft_is_calibrated(
+    data: Path,
+    target: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    more: tuple[object, ...],
+) -> None:
+    """Its logits times four race best at a higher temperature, and the engine then keeps more."""
+    texts = tmp_path / "texts"
+    run("synthesize", "--model", target, "--output", texts,
+        "--prompts", f"{data.parent / 'prompts.jsonl'}:q", *SYNTHESIZE, "--temperatures", 1, 0,
+        "--samples-per-prompt", 4, "--max-num-seqs", 16, *ENGINE)  # fmt: skip
+    train(target, data, tmp_path / "run", "--epochs", 2, *more)
+    draft = tmp_path / "draft"
+    run("export", tmp_path / "run", draft, "--dtype", "float32")
+    tensors = load_file(draft / "model.safetensors")
+    for name in {"lm_head.weight", "markov_head.markov_w2.weight"} & tensors.keys():
+        tensors[name] *= 4
+    save_file(tensors, draft / "model.safetensors", {"format": "pt"})
+    before = json.loads((draft / "config.json").read_text())
+    command = ("calibrate", draft, "--model", target, "--data", texts, *ENGINE)
+    chosen = (*command, "--scales", 0.5, 1, 4, 16)
+    capsys.readouterr()
+    run(*chosen, "--dry-run")
+    assert "nothing is written" in capsys.readouterr().out
+    assert json.loads((draft / "config.json").read_text()) == before
+    kept = [_acceptance(data, target, draft, bool(more), capsys)]
+    run(*chosen)
+    said = capsys.readouterr().out
+    assert "texts at T = 1" in said
+    assert "it was 1" in said
+    written = json.loads((draft / "config.json").read_text())
+    best = written.pop("draft_temperature_scale")
+    assert written == before
+    assert best == 4
+    kept.append(_acceptance(data, target, draft, bool(more), capsys))
+    print(kept)
+    assert kept[1] > 1.05 * kept[0]
+
+
+def _acceptance(
+    data: Path, target: Path, draft: Path, is_block: bool, capsys: pytest.CaptureFixture[str]
+) -> float:
+    """In the engine, at T = 1, in per cent."""
+    run("evaluate", "--model", target, "--prompts", f"{data.parent / 'prompts.jsonl'}:q",
+        "--max-tokens", 60, "--temperature", 1, "--method", "dspark" if is_block else "eagle3",
+        "--draft-model", draft, "--num-speculative-tokens", 3, *ENGINE)  # fmt: skip
+    return float(capsys.readouterr().out.split("acceptance ")[1].split("%")[0])
+
+
 def test_wrong_use_is_refused(
     data: Path, target: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -261,3 +312,33 @@ def test_wrong_use_is_refused(
     prompts = f"{data.parent / 'prompts.jsonl'}:q"
     assert "nothing to evaluate" in refused("evaluate", "--prompts", prompts)
     assert "nothing to answer" in refused("synthesize", "--output", tmp_path / "s")
+    train(target, data, tmp_path / "run", "--epochs", 1e-6)
+    draft = tmp_path / "draft"
+    run("export", tmp_path / "run", draft)
+    measure = ("calibrate", draft, "--model", target, "--data", data, *ENGINE)
+    assert "no text was sampled at temperature 1, but at [0.0, 0.5]" in refused(*measure)
+    assert "must be positive" in refused(*measure, "--temperature", 0)
+    assert "takes no speculative option" in refused(*measure, "--method", "suffix")
+    assert "the texts do not say" in refused(*_without(data, tmp_path, "answers", measure))
+    assert "was sampled with --top-p 0.9" in refused(*_without(data, tmp_path, "top-p", measure))
+    config = json.loads((draft / "config.json").read_text())
+    (draft / "config.json").write_text(json.dumps({**config, "norm_output": True}))
+    assert "no draft that training makes for this target: norm_output" in refused(*measure)
+
+
+def _without(
+    data: Path, folder: Path, what: str, command: tuple[object, ...]
+) -> tuple[object, ...]:
+    """A command that reads texts which do not say where answers start, or are of a top-p."""
+    texts = folder / f"without {what}"
+    shutil.copytree(data, texts)
+    if what == "answers":
+        for shard in texts.glob("*.safetensors"):
+            tensors = load_file(shard)
+            del tensors["answer_starts"]
+            save_file(tensors, shard)
+    else:
+        manifest = json.loads((texts / "manifest.json").read_text())
+        manifest["settings"]["top_p"] = 0.9
+        (texts / "manifest.json").write_text(json.dumps(manifest))
+    return (*(texts if part == data else part for part in command), "--temperature", 0.5)

@@ -14,7 +14,12 @@ from starlette.responses import Response
 from atom.entrypoints.openai.chat.api import prepare_chat
 from atom.entrypoints.openai.chat.completions import CompletionFormat, prepare_completion
 from atom.entrypoints.openai.chat.format import ChatFormat
-from atom.entrypoints.openai.chat.generation import Generation, respond, unless_disconnected
+from atom.entrypoints.openai.chat.generation import (
+    Generation,
+    fingerprint_field,
+    respond,
+    unless_disconnected,
+)
 from atom.entrypoints.openai.chat.protocol import (
     ChatCompletionRequest,
     CompletionRequest,
@@ -118,7 +123,7 @@ class Api:
                     "unsupported_field",
                 )
             prepared = self._chat(chat, self.model_names[0], responses.FIELD_NAMES)
-            return *prepared, ResponseTranslation(fields)
+            return *prepared, ResponseTranslation({**fields, **fingerprint_field(self.engine)})
 
         return await self._translated(request, prepare, responses.FIELD_NAMES)
 
@@ -130,7 +135,8 @@ class Api:
             model = self._model(body.model)
             managed = manage_context(body, functools.partial(self._prompt_size, unknown))
             message_id = f"msg_{uuid.uuid4().hex}"
-            translation = MessageTranslation(message_id, model, managed.applied)
+            head = {"id": message_id, "model": model, **fingerprint_field(self.engine)}
+            translation = MessageTranslation(head, managed.applied)
             chat = messages_api.as_chat(managed.body, unknown)
             prepared = self._chat(chat, self.model_names[0], messages_api.FIELD_NAMES)
             return *prepared, translation

@@ -26,6 +26,8 @@ from atom.outputs import RequestMetrics, RequestOutput
 RESPONSE_EVENT: TypeAdapter[Any] = TypeAdapter(ResponseStreamEvent)
 MESSAGE_EVENT: TypeAdapter[Any] = TypeAdapter(RawMessageStreamEvent)
 
+HEAD = {"id": "msg_1", "model": "tiny"}
+
 # What one answer says, in order: (field of a delta, text), or ("call", name, arguments).
 Run = tuple[str, ...]
 
@@ -180,8 +182,8 @@ def test_response_events_nest(runs: list[Run], sizes: list[int], reason: str) ->
 def test_messages_say_the_same_streamed_and_whole(
     runs: list[Run], sizes: list[int], reason: str
 ) -> None:
-    events, whole = _run(MessageTranslation("msg_1", "tiny"), _choices(runs, sizes, reason))
-    _, uncut = _run(MessageTranslation("msg_1", "tiny"), _choices(runs, [], reason))
+    events, whole = _run(MessageTranslation(HEAD), _choices(runs, sizes, reason))
+    _, uncut = _run(MessageTranslation(HEAD), _choices(runs, [], reason))
     assert whole == uncut
     snapshot: Any = None
     buffers: dict[int, bytes] = {}
@@ -217,7 +219,7 @@ def test_messages_say_the_same_streamed_and_whole(
 )
 def test_stop_reasons(reason: str, stop: Any, said: tuple[Any, Any]) -> None:
     choices = _choices([("content", "x")], [], reason, stop)
-    events, whole = _run(MessageTranslation("msg_1", "tiny"), choices)
+    events, whole = _run(MessageTranslation(HEAD), choices)
     assert (whole["stop_reason"], whole["stop_sequence"]) == said
     delta = events[-2]["delta"]
     assert (delta["stop_reason"], delta["stop_sequence"]) == said
@@ -239,7 +241,7 @@ def test_tool_input(arguments: str, read: dict[str, Any]) -> None:
 
 
 def test_usage_of_a_message_leaves_cached_tokens_out() -> None:
-    _, whole = _run(MessageTranslation("msg_1", "tiny"), _choices([], [], "stop"))
+    _, whole = _run(MessageTranslation(HEAD), _choices([], [], "stop"))
     assert whole["usage"]["input_tokens"] == 8
     assert whole["usage"]["cache_read_input_tokens"] == 4
 
@@ -269,7 +271,7 @@ def test_a_failure_ends_a_response_with_what_there_is() -> None:
 
 
 def test_a_failure_of_a_message_is_an_error_event() -> None:
-    (event,) = MessageTranslation("msg_1", "tiny").fail(ApiError(503, "the engine is dead"))
+    (event,) = MessageTranslation(HEAD).fail(ApiError(503, "the engine is dead"))
     assert event == {
         "type": "error",
         "error": {"type": "api_error", "message": "the engine is dead"},

@@ -128,7 +128,7 @@ async def respond(
         return await workers.run(
             size,
             lambda: json_response(
-                {**whole_response(generation, choices, requests), **_fingerprint(engine)}
+                {**whole_response(generation, choices, requests), **fingerprint_field(engine)}
             ),
         )
     events = stream_events(engine, generation, choices, workers)
@@ -160,7 +160,7 @@ async def stream_events(
         "object": choices.chunk_object,
         "created": generation.created,
         "model": generation.model,
-        **_fingerprint(engine),
+        **fingerprint_field(engine),
     }
     if generation.usage.last:
         head["usage"] = None
@@ -182,7 +182,8 @@ async def stream_events(
     yield DONE
 
 
-def _fingerprint(engine: AsyncEngine) -> dict[str, str]:
+def fingerprint_field(engine: AsyncEngine) -> dict[str, str]:
+    """What answers say where texts mean nothing; empty elsewhere."""
     fingerprint = engine.limits.fingerprint
     return {} if fingerprint is None else {"system_fingerprint": fingerprint}
 

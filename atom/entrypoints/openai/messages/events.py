@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from pydantic_core import from_json
@@ -17,17 +18,18 @@ class MessageTranslation(Translation):
     """A message and its events (Anthropic's Messages API).
 
     Args:
+        head: what the message says from its start: `id`, `model`.
         applied_edits: of `context_management`, if the request has it.
     """
 
     def __init__(
-        self, message_id: str, model: str, applied_edits: list[dict[str, Any]] | None = None
+        self, head: Mapping[str, str], applied_edits: list[dict[str, Any]] | None = None
     ) -> None:
         super().__init__()
         self._edits: dict[str, Any] = {}
         if applied_edits is not None:
             self._edits = {"context_management": {"applied_edits": applied_edits}}
-        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+        self._head = {"type": "message", "role": "assistant", **head}
         self._usage: dict[str, Any] = {}
 
     def start(self, usage: Usage) -> list[Event]:

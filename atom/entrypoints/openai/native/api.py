@@ -16,6 +16,7 @@ from atom.entrypoints.openai.chat.completions import prepare_completion
 from atom.entrypoints.openai.chat.generation import (
     Generation,
     collect,
+    fingerprint_field,
     stream_outputs,
     unless_disconnected,
 )
@@ -89,13 +90,13 @@ async def respond_generate(
     Raises:
         ClientDisconnect: when nobody waits for the answer any more.
     """
-    started = time.monotonic()
+    started, extra = time.monotonic(), fingerprint_field(engine)
     if not generation.stream:
         requests = await unless_disconnected(request, collect(engine, generation))
 
         def spell() -> Response:
             answers = [
-                _Progress(generation, started).add(request, output)
+                _Progress(generation, started, extra).add(request, output)
                 for request in requests
                 for output in sorted(request.outputs, key=lambda output: output.index)
             ]
@@ -111,13 +112,14 @@ async def _events(
     engine: AsyncEngine, generation: Generation, is_batch: bool, started: float
 ) -> AsyncGenerator[bytes, None]:
     progress: dict[int, _Progress] = {}
+    extra = fingerprint_field(engine)
     async with aclosing(stream_outputs(engine, generation)) as outputs:
         async for number, request in outputs:
             data = b""
             for output in request.outputs:
                 index = number * generation.n + output.index
                 if index not in progress:
-                    progress[index] = _Progress(generation, started)
+                    progress[index] = _Progress(generation, started, extra)
                 answer = progress[index].add(request, output)
                 data += encode_event({**answer, "index": index} if is_batch else answer)
             if data:
@@ -130,9 +132,10 @@ async def _first(events: AsyncGenerator[bytes, None]) -> bytes:
 
 
 class _Progress:
-    """One text as far as it has come."""
+    """One text as far as it has come; `extra` is said of each in `meta_info`."""
 
-    def __init__(self, generation: Generation, started: float) -> None:
+    def __init__(self, generation: Generation, started: float, extra: Mapping[str, str]) -> None:
+        self._extra = extra
         self._generation = generation
         self._started = started
         self._text: list[str] = []
@@ -151,6 +154,7 @@ class _Progress:
                 "completion_tokens": len(self._token_ids),
                 "cached_tokens": request.num_cached_tokens,
                 "e2e_latency": time.monotonic() - self._started,
+                **self._extra,
             },
         }
 
