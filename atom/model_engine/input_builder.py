@@ -44,7 +44,8 @@ class StepInput:
             proposer that reads steps.
         decodes: whether each sequence has its newest token and its drafts, and no others.
         recurs: whether other steps have the same shapes, as steps that decode do, and all that
-            differs between them is in tensors.
+            the model's layers read and that differs between them is in tensors.
+        is_plain: whether that holds for the choice of tokens, too.
         carried: what passes from step to step on the device; None if steps do not overlap.
         recordings: of work on these inputs.
     """
@@ -57,6 +58,7 @@ class StepInput:
     race_rows: torch.Tensor | None
     decodes: bool
     recurs: bool
+    is_plain: bool
     carried: CarriedPlan | None
     recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, init=False, repr=False)
 
@@ -207,14 +209,10 @@ class InputBuilder:
         if len(indices) != len(sequences):
             sampled = self.staging.put(np.array(indices, dtype=np.int64))
             race_rows = self.staging.put(shape.rows[indices]) if races else None
-        recurs = (
-            sampled is None
-            and sample.is_plain
-            and not batch.new
-            and shape.longest_query <= MAX_DECODE_QUERIES
-        )
+        recurs = sampled is None and not batch.new and shape.longest_query <= MAX_DECODE_QUERIES
+        is_plain = recurs and sample.is_plain
         rest = (graph, sample, next_token_ids)
-        words = self.staging.words() if layout is not None and recurs else None
+        words = self.staging.words() if layout is not None and is_plain else None
         # Last, since their number changes between steps that are otherwise the same.
         carried = self._send(sequences, sample, shape.lens)
         model_input = self._model_input(places, sequences, shape, graph)
@@ -227,7 +225,8 @@ class InputBuilder:
             own = KeptStep.of(*first, *where, self.staging, words)
             self._kept.add(layout, own)
         decodes = layout is not None
-        return StepInput(model_input, *rest, sampled, race_rows, decodes, recurs, carried)
+        how = decodes, recurs, is_plain
+        return StepInput(model_input, *rest, sampled, race_rows, *how, carried)
 
     def _repeat(self, kept: KeptStep, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
         """A step of a known layout; None if it needs another graph."""
@@ -372,6 +371,7 @@ def _input_of(
         race_rows=kept.race_rows,
         decodes=True,
         recurs=True,
+        is_plain=True,
         carried=carried,
     )
 

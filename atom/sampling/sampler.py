@@ -223,15 +223,28 @@ class Sampler:
         """Remove the sequences of these rows."""
         self._rows.forget(rows)
 
-    def sample(self, plan: SamplePlan, hidden_states: torch.Tensor) -> Verified:
-        """Sample every row of logits, and verify the drafts."""
+    def logits(self, plan: SamplePlan, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[R, V] float32, of the rows that are sampled."""
+        return self._compute_logits(hidden_states[plan.logits_indices])
+
+    def sample(
+        self, plan: SamplePlan, hidden_states: torch.Tensor, logits: torch.Tensor | None = None
+    ) -> Verified:
+        """Sample every row of logits, and verify the drafts.
+
+        Args:
+            logits: if they are computed already, on a rank that is alone.
+        """
         self._rows.update()
         in_parts = [self._prompt_logprobs(hidden_states, own) for own in plan.prompts]
         prompt_logprobs = [Logprobs.joined(parts) for parts in in_parts if parts]
         if not plan.states:
             none = plan.logits_indices
             return Verified(none, none.view(0, 1), none, None, prompt_logprobs)
-        sampled, logprobs = self._choose_together(plan, hidden_states[plan.logits_indices])
+        if logits is None:
+            sampled, logprobs = self._choose_together(plan, hidden_states)
+        else:
+            sampled, logprobs = self._choose(plan, logits)
         tokens, accepted = self._ops.verify_drafts(sampled, plan.drafts, plan.table, None)
         if plan.synthetic is not None:
             accepted = plan.synthetic.counts
@@ -279,8 +292,8 @@ class Sampler:
         the middle of it; `raise_failure` raises the error afterwards.
         """
         if plan.is_greedy and self._choose_greedily is not None:
-            return self._choose_greedily(hidden_states), None
-        logits = self._compute_logits(hidden_states)
+            return self._choose_greedily(hidden_states[plan.logits_indices]), None
+        logits = self.logits(plan, hidden_states)
         if not self._others_wait:
             return self._choose(plan, logits)
         sampled, logprobs = plan.logits_indices.new_full((len(logits),), -1), None

@@ -23,6 +23,7 @@ from atom.spec_decode.draft_length import (
 )
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
 from atom.spec_decode.made_drafts import NO_DRAFTS, by_sequence, replaced
+from atom.spec_decode.recorded_guide import RecordedGuide
 from atom.spec_decode.rest import Rest
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
@@ -95,6 +96,7 @@ class Drafter:
         self._learns = self.looks or length is not None
         # Only where steps are recorded: the others take longer by more than a rest saves.
         self._rest = None if length is None or recorder is None else Rest()
+        self._guide = RecordedGuide()
         self._grammars = grammars
         # Of the step that was merged last.
         self._merged = DraftNumbers()
@@ -223,20 +225,21 @@ class Drafter:
     def propose(self, step: VerifiedStep | None, numbers: DraftNumbers) -> Proposal | None:
         """The proposer's drafts; None when it makes none.
 
-        Steps at rest that recur contain `write_cache` already.
-
         Args:
             step: None when the proposer reads no steps.
         """
-        if step is None:
-            return None
-        if self.is_at_rest and step.recurs:
+        if step is None or step.is_done:
             return None
         count = numbers.made
         if self._graphs is not None and step.graph is not None:
             return self._graphs.replay(step.graph, len(step.last_rows))
         if self._recorder is None or not step.recurs:
             return self.proposer.propose(step, count)
+        if step.guide is not None:
+            self._guide.own = step.guide
+            guided = replace(step, guide=self._guide)
+            which = "within grammars", count
+            return self._recorder.run(step.recordings, which, lambda: self._work(guided, count))
         return self._recorder.run(step.recordings, count, lambda: self._work(step, count))
 
     def write_cache(self, step: VerifiedStep) -> None:
@@ -245,8 +248,9 @@ class Drafter:
 
     def _work(self, step: VerifiedStep, count: int) -> Work[Proposal]:
         """The proposer's work, for a recorder."""
+        name = "drafting" if count else "writing the draft's cache"
         return Work(
-            "drafting" if count else "writing the draft's cache",
+            name if step.guide is None else f"{name} within grammars",
             count,
             step.tensors,
             lambda: self.proposer.propose(_with_own_metadata(step), count),
