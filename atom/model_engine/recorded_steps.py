@@ -22,6 +22,7 @@ from atom.sampling.decode_rows import kind_of
 from atom.sampling.sampler import Sampler
 from atom.spec_decode.draft_length import DraftNumbers
 from atom.spec_decode.drafter import Drafter
+from atom.spec_decode.recorded_drafts import with_own_metadata
 
 # Among the recordings of a step's inputs, which otherwise have whether it is at rest.
 _LAYERS = "layers"
@@ -98,7 +99,7 @@ class RecordedSteps:
             done = self._compute(_with_unknown_lengths(step), DraftNumbers())
             view = done.view(sequences, step, recurs=True) if rests else None
             if view is not None:
-                self._drafter.write_cache(view)
+                self._drafter.proposer.propose(with_own_metadata(view), 0)
             return replace(done, by_graph=True, is_drafted=view is not None)
 
         return Work(

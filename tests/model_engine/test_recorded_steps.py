@@ -119,7 +119,7 @@ def test_torch_is_asked_for_views_and_copies_only(
     monkeypatch.setattr(runner, "_recorder", None)
     monkeypatch.setattr(runner, "_recorded", None)
     monkeypatch.setattr(runner.inputs, "_step_tables", None)
-    monkeypatch.setattr(worker.parts.drafter, "_recorder", None)
+    monkeypatch.setattr(worker.parts.drafter, "_recorded", None)
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     assert recorded == [output.outputs[0].token_ids for output in outputs]
     stats = engine.engine.core.stats
