@@ -23,7 +23,7 @@ from atom.config import ConfigError
 from atom.model_engine.arg_utils import EngineOptions
 from atom.model_ops.kernels.torch.draft_choice import filtered
 from atom.model_ops.metadata import SamplingMetadata
-from atom.sampling import sampler
+from atom.sampling import edits, sampler
 from atom.spec_decode.base import Guide
 from atom.spec_decode.choice import Chosen, DraftChoice
 
@@ -114,7 +114,7 @@ def rows_logged() -> Iterator[RowLog]:
     penalties, are not seen.
     """
     log = RowLog()
-    choose, choose_draft = sampler.choose, DraftChoice.choose
+    choose, choose_draft = edits.choose, DraftChoice.choose
 
     def choose_and_log(logits: torch.Tensor, metadata: SamplingMetadata, *rest: Any) -> Any:
         sampled = choose(logits, metadata, *rest)

@@ -46,6 +46,9 @@ class Work(Generic[T]):
         inputs: the tensors that it reads and that are not the same in every step.
         run: does it.
         results: the tensors of what `run` returns; they are valid until the next run of the name.
+        passing: likewise those that are valid only until other work runs, and need no memory of
+            their own.
+        in_parts: does it, too, where it cannot be recorded as a whole; None if only `run` does.
     """
 
     name: str
@@ -53,6 +56,12 @@ class Work(Generic[T]):
     inputs: Iterable[torch.Tensor | None]
     run: Callable[[], T]
     results: Callable[[T], Iterable[torch.Tensor]]
+    passing: Callable[[T], Iterable[torch.Tensor]] = lambda _: ()
+    in_parts: Callable[[], T] | None = None
+
+    def run_op_by_op(self) -> T:
+        """Do it without a program."""
+        return self.run() if self.in_parts is None else self.in_parts()
 
     @property
     def place(self) -> Hashable:
@@ -81,6 +90,7 @@ class StepRecorder:
 
     Attributes:
         was_replayed: whether the last work was.
+        has_program: whether the last work has one, and so its results where they will be again.
         seconds_to_record: the mean time that recording took, before the program ran.
     """
 
@@ -91,7 +101,7 @@ class StepRecorder:
         self._refused: set[tuple[str, Hashable]] = set()
         self._logged: set[str] = set()
         self._is_usual = True
-        self.was_replayed = False
+        self.was_replayed = self.has_program = False
         self.seconds_to_record, self._num_recorded = 0.0, 0
 
     def run(
@@ -109,9 +119,9 @@ class StepRecorder:
         recording = known.get(which)
         if recording is None:
             described = work()
-            self.was_replayed = False
+            self.was_replayed = self.has_program = False
             if (described.name, described.key) in self._refused:
-                return described.run()
+                return described.run_op_by_op()
             place = described.place
             recording = self._programs.get(place)
             if recording is None:
@@ -120,17 +130,17 @@ class StepRecorder:
             known[which] = recording
         recording.used = self._num_runs
         recording.program.replay()
-        self.was_replayed = True
+        self.was_replayed = self.has_program = True
         return cast(T, recording.result)
 
     def _record(self, work: Work[T], place: Hashable) -> T:
         started = time.perf_counter()
         try:
-            result, program = record(work.run, work.results, self._arena)
+            result, program = record(work.run, work.results, self._arena, work.passing)
         except NotRecordableError as error:
             self._refused.add((work.name, work.key))
             self._log(f"{work.name} runs op by op: {error}")
-            return work.run()
+            return work.run_op_by_op()
         self._num_recorded += 1
         seconds = time.perf_counter() - started
         self.seconds_to_record += (seconds - self.seconds_to_record) / self._num_recorded
@@ -138,6 +148,7 @@ class StepRecorder:
         if len(self._programs) > MOST_PROGRAMS:
             del self._programs[min(self._programs, key=lambda own: self._programs[own].used)]
         program.replay()
+        self.has_program = True
         return result
 
     def _log(self, message: str) -> None:

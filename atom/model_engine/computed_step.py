@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -20,8 +20,9 @@ from atom.spec_decode.base import DraftKey, VerifiedStep
 class ComputedStep:
     """Attributes:
     last_rows, race: as in `VerifiedStep`; None when the proposer reads no steps.
-    by_graph: whether a graph chose the tokens.
+    by_graph: whether a graph, or the program of the whole step, chose the tokens.
     drafting: the graph of the drafts, if there is one.
+    is_drafted: whether the proposer has done its part, without drafts.
     recordings: of the proposer's work on it, by the number of drafts.
     """
 
@@ -31,6 +32,7 @@ class ComputedStep:
     race: SamplingMetadata | None
     by_graph: bool = False
     drafting: DraftKey | None = None
+    is_drafted: bool = False
     recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
 
     @property
@@ -40,8 +42,14 @@ class ComputedStep:
         kept = [t for t in (self.last_rows, *options) if t is not None]
         return [*states, self.verified.sampled, *self.verified.tensors, *kept]
 
-    def view(self, sequences: Sequence[ScheduledSequence], step: StepInput) -> VerifiedStep | None:
-        """What the proposer reads of it; None if it reads no steps."""
+    def view(
+        self, sequences: Sequence[ScheduledSequence], step: StepInput, *, recurs: bool
+    ) -> VerifiedStep | None:
+        """What the proposer reads of it; None if it reads no steps.
+
+        Args:
+            recurs: whether other steps have these tensors.
+        """
         if step.next_token_ids is None:
             return None
         assert self.last_rows is not None
@@ -53,13 +61,8 @@ class ComputedStep:
             self.last_rows,
             step.sampled,
             self.race,
-            step.recurs,
+            recurs,
+            self.is_drafted,
             self.drafting,
             recordings=self.recordings,
         )
-
-
-def with_unknown_lengths(step: StepInput) -> StepInput:
-    """The step as ops must take it where lengths differ between replays."""
-    metadata = replace(step.model_input.attention, context_lens_cpu=None)
-    return replace(step, model_input=replace(step.model_input, attention=metadata))

@@ -44,7 +44,8 @@ class StepInput:
             proposer that reads steps.
         decodes: whether each sequence has its newest token and its drafts, and no others.
         recurs: whether other steps have the same shapes, as steps that decode do, and all that
-            differs between them is in tensors.
+            the model's layers read and that differs between them is in tensors.
+        is_plain: whether that holds for the choice of tokens, too.
         carried: what passes from step to step on the device; None if steps do not overlap.
         recordings: of work on these inputs.
     """
@@ -57,8 +58,9 @@ class StepInput:
     race_rows: torch.Tensor | None
     decodes: bool
     recurs: bool
+    is_plain: bool
     carried: CarriedPlan | None
-    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, init=False, repr=False)
+    recordings: dict[Hashable, Recording[Any]] = field(default_factory=dict, repr=False)
 
 
 class InputBuilder:
@@ -207,14 +209,11 @@ class InputBuilder:
         if len(indices) != len(sequences):
             sampled = self.staging.put(np.array(indices, dtype=np.int64))
             race_rows = self.staging.put(shape.rows[indices]) if races else None
-        recurs = (
-            sampled is None
-            and sample.is_plain
-            and not batch.new
-            and shape.longest_query <= MAX_DECODE_QUERIES
-        )
+        recurs = sampled is None and not batch.new and shape.longest_query <= MAX_DECODE_QUERIES
+        is_plain = recurs and sample.is_plain
         rest = (graph, sample, next_token_ids)
-        words = self.staging.words() if layout is not None and recurs else None
+        keeps = is_plain or (recurs and self._step_tables is not None and not sample.prompts)
+        words = self.staging.words() if layout is not None and keeps else None
         # Last, since their number changes between steps that are otherwise the same.
         carried = self._send(sequences, sample, shape.lens)
         model_input = self._model_input(places, sequences, shape, graph)
@@ -227,10 +226,13 @@ class InputBuilder:
             own = KeptStep.of(*first, *where, self.staging, words)
             self._kept.add(layout, own)
         decodes = layout is not None
-        return StepInput(model_input, *rest, sampled, race_rows, decodes, recurs, carried)
+        how = decodes, recurs, is_plain
+        return StepInput(model_input, *rest, sampled, race_rows, *how, carried)
 
     def _repeat(self, kept: KeptStep, sequences: Sequence[ScheduledSequence]) -> StepInput | None:
-        """A step of a known layout; None if it needs another graph."""
+        """A step of a known layout; None if it needs another graph, or the host has no say in it
+        any more.
+        """
         attention = kept.model_input.attention
         starts = [s.start for s in sequences]
         longest_query = max(len(s.token_ids) for s in sequences)
@@ -238,12 +240,19 @@ class InputBuilder:
             return None
         context_lens = tuple(map(add, starts, attention.query_lens_cpu))
         self.staging.repeat(kept.words)
+        sample = kept.sample
+        if not kept.is_plain:
+            now = self._sampler.lay_out_again(sample, sequences, self.staging)
+            if now is None:
+                return None
+            sample = now
         self._tables.grow(sequences)
         kept.fill(sequences, context_lens, self._tables, self._block_size)
-        carried = self._send(sequences, kept.sample, attention.query_lens_cpu)
+        carried = self._send(sequences, sample, attention.query_lens_cpu)
         tables = self._select_tables(sequences, kept.rows_there, kept.graph)
         if self._step_tables is not None and carried is None:
-            return self._kept_input(kept, tables)
+            step = self._kept_input(kept, tables)
+            return step if kept.is_plain else replace(step, sample=sample)
         attention = replace(
             attention,
             block_tables=tables,
@@ -372,6 +381,7 @@ def _input_of(
         race_rows=kept.race_rows,
         decodes=True,
         recurs=True,
+        is_plain=kept.is_plain,
         carried=carried,
     )
 

@@ -53,6 +53,7 @@ class KeptStep:
             context lengths and block counts [B].
         drafts, sampled_positions, accepted: likewise [S * k], [N] and [S], if the step has them.
         later, draft_places: which of the N tokens are drafts, and their places in `drafts`.
+        is_plain: as in `StepInput`. Else `sample` is laid out again in each step.
         step: the last step, where nothing of it differs but what lies in the buffer.
     """
 
@@ -73,6 +74,7 @@ class KeptStep:
     accepted: np.ndarray | None
     later: np.ndarray
     draft_places: np.ndarray
+    is_plain: bool
     step: StepInput | None = None
 
     @classmethod
@@ -124,6 +126,7 @@ class KeptStep:
             *(others[0], others[1], others[2]),
             later,
             owners[later] * sample.layout.most + offsets[later] - 1,
+            sample.is_plain,
         )
 
     def fill(

@@ -18,12 +18,13 @@ from atom.batch import (
     StepOutput,
     StepParts,
 )
-from atom.graphs.recorded import StepRecorder, Work
+from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import ForwardRunner
 from atom.graphs.staging import Arriving, send_to_host
 from atom.model_engine.carried_rows import CarriedRows
-from atom.model_engine.computed_step import ComputedStep, with_unknown_lengths
+from atom.model_engine.computed_step import ComputedStep
 from atom.model_engine.input_builder import InputBuilder, StepInput
+from atom.model_engine.recorded_steps import RecordedSteps
 from atom.model_engine.step_graphs import StepGraphs
 from atom.sampling.rows import Needs
 from atom.sampling.sampler import Sampled, Sampler, Verified
@@ -91,6 +92,9 @@ class ModelRunner:
     ) -> None:
         self.graphs = graphs
         self._recorder = recorder
+        self._recorded: RecordedSteps | None = None
+        if recorder is not None:
+            self._recorded = RecordedSteps(recorder, forward, sampler, drafter, self._compute)
         self.inputs = inputs
         self._forward = forward
         self._sampler = sampler
@@ -221,7 +225,7 @@ class ModelRunner:
             numbers = self._drafter.begin_with(found)
         rows = [batch.sequences[i].row for i in step.sample.layout.indices]
         with self._drafter.grammar_drafts(rows, step.sample.states) as allowed:
-            if allowed is not None and view is not None:
+            if allowed is not None and view is not None and numbers.made:
                 view = replace(view, guide=allowed.guide(found))
             proposed = self._drafter.propose(view, numbers)
             parts = self._with_drafts(parts, view)
@@ -267,47 +271,19 @@ class ModelRunner:
         """Run the target, sample and verify -> the proposer's input, the result, and what of that
         was replayed.
         """
-        is_program = False
-        if self._recorder is None or not step.recurs:
+        recurs, target = False, step.graph is not None
+        if self._recorder is None or self._recorded is None or not step.recurs:
             done = self._compute(step, numbers)
         else:
-            rests = self._drafter.is_at_rest
-            done = self._recorder.run(
-                step.recordings, rests, lambda: self._work(batch, step, numbers, rests=rests)
-            )
-            is_program = self._recorder.was_replayed
+            done, recurs = self._recorded.run(batch.sequences, step)
+            target = self._recorder.was_replayed
         parts = StepParts(
             step.decodes,
             not step.decodes and any(s.decodes for s in batch.sequences),
-            target=is_program or step.graph is not None,
-            choice=is_program or done.by_graph,
+            target=target,
+            choice=target and done.by_graph,
         )
-        return done.view(batch.sequences, step), done.verified, parts
-
-    def _work(
-        self, batch: ScheduledBatch, step: StepInput, numbers: DraftNumbers, *, rests: bool
-    ) -> Work[ComputedStep]:
-        """The target's part of a step, and all of one at rest, for a recorder."""
-        plan, model_input = step.sample, step.model_input
-
-        def run() -> ComputedStep:
-            done = self._compute(with_unknown_lengths(step), numbers)
-            if rests and (view := done.view(batch.sequences, step)) is not None:
-                self._drafter.write_cache(view)
-            return done
-
-        return Work(
-            f"a step{'' if plan.is_greedy else ' that samples'}{' at rest' if rests else ''}",
-            (plan.needs, model_input.attention.max_seqlen_q),
-            (
-                *(model_input.input_ids, model_input.positions, step.next_token_ids),
-                *model_input.attention.tensors,
-                *plan.tensors,
-                step.race_rows,
-            ),
-            run,
-            lambda done: done.tensors,
-        )
+        return done.view(batch.sequences, step, recurs=recurs), done.verified, parts
 
     def _with_drafts(self, parts: StepParts, view: VerifiedStep | None) -> StepParts:
         """What was replayed of a step whose drafts have just been made."""
@@ -316,7 +292,11 @@ class ModelRunner:
         return msgspec.structs.replace(parts, drafts=self._drafter.was_replayed(view))
 
     def _compute(self, step: StepInput, numbers: DraftNumbers) -> ComputedStep:
-        """The device's part of a step without the drafts."""
+        """The device's part of a step without the drafts.
+
+        Args:
+            numbers: of drafts that are made behind it.
+        """
         output = self._forward.run(step.model_input, step.graph)
         drafting = self._graph_of_drafts(step, numbers)
         chosen = None if self.graphs is None else self.graphs.choose(step)

@@ -6,7 +6,7 @@ A row's token does not depend on other rows.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import msgspec
 import numpy as np
@@ -18,7 +18,7 @@ from atom.graphs.staging import ReadInPlace, StagingBuffer
 from atom.messages import TokenLogprobs
 from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling.decode_rows import kind_of
-from atom.sampling.edits import EditsBuilder, LogitEdits
+from atom.sampling.edits import EditsBuilder, LogitEdits, choose
 from atom.sampling.logprobs import Logprobs, as_messages, compute_logprobs
 from atom.sampling.ops import TORCH_OPS, SamplingOps
 from atom.sampling.plan import (
@@ -33,7 +33,6 @@ from atom.sampling.plan import (
 )
 from atom.sampling.rows import EDITS, Needs, SamplingRows, SequenceState
 from atom.sampling.synthetic import SyntheticAcceptance
-from atom.sampling.token_counts import TokenCounts
 
 # Prompt logprobs are computed for this many rows at a time, since logits are large.
 _PROMPT_LOGPROB_ROWS = 64
@@ -58,31 +57,6 @@ class SamplingFailedError(Exception):
     def __init__(self, cause: Exception) -> None:
         super().__init__(f"{type(cause).__name__}: {cause}")
         self.cause = cause
-
-
-def choose(
-    logits: torch.Tensor,
-    metadata: SamplingMetadata,
-    edits: LogitEdits | None,
-    counts: TokenCounts,
-    ops: SamplingOps = TORCH_OPS,
-) -> torch.Tensor:
-    """One token for each row of logits [R, V]: [R] int64, -1 where none can be chosen.
-
-    Edited rows first get their masks, biases and penalties. Greedy rows take the argmax; the others
-    are sampled after temperature, min_p, top_k and top_p, in this order, where top_p refers to what
-    min_p and top_k leave. Ties are ordered by token id, lowest first. The logits are not modified,
-    and there is no host sync on a GPU.
-    """
-    if edits is None:
-        return ops.choose_tokens(logits, metadata)
-    scores = edits.apply(logits, ops.mask_tokens, counts)
-    if scores.shape == logits.shape:
-        token_ids = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    else:
-        token_ids = ops.choose_tokens(logits, metadata)
-    chosen = ops.choose_tokens(scores, metadata.select(edits.rows))
-    return token_ids.index_copy_(0, edits.rows, chosen)
 
 
 @dataclass(frozen=True)
@@ -219,19 +193,46 @@ class Sampler:
             kind=None if together & (Needs.LOGPROBS | EDITS) else kind_of(together),
         )
 
+    def lay_out_again(
+        self, plan: SamplePlan, sequences: Sequence[ScheduledSequence], staging: StagingBuffer
+    ) -> SamplePlan | None:
+        """The plan of another step of the same sequences, all sampled and with as many drafts.
+
+        Returns:
+            None if nothing is edited any more.
+        """
+        if plan.create_edits is None:
+            return plan
+        edited = np.array([state.needs & EDITS for state in plan.states])
+        edits = self._put_edits(sequences, plan.layout, plan.states, edited, staging)
+        return None if edits is None else replace(plan, create_edits=edits)
+
     def forget(self, rows: Sequence[int]) -> None:
         """Remove the sequences of these rows."""
         self._rows.forget(rows)
 
-    def sample(self, plan: SamplePlan, hidden_states: torch.Tensor) -> Verified:
-        """Sample every row of logits, and verify the drafts."""
+    def logits(self, plan: SamplePlan, hidden_states: torch.Tensor) -> torch.Tensor:
+        """[R, V] float32, of the rows that are sampled."""
+        return self._compute_logits(hidden_states[plan.logits_indices])
+
+    def sample(
+        self, plan: SamplePlan, hidden_states: torch.Tensor, logits: torch.Tensor | None = None
+    ) -> Verified:
+        """Sample every row of logits, and verify the drafts.
+
+        Args:
+            logits: if they are computed already, on a rank that is alone.
+        """
         self._rows.update()
         in_parts = [self._prompt_logprobs(hidden_states, own) for own in plan.prompts]
         prompt_logprobs = [Logprobs.joined(parts) for parts in in_parts if parts]
         if not plan.states:
             none = plan.logits_indices
             return Verified(none, none.view(0, 1), none, None, prompt_logprobs)
-        sampled, logprobs = self._choose_together(plan, hidden_states[plan.logits_indices])
+        if logits is None:
+            sampled, logprobs = self._choose_together(plan, hidden_states)
+        else:
+            sampled, logprobs = self._choose(plan, logits)
         tokens, accepted = self._ops.verify_drafts(sampled, plan.drafts, plan.table, None)
         if plan.synthetic is not None:
             accepted = plan.synthetic.counts
@@ -279,8 +280,8 @@ class Sampler:
         the middle of it; `raise_failure` raises the error afterwards.
         """
         if plan.is_greedy and self._choose_greedily is not None:
-            return self._choose_greedily(hidden_states), None
-        logits = self._compute_logits(hidden_states)
+            return self._choose_greedily(hidden_states[plan.logits_indices]), None
+        logits = self.logits(plan, hidden_states)
         if not self._others_wait:
             return self._choose(plan, logits)
         sampled, logprobs = plan.logits_indices.new_full((len(logits),), -1), None

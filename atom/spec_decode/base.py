@@ -21,17 +21,17 @@ from atom.stats import ExpectedAcceptance
 class Guide(Protocol):
     """What drafts are allowed, known on the host from one token to the next."""
 
-    def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> torch.Tensor:
-        """Logits of the next draft with -inf for tokens that are not allowed, unless none is.
+    def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> None:
+        """Write -inf for tokens that are not allowed, unless none is.
 
         Args:
-            logits: [S, V_draft], one row for each sampled sequence; not modified.
+            logits: [S, V_draft] of the next draft, one row for each sampled sequence.
             target_ids: [V_draft] int64, the token ids; None if they are the indices.
         """
         ...
 
-    def take(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """[S] int64, the drafts that follow from those that were chosen."""
+    def take(self, token_ids: torch.Tensor) -> None:
+        """Write the drafts that follow from those that were chosen, [S] int64."""
         ...
 
 
@@ -67,7 +67,8 @@ class VerifiedStep:
         race: sampling options of the S sampled sequences, [S] each and without positions: a draft
             is the winner of the race in which the target samples its token. None when all are
             greedy. The first draft's position is `positions[last_rows] + 2`.
-        recurs: whether other steps have the same shapes, and all that differs is in tensors.
+        recurs: whether other steps have the same tensors, and all that differs is in them.
+        is_done: whether the proposer has done its part already, without drafts.
         graph: the graph that makes the drafts; it reads all of this by itself, and `race` is left
             out. None to run op by op.
         guide: drafts must follow it, where it is known before them; else None.
@@ -82,6 +83,7 @@ class VerifiedStep:
     sampled: torch.Tensor | None
     race: SamplingMetadata | None = None
     recurs: bool = False
+    is_done: bool = False
     graph: DraftKey | None = None
     guide: Guide | None = None
     recordings: dict[Hashable, Recording[Any]] = field(

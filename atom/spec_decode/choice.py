@@ -82,14 +82,15 @@ class DraftChoice:
         """One draft for each row of logits [S, V_draft].
 
         Args:
+            logits: a guide writes to them.
             race, guide: as in `VerifiedStep`.
             positions: [S] int64; the drafts' positions are `ahead` more.
         """
         options = _ALL_GREEDY if race is None else replace(race, positions=positions)
         if guide is not None:
-            logits = guide.restrict(logits, self.token_ids)
+            guide.restrict(logits, self.token_ids)
         how = self.temperature_scale, ahead, self.confident
         chosen = Chosen(*self._op(logits, options, self.token_ids, *how))
-        if guide is None:
-            return chosen
-        return replace(chosen, token_ids=guide.take(chosen.token_ids))
+        if guide is not None:
+            guide.take(chosen.token_ids)
+        return chosen

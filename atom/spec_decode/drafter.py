@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 
 import msgspec
 import numpy as np
 
 from atom.batch import ScheduledBatch, StepOutput
-from atom.graphs.recorded import StepRecorder, Work
+from atom.graphs.recorded import StepRecorder
 from atom.graphs.runner import GraphKey
 from atom.sampling.rows import SequenceState
 from atom.spec_decode.base import DraftKey, Proposal, Proposer, VerifiedStep
@@ -23,6 +22,7 @@ from atom.spec_decode.draft_length import (
 )
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
 from atom.spec_decode.made_drafts import NO_DRAFTS, by_sequence, replaced
+from atom.spec_decode.recorded_drafts import RecordedDrafts
 from atom.spec_decode.rest import Rest
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
@@ -88,7 +88,7 @@ class Drafter:
         self.max_drafts = own if lookup is None else max(lookup.max_drafts, own)
         self.lost_ahead: list[float] = []
         self._is_ahead = is_ahead
-        self._recorder = recorder
+        self._recorded = None if recorder is None else RecordedDrafts(recorder, proposer)
         self._graphs = graphs
         self._lookup = lookup
         self._length = length
@@ -223,40 +223,22 @@ class Drafter:
     def propose(self, step: VerifiedStep | None, numbers: DraftNumbers) -> Proposal | None:
         """The proposer's drafts; None when it makes none.
 
-        Steps at rest that recur contain `write_cache` already.
-
         Args:
             step: None when the proposer reads no steps.
         """
-        if step is None:
-            return None
-        if self.is_at_rest and step.recurs:
+        if step is None or step.is_done:
             return None
         count = numbers.made
         if self._graphs is not None and step.graph is not None:
             return self._graphs.replay(step.graph, len(step.last_rows))
-        if self._recorder is None or not step.recurs:
+        if self._recorded is None or not step.recurs:
             return self.proposer.propose(step, count)
-        return self._recorder.run(step.recordings, count, lambda: self._work(step, count))
-
-    def write_cache(self, step: VerifiedStep) -> None:
-        """The proposer's part of a step at rest, for a recording of the whole step."""
-        self.proposer.propose(_with_own_metadata(step), 0)
-
-    def _work(self, step: VerifiedStep, count: int) -> Work[Proposal]:
-        """The proposer's work, for a recorder."""
-        return Work(
-            "drafting" if count else "writing the draft's cache",
-            count,
-            step.tensors,
-            lambda: self.proposer.propose(_with_own_metadata(step), count),
-            lambda proposal: proposal.tensors,
-        )
+        return self._recorded.propose(step, count)
 
     def was_replayed(self, step: VerifiedStep) -> bool:
         """Whether the proposer's part of the step was, which `propose` has just run."""
-        if self._recorder is not None and step.recurs:
-            return self._recorder.was_replayed
+        if self._recorded is not None and step.recurs:
+            return self._recorded.was_replayed
         return self._graphs is not None and step.graph is not None
 
     def merge(
@@ -393,10 +375,3 @@ class Drafter:
         if drafts is None or self._lookup is None:
             return self.source
         return self._lookup.source
-
-
-def _with_own_metadata(step: VerifiedStep) -> VerifiedStep:
-    """What is derived from it while work is recorded is computed in replays alone."""
-    given = step.model_input
-    own = replace(given, attention=replace(given.attention))
-    return replace(step, model_input=own)

@@ -117,14 +117,13 @@ class GrammarGuide:
     def __init__(self, walkers: Sequence[_Walker]) -> None:
         self._walkers = walkers
 
-    def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> torch.Tensor:
-        """Logits of the next draft with -inf for tokens that are not allowed, unless none is.
+    def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> None:
+        """Write -inf for tokens that are not allowed, unless none is.
 
         Args:
-            logits: [S, V_draft] on the CPU.
+            logits: [S, V_draft] on the CPU, of the next draft.
             target_ids: [V_draft] int64, the token ids; None if they are the indices.
         """
-        logits = logits.clone()
         for walker in self._walkers:
             if walker.has_ended or walker.walk.is_finished:
                 continue
@@ -133,16 +132,13 @@ class GrammarGuide:
             own = allowed[: logits.shape[1]] if target_ids is None else allowed[target_ids]
             if own.any():
                 logits[walker.index].masked_fill_(~own, -torch.inf)
-        return logits
 
-    def take(self, token_ids: torch.Tensor) -> torch.Tensor:
-        """The drafts [S] int64 that follow from those that were chosen."""
-        token_ids = token_ids.clone()
+    def take(self, token_ids: torch.Tensor) -> None:
+        """Write the drafts that follow from those that were chosen, [S] int64."""
         for walker in self._walkers:
             walker.was_guided = True
             with walker.walk.timed():
                 token_ids[walker.index] = walker.offer(int(token_ids[walker.index]))
-        return token_ids
 
 
 class GrammarDrafts:

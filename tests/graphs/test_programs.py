@@ -150,6 +150,43 @@ def test_unknown_copies_are_errors() -> None:
         movement.gather_rows(torch.ones(2, 2), torch.tensor([-1]))
 
 
+def test_passing_results_lie_in_the_arena() -> None:
+    """Until another program runs."""
+    x, arena, forward = random(4, SIZE), Arena(), layers(2)
+    expected = forward(x).clone()
+
+    def work() -> tuple[torch.Tensor, torch.Tensor]:
+        result = forward(x)
+        return result, forward(result)[1:, 2:]
+
+    (_, passing), program = record(work, lambda r: r[:1], arena, lambda r: r[1:])
+    start = arena.reserve(0).data_ptr()
+    assert start <= passing.data_ptr() < start + arena.reserve(0).numel()
+    program.replay()
+    assert same(passing, forward(expected)[1:, 2:])
+    _, other = record(lambda: forward(x), lambda r: [r], arena)
+    other.replay()
+    program.replay()
+    assert same(passing, forward(expected)[1:, 2:])
+
+
+def test_the_host_may_act_between_kernels() -> None:
+    x, forward, added = random(4, SIZE), layers(1), [1.0]
+
+    def work() -> torch.Tensor:
+        middle = forward(x)
+        bindings.between_kernels(lambda: middle.add_(added[0]), middle)
+        after = forward(middle)
+        bindings.between_kernels(lambda: after.mul_(2), after)
+        return after
+
+    result, program = record(work, lambda r: [r], Arena())
+    for number in (1.0, 3.0):
+        added[0] = number
+        program.replay()
+        assert same(result, work())
+
+
 def run(recorder: StepRecorder, x: torch.Tensor, work: Callable[[], torch.Tensor]) -> torch.Tensor:
     described = Work("a step", None, [x, None], work, lambda r: [r])
     return recorder.run({}, None, lambda: described)

@@ -121,18 +121,6 @@ def test_a_steady_batch_is_replayed(target: Path, replays: Counter[str]) -> None
     assert replays["a step"] == 64 - 1
 
 
-@pytest.mark.parametrize(
-    "sampling",
-    [{"logprobs": 2}, {"logit_bias": {5: 1.0}}, {"presence_penalty": 0.5}, {"min_tokens": 24}],
-)
-def test_what_the_host_decides_runs_op_by_op(
-    sampling: dict[str, Any], target: Path, replays: Counter[str]
-) -> None:
-    with create_engine(target) as engine:
-        generate(engine, params("greedy", **sampling), PROMPTS[:2])
-    assert not replays
-
-
 def test_ops_that_cannot_be_recorded_are_named(
     target: Path,
     replays: Counter[str],
@@ -145,8 +133,8 @@ def test_ops_that_cannot_be_recorded_are_named(
         tokens = generate(engine, params("greedy"), PROMPTS[:2])
     assert not replays
     said = [r.getMessage() for r in caplog.records if "op by op" in r.getMessage()]
-    assert len(said) == 1
-    assert said[0].startswith("a step runs op by op: aten.")
+    why = "runs op by op: aten.pow.Tensor_Scalar in rms_norm is no kernel that a program could hold"
+    assert said == [f"a step {why}", f"a step up to its logits {why}"]
     monkeypatch.delenv("ATOM_OP_RMS_NORM")
     with create_engine(target, enforce_eager=True) as engine:
         assert generate(engine, params("greedy"), PROMPTS[:2]) == tokens

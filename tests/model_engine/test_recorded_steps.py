@@ -96,9 +96,10 @@ def test_torch_is_asked_for_views_and_copies_only(
     assert isinstance(worker, Worker)
     assert worker.parts.recorder is not None
     names, runner, proposer = Names(), worker._runner, worker.parts.proposer
-    compute = names.watch(runner._compute, lambda step, _: step.recurs)
+    assert runner._recorded is not None
+    compute = names.watch(runner._recorded._compute, lambda step, _: step.recurs)
     propose = names.watch(proposer.propose, lambda step, _: step.recurs)
-    monkeypatch.setattr(runner, "_compute", compute)
+    monkeypatch.setattr(runner._recorded, "_compute", compute)
     monkeypatch.setattr(proposer, "propose", propose)
     before = len(worker.parts.recorder._programs)
     before_run = engine.engine.core.stats
@@ -116,8 +117,9 @@ def test_torch_is_asked_for_views_and_copies_only(
     assert (stats.num_replayed_draft_steps > before_run.num_replayed_draft_steps) == has_draft
     replayed = stats.num_replayed_decode_steps, stats.num_replayed_draft_steps
     monkeypatch.setattr(runner, "_recorder", None)
+    monkeypatch.setattr(runner, "_recorded", None)
     monkeypatch.setattr(runner.inputs, "_step_tables", None)
-    monkeypatch.setattr(worker.parts.drafter, "_recorder", None)
+    monkeypatch.setattr(worker.parts.drafter, "_recorded", None)
     outputs = engine.generate(prompts, sampling, use_tqdm=False)
     assert recorded == [output.outputs[0].token_ids for output in outputs]
     stats = engine.engine.core.stats

@@ -139,12 +139,18 @@ def test_a_guided_proposer_sees_what_is_allowed(bench: Bench) -> None:
     with GrammarDrafter(40).drafts(rows, [None, state], [[], outputs]) as drafts:
         assert drafts is not None
         guide = drafts.guide([None, None])
-        seen = guide.restrict(logits, target_ids)
+        seen = logits.clone()
+        guide.restrict(seen, target_ids)
         assert seen.tolist() == [[1.0, 3.0, 2.0], [-torch.inf, 5.0, 1.0]]
-        assert guide.take(target_ids[seen.argmax(1)]).tolist() == [t, t]
+        taken = target_ids[seen.argmax(1)]
+        guide.take(taken)
+        assert taken.tolist() == [t, t]
         # The draft knows none of the tokens: it goes on by what must follow.
-        assert guide.restrict(logits[:, :1], target_ids[:1]).tolist() == [[1.0], [9.0]]
-        taken = guide.take(torch.tensor([x, x]))
+        seen = logits[:, :1].clone()
+        guide.restrict(seen, target_ids[:1])
+        assert seen.tolist() == [[1.0], [9.0]]
+        taken = torch.tensor([x, x])
+        guide.take(taken)
         assert taken[0] == x
         assert taken[1] == bench.encode("her")[0]
         draft = drafts.finish([[], [x, x]])[1]

@@ -32,6 +32,10 @@ class Listener(Protocol):
         """A kernel was called with arguments `block`, which begin with so many pointers."""
         ...
 
+    def paused(self, action: Callable[[], None], tensors: tuple[torch.Tensor, ...]) -> None:
+        """Something else is to be done here."""
+        ...
+
 
 class _Listening(threading.local):
     listener: Listener | None = None
@@ -43,6 +47,19 @@ listening = _Listening()
 def num_threads() -> int:
     """The number of threads to give a kernel; 0, the program's, while one is recorded."""
     return torch.get_num_threads() if listening.listener is None else 0
+
+
+def between_kernels(action: Callable[[], None], *tensors: torch.Tensor) -> None:
+    """Do this now, or in each replay of the program that is recorded.
+
+    Args:
+        action: may do anything with the tensors' contents, and calls no recorded work.
+        tensors: that it reads and writes.
+    """
+    if listening.listener is None:
+        action()
+    else:
+        listening.listener.paused(action, tensors)
 
 
 class Kernels:

@@ -8,7 +8,7 @@ of memory, the arena, where those that are not needed at the same time share the
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from struct import Struct
 from typing import TypeVar
 
@@ -16,12 +16,14 @@ import numpy as np
 import torch
 
 from atom.model_ops.kernels.native.bindings import address, kernel, listening
-from atom.model_ops.kernels.native.recorder import Call, Recorder
+from atom.model_ops.kernels.native.recorder import Call, Pause, Recorder
 
 T = TypeVar("T")
 
 _ALIGNMENT = 64
 _run_program = Struct("2P2q").pack
+# The first kernel, the arguments of `run_program` but for the threads, and what follows them.
+_Part = tuple[int, tuple[int, int, int], Callable[[], None] | None]
 
 
 class Arena:
@@ -39,20 +41,34 @@ class Arena:
 
 
 class Program:
-    """Kernels with their arguments.
+    """Kernels with their arguments, and what the host does between them.
 
     What they read and write outside the arena must outlive the program.
 
     Args:
         calls: in order. Memory allocated while they were recorded is placed in the arena.
+        pauses: between them, in order.
         kept: tensors that do not move there, since they are read after a replay.
+        passing: tensors that are read after a replay, too, but before another program's. They move
+            there as they are.
     """
 
-    def __init__(self, calls: list[Call], kept: Iterable[torch.Tensor], arena: Arena) -> None:
+    def __init__(
+        self,
+        calls: list[Call],
+        kept: Iterable[torch.Tensor],
+        arena: Arena,
+        *,
+        passing: Iterable[torch.Tensor] = (),
+        pauses: Sequence[Pause] = (),
+    ) -> None:
         self._names = [call.kernel for call in calls]
         self._kept = tuple(kept)
-        places, size = _plan(calls, {t.untyped_storage().data_ptr() for t in self._kept})
+        moving = [*passing, *(tensor for pause in pauses for tensor in pause.tensors)]
+        places, size = _plan(calls, _storages(self._kept), _storages(moving))
         self._arena = arena.reserve(size)
+        for tensor in moving:
+            _move_tensor(tensor, places, self._arena)
         base = self._arena.data_ptr()
         moved = [_move(call, places, base) for call in calls]
         self._blocks = np.frombuffer(b"".join(moved), dtype=np.uint8).copy()
@@ -62,8 +78,19 @@ class Program:
             steps[i] = address(call.kernel), at
             at += len(block)
         self._steps, self._failed = steps, np.zeros(1, dtype=np.int64)
-        self._where = steps.ctypes.data, self._failed.ctypes.data, len(calls)
+        self._parts = self._cut(pauses)
         self._run = kernel("run_program")
+
+    def _cut(self, pauses: Sequence[Pause]) -> list[_Part]:
+        """The kernels before each pause, and those behind the last."""
+        starts = [0, *(pause.at for pause in pauses)]
+        ends = [*starts[1:], len(self._steps)]
+        actions = [*(pause.action for pause in pauses), None]
+        first, failed = self._steps.ctypes.data, self._failed.ctypes.data
+        return [
+            (start, (first + start * self._steps.strides[0], failed, end - start), action)
+            for start, end, action in zip(starts, ends, actions, strict=True)
+        ]
 
     def __len__(self) -> int:
         return len(self._names)
@@ -74,19 +101,28 @@ class Program:
         Raises:
             IndexError: when one of them meets an index that is out of range.
         """
-        wrong = self._run(_run_program(*self._where, torch.get_num_threads()))
-        if wrong:
-            name = self._names[int(self._failed[0])]
-            raise IndexError(f"{name}: row or sequence {wrong - 1} refers to what does not exist")
+        for start, where, action in self._parts:
+            wrong = self._run(_run_program(*where, torch.get_num_threads()))
+            if wrong:
+                name = self._names[start + int(self._failed[0])]
+                raise IndexError(
+                    f"{name}: row or sequence {wrong - 1} refers to what does not exist"
+                )
+            if action is not None:
+                action()
 
 
 def record(
-    work: Callable[[], T], results: Callable[[T], Iterable[torch.Tensor]], arena: Arena
+    work: Callable[[], T],
+    results: Callable[[T], Iterable[torch.Tensor]],
+    arena: Arena,
+    passing: Callable[[T], Iterable[torch.Tensor]] = lambda _: (),
 ) -> tuple[T, Program]:
     """What `work` returns, and the kernels that compute it when they are replayed.
 
     Args:
-        results: the tensors of what `work` returns.
+        results: the tensors of what `work` returns, but for the next.
+        passing: those of them that are read before other work is replayed.
 
     Raises:
         NotRecordableError: when `work` calls what no program can hold.
@@ -98,11 +134,27 @@ def record(
             result = work()
     finally:
         listening.listener = None
-    return result, Program(recorder.calls, results(result), arena)
+    program = Program(
+        recorder.calls,
+        results(result),
+        arena,
+        passing=passing(result),
+        pauses=recorder.pauses,
+    )
+    return result, program
 
 
-def _plan(calls: list[Call], kept: set[int]) -> tuple[dict[int, int], int]:
-    """Offsets in the arena of the temporaries, by their address, and the arena's size."""
+def _storages(tensors: Iterable[torch.Tensor]) -> set[int]:
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+def _plan(calls: list[Call], kept: set[int], passing: set[int]) -> tuple[dict[int, int], int]:
+    """Offsets in the arena of the temporaries, by their address, and the arena's size.
+
+    Args:
+        kept: addresses of memory that is not placed there.
+        passing: addresses of memory that is needed until the end.
+    """
     first: dict[int, int] = {}
     last: dict[int, int] = {}
     sizes: dict[int, int] = {}
@@ -111,7 +163,7 @@ def _plan(calls: list[Call], kept: set[int]) -> tuple[dict[int, int], int]:
             if place is None or place.storage in kept:
                 continue
             first.setdefault(place.storage, i)
-            last[place.storage] = i
+            last[place.storage] = len(calls) - 1 if place.storage in passing else i
             sizes[place.storage] = -(-place.num_bytes // _ALIGNMENT) * _ALIGNMENT
     starting: dict[int, list[int]] = {}
     ending: dict[int, list[int]] = {}
@@ -164,6 +216,15 @@ class _FreeList:
             i -= 1
             start = self._ranges.pop(i)[0]
         self._ranges.insert(i, (start, end))
+
+
+def _move_tensor(tensor: torch.Tensor, offsets: dict[int, int], arena: torch.Tensor) -> None:
+    """Let a tensor of memory that is placed in the arena lie there."""
+    start = offsets.get(tensor.untyped_storage().data_ptr())
+    if start is not None:
+        size = tensor.element_size()
+        offset = (arena.storage_offset() + start) // size + tensor.storage_offset()
+        tensor.set_(arena.untyped_storage(), offset, tensor.size(), tensor.stride())
 
 
 def _move(call: Call, offsets: dict[int, int], base: int) -> bytes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from bisect import bisect_right, insort
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from atom.model_ops.kernels.native import movement
 
+_OPS_OF_TORCH = "atom.model_ops.kernels.torch."
 _aten = torch.ops.aten
 _ALLOCATIONS = frozenset(
     {
@@ -73,11 +75,27 @@ class Call:
     places: tuple[Place | None, ...]
 
 
+@dataclass(frozen=True)
+class Pause:
+    """What the host does between two calls.
+
+    Attributes:
+        at: the number of calls before it.
+        action: does it, in each replay.
+        tensors: that it reads and writes.
+    """
+
+    at: int
+    action: Callable[[], None]
+    tensors: tuple[torch.Tensor, ...]
+
+
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Lets torch allocate and make views, turns copies into kernels and refuses everything else.
 
     Attributes:
         calls: of kernels, in order.
+        pauses: between them, in order.
     """
 
     @classmethod
@@ -88,6 +106,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: list[Call] = []
+        self.pauses: list[Pause] = []
         # All memory allocated while recording stays, so that no two tensors have one address.
         self._storages: list[torch.UntypedStorage] = []
         self._starts: list[int] = []
@@ -96,6 +115,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def called(self, kernel: str, block: bytes, num_pointers: int) -> None:
         pointers = memoryview(block).cast("Q")[:num_pointers].tolist()
         self.calls.append(Call(kernel, block, tuple(map(self._place_of, pointers))))
+
+    def paused(self, action: Callable[[], None], tensors: tuple[torch.Tensor, ...]) -> None:
+        self.pauses.append(Pause(len(self.calls), action, tensors))
 
     def _place_of(self, pointer: int) -> Place | None:
         i = bisect_right(self._starts, pointer) - 1
@@ -121,7 +143,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with self:
             result = func.decompose(*args, **kwargs)
         if result is NotImplemented:
-            raise NotRecordableError(f"{func} is no kernel that a program could hold")
+            op = _op_that_runs()
+            called = f"{func} in {op}" if op else str(func)
+            raise NotRecordableError(f"{called} is no kernel that a program could hold")
         return result
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -140,6 +164,18 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if strides is None:
             return self._own(torch.empty(tuple(shape), dtype=dtype))
         return self._own(torch.empty_strided(tuple(shape), tuple(strides), dtype=dtype))
+
+
+def _op_that_runs() -> str | None:
+    """The op whose implementation is being called, by the name of its function; None outside of
+    all.
+    """
+    frame, name = inspect.currentframe(), None
+    while frame is not None:
+        if frame.f_globals["__name__"].startswith(_OPS_OF_TORCH):
+            name = frame.f_code.co_name
+        frame = frame.f_back
+    return name
 
 
 def _copy_(_: Recorder, to: torch.Tensor, source: torch.Tensor, *__: Any) -> Any:
