@@ -12,8 +12,13 @@ from atom.model_engine.largest_steps import dearest_params
 from atom.model_ops.metadata import MAX_DECODE_QUERIES
 from atom.sampling_params import SamplingParams
 
-# Tokens of prompts; the longest step is one more. Kernels are made for ranges of lengths.
-_PROMPTS = (17, 128, 1024)
+# Tokens of prompts; the longest step is one more. Kernels are made for ranges of lengths, whose
+# bounds depend on the model: two numbers of experts or heads are hardly ever nearer than these.
+_PROMPTS = (17, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+# Prompts, or what is left of them, that decode ops take: their tiles are of ranges of rows.
+_SHORT = (2, 4, 8, MAX_DECODE_QUERIES)
+# The others whose beginning is long computed.
+_ENDS = (17, 128, 1024)
 
 
 @dataclass(frozen=True)
@@ -40,7 +45,7 @@ class StepLimits:
 
     @property
     def last_prompt_token(self) -> int:
-        """Where a prompt ends at most: two steps that verify drafts, and more drafts, follow it."""
+        """Where a prompt ends at most: two steps that verify drafts, one that has none, and more drafts, follow it."""
         return self.context_len - 3 * (1 + self.num_drafts) - 1
 
     @property
@@ -51,7 +56,7 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Steps of the same sequences: prompts, drafts, and drafts beside another prompt.
+    """Steps of the same sequences: prompts, drafts, none, and drafts beside another prompt.
 
     Attributes:
         batches: each may be launched before the results of the one before it are read.
@@ -73,25 +78,31 @@ def warm_ups(limits: StepLimits) -> Iterator[WarmUp]:
     longest = limits.longest_prompt
     if longest < 1:
         return
-    lengths = sorted({min(length, longest) for length in (*_PROMPTS, limits.max_num_tokens)})
     greedy, *others = _kinds(limits)
-    for length in lengths:
+    for length in _lengths(longest, *_SHORT, *_PROMPTS, limits.max_num_tokens):
         yield _warm_up(limits, [length], greedy, is_greedy=True)
-        # The end of a long prompt, whose beginning is never computed.
+    # The end of a long prompt, whose beginning is never computed.
+    for length in _lengths(longest, *_SHORT, *_ENDS, limits.max_num_tokens):
         if start := limits.last_prompt_token - length:
             yield _warm_up(limits, [length], greedy, is_greedy=True, start=start)
-    yield _unfinished_prompt(limits, lengths[0], greedy)
-    most = max(min(limits.max_num_tokens // lengths[0], limits.max_num_seqs), 1)
+    first = min(_PROMPTS[0], longest)
+    yield _unfinished_prompt(limits, first, greedy)
+    most = max(min(limits.max_num_tokens // first, limits.max_num_seqs), 1)
     *plain, edited = others
     for params in (greedy, *plain):
-        yield _warm_up(limits, [lengths[0]] * most, params, is_greedy=params is greedy)
+        yield _warm_up(limits, [first] * most, params, is_greedy=params is greedy)
     # A prompt alone may be shorter than a step.
     count = min(-(-limits.max_num_tokens // longest), limits.max_num_seqs)
     left = [min(longest, limits.max_num_tokens - i * longest) for i in range(count)]
     if count > 1:
         yield _warm_up(limits, left, greedy, is_greedy=True)
     for params in (*plain, edited):
-        yield _warm_up(limits, [lengths[0]], params, is_greedy=False)
+        yield _warm_up(limits, [first], params, is_greedy=False)
+
+
+def _lengths(longest: int, *lengths: int) -> list[int]:
+    """Each once, and none longer than a prompt may be."""
+    return sorted({min(length, longest) for length in lengths})
 
 
 def _unfinished_prompt(limits: StepLimits, length: int, params: SamplingParams) -> WarmUp:
@@ -165,6 +176,9 @@ def _warm_up(
     drafts = min(limits.num_drafts, limits.max_num_tokens // len(lengths) - 1)
     verifying = [rows.verify(s.row, drafts, s.num_blocks) for s in prompts]
     batches.append(ScheduledBatch(verifying, [], []))
+    if drafts:  # what follows may have none
+        plain = [rows.verify(s.row, 0, s.num_blocks) for s in prompts]
+        batches.append(ScheduledBatch(plain, [], []))
     # More queries than decode ops take, beside as many sequences as there is room for.
     length = min(MAX_DECODE_QUERIES + 1, limits.longest_prompt)
     room = min((limits.max_num_tokens - length) // (1 + drafts), limits.max_num_seqs - 1)
