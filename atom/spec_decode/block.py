@@ -80,11 +80,11 @@ class BlockProposer:
             row = logits[i]
             if guide is not None:
                 # Before the head, which may look at the best tokens alone.
-                row = guide.restrict(row, choice.token_ids)
+                guide.restrict(row, choice.token_ids)
             scores, carried = draft.score(row, states[i], previous, carried)
             chosen = choice.choose(scores, start.race, start.positions, ahead=2 + i)
             if guide is not None:
-                chosen = replace(chosen, token_ids=guide.take(chosen.token_ids))
+                guide.take(chosen.token_ids)
             if choice.confident and config.confidence is not None:
                 chosen = replace(chosen, confidences=draft.confidence(states[i], previous))
             drafts.append(chosen)

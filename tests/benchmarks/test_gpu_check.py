@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -42,9 +43,21 @@ START_ROW = {
 }  # fmt: skip
 
 
+SUM_ROW = {
+    "op": "all_reduce_add_rms_norm", "implementation": "aiter", "size": 7168, "rows": 1,
+    "seconds": 1.5e-5,
+}  # fmt: skip
+
+
 def finished(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
-    report = {"copy_bytes_per_s": 4e12, "results": list(rows), "left_out": [], "faults": []}
-    report |= {"ops": {}, "starts": [], "warmed": [], **more}
+    report = {
+        "copy_bytes_per_s": 4e12,
+        "product_per_s": 8e14,
+        "results": list(rows),
+        "left_out": [],
+        "faults": [],
+    }
+    report |= {"ops": {}, "starts": [], "warmed": [], "ranks": 8, **more}
     return {"passed": True, "status": 0, "seconds": 2.0, "output": "noise", "report": report}
 
 
@@ -61,7 +74,7 @@ def of_tests(**outcomes: str) -> dict[str, Any]:
 
 
 def report_of(**parts: Any) -> dict[str, Any]:
-    gpu = {"device": "GPU 9000", "hip": None}
+    gpu = {"device": "GPU 9000", "hip": None, "devices": 8}
     return {"environment": {"torch": "2"}, "gpu": gpu, "rehearsal": False, "parts": parts}
 
 
@@ -109,6 +122,55 @@ class TestTests:
         )
         assert part["left_out"] == ["test_a.py", "test_b.py"]
         assert (part["passed"], part["status"]) == (False, None)
+
+    def test_a_later_run_goes_on_with_the_files_that_are_left(
+        self, benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that was stopped comes first; those that ended are not run again."""
+        tests = benchmark_module("_gpu_tests")
+        files = [tmp_path / f"test_{name}.py" for name in "abcd"]
+        ran: list[str] = []
+        ends = {"test_b.py": 1, "test_c.py": None}
+        kept: list[dict[str, Any]] = []
+        clock = [0.0]
+
+        def run(command: list[str], *_: object, **__: object) -> tuple[int | None, str]:
+            name = Path(command[-1]).name
+            ran.append(name)
+            clock[0] += 40
+            return ends.get(name, 0), f"output of {name}"
+
+        monkeypatch.setattr(tests, "run", run)
+        monkeypatch.setattr(tests, "_can_import", lambda _: True)
+        monkeypatch.setattr(tests.time, "perf_counter", lambda: clock[0])
+        first = tests.run_tests(files, 120, tmp_path, False, keep=kept.append)
+        assert ran == ["test_a.py", "test_b.py", "test_c.py"]
+        assert first["unfinished"] == first["left_out"] == ["test_c.py", "test_d.py"]
+        assert (first["passed"], first["status"]) == (False, 1)
+        assert kept[0]["unfinished"] == ["test_b.py", "test_c.py", "test_d.py"]
+        ends["test_c.py"] = 0
+        earlier = json.loads(json.dumps(first))
+        files.append(tmp_path / "test_e.py")
+        second = tests.run_tests(files, 80, tmp_path, False, earlier=earlier)
+        assert ran[3:] == ["test_c.py", "test_d.py"]
+        third = tests.run_tests(files, 80, tmp_path, False, earlier=second)
+        assert ran[5:] == ["test_e.py"]
+        assert third["unfinished"] == []
+        assert third["status"] == 1
+        assert third["output"] == "output of test_b.py"
+
+    def test_a_file_that_no_run_has_time_for_fails(
+        self, benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tests = benchmark_module("_gpu_tests")
+        monkeypatch.setattr(tests, "run", lambda *_, **__: (None, "stuck"))
+        file = tmp_path / "test_a.py"
+        stopped = tests.run_tests([file], 50, tmp_path, False, most=90)
+        assert (stopped["status"], stopped["unfinished"]) == (None, ["test_a.py"])
+        failed = tests.run_tests([file], 100, tmp_path, False, earlier=stopped, most=90)
+        assert (failed["status"], failed["unfinished"]) == (tests.TOO_LONG, [])
+        assert failed["left_out"] == ["test_a.py"]
+        assert "no run has more time for a file" in failed["output"]
 
 
 class TestRun:
@@ -166,7 +228,8 @@ class TestRun:
 
         def tests(files: list[Path], *_: object, **options: object) -> dict[str, Any]:
             given.update(options, files=files)
-            return {"status": 1, "output": "", "left_out": [], "log": log}
+            about = {"status": 1, "output": "", "left_out": [], "files": [], "unfinished": []}
+            return {**about, "log": log}
 
         monkeypatch.setattr(parts, "run_tests", tests)
         compiled = finished() | {"passed": True}
@@ -178,6 +241,9 @@ class TestRun:
             {"module": "module_norm", "seconds": 7.5},
         ]
         assert part["passed"]
+        later = parts.PARTS["warm"].run(dataclasses.replace(turn, earlier=part))
+        assert [row["seconds"] for row in later["modules"]] == [57.8, 57.8, 7.5, 7.5]
+        assert given["earlier"] == part
         assert (given["seconds_of_a_test"], given["options"]) == (0, ["-s"])  # builds take minutes
 
 
@@ -197,7 +263,7 @@ class TestCheck:
                 "log": "long",
             }
 
-        parts = {n: type(p)(p.title, p.least, p.most, part) for n, p in check.PARTS.items()}
+        parts = {n: dataclasses.replace(p, run=part, memory=0) for n, p in check.PARTS.items()}
         monkeypatch.setattr(check, "PARTS", parts)
         monkeypatch.setattr(check, "missing_of", lambda name: [])
         monkeypatch.setattr(check, "outcomes", {}, raising=False)
@@ -214,7 +280,8 @@ class TestCheck:
         path = tmp_path / "report.md"
         remaining, report = self.run(check, path, "--minutes", "1.5")
         assert [name for name, _ in check.ran] == [
-            "warm", "graphs", "kernel-tests", "kernels", "kimi", "start"
+            "warm", "graphs", "kernel-tests", "kernels", "other-kernels", "kimi", "start",
+            "ranks",
         ]  # fmt: skip
         assert remaining == ["steps"]
         assert max(seconds for _, seconds in check.ran) < 87
@@ -230,8 +297,37 @@ class TestCheck:
         assert [name for name, _ in check.ran] == [n for n in check.PARTS if n != "warm"]
         assert set(report["parts"]) == set(check.PARTS)
         told = capsys.readouterr().err
-        assert "[1/6] graphs: passed, " in told
-        assert "[6/6] start: passed, " in told
+        assert "[1/8] graphs: passed, " in told
+        assert "[8/8] ranks: passed, " in told
+
+    def test_what_a_part_kept_is_there_when_it_is_cut_off(
+        self, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A failure that it knows of, too, is no end of it."""
+        path = tmp_path / "report.md"
+        begun = {**of_tests(a="failure"), "unfinished": ["test_b.py"], "files": [{"file": "a"}]}
+        given: list[Any] = []
+
+        def part(turn: Any) -> dict[str, Any]:
+            given.append(turn.earlier)
+            turn.keep({**begun, "log": "long"})
+            if len(given) == 1:
+                raise KeyboardInterrupt
+            return of_tests(a="failure")
+
+        parts = check.PARTS
+        tests = dataclasses.replace(parts["kernel-tests"], run=part)
+        monkeypatch.setattr(check, "PARTS", {**parts, "kernel-tests": tests})
+        args = ["--parts", "kernel-tests"]
+        with pytest.raises(KeyboardInterrupt):
+            self.run(check, path, *args)
+        there = json.loads(path.with_suffix(".json").read_text())["parts"]
+        assert there["kernel-tests"]["files"] == [{"file": "a"}]
+        assert "| kernel-tests | failed (exit status 1), out of time |" in path.read_text()
+        remaining, report = self.run(check, path, *args, **there)
+        assert [earlier and earlier["files"] for earlier in given] == [None, [{"file": "a"}]]
+        assert remaining == []
+        assert report["parts"]["kernel-tests"]["seconds"] >= there["kernel-tests"]["seconds"]
 
     def test_parts_that_are_asked_for_run_again(self, check: Any, tmp_path: Path) -> None:
         there = {"warm": of_tests(a="passed"), "start": of_tests(a="failure")}
@@ -256,6 +352,15 @@ class TestCheck:
         self.run(check, path)
         assert "steps" not in [name for name, _ in check.ran]
         assert "| steps | left out | it needs msgspec |" in path.read_text()
+
+    def test_one_gpu_is_too_few_for_ranks(self, check: Any, tmp_path: Path) -> None:
+        path = tmp_path / "report.md"
+        report = report_of()
+        report["gpu"]["devices"] = 1
+        session = check.Check(check.parse_args(["--parts", "ranks"]), path, report, 80.0)
+        assert session.run() == []
+        assert check.ran == []
+        assert "| ranks | left out | it needs 2 GPUs, there is 1 |" in path.read_text()
 
     def test_another_machine_is_another_report(
         self, benchmark_module: Module, tmp_path: Path
@@ -289,11 +394,17 @@ class TestGoals:
         kernels = [KERNEL_ROW, {**KERNEL_ROW, "implementation": "torch", "of_copy": 0.9}]
         kernels[0] = {**KERNEL_ROW, "kernels": TRACE["kernels"]}
         drafted = {**STEP_ROW, "k": 3, "seconds": 7e-3, "replayed": 0.5, "gap_seconds": 2e-5}
+        sizes = benchmark_module("_gpu_goals").REAL
+        form = benchmark_module("_product_loads").FORMATS["fp8"]
+        quantised = {**KERNEL_ROW, "op": "quant_linear", "sizes": f"{sizes.product}, {form}"}
+        filtered = {**KERNEL_ROW, "op": "choose_tokens", "sizes": sizes.choice}
         no_room = {**STEP_ROW, "batch": 64, "context": 8000, "why": "the cache has room for 9"}
         parts = {
             "kernels": finished(*kernels, latent, verify),
             "steps": finished(STEP_ROW, drafted, left_out=[no_room]),
             "start": finished(starts=[START_ROW]),
+            "ranks": finished(SUM_ROW, {**SUM_ROW, "implementation": "torch", "seconds": 3e-5}),
+            "other-kernels": finished(quantised, filtered),
         }
         text = report.markdown(report_of(**parts))
         for line in (
@@ -306,6 +417,12 @@ class TestGoals:
             "50 % of copy, MISSED |",
             "| mla_decode, bfloat16, batch 64, context 8192, k = 3 | at least 65 % of copy | "
             "66 % of copy |",
+            "| quant_linear, fp8, batch 64 | at least 60 % of the bound | 50 % of the bound, "
+            "MISSED |",
+            "| quant_experts, int4, batch 64 | at least 60 % of the bound | not measured: the part "
+            "other-kernels did not run it |",
+            "| choose_tokens, 163840 tokens, top-k 50, top-p 0.9, batch 64 | at least 25 % of the "
+            "bound | 50 % of the bound |",
             "| gap between steps on the device, all engines | at most 100 us | 150 us, MISSED |",
             "| a step with Eagle3 k = 3 over one without, batch 1, 8b | at most 1.25 x | 1.40 x, "
             "MISSED |",
@@ -318,16 +435,20 @@ class TestGoals:
             "paged_attention (32/8 heads of 128) by triton, cache bfloat16, batch 64, context 8192",
             "| `_attend` | attention | 32.0 | 900.0 | 28.1 | 19.0 % |",
             "There is no trace of its kernels.",
+            "| sum of one row over the ranks, with residual and norm | at most 12 us | 15 us, "
+            "MISSED |",
+            "- aiter: 15.0 us\n- torch: 30.0 us",
             "42 graphs of 5 layers were captured in 30.0 s; Triton compiled 12 kernels.",
         ):
             assert line in text, line
-        assert text.count("### Missed") == 7
+        assert text.count("### Missed") == 9
 
     def test_not_measured_and_why(self, benchmark_module: Module) -> None:
         goals = benchmark_module("_gpu_goals").goals
         assert {goal.reached for goal in goals({})} == {None}
         assert {goal.outcome for goal in goals({})} == {
-            f"not measured: the part {part} has not run" for part in ("steps", "kernels", "start")
+            f"not measured: the part {part} has not run"
+            for part in ("steps", "kernels", "other-kernels", "start", "ranks")
         }
         stuck = {"passed": False, "status": None, "seconds": 9.0, "output": "", "report": None}
         parts = {"kernels": stuck, "steps": finished(faults=["it broke"])}
@@ -362,9 +483,9 @@ class TestReport:
             "| d | failure | 1.0 s | why d |",
             "- 1 skipped: why e",
             "Not run to the end: test_slow.py.",
-            "Not run yet: kimi, start.",
+            "Not run yet: other-kernels, kimi, start, ranks.",
             "| paged_attention | 32/8 heads of 128 | triton | bfloat16 | 64 | 8192 | 1 | 1000.0 | "
-            "2 | 2000 | 50 % | 4.2 x | 1e-03 |",
+            "2 | 2000 | 50 % | 1 | 50 % | 4.2 x | 1e-03 |",
             "| 8b | atom (graph) | 1 | 1024 | 0 | 5.00 | 4.70 | 100 | 150 | 100 % | 16.00 | 3200 | "
             "80 % | 200 |",
         ):
@@ -393,11 +514,11 @@ class TestNeeds:
             "steps cannot run: it needs msgspec",
             "graphs cannot run: it needs msgspec",
             "hypothesis is missing: files of tests that need it are left out",
-            "missing, and not needed here: fastapi, pyzmq, xgrammar, apache-tvm-ffi, gguf, psutil",
+            "missing, and not needed here: fastapi, pyzmq, xgrammar, apache-tvm-ffi, gguf",
         ):
             assert line in lines
         assert not any(line.startswith("kernels cannot") for line in lines)
-        assert lines[-1].endswith("-m pip install msgspec")
+        assert lines[-1].endswith("-m pip install msgspec psutil")
         assert needs.describe(["steps"], lambda _: True) == ([], 0)
         assert needs.describe(["kernels"], lambda _: False)[1] == needs.NO_TORCH
 

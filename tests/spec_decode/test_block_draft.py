@@ -148,14 +148,13 @@ class ParityGuide:
         self.previous = torch.zeros(1, dtype=torch.int64)
         self.refused: list[torch.Tensor] = []
 
-    def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> torch.Tensor:
+    def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> None:
         tokens = torch.arange(logits.shape[1]) if target_ids is None else target_ids
         self.refused.append((tokens - self.previous[:, None]) % 2 == 0)
-        return logits.masked_fill(self.refused[-1], -torch.inf)
+        logits.masked_fill_(self.refused[-1], -torch.inf)
 
-    def take(self, token_ids: torch.Tensor) -> torch.Tensor:
-        self.previous = token_ids
-        return token_ids
+    def take(self, token_ids: torch.Tensor) -> None:
+        self.previous = token_ids.clone()
 
 
 @pytest.mark.parametrize("name", [*DRAFTS])
