@@ -141,7 +141,7 @@ def of_moe(_: torch.Tensor, w13: torch.Tensor, *__: Any, **given: Any) -> int:
     return 5 if w13.shape[1] == 2 * KIMI.moe_intermediate_size else 7
 
 
-def of_latents(given: Mapping[str, Any]) -> int:
+def of_latents(*_: torch.Tensor, **given: Any) -> int:
     """aiter/mla.py: `torch.full` for the numbers of splits that have keys, the assembly kernel, and
     `_fwd_kernel_stage2_asm`, which joins the splits; with lists of work, no fill.
     """
