@@ -141,6 +141,13 @@ def of_moe(_: torch.Tensor, w13: torch.Tensor, *__: Any, **given: Any) -> int:
     return 5 if w13.shape[1] == 2 * KIMI.moe_intermediate_size else 7
 
 
+def of_latents(*_: torch.Tensor, **given: Any) -> int:
+    """aiter/mla.py: `torch.full` for the numbers of splits that have keys, the assembly kernel, and
+    `_fwd_kernel_stage2_asm`, which joins the splits; with lists of work, no fill.
+    """
+    return 2 if "work_meta_data" in given else 3
+
+
 # How many kernels a call of aiter's of 2026-08-22 launches at the sizes of these tests.
 AITER_LAUNCHES: Mapping[str, int | Callable[..., int]] = {
     # aiter/tuned_gemm.py: the library's product where no other is tuned.
@@ -151,9 +158,9 @@ AITER_LAUNCHES: Mapping[str, int | Callable[..., int]] = {
     "rmsnorm2d_fwd": 1,
     "rmsnorm2d_fwd_with_add": 1,
     "silu_and_mul": 1,
-    # aiter/mla.py: `torch.full` for the numbers of splits that have keys, the assembly kernel, and
-    # `_fwd_kernel_stage2_asm`, which joins the splits.
-    "mla_decode_fwd": 3,
+    "mla_decode_fwd": of_latents,
+    # csrc/kernels/mla/metadata.cu
+    "get_mla_metadata_v1": 1,
     # aiter/fused_moe.py, csrc/include/moe_sorting_opus.h.
     "fused_moe": of_moe,
 }
@@ -172,6 +179,9 @@ def aiter(arch: str, seen: Launches) -> probe.Library:
 
     def same(x: torch.Tensor, *_: Any, **__: Any) -> torch.Tensor:
         return x
+
+    def sizes(*_: Any, **__: Any) -> tuple[tuple[int, torch.dtype], ...]:
+        return ((1, torch.int32),) * 6
 
     results: dict[str, Any] = {
         "gemm_a16w16": product,
@@ -194,6 +204,7 @@ def aiter(arch: str, seen: Launches) -> probe.Library:
     loading = dict.fromkeys(("shuffle_weight", "e8m0_shuffle"), same)
     asked = {
         "get_gfx": lambda: arch,
+        "get_mla_metadata_info_v1": sizes,
         "get_cu_num": lambda: UNITS[arch],
         "get_GEMM_A16W16_config": lambda *_: {"libtype": "torch"},
         "QuantType": type("QuantType", (), {"per_128x128": "per_128x128"}),

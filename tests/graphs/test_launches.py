@@ -27,7 +27,7 @@ from graphs.launch_count import (
     rank_of,
     without,
 )
-from transformers import PretrainedConfig
+from transformers import DeepseekV3Config, PretrainedConfig
 
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
@@ -118,12 +118,13 @@ def launches(
     monkeypatch: pytest.MonkeyPatch,
     size: int = BATCH,
     queries: int = 1,
+    storage: torch.dtype | None = None,
 ) -> list[str]:
     """Of one layer, from the norm before its attention to the product before the next norm."""
     for module in layer.modules():
         if convert := getattr(module, "process_after_loading", None):
             convert()
-    cache = PagedCache(attention_layers(layer), BLOCK_SIZE, context.dtype, META)
+    cache = PagedCache(attention_layers(layer), BLOCK_SIZE, storage or context.dtype, META)
     cache.allocate_kv_cache_tensors(BATCH * CONTEXT // BLOCK_SIZE)
     bind_kv_caches(layer, [cache])
     step = Step.of(config, size, queries)
@@ -172,10 +173,12 @@ def kimi_launches(
     seen: Launches,
     monkeypatch: pytest.MonkeyPatch,
     *shape: int,
+    config: PretrainedConfig = KIMI,
+    storage: torch.dtype | None = None,
 ) -> list[str]:
-    layer = DeepseekV3DecoderLayer(KIMI, layer_id, context, f"model.layers.{layer_id}")
-    rotary = RotaryEmbedding(KIMI, 64, context, interleaved=True)
-    return launches(layer, rotary, KIMI, context, seen, monkeypatch, *shape)
+    layer = DeepseekV3DecoderLayer(config, layer_id, context, f"model.layers.{layer_id}")
+    rotary = RotaryEmbedding(config, 64, context, interleaved=True)
+    return launches(layer, rotary, config, context, seen, monkeypatch, *shape, storage=storage)
 
 
 @pytest.mark.parametrize(("norms", "most"), [("torch", 21), ("triton", 20)])
@@ -246,3 +249,19 @@ def test_of_a_kimi_layer_on_a_rank_of_eight(
     found = kimi_launches(1, context, seen, monkeypatch, *shape)
     assert found.count("all_reduce") == 2
     assert_at_most(OF_EIGHT[stored][shape][has_aiter], found)
+
+
+@pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
+def test_of_a_kimi_layer_with_latents_in_8_bits(
+    arch: str, seen: Launches, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the heads of one rank of eight; the lists of work belong to the step."""
+    fields = KIMI.to_dict() | {"num_attention_heads": 8, "num_key_value_heads": 8}
+    config = DeepseekV3Config(**fields)
+    with probe.replaced(aiter(arch, seen)):
+        context = context_for(arch, without("flash_mla"), monkeypatch)
+        storage = context.ops.platform.fp8_dtype
+        names = kimi_launches(1, context, seen, monkeypatch, config=config, storage=storage)
+    assert_at_most(15, names)
+    assert "aiter mla_decode_fwd 2/2" in names
+    assert not any("get_mla_metadata" in name for name in names)

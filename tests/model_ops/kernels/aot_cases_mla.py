@@ -132,7 +132,14 @@ class _Absorb(Case):
         return Implementation("triton", lambda _: None, lambda: absorb)
 
 
-def _absorb_case(tokens: int, heads: int, num_heads: int, *, is_step: bool) -> Case:
+def _absorb_case(
+    tokens: int,
+    heads: int,
+    num_heads: int,
+    *,
+    is_step: bool,
+    storage: torch.dtype | str = _BF16,
+) -> Case:
     def arguments(query: OpQuery) -> tuple[object, ...]:
         q = torch.empty(tokens, heads, NOPE + ROPE, dtype=query.dtype)
         up_proj = torch.empty(heads, NOPE + _V, RANK, dtype=query.dtype)
@@ -144,11 +151,11 @@ def _absorb_case(tokens: int, heads: int, num_heads: int, *, is_step: bool) -> C
 
     name = f"absorb/{tokens} of {heads} heads to {num_heads}{' in a step' if is_step else ''}"
     return _Absorb(
-        name,
+        name if storage == _BF16 else f"{name}, {storage}",
         "absorb",
         arguments,
         latent_shape(heads, 64),
-        storage=torch.bfloat16,
+        storage=storage,
         matrix=("_absorb",),
     )
 
@@ -179,6 +186,7 @@ CASES = (
     _absorb_case(8, 64, 128, is_step=True),
     _absorb_case(256, 8, 16, is_step=True),
     _absorb_case(256, 8, 16, is_step=False),
+    _absorb_case(256, 8, 16, is_step=True, storage="fp8"),
     _slots_case(256, 131072, padded=True),
     _slots_case(1, 512, padded=False),
 )

@@ -16,7 +16,7 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # set by tests/conftes
 if not _HAS_TRITON:
     collect_ignore_glob = [
         "test_aiter_capture.py",
-        "test_aiter_mla.py",
+        "test_aiter_mla*.py",
         "test_aot*.py",
         "test_gluon_*.py",
         "test_interpreter.py",

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import fake_aiter_kernels
+import fake_aiter_latents
 import torch
 from fake_aiter_quant import QuantType
 
@@ -78,7 +79,7 @@ class FakeAiter:
         self.calls: list[Call] = []
         self.arch = arch
         self.tuned: set[tuple[int, int, int]] = set()
-        self.split_table = functools.lru_cache(fake_aiter_kernels.split_table)
+        self.split_table = functools.lru_cache(fake_aiter_latents.split_table)
         self._extra_dtypes = frozenset(extra_dtypes)
         self._modules: dict[str, dict[str, Any]] = {"aiter": {}}
         if version is not None:
@@ -137,7 +138,7 @@ def signature(name: str) -> inspect.Signature:
 def _default(text: str) -> Any:
     if text in _PLAIN_DEFAULTS:
         return _PLAIN_DEFAULTS[text]
-    if text.startswith(("dtypes.", "ActivationType.", "QuantType.", "GateMode.")):
+    if text.startswith(("dtypes.", "ActivationType.", "QuantType.", "GateMode.", "MlaVersion.")):
         return text
     import ast
 

@@ -6,10 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import fake_aiter_collectives
+import fake_aiter_latents
 import fake_aiter_moe
 import fake_aiter_quant
 import torch
 import torch.nn.functional as F
+from fake_aiter_latents import get_cu_num
 
 if TYPE_CHECKING:
     from fake_aiter import Check
@@ -252,54 +254,10 @@ def flash_attn_varlen_func(check: Check) -> torch.Tensor:
     return torch.cat([attend(q[a:b], k[c:d], v[c:d], scale, window) for a, b, c, d in parts])
 
 
-def split_table(splits: int | None, sequences: int, *_: int) -> tuple[int, torch.Tensor]:
-    """As aiter makes it for each total number of tokens, if a call brings none."""
-    splits = splits or 16
-    return splits, torch.arange(0, (sequences + 1) * splits, splits, dtype=torch.int32)
-
-
-def get_gfx(check: Check) -> str:
-    return check.library.arch
-
-
-def get_cu_num(check: Check) -> int:
-    return {"gfx942": 304, "gfx950": 256}[check.library.arch]
-
-
-def mla_decode_fwd(check: Check) -> tuple[None, None]:
-    q, out = check.activation("q", "T H 576"), check.activation("o", "T H 512")
-    pool = check.tensor("kv_buffer", "S 1 1 576", q.dtype)
-    starts, key_starts = (check.integers(n, "N1") for n in ("qo_indptr", "kv_indptr"))
-    slots = check.integers("kv_indices", "C")
-    pages = check.integers("kv_last_page_lens", "N")
-    length = check.value("max_seqlen_q")
-    count = check.sizes["N"]
-    heads = check.sizes["H"]
-    check.that(heads in (16, 32, 64, 128), "heads that it is compiled for")
-    has_kernel = (heads, length, check.library.arch) != (64, 1, "gfx942")
-    check.that(has_kernel, "no kernel for 64 heads and one query on gfx942")
-    splits, table = check.value("num_kv_splits"), check.value("num_kv_splits_indptr")
-    if splits is None or table is None:
-        splits, table = check.library.split_table(splits, count, len(slots), heads)
-    else:
-        check.integers("num_kv_splits_indptr", "N1")
-    check.that(splits >= 1 and table.tolist() == [i * splits for i in range(count + 1)], "splits")
-    check.that(starts.tolist() == [i * length for i in range(count + 1)], "equally many queries")
-    most = 8 if heads == 16 else 4
-    check.that(length <= most and check.sizes["T"] == count * length, "at most so many queries")
-    check.that(check.value("page_size") == 1 and bool((pages == 1).all()), "a token a page")
-    check.that(check.value("nhead_kv") == 1, "one KV head")
-    check.that(int(key_starts[-1]) <= check.sizes["C"], "an index for each token")
-    for b in range(count):
-        rows = slice(b * length, (b + 1) * length)
-        latents = pool[slots[key_starts[b] : key_starts[b + 1]].long(), 0]
-        out[rows] = attend(q[rows], latents, latents[..., :512], check.value("sm_scale"), 0)
-    return None, None
-
-
 # No `pa_*` of aiter's assembly kernels: those are in the signatures so that a call is noticed.
 KERNELS: dict[str, Callable[[Any], Any]] = {
     **fake_aiter_collectives.KERNELS,
+    **fake_aiter_latents.KERNELS,
     **fake_aiter_moe.KERNELS,
     **fake_aiter_quant.KERNELS,
 } | {
@@ -318,8 +276,5 @@ KERNELS: dict[str, Callable[[Any], Any]] = {
         unified_attention,
         pa_decode_gluon,
         flash_attn_varlen_func,
-        get_gfx,
-        get_cu_num,
-        mla_decode_fwd,
     )
 }

@@ -39,6 +39,11 @@ def _like_the_first(*args: Any, **_: Any) -> torch.Tensor:
     return torch.empty_like(args[0])
 
 
+def _sizes_of_work(sequences: int, *_: Any, **__: Any) -> tuple[tuple[Any, torch.dtype], ...]:
+    shapes = (2, 257, (sequences + 255, 8), sequences + 1, (sequences, 2), sequences + 255)
+    return tuple((s, torch.int32 if i else torch.uint64) for i, s in enumerate(shapes))
+
+
 def _twice_the_first(*args: Any, **_: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.empty_like(args[0]), torch.empty_like(args[0])
 
@@ -49,6 +54,7 @@ FUNCTIONS = {
     "QuantType": QuantType,
     "get_gfx": lambda: "gfx950",
     "get_cu_num": lambda: 256,
+    "get_mla_metadata_info_v1": _sizes_of_work,
     "get_GEMM_A16W16_config": lambda *_: {"libtype": "torch"},
 }
 LIBRARY = probe.Library(lambda _: FUNCTIONS)
@@ -96,15 +102,22 @@ def attention(ops: OpTable, metadata: AttentionMetadata, heads: int, kv_heads: i
     return decode(q, cache, metadata, 0.1, None)
 
 
-def latent_attention(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
+def latent_attention(
+    ops: OpTable, metadata: AttentionMetadata, storage: torch.dtype = BF16
+) -> torch.Tensor:
     tokens = len(metadata.slot_mapping)
     shape = {"num_heads": 8, "kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 32}
     shape |= {"block_size": 16, "num_blocks": 9}
-    cache = LatentCacheTensor(empty(9, 16, 576))
-    write = ops.resolve("mla_cache_write", BF16, BF16, **shape)
+    scale = None if storage == BF16 else empty(1, dtype=torch.float32)
+    cache = LatentCacheTensor(empty(9, 16, 576, dtype=storage), scale)
+    write = ops.resolve("mla_cache_write", BF16, storage, **shape)
     write(empty(tokens, 512), empty(tokens, 64), cache, metadata.slot_mapping)
-    decode = ops.resolve("mla_decode", BF16, BF16, **shape)
+    decode = ops.resolve("mla_decode", BF16, storage, **shape)
     return decode(empty(tokens, 8, 80), cache, empty(8, 48, 512), metadata, 0.1)
+
+
+def latents_in_8_bits(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
+    return latent_attention(ops, metadata, ops.platform.fp8_dtype)
 
 
 def mlp(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
@@ -178,11 +191,12 @@ def products(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
         (lambda ops, metadata: attention(ops, metadata, 8, 2), (8, 128)),
         (lambda ops, metadata: attention(ops, metadata, 4, 4), (4, 128)),
         (latent_attention, (8, 32)),
+        (latents_in_8_bits, (8, 32)),
         (mlp, (64,)),
         (few_rows, (256,)),
         (products, (256,)),
     ],
-    ids=["grouped", "packed", "latent", "mlp", "few-rows", "quantised"],
+    ids=["grouped", "packed", "latent", "latent-8-bits", "mlp", "few-rows", "quantised"],
 )
 def test_nothing_is_asked(
     run: Callable[[OpTable, AttentionMetadata], torch.Tensor],
@@ -191,6 +205,7 @@ def test_nothing_is_asked(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(mla, "list_slots", lambda *given: integers(given[5]))
+    monkeypatch.setattr(mla, "triton_decode", lambda q, *_: empty(len(q), 8, 32))
     monkeypatch.setattr(mla, "absorb", lambda q, _, cache, heads, __: empty(len(q), heads, 576))
     monkeypatch.setattr(quant_linear, "triton_linear", lambda x, w, _: empty(len(x), w.rows))
     with probe.replaced(LIBRARY):

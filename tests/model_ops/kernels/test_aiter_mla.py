@@ -183,8 +183,9 @@ def check_mla(
     query_lens: list[int],
     context_lens: list[int],
     block_size: int = 16,
+    storage: torch.dtype = BF16,
 ) -> None:
-    made = latents(aiter, heads, query_lens, context_lens, block_size)
+    made = latents(aiter, heads, query_lens, context_lens, block_size, storage)
     arguments = made.q, made.cache, made.up_proj
     if max(query_lens) <= 16:
         for each in (made.metadata, unknown_lengths(made.metadata)):
@@ -198,26 +199,32 @@ def latents(
     query_lens: list[int],
     context_lens: list[int],
     block_size: int = 16,
+    storage: torch.dtype = BF16,
 ) -> Latents:
-    """Writes the new tokens, and checks that they are written as they are."""
+    """Writes the new tokens and checks that they are there: as they are, or about so in 8 bits."""
     nope, v_dim = 32, 16
     width = -(-max(context_lens) // block_size)
     metadata = batch(aiter, query_lens, context_lens, block_size, width)
     pool = random(aiter, len(query_lens) * width + 1, block_size, 576, seed=1)
-    cache = LatentCacheTensor(pool)
+    scale = None if storage == BF16 else torch.tensor([0.05], device=aiter.device)
+    cache = LatentCacheTensor((pool / (1.0 if scale is None else scale)).to(storage), scale)
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": v_dim, "num_heads": heads}
     sizes |= {"block_size": block_size, "num_blocks": len(pool)}
-    write, decode, prefill = aiter.ops.resolve_together(MLA_OPS, BF16, BF16, **sizes)
+    write, decode, prefill = aiter.ops.resolve_together(MLA_OPS, BF16, storage, **sizes)
     count = len(metadata.slot_mapping)
     latent, k_rope = random(aiter, count, 512, seed=2), random(aiter, count, 96, seed=3)[:, :64]
     write(latent, k_rope, cache, metadata.slot_mapping)
-    written = pool.flatten(0, 1)[metadata.slot_mapping]
-    assert torch.equal(written, torch.cat((latent, k_rope), dim=-1))
+    kept = numbers_of(cache)
+    written, new = kept[metadata.slot_mapping], torch.cat((latent, k_rope), dim=-1)
+    if scale is None:
+        assert torch.equal(written, new.double())
+    else:
+        check(written, as_kept(new, storage, scale), 2**-3)
     up_proj = random(aiter, heads, nope + v_dim, 512, seed=4) * 512**-0.5
     q = random(aiter, count, heads, nope + 64, seed=5)
     rows = []
     for slots in all_slots(metadata, block_size):
-        tokens = pool.flatten(0, 1)[slots].double()
+        tokens = kept[slots]
         both = torch.einsum("cr,hnr->chn", tokens[:, :512], up_proj.double())
         shared = tokens[:, None, 512:].expand(-1, heads, -1)
         rows.append((torch.cat((both[..., :nope], shared), dim=-1), both[..., nope:]))
@@ -225,17 +232,27 @@ def latents(
     return Latents(metadata, cache, decode, prefill, q, up_proj, wanted)
 
 
-@pytest.mark.parametrize("query_lens", [[1, 1, 1], [5, 5, 5]])
+def numbers_of(cache: LatentCacheTensor) -> torch.Tensor:
+    """[slots, 576] float64."""
+    stored = cache.latent.flatten(0, 1).double()
+    return stored if cache.scale is None else stored * cache.scale
+
+
+@pytest.mark.parametrize(
+    ("query_lens", "bits"),
+    [([1, 1, 1], 16), ([5, 5, 5], 16), ([1, 1, 1], 8), ([4, 4, 4], 8)],
+)
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_what_comes_before_a_decode_is_one_kernel(
-    aiter: Aiter, query_lens: list[int], interleaved: bool
+    aiter: Aiter, query_lens: list[int], interleaved: bool, bits: int
 ) -> None:
     """The cache and the result are those of rotation, cache write and decode."""
-    made = latents(aiter, 8, query_lens, [40, 17, 90])
+    storage = BF16 if bits == 16 else aiter.ops.platform.fp8_dtype
+    made = latents(aiter, 8, query_lens, [40, 17, 90], storage=storage)
     tokens, heads = made.q.shape[:2]
     sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 16, "num_heads": heads}
     sizes |= {"block_size": 16, "num_blocks": len(made.cache.latent)}
-    step = aiter.ops.resolve("mla_write_and_decode", BF16, BF16, **sizes)
+    step = aiter.ops.resolve("mla_write_and_decode", BF16, storage, **sizes)
     angles = random(aiter, 64, 32, seed=6).float()
     table = torch.cat((angles.cos(), angles.sin()), dim=1)
     positions = torch.arange(tokens, device=aiter.device)
@@ -245,15 +262,14 @@ def test_what_comes_before_a_decode_is_one_kernel(
     def never(*_: object) -> torch.Tensor:
         pytest.fail("it is one kernel")
 
-    pool = made.cache.latent.clone()
-    caches = made.cache, LatentCacheTensor(pool)
+    caches = made.cache, LatentCacheTensor(made.cache.latent.clone(), made.cache.scale)
     out = step(*given, caches[0], made.up_proj, made.metadata, 0.1, never, never)
     rotate = partial(mla_rope_and_cache, rope=rope, write=mla_cache_write)
     arguments = caches[1], made.up_proj, made.metadata, 0.1
     wanted = mla_write_and_decode(*given, *arguments, rotate, made.decode)
     written = made.metadata.slot_mapping
-    theirs = pool.flatten(0, 1)[written].float()
-    torch.testing.assert_close(caches[0].latent.flatten(0, 1)[written].float(), theirs)
+    ours, theirs = (numbers_of(cache)[written].float() for cache in caches)
+    torch.testing.assert_close(ours, theirs, rtol=2**-3 if bits == 8 else 1e-6, atol=1e-5)
     check(out, wanted.double(), 2**-5)
 
 
@@ -273,28 +289,6 @@ def test_one_kernel_steps_back_where_a_part_is_demanded(
     sizes |= {"block_size": 16, "num_blocks": 4}
     with pytest.raises(OpUnavailableError, match=reason):
         aiter.ops.resolve("mla_write_and_decode", BF16, BF16, **sizes)
-
-
-def test_latents_in_8_bits(aiter: Aiter) -> None:
-    """Written and prefilled; decode needs queries in 8 bits too, and says so."""
-    storage = aiter.ops.platform.fp8_dtype
-    sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 16, "num_heads": 8}
-    sizes |= {"block_size": 16, "num_blocks": 4}
-    with pytest.raises(OpUnavailableError, match="8-bit queries"):
-        aiter.ops.resolve("mla_decode", BF16, storage, **sizes)
-    metadata = batch(aiter, [20], [20], 16, 2)
-    pool = torch.zeros(4, 16, 576, device=aiter.device).to(storage)
-    cache = LatentCacheTensor(pool, torch.tensor([0.05], device=aiter.device))
-    latent, k_rope = random(aiter, 20, 512), random(aiter, 20, 64, seed=1)
-    write = aiter.ops.resolve("mla_cache_write", BF16, storage, **sizes)
-    write(latent, k_rope, cache, metadata.slot_mapping)
-    kept = as_kept(torch.cat((latent, k_rope), dim=-1), storage, cache.scale)
-    up_proj, q = random(aiter, 8, 48, 512) * 512**-0.5, random(aiter, 20, 8, 96)
-    both = torch.einsum("cr,hnr->chn", kept[:, :512], up_proj.double())
-    keys = torch.cat((both[..., :32], kept[:, None, 512:].expand(-1, 8, -1)), dim=-1)
-    prefill = aiter.ops.resolve("mla_prefill", BF16, storage, **sizes)
-    wanted = attention(q, [(keys, both[..., 32:])], metadata, 0.1)
-    check(prefill(q, cache, up_proj, metadata, 0.1), wanted, 2**-5)
 
 
 def test_prefill_of_unknown_lengths_is_an_error(aiter: Aiter) -> None:

@@ -139,11 +139,15 @@ def paged(op: str, name: str, device: torch.device, *sizes: Any, **more: Any) ->
     return made
 
 
-def latent(op: str, name: str, device: torch.device, *sizes: Any) -> Latents:
+def latent(op: str, name: str, device: torch.device, *sizes: Any, bits: int = 16) -> Latents:
     aiter = Aiter(table_of(op, name, device), device, None)
-    block_size = BLOCK_SIZES.get(name, 16)
-    made: Latents = available(lambda: latents(aiter, *sizes, block_size=block_size))
+    block_size, storage = BLOCK_SIZES.get(name, 16), storage_of(bits, aiter)
+    made: Latents = available(lambda: latents(aiter, *sizes, block_size, storage))
     return made
+
+
+def storage_of(bits: int, aiter: Aiter) -> torch.dtype:
+    return BF16 if bits == 16 else aiter.ops.platform.fp8_dtype
 
 
 @each(*CACHE_OPS)
@@ -153,9 +157,12 @@ def test_paged_attention(op: str, name: str, heads: tuple[int, int], device: tor
 
 
 @each(*MLA_OPS)
-def test_latent_attention(op: str, name: str, device: torch.device) -> None:
+@pytest.mark.parametrize("bits", [16, 8])
+def test_latent_attention(op: str, name: str, bits: int, device: torch.device) -> None:
     aiter = Aiter(table_of(op, name, device), device, None)
-    available(lambda: check_mla(aiter, 8, [1, 3], [40, 19], BLOCK_SIZES.get(name, 16)))
+    block_size, storage = BLOCK_SIZES.get(name, 16), storage_of(bits, aiter)
+    for lens in ([1, 3], [2, 2]):
+        available(lambda lens=lens: check_mla(aiter, 8, lens, [40, 19], block_size, storage))
 
 
 @each("paged_attention")
@@ -197,8 +204,11 @@ def test_graphs_outlive_eager_steps(
 
 
 @each("mla_decode")
-def test_graphs_outlive_eager_steps_of_latents(op: str, name: str, device: torch.device) -> None:
-    made = latent(op, name, device, 8, [1, 1], short_of(device))
+@pytest.mark.parametrize("bits", [16, 8])
+def test_graphs_outlive_eager_steps_of_latents(
+    op: str, name: str, bits: int, device: torch.device
+) -> None:
+    made = latent(op, name, device, 8, [1, 1], short_of(device), bits=bits)
 
     def decode(metadata: AttentionMetadata) -> torch.Tensor:
         out: torch.Tensor = made.decode(made.q, made.cache, made.up_proj, metadata, 0.1)

@@ -40,6 +40,7 @@ SIZES = {
     "num_kv_heads": 4,
     "head_dim": 128,
     "block_size": 64,
+    "num_blocks": 100,
     "sliding_window": 0,
     "kv_lora_rank": 512,
     "qk_rope_head_dim": 64,

@@ -230,6 +230,22 @@ def test_aiter(
     assert min(int(each.min()) for each in lens) > MAX_DECODE_QUERIES
 
 
+def test_aiter_with_latents_in_8_bits(made: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of gfx950, whose 8 bits are those of a CPU. One query and several, of target and draft."""
+    of_engine = "kimi", "mla", PROMPTS, 12
+    fake = FakeAiter(torch.float32, arch="gfx950")
+    platform = Platform("rocm", "gfx950", True)
+    with probe.replaced(fake.library), tables(monkeypatch, platform, ("aiter", "torch")):
+        out = generate(made, *of_engine, kv_cache_dtype="fp8")
+    with tables(monkeypatch, cpu_platform(), ("torch",)):
+        assert out == generate(made, *of_engine, kv_cache_dtype="fp8")
+    calls = [call.arguments for call in fake.calls if call.name == "mla_decode_fwd"]
+    assert {call["kv_buffer"].dtype for call in calls} == {torch.float8_e4m3fn}
+    assert {call["max_seqlen_q"] for call in calls} >= {1, 4}
+    listed = [call for call in fake.calls if call.name == "get_mla_metadata_v1"]
+    assert 0 < len(listed) < len(calls)
+
+
 def test_flash_mla(
     made: Checkpoints, expected: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

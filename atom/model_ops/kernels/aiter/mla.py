@@ -1,13 +1,16 @@
 """Multi-head latent attention with aiter.
 
 Decode is absorbed: a Triton kernel rotates queries, writes the cache and projects queries into the
-latent space, and the assembly kernel reads one latent per token for all heads. Prefill is expanded:
-keys and values are built once and passed to flash attention. See `kernels.torch.mla`.
+latent space, and the assembly kernel reads one latent per token for all heads. Latents in 8 bits go
+to the kernel that multiplies them as bfloat16; those that multiply 8 bits with 8 bits also round
+softmax's weights, and are not called. Prefill is expanded: keys and values are built once and
+passed to flash attention. See `kernels.torch.mla`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,6 +18,7 @@ import torch.nn.functional as F
 from atom.environment import op_override
 from atom.model_ops.kernels.aiter.attention import known_context_lens
 from atom.model_ops.kernels.aiter.layout import FLASH_ATTENTION
+from atom.model_ops.kernels.aiter.mla_work import WORK, list_work
 from atom.model_ops.kernels.aiter.sequences import (
     context_tokens,
     equal_length,
@@ -28,7 +32,7 @@ from atom.model_ops.kernels.aiter.support import (
     refuses_storage,
     requires,
 )
-from atom.model_ops.kernels.probe import EntryPoint, function
+from atom.model_ops.kernels.probe import EntryPoint, function, refusal
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.kernels.torch.mla import Decode, RotateAndWrite
 from atom.model_ops.kernels.triton.list_slots import list_slots
@@ -41,7 +45,8 @@ from atom.model_ops.registry import OpQuery
 _DECODE = EntryPoint(
     "aiter.mla:mla_decode_fwd",
     "q kv_buffer o qo_indptr kv_indptr kv_indices kv_last_page_lens max_seqlen_q",
-    "page_size nhead_kv sm_scale num_kv_splits num_kv_splits_indptr",
+    "page_size nhead_kv sm_scale num_kv_splits num_kv_splits_indptr work_meta_data work_indptr "
+    "work_info_set reduce_indptr reduce_final_map reduce_partial_map kv_scale",
 )
 # Head counts that the decode kernels are compiled for (bfloat16, without persistent work lists).
 # Fewer heads are padded, which costs little: the latents are read once for all heads.
@@ -53,6 +58,11 @@ _RANK, _ROPE = 512, 64
 # kernels of 16 heads are made for 1, 4 and 8 queries. aiter tests up to 4.
 _QUERIES = {16: 8}
 _OTHER_QUERIES = 4
+# Heads and queries of the kernel for latents in 8 bits.
+_HEADS_OF_8_BITS = 16
+_QUERIES_OF_8_BITS = 4
+# A latent's place is a product of 32 bits in all kernels but a few of gfx950's.
+_POOL_BYTES = 2**32 - 16
 # Rows (a head of a query) of the largest tile of Triton's kernel.
 _TRITON_ROWS = 64
 _MAX_V_HEAD_DIM = 256
@@ -83,9 +93,27 @@ def _refuses_latents(query: OpQuery) -> str | None:
         return f"latents have {_RANK} + {_ROPE} elements, not {given}"
     if shape["num_heads"] > _HEADS[-1]:
         return f"num_heads={shape['num_heads']} is above {_HEADS[-1]}"
-    if query.storage != query.dtype:
-        return "reads an 8-bit cache with 8-bit queries only"
+    return refuses_storage(query) or _refuses_pool(query) or _refuses_8_bits(query)
+
+
+def _refuses_pool(query: OpQuery) -> str | None:
+    slots = query.shape["num_blocks"] * query.shape["block_size"]
+    storage = query.storage or query.dtype
+    if (size := slots * (_RANK + _ROPE) * storage.itemsize) > _POOL_BYTES:
+        return f"finds latents within 4 GiB, not in {size / 2**30:.1f} GiB of a layer"
     return None
+
+
+def _refuses_8_bits(query: OpQuery) -> str | None:
+    """Only one kernel for latents in 8 bits takes bfloat16 queries; it has 16 heads."""
+    if query.storage == query.dtype:
+        return None
+    if (heads := query.shape["num_heads"]) > _HEADS_OF_8_BITS:
+        return (
+            f"reads an 8-bit cache for at most {_HEADS_OF_8_BITS} heads, not {heads}: kernels of "
+            "more round queries and softmax's weights to 8 bits"
+        )
+    return refusal(*WORK)
 
 
 def _refuses_values(query: OpQuery) -> str | None:
@@ -126,7 +154,7 @@ def mla_decode(
 
     As `_attend`, or by Triton where that reads the latents less often.
     """
-    if _triton_reads_less(up_proj.shape[0], metadata):
+    if _triton_reads_less(up_proj.shape[0], kv_cache, metadata):
         return triton_decode(q, kv_cache, up_proj, metadata, scale)
     return _attend(q, kv_cache, up_proj, metadata, scale, None)
 
@@ -151,7 +179,7 @@ def mla_write_and_decode(
         rotate_and_write, decode: called where aiter's does not run.
     """
     slots = metadata.slot_mapping
-    if _triton_reads_less(up_proj.shape[0], metadata):
+    if _triton_reads_less(up_proj.shape[0], kv_cache, metadata):
         q = rotate_and_write(positions, q, latent, k_rope, cos_sin, interleaved, kv_cache, slots)
         return decode(q, kv_cache, up_proj, metadata, scale)
     new = NewLatents(positions, slots, latent, k_rope, cos_sin, interleaved)
@@ -171,20 +199,14 @@ def _attend(
     The kernel needs equal query lengths, and few; others are cut into sequences of their own. A
     page is one token, so `kv_indices` are slots. Assumes that several queries of a sequence are
     masked causally, and that `kv_indices` is not read beyond the last of `kv_indptr`.
-
-    The split table is passed, since aiter would take it from a cache of 128 device tensors: graphs
-    that were captured with one would read freed memory once it is evicted.
     """
     heads, rows, rank = up_proj.shape
-    most = _most_queries(heads)
+    most = _most_queries(heads, kv_cache)
     pages = metadata.derive(
         ("latent pages", kv_cache.block_size, most),
         lambda: _pages(metadata, kv_cache.block_size, most),
     )
     carried = absorb(q, up_proj, kv_cache, padded_heads(heads, pages.queries), new)
-    splits, split_table = SPLITS.table(
-        len(pages.last_lens), metadata.max_context_len, function(COMPUTE_UNITS)(), q.device
-    )
     seen = q.new_empty(q.shape[0], carried.shape[1], rank)
     function(_DECODE)(
         carried,
@@ -198,14 +220,42 @@ def _attend(
         page_size=1,
         nhead_kv=1,
         sm_scale=scale,
-        num_kv_splits=splits,
-        num_kv_splits_indptr=split_table,
+        **_shares(pages, carried, kv_cache, metadata),
     )
     nope = q.shape[2] - (carried.shape[2] - rank)
     out = q.new_empty(q.shape[0], heads, rows - nope)
     values = up_proj[:, nope:].transpose(1, 2)
     torch.bmm(seen[:, :heads].transpose(0, 1), values, out=out.transpose(0, 1))
     return out
+
+
+def _shares(
+    pages: _Pages, q: torch.Tensor, kv_cache: LatentCacheTensor, metadata: AttentionMetadata
+) -> dict[str, Any]:
+    """The decode kernel's arguments that say which program reads what, and the scale of 8 bits.
+
+    For bfloat16 a split table is passed, since aiter would take it from a cache of 128 device
+    tensors: graphs that were captured with one would read freed memory once it is evicted.
+    """
+    context_len, count = metadata.max_context_len, len(pages.last_lens)
+    if kv_cache.scale is None:
+        units = function(COMPUTE_UNITS)()
+        splits, table = SPLITS.table(count, context_len, units, q.device)
+        return {"num_kv_splits": splits, "num_kv_splits_indptr": table}
+    heads, dtypes = q.shape[1], (q.dtype, kv_cache.latent.dtype)
+    lists = metadata.derive(
+        ("latent work", pages.queries, heads, dtypes),
+        lambda: list_work(
+            pages.query_starts,
+            pages.starts,
+            pages.last_lens,
+            pages.queries,
+            heads,
+            context_len,
+            dtypes,
+        ),
+    )
+    return {**lists, "kv_scale": kv_cache.scale}
 
 
 def mla_prefill(
@@ -239,17 +289,21 @@ def mla_prefill(
     return out
 
 
-def _most_queries(num_heads: int) -> int:
+def _most_queries(num_heads: int, kv_cache: LatentCacheTensor) -> int:
+    if kv_cache.scale is not None:
+        return _QUERIES_OF_8_BITS
     heads = next(heads for heads in _HEADS if heads >= num_heads)
     return _QUERIES.get(heads, _OTHER_QUERIES)
 
 
-def _triton_reads_less(num_heads: int, metadata: AttentionMetadata) -> bool:
+def _triton_reads_less(
+    num_heads: int, kv_cache: LatentCacheTensor, metadata: AttentionMetadata
+) -> bool:
     """Whether Triton's kernel reads a sequence's latents less often: lengths that aiter's takes one
     by one, for which its tiles have several.
     """
     most = metadata.max_seqlen_q
-    passes = most / equal_length(metadata, _most_queries(num_heads))
+    passes = most / equal_length(metadata, _most_queries(num_heads, kv_cache))
     return -(-most * num_heads // _TRITON_ROWS) < passes
 
 
