@@ -6,7 +6,7 @@ import json
 import re
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,8 @@ from _gpu_tests import aiter_files, kernel_files, marked_files, run_tests
 
 _FILES_AT_ONCE = 6
 _SECONDS_TO_REPORT = 15
+# Of the time that a part may take: a file of tests that had so much of it had all.
+_NEARLY_ALL = 0.95
 # As aiter's log says it.
 _BUILT = re.compile(r"finish build \[(\w+)\], cost ([\d.]+) ?s")
 _REHEARSED = ["--device", "cpu", "--tiny", "--dtype", "float32"]
@@ -34,6 +36,8 @@ class Turn:
         shapes: of whole decode steps, without Kimi's.
         has_aiter: whether the device is one that aiter runs on, with a torch for it.
         rehearse: on a CPU, as little as shows that all of it runs.
+        earlier: what the part returned or kept when it was cut off; None to begin.
+        keep: is given what the part knows so far, for a later turn should this one be cut off.
     """
 
     name: str
@@ -42,6 +46,8 @@ class Turn:
     shapes: tuple[str, ...]
     has_aiter: bool
     rehearse: bool
+    earlier: Found | None = None
+    keep: Callable[[Found], None] = lambda _: None
 
 
 @dataclass(frozen=True)
@@ -68,12 +74,14 @@ def _warm(turn: Turn) -> Found:
     found: Found = {"passed": True, "status": 0, "output": "", "modules": []}
     if turn.has_aiter:
         where = aiter_files(), turn.seconds * 0.8, turn.folder
-        tests = run_tests(*where, True, options=["-s"], seconds_of_a_test=0)
+        earlier = turn.earlier or {}
+        tests = run_tests(*where, True, options=["-s"], seconds_of_a_test=0, earlier=earlier)
         # Whether the tests pass is what `graphs` says.
-        found |= {key: tests[key] for key in ("status", "output", "left_out")}
-        found["status"] = None if tests["status"] is None else 0
+        found |= {key: tests[key] for key in ("output", "left_out", "files", "unfinished")}
+        found["status"] = None if tests["unfinished"] else 0
         found["passed"] = found["status"] == 0
-        found["modules"] = built_modules(tests["log"])
+        built = [*earlier.get("modules", ()), *built_modules(tests["log"])]
+        found["modules"] = sorted(built, key=lambda row: -float(str(row["seconds"])))
     left = turn.seconds - (time.perf_counter() - started)
     sizes = ["--batch-sizes", "64", "1", "--contexts", "8192", "1024"]
     if turn.rehearse:
@@ -85,16 +93,15 @@ def _warm(turn: Turn) -> Found:
 
 
 def built_modules(log: str) -> list[dict[str, Any]]:
-    """What aiter says that it built, the slowest first."""
-    modules = [{"module": name, "seconds": float(s)} for name, s in _BUILT.findall(log)]
-    return sorted(modules, key=lambda row: -float(str(row["seconds"])))
+    """What aiter says that it built."""
+    return [{"module": name, "seconds": float(s)} for name, s in _BUILT.findall(log)]
 
 
 def _graphs(turn: Turn) -> Found:
     files = marked_files()
     if turn.rehearse:  # all of them are skipped on a CPU
         files = [path for path in files if path.name == "test_graphs_on_gpu.py"]
-    found = run_tests(files, turn.seconds, turn.folder, True, processes=2)
+    found = _tests_of(turn, files, marked=True, processes=2)
     return found | ({"passed": found["status"] == 0} if turn.rehearse else {})
 
 
@@ -103,7 +110,14 @@ def _kernel_tests(turn: Turn) -> Found:
     if turn.rehearse:
         files = [path for path in files if path.name == "test_every_implementation.py"]
         options = ["-k", "rms_norm"]
-    return run_tests(files, turn.seconds, turn.folder, False, _FILES_AT_ONCE, options)
+    return _tests_of(turn, files, marked=False, processes=_FILES_AT_ONCE, options=options)
+
+
+def _tests_of(turn: Turn, files: Sequence[Path], **how: Any) -> Found:
+    """They go on with the files that an earlier turn did not come to the end of."""
+    most = _NEARLY_ALL * PARTS[turn.name].most
+    goes_on = {"earlier": turn.earlier, "most": most, "keep": turn.keep}
+    return run_tests(files, turn.seconds, turn.folder, **how, **goes_on)
 
 
 def _kernels(turn: Turn) -> Found:

@@ -146,12 +146,20 @@ def _counts(part: Mapping[str, Any]) -> str:
     return ", ".join(f"{count} {outcome}" for outcome, count in sorted(counts.items()))
 
 
+def is_unfinished(part: Mapping[str, Any]) -> bool:
+    """Whether it ran out of time, or was cut off: a later run goes on with it."""
+    return part["status"] is None or bool(part.get("unfinished"))
+
+
 def verdict(part: Mapping[str, Any]) -> str:
     if part.get("why"):
         return "left out"
     if part["passed"]:
         return "passed"
-    return "out of time" if part["status"] is None else f"failed (exit status {part['status']})"
+    if part["status"] is None:
+        return "out of time"
+    failed = f"failed (exit status {part['status']})"
+    return f"{failed}, out of time" if is_unfinished(part) else failed
 
 
 def detail(part: Mapping[str, Any]) -> str:

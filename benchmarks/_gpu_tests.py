@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 from _gpu_needs import is_installed
@@ -17,6 +19,11 @@ from _gpu_run import ROOT, run
 
 _KERNELS = ROOT / "tests" / "model_ops" / "kernels"
 _SECONDS_OF_A_TEST = 200
+_KEPT = 4000
+# The status of a file that was stopped after as long as a part may take.
+TOO_LONG = 124
+
+Found = dict[str, Any]
 
 
 def marked_files() -> list[Path]:
@@ -47,7 +54,10 @@ def run_tests(
     processes: int = 1,
     options: Sequence[str] = (),
     seconds_of_a_test: int = _SECONDS_OF_A_TEST,
-) -> dict[str, Any]:
+    earlier: Mapping[str, Any] | None = None,
+    most: float = math.inf,
+    keep: Callable[[Found], None] = lambda _: None,
+) -> Found:
     """What became of the tests in `files`, and whether all passed that were not skipped.
 
     Args:
@@ -56,41 +66,86 @@ def run_tests(
         processes: files that run side by side, each in a process of its own.
         options: further ones of pytest's.
         seconds_of_a_test: at most, where pytest-timeout is installed; 0 for any.
+        earlier: what this returned, or gave to `keep`, before it was cut off: files that ended are
+            not run again.
+        most: a file that is stopped after so many seconds fails: no later run has more time.
+        keep: is given what is known so far whenever a file ends.
     """
     started = time.perf_counter()
     flags = ["-q", "--tb=short", *(["-m", "gpu"] if marked else []), *options]
     if is_installed("pytest_timeout"):
         flags.append(f"--timeout={seconds_of_a_test}")
-    lacking = [path for path in files if not _can_import(path)]
+    chosen = [path for path in files if _can_import(path)]
+    lacking = [f"{path.name} (needs hypothesis)" for path in files if path not in chosen]
+    known: dict[str, Found] = {part["file"]: part for part in (earlier or {}).get("files", ())}
+    lock = Lock()
 
-    def run_file(path: Path) -> dict[str, Any]:
-        xml = folder / f"{path.stem}.xml"
-        xml.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "pytest", *flags, f"--junitxml={xml}", str(path)]
+    def so_far() -> Found:
+        ordered = [known.get(path.name) or _not_begun(path) for path in chosen]
+        return {**_sum_up(ordered, lacking), "seconds": time.perf_counter() - started}
+
+    def run_one(path: Path) -> None:
         left = seconds - (time.perf_counter() - started)
-        if left < 1:
-            return {"file": path.name, "status": None, "output": "not begun", "tests": []}
-        status, printed = run(command, left, keeps=40_000)
-        cases = ET.parse(xml).iter("testcase") if xml.exists() else ()
-        tests = [_outcome(case) for case in cases]
-        return {"file": path.name, "status": status, "output": printed, "tests": tests}
+        found = _run_file(path, flags, left, folder, left >= most) if left >= 1 else None
+        with lock:
+            if found is not None:
+                known[path.name] = found
+                keep(so_far())
 
-    chosen = [path for path in files if path not in lacking]
-    most = max(1, min(processes, len(chosen), (os.cpu_count() or 1) // 2))
-    with ThreadPoolExecutor(most) as pool:
-        found = list(pool.map(run_file, chosen))
-    tests = [test for part in found for test in part["tests"]]
-    failed = [part for part in found if part["status"] != 0]
-    stopped = [part["file"] for part in found if part["status"] is None]
-    shown = "\n".join(part["output"][-4000:] for part in failed)
+    waiting = [path for path in chosen if known.get(path.name, {}).get("status") is None]
+    # Those that were stopped come first: they may need all the time there is.
+    waiting.sort(key=lambda path: path.name not in known)
+    wide = max(1, min(processes, len(waiting), (os.cpu_count() or 1) // 2))
+    with ThreadPoolExecutor(wide) as pool:
+        list(pool.map(run_one, waiting))
+    return so_far()
+
+
+def _not_begun(path: Path) -> Found:
+    about = {"file": path.name, "begun": False, "status": None}
+    return {**about, "output": "not begun", "tests": []}
+
+
+def _run_file(
+    path: Path, flags: Sequence[str], seconds: float, folder: Path, had_most: bool
+) -> Found:
+    xml = folder / f"{path.stem}.xml"
+    xml.unlink(missing_ok=True)
+    command = [sys.executable, "-m", "pytest", *flags, f"--junitxml={xml}", str(path)]
+    status, printed = run(command, seconds, keeps=40_000)
+    if status is None and had_most:
+        status = TOO_LONG
+        printed += f"\nstopped after {seconds:.0f} s, and no run has more time for a file\n"
+    cases = ET.parse(xml).iter("testcase") if xml.exists() else ()
+    tests = [_outcome(case) for case in cases]
+    about = {"file": path.name, "begun": True, "status": status}
+    return {**about, "output": printed, "tests": tests}
+
+
+def _sum_up(parts: Sequence[Found], lacking: Sequence[str]) -> Found:
+    """The result of a part from those of its files.
+
+    `files` has those that were begun, `unfinished` the names of those that did not end.
+
+    Args:
+        lacking: what could not run.
+    """
+    tests = [test for part in parts for test in part["tests"]]
+    failed = [part for part in parts if part["status"] != 0]
+    shown = {part["file"]: part["output"][-_KEPT:] for part in failed}
+    unfinished = [part["file"] for part in parts if part["status"] is None]
+    stopped = [part["file"] for part in parts if part["status"] == TOO_LONG]
     return {
         "passed": not failed and any(test["outcome"] == "passed" for test in tests),
         "status": _status([part["status"] for part in failed]),
-        "seconds": time.perf_counter() - started,
         "tests": tests,
-        "left_out": [*stopped, *(f"{path.name} (needs hypothesis)" for path in lacking)],
-        "output": shown[-8000:],
-        "log": "\n".join(part["output"] for part in found),
+        "left_out": [*unfinished, *stopped, *lacking],
+        "output": "\n".join(shown.values())[-2 * _KEPT :],
+        "log": "\n".join(part["output"] for part in parts),
+        "files": [
+            {**part, "output": shown.get(part["file"], "")} for part in parts if part["begun"]
+        ],
+        "unfinished": unfinished,
     }
 
 

@@ -28,6 +28,7 @@ from _gpu_report import (
     OtherReportError,
     code_digest,
     default_name,
+    is_unfinished,
     load_parts,
     summary_line,
     write,
@@ -131,7 +132,7 @@ class Check:
     def run(self) -> list[str]:
         """Run what fits -> the parts that remain."""
         found: dict[str, Any] = self._report["parts"]
-        unfinished = [n for n in PARTS if n not in found or found[n]["status"] is None]
+        unfinished = [n for n in PARTS if n not in found or is_unfinished(found[n])]
         wanted = self._args.parts or unfinished
         remaining = []
         for name in (name for name in PARTS if name in wanted):
@@ -143,6 +144,8 @@ class Check:
             found[name] = _left_out(why) if why else self._run_part(name, left)
             print(summary_line(name, found[name], wanted), file=sys.stderr, flush=True)
             self.text = write(self._path, self._report)
+            if is_unfinished(found[name]):
+                remaining.append(name)
         self.text = self.text or write(self._path, self._report)
         return remaining
 
@@ -162,11 +165,21 @@ class Check:
         if self._args.rehearse:
             shapes = ["tiny"]
         aiter = has_aiter(self._report["gpu"])
-        turn = Turn(name, seconds, folder, tuple(shapes), aiter, self._args.rehearse)
+        there = self._report["parts"].get(name)
+        earlier = there if there is not None and is_unfinished(there) else None
+        about = name, seconds, folder, tuple(shapes), aiter, self._args.rehearse
+        before = earlier["seconds"] if earlier is not None else 0.0
         started = time.perf_counter()
-        found = PARTS[name].run(turn)
-        found.pop("log", None)
-        return {**found, "seconds": time.perf_counter() - started}
+
+        def kept(found: dict[str, Any]) -> dict[str, Any]:
+            spent = before + time.perf_counter() - started
+            return {**{k: v for k, v in found.items() if k != "log"}, "seconds": spent}
+
+        def keep(found: dict[str, Any]) -> None:
+            self._report["parts"][name] = kept(found)
+            write(self._path, self._report)
+
+        return kept(PARTS[name].run(Turn(*about, earlier, keep)))
 
 
 def _left_out(why: str) -> dict[str, Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -110,6 +111,55 @@ class TestTests:
         assert part["left_out"] == ["test_a.py", "test_b.py"]
         assert (part["passed"], part["status"]) == (False, None)
 
+    def test_a_later_run_goes_on_with_the_files_that_are_left(
+        self, benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that was stopped comes first; those that ended are not run again."""
+        tests = benchmark_module("_gpu_tests")
+        files = [tmp_path / f"test_{name}.py" for name in "abcd"]
+        ran: list[str] = []
+        ends = {"test_b.py": 1, "test_c.py": None}
+        kept: list[dict[str, Any]] = []
+        clock = [0.0]
+
+        def run(command: list[str], seconds: float, keeps: int) -> tuple[int | None, str]:
+            name = Path(command[-1]).name
+            ran.append(name)
+            clock[0] += 40
+            return ends.get(name, 0), f"output of {name}"
+
+        monkeypatch.setattr(tests, "run", run)
+        monkeypatch.setattr(tests, "_can_import", lambda _: True)
+        monkeypatch.setattr(tests.time, "perf_counter", lambda: clock[0])
+        first = tests.run_tests(files, 120, tmp_path, False, keep=kept.append)
+        assert ran == ["test_a.py", "test_b.py", "test_c.py"]
+        assert first["unfinished"] == first["left_out"] == ["test_c.py", "test_d.py"]
+        assert (first["passed"], first["status"]) == (False, 1)
+        assert kept[0]["unfinished"] == ["test_b.py", "test_c.py", "test_d.py"]
+        ends["test_c.py"] = 0
+        earlier = json.loads(json.dumps(first))
+        files.append(tmp_path / "test_e.py")
+        second = tests.run_tests(files, 80, tmp_path, False, earlier=earlier)
+        assert ran[3:] == ["test_c.py", "test_d.py"]
+        third = tests.run_tests(files, 80, tmp_path, False, earlier=second)
+        assert ran[5:] == ["test_e.py"]
+        assert third["unfinished"] == []
+        assert third["status"] == 1
+        assert third["output"] == "output of test_b.py"
+
+    def test_a_file_that_no_run_has_time_for_fails(
+        self, benchmark_module: Module, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        tests = benchmark_module("_gpu_tests")
+        monkeypatch.setattr(tests, "run", lambda *_, **__: (None, "stuck"))
+        file = tmp_path / "test_a.py"
+        stopped = tests.run_tests([file], 50, tmp_path, False, most=90)
+        assert (stopped["status"], stopped["unfinished"]) == (None, ["test_a.py"])
+        failed = tests.run_tests([file], 100, tmp_path, False, earlier=stopped, most=90)
+        assert (failed["status"], failed["unfinished"]) == (tests.TOO_LONG, [])
+        assert failed["left_out"] == ["test_a.py"]
+        assert "no run has more time for a file" in failed["output"]
+
 
 class TestRun:
     def test_what_takes_too_long_is_ended_with_its_children(
@@ -166,7 +216,8 @@ class TestRun:
 
         def tests(files: list[Path], *_: object, **options: object) -> dict[str, Any]:
             given.update(options, files=files)
-            return {"status": 1, "output": "", "left_out": [], "log": log}
+            about = {"status": 1, "output": "", "left_out": [], "files": [], "unfinished": []}
+            return {**about, "log": log}
 
         monkeypatch.setattr(parts, "run_tests", tests)
         compiled = finished() | {"passed": True}
@@ -178,6 +229,9 @@ class TestRun:
             {"module": "module_norm", "seconds": 7.5},
         ]
         assert part["passed"]
+        later = parts.PARTS["warm"].run(dataclasses.replace(turn, earlier=part))
+        assert [row["seconds"] for row in later["modules"]] == [57.8, 57.8, 7.5, 7.5]
+        assert given["earlier"] == part
         assert (given["seconds_of_a_test"], given["options"]) == (0, ["-s"])  # builds take minutes
 
 
@@ -232,6 +286,35 @@ class TestCheck:
         told = capsys.readouterr().err
         assert "[1/6] graphs: passed, " in told
         assert "[6/6] start: passed, " in told
+
+    def test_what_a_part_kept_is_there_when_it_is_cut_off(
+        self, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A failure that it knows of, too, is no end of it."""
+        path = tmp_path / "report.md"
+        begun = {**of_tests(a="failure"), "unfinished": ["test_b.py"], "files": [{"file": "a"}]}
+        given: list[Any] = []
+
+        def part(turn: Any) -> dict[str, Any]:
+            given.append(turn.earlier)
+            turn.keep({**begun, "log": "long"})
+            if len(given) == 1:
+                raise KeyboardInterrupt
+            return of_tests(a="failure")
+
+        parts = check.PARTS
+        tests = dataclasses.replace(parts["kernel-tests"], run=part)
+        monkeypatch.setattr(check, "PARTS", {**parts, "kernel-tests": tests})
+        args = ["--parts", "kernel-tests"]
+        with pytest.raises(KeyboardInterrupt):
+            self.run(check, path, *args)
+        there = json.loads(path.with_suffix(".json").read_text())["parts"]
+        assert there["kernel-tests"]["files"] == [{"file": "a"}]
+        assert "| kernel-tests | failed (exit status 1), out of time |" in path.read_text()
+        remaining, report = self.run(check, path, *args, **there)
+        assert [earlier and earlier["files"] for earlier in given] == [None, [{"file": "a"}]]
+        assert remaining == []
+        assert report["parts"]["kernel-tests"]["seconds"] >= there["kernel-tests"]["seconds"]
 
     def test_parts_that_are_asked_for_run_again(self, check: Any, tmp_path: Path) -> None:
         there = {"warm": of_tests(a="passed"), "start": of_tests(a="failure")}
