@@ -7,6 +7,7 @@ the least there is counts against it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -16,6 +17,7 @@ from atom.kv_cache.builders import attention_layers
 from atom.model_ops.embedding import VocabParallelEmbedding
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.moe import FusedMoE
+from atom.model_ops.quant.weights import WeightFormat
 from atom.model_ops.stacked import PreparedMatrix
 from atom.models.base import CausalLM
 
@@ -66,24 +68,53 @@ def mla_attention_bytes(
     return cache + num_heads * per_head * sizes.element
 
 
+def quantised_bytes(form: WeightFormat, outputs: int, inputs: int, scale: int) -> int:
+    """Codes and scales of a matrix, a scale of `scale` bytes for each block.
+
+    `outputs * inputs / codes per byte + blocks * scale`
+    """
+    blocks = math.ceil(outputs / form.rows) * math.ceil(inputs / form.columns)
+    return int(outputs * inputs / form.codes_per_byte) + blocks * scale
+
+
 def moe_experts_bytes(
-    visited: int, tokens: int, top_k: int, hidden: int, intermediate: int, element: int
+    visited: int,
+    tokens: int,
+    top_k: int,
+    hidden: int,
+    intermediate: int,
+    element: int,
+    expert: int | None = None,
 ) -> int:
     """The three matrices of every expert that some token visits, the tokens before and after,
     and each visit's weight (4 bytes) and expert (8 bytes).
 
     `visited * 3 * hidden * inter * element + 2 * T * hidden * element + T * top_k * 12`
+
+    Args:
+        expert: bytes of one expert's matrices, if they are quantised.
     """
-    weights = visited * 3 * hidden * intermediate * element
-    return weights + 2 * tokens * hidden * element + tokens * top_k * 12
+    each = 3 * hidden * intermediate * element if expert is None else expert
+    return visited * each + 2 * tokens * hidden * element + tokens * top_k * 12
 
 
-def linear_bytes(rows: int, inputs: int, outputs: int, element: int) -> int:
+def linear_bytes(
+    rows: int, inputs: int, outputs: int, element: int, matrix: int | None = None
+) -> int:
     """The weights, the rows and the results.
 
     `(inputs * outputs + rows * (inputs + outputs)) * element`
+
+    Args:
+        matrix: bytes of the weights, if they are quantised.
     """
-    return (inputs * outputs + rows * (inputs + outputs)) * element
+    weights = inputs * outputs * element if matrix is None else matrix
+    return weights + rows * (inputs + outputs) * element
+
+
+def choice_bytes(rows: int, vocab_size: int) -> int:
+    """Every logit in float32, and each row's token in 8 bytes: `R * (V * 4 + 8)`"""
+    return rows * (vocab_size * 4 + 8)
 
 
 @dataclass(frozen=True)

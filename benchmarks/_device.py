@@ -163,6 +163,17 @@ def copy_bandwidth(platform: Platform) -> float:
     return 2 * size / seconds
 
 
+def product_speed(platform: Platform) -> float:
+    """Operations per second of a large product in bfloat16, as a library computes it; on a CPU of
+    a small one in float32.
+    """
+    size, dtype = (8192, torch.bfloat16) if platform.is_gpu else (512, torch.float32)
+    a, b = torch.randn(2, size, size, device=platform.device).to(dtype)
+    out = torch.empty_like(a)
+    seconds = time_calls([lambda: torch.mm(a, b, out=out)], platform.device).seconds
+    return 2 * size**3 / seconds
+
+
 def _seconds_of_a_copy(size: int, device: torch.device) -> float:
     source = torch.empty(size, dtype=torch.uint8, device=device).fill_(1)
     target = torch.empty_like(source)

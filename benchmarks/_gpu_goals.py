@@ -10,7 +10,18 @@ from _decode_report import details_markdown as step_details
 from _decode_report import named as named_step
 from _kernel_report import details_markdown as kernel_details
 from _kernel_report import named as named_kernel
-from _kernel_sizes import TINY_HEADS, TINY_LATENTS, HeadSizes, LatentSizes
+from _kernel_sizes import (
+    TINY_EXPERTS,
+    TINY_HEADS,
+    TINY_LATENTS,
+    TINY_PRODUCT,
+    ChoiceSizes,
+    ExpertSizes,
+    HeadSizes,
+    LatentSizes,
+    ProductSizes,
+)
+from _product_loads import FORMATS
 
 Row = dict[str, Any]
 Parts = Mapping[str, Mapping[str, Any]]
@@ -27,6 +38,9 @@ class Subjects:
         heads, latents: of one layer.
         case: batch size and context of one layer.
         cache: as it is stored.
+        product, experts: with quantised weights, at the batch size of `case`.
+        prompt: tokens of a whole one.
+        choice: of tokens with both filters, at the batch size of `case`.
     """
 
     shape: str = "8b"
@@ -37,18 +51,37 @@ class Subjects:
     latents: str = str(LatentSizes())
     case: tuple[int, int] = (64, 8192)
     cache: str = "bfloat16"
+    product: str = str(ProductSizes(14336, 4096))
+    experts: str = str(ExpertSizes())
+    prompt: int = 8192
+    choice: str = str(ChoiceSizes(top_k=50, top_p=0.9))
 
 
 REAL = Subjects()
 REHEARSED = Subjects(
-    "tiny", "tiny-kimi", 9, (2, 40), str(TINY_HEADS), str(TINY_LATENTS), (3, 40), "float32"
+    "tiny",
+    "tiny-kimi",
+    9,
+    (2, 40),
+    str(TINY_HEADS),
+    str(TINY_LATENTS),
+    (3, 40),
+    "float32",
+    str(TINY_PRODUCT),
+    str(TINY_EXPERTS),
+    40,
+    str(ChoiceSizes(500, 50, 0.9)),
 )
+
+
+_SHARES = ("copy", "bound", "share")
 
 
 @dataclass(frozen=True)
 class Goal:
     """Attributes:
-    unit: `copy` (a share of the copy bandwidth), `share`, `us`, `s` or `x` (a ratio).
+    unit: `copy` (a share of the copy bandwidth), `bound` (of what a copy and a large product
+        allow), `share`, `us`, `s` or `x` (a ratio).
     limit: at least so much of a share, at most so much of anything else.
     reached: None when it was not measured.
     why: it was not.
@@ -66,7 +99,7 @@ class Goal:
     def is_met(self) -> bool:
         if self.reached is None:
             return False
-        if self.unit in ("copy", "share"):
+        if self.unit in _SHARES:
             return self.reached >= self.limit
         return self.reached <= self.limit
 
@@ -77,6 +110,8 @@ class Goal:
     def shown(self, value: float) -> str:
         if self.unit == "copy":
             return f"{100 * value:.0f} % of copy"
+        if self.unit == "bound":
+            return f"{100 * value:.0f} % of the bound"
         if self.unit == "share":
             return f"{100 * value:.0f} %"
         if self.unit == "us":
@@ -85,7 +120,7 @@ class Goal:
 
     @property
     def wanted(self) -> str:
-        bound = "at least" if self.unit in ("copy", "share") else "at most"
+        bound = "at least" if self.unit in _SHARES else "at most"
         return f"{bound} {self.shown(self.limit)}"
 
     @property
@@ -106,6 +141,7 @@ def goals(parts: Parts, about: Subjects = REAL) -> list[Goal]:
         _kernel(parts, "paged_attention", about.heads, 1, 0.80, about),
         _kernel(parts, "mla_decode", about.latents, 1, 0.75, about),
         _kernel(parts, "mla_decode", about.latents, 4, 0.65, about),
+        *_bounded(parts, about),
         _gap(parts),
         _drafts(parts, one),
         _start(parts, about.kimi),
@@ -133,6 +169,33 @@ def _kernel(parts: Parts, op: str, sizes: str, queries: int, share: float, about
     best = max(rows, key=lambda row: float(row["of_copy"]))
     where = f"{named_kernel(best)}:\n\n{kernel_details(best)}"
     return Goal(name, "copy", share, best["of_copy"], where=where)
+
+
+def _bounded(parts: Parts, about: Subjects) -> list[Goal]:
+    """Quantised weights, a prompt, and filters."""
+    rows = {"batch": about.case[0]}
+    found = []
+    for op, sizes, share in (("quant_linear", about.product, 0.6),
+                             ("quant_experts", about.experts, 0.6)):  # fmt: skip
+        for name, form in FORMATS.items():
+            fields = {"op": op, "sizes": f"{sizes}, {form}", **rows}
+            found.append(_bound(parts, f"{op}, {name}, batch {about.case[0]}", share, fields))
+    prompt = {"op": "mla_prefill", "sizes": about.latents, "cache": about.cache, "batch": 1}
+    prompt |= {"context": about.prompt, "queries": about.prompt}
+    found.append(_bound(parts, f"mla_prefill, prompt of {about.prompt}", 0.5, prompt))
+    filters = {"op": "choose_tokens", "sizes": about.choice, **rows}
+    name = f"choose_tokens, {about.choice}, batch {about.case[0]}"
+    return [*found, _bound(parts, name, 0.25, filters)]
+
+
+def _bound(parts: Parts, name: str, share: float, fields: Row) -> Goal:
+    rows = _rows(parts, ("other-kernels",), fields)
+    rows = [row for row in rows if row["implementation"] != "torch"]
+    if not rows:
+        return Goal(name, "bound", share, why=_why(parts, "other-kernels", fields))
+    best = max(rows, key=lambda row: float(row["of_bound"]))
+    where = f"{named_kernel(best)}:\n\n{kernel_details(best)}"
+    return Goal(name, "bound", share, best["of_bound"], where=where)
 
 
 def _gap(parts: Parts) -> Goal:

@@ -19,6 +19,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "graphs": (*_ENGINE, "pytest"),
     "kernel-tests": ("torch", "pytest"),
     "kernels": ("torch",),
+    "other-kernels": ("torch",),
     "steps": _ENGINE,
     "kimi": _ENGINE,
     "start": _ENGINE,

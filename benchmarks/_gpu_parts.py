@@ -113,16 +113,35 @@ def _kernel_tests(turn: Turn) -> Found:
     return _tests_of(turn, files, marked=False, processes=_FILES_AT_ONCE, options=options)
 
 
-def _tests_of(turn: Turn, files: Sequence[Path], **how: Any) -> Found:
+def _tests_of(
+    turn: Turn, files: Sequence[Path], marked: bool, processes: int, options: Sequence[str] = ()
+) -> Found:
     """They go on with the files that an earlier turn did not come to the end of."""
-    most = _NEARLY_ALL * PARTS[turn.name].most
-    goes_on = {"earlier": turn.earlier, "most": most, "keep": turn.keep}
-    return run_tests(files, turn.seconds, turn.folder, **how, **goes_on)
+    return run_tests(
+        files,
+        turn.seconds,
+        turn.folder,
+        marked,
+        processes,
+        options,
+        earlier=turn.earlier,
+        most=_NEARLY_ALL * PARTS[turn.name].most,
+        keep=turn.keep,
+    )
 
 
 def _kernels(turn: Turn) -> Found:
+    return _kernels_of(turn, "paged_attention", "mla_decode", "moe_experts", "linear")
+
+
+def _other_kernels(turn: Turn) -> Found:
+    return _kernels_of(turn, "quant_linear", "quant_experts", "mla_prefill", "choose_tokens")
+
+
+def _kernels_of(turn: Turn, *ops: str) -> Found:
     quick = ["--kv-cache-dtypes", "auto", "--implementations", "torch", "native"]
-    return run_benchmark("kernels", turn, turn.seconds, *(quick if turn.rehearse else []))
+    flags = ["--ops", *ops, *(quick if turn.rehearse else [])]
+    return run_benchmark("kernels", turn, turn.seconds, *flags)
 
 
 def _steps(turn: Turn) -> Found:
@@ -151,6 +170,7 @@ PARTS = {
     "graphs": Part("Graphs of target and draft, speculation on equals off", 40, 300, _graphs),
     "kernel-tests": Part("Every implementation against references", 60, 480, _kernel_tests),
     "kernels": Part("Kernels against a copy", 40, 240, _kernels),
+    "other-kernels": Part("Quantised weights, prefill, filters", 60, 360, _other_kernels),
     "steps": Part("Decode steps against a copy", 90, 420, _steps),
     "kimi": Part("Decode steps of a Kimi shape", 60, 240, _kimi, memory=40),
     "start": Part("Start with graphs of a Kimi shape", 40, 180, _start, memory=40),

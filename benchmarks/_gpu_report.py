@@ -115,7 +115,7 @@ def _part_markdown(name: str, part: Mapping[str, Any]) -> list[str]:
     if "tests" in part:
         text += _tests_markdown(part, every=name == "graphs")
     if part.get("report") is not None:
-        shown = kernels_markdown if name in ("warm", "kernels") else steps_markdown
+        shown = kernels_markdown if name in ("warm", "kernels", "other-kernels") else steps_markdown
         text.append(shown(part["report"]))
     if not part["passed"] and part["output"].strip():
         text.append(f"```\n{part['output'].strip()}\n```")

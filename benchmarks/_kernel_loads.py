@@ -3,26 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
-from _bytes import (
-    Sizes,
-    linear_bytes,
-    mla_attention_bytes,
-    moe_experts_bytes,
-    paged_attention_bytes,
-)
+from _bytes import Sizes, mla_attention_bytes, paged_attention_bytes
 from _device import num_calls
-from _kernel_sizes import ExpertSizes, HeadSizes, LatentSizes, ProductSizes
+from _kernel_sizes import HeadSizes, LatentSizes
+from _operations import mla_decode_operations, mla_prefill_operations, paged_attention_operations
 
 from atom.model_ops.attention_mha import Attention
 from atom.model_ops.attention_mla import MLAAttention
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import AttentionMetadata, KVCacheTensor, LatentCacheTensor
-from atom.model_ops.moe import FusedMoE
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpTable, preference
 from atom.platform import Platform
@@ -48,10 +42,15 @@ class Case:
 
 @dataclass(frozen=True)
 class Calls:
-    """Calls of one op on different data, and the bytes that one of them must move."""
+    """Calls of one op on different data, and what one of them must move and compute at least.
+
+    Attributes:
+        operations: of products, a multiplication and an addition counted as two.
+    """
 
     calls: Sequence[Callable[[], torch.Tensor]]
     num_bytes: float
+    operations: float = 0.0
 
 
 class Load(Protocol):
@@ -227,13 +226,15 @@ class PagedDecode(_Paged):
         def call(metadata: AttentionMetadata) -> Callable[[], torch.Tensor]:
             return lambda: attend(q, cache, metadata, h.head_dim**-0.5, None)
 
-        return Calls([call(m) for m in self._metadata(case, size)], size)
+        operations = paged_attention_operations(lens, case.queries, h.heads, h.head_dim)
+        return Calls([call(m) for m in self._metadata(case, size)], size, operations)
 
 
 class LatentDecode(_Paged):
     """The same over latents, into the latent space and back included."""
 
     op = "mla_decode"
+    _operations = staticmethod(mla_decode_operations)
 
     def __init__(self, sizes: LatentSizes, *common: Any) -> None:
         super().__init__(*common)
@@ -267,117 +268,28 @@ class LatentDecode(_Paged):
         def call(metadata: AttentionMetadata) -> Callable[[], torch.Tensor]:
             return lambda: attend(q, cache, up, metadata, (w.nope + w.rope) ** -0.5)
 
-        return Calls([call(m) for m in self._metadata(case, size)], size)
+        operations = self._operations(lens, case.queries, *widths)
+        return Calls([call(m) for m in self._metadata(case, size)], size, operations)
 
 
-class Experts:
-    """Every token's experts; each call draws others."""
+class LatentPrefill(LatentDecode):
+    """Prompts over latents, or their last parts: as in a step, whose lengths the host knows."""
 
-    op = "moe_experts"
-    storage: torch.dtype | None = None
+    op = "mla_prefill"
+    _operations = staticmethod(mla_prefill_operations)
 
-    def __init__(
-        self, sizes: ExpertSizes, platform: Platform, dtype: torch.dtype, rotated_bytes: int
-    ) -> None:
-        self.sizes = str(sizes)
-        self._sizes, self._platform, self._dtype = sizes, platform, dtype
-        self._rotated_bytes = rotated_bytes
-        self._layer: FusedMoE | None = None
-
-    def refusal(self, case: Case) -> str | None:
-        """None: tokens take next to no memory."""
-        del case
-        return None
-
-    def use(self, implementation: str) -> None:
-        s = self._sizes
-        ops = FoundOps(self._platform, self.op, implementation)
-        context = LayerContext(self._dtype, self._platform.device, ops, 1)
-        self._layer = None  # its memory first
-        layer = FusedMoE(s.experts, s.hidden, s.intermediate, context, "experts")
-        generator = torch.Generator(context.device).manual_seed(2)
-        for weight, width in ((layer.w13_weight, s.hidden), (layer.w2_weight, s.intermediate)):
-            weight.normal_(std=width**-0.5, generator=generator)
-        layer.process_after_loading()
-        self._layer = layer
-
-    def calls(self, case: Case) -> Calls:
-        s, layer = self._sizes, self._layer
-        assert layer is not None, "use() comes first"
-        generator = torch.Generator(self._platform.device).manual_seed(case.batch)
-        device = self._platform.device
-        x = torch.randn(case.batch, s.hidden, generator=generator, device=device).to(self._dtype)
-        once = moe_experts_bytes(s.top_k, 1, s.top_k, s.hidden, s.intermediate, x.itemsize)
-        count = num_calls(once, self._rotated_bytes, self._rotated_bytes)
-        ids = [self._draw(case.batch, generator) for _ in range(count)]
-        weights = torch.full((case.batch, s.top_k), 1 / s.top_k, device=device)
-        sizes = [
-            moe_experts_bytes(
-                len(set(drawn.flatten().tolist())), case.batch, s.top_k, s.hidden, s.intermediate,
-                x.itemsize,
-            )
-            for drawn in ids
-        ]  # fmt: skip
-
-        def call(drawn: torch.Tensor) -> Callable[[], torch.Tensor]:
-            return lambda: layer(x, weights, drawn)
-
-        return Calls([call(drawn) for drawn in ids], sum(sizes) / len(sizes))
-
-    def _draw(self, tokens: int, generator: torch.Generator) -> torch.Tensor:
-        """[T, k] int64, every expert as likely as any other."""
-        s = self._sizes
-        order = torch.rand(tokens, s.experts, generator=generator, device=generator.device)
-        return order.argsort(dim=1)[:, : s.top_k].contiguous()
-
-
-class Product:
-    """A product with weights that each call has others of."""
-
-    op = "linear"
-    storage: torch.dtype | None = None
-
-    def __init__(
-        self, sizes: ProductSizes, platform: Platform, dtype: torch.dtype, rotated_bytes: int
-    ) -> None:
-        self.sizes = str(sizes)
-        self._sizes, self._platform, self._dtype = sizes, platform, dtype
-        self._rotated_bytes = rotated_bytes
-        self._function: Any = None
-
-    def refusal(self, case: Case) -> str | None:
-        """None: tokens take next to no memory."""
-        del case
-        return None
-
-    def use(self, implementation: str) -> None:
-        s = self._sizes
-        ops = FoundOps(self._platform, self.op, implementation)
-        self._function = ops.resolve(
-            self.op, self._dtype, in_features=s.inputs, out_features=s.outputs
-        )
-
-    def calls(self, case: Case) -> Calls:
-        s, function = self._sizes, self._function
-        generator = torch.Generator(self._platform.device).manual_seed(case.batch)
-
-        def normal(*shape: int) -> torch.Tensor:
-            numbers = torch.randn(shape, generator=generator, device=generator.device)
-            return numbers.to(self._dtype)
-
-        x = normal(case.batch, s.inputs)
-        size = linear_bytes(case.batch, s.inputs, s.outputs, x.itemsize)
-        count = num_calls(size, self._rotated_bytes, self._rotated_bytes)
-        weights = [normal(s.outputs, s.inputs) / s.inputs**0.5 for _ in range(count)]
-
-        def call(weight: torch.Tensor) -> Callable[[], torch.Tensor]:
-            return lambda: function(x, weight, None)
-
-        return Calls([call(weight) for weight in weights], size)
+    def _metadata(self, case: Case, call_bytes: int) -> list[AttentionMetadata]:
+        lens = (case.context,) * case.batch
+        return [
+            replace(each, context_lens_cpu=lens, most_context_cpu=lens)
+            for each in super()._metadata(case, call_bytes)
+        ]
 
 
 def worst_error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """The largest difference over the largest expected number."""
+    """The largest difference over the largest expected number; the share of tokens that differ."""
+    if not expected.is_floating_point():
+        return float((out != expected).float().mean())
     expected = expected.float()
     return float((out.float() - expected).abs().max() / expected.abs().max())
 

@@ -11,7 +11,8 @@ from atom.bench.report import markdown_table
 
 def line_of(row: dict[str, Any]) -> str:
     """A row in words, for whoever watches."""
-    return f"{named(row)}: {1e6 * row['seconds']:.1f} us, {100 * row['of_copy']:.0f} % of copy"
+    shares = f"{100 * row['of_copy']:.0f} % of copy, {100 * row['of_bound']:.0f} % of the bound"
+    return f"{named(row)}: {1e6 * row['seconds']:.1f} us, {shares}"
 
 
 def details_markdown(row: dict[str, Any]) -> str:
@@ -34,7 +35,7 @@ def named(row: dict[str, Any]) -> str:
 def to_markdown(report: dict[str, Any]) -> str:
     """The tables of a report, as this program writes it to JSON."""
     header = ["op", "sizes", "by", "cache", "batch", "context", "queries", "us", "GB", "GB/s",
-              "of copy", "torch takes", "error"]  # fmt: skip
+              "of copy", "TFLOP/s", "of bound", "torch takes", "error"]  # fmt: skip
     rows = [
         (
             r["op"],
@@ -48,6 +49,8 @@ def to_markdown(report: dict[str, Any]) -> str:
             f"{r['bytes'] / 1e9:.3g}",
             f"{r['bytes_per_s'] / 1e9:.0f}",
             f"{100 * r['of_copy']:.0f} %",
+            f"{r['operations_per_s'] / 1e12:.3g}" if r["operations"] else "",
+            f"{100 * r['of_bound']:.0f} %",
             f"{r['torch_over_this']:.1f} x" if "torch_over_this" in r else "",
             f"{r['error']:.0e}" if "error" in r else "",
         )
@@ -55,7 +58,9 @@ def to_markdown(report: dict[str, Any]) -> str:
     ]
     parts = [
         f"A copy within the device moves {report['copy_bytes_per_s'] / 1e9:.0f} GB/s, reads and "
-        f"writes together.",
+        f"writes together; a large product in 16 bits computes "
+        f"{report['product_per_s'] / 1e12:.0f} TFLOP/s. The bound is what these two allow for the "
+        f"least bytes and operations of a call.",
         *([markdown_table(header, rows)] if rows else []),
     ]
     if report["warmed"]:

@@ -55,4 +55,19 @@ class ProductSizes:
         return f"{self.inputs} to {self.outputs}"
 
 
+@dataclass(frozen=True)
+class ChoiceSizes:
+    """Kimi-K2.5's vocabulary, with the filters that a request may ask for."""
+
+    vocab_size: int = 163840
+    top_k: int | None = None
+    top_p: float | None = None
+
+    def __str__(self) -> str:
+        filters = {"top-k": self.top_k, "top-p": self.top_p}
+        shown = [f"{name} {value}" for name, value in filters.items() if value is not None]
+        return ", ".join([f"{self.vocab_size} tokens", *shown])
+
+
 TINY_HEADS, TINY_LATENTS = HeadSizes(4, 2, 32), LatentSizes(2, 32, 16, 16, 16)
+TINY_EXPERTS, TINY_PRODUCT = ExpertSizes(8, 2, 128, 128), ProductSizes(256, 128)

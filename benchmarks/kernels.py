@@ -1,13 +1,15 @@
-"""How near the kernels come to the memory's speed: achieved bytes/s over those of a copy.
+"""How near the kernels come to the device's speed: bytes/s over those of a copy, operations/s over
+those of a large product.
 
 python benchmarks/kernels.py                              # needs a GPU
 python benchmarks/kernels.py --ops mla_decode --batch-sizes 1 16 --contexts 8192
 python benchmarks/kernels.py --warm                       # only compiles what the others run
 python benchmarks/kernels.py --device cpu --tiny          # a rehearsal, its figures mean nothing
 
-Paged decode of a Llama-3-8B layer and of an Eagle3 draft's, latent decode and fused experts of a
-Kimi-K2.5 layer on one rank of eight, products of a Llama-3-8B layer. Every implementation that runs
-here takes its turn, plain torch (`F.sdpa` over gathered blocks, `bmm` over experts) last; all must
+Paged decode of a Llama-3-8B layer and of an Eagle3 draft's, latent decode and prefill and fused
+experts of a Kimi-K2.5 layer on one rank of eight, products of a Llama-3-8B layer, the same and
+experts with quantised weights, tokens chosen with filters. Every implementation that runs here
+takes its turn, plain torch (`F.sdpa` over gathered blocks, `bmm` over experts) last; all must
 agree with it. Calls are captured in a graph over data that no cache holds, and the device's clock
 counts. The first batch size and context are traced, too, and run a second time with --queries of
 each sequence. Exit status: 0, 1 when an implementation fails or disagrees, 2 without a GPU.
@@ -20,65 +22,45 @@ import dataclasses
 import gc
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from _device import (
     NO_GPU,
-    ROTATED_BYTES,
     Clock,
     add_device_option,
     chosen_platform,
     copy_bandwidth,
     free_device_memory,
+    product_speed,
     time_calls,
 )
-from _kernel_loads import (
-    TOLERANCES,
-    Case,
-    Experts,
-    LatentDecode,
-    Load,
-    PagedDecode,
-    Product,
-    implementations,
-    worst_error,
-)
+from _kernel_loads import TOLERANCES, Case, Load, implementations, worst_error
+from _kernel_plan import OPS, STORAGES, Plan
 from _kernel_report import line_of, named, to_markdown
-from _kernel_sizes import (
-    TINY_HEADS,
-    TINY_LATENTS,
-    ExpertSizes,
-    HeadSizes,
-    LatentSizes,
-    ProductSizes,
-)
+from _product_loads import FORMATS
 
 from atom.bench.report import environment, environment_markdown, write_json
 from atom.config import CacheOptions
 from atom.model_ops.registry import OpUnavailableError
-from atom.platform import Platform, free_memory_bytes
+from atom.platform import Platform
 
-OPS = ("paged_attention", "mla_decode", "moe_experts", "linear")
-STORAGES = ("auto", "fp8")
-# Of the memory that is free, a pool takes so much at most: gathering it takes as much again.
-_POOL_SHARE = 0.55
 # Plain torch copies what it attends over, and would take all the time.
 _MOST_GATHERED_BYTES = 12 << 30
-_TINY_ROTATED_BYTES = 1 << 16
 
 
 @dataclasses.dataclass
 class Report:
     """Rows that were measured, rows that were not and why, and what is wrong.
 
-    `warmed` has the seconds of first calls, which compile.
+    `product_per_s` has the operations of a large product in 16 bits, `warmed` the seconds of first
+    calls, which compile.
     """
 
     copy_bytes_per_s: float
+    product_per_s: float
     results: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     warmed: list[dict[str, Any]] = dataclasses.field(default_factory=list)
     left_out: list[dict[str, Any]] = dataclasses.field(default_factory=list)
@@ -104,6 +86,10 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--block-size", type=int, default=CacheOptions().block_size, help=f"of the cache{default}"
     )
+    parser.add_argument(
+        "--formats", nargs="+", choices=tuple(FORMATS), default=list(FORMATS),
+        help=f"of quantised weights{default}",
+    )  # fmt: skip
     parser.add_argument("--implementations", nargs="+", help="only these; torch checks the others")
     parser.add_argument(
         "--warm", action="store_true", help="call each once, for kernels that compile; no torch"
@@ -115,60 +101,6 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     args.batch_sizes = args.batch_sizes or ([3, 1] if args.tiny else [64, 1, 16, 256])
     args.contexts = args.contexts or ([40] if args.tiny else [8192, 1024, 65536])
     return args
-
-
-def loads(
-    args: argparse.Namespace, platform: Platform
-) -> Iterator[tuple[Callable[[], Load], list[Case]]]:
-    """What makes each load, when its turn comes, and its cases."""
-    dtype: torch.dtype = getattr(torch, args.dtype)
-    rotated = _TINY_ROTATED_BYTES if args.tiny else ROTATED_BYTES
-    cases = [Case(batch, context) for context in args.contexts for batch in args.batch_sizes]
-    cases.insert(1, dataclasses.replace(cases[0], queries=args.queries))
-    heads = TINY_HEADS if args.tiny else HeadSizes()
-    draft = HeadSizes(2, 2, 32) if args.tiny else HeadSizes(8, 8, 128)
-    of_draft = [case for case in cases if case.context == args.contexts[0]]
-    latents = TINY_LATENTS if args.tiny else LatentSizes()
-    experts = ExpertSizes(8, 2, 64, 32) if args.tiny else ExpertSizes()
-
-    def tokens(token_bytes: int) -> int:
-        size: int = args.block_size
-        largest = max(c.batch * -(-c.context // size) for c in cases) * size
-        rotation = 2 * rotated // token_bytes
-        most = int(_POOL_SHARE * free_memory_bytes(platform)) // token_bytes
-        return min(max(largest, rotation), most)
-
-    for name in args.kv_cache_dtypes:
-        storage = dtype if name == "auto" else platform.fp8_dtype
-
-        def paged(sizes: HeadSizes, storage: torch.dtype = storage) -> Load:
-            size = 2 * sizes.kv_heads * sizes.head_dim * storage.itemsize
-            return PagedDecode(
-                sizes, platform, dtype, storage, tokens(size), rotated, args.block_size
-            )
-
-        def latent(storage: torch.dtype = storage) -> Load:
-            size = (latents.rank + latents.rope) * storage.itemsize
-            return LatentDecode(
-                latents, platform, dtype, storage, tokens(size), rotated, args.block_size
-            )
-
-        if "paged_attention" in args.ops:
-            yield partial(paged, heads), cases
-            yield partial(paged, draft), of_draft
-        if "mla_decode" in args.ops:
-            yield latent, cases
-    if "moe_experts" in args.ops:
-        yield (
-            lambda: Experts(experts, platform, dtype, rotated),
-            [Case(batch) for batch in args.batch_sizes],
-        )
-    if "linear" in args.ops:
-        # The last rows are those of one sequence that verifies drafts.
-        rows = [Case(batch) for batch in dict.fromkeys((*args.batch_sizes, args.queries))]
-        down = ProductSizes(14336, 4096)
-        for product in (ProductSizes(64, 32),) if args.tiny else (ProductSizes(), down):
-            yield partial(Product, product, platform, dtype, rotated), rows
 
 
 def measure(
@@ -254,6 +186,8 @@ def _measure_case(
     finally:
         free_device_memory(platform)
     achieved = work.num_bytes / timing.seconds
+    computed = work.operations / timing.seconds
+    of_copy = achieved / report.copy_bytes_per_s
     report.results.append(
         row
         | {
@@ -263,7 +197,10 @@ def _measure_case(
             "calls": len(work.calls),
             "kernels": timing.kernels,
             "bytes_per_s": achieved,
-            "of_copy": achieved / report.copy_bytes_per_s,
+            "of_copy": of_copy,
+            "operations": work.operations,
+            "operations_per_s": computed,
+            "of_bound": max(of_copy, computed / report.product_per_s),
         }
     )
     print(line_of(report.results[-1]), file=sys.stderr, flush=True)
@@ -308,13 +245,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         return NO_GPU
     clock = Clock(args.seconds)
     facts = environment()
-    report = Report(copy_bandwidth(platform))
+    report = Report(copy_bandwidth(platform), product_speed(platform))
     options = {k: str(v) if isinstance(v, Path) else v for k, v in vars(args).items()}
 
     def so_far() -> dict[str, Any]:
         return {"environment": facts, "options": options, **dataclasses.asdict(report)}
 
-    for create, cases in loads(args, platform):
+    for create, cases in Plan(args, platform):
         load = create()
         measure(load, cases, args, platform, clock, report)
         del load

@@ -19,6 +19,7 @@ from atom.model_ops.kernels.torch import quant as torch_quant
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.linear import LinearBase
 from atom.model_ops.moe import FusedMoE
+from atom.model_ops.quant.weights import held_bytes
 from atom.models.registry import create_model
 from atom.platform import cpu_platform
 
@@ -59,6 +60,39 @@ def test_linear(benchmark_module: Module) -> None:
     """Of few rows next to nothing but the weights is read."""
     found = benchmark_module("_bytes").linear_bytes(4, 4096, 6144, 2)
     assert found == 50_331_648 + 4 * (4096 + 6144) * 2
+
+
+@pytest.mark.parametrize("name", ["fp8", "int4", "mxfp4"])
+def test_quantised(benchmark_module: Module, name: str) -> None:
+    """As many as tensors of that format hold, also in blocks that are not full."""
+    b, products = benchmark_module("_bytes"), benchmark_module("_product_loads")
+    form = products.FORMATS[name]
+    weights = products.random_weights(form, torch.Generator(), 200, 320)
+    scale = weights.scale.itemsize
+    assert b.quantised_bytes(form, 200, 320, scale) == held_bytes(weights)
+    assert b.linear_bytes(4, 320, 200, 2, 1000) == 1000 + 4 * 520 * 2
+    expert = b.moe_experts_bytes(11, 2, 8, 7168, 256, 2, 5_000_000)
+    assert expert == 55_000_000 + 2 * 2 * 7168 * 2 + 16 * 12
+
+
+def test_choice(benchmark_module: Module) -> None:
+    assert benchmark_module("_bytes").choice_bytes(64, 163840) == 41_943_040 + 64 * 8
+
+
+def test_operations(benchmark_module: Module) -> None:
+    """Products as they are written down, position by position."""
+    o = benchmark_module("_operations")
+    assert o.linear_operations(3, 10, 20) == 3 * 20 * (10 + 10)
+    assert o.moe_experts_operations(5, 2, 10, 20) == 10 * 3 * 2 * 10 * 20
+    lens, queries = [7, 5], 3
+    seen = (5 + 6 + 7) + (3 + 4 + 5)
+    assert o.paged_attention_operations(lens, queries, 2, 16) == seen * 2 * (16 + 16) * 2
+    sizes = {"num_heads": 2, "rank": 8, "rope_dim": 4, "nope_dim": 6, "v_dim": 5}
+    rows = 2 * queries
+    absorbed = rows * 8 * (6 + 5) + seen * (8 + 4 + 8)
+    assert o.mla_decode_operations(lens, queries, **sizes) == 2 * 2 * absorbed
+    expanded = 12 * 8 * (6 + 5) + seen * (6 + 4 + 5)
+    assert o.mla_prefill_operations(lens, queries, **sizes) == 2 * 2 * expanded
 
 
 def small_model(

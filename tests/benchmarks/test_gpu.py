@@ -15,6 +15,7 @@ import torch
 
 from atom.graphs.capture import ReexecuteBackend
 from atom.model_engine import planned_graphs
+from atom.model_ops.quant.weights import dequantise
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 Module = Callable[[str], Any]
@@ -37,6 +38,7 @@ KERNEL_ROW = {
     "op": "paged_attention", "implementation": "triton", "cache": "bfloat16",
     "sizes": "32/8 heads of 128", "batch": 64, "context": 8192, "queries": 1, "bytes": 2e9,
     "seconds": 1e-3, "how": "graph", "calls": 1, "bytes_per_s": 2e12, "of_copy": 0.5,
+    "operations": 1e9, "operations_per_s": 1e12, "of_bound": 0.5,
     "kernels": None, "error": 1e-3, "torch_over_this": 4.25,
 }  # fmt: skip
 
@@ -45,6 +47,7 @@ def test_rehearsal_of_the_kernels(benchmark_module: Module, tmp_path: Path) -> N
     """On a CPU: plain torch, both storages; what cannot run is listed with its reason."""
     path = tmp_path / "report.json"
     argv = ["--device", "cpu", "--tiny", "--dtype", "float32", "--output-json", str(path)]
+    argv += ["--ops", "paged_attention", "mla_decode", "moe_experts", "linear"]
     kernels = benchmark_module("kernels")
     assert kernels.main([*argv, "--implementations", "torch", "native"]) == 0
     report = json.loads(path.read_text())
@@ -78,6 +81,45 @@ def test_rehearsal_of_the_kernels(benchmark_module: Module, tmp_path: Path) -> N
     assert all(r["error"] < 1e-3 and r["torch_over_this"] > 0 for r in natively)
 
 
+def test_rehearsal_of_the_other_kernels(benchmark_module: Module, tmp_path: Path) -> None:
+    """Quantised weights, prompts and filters agree with torch, and count what they compute."""
+    path = tmp_path / "report.json"
+    argv = ["--device", "cpu", "--tiny", "--dtype", "float32", "--output-json", str(path)]
+    argv += ["--ops", "quant_linear", "quant_experts", "mla_prefill", "choose_tokens"]
+    argv += ["--kv-cache-dtypes", "auto", "--implementations", "torch", "native"]
+    assert benchmark_module("kernels").main(argv) == 0
+    report = json.loads(path.read_text())
+    by_torch = [row for row in report["results"] if row["implementation"] == "torch"]
+    forms = [str(form) for form in benchmark_module("_product_loads").FORMATS.values()]
+    product, experts = "256 to 128", "8 experts, top 2, 128 x 128"
+    filters = "500 tokens, top-k 50, top-p 0.9"
+    choices = [filters, "500 tokens, top-k 50", "500 tokens, top-p 0.9", "500 tokens"]
+    assert [(row["op"], row["sizes"], row["batch"]) for row in by_torch] == [
+        *(("quant_linear", f"{product}, {f}", n) for f in forms for n in (3, 1, 4, 64)),
+        *(("quant_experts", f"{experts}, {f}", n) for f in forms for n in (3, 1, 64)),
+        *(("mla_prefill", "2 heads, latent 32 + 16", n) for n in (1, 3)),
+        *(("choose_tokens", sizes, n) for sizes in choices for n in (3, 1)),
+    ]
+    for row in report["results"]:
+        computed = row["operations"] / row["seconds"]
+        assert row["of_bound"] == max(row["of_copy"], computed / report["product_per_s"])
+        assert (row["operations"] > 0) == (row["op"] != "choose_tokens")
+    goals = benchmark_module("_gpu_goals")
+    parts = {"other-kernels": {"report": report}}
+    missing = [goal.name for goal in goals._bounded(parts, goals.REHEARSED) if not goal.reached]
+    # Only plain torch has these on a CPU.
+    assert missing == ["quant_experts, fp8, batch 3", "quant_experts, mxfp4, batch 3"]
+
+
+def test_random_weights_are_of_the_size_of_others(benchmark_module: Module) -> None:
+    products = benchmark_module("_product_loads")
+    generator = torch.Generator().manual_seed(1)
+    for form in products.FORMATS.values():
+        weights = products.random_weights(form, generator, 2, 256, 384)
+        assert weights.shape == (256, 384)
+        assert 0.5 < float(dequantise(weights).std()) * 384**0.5 < 2
+
+
 def test_time_and_memory_that_do_not_suffice(benchmark_module: Module, tmp_path: Path) -> None:
     path = tmp_path / "report.json"
     argv = ["--device", "cpu", "--tiny", "--ops", "mla_decode", "--implementations", "torch"]
@@ -98,8 +140,9 @@ def test_an_implementation_that_differs_is_a_fault(benchmark_module: Module) -> 
     kernels, loads = benchmark_module("kernels"), benchmark_module("_kernel_loads")
     case = loads.Case(1, 40)
     row = {**KERNEL_ROW, "cache": "None", "batch": 1, "context": 40}
-    report = kernels.Report(1e12, [row, {**row, "implementation": "torch"}])
-    load = loads.Experts(loads.ExpertSizes(), None, torch.float32, 1)
+    report = kernels.Report(1e12, 1e12, [row, {**row, "implementation": "torch"}])
+    products, sizes = benchmark_module("_product_loads"), benchmark_module("_kernel_sizes")
+    load = products.Experts(sizes.ExpertSizes(), None, torch.float32, 1)
     load.op, load.sizes = "paged_attention", row["sizes"]
     outputs = {("triton", case): torch.tensor([1.0, 2.1]), ("torch", case): torch.tensor([1.0, 2])}
     kernels._compare(load, outputs, 0.04, report)
@@ -108,6 +151,7 @@ def test_an_implementation_that_differs_is_a_fault(benchmark_module: Module) -> 
     outputs["triton", case] = torch.tensor([1.0, float("nan")])
     kernels._compare(load, outputs, 0.04, report)
     assert len(report.faults) == 2
+    assert loads.worst_error(torch.tensor([1, 2, 3, 9]), torch.tensor([1, 2, 3, 4])) == 0.25
 
 
 @pytest.mark.parametrize("reaches", [True, False])

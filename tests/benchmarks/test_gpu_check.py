@@ -44,7 +44,13 @@ START_ROW = {
 
 
 def finished(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
-    report = {"copy_bytes_per_s": 4e12, "results": list(rows), "left_out": [], "faults": []}
+    report = {
+        "copy_bytes_per_s": 4e12,
+        "product_per_s": 8e14,
+        "results": list(rows),
+        "left_out": [],
+        "faults": [],
+    }
     report |= {"ops": {}, "starts": [], "warmed": [], **more}
     return {"passed": True, "status": 0, "seconds": 2.0, "output": "noise", "report": report}
 
@@ -122,7 +128,7 @@ class TestTests:
         kept: list[dict[str, Any]] = []
         clock = [0.0]
 
-        def run(command: list[str], seconds: float, keeps: int) -> tuple[int | None, str]:
+        def run(command: list[str], *_: object, **__: object) -> tuple[int | None, str]:
             name = Path(command[-1]).name
             ran.append(name)
             clock[0] += 40
@@ -268,7 +274,7 @@ class TestCheck:
         path = tmp_path / "report.md"
         remaining, report = self.run(check, path, "--minutes", "1.5")
         assert [name for name, _ in check.ran] == [
-            "warm", "graphs", "kernel-tests", "kernels", "kimi", "start"
+            "warm", "graphs", "kernel-tests", "kernels", "other-kernels", "kimi", "start"
         ]  # fmt: skip
         assert remaining == ["steps"]
         assert max(seconds for _, seconds in check.ran) < 87
@@ -284,8 +290,8 @@ class TestCheck:
         assert [name for name, _ in check.ran] == [n for n in check.PARTS if n != "warm"]
         assert set(report["parts"]) == set(check.PARTS)
         told = capsys.readouterr().err
-        assert "[1/6] graphs: passed, " in told
-        assert "[6/6] start: passed, " in told
+        assert "[1/7] graphs: passed, " in told
+        assert "[7/7] start: passed, " in told
 
     def test_what_a_part_kept_is_there_when_it_is_cut_off(
         self, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -372,11 +378,16 @@ class TestGoals:
         kernels = [KERNEL_ROW, {**KERNEL_ROW, "implementation": "torch", "of_copy": 0.9}]
         kernels[0] = {**KERNEL_ROW, "kernels": TRACE["kernels"]}
         drafted = {**STEP_ROW, "k": 3, "seconds": 7e-3, "replayed": 0.5, "gap_seconds": 2e-5}
+        sizes = benchmark_module("_gpu_goals").REAL
+        form = benchmark_module("_product_loads").FORMATS["fp8"]
+        quantised = {**KERNEL_ROW, "op": "quant_linear", "sizes": f"{sizes.product}, {form}"}
+        filtered = {**KERNEL_ROW, "op": "choose_tokens", "sizes": sizes.choice}
         no_room = {**STEP_ROW, "batch": 64, "context": 8000, "why": "the cache has room for 9"}
         parts = {
             "kernels": finished(*kernels, latent, verify),
             "steps": finished(STEP_ROW, drafted, left_out=[no_room]),
             "start": finished(starts=[START_ROW]),
+            "other-kernels": finished(quantised, filtered),
         }
         text = report.markdown(report_of(**parts))
         for line in (
@@ -389,6 +400,12 @@ class TestGoals:
             "50 % of copy, MISSED |",
             "| mla_decode, bfloat16, batch 64, context 8192, k = 3 | at least 65 % of copy | "
             "66 % of copy |",
+            "| quant_linear, fp8, batch 64 | at least 60 % of the bound | 50 % of the bound, "
+            "MISSED |",
+            "| quant_experts, int4, batch 64 | at least 60 % of the bound | not measured: the part "
+            "other-kernels did not run it |",
+            "| choose_tokens, 163840 tokens, top-k 50, top-p 0.9, batch 64 | at least 25 % of the "
+            "bound | 50 % of the bound |",
             "| gap between steps on the device, all engines | at most 100 us | 150 us, MISSED |",
             "| a step with Eagle3 k = 3 over one without, batch 1, 8b | at most 1.25 x | 1.40 x, "
             "MISSED |",
@@ -404,13 +421,14 @@ class TestGoals:
             "42 graphs of 5 layers were captured in 30.0 s; Triton compiled 12 kernels.",
         ):
             assert line in text, line
-        assert text.count("### Missed") == 7
+        assert text.count("### Missed") == 8
 
     def test_not_measured_and_why(self, benchmark_module: Module) -> None:
         goals = benchmark_module("_gpu_goals").goals
         assert {goal.reached for goal in goals({})} == {None}
         assert {goal.outcome for goal in goals({})} == {
-            f"not measured: the part {part} has not run" for part in ("steps", "kernels", "start")
+            f"not measured: the part {part} has not run"
+            for part in ("steps", "kernels", "other-kernels", "start")
         }
         stuck = {"passed": False, "status": None, "seconds": 9.0, "output": "", "report": None}
         parts = {"kernels": stuck, "steps": finished(faults=["it broke"])}
@@ -445,9 +463,9 @@ class TestReport:
             "| d | failure | 1.0 s | why d |",
             "- 1 skipped: why e",
             "Not run to the end: test_slow.py.",
-            "Not run yet: kimi, start.",
+            "Not run yet: other-kernels, kimi, start.",
             "| paged_attention | 32/8 heads of 128 | triton | bfloat16 | 64 | 8192 | 1 | 1000.0 | "
-            "2 | 2000 | 50 % | 4.2 x | 1e-03 |",
+            "2 | 2000 | 50 % | 1 | 50 % | 4.2 x | 1e-03 |",
             "| 8b | atom (graph) | 1 | 1024 | 0 | 5.00 | 4.70 | 100 | 150 | 100 % | 16.00 | 3200 | "
             "80 % | 200 |",
         ):
