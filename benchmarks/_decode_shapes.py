@@ -55,7 +55,8 @@ def _llama(
 
 
 def _kimi(divisor: int, about: str, **overrides: Any) -> Shape:
-    """What one of `divisor` ranks holds of Kimi-K2.5, one dense layer and four with experts.
+    """What one of `divisor` ranks holds of Kimi-K2.5, one dense layer and four with experts unless
+    `overrides` say otherwise.
 
     Source: the text_config of moonshotai/Kimi-K2.5 on the hub.
     """
@@ -103,26 +104,42 @@ def _kimi(divisor: int, about: str, **overrides: Any) -> Shape:
     return Shape(about, common | target, common | draft)
 
 
+_TINY_KIMI = {
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "num_hidden_layers": 2,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "q_lora_rank": 32,
+    "kv_lora_rank": 32,
+    "qk_nope_head_dim": 16,
+    "qk_rope_head_dim": 16,
+    "v_head_dim": 16,
+}
 SHAPES = {
     "8b": _llama(4096, 14336, 32, 32, 8, 128256, "Llama-3-8B"),
     "1b": _llama(2048, 8192, 16, 32, 8, 128256, "Llama-3.2-1B, its head not tied"),
     "kimi": _kimi(8, "five layers of Kimi-K2.5 as one rank of eight holds them"),
-    "tiny": _llama(64, 128, 2, 4, 2, 128, "for rehearsals", 96),
-    "tiny-kimi": _kimi(
-        8,
-        "for rehearsals",
-        hidden_size=64,
-        intermediate_size=96,
-        vocab_size=128,
+    "kimi-whole": _kimi(
+        1,
+        "two layers of Kimi-K2.5 with experts, for several ranks to split",
+        vocab_size=32768,
         num_hidden_layers=2,
-        n_routed_experts=8,
-        num_experts_per_tok=2,
-        moe_intermediate_size=32,
-        q_lora_rank=32,
-        kv_lora_rank=32,
-        qk_nope_head_dim=16,
-        qk_rope_head_dim=16,
-        v_head_dim=16,
+        first_k_dense_replace=0,
+    ),
+    "tiny": _llama(64, 128, 2, 4, 2, 128, "for rehearsals", 96),
+    "tiny-kimi": _kimi(8, "for rehearsals", **_TINY_KIMI),
+    "tiny-kimi-whole": _kimi(
+        1,
+        "for rehearsals",
+        **_TINY_KIMI
+        | {
+            "num_attention_heads": 8,
+            "num_key_value_heads": 8,
+            "first_k_dense_replace": 0,
+        },
     ),
 }
 

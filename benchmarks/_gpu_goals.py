@@ -146,6 +146,7 @@ def goals(parts: Parts, about: Subjects = REAL) -> list[Goal]:
         _drafts(parts, one),
         _start(parts, about.kimi),
         _on_graphs(parts),
+        _sum(parts),
     ]
 
 
@@ -245,6 +246,18 @@ def _start(parts: Parts, shape: str) -> Goal:
         f"{row['capture_seconds']:.1f} s; Triton compiled {row['compiled']} kernels."
     )
     return Goal(name, "s", 60, row["seconds"], where=where)
+
+
+def _sum(parts: Parts) -> Goal:
+    """Of one row, as in a decode step; any implementation that runs."""
+    fields = {"op": "all_reduce_add_rms_norm", "rows": 1}
+    name = "sum of one row over the ranks, with residual and norm"
+    rows = _rows(parts, ("ranks",), fields)
+    if not rows:
+        return Goal(name, "us", 12e-6, why=_why(parts, "ranks", fields))
+    best = min(rows, key=lambda row: float(row["seconds"]))
+    every = [f"- {row['implementation']}: {1e6 * row['seconds']:.1f} us" for row in rows]
+    return Goal(name, "us", 12e-6, best["seconds"], where="\n".join(every))
 
 
 def _rows(parts: Parts, names: Sequence[str], fields: Row) -> list[Row]:

@@ -23,6 +23,7 @@ NEEDS: dict[str, tuple[str, ...]] = {
     "steps": _ENGINE,
     "kimi": _ENGINE,
     "start": _ENGINE,
+    "ranks": (*_ENGINE, "psutil"),
 }
 # Without these less is checked, or found out.
 _USEFUL = {
@@ -31,7 +32,7 @@ _USEFUL = {
     "pytest_timeout": "a test that hangs takes the time of its part",
 }
 # Of the server and its processes, structured output, GGUF files.
-_NOT_NEEDED = ("fastapi", "zmq", "xgrammar", "tvm_ffi", "gguf", "psutil")
+_NOT_NEEDED = ("fastapi", "zmq", "xgrammar", "tvm_ffi", "gguf")
 _PACKAGES = {"zmq": "pyzmq", "tvm_ffi": "apache-tvm-ffi", "pytest_timeout": "pytest-timeout"}
 SOME, NO_TORCH, OLD_TORCH = 3, 4, 5
 # As in pyproject.toml: products of 16-bit numbers with float32 results, and much besides.

@@ -57,6 +57,7 @@ class Part:
     least: seconds; with less left it is not begun.
     most: seconds that it may take.
     memory: GiB of the device that it needs.
+    devices: how many it needs.
     """
 
     title: str
@@ -64,6 +65,7 @@ class Part:
     most: float
     run: Callable[[Turn], Found]
     memory: float = 0.0
+    devices: int = 1
 
 
 def _warm(turn: Turn) -> Found:
@@ -160,6 +162,10 @@ def _start(turn: Turn) -> Found:
     return run_benchmark("decode_roofline", turn, turn.seconds, "--start", _kimi_shape(turn))
 
 
+def _ranks(turn: Turn) -> Found:
+    return run_benchmark("several_gpus", turn, turn.seconds)
+
+
 def _kimi_shape(turn: Turn) -> str:
     return "tiny-kimi" if turn.rehearse else "kimi"
 
@@ -174,6 +180,7 @@ PARTS = {
     "steps": Part("Decode steps against a copy", 90, 420, _steps),
     "kimi": Part("Decode steps of a Kimi shape", 60, 240, _kimi, memory=40),
     "start": Part("Start with graphs of a Kimi shape", 40, 180, _start, memory=40),
+    "ranks": Part("Sums over ranks, and layers split over them", 60, 300, _ranks, 40, devices=2),
 }
 
 

@@ -15,11 +15,18 @@ from _gpu_goals import REAL, REHEARSED, goals
 from _gpu_parts import PARTS
 from _gpu_run import ROOT
 from _kernel_report import to_markdown as kernels_markdown
+from _rank_report import to_markdown as ranks_markdown
 
 from atom.bench.report import environment_markdown, markdown_table, write_json
 
 _CODE = ("atom/**/*.py", "atom/**/*.h", "atom/**/*.cpp", "benchmarks/*.py", "tests/**/*.py")
 _MOST_MODULES = 40
+_TABLES = {
+    "warm": kernels_markdown,
+    "kernels": kernels_markdown,
+    "other-kernels": kernels_markdown,
+    "ranks": ranks_markdown,
+}
 REHEARSAL = "**This is a rehearsal on a CPU: its figures mean nothing.**"
 
 
@@ -115,8 +122,7 @@ def _part_markdown(name: str, part: Mapping[str, Any]) -> list[str]:
     if "tests" in part:
         text += _tests_markdown(part, every=name == "graphs")
     if part.get("report") is not None:
-        shown = kernels_markdown if name in ("warm", "kernels", "other-kernels") else steps_markdown
-        text.append(shown(part["report"]))
+        text.append(_TABLES.get(name, steps_markdown)(part["report"]))
     if not part["passed"] and part["output"].strip():
         text.append(f"```\n{part['output'].strip()}\n```")
     return text

@@ -152,6 +152,9 @@ class Check:
     def _why_not(self, name: str) -> str | None:
         if missing := missing_of(name):
             return f"it needs {', '.join(missing)}"
+        devices = self._report["gpu"].get("devices", 1)
+        if devices < PARTS[name].devices and not self._args.rehearse:
+            return f"it needs {PARTS[name].devices} GPUs, there is {devices}"
         if self._memory < PARTS[name].memory and not self._args.rehearse:
             return f"the device has {self._memory:.0f} GiB, it needs {PARTS[name].memory:.0f}"
         return None

@@ -43,6 +43,12 @@ START_ROW = {
 }  # fmt: skip
 
 
+SUM_ROW = {
+    "op": "all_reduce_add_rms_norm", "implementation": "aiter", "size": 7168, "rows": 1,
+    "seconds": 1.5e-5,
+}  # fmt: skip
+
+
 def finished(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
     report = {
         "copy_bytes_per_s": 4e12,
@@ -51,7 +57,7 @@ def finished(*rows: dict[str, Any], **more: Any) -> dict[str, Any]:
         "left_out": [],
         "faults": [],
     }
-    report |= {"ops": {}, "starts": [], "warmed": [], **more}
+    report |= {"ops": {}, "starts": [], "warmed": [], "ranks": 8, **more}
     return {"passed": True, "status": 0, "seconds": 2.0, "output": "noise", "report": report}
 
 
@@ -68,7 +74,7 @@ def of_tests(**outcomes: str) -> dict[str, Any]:
 
 
 def report_of(**parts: Any) -> dict[str, Any]:
-    gpu = {"device": "GPU 9000", "hip": None}
+    gpu = {"device": "GPU 9000", "hip": None, "devices": 8}
     return {"environment": {"torch": "2"}, "gpu": gpu, "rehearsal": False, "parts": parts}
 
 
@@ -257,7 +263,7 @@ class TestCheck:
                 "log": "long",
             }
 
-        parts = {n: type(p)(p.title, p.least, p.most, part) for n, p in check.PARTS.items()}
+        parts = {n: dataclasses.replace(p, run=part, memory=0) for n, p in check.PARTS.items()}
         monkeypatch.setattr(check, "PARTS", parts)
         monkeypatch.setattr(check, "missing_of", lambda name: [])
         monkeypatch.setattr(check, "outcomes", {}, raising=False)
@@ -274,7 +280,8 @@ class TestCheck:
         path = tmp_path / "report.md"
         remaining, report = self.run(check, path, "--minutes", "1.5")
         assert [name for name, _ in check.ran] == [
-            "warm", "graphs", "kernel-tests", "kernels", "other-kernels", "kimi", "start"
+            "warm", "graphs", "kernel-tests", "kernels", "other-kernels", "kimi", "start",
+            "ranks",
         ]  # fmt: skip
         assert remaining == ["steps"]
         assert max(seconds for _, seconds in check.ran) < 87
@@ -290,8 +297,8 @@ class TestCheck:
         assert [name for name, _ in check.ran] == [n for n in check.PARTS if n != "warm"]
         assert set(report["parts"]) == set(check.PARTS)
         told = capsys.readouterr().err
-        assert "[1/7] graphs: passed, " in told
-        assert "[7/7] start: passed, " in told
+        assert "[1/8] graphs: passed, " in told
+        assert "[8/8] ranks: passed, " in told
 
     def test_what_a_part_kept_is_there_when_it_is_cut_off(
         self, check: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -346,6 +353,15 @@ class TestCheck:
         assert "steps" not in [name for name, _ in check.ran]
         assert "| steps | left out | it needs msgspec |" in path.read_text()
 
+    def test_one_gpu_is_too_few_for_ranks(self, check: Any, tmp_path: Path) -> None:
+        path = tmp_path / "report.md"
+        report = report_of()
+        report["gpu"]["devices"] = 1
+        session = check.Check(check.parse_args(["--parts", "ranks"]), path, report, 80.0)
+        assert session.run() == []
+        assert check.ran == []
+        assert "| ranks | left out | it needs 2 GPUs, there is 1 |" in path.read_text()
+
     def test_another_machine_is_another_report(
         self, benchmark_module: Module, tmp_path: Path
     ) -> None:
@@ -387,6 +403,7 @@ class TestGoals:
             "kernels": finished(*kernels, latent, verify),
             "steps": finished(STEP_ROW, drafted, left_out=[no_room]),
             "start": finished(starts=[START_ROW]),
+            "ranks": finished(SUM_ROW, {**SUM_ROW, "implementation": "torch", "seconds": 3e-5}),
             "other-kernels": finished(quantised, filtered),
         }
         text = report.markdown(report_of(**parts))
@@ -418,17 +435,20 @@ class TestGoals:
             "paged_attention (32/8 heads of 128) by triton, cache bfloat16, batch 64, context 8192",
             "| `_attend` | attention | 32.0 | 900.0 | 28.1 | 19.0 % |",
             "There is no trace of its kernels.",
+            "| sum of one row over the ranks, with residual and norm | at most 12 us | 15 us, "
+            "MISSED |",
+            "- aiter: 15.0 us\n- torch: 30.0 us",
             "42 graphs of 5 layers were captured in 30.0 s; Triton compiled 12 kernels.",
         ):
             assert line in text, line
-        assert text.count("### Missed") == 8
+        assert text.count("### Missed") == 9
 
     def test_not_measured_and_why(self, benchmark_module: Module) -> None:
         goals = benchmark_module("_gpu_goals").goals
         assert {goal.reached for goal in goals({})} == {None}
         assert {goal.outcome for goal in goals({})} == {
             f"not measured: the part {part} has not run"
-            for part in ("steps", "kernels", "other-kernels", "start")
+            for part in ("steps", "kernels", "other-kernels", "start", "ranks")
         }
         stuck = {"passed": False, "status": None, "seconds": 9.0, "output": "", "report": None}
         parts = {"kernels": stuck, "steps": finished(faults=["it broke"])}
@@ -463,7 +483,7 @@ class TestReport:
             "| d | failure | 1.0 s | why d |",
             "- 1 skipped: why e",
             "Not run to the end: test_slow.py.",
-            "Not run yet: other-kernels, kimi, start.",
+            "Not run yet: other-kernels, kimi, start, ranks.",
             "| paged_attention | 32/8 heads of 128 | triton | bfloat16 | 64 | 8192 | 1 | 1000.0 | "
             "2 | 2000 | 50 % | 1 | 50 % | 4.2 x | 1e-03 |",
             "| 8b | atom (graph) | 1 | 1024 | 0 | 5.00 | 4.70 | 100 | 150 | 100 % | 16.00 | 3200 | "
@@ -494,11 +514,11 @@ class TestNeeds:
             "steps cannot run: it needs msgspec",
             "graphs cannot run: it needs msgspec",
             "hypothesis is missing: files of tests that need it are left out",
-            "missing, and not needed here: fastapi, pyzmq, xgrammar, apache-tvm-ffi, gguf, psutil",
+            "missing, and not needed here: fastapi, pyzmq, xgrammar, apache-tvm-ffi, gguf",
         ):
             assert line in lines
         assert not any(line.startswith("kernels cannot") for line in lines)
-        assert lines[-1].endswith("-m pip install msgspec")
+        assert lines[-1].endswith("-m pip install msgspec psutil")
         assert needs.describe(["steps"], lambda _: True) == ([], 0)
         assert needs.describe(["kernels"], lambda _: False)[1] == needs.NO_TORCH
 
