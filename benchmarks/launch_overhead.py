@@ -12,17 +12,18 @@ speculation, three drafts, three drafts in adaptive numbers.
 from __future__ import annotations
 
 import argparse
+import json
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from _decode_shapes import SHAPES
-from _pretend_gpu import ARCHS, CaptureCounter, Launches, pretend_gpu, start_engine, write_models
+from _pretend_gpu import ARCHS, CaptureCounter, pretend_gpu, start_engine, write_models
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from atom.bench.report import environment, environment_markdown, markdown_table, write_json
@@ -66,43 +67,39 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
 
 def measure(args: argparse.Namespace, arm: str) -> dict[str, Any]:
     """One start, twice: launches are counted, then timed."""
-    counter = CaptureCounter()
+    counter, torchs = CaptureCounter(), TorchLaunches()
     launches = pretend_gpu(args.arch, counter)
-    with TorchLaunches() as torchs:
-        capture(args, arm, counter, launches)
-    ours, theirs, captures = launches.count, torchs.count, counter.count
-    seconds = capture(args, arm, counter, launches)
-    return {
-        "arm": arm,
-        "captures": captures,
-        "triton": ours,
-        "torch": theirs,
-        "seconds": seconds,
-        "per_launch": seconds / (ours + theirs),
-    }
+
+    def begin() -> None:
+        counter.count = launches.count = torchs.count = 0
+
+    with torchs:
+        capture(args, arm, begin)
+    found = {"captures": counter.count, "triton": launches.count, "torch": torchs.count}
+    seconds = capture(args, arm, begin)
+    per_launch = seconds / (found["triton"] + found["torch"])
+    return {"arm": arm, **found, "seconds": seconds, "per_launch": per_launch}
 
 
-def capture(
-    args: argparse.Namespace, arm: str, counter: CaptureCounter, launches: Launches
-) -> float:
-    """The seconds that an engine's graphs take; counts begin with them."""
+def capture(args: argparse.Namespace, arm: str, begin: Callable[[], None]) -> float:
+    """The seconds that an engine's graphs take.
+
+    Args:
+        begin: is called before the first.
+    """
     from atom.model_engine.step_graphs import StepGraphs
 
     shape, options = SHAPES["tiny-kimi"], ARMS[arm]
     models = {"target": {**shape.target, "num_hidden_layers": args.layers}}
     if options:
         models["draft"] = dict(shape.draft)
-    models = {
-        name: {**fields, "max_position_embeddings": args.max_model_len}
-        for name, fields in models.items()
-    }
+    for fields in models.values():
+        fields["max_position_embeddings"] = args.max_model_len
     spent: list[float] = []
     inner = StepGraphs.capture
 
     def timed(graphs: StepGraphs) -> None:
-        counter.count = launches.count = 0
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
-            torch.utils._python_dispatch._get_current_dispatch_mode().count = 0
+        begin()
         started = time.perf_counter()
         inner(graphs)
         spent.append(time.perf_counter() - started)
@@ -141,20 +138,34 @@ def to_markdown(rows: Sequence[dict[str, Any]]) -> str:
     return markdown_table(header, cells)
 
 
+def in_processes(args: argparse.Namespace) -> int:
+    """Each arm in a process of its own, since it changes modules."""
+    given = ["--arch", args.arch, "--layers", str(args.layers)]
+    given += ["--max-num-seqs", str(args.max_num_seqs)]
+    given += ["--max-model-len", str(args.max_model_len)]
+    rows: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for arm in args.arms:
+            path = Path(folder) / "report.json"
+            command = [sys.executable, __file__, *given, "--arms", arm, "--output-json", str(path)]
+            subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+            rows += json.loads(path.read_text(encoding="utf-8"))["results"]
+    return report(args, rows)
+
+
+def report(args: argparse.Namespace, rows: Sequence[dict[str, Any]]) -> int:
+    facts = environment()
+    write_json(args.output_json, {"environment": facts, "results": list(rows)})
+    print(environment_markdown(facts), to_markdown(rows), sep="\n\n")
+    return 0
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     args = parse_args(argv)
     torch.set_num_threads(1)
-    if len(args.arms) > 1:  # each in a process of its own: they change modules
-        rest = [a for a in (argv if argv is not None else sys.argv[1:]) if a not in ARMS]
-        rest = [a for a in rest if a != "--arms"]
-        for arm in args.arms:
-            subprocess.run([sys.executable, __file__, *rest, "--arms", arm], check=True)
-        return 0
-    facts = environment()
-    rows = [measure(args, args.arms[0])]
-    write_json(args.output_json, {"environment": facts, "results": rows})
-    print(environment_markdown(facts), to_markdown(rows), sep="\n\n")
-    return 0
+    if len(args.arms) > 1:
+        return in_processes(args)
+    return report(args, [measure(args, args.arms[0])])
 
 
 if __name__ == "__main__":

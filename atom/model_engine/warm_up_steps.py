@@ -14,8 +14,13 @@ from atom.sampling.decode_rows import KINDS
 from atom.sampling.rows import Needs
 from atom.sampling_params import SamplingParams
 
-# Tokens of prompts; the longest step is one more. Kernels are made for ranges of lengths.
-_PROMPTS = (17, 128, 1024)
+# Tokens of prompts; the longest step is one more. Kernels are made for ranges of lengths, whose
+# bounds depend on the model: two numbers of experts or heads are hardly ever nearer than these.
+_PROMPTS = (17, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+# Prompts, or what is left of them, that decode ops take: their tiles are of ranges of rows.
+_SHORT = (2, 4, 8, MAX_DECODE_QUERIES)
+# The others whose beginning is long computed.
+_ENDS = (17, 128, 1024)
 
 
 @dataclass(frozen=True)
@@ -42,7 +47,7 @@ class StepLimits:
 
     @property
     def last_prompt_token(self) -> int:
-        """Where a prompt ends at most: two steps that verify drafts, and more drafts, follow it."""
+        """Where a prompt ends at most: two steps that verify drafts, one that has none, and more drafts, follow it."""
         return self.context_len - 3 * (1 + self.num_drafts) - 1
 
     @property
@@ -53,7 +58,7 @@ class StepLimits:
 
 @dataclass(frozen=True)
 class WarmUp:
-    """Steps of the same sequences: prompts, drafts, and drafts beside another prompt.
+    """Steps of the same sequences: prompts, drafts, none, and drafts beside another prompt.
 
     Attributes:
         batches: each may be launched before the results of the one before it are read.
@@ -75,29 +80,35 @@ def warm_ups(limits: StepLimits) -> Iterator[WarmUp]:
     longest = limits.longest_prompt
     if longest < 1:
         return
-    lengths = sorted({min(length, longest) for length in (*_PROMPTS, limits.max_num_tokens)})
     kinds = dict(zip((*KINDS, None), _params_of_kinds(limits), strict=True))
     greedy, edited = KINDS[0], None
 
     def begin(lens: list[int], kind: Needs | None, start: int = 0) -> WarmUp:
         return _warm_up(limits, lens, kinds[kind], kind, start)
 
-    for length in lengths:
+    for length in _lengths(longest, *_SHORT, *_PROMPTS, limits.max_num_tokens):
         yield begin([length], greedy)
-        # The end of a long prompt, whose beginning is never computed.
+    # The end of a long prompt, whose beginning is never computed.
+    for length in _lengths(longest, *_SHORT, *_ENDS, limits.max_num_tokens):
         if start := limits.last_prompt_token - length:
             yield begin([length], greedy, start)
-    yield _unfinished_prompt(limits, lengths[0], kinds[greedy])
-    most = max(min(limits.max_num_tokens // lengths[0], limits.max_num_seqs), 1)
+    first = min(_PROMPTS[0], longest)
+    yield _unfinished_prompt(limits, first, kinds[greedy])
+    most = max(min(limits.max_num_tokens // first, limits.max_num_seqs), 1)
     for kind in KINDS:
-        yield begin([lengths[0]] * most, kind)
+        yield begin([first] * most, kind)
     # A prompt alone may be shorter than a step.
     count = min(-(-limits.max_num_tokens // longest), limits.max_num_seqs)
     left = [min(longest, limits.max_num_tokens - i * longest) for i in range(count)]
     if count > 1:
         yield begin(left, greedy)
     for other in (*KINDS[1:], edited):
-        yield begin([lengths[0]], other)
+        yield begin([first], other)
+
+
+def _lengths(longest: int, *lengths: int) -> list[int]:
+    """Each once, and none longer than a prompt may be."""
+    return sorted({min(length, longest) for length in lengths})
 
 
 def _unfinished_prompt(limits: StepLimits, length: int, params: SamplingParams) -> WarmUp:
@@ -170,6 +181,9 @@ def _warm_up(
     drafts = min(limits.num_drafts, limits.max_num_tokens // len(lengths) - 1)
     verifying = [rows.verify(s.row, drafts, s.num_blocks) for s in prompts]
     batches.append(ScheduledBatch(verifying, [], []))
+    if drafts:  # what follows may have none
+        plain = [rows.verify(s.row, 0, s.num_blocks) for s in prompts]
+        batches.append(ScheduledBatch(plain, [], []))
     # More queries than decode ops take, beside as many sequences as there is room for.
     length = min(MAX_DECODE_QUERIES + 1, limits.longest_prompt)
     room = min((limits.max_num_tokens - length) // (1 + drafts), limits.max_num_seqs - 1)

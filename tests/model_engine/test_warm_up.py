@@ -76,11 +76,16 @@ def test_prompts_of_several_lengths() -> None:
     longest = LIMITS.longest_prompt
     ends = {len(b.new[0].prompt_token_ids) for steps in every for b in steps.batches[:1]}
     assert max(ends) == LIMITS.last_prompt_token == longest
-    for lens in ([17], [128], [1024], [longest], [17] * 64, [longest, longest, 8192 - 2 * longest]):
+    alone = [[n] for n in (2, MAX_DECODE_QUERIES, 17, 48, 128, 1024, longest)]
+    for lens in (*alone, [17] * 64, [longest, longest, 8192 - 2 * longest]):
         assert lens in prompts
     # More queries than decode ops take, beside some that they do.
     for steps in every:
-        for batch in steps.batches[2:]:
+        if len(steps.batches) == 1:
+            continue
+        _, plain, *mixed = steps.batches[1:]
+        assert {len(s.token_ids) for s in plain.sequences} == {1}
+        for batch in mixed:
             lens = [len(s.token_ids) for s in batch.sequences]
             assert min(lens) <= MAX_DECODE_QUERIES < max(lens)
 

@@ -392,3 +392,17 @@ def test_tiles_share_what_decides_the_order_of_sums() -> None:
             assert {tile.weights_first for tile in tiles} == {kind == "cuda"}
             # Four warps of NVIDIA's wide instruction take 64 rows at least.
             assert kind != "cuda" or all(tile.block_n >= 64 for tile in tiles)
+
+
+@pytest.mark.parametrize("num_experts", [1, 8, 17, 32, 34, 64, 160, 385, 512])
+def test_no_kernel_is_for_a_few_numbers_of_tokens_alone(num_experts: int) -> None:
+    """The engine's warm-up tries some, each at most twice the one before."""
+    served: dict[tuple[int, int], list[int]] = {}
+    for num_pairs in range(1, 70 * num_experts):
+        block_m = choose_block_m(num_pairs, num_experts)
+        chunk = align_module.choose_chunk(num_pairs, num_experts, block_m)
+        served.setdefault((block_m, chunk), []).append(num_pairs)
+    *ended, _ = served.values()
+    for numbers in ended:
+        assert numbers == [*range(numbers[0], numbers[-1] + 1)]
+        assert numbers[-1] > 3.9 * numbers[0]

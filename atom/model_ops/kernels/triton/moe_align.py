@@ -12,6 +12,8 @@ from atom.model_ops.registry import OpQuery
 
 _MAX_EXPERTS = 512
 _CHUNKS = (64, 256, 1024, 4096)
+# The smallest blocks are for up to so many pairs for each expert.
+_FEW, _FEW_PAIRS = 16, 8
 
 
 def refuses(query: OpQuery) -> str | None:
@@ -49,6 +51,18 @@ def max_blocks(num_pairs: int, num_experts: int, block_m: int) -> int:
     return visited + (num_pairs - visited) // block_m
 
 
+def choose_chunk(num_pairs: int, num_experts: int, block_m: int) -> int:
+    """Pairs that are read at a time.
+
+    Every chunk with a `block_m` serves numbers of tokens of which the largest is nearly four times
+    the smallest, or more, so that a warm-up with a few numbers of tokens compiles all.
+    """
+    if block_m > _FEW:
+        return _CHUNKS[-1]
+    fitting = [chunk for chunk in _CHUNKS if chunk <= _FEW_PAIRS * num_experts] or [_CHUNKS[0]]
+    return next((chunk for chunk in fitting if chunk >= num_pairs), fitting[-1])
+
+
 def moe_align(ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlocks:
     """Sort the pairs of expert ids [T, k] (contiguous) into blocks; those whose id is `num_experts`
     are left out.
@@ -69,7 +83,7 @@ def moe_align(ids: torch.Tensor, num_experts: int, block_m: int) -> ExpertBlocks
         num_experts,
         BINS=max(64, triton.next_power_of_2(num_experts)),
         BLOCK_M=block_m,
-        CHUNK=next((chunk for chunk in _CHUNKS if chunk >= num_pairs), _CHUNKS[-1]),
+        CHUNK=choose_chunk(num_pairs, num_experts, block_m),
         num_warps=4,
     )
     return ExpertBlocks(block_m, pairs, experts, count)
