@@ -112,7 +112,7 @@ def pretend_gpu(arch: str, backend: Any) -> Launches:
         of_cpu = partial(getattr(atom.platform, name), cpu_platform())
         setattr(atom.platform, name, lambda _, of_cpu=of_cpu: of_cpu())
     triton.runtime.driver.set_active(_Driver(_TARGETS[arch]))
-    from atom.model_engine import planned_graphs, rank, rank_parts
+    from atom.model_engine import planned_graphs, rank_parts
     from atom.model_ops.layer_context import LayerContext
     from atom.model_ops.ops import OPS
     from atom.model_ops.registry import OpTable
@@ -125,9 +125,13 @@ def pretend_gpu(arch: str, backend: Any) -> Launches:
         table = OpTable(gpu, ops, batch_invariant)
         return LayerContext(dtype, torch.device("cpu"), table, context_len, group)
 
-    rank.LayerContext.create = create  # type: ignore[method-assign,assignment]
-    rank_parts.create_recorder = lambda _: None
-    planned_graphs.capture_backend = lambda _: backend
+    replaced: tuple[tuple[Any, str, Any], ...] = (
+        (LayerContext, "create", create),
+        (rank_parts, "create_recorder", lambda _: None),
+        (planned_graphs, "capture_backend", lambda _: backend),
+    )
+    for owner, name, value in replaced:
+        setattr(owner, name, value)
     _fill_empty_tensors()
     torch.mm = _mm(torch.mm)
     launches = Launches()
@@ -175,7 +179,7 @@ def start_engine(models: Mapping[str, str], **options: Any) -> tuple[Any, Any]:
     from atom.model_engine.arg_utils import engine_config
 
     ranks: list[Any] = []
-    worker.log_start = lambda rank, *_: ranks.append(rank)
+    worker.__dict__["log_start"] = lambda rank, *_: ranks.append(rank)
     given = {"load_format": "dummy", "device": "cpu", "num_threads": 1, "overlap": True}
     config = engine_config(**models, **given, **options)
     return worker.Worker(config), ranks[0]

@@ -36,11 +36,11 @@ ARMS: dict[str, dict[str, Any]] = {
 }
 
 
-class TorchLaunches(TorchDispatchMode):
+class TorchLaunches(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts torch's operations that would launch a kernel."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.count = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,7 +104,7 @@ def capture(args: argparse.Namespace, arm: str, begin: Callable[[], None]) -> fl
         inner(graphs)
         spent.append(time.perf_counter() - started)
 
-    StepGraphs.capture = timed  # type: ignore[method-assign]
+    StepGraphs.capture = timed  # type: ignore[method-assign,assignment]
     try:
         with tempfile.TemporaryDirectory() as folder:
             start_engine(

@@ -47,7 +47,9 @@ class StepLimits:
 
     @property
     def last_prompt_token(self) -> int:
-        """Where a prompt ends at most: two steps that verify drafts, one that has none, and more drafts, follow it."""
+        """Where a prompt ends at most: two steps that verify drafts, one that has none, and more
+        drafts, follow it.
+        """
         return self.context_len - 3 * (1 + self.num_drafts) - 1
 
     @property
