@@ -77,13 +77,17 @@ def _warm(turn: Turn) -> Found:
     if turn.has_aiter:
         where = aiter_files(), turn.seconds * 0.8, turn.folder
         earlier = turn.earlier or {}
-        tests = run_tests(*where, True, options=["-s"], seconds_of_a_test=0, earlier=earlier)
+        most = _NEARLY_ALL * 0.8 * PARTS["warm"].most
+        tests = run_tests(
+            *where, True, options=["-s"], seconds_of_a_test=0, earlier=earlier, most=most
+        )
         # Whether the tests pass is what `graphs` says.
         found |= {key: tests[key] for key in ("output", "left_out", "files", "unfinished")}
         found["status"] = None if tests["unfinished"] else 0
         found["passed"] = found["status"] == 0
-        built = [*earlier.get("modules", ()), *built_modules(tests["log"])]
-        found["modules"] = sorted(built, key=lambda row: -float(str(row["seconds"])))
+        built = {row["module"]: row for row in built_modules(tests["log"])}
+        built |= {row["module"]: row for row in earlier.get("modules", ())}
+        found["modules"] = sorted(built.values(), key=lambda row: -float(str(row["seconds"])))
     left = turn.seconds - (time.perf_counter() - started)
     sizes = ["--batch-sizes", "64", "1", "--contexts", "8192", "1024"]
     if turn.rehearse:

@@ -100,7 +100,9 @@ def _install(home: Path, environment: Environment, packages: Sequence[str]) -> N
         return
     _say(f"{', '.join(packages)} in {python.parents[1]}")
     _run(sys.executable, "-m", "venv", str(python.parents[1]))
-    _run(str(python), "-m", "pip", "-q", "install", *packages, **environment.variables)
+    # A wheel that pip compiled with other variables would do for it.
+    own = ["--no-cache-dir"] if environment.variables else []
+    _run(str(python), "-m", "pip", "-q", "install", *own, *packages, **environment.variables)
 
 
 def _export_openvino(home: Path, name: str) -> None:

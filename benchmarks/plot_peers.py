@@ -1,4 +1,4 @@
-"""Draws the table of engines in docs/benchmarks.md as docs/pictures/peers.svg.
+"""Draws the first table of engines in docs/benchmarks.md as docs/pictures/peers.svg.
 
     python benchmarks/plot_peers.py
 
@@ -61,9 +61,10 @@ class Row:
 
 
 def read_rows(page: str) -> list[Row]:
-    """The table's rows in its order; those without a figure are an error."""
+    """The first table's rows in its order; those without a figure are an error."""
     rows = []
-    for engine, bits, drafts, _, *cells in _ROW.findall(page):
+    table = page[page.find("| engine | bits |") :].partition("\n\n")[0]
+    for engine, bits, drafts, _, *cells in _ROW.findall(table):
         speeds = tuple(float(cell.split()[0]) for cell in cells[: len(FIGURES)])
         rows.append(Row(engine, int(bits), bool(drafts), speeds))
     if not rows:

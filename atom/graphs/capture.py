@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import torch
@@ -37,7 +38,8 @@ class CaptureBackend(Protocol):
 class CudaGraphBackend:
     """CUDA graphs (HIP graphs on ROCm). All captures share one memory pool.
 
-    Graphs may be replayed in any order, since `work` copies its results out of the pool.
+    Graphs may be replayed in any order, since `work` copies its results out of the pool. A graph
+    keeps its `work`, and so all tensors that only this refers to: it reads them at their addresses.
     """
 
     def __init__(self) -> None:
@@ -53,12 +55,15 @@ class CudaGraphBackend:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool, stream=self._stream):
             work()
-        replay: Callable[[], None] = graph.replay
-        return replay
+        return partial(_replay, graph, work)
+
+
+def _replay(graph: torch.cuda.CUDAGraph, _: Callable[[], None]) -> None:
+    graph.replay()
 
 
 def copy_all(places: Sequence[torch.Tensor], results: Sequence[torch.Tensor]) -> None:
-    """Copy each result to its place: on a GPU one launch for those of a type."""
+    """Copy each result to its place: on a GPU one launch, if all have one type."""
     torch._foreach_copy_(list(places), list(results))
 
 

@@ -261,8 +261,8 @@ class InputBuilder:
             most_context_cpu=context_lens,
         )
         step = _input_of(kept, attention, carried)
-        self._take_carried(carried, step.model_input, kept.sample, kept.next_token_ids)
-        return step
+        self._take_carried(carried, step.model_input, sample, kept.next_token_ids)
+        return step if kept.is_plain else replace(step, sample=sample)
 
     def _kept_input(self, kept: KeptStep, tables: torch.Tensor) -> StepInput:
         """The same for all steps with these tables: the lengths of contexts are bounded by them."""

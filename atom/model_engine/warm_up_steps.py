@@ -77,7 +77,7 @@ def warm_ups(limits: StepLimits) -> Iterator[WarmUp]:
     """Prompts of several lengths, and each way to choose tokens.
 
     Blocks are any of the pool, also shared ones: what is computed means nothing. Nothing exceeds
-    the limits; there is nothing where contexts have no room for two steps after a prompt.
+    the limits; there is nothing where contexts have no room for three steps after a prompt.
     """
     longest = limits.longest_prompt
     if longest < 1:

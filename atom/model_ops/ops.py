@@ -287,7 +287,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("torch.sampling:argmax"),
     ),
     "largest_pair": (
-        invariant("triton.argmax:largest_pair"),
+        invariant("triton.argmax:largest_pair", "triton.argmax:refuses"),
         invariant("torch.sampling:largest_pair"),
     ),
     "largest_of_pairs": (

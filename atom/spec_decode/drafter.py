@@ -22,7 +22,7 @@ from atom.spec_decode.draft_length import (
 )
 from atom.spec_decode.grammar import GRAMMAR, GrammarDrafter, GrammarDrafts
 from atom.spec_decode.made_drafts import NO_DRAFTS, by_sequence, replaced
-from atom.spec_decode.recorded_drafts import RecordedDrafts
+from atom.spec_decode.recorded_drafts import RecordedDrafts, with_own_metadata
 from atom.spec_decode.rest import Rest
 from atom.spec_decode.suffix_index import Continuation
 from atom.spec_decode.suffix_lookup import SuffixLookup
@@ -231,8 +231,11 @@ class Drafter:
         count = numbers.made
         if self._graphs is not None and step.graph is not None:
             return self._graphs.replay(step.graph, len(step.last_rows))
-        if self._recorded is None or not step.recurs:
+        if self._recorded is None:
             return self.proposer.propose(step, count)
+        if not step.recurs:
+            # Its layout may be of the steps to come, too, with other lengths.
+            return self.proposer.propose(with_own_metadata(step), count)
         return self._recorded.propose(step, count)
 
     def was_replayed(self, step: VerifiedStep) -> bool:

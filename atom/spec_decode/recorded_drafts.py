@@ -16,16 +16,20 @@ class RecordedGuide:
     """A guide that asks another one in each replay.
 
     Attributes:
-        own: the guide of the step that runs.
+        own: the guide of the step that runs, if it has one.
     """
 
-    own: Guide
+    own: Guide | None = None
 
     def restrict(self, logits: torch.Tensor, target_ids: torch.Tensor | None) -> None:
-        between_kernels(lambda: self.own.restrict(logits, target_ids), logits)
+        between_kernels(lambda: self._guide().restrict(logits, target_ids), logits)
 
     def take(self, token_ids: torch.Tensor) -> None:
-        between_kernels(lambda: self.own.take(token_ids), token_ids)
+        between_kernels(lambda: self._guide().take(token_ids), token_ids)
+
+    def _guide(self) -> Guide:
+        assert self.own is not None
+        return self.own
 
 
 class RecordedDrafts:
@@ -47,7 +51,10 @@ class RecordedDrafts:
         if step.guide is not None:
             self._guide.own = step.guide
             step, which = replace(step, guide=self._guide), ("within grammars", num_drafts)
-        return self._recorder.run(step.recordings, which, lambda: self._work(step, num_drafts))
+        try:
+            return self._recorder.run(step.recordings, which, lambda: self._work(step, num_drafts))
+        finally:
+            self._guide.own = None
 
     def _work(self, step: VerifiedStep, num_drafts: int) -> Work[Proposal]:
         name = "drafting" if num_drafts else "writing the draft's cache"
@@ -61,7 +68,7 @@ class RecordedDrafts:
 
 
 def with_own_metadata(step: VerifiedStep) -> VerifiedStep:
-    """What is derived from it while work is recorded is computed in replays alone."""
+    """The step with nothing derived from its lengths yet, and what will be not kept with it."""
     given = step.model_input
     own = replace(given, attention=replace(given.attention))
     return replace(step, model_input=own)

@@ -71,6 +71,10 @@ def run(args: argparse.Namespace) -> None:
         raise DataError("the draft is the first argument; calibration takes no speculative option")
     if args.temperature <= 0 or min(args.scales) <= 0:
         raise DataError("only sampled texts tell: temperature and scales must be positive")
+    for name in ("limit", "depth"):
+        given_size = getattr(args, name)
+        if given_size is not None and given_size < 1:
+            raise DataError(f"--{name} must be at least 1, got {given_size}")
     scales = sorted({*args.scales})
     config = engine_config(**given)
     source = resolve_model(config.model)
@@ -81,6 +85,8 @@ def run(args: argparse.Namespace) -> None:
     texts = _answers(dataset, args.temperature, args.limit)
     held_out = _held_out(config, source, exported, dataset, texts)
     right = held_out.race(args.temperature, scales)
+    if not right.shape[2]:
+        raise DataError(f"no answer is as long as {exported.depth} drafts: nothing can be measured")
     print(f"{len(texts)} texts at T = {args.temperature:g}, {right.shape[2]} rows")
     print(table(scales, right))
     best = scales[int(_kept(right).argmax())]

@@ -205,5 +205,7 @@ def test_options(benchmark_module: Module, capsys: pytest.CaptureFixture[str]) -
     assert args.packages == {"openvino": ["a", "b"]}
     with pytest.raises(SystemExit):
         parse(["setup", "--home", "x", "--packages", "vllm", "a"])
-    assert "the peers are transformers, llama.cpp, openvino" in capsys.readouterr().err
+    assert (
+        "the peers are transformers, llama.cpp, llama.cpp-avx2, openvino" in capsys.readouterr().err
+    )
     assert json.dumps(parse(["run", "--home", "x"]).only)

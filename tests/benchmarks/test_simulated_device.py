@@ -237,7 +237,7 @@ def graphed_worker(config: EngineConfig, patch: pytest.MonkeyPatch) -> Worker:
     graphs = worker._runner.graphs
     assert graphs is not None
     with torch.inference_mode():
-        for key, (tokens, accepted) in graphs._choices._kept.items():
+        for key, (tokens, accepted, *_) in graphs._choices._kept.items():
             assert isinstance(key, ChoiceKey)
             tokens.fill_(TOKEN)
             accepted.fill_(key.query_len - 1)

@@ -21,7 +21,6 @@ pytestmark = pytest.mark.skipif(REASON is not None, reason=f"no native kernels: 
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]}
 # A name: the family, its config, options of the engine, the op that PyTorch would run.
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
-    "latents in 8 bits": ("deepseek_v3", {}, {"kv_cache_dtype": "fp8"}, "mla_decode"),
     "latents of no whole vectors": ("deepseek_v3", {"kv_lora_rank": None}, {}, "mla_decode"),
     "experts with rounded inputs": ("kimi_k25", {"quantization_config": FP8}, {}, "quant_experts"),
     "a cache of another type": ("llama", {}, {"kv_cache_dtype": "bf16"}, "paged_attention"),

@@ -19,6 +19,7 @@ from atom.model_loader.hub import download, looks_like_path
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.quant.summary import describe_weights
 from atom.models.base import CausalLM
 from atom.models.eagle3.parts import DraftConfig, DraftParts
 from atom.models.eagle3.sharing import SharingDraft
@@ -102,7 +103,7 @@ def load_onto(
     model: D = build_model(create, source, context, options)
     _check_d2t(model, config, draft)
     model.share_with(target.model)
-    _log(draft, config, parts, context)
+    _log(draft, config, parts, context, describe_weights(model, quantization))
     return model
 
 
@@ -224,12 +225,18 @@ def _check_d2t(model: SharingDraft, config: DraftConfig, draft: str) -> None:
         )
 
 
-def _log(draft: str, config: DraftConfig, parts: DraftParts, context: LayerContext) -> None:
+def _log(
+    draft: str, config: DraftConfig, parts: DraftParts, context: LayerContext, weights: str
+) -> None:
+    """Args:
+    weights: how they are quantised; "" if none are.
+    """
     logger.info(
-        "draft %s: %s in %s, %s embedding, %s head over %d of %d tokens",
+        "draft %s: %s in %s%s, %s embedding, %s head over %d of %d tokens",
         draft,
         config.architecture,
         str(context.dtype).removeprefix("torch."),
+        weights and f", {weights}",
         "own" if parts.embed_tokens else "the target's",
         "own" if parts.lm_head else "the target's",
         config.draft_vocab_size,

@@ -172,7 +172,7 @@ def _op_that_runs() -> str | None:
     """
     frame, name = inspect.currentframe(), None
     while frame is not None:
-        if frame.f_globals["__name__"].startswith(_OPS_OF_TORCH):
+        if str(frame.f_globals.get("__name__")).startswith(_OPS_OF_TORCH):
             name = frame.f_code.co_name
         frame = frame.f_back
     return name

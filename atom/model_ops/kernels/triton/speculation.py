@@ -189,6 +189,8 @@ def place_samples(
     num_rows, count = len(logits_indices), len(num_accepted)
     width = num_rows // max(count, 1) if table is None else table.shape[1]
     _check_rows("place_samples", sampled, count, width, table)
+    if len(sampled) != num_rows:
+        raise ValueError(f"place_samples wants a sample for each of {num_rows} rows")
     last = torch.empty_like(num_accepted)
     if num_rows:
         _place[(triton.cdiv(num_rows, _ROWS),)](
