@@ -318,6 +318,8 @@ def test_wrong_use_is_refused(
     measure = ("calibrate", draft, "--model", target, "--data", data, *ENGINE)
     assert "no text was sampled at temperature 1, but at [0.0, 0.5]" in refused(*measure)
     assert "must be positive" in refused(*measure, "--temperature", 0)
+    assert "--limit must be at least 1, got -1" in refused(*measure, "--limit", -1)
+    assert "--depth must be at least 1, got 0" in refused(*measure, "--depth", 0)
     assert "takes no speculative option" in refused(*measure, "--method", "suffix")
     assert "the texts do not say" in refused(*_without(data, tmp_path, "answers", measure))
     assert "was sampled with --top-p 0.9" in refused(*_without(data, tmp_path, "top-p", measure))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from threading import RLock
 from typing import Any
 
 import numpy as np
@@ -53,10 +54,22 @@ def install() -> None:
     interpreter.ReduceOps.apply_impl = _widened_reduce(interpreter.ReduceOps.apply_impl)
     interpreter.ScanOps.apply_impl = _widened_reduce(interpreter.ScanOps.apply_impl)
     interpreter._patch_lang_core = _with_every_type(interpreter._patch_lang_core)
+    interpreter.GridExecutor.__call__ = _one_at_a_time(interpreter.GridExecutor.__call__)
     interpreter.GridExecutor._init_args_hst = _in_place(interpreter.GridExecutor._init_args_hst)
     interpreter.GridExecutor._restore_args_dev = _in_place(
         interpreter.GridExecutor._restore_args_dev
     )
+
+
+def _one_at_a_time(call: Callable[..., Any]) -> Callable[..., Any]:
+    """While a kernel runs its language is replaced for all threads, such as ranks'."""
+    lock = RLock()
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        with lock:
+            return call(*args, **kwargs)
+
+    return wrapped
 
 
 def _convert(data: Any, source: Any, target: Any, _rounding: Any = None) -> Any:
