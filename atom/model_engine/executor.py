@@ -18,7 +18,7 @@ from atom.model_engine.processes.causes import is_users
 from atom.model_engine.processes.lockstep import Lockstep
 from atom.model_engine.worker import Worker
 from atom.model_loader.source import ModelSource
-from atom.sampling.sampler import SamplingFailedError
+from atom.sampling.failure import SamplingFailedError
 from atom.spec_decode.base import Lookahead
 from atom.structured_output.cache import GrammarCache
 

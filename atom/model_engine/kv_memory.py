@@ -19,7 +19,7 @@ from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank, dtype_name
 from atom.model_engine.rank_parts import RankParts
 from atom.model_engine.runner_parts import create_runner
-from atom.sampling.sampler import SamplingFailedError
+from atom.sampling.failure import SamplingFailedError
 from atom.spec_decode.drafter import Drafter
 
 logger = logging.getLogger(__name__)

@@ -91,7 +91,6 @@ class ModelRunner:
         graphs: StepGraphs | None = None,
     ) -> None:
         self.graphs = graphs
-        self._recorder = recorder
         self._recorded: RecordedSteps | None = None
         if recorder is not None:
             self._recorded = RecordedSteps(recorder, forward, sampler, drafter, self._compute)
@@ -150,7 +149,7 @@ class ModelRunner:
     def _send_to_host(self, *results: Proposal | Verified | None) -> Arriving:
         """Start to copy the tensors of these to the host; recorded steps' are read in place."""
         known = [result for result in results if result is not None]
-        if self._recorder is not None:
+        if self._recorded is not None:
             return lambda: [array for result in known for array in result.arrays]
         return send_to_host([tensor for result in known for tensor in result.tensors])
 
@@ -272,11 +271,11 @@ class ModelRunner:
         was replayed.
         """
         recurs, target = False, step.graph is not None
-        if self._recorder is None or self._recorded is None or not step.recurs:
+        if self._recorded is None or not step.recurs:
             done = self._compute(step, numbers)
         else:
             done, recurs = self._recorded.run(batch.sequences, step)
-            target = self._recorder.was_replayed
+            target = self._recorded.was_replayed
         parts = StepParts(
             step.decodes,
             not step.decodes and any(s.decodes for s in batch.sequences),

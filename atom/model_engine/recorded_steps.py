@@ -75,6 +75,11 @@ class RecordedSteps:
         self._drafter = drafter
         self._compute = compute
 
+    @property
+    def was_replayed(self) -> bool:
+        """Whether the last work was."""
+        return self._recorder.was_replayed
+
     def run(
         self, sequences: Sequence[ScheduledSequence], step: StepInput
     ) -> tuple[ComputedStep, bool]:

@@ -16,7 +16,7 @@ from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank
 from atom.model_engine.rank_parts import RankParts
 from atom.model_engine.warm_up_steps import StepLimits, WarmUp, warm_ups
-from atom.sampling.sampler import SamplingFailedError
+from atom.sampling.failure import SamplingFailedError
 from atom.spec_decode.drafter import Drafter
 
 logger = logging.getLogger(__name__)

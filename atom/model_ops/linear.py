@@ -196,16 +196,13 @@ class QKVParallelLinear(LinearBase):
         """[T, in_features] -> k and v [T, kv_heads, d], views; queries are not computed if the
         weights allow that.
         """
-        kv = self.multiply(x, "k_proj", "v_proj")
-        return torch.split_with_sizes(
-            kv.view(kv.shape[0], -1, self.head_dim), [self.num_kv_heads] * 2, 1
-        )
+        heads = [self.num_kv_heads] * 2
+        return by_head(self.multiply(x, "k_proj", "v_proj"), self.head_dim, heads)
 
     def split(self, qkv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, out_features] -> q [T, heads, d], k and v [T, kv_heads, d], views."""
         heads = [self.num_heads, self.num_kv_heads, self.num_kv_heads]
-        # Half the overhead of `torch.split`, which matters for single tokens.
-        return torch.split_with_sizes(qkv.view(qkv.shape[0], -1, self.head_dim), heads, 1)
+        return by_head(qkv, self.head_dim, heads)
 
 
 class KVParallelLinear(LinearBase):
@@ -229,8 +226,7 @@ class KVParallelLinear(LinearBase):
 
     def split(self, kv: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """[T, out_features] -> k and v [T, kv_heads, d], views."""
-        heads = [self.num_kv_heads] * 2
-        return torch.split_with_sizes(kv.view(kv.shape[0], -1, self.head_dim), heads, 1)
+        return by_head(kv, self.head_dim, [self.num_kv_heads] * 2)
 
 
 class RowParallelLinear(LinearBase):
@@ -255,6 +251,12 @@ class RowParallelLinear(LinearBase):
         super().process_after_loading()
         if self.group.rank > 0:
             self.bias = None
+
+
+def by_head(rows: torch.Tensor, head_dim: int, heads: list[int]) -> tuple[torch.Tensor, ...]:
+    """[T, all heads' d] -> [T, n, d] for each n of `heads`, views."""
+    # Half the overhead of `torch.split`, which matters for single tokens.
+    return torch.split_with_sizes(rows.view(rows.shape[0], -1, head_dim), heads, 1)
 
 
 def kv_share(group: ParallelGroup, num_kv_heads: int, head_dim: int) -> Cut:

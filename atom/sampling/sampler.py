@@ -19,6 +19,7 @@ from atom.messages import TokenLogprobs
 from atom.model_ops.metadata import SamplingMetadata
 from atom.sampling.decode_rows import kind_of
 from atom.sampling.edits import EditsBuilder, LogitEdits, choose
+from atom.sampling.failure import SamplingFailedError
 from atom.sampling.logprobs import Logprobs, as_messages, compute_logprobs
 from atom.sampling.ops import TORCH_OPS, SamplingOps
 from atom.sampling.plan import (
@@ -49,14 +50,6 @@ _SLOW_GRAMMAR = (
     "the grammar takes too long to follow after {} tokens; write it with fewer ways to read the "
     "same text, such as repetitions within repetitions"
 )
-
-
-class SamplingFailedError(Exception):
-    """Choosing tokens failed on the first of several ranks, which are at the same place again."""
-
-    def __init__(self, cause: Exception) -> None:
-        super().__init__(f"{type(cause).__name__}: {cause}")
-        self.cause = cause
 
 
 @dataclass(frozen=True)

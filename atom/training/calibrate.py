@@ -20,6 +20,7 @@ from atom.model_engine.arg_utils import (
     speculation_of,
 )
 from atom.model_loader.source import ModelSource, resolve_model
+from atom.options import check_at_least
 from atom.platform import default_num_threads, select_platform
 from atom.training.batches import BatchBuilder
 from atom.training.checkpoint import TrainingCheckpoint
@@ -64,17 +65,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Raises:
     DataError: for unusable texts, or a draft that training does not make.
-    ConfigError: for a target that cannot be loaded.
+    ConfigError: for a target that cannot be loaded, or a size less than 1.
     """
     given = engine_options(args)
     if speculation_of(given):
         raise DataError("the draft is the first argument; calibration takes no speculative option")
     if args.temperature <= 0 or min(args.scales) <= 0:
         raise DataError("only sampled texts tell: temperature and scales must be positive")
-    for name in ("limit", "depth"):
-        given_size = getattr(args, name)
-        if given_size is not None and given_size < 1:
-            raise DataError(f"--{name} must be at least 1, got {given_size}")
+    for flag, size in (("--limit", args.limit), ("--depth", args.depth)):
+        if size is not None:
+            check_at_least(flag, size, 1)
     scales = sorted({*args.scales})
     config = engine_config(**given)
     source = resolve_model(config.model)

@@ -116,7 +116,7 @@ def test_torch_is_asked_for_views_and_copies_only(
     assert stats.num_draft_steps == (stats.num_decode_steps if has_draft else 0)
     assert (stats.num_replayed_draft_steps > before_run.num_replayed_draft_steps) == has_draft
     replayed = stats.num_replayed_decode_steps, stats.num_replayed_draft_steps
-    monkeypatch.setattr(runner, "_recorder", None)
+    monkeypatch.setattr(runner, "_recorded", None)
     monkeypatch.setattr(runner, "_recorded", None)
     monkeypatch.setattr(runner.inputs, "_step_tables", None)
     monkeypatch.setattr(worker.parts.drafter, "_recorded", None)
