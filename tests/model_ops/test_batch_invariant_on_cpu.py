@@ -71,7 +71,10 @@ def test_what_depends_on_the_batch_is_refused(
 
 
 @pytest.mark.usefixtures("compiled_only")
-@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}])
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}, {"kv_cache_dtype": "fp8"}],
+)
 @pytest.mark.parametrize("family", ["llama", "deepseek_v3"])
 def test_other_models_start(
     family: str,
