@@ -85,9 +85,11 @@ constexpr bool kManyRegisters = true;  // 32 vectors
 constexpr bool kManyRegisters = false;
 #endif
 // Panels that vectors multiply with so many rows at once: two, so that inputs are loaded half as
-// often, where registers are many or rows are. Numbers fill registers with one.
+// often, where registers are many or rows are. Numbers fill registers with one, and where registers
+// are few the factors of groups take those that a second panel would need.
 inline int64_t panels_together(Inputs kind, int64_t rows) {
-  return kind == Inputs::kNumbers || (!kManyRegisters && rows < 8) ? 1 : 2;
+  if (kind == Inputs::kNumbers) return 1;
+  return kManyRegisters || rows >= (kind == Inputs::kInt16 ? 2 : 8) ? 2 : 1;
 }
 
 // out [count, panels, kLanes] = `panels` panels of the weights from `panel` on, at most as many as
