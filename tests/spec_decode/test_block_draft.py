@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_ops.batches import Part
 from spec_decode import block_bench
-from spec_decode.block_bench import DRAFTS, LAYER, MASK, VOCAB, BlockBench, step_of
+from spec_decode.block_bench import DRAFTS, LAYER, VOCAB, BlockBench, step_of
 from spec_decode.block_reference import BlockReference
 
 from atom.model_loader.source import ModelSource
@@ -32,10 +32,17 @@ class Case:
         tensors = block_bench.draft_tensors(self.draft)
         embed, head = target[0].token_embedding.weight, target[0].output_head.weight
         self.reference = BlockReference(
-            LAYER, self.draft.meaning, tensors, embed, head, self.draft.raw["block_size"], MASK
+            self.draft.flat,
+            self.draft.meaning,
+            tensors,
+            embed,
+            head,
+            self.draft.raw["block_size"],
+            self.draft.mask_token,
         )
         generator = torch.Generator().manual_seed(3)
-        self.aux = list(torch.randn(3, CONTEXT, LAYER["hidden_size"], generator=generator) * 3)
+        shape = self.draft.num_aux, CONTEXT, LAYER["hidden_size"]
+        self.aux = list(torch.randn(shape, generator=generator) * 3)
         self.tokens = torch.randint(0, VOCAB, (CONTEXT,), generator=generator).tolist()
         self.num_drafts = self.model.config.max_drafts
 
