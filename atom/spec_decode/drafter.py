@@ -98,6 +98,8 @@ class Drafter:
         self._grammars = grammars
         # Of the step that was merged last.
         self._merged = DraftNumbers()
+        # Rows of sequences whose prompts are being computed, with those that start in this step.
+        self._starting: set[int] = set()
         # By row, the confidences of the drafts that were last made for its sequence: in that step,
         # and before it.
         self._pending: dict[int, list[float]] = {}
@@ -121,12 +123,22 @@ class Drafter:
     def start(self, batch: ScheduledBatch) -> None:
         """A step starts: drop the state of rows that were freed, and learn of new sequences."""
         if self._rest is not None:
-            self._rest.begin(batch.num_drafting, starts=bool(batch.new))
+            self._rest.begin(batch.num_drafting, starts=self._starts(batch))
         if self._lookup is not None:
             self._lookup.forget(batch.freed_rows)
             self._lookup.start(batch.new)
         if self._grammars is not None:
             self._grammars.forget(batch.freed_rows)
+
+    def _starts(self, batch: ScheduledBatch) -> bool:
+        """Whether a sequence starts, or has started and not been sampled before this step."""
+        starting = self._starting
+        starting.difference_update(batch.freed_rows)
+        starting.update([each.row for each in batch.new])
+        if not starting:
+            return False
+        starting.difference_update([s.row for s in batch.sequences if s.wants_sample])
+        return True
 
     def begin(self, num_sampled: int) -> DraftNumbers:
         """The numbers of the step that begins, unless the lookup runs first.

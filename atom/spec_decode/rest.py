@@ -10,7 +10,7 @@ class Rest:
     """Steps in which nothing is looked up, chosen or learnt, since no drafts paid lately.
 
     They are the more the more often none did. They end where the number of sequences changes or a
-    sequence starts.
+    sequence starts, and there are none until that has been sampled.
 
     Attributes:
         is_on: in this step.
@@ -27,7 +27,7 @@ class Rest:
 
         Args:
             num_sequences: that it samples and that want drafts.
-            starts: whether a sequence does.
+            starts: whether a sequence does, or has not been sampled before.
         """
         if num_sequences and num_sequences != self.num_sequences:
             self.num_sequences, self._last = num_sequences, 0
