@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from atom.batch import ScheduledBatch
+
 # Steps at rest, one after the other.
 _MOST = 31
 
@@ -21,6 +23,18 @@ class Rest:
         self.is_on, self.num_sequences = False, 0
         self._left = self._last = 0
         self._seconds: list[float | None] = []
+        # Rows of sequences that have started and not been sampled yet.
+        self._starting: set[int] = set()
+
+    def is_awaited(self, batch: ScheduledBatch) -> bool:
+        """Whether a sequence starts in a step, or has not been sampled before it."""
+        starting = self._starting
+        starting.difference_update(batch.freed_rows)
+        starting.update([each.row for each in batch.new])
+        if not starting:
+            return False
+        starting.difference_update([s.row for s in batch.sequences if s.wants_sample])
+        return True
 
     def begin(self, num_sequences: int, *, starts: bool) -> None:
         """A step begins.

@@ -82,31 +82,33 @@ def test_fewer_drafts_are_verified_when_a_request_says_so(folders: tuple[Path, P
         params("warm", num_speculative_tokens=0)
 
 
-def test_numbers_of_drafts_are_chosen_for_those_who_want_some(
-    folders: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("lookup", [False, True])
+def test_numbers_of_drafts_are_chosen_among_those_that_are_wanted(
+    folders: tuple[Path, Path], lookup: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Else the drafts of others would be verified in their place, and then dropped."""
+    """Else others would be verified in their place, and then dropped."""
     chosen: list[int] = []
-    cut: list[int] = []
+    cut: list[list[int]] = []
 
     class Watched(AdaptiveLength):
         def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
             chosen.append(len(sources))
-            return super().choose(sources, drafts=drafts)
+            return Choice(K, K if drafts else 0)
 
         def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
-            cut.append(len(made))
+            cut.append([len(own.confidences) for own in made])
             return super().cut(choice, made)
 
     monkeypatch.setattr(factory, "AdaptiveLength", Watched)
     target, draft = folders
     drafting = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": K}
-    engine = create_engine(target, **drafting, speculative_adaptive=True)
-    on, off = params("warm"), params("warm", speculation=False)
-    mixed = [off if i % 4 else on for i in range(len(PROMPTS))]
+    engine = create_engine(target, **drafting, speculative_adaptive=True, speculative_lookup=lookup)
+    few, off = params("warm", num_speculative_tokens=2), params("warm", speculation=False)
+    mixed = [off if i % 4 else few for i in range(len(PROMPTS))]
     _run(engine, mixed)
     assert max(chosen) == sum(each.speculation for each in mixed) == 4
-    assert cut == chosen
+    assert [len(numbers) for numbers in cut] == chosen
+    assert max(max(numbers) for numbers in cut) == 2
 
 
 def _run(engine: LLM, sampling: Any) -> list[RequestOutput]:
