@@ -283,9 +283,11 @@ def write_draft(folder: Path, draft: Draft, prefix: str = "") -> Path:
     return folder
 
 
-def load(folder: Path, target: CausalLM, source: ModelSource, kind: str) -> BlockDraft:
+def load(
+    folder: Path, target: CausalLM, source: ModelSource, kind: str, quantization: str = "auto"
+) -> BlockDraft:
     context = LayerContext.create(torch.float32, 128, cpu_platform())
-    loaded_for = DraftTarget(target, source, context, ModelOptions())
+    loaded_for = DraftTarget(target, source, context, ModelOptions(), quantization=quantization)
     return load_block_draft(str(folder), loaded_for, kind)
 
 

@@ -78,6 +78,25 @@ def test_a_card_is_named_after_the_method(
     assert expected == ExpectedAcceptance(source=method, **card)
 
 
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark rnn", "speculators dspark"])
+def test_a_draft_is_quantised_as_asked(name: str, tmp_path: Path, llama_target: Target) -> None:
+    """And drafts nearly what it did."""
+    case = Case(name, tmp_path, llama_target)
+    rounded = block_bench.load(tmp_path, *llama_target, case.draft.kind, "int8")
+    formats = [layer.storage.format for layer in (case.model.fc, rounded.fc)]
+    assert formats[0] is None
+    assert formats[1] is not None
+    assert formats[1].codes == "int8"
+    found = []
+    for model in (case.model, rounded):
+        bench = BlockBench(model)
+        part = Part(CONTEXT, 0, bench.blocks(CONTEXT + model.config.block_size))
+        step = [part], case.rows(0, CONTEXT), case.tokens, [CONTEXT - 1], 1
+        _, scores, _ = bench.step(*step)
+        found.append(scores.softmax(-1))
+    assert 1e-5 < (found[0] - found[1]).abs().max() < 0.2
+
+
 def bench_of(model: BlockDraft) -> BlockBench:
     return BlockBench(model)
 
