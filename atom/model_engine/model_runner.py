@@ -330,11 +330,11 @@ class ModelRunner:
         self, batch: ScheduledBatch, step: StepInput, launched: Launched | None = None
     ) -> Found:
         plan = step.sample
-        if not self._drafter.looks:
-            return [None] * len(plan.states)
         sampled = [batch.sequences[i] for i in plan.layout.indices]
-        histories = [(s.prompt_token_ids, s.output_token_ids) for s in plan.states]
-        found = self._drafter.look_up([s.row for s in sampled], histories, launched)
+        found: Found = [None] * len(sampled)
+        if self._drafter.looks:
+            histories = [(s.prompt_token_ids, s.output_token_ids) for s in plan.states]
+            found = self._drafter.look_up([s.row for s in sampled], histories, launched)
         return [
             drafts if sequence.wants_drafts else NO_DRAFTS
             for sequence, drafts in zip(sampled, found, strict=True)

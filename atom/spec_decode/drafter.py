@@ -98,6 +98,8 @@ class Drafter:
         self._grammars = grammars
         # Of the step that was merged last.
         self._merged = DraftNumbers()
+        # By row, most drafts of a sequence whose request says so.
+        self._limits: dict[int, int] = {}
         # By row, the confidences of the drafts that were last made for its sequence: in that step,
         # and before it.
         self._pending: dict[int, list[float]] = {}
@@ -121,12 +123,17 @@ class Drafter:
     def start(self, batch: ScheduledBatch) -> None:
         """A step starts: drop the state of rows that were freed, and learn of new sequences."""
         if self._rest is not None:
-            self._rest.begin(batch.num_drafting, starts=bool(batch.new))
+            self._rest.begin(batch.num_drafting, starts=self._rest.is_awaited(batch))
         if self._lookup is not None:
             self._lookup.forget(batch.freed_rows)
             self._lookup.start(batch.new)
         if self._grammars is not None:
             self._grammars.forget(batch.freed_rows)
+        for row in batch.freed_rows:
+            self._limits.pop(row, None)
+        for new in batch.new:
+            if (most := new.params.num_speculative_tokens) is not None:
+                self._limits[new.row] = most
 
     def begin(self, num_sampled: int) -> DraftNumbers:
         """The numbers of the step that begins, unless the lookup runs first.
@@ -281,6 +288,11 @@ class Drafter:
             for index, draft in allowed.finish([each.token_ids for each in merged]).items():
                 sources[index] = GRAMMAR if draft.is_forced else sources[index]
                 merged[index] = replaced(merged[index], draft.token_ids)
+        if self._limits:
+            merged = [
+                each.first(self._limits.get(row, len(each.token_ids)))
+                for row, each in zip(rows, merged, strict=True)
+            ]
         if self._learns:
             self._remember(rows, own, merged, ahead)
         if self._length is not None and numbers.choice is not None:

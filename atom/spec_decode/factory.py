@@ -128,12 +128,19 @@ def create_drafter(
         options.method,
         lookup,
         length,
-        GrammarDrafter(most if captured else MAX_SPECULATIVE_TOKENS) if grammars else None,
+        _grammar_drafter(most, is_free=waiting_is_free and not captured) if grammars else None,
         waiting_is_free=waiting_is_free,
         is_ahead=is_ahead,
         recorder=recorder,
         graphs=graphs,
     )
+
+
+def _grammar_drafter(most: int, *, is_free: bool) -> GrammarDrafter:
+    """Drafts of grammars: on a GPU no more than others, since memory was measured, and kernels were
+    compiled, for steps that verify `most` of each sequence.
+    """
+    return GrammarDrafter(MAX_SPECULATIVE_TOKENS if is_free else most)
 
 
 def _first_recordings(proposer: Proposer, recorder: StepRecorder) -> FirstRuns:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from atom.batch import ScheduledBatch
+
 # Steps at rest, one after the other.
 _MOST = 31
 
@@ -10,7 +12,7 @@ class Rest:
     """Steps in which nothing is looked up, chosen or learnt, since no drafts paid lately.
 
     They are the more the more often none did. They end where the number of sequences changes or a
-    sequence starts.
+    sequence starts, and there are none until that has been sampled.
 
     Attributes:
         is_on: in this step.
@@ -21,13 +23,25 @@ class Rest:
         self.is_on, self.num_sequences = False, 0
         self._left = self._last = 0
         self._seconds: list[float | None] = []
+        # Rows of sequences that have started and not been sampled yet.
+        self._starting: set[int] = set()
+
+    def is_awaited(self, batch: ScheduledBatch) -> bool:
+        """Whether a sequence starts in a step, or has not been sampled before it."""
+        starting = self._starting
+        starting.difference_update(batch.freed_rows)
+        starting.update([each.row for each in batch.new])
+        if not starting:
+            return False
+        starting.difference_update([s.row for s in batch.sequences if s.wants_sample])
+        return True
 
     def begin(self, num_sequences: int, *, starts: bool) -> None:
         """A step begins.
 
         Args:
             num_sequences: that it samples and that want drafts.
-            starts: whether a sequence does.
+            starts: whether a sequence does, or has not been sampled before.
         """
         if num_sequences and num_sequences != self.num_sequences:
             self.num_sequences, self._last = num_sequences, 0

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from model_ops.batches import Part, attention_metadata
 from safetensors.torch import save_file
-from spec_decode.block_reference import Meaning, Tensors
+from spec_decode.block_reference import Meaning, Tensors, Yarn
 
 from atom.config import ModelOptions
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
@@ -28,7 +28,7 @@ from atom.spec_decode.base import Guide, VerifiedStep
 from atom.spec_decode.block import BlockProposer
 from atom.spec_decode.choice import Chosen, DraftChoice
 
-VOCAB, DRAFT_VOCAB, RANK, MASK, NUM_AUX = 96, 40, 8, 5, 3
+VOCAB, DRAFT_VOCAB, RANK, MASK = 96, 40, 8, 5
 LAYER: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
@@ -99,6 +99,16 @@ class Draft:
         return "dflash2" if "DFlash2" in name else "dflash" if "DFlash" in name else "dspark"
 
     @property
+    def mask_token(self) -> int:
+        return int(self.flat["mask_token_id"])
+
+    @property
+    def num_aux(self) -> int:
+        """Hidden states of the target that it reads."""
+        names = ("target_layer_ids", "aux_hidden_state_layer_ids")
+        return len(next(self.flat[name] for name in names if name in self.flat))
+
+    @property
     def draft_vocab(self) -> int:
         return self.flat.get("draft_vocab_size", self.flat["vocab_size"])
 
@@ -118,6 +128,36 @@ _SLIDING = {"layer_types": ["sliding_attention", "full_attention"], "sliding_win
 _PRUNED = {"draft_vocab_size": DRAFT_VOCAB}
 _SLIDING_LAYERS = {"model_type": "qwen3", **LAYER, **_SLIDING}
 _SCALES = {"input_embedding_scale": 1.5, "attention_value_scale": 0.8}
+_YARN = {
+    "rope_type": "yarn",
+    "factor": 64.0,
+    "original_max_position_embeddings": 4096,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+# As z-lab published it for Kimi-K2.5: in the format of their other drafts, with the target's yarn,
+# more hidden states than layers, and a mask token at the vocabulary's end.
+DFLASH_KIMI = {
+    **DFLASH,
+    "auto_map": {"AutoModel": "dflash.DFlashDraftModel"},
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "block_size": 8,
+    "dtype": "bfloat16",
+    "hidden_act": "silu",
+    "layer_types": ["full_attention"] * 2,
+    "max_position_embeddings": 262144,
+    "max_window_layers": 2,
+    "num_target_layers": 8,
+    "rope_theta": 50000.0,
+    "rope_scaling": _YARN,
+    "sliding_window": None,
+    "tie_word_embeddings": False,
+    "use_sliding_window": False,
+    "dflash_config": {"mask_token_id": VOCAB - 2, "target_layer_ids": [1, 2, 4, 5]},
+}
 DRAFTS = {
     "dflash": Draft(DFLASH),
     "dflash sliding": Draft(
@@ -133,6 +173,11 @@ DRAFTS = {
     ),
     "dflash scaled": Draft(
         {**DFLASH, "dflash_config": {**_INNER, **_SCALES}}, Meaning(scales=_SCALES)
+    ),
+    "dflash kimi": Draft(DFLASH_KIMI, Meaning(yarn=Yarn(64, 4096, 32, 1))),
+    "dflash kimi louder": Draft(
+        {**DFLASH_KIMI, "rope_scaling": {**_YARN, "attention_factor": 1.416}},
+        Meaning(yarn=Yarn(64, 4096, 32, 1, amplitude=1.416)),
     ),
     "dflash2": Draft(
         DFLASH2,
@@ -177,7 +222,7 @@ def draft_tensors(draft: Draft, seed: int = 0) -> Tensors:
     size, wide, dim = raw["hidden_size"], raw["intermediate_size"], raw["head_dim"]
     heads, kv = raw["num_attention_heads"] * dim, raw["num_key_value_heads"] * dim
     shapes: dict[str, tuple[int, ...]] = {"hidden_norm.weight": (size,), "norm.weight": (size,)}
-    shapes["fc.weight"] = (size, NUM_AUX * size)
+    shapes["fc.weight"] = (size, draft.num_aux * size)
     for i in range(raw["num_hidden_layers"]):
         layer: dict[str, tuple[int, ...]] = {
             "input_layernorm": (size,),
@@ -238,9 +283,11 @@ def write_draft(folder: Path, draft: Draft, prefix: str = "") -> Path:
     return folder
 
 
-def load(folder: Path, target: CausalLM, source: ModelSource, kind: str) -> BlockDraft:
+def load(
+    folder: Path, target: CausalLM, source: ModelSource, kind: str, quantization: str = "auto"
+) -> BlockDraft:
     context = LayerContext.create(torch.float32, 128, cpu_platform())
-    loaded_for = DraftTarget(target, source, context, ModelOptions())
+    loaded_for = DraftTarget(target, source, context, ModelOptions(), quantization=quantization)
     return load_block_draft(str(folder), loaded_for, kind)
 
 

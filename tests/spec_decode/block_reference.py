@@ -15,6 +15,33 @@ Tensors = dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
+class Yarn:
+    """Frequencies of a context that is `factor` times as long as the `original` one: those that
+    turn more than `fast` times within it stay, those that turn less than `slow` times are divided.
+
+    Attributes:
+        amplitude: of cosines and sines.
+    """
+
+    factor: float
+    original: int
+    fast: float
+    slow: float
+    amplitude: float = 1.0
+
+    def stretch(self, inverse: torch.Tensor, theta: float) -> torch.Tensor:
+        """The inverse frequencies [d / 2]."""
+        size = 2 * len(inverse)
+
+        def place(turns: float) -> float:
+            return size * math.log(self.original / (turns * math.tau)) / (2 * math.log(theta))
+
+        low, high = max(math.floor(place(self.fast)), 0), min(math.ceil(place(self.slow)), size - 1)
+        share = ((torch.arange(len(inverse)).double() - low) / (high - low)).clamp(0, 1)
+        return inverse * (1 - share) + inverse / self.factor * share
+
+
+@dataclass(frozen=True)
 class Meaning:
     """What a config means, said by whoever wrote the config of a test.
 
@@ -24,6 +51,7 @@ class Meaning:
         taps: of the convolutions around sublayers; 0 without.
         top_k: of the selector; 0 without.
         markov: the kind of Markov head; "" without.
+        yarn: how positions are stretched; None if they are not.
     """
 
     windows: tuple[int, ...] = (0, 0)
@@ -33,6 +61,7 @@ class Meaning:
     top_k: int = 0
     markov: str = ""
     interleaved: bool = False
+    yarn: Yarn | None = None
     scales: dict[str, float] = field(default_factory=dict)
 
 
@@ -58,23 +87,29 @@ class BlockReference:
         self.embed = self.tensors.get("embed_tokens.weight", embed.double())
         self.head = self.tensors.get("lm_head.weight", head.double())
 
-    def scores(self, aux: list[torch.Tensor], anchor: int) -> tuple[torch.Tensor, list[int]]:
-        """The scores [drafts, draft vocabulary] along the greedy path after a context of aux
-        hidden states [T, hidden] each, and the target ids drafted.
+    def scores(
+        self, aux: list[torch.Tensor], anchor: int, chosen: list[int] | None = None
+    ) -> tuple[torch.Tensor, list[int]]:
+        """The scores [drafts, draft vocabulary] after a context of aux hidden states [T, hidden]
+        each, and the target ids that they are highest for.
+
+        Args:
+            chosen: the drafts along which it goes; the best ones when left out.
         """
         states, at = self.block(aux, anchor), 0 if self.meaning.anchored else 1
         scales = self.meaning.scales
         unary = states @ self.head.T * scales.get("output_multiplier", 1)
         if cap := scales.get("final_logit_softcapping"):
             unary = cap * torch.tanh(unary / cap)
-        rows, tokens, carried = [], [anchor], None
-        for j in range(at, self.block_size):
-            row, carried = self.path(unary[j], states[j], tokens[-1], carried)
+        rows, tokens, carried, previous = [], [], None, anchor
+        for j in range(at, self.block_size if chosen is None else at + len(chosen)):
+            row, carried = self.path(unary[j], states[j], previous, carried)
             rows.append(row)
             best = int(row.argmax())
             d2t = self.tensors.get("d2t")
             tokens.append(best if d2t is None else best + int(d2t[best]))
-        return torch.stack(rows), tokens[1:]
+            previous = tokens[-1] if chosen is None else chosen[j - at]
+        return torch.stack(rows), tokens
 
     def path(
         self, row: torch.Tensor, state: torch.Tensor, previous: int, carried: Any
@@ -175,6 +210,10 @@ class BlockReference:
         dim = x.shape[-1]
         theta = self.layer.get("rope_theta", 10000.0)
         inverse = theta ** (-torch.arange(0, dim, 2).double() / dim)
+        yarn = self.meaning.yarn
+        if yarn is not None:
+            inverse = yarn.stretch(inverse, theta)
+            x = x * yarn.amplitude
         angles = torch.arange(start, start + len(x)).double()[:, None] * inverse
         cos, sin = angles.cos()[:, None], angles.sin()[:, None]
         if self.meaning.interleaved:

@@ -52,19 +52,29 @@ def params(setting: str, **overrides: Any) -> SamplingParams:
 def write_target(
     kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast, **fields: Any
 ) -> Path:
-    """A `llama` or a `deepseek_v3` (latent attention, experts, prediction layers) checkpoint.
+    """The folder of `write_checkpoint`."""
+    return write_checkpoint(kind, folder, tokenizer, **fields).folder
+
+
+def write_checkpoint(
+    kind: str, folder: Path, tokenizer: PreTrainedTokenizerFast, **fields: Any
+) -> checkpoints.Checkpoint:
+    """A `llama`, a `deepseek_v3` (latent attention, experts, prediction layers) or a `kimi_k25`
+    (the same in a nested config, more layers, no prediction layers) checkpoint.
 
     Args:
         fields: of its config.
     """
     fields = {"vocab_size": len(tokenizer), "hidden_size": HIDDEN, **fields}
     if kind == "llama":
-        checkpoints.llama(folder, **fields)
+        checkpoint = checkpoints.llama(folder, **fields)
+    elif kind == "kimi_k25":
+        checkpoint = checkpoints.kimi_k25(folder, **{"num_hidden_layers": 8, **fields})
     else:
-        checkpoints.deepseek_v3(folder, num_nextn_predict_layers=2, **fields)
+        checkpoint = checkpoints.deepseek_v3(folder, num_nextn_predict_layers=2, **fields)
         add_mtp_layers(folder)
     tokenizer.save_pretrained(folder)
-    return folder
+    return checkpoint
 
 
 EAGLE_DRAFTS = {
@@ -77,11 +87,30 @@ BLOCK_DRAFTS = {
     "dflash2": "dflash2",
     "dspark": "speculators dspark",
 }
+# What is published for Kimi goes with the `kimi_k25` target alone.
+_BLOCK_DRAFTS = {**BLOCK_DRAFTS, "kimi": "dflash kimi"}
 
 
 def method_of(draft: str) -> str:
     """The method that runs a draft of `write_draft`."""
-    return draft if draft in BLOCK_DRAFTS else "eagle3"
+    name = _BLOCK_DRAFTS.get(draft)
+    return "eagle3" if name is None else block_bench.DRAFTS[name].kind
+
+
+def block_draft(kind: str, vocab_size: int, **fields: Any) -> block_bench.Draft:
+    """A block drafter for the targets of `write_target`.
+
+    Args:
+        fields: of its config.
+    """
+    own: dict[str, Any] = {
+        "target_layer_ids": [-1, 0, 1],
+        "aux_hidden_state_layer_ids": [0, 2, 3],
+    }
+    if kind == "kimi":
+        own = {"mask_token_id": vocab_size - 2}
+    sizes = {"block_size": 8, "hidden_size": HIDDEN, "vocab_size": vocab_size}
+    return block_bench.DRAFTS[_BLOCK_DRAFTS[kind]].changed(**{**own, **sizes, **fields})
 
 
 def write_draft(kind: str, folder: Path, vocab_size: int, **fields: Any) -> Path:
@@ -90,13 +119,9 @@ def write_draft(kind: str, folder: Path, vocab_size: int, **fields: Any) -> Path
     Args:
         fields: of its config.
     """
-    sizes = {"hidden_size": HIDDEN, "vocab_size": vocab_size, **fields}
-    if kind in BLOCK_DRAFTS:
-        sizes = {"block_size": 8, **sizes}
-        ids = {"target_layer_ids": [-1, 0, 1], "aux_hidden_state_layer_ids": [0, 2, 3]}
-        draft = block_bench.DRAFTS[BLOCK_DRAFTS[kind]].changed(**sizes, **ids)
-        return block_bench.write_draft(folder, draft)
-    raw = EAGLE_DRAFTS[kind] | sizes
+    if kind in _BLOCK_DRAFTS:
+        return block_bench.write_draft(folder, block_draft(kind, vocab_size, **fields))
+    raw = EAGLE_DRAFTS[kind] | {"hidden_size": HIDDEN, "vocab_size": vocab_size, **fields}
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": [0, 2, 3]}
     create = draft_bench.parallel_tensors if kind == "peagle" else draft_bench.draft_tensors
     return draft_bench.write_draft(folder, raw, create(raw))
@@ -163,9 +188,13 @@ def drafters_from(monkeypatch: pytest.MonkeyPatch, create: CreateDrafter) -> Ite
         yield
 
 
+# Told the histories [S] of the sequences of a step whose drafts have just been made.
+Tell = Callable[[Sequence[tuple[int, ...]]], None]
+
+
 @contextmanager
 def drafts_recorded(
-    monkeypatch: pytest.MonkeyPatch, *creates: CreateDrafter
+    monkeypatch: pytest.MonkeyPatch, *creates: CreateDrafter, tell: Tell | None = None
 ) -> Iterator[list[dict[tuple[int, ...], list[int]]]]:
     """For each engine built inside, what its proposer drafts after every history.
 
@@ -177,14 +206,14 @@ def drafts_recorded(
 
     def create(*args: Any, **options: Any) -> Drafter:
         drafter = next(turns, usual)(*args, **options)
-        recorded.append(_record(drafter))
+        recorded.append(_record(drafter, tell))
         return drafter
 
     with drafters_from(monkeypatch, create):
         yield recorded
 
 
-def _record(drafter: Drafter) -> dict[tuple[int, ...], list[int]]:
+def _record(drafter: Drafter, tell: Tell | None) -> dict[tuple[int, ...], list[int]]:
     look_up, merge, looks = drafter.look_up, drafter.merge, drafter.looks
     drafts: dict[tuple[int, ...], list[int]] = {}
     behind: list[tuple[int, ...]] = []
@@ -205,6 +234,8 @@ def _record(drafter: Drafter) -> dict[tuple[int, ...], list[int]]:
     ) -> list[tuple[list[int], str]]:
         own = made[0].tolist() if made else [[] for _ in found]
         drafts.update(zip(behind, own, strict=True))
+        if tell is not None and made:
+            tell(behind)
         return merge(numbers, rows, found, made, allowed, launched)
 
     drafter.looks = True

@@ -9,7 +9,7 @@ import pytest
 import torch
 from model_ops.batches import Part
 from spec_decode import block_bench
-from spec_decode.block_bench import DRAFTS, LAYER, MASK, VOCAB, BlockBench, step_of
+from spec_decode.block_bench import DRAFTS, LAYER, VOCAB, BlockBench, step_of
 from spec_decode.block_reference import BlockReference
 
 from atom.model_loader.source import ModelSource
@@ -32,10 +32,17 @@ class Case:
         tensors = block_bench.draft_tensors(self.draft)
         embed, head = target[0].token_embedding.weight, target[0].output_head.weight
         self.reference = BlockReference(
-            LAYER, self.draft.meaning, tensors, embed, head, self.draft.raw["block_size"], MASK
+            self.draft.flat,
+            self.draft.meaning,
+            tensors,
+            embed,
+            head,
+            self.draft.raw["block_size"],
+            self.draft.mask_token,
         )
         generator = torch.Generator().manual_seed(3)
-        self.aux = list(torch.randn(3, CONTEXT, LAYER["hidden_size"], generator=generator) * 3)
+        shape = self.draft.num_aux, CONTEXT, LAYER["hidden_size"]
+        self.aux = list(torch.randn(shape, generator=generator) * 3)
         self.tokens = torch.randint(0, VOCAB, (CONTEXT,), generator=generator).tolist()
         self.num_drafts = self.model.config.max_drafts
 
@@ -69,6 +76,25 @@ def test_a_card_is_named_after_the_method(
     model = block_bench.load(block_bench.write_draft(tmp_path, stated), *llama_target, method)
     expected = BlockBench(model).proposer.lookahead.expected_acceptance
     assert expected == ExpectedAcceptance(source=method, **card)
+
+
+@pytest.mark.parametrize("name", ["dflash", "dflash2", "dspark rnn", "speculators dspark"])
+def test_a_draft_is_quantised_as_asked(name: str, tmp_path: Path, llama_target: Target) -> None:
+    """And drafts nearly what it did."""
+    case = Case(name, tmp_path, llama_target)
+    rounded = block_bench.load(tmp_path, *llama_target, case.draft.kind, "int8")
+    formats = [layer.storage.format for layer in (case.model.fc, rounded.fc)]
+    assert formats[0] is None
+    assert formats[1] is not None
+    assert formats[1].codes == "int8"
+    found = []
+    for model in (case.model, rounded):
+        bench = BlockBench(model)
+        part = Part(CONTEXT, 0, bench.blocks(CONTEXT + model.config.block_size))
+        step = [part], case.rows(0, CONTEXT), case.tokens, [CONTEXT - 1], 1
+        _, scores, _ = bench.step(*step)
+        found.append(scores.softmax(-1))
+    assert 1e-5 < (found[0] - found[1]).abs().max() < 0.2
 
 
 def bench_of(model: BlockDraft) -> BlockBench:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +13,7 @@ from spec_decode import engines
 from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
-from atom import LLM
+from atom import LLM, SamplingParams
 from atom.kv_cache.base import KVCachePlan
 from atom.model_engine import kv_memory
 
@@ -52,7 +54,15 @@ class Bench:
 
 @pytest.fixture(
     scope="module",
-    params=["llama mha", "deepseek_v3 mla", "deepseek_v3 mtp", "llama peagle", "llama dspark"],
+    params=[
+        "llama mha",
+        "deepseek_v3 mla",
+        "deepseek_v3 mtp",
+        "llama peagle",
+        "llama dspark",
+        "llama dflash",
+        "kimi_k25 kimi",
+    ],
 )
 def bench(
     request: pytest.FixtureRequest,
@@ -62,28 +72,46 @@ def bench(
     return Bench(request.param, tmp_path_factory.mktemp("invariance"), byte_level_tokenizer)
 
 
-@pytest.mark.parametrize("way", WAYS)
-def test_drafts_are_the_same(bench: Bench, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    changes = {"enable_prefix_caching": False, **WAYS[way]}
-    if way == "preempted":
-        # Room for two sequences at a time.
-        monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(20, 0))
-        changes |= {"max_model_len": 64}
-    with engines.drafts_recorded(monkeypatch) as recorders:
-        other = bench.engine(**changes)
+@contextmanager
+def prepared(way: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
+    """The options of an engine that is built and run inside, which has to go that way; `whole` if
+    it is none of `WAYS`.
+    """
+    changes = {"enable_prefix_caching": False, **WAYS.get(way, {})}
+    with monkeypatch.context() as patch:
+        if way == "preempted":
+            # Room for two sequences at a time.
+            patch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(20, 0))
+            changes |= {"max_model_len": 64}
+        yield changes
+
+
+def check_tokens(
+    way: str, engine: LLM, sampling: SamplingParams, expected: list[list[int]]
+) -> None:
+    """That it generates these tokens, and goes that way."""
     for _ in range(2 if way.startswith("prefix") else 1):  # then every prefix is cached
-        assert generate(other, SAMPLING, PROMPTS) == bench.expected
-    stats = other.engine.core.stats
+        assert generate(engine, sampling, PROMPTS) == expected
+    stats = engine.engine.core.stats
     assert (stats.num_preemptions > 0) == (way == "preempted")
     assert (stats.prefix_cache_hits > 0) == way.startswith("prefix")
+
+
+def num_verifiable(history: tuple[int, ...]) -> int:
+    """Drafts that max_tokens keeps from ever being verified may be made without a KV slot."""
+    num_prompt = max(len(p) for p in PROMPTS if history[: len(p)] == tuple(p))
+    return max(num_prompt + MAX_TOKENS - len(history) - 1, 0)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_drafts_are_the_same(bench: Bench, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with prepared(way, monkeypatch) as changes:
+        with engines.drafts_recorded(monkeypatch) as recorders:
+            other = bench.engine(**changes)
+        check_tokens(way, other, SAMPLING, bench.expected)
     (drafts,) = recorders
     compared = bench.drafts.keys() & drafts.keys()
     assert len(compared) > 50
     for history in compared:
-        # Drafts that max_tokens keeps from ever being verified may be made without a KV slot.
-        room = max(_num_prompt(history) + MAX_TOKENS - len(history) - 1, 0)
+        room = num_verifiable(history)
         assert bench.drafts[history][:room] == drafts[history][:room]
-
-
-def _num_prompt(history: tuple[int, ...]) -> int:
-    return max(len(p) for p in PROMPTS if history[: len(p)] == tuple(p))

@@ -10,8 +10,12 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
-from atom import StructuredOutput
+from atom import SamplingParams, StructuredOutput
+from atom.sampling.rows import Needs, SequenceState
+from atom.spec_decode.base import Lookahead, NullProposer
+from atom.spec_decode.factory import create_drafter
 from atom.spec_decode.grammar import GrammarDrafter
+from atom.speculative_options import SpeculativeOptions
 from atom.structured_output import state as states
 from atom.structured_output.spelling import Spelling
 from atom.structured_output.state import GrammarState
@@ -156,6 +160,28 @@ def test_a_guided_proposer_sees_what_is_allowed(bench: Bench) -> None:
         draft = drafts.finish([[], [x, x]])[1]
     assert bench.tokenizer.decode(draft.token_ids) == 'ther", "ok":'
     assert not draft.is_forced
+
+
+@pytest.mark.parametrize(
+    ("is_free", "captured", "most"), [(True, (), 15), (True, (1, 3), 2), (False, (), 2)]
+)
+def test_no_more_than_steps_were_made_for(
+    bench: Bench, is_free: bool, captured: tuple[int, ...], most: int
+) -> None:
+    """In graphs, and on a GPU, where memory is measured with as many drafts as others are."""
+    drafter = create_drafter(
+        SpeculativeOptions("suffix", 2),
+        NullProposer(Lookahead(2)),
+        captured=captured,
+        waiting_is_free=is_free,
+        is_ahead=not is_free,
+        recorder=None,
+    )
+    grammar, outputs = bench.state(StructuredOutput.regex("x09182736455463728190"), "x")
+    state = SequenceState(SamplingParams(), 0, [], outputs, Needs.GRAMMAR, grammar=grammar)
+    with drafter.grammar_drafts([0], [state]) as drafts:
+        assert drafts is not None
+        assert len(drafts.finish([[]])[0].token_ids) == most
 
 
 def test_drafting_that_costs_too_much_ends(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:

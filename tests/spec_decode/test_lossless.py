@@ -20,7 +20,9 @@ BLOCK = [*engines.BLOCK_DRAFTS]
 METHODS = {
     "llama": ["mha", "mla", "suffix", "peagle", *BLOCK],
     "deepseek_v3": ["mha", "mla", "suffix", "mtp", "peagle", *BLOCK],
+    "kimi_k25": ["kimi", "dspark"],
 }
+ONE_PASS = ("peagle", "kimi", *BLOCK)
 
 
 class Targets:
@@ -76,7 +78,7 @@ def _grid() -> Iterator[object]:
         # Drafts of one pass have the k of their turn at each commit.
         turn = (1, 3, 7)[number % 3]
         for k, part in {1: turned[:1], 3: turned[1:3], 7: turned[3:]}.items():
-            marks = (pytest.mark.slow,) if method in ("peagle", *BLOCK) and k != turn else ()
+            marks = (pytest.mark.slow,) if method in ONE_PASS and k != turn else ()
             yield pytest.param(target, method, k, part, id=f"{target}-{method}-{k}", marks=marks)
             rest = [name for name in SETTINGS if name not in part]
             name = f"{target}-{method}-{k}-rest"

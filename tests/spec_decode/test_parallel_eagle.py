@@ -188,6 +188,7 @@ def test_a_mask_state_is_required(tmp_path: Path, llama_target: Target) -> None:
     [
         (NATIVE, {"ptd_token_id": None}, "no mask token"),
         (NATIVE, {"num_hidden_layers": None}, "num_hidden_layers"),
+        (NATIVE, {"parallel_drafting": False}, "parallel_drafting=false"),
         (SPECULATORS, {"norm_before_fc": True, "fc_norm": True}, "exclude each other"),
         (SPECULATORS, {"transformer_layer_config": {**_LAYER, "model_type": "qwen3"}}, "'qwen3'"),
     ],

@@ -147,6 +147,29 @@ def test_what_empty_steps_take_says_nothing() -> None:
     assert set(length.rested) == {0.005}
 
 
+def test_there_is_no_rest_before_a_new_sequence_is_sampled() -> None:
+    """Its prompt is computed in parts, and meanwhile the only other sequence ends."""
+    drafter = drafter_of(Idle(), None)
+    while not step(drafter, ONE, [], 0.005):
+        pass
+    (one,) = ONE.sequences
+    new = NewSequence("two", 1, [1, 2, 3], [], SamplingParams(), 0)
+    prompt = [
+        ScheduledSequence("two", 1, [token], start, [], 1, wants_sample=start == 2)
+        for start, token in enumerate(new.prompt_token_ids)
+    ]
+    for batch in (
+        ScheduledBatch([one, prompt[0]], [new], []),
+        ScheduledBatch([one, prompt[1]], [], []),
+        ScheduledBatch([prompt[2]], [], [0]),
+    ):
+        drafter.start(batch)
+        assert not drafter.is_at_rest
+        drafter.begin_with([None])
+    drafter.start(ScheduledBatch([one], [], []))
+    assert drafter.is_at_rest
+
+
 @pytest.mark.parametrize("shares", [True, False])
 def test_others_find_what_was_written_at_rest(shares: bool) -> None:
     """Also of a sequence all of whose steps were; without recent outputs nobody wants to know."""

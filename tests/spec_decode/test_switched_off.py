@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,10 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM
 from atom.outputs import RequestOutput
+from atom.spec_decode import factory
+from atom.spec_decode.draft_length import Candidates, Choice
 from atom.spec_decode.eagle import EagleProposer
+from atom.spec_decode.lengths import AdaptiveLength
 
 K = 3
 
@@ -76,6 +80,35 @@ def test_fewer_drafts_are_verified_when_a_request_says_so(folders: tuple[Path, P
         assert max(drafts) == min(most, K)
     with pytest.raises(ValueError, match="num_speculative_tokens must be in"):
         params("warm", num_speculative_tokens=0)
+
+
+@pytest.mark.parametrize("lookup", [False, True])
+def test_numbers_of_drafts_are_chosen_among_those_that_are_wanted(
+    folders: tuple[Path, Path], lookup: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else others would be verified in their place, and then dropped."""
+    chosen: list[int] = []
+    cut: list[list[int]] = []
+
+    class Watched(AdaptiveLength):
+        def choose(self, sources: Sequence[str], *, drafts: bool) -> Choice:
+            chosen.append(len(sources))
+            return Choice(K, K if drafts else 0)
+
+        def cut(self, choice: Choice, made: Sequence[Candidates]) -> list[int]:
+            cut.append([len(own.confidences) for own in made])
+            return super().cut(choice, made)
+
+    monkeypatch.setattr(factory, "AdaptiveLength", Watched)
+    target, draft = folders
+    drafting = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": K}
+    engine = create_engine(target, **drafting, speculative_adaptive=True, speculative_lookup=lookup)
+    few, off = params("warm", num_speculative_tokens=2), params("warm", speculation=False)
+    mixed = [off if i % 4 else few for i in range(len(PROMPTS))]
+    _run(engine, mixed)
+    assert max(chosen) == sum(each.speculation for each in mixed) == 4
+    assert [len(numbers) for numbers in cut] == chosen
+    assert max(max(numbers) for numbers in cut) == 2
 
 
 def _run(engine: LLM, sampling: Any) -> list[RequestOutput]:

@@ -86,6 +86,25 @@ def test_extremes(folders: tuple[Path, Path], length: float, accepted: int) -> N
     assert stats.accepted_counts[accepted] > 0.95 * stats.num_drafts
 
 
+@pytest.mark.parametrize("options", [{}, {"enforce_eager": True}, {"overlap": True}])
+def test_every_token_has_its_logprobs(folders: tuple[Path, Path], options: dict[str, Any]) -> None:
+    """Also of several answers, each of which accepts by a seed of its own."""
+    engine = synthetic(folders, 2.6, **options)
+    sampling = params("warm", n=3, logprobs=2, max_tokens=30)
+    counts = set()
+    for output in engine.generate(PROMPTS[:4], sampling, use_tqdm=False):
+        for each in output.outputs:
+            assert each.logprobs is not None
+            assert len(each.logprobs) == len(each.token_ids) == 30
+            for token_id, known in zip(each.token_ids, each.logprobs, strict=True):
+                assert token_id in known
+                assert len(known) in (2, 3)
+            counts.add(tuple(step.num_tokens for step in each.steps))
+    assert len(counts) > 4
+    engine.engine.core.block_pool.check_integrity()
+    assert engine.engine.core.block_pool.num_used == 0
+
+
 def test_counts_follow_seed_and_position() -> None:
     acceptance = SyntheticAcceptance(2.25)
     positions, most = np.arange(40000), np.full(40000, K)

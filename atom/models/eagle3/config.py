@@ -154,6 +154,11 @@ class Eagle3Config:
         vocab_size = fields.integer("vocab_size")
         draft_vocab_size = read_draft_vocab_size(fields, vocab_size)
         is_mla, is_parallel = architecture == MLA_ARCHITECTURE, architecture in _PARALLEL
+        if is_parallel and not fields.flag("parallel_drafting", True):
+            raise fields.error(
+                f"parallel_drafting=false is not supported: a {architecture} makes all drafts in "
+                f"one pass"
+            )
         if fields.flag("norm_before_fc") and fields.flag("fc_norm"):
             raise fields.error("norm_before_fc and fc_norm exclude each other")
         num_layers = fields.integer("num_hidden_layers") if is_parallel else 1
