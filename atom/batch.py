@@ -56,11 +56,6 @@ class ScheduledSequence(msgspec.Struct, frozen=True, gc=False):
         return self.token_ids[len(self.token_ids) - self.num_drafts :]
 
     @property
-    def decodes(self) -> bool:
-        """Whether it computes its newest token and drafts alone, nothing of its prompt."""
-        return self.wants_sample and len(self.token_ids) == self.num_drafts + 1
-
-    @property
     def context_len(self) -> int:
         """Tokens in the KV cache once the step has run."""
         return self.start + len(self.token_ids)
@@ -88,11 +83,14 @@ class ScheduledBatch(msgspec.Struct, frozen=True):
     Attributes:
         new: sequences that start or resume in this step.
         freed_rows: rows to clear before `new` is added.
+        num_decoding: of the sequences, those that compute nothing but their newest output token and
+            drafts: no prompt, and no outputs again.
     """
 
     sequences: list[ScheduledSequence]
     new: list[NewSequence]
     freed_rows: list[int]
+    num_decoding: int = 0
 
     @property
     def num_tokens(self) -> int:
@@ -177,19 +175,14 @@ class SequenceResult(msgspec.Struct, frozen=True, gc=False):
 
 
 class StepParts(msgspec.Struct, frozen=True):
-    """Which parts of a step there were, and which of them were replayed: graphs, or programs on a
-    CPU.
+    """Which parts of a step were replayed: graphs, or programs on a CPU.
 
     Attributes:
-        decodes: all that it computed are newest tokens and drafts; no prompts.
-        is_mixed: some of it were, beside prompts.
-        target: the model's layers were replayed.
-        choice: the choice of tokens was replayed.
-        drafts: what the proposer does was replayed; None when it had nothing to do.
+        target: the model's layers were.
+        choice: the choice of tokens was.
+        drafts: what the proposer does was; None when it had nothing to do.
     """
 
-    decodes: bool = False
-    is_mixed: bool = False
     target: bool = False
     choice: bool = False
     drafts: bool | None = None

@@ -42,7 +42,8 @@ class StepInput:
         sampled: [S] int64, batch indices of the sampled sequences; None when all are sampled.
         race_rows: [S] int64, the sampled sequences' rows; None when all are greedy, or without a
             proposer that reads steps.
-        decodes: whether each sequence has its newest token and its drafts, and no others.
+        decodes: whether each sequence has its last known token, even of its prompt, and its drafts,
+            and no others.
         recurs: whether other steps have the same shapes, as steps that decode do, and all that
             the model's layers read and that differs between them is in tensors.
         is_plain: whether that holds for the choice of tokens, too.

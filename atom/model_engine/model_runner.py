@@ -276,12 +276,7 @@ class ModelRunner:
         else:
             done, recurs = self._recorded.run(batch.sequences, step)
             target = self._recorded.was_replayed
-        parts = StepParts(
-            step.decodes,
-            not step.decodes and any(s.decodes for s in batch.sequences),
-            target=target,
-            choice=target and done.by_graph,
-        )
+        parts = StepParts(target, choice=target and done.by_graph)
         return done.view(batch.sequences, step, recurs=recurs), done.verified, parts
 
     def _with_drafts(self, parts: StepParts, view: VerifiedStep | None) -> StepParts:

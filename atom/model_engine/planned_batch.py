@@ -24,6 +24,7 @@ class PlannedBatch:
         self._before = before
         self._scheduled: list[ScheduledSequence] = []
         self._new: list[NewSequence] = []
+        self._num_decoding = 0
 
     def add(self, seq: Sequence, count: int, num_drafts: int = 0) -> None:
         """Schedule the next `count` known tokens and, after the last known one, `num_drafts`
@@ -59,6 +60,8 @@ class PlannedBatch:
             is_ahead and seq.later_drafts is not None,
         )
         seq.launched.add(scheduled)
+        # A prompt's last token may be as alone as a newest token is.
+        self._num_decoding += is_last and count == 1 and start >= seq.num_prompt_tokens
         self.sequences.append(seq)
         self._scheduled.append(scheduled)
         self.budget -= len(token_ids)
@@ -81,4 +84,4 @@ class PlannedBatch:
 
     def finish(self, freed_rows: list[int]) -> ScheduledBatch:
         """The batch. `freed_rows` are the rows that the runner must clear before the step."""
-        return ScheduledBatch(self._scheduled, self._new, freed_rows)
+        return ScheduledBatch(self._scheduled, self._new, freed_rows, self._num_decoding)

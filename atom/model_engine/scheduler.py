@@ -172,7 +172,7 @@ class Scheduler:
                     outputs.append(made)
             elif not seq.launched:
                 self._holdings.free(seq)
-        self._counts.step_ended(output)
+        self._counts.step_ended(batch, output)
         return outputs
 
     def give_back(

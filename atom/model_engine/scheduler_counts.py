@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from atom.batch import StepOutput
+from atom.batch import ScheduledBatch, StepOutput
 from atom.messages import EngineLimits, EngineStats
 from atom.model_engine.sequence import DraftCounts, Sequence
 from atom.spec_decode.base import Lookahead
@@ -44,15 +44,16 @@ class SchedulerCounts:
         if verified is not None:
             self._verified[verified] = self._verified.get(verified, 0) + 1
 
-    def step_ended(self, output: StepOutput) -> None:
+    def step_ended(self, batch: ScheduledBatch, output: StepOutput) -> None:
         for (num_drafts, num_accepted, source), times in self._verified.items():
             self._spec.count(num_drafts, num_accepted, source, times)
         self._verified.clear()
         self._totals.num_lookup_tokens = output.num_lookup_tokens
         totals, parts = self._totals, output.parts
         totals.num_steps += 1
-        totals.num_mixed_steps += parts.is_mixed
-        if parts.decodes:
+        if 0 < batch.num_decoding < len(batch.sequences):
+            totals.num_mixed_steps += 1
+        elif batch.num_decoding:
             totals.num_decode_steps += 1
             totals.num_replayed_decode_steps += parts.target
             totals.num_replayed_choice_steps += parts.choice

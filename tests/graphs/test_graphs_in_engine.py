@@ -163,30 +163,33 @@ def test_steps_are_counted_by_what_they_compute(
     byte_level_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prompts in parts, beside sequences that decode."""
+    """Prompts in parts, beside sequences that decode. A prompt of one token fits their graphs."""
+    prompts = [*PROMPTS, [5]]
     target = engines.write_target("llama", tmp_path / "target", byte_level_tokenizer)
     options = speculation("mha", k, tmp_path, len(byte_level_tokenizer)) if k else {}
     limits = {"max_num_batched_tokens": 20, "max_num_seqs": 4, "enable_prefix_caching": False}
     engine, replays = graphed_engine(monkeypatch, target, **limits, **options)
     executor = engine.engine.core.executor
     assert isinstance(executor, worker.Worker)
-    counts, launch = Counter[str](), executor.launch
+    counts, replayed, launch = Counter[str](), list[bool](), executor.launch
 
     def counting(batch: ScheduledBatch) -> LaunchedStep:
-        lens = [len(PROMPTS[int(s.id.partition("/")[0]) % len(PROMPTS)]) for s in batch.sequences]
-        decode = [s.start >= n - 1 for s, n in zip(batch.sequences, lens, strict=True)]
+        lens = [len(prompts[int(s.id.partition("/")[0]) % len(prompts)]) for s in batch.sequences]
+        decode = [s.start >= n for s, n in zip(batch.sequences, lens, strict=True)]
         counts["steps" if not any(decode) else "decode" if all(decode) else "mixed"] += 1
+        replayed.append(all(len(s.token_ids) == s.num_drafts + 1 for s in batch.sequences))
         return launch(batch)
 
     executor.launch = counting  # type: ignore[method-assign]
-    generate(engine, params("warm"))
+    generate(engine, params("warm"), prompts)
     assert counts["mixed"] >= 3
     values = {metric.name: metric.value for metric in engine.get_metrics()}
     assert values["atom:steps"] == counts.total()
     assert values["atom:mixed_steps"] == counts["mixed"]
     assert values["atom:decode_steps"] == counts["decode"]
     assert values["atom:replayed_decode_steps"] == counts["decode"]
-    assert values["atom:replayed_choice_steps"] == replays["ChoiceKey"] == counts["decode"]
+    assert values["atom:replayed_choice_steps"] == counts["decode"]
+    assert replays["ChoiceKey"] == sum(replayed) > counts["decode"]
     generate(engine, params("greedy", logprobs=1), PROMPTS[:2])
     later = {metric.name: metric.value for metric in engine.get_metrics()}
     assert later["atom:replayed_choice_steps"] == values["atom:replayed_choice_steps"]

@@ -328,3 +328,23 @@ def test_a_sequence_that_cannot_be_admitted_gives_its_matches_back() -> None:
     assert ids(bench.step()[0]) == ["b"]
     assert bench.scheduler.stats().prefix_cache_queries == 4 + 9  # `c` was not admitted
     assert rows(bench.step()[0]) == {"c": (4, 1)}
+
+
+def test_steps_are_counted_by_what_they_compute() -> None:
+    """A prompt's last token is part of it, even where it is computed alone."""
+    bench = Bench(max_num_batched_tokens=8)
+
+    def step() -> tuple[int, int]:
+        bench.step()
+        stats = bench.scheduler.stats()
+        return stats.num_decode_steps, stats.num_mixed_steps
+
+    bench.add("a", tokens(100, 9), max_tokens=20)
+    assert [step(), step(), step()] == [(0, 0), (0, 0), (1, 0)]
+    bench.add("one token", [7], max_tokens=20)
+    assert [step(), step()] == [(1, 1), (2, 1)]
+    bench.add("all but one cached", tokens(100, 9), max_tokens=20)
+    assert [step(), step()] == [(2, 2), (3, 2)]
+    bench.add("in parts", tokens(200, 8), max_tokens=20)
+    assert [step(), step(), step()] == [(3, 3), (3, 4), (4, 4)]
+    assert bench.scheduler.stats().num_steps == 10
