@@ -75,7 +75,7 @@ def _warm(turn: Turn) -> Found:
     started = time.perf_counter()
     found: Found = {"passed": True, "status": 0, "output": "", "modules": []}
     if turn.has_aiter:
-        where = aiter_files(), turn.seconds * 0.8, turn.folder
+        where = aiter_files(), turn.seconds * 0.8, turn.folder / turn.name
         earlier = turn.earlier or {}
         most = _NEARLY_ALL * 0.8 * PARTS["warm"].most
         tests = run_tests(
@@ -122,11 +122,11 @@ def _kernel_tests(turn: Turn) -> Found:
 def _tests_of(
     turn: Turn, files: Sequence[Path], marked: bool, processes: int, options: Sequence[str] = ()
 ) -> Found:
-    """They go on with the files that an earlier turn did not come to the end of."""
+    """They go on with the tests that an earlier turn did not come to the end of."""
     return run_tests(
         files,
         turn.seconds,
-        turn.folder,
+        turn.folder / turn.name,
         marked,
         processes,
         options,

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import sys
 import time
-import xml.etree.ElementTree as ET
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from threading import Lock
 from typing import Any
 
+from _gpu_ended import read_ended
 from _gpu_needs import is_installed
 from _gpu_run import ROOT, run
 
 _KERNELS = ROOT / "tests" / "model_ops" / "kernels"
 _SECONDS_OF_A_TEST = 200
 _KEPT = 4000
-# The status of a file that was stopped after as long as a part may take.
+# pytest's status where a file has no tests, or none that are left.
+_NO_TESTS = 5
+# The status of a file of which no test ended in as long as a part may take.
 TOO_LONG = 124
 
 Found = dict[str, Any]
@@ -61,15 +64,15 @@ def run_tests(
     """What became of the tests in `files`, and whether all passed that were not skipped.
 
     Args:
-        folder: for what pytest writes.
+        folder: for what pytest writes, of this part alone; what is there belongs to `earlier`.
         marked: only those marked `gpu`.
         processes: files that run side by side, each in a process of its own.
         options: further ones of pytest's.
         seconds_of_a_test: at most, where pytest-timeout is installed; 0 for any.
-        earlier: what this returned, or gave to `keep`, before it was cut off: files that ended are
+        earlier: what this returned, or gave to `keep`, before it was cut off: tests that ended are
             not run again.
-        most: a file that is stopped after so many seconds fails: no later run has more time.
-        keep: is given what is known so far whenever a file ends.
+        most: a file of which no test ends in so many seconds fails: no later run has more time.
+        keep: is given what is known so far, at the beginning and whenever a file ends.
     """
     started = time.perf_counter()
     flags = ["-q", "--tb=short", *(["-m", "gpu"] if marked else []), *options]
@@ -78,48 +81,74 @@ def run_tests(
     chosen = [path for path in files if _can_import(path)]
     lacking = [f"{path.name} (needs hypothesis)" for path in files if path not in chosen]
     known: dict[str, Found] = {part["file"]: part for part in (earlier or {}).get("files", ())}
+    ended = {path.name: folder / f"{path.stem}.ended" for path in chosen}
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, path in ended.items():
+        _begin(path, known.get(name), goes_on=earlier is not None)
     lock = Lock()
 
     def so_far() -> Found:
-        ordered = [known.get(path.name) or _not_begun(path) for path in chosen]
+        ordered = [known.get(path.name) or _unfinished(path, ended[path.name]) for path in chosen]
         return {**_sum_up(ordered, lacking), "seconds": time.perf_counter() - started}
 
     def run_one(path: Path) -> None:
         left = seconds - (time.perf_counter() - started)
-        found = _run_file(path, flags, left, folder, left >= most) if left >= 1 else None
+        if left < 1:
+            return
+        found = _run_file(path, flags, left, ended[path.name], left >= most)
         with lock:
-            if found is not None:
-                known[path.name] = found
-                keep(so_far())
+            known[path.name] = found
+            keep(so_far())
 
     waiting = [path for path in chosen if known.get(path.name, {}).get("status") is None]
-    # Those that were stopped come first: they may need all the time there is.
-    waiting.sort(key=lambda path: path.name not in known)
+    # Those that were stopped come first.
+    waiting.sort(key=lambda path: not ended[path.name].exists())
     wide = max(1, min(processes, len(waiting), (os.cpu_count() or 1) // 2))
+    keep(so_far())
     with ThreadPoolExecutor(wide) as pool:
         list(pool.map(run_one, waiting))
     return so_far()
 
 
-def _not_begun(path: Path) -> Found:
-    about = {"file": path.name, "begun": False, "status": None}
-    return {**about, "output": "not begun", "tests": []}
+def _begin(path: Path, known: Found | None, *, goes_on: bool) -> None:
+    """Let `path` have the tests of a file that ended before this run.
+
+    Args:
+        known: of the file, from a report whose folder may be gone.
+        goes_on: whether this run goes on with another.
+    """
+    if not goes_on:
+        path.unlink(missing_ok=True)
+    elif known is not None and not path.exists():
+        lines = [json.dumps(test) + "\n" for test in known["tests"]]
+        path.write_text("".join(lines), encoding="utf-8")
+
+
+def _unfinished(path: Path, ended: Path) -> Found:
+    about = {"file": path.name, "begun": ended.exists(), "status": None}
+    return {**about, "output": "", "tests": read_ended(ended)}
 
 
 def _run_file(
-    path: Path, flags: Sequence[str], seconds: float, folder: Path, had_most: bool
+    path: Path, flags: Sequence[str], seconds: float, ended: Path, had_most: bool
 ) -> Found:
-    xml = folder / f"{path.stem}.xml"
-    xml.unlink(missing_ok=True)
-    command = [sys.executable, "-m", "pytest", *flags, f"--junitxml={xml}", str(path)]
-    status, printed = run(command, seconds, keeps=40_000)
-    if status is None and had_most:
+    """Run the tests of a file that have not ended."""
+    before = read_ended(ended)
+    failed = [test for test in before if test["outcome"] in ("failure", "error")]
+    ended.touch()
+    command = [sys.executable, str(ROOT / "benchmarks" / "_gpu_ended.py"), str(ended)]
+    status, printed = run([*command, *flags, str(path)], seconds, keeps=40_000)
+    tests = read_ended(ended)
+    if status is None and had_most and len(tests) == len(before):
         status = TOO_LONG
-        printed += f"\nstopped after {seconds:.0f} s, and no run has more time for a file\n"
-    cases = ET.parse(xml).iter("testcase") if xml.exists() else ()
-    tests = [_outcome(case) for case in cases]
+        printed += f"\nno test ended in {seconds:.0f} s, and no run has more time\n"
+    if status == _NO_TESTS and before:
+        status = 0
+    if status == 0 and failed:
+        status = 1
+    earlier = "".join(f"failed in an earlier run: {t['name']}: {t['message']}\n" for t in failed)
     about = {"file": path.name, "begun": True, "status": status}
-    return {**about, "output": printed, "tests": tests}
+    return {**about, "output": earlier + printed, "tests": tests}
 
 
 def _sum_up(parts: Sequence[Found], lacking: Sequence[str]) -> Found:
@@ -140,7 +169,7 @@ def _sum_up(parts: Sequence[Found], lacking: Sequence[str]) -> Found:
         "status": _status([part["status"] for part in failed]),
         "tests": tests,
         "left_out": [*unfinished, *stopped, *lacking],
-        "output": "\n".join(shown.values())[-2 * _KEPT :],
+        "output": "\n".join(filter(None, shown.values()))[-2 * _KEPT :],
         "log": "\n".join(part["output"] for part in parts),
         "files": [
             {**part, "output": shown.get(part["file"], "")} for part in parts if part["begun"]
@@ -159,14 +188,3 @@ def _can_import(path: Path) -> bool:
         "from hypothesis ", "import hypothesis "
     )
     return not uses or is_installed("hypothesis")
-
-
-def _outcome(case: ET.Element) -> dict[str, Any]:
-    outcome, message = "passed", ""
-    for kind in ("failure", "error", "skipped"):
-        found = case.find(kind)
-        if found is not None:
-            outcome, message = kind, found.get("message", "")
-    name = f"{case.get('classname')}.{case.get('name')}"
-    seconds = float(case.get("time", 0))
-    return {"name": name, "outcome": outcome, "seconds": seconds, "message": message}
