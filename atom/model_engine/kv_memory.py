@@ -61,6 +61,8 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
     )
     num_blocks = min(own for (own,) in rank.place.control.exchange([plan.num_blocks]))
     _allocate(builders, parts, num_blocks)
+    if rank.place.is_first:
+        _log_limits(rank, plan.block_bytes)
     return num_blocks
 
 
@@ -94,6 +96,21 @@ def _allocate(builders: Sequence[KVCacheBuilder], parts: RankParts, num_blocks: 
         builder.allocate_kv_cache_tensors(num_blocks)
     for model in parts.models:
         bind_kv_caches(model, builders)
+
+
+def _log_limits(rank: Rank, block_bytes: int) -> None:
+    """Warn of implementations that run for a smaller pool only, and say which."""
+    num_spare = num_spare_blocks(rank.context.device)
+    for limit in rank.context.ops.pool_limits():
+        logger.warning(
+            "%s does not run %s: %s; with --kv-cache-memory %d (%d blocks of %d tokens) it does",
+            limit.name,
+            " and ".join(limit.ops),
+            limit.reason,
+            limit.most_blocks * block_bytes,
+            limit.most_blocks - num_spare,
+            rank.config.cache.block_size,
+        )
 
 
 def _run_largest_steps(rank: Rank, parts: RankParts) -> None:

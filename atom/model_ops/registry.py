@@ -17,6 +17,7 @@ import torch
 
 from atom.environment import op_override
 from atom.model_ops.op_report import format_choices
+from atom.model_ops.pool_limits import PoolLimit, find_limits
 from atom.model_ops.quant.weights import WeightFormat
 from atom.platform import Platform
 
@@ -256,6 +257,10 @@ class OpTable:
     def describe(self) -> str:
         """A table of the choices made so far, one row per distinct decision."""
         return format_choices(self._choices.values())
+
+    def pool_limits(self) -> list[PoolLimit]:
+        """What was passed over only because the KV cache has so many blocks."""
+        return find_limits(self._choices.values(), self._candidates)
 
     def summary(self) -> str:
         """The platform and each implementation's number of ops, in words."""

@@ -12,7 +12,8 @@ from test_aiter_mla import Latents, check_mla, latents
 
 from atom.model_ops.kernels import probe
 from atom.model_ops.metadata import LatentCacheTensor
-from atom.model_ops.registry import OpTable, OpUnavailableError
+from atom.model_ops.pool_limits import PoolLimit
+from atom.model_ops.registry import Implementation, OpTable, OpUnavailableError, always
 from atom.platform import Platform
 
 SIZES = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "v_head_dim": 16, "num_heads": 16}
@@ -138,6 +139,20 @@ def test_what_is_refused(
             ops.resolve(op, BF16, storage, **{**SIZES, **changed})
         if "num_blocks" in changed and changed["num_blocks"] < 100_000:
             ops.resolve(op, BF16, storage, **{**SIZES, "num_blocks": changed["num_blocks"] - 1})
+
+
+@pytest.mark.parametrize(("storage", "most"), [(FNUZ, 116_508), (BF16, 58_254)])
+def test_a_pool_that_is_too_large(storage: torch.dtype, most: int) -> None:
+    """A smaller one is named, for all that aiter would do with it."""
+    reason = "finds latents within 4 GiB, not in 6.9 GiB of a layer"
+    sizes = {**SIZES, "num_blocks": 100_000 * 2 // storage.itemsize}
+    both = "mla_decode", "mla_write_and_decode"
+    last = Implementation("torch", always, object)
+    ops = OpTable(MI300X, {op: (*AITER[op], last) for op in both})
+    with probe.replaced(FakeAiter().library):
+        for op in both:
+            ops.resolve(op, BF16, storage, **sizes)
+        assert ops.pool_limits() == [PoolLimit("aiter", both, reason, most)]
 
 
 @pytest.mark.parametrize("missing", ["get_mla_metadata_v1", "get_mla_metadata_info_v1"])
