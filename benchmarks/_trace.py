@@ -34,7 +34,7 @@ _CLASSES = (
     ("attention", r"attend|attention|_absorbed|_join|_reduce\b|_split_keys|_visit|_gather_kernel"
      r"|fmha|flash|(^|_)mla_|pa_decode|paged"),
     ("products", r"gemm|gemv|cutlass|nvjet|cijk|hipblas|cublas|wvsplitk|splitkreduce|_quant_linear"
-     r"|_sum_splits|matmul|addmm|aten::(mm|bmm|linear)"),
+     r"|matmul|addmm|aten::(mm|bmm|linear)"),
     ("copies", r"^mem(cpy|set)"),
 )  # fmt: skip
 

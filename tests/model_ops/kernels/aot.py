@@ -148,7 +148,7 @@ def faults(case: Case, arch: str, outcome: Outcome) -> list[str]:
     if not outcome.kernels:
         return ["the op launched no kernel"]
     found = _residency_faults(case, outcome)
-    for kernel in case.matrix:
+    for kernel in {*case.matrix, *case.hands_over}:
         if kernel not in outcome.kernels:
             found.append(f"{kernel} was not launched, only {', '.join(outcome.kernels)}")
     for kernel, counts in outcome.kernels.items():
@@ -163,6 +163,8 @@ def faults(case: Case, arch: str, outcome: Outcome) -> list[str]:
             found.append(f"{kernel}: {counts['scalar_spills']} scalar registers spilled")
         if kernel.split("#")[0] in case.matrix and not counts["matrix_instructions"]:
             found.append(f"{kernel}: no matrix instruction; is a dimension below 16?")
+        if kernel in case.hands_over and not counts["handovers"]:
+            found.append(f"{kernel}: a program may read parts before they are stored")
         if arch == "sm90" and kernel.split("#")[0] in case.warp_groups:
             small = counts["matrix_instructions"] - counts["warp_group_instructions"]
             if small or not counts["warp_group_instructions"]:

@@ -36,6 +36,7 @@ class Case:
         dtype, storage, shape, weights: the query; `storage="fp8"` is the arch's own 8 bit type.
         matrix: names of the kernels that must use matrix instructions.
         warp_groups: those that must use no others than Hopper's warp group instructions on sm90.
+        hands_over: those of whose programs one reads what the others stored.
         split: the kernel whose contexts are split to fill the device, if one is.
         refused: by arch, a part of the reason with which the entry must refuse the query.
         batches: further arguments, of other batches, for which the entry that is batch-invariant
@@ -51,6 +52,7 @@ class Case:
     storage: torch.dtype | str | None = None
     matrix: tuple[str, ...] = ()
     warp_groups: tuple[str, ...] = ()
+    hands_over: tuple[str, ...] = ()
     split: str | None = None
     refused: Mapping[str, str] = field(default_factory=dict)
     weights: WeightFormat | None = None

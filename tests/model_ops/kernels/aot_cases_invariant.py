@@ -29,6 +29,7 @@ def _linear(rows: int, inputs: int, dtype: torch.dtype) -> Case:
         {"in_features": inputs, "out_features": rows},
         dtype=dtype,
         matrix=("_product",) if dtype.itemsize == 2 else (),
+        hands_over=("_product",) if rows == 384 else (),
         batches=(of(17), of(2048)),
     )
 

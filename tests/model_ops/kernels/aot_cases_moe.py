@@ -71,6 +71,7 @@ def _experts(
         shape,
         dtype=dtype,
         matrix=("_grouped_product", "_grouped_product#2") if dtype != torch.float32 else (),
+        hands_over=("_grouped_product",) if num_tokens == 1 else (),
     )
 
 

@@ -55,6 +55,7 @@ def _linear(
     inputs: int,
     *matrix: str,
     dtype: torch.dtype = torch.bfloat16,
+    is_split: bool = False,
 ) -> Case:
     def arguments(query: OpQuery) -> tuple[object, ...]:
         prepare = case.entry().load_prepare()
@@ -68,6 +69,7 @@ def _linear(
         {"in_features": inputs, "out_features": rows},
         dtype=dtype,
         matrix=matrix or ("_quant_linear",),
+        hands_over=("_quant_linear",) if is_split else (),
         weights=form,
     )
     return case
@@ -106,11 +108,11 @@ def _latent_norms(form: WeightFormat) -> Case:
 
 
 CASES: tuple[Case, ...] = (
-    *(_linear(INT4_GROUP, tokens, 512, 7168) for tokens in (1, 2048)),
+    *(_linear(INT4_GROUP, tokens, 512, 7168, is_split=True) for tokens in (1, 2048)),
     _linear(INT4_ZEROS, 16, 4096, 14336),
     _linear(NVFP4, 64, 4096, 4096),
     *(_linear(MXFP4, tokens, 512, 7168) for tokens in (16, 2048)),
-    *(_linear(FP8_BLOCK, tokens, 512, 7168) for tokens in (1, 2048)),
+    *(_linear(FP8_BLOCK, tokens, 512, 7168, is_split=True) for tokens in (1, 2048)),
     _linear(FP8_BLOCK, 16, 7168, 1024),
     _linear(INT8, 2048, 4096, 4096),
     _linear(W4A8, 64, 7168, 2048),

@@ -59,6 +59,7 @@ def _experts(
         arguments,
         {"num_experts": EXPERTS, "hidden_size": HIDDEN, "intermediate_size": INTER},
         matrix=matrix or ("_grouped_quant", "_grouped_quant#2"),
+        hands_over=("_grouped_quant",) if num_tokens == 1 else (),
         weights=form,
     )
     return case

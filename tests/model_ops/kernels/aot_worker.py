@@ -37,6 +37,15 @@ _TARGETS = {
     "gfx950": GPUTarget("hip", "gfx950", 64),
     "sm90": GPUTarget("cuda", 90, 32),
 }
+# All threads' stores are done before one thread counts the program, on an AMD GPU after the caches
+# are written back; and no thread loads before the count is known, nor from caches of before.
+_HANDOVERS = {
+    "rocm": r"s_waitcnt vmcnt\(0\)\n(?:(?!.*_store_).*\n)*?\s*s_barrier\n(?:(?!.*_store_).*\n)*?"
+    r"\s*buffer_wbl2 sc1\n\s*s_waitcnt vmcnt\(0\)\n\s*global_atomic_add .*\n"
+    r"\s*s_waitcnt vmcnt\(0\)\n\s*buffer_inv sc1\n(?:(?!.*_load_).*\n)*?\s*s_barrier\n",
+    "cuda": r"bar\.sync\s.*\n(?:(?!.*st\.global).*\n)*?.*atom\.global\.gpu\.acq_rel\.add\..*\n"
+    r"(?:(?!.*ld\.global).*\n)*?\s*bar\.sync\s",
+}
 _RESIDENT: set[int] = set()
 _MAX_GRID = (2**31 - 1, 65535, 65535)
 
@@ -167,6 +176,7 @@ def _measure_amd(compiled: Any, arch: str) -> dict[str, int]:
         "warps": warps,
         **aot_residency.amd(arch, count("vgpr_count"), warps, shared),
         "matrix_instructions": len(re.findall(r"^\s*v_mfma_", text, re.MULTILINE)),
+        "handovers": _handovers(text, "rocm"),
     }
 
 
@@ -189,7 +199,15 @@ def _measure_nvidia(compiled: Any, _arch: str) -> dict[str, int]:
         **aot_residency.nvidia(found["REG"], warps, shared),
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|mma\.sync", ptx)),
         "warp_group_instructions": ptx.count("wgmma.mma_async"),
+        "handovers": _handovers(ptx, "cuda"),
     }
+
+
+def _handovers(text: str, kind: str) -> int:
+    """How often one program may read what others stored, of assembly with comments and places."""
+    lines = (line.partition(";")[0] if kind == "rocm" else line for line in text.splitlines())
+    code = (line.strip() for line in lines if ".loc" not in line)
+    return len(re.findall(_HANDOVERS[kind], "".join(f"{line}\n" for line in code if line)))
 
 
 def main(arch: str, module: str) -> None:

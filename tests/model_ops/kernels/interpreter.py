@@ -120,6 +120,22 @@ def ordered_products() -> Iterator[None]:
         builder.create_dot = stock
 
 
+@contextmanager
+def last_splits_first() -> Iterator[None]:
+    """Programs run in the reverse order of a grid's second dimension."""
+    builder = interpreter.InterpreterBuilder
+    stock = builder.set_grid_idx
+
+    def set_grid_idx(self: Any, x: int, y: int, z: int) -> None:
+        stock(self, x, self.grid_dim[1] - 1 - y, z)
+
+    builder.set_grid_idx = set_grid_idx
+    try:
+        yield
+    finally:
+        builder.set_grid_idx = stock
+
+
 def _ordered_dot(_builder: Any, a: Any, b: Any, acc: Any, *_: Any) -> Any:
     terms = np.empty((1 + a.data.shape[1], *acc.data.shape), acc.data.dtype)
     terms[0] = acc.data

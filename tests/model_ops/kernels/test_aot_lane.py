@@ -123,6 +123,12 @@ def test_residency(
     assert counts == {"programs": programs, "occupancy_percent": percent}
 
 
+def test_parts_are_handed_over(lane: aot.Lane) -> None:
+    case = dataclasses.replace(CASES["add"], hands_over=("_add_kernel",))
+    [fault] = aot.faults(case, "gfx942", lane.outcome("gfx942", "add"))
+    assert fault == "_add_kernel: a program may read parts before they are stored"
+
+
 def test_splits_are_made_for_the_programs_that_fit() -> None:
     case = next(case for case in KERNEL_CASES if case.split == "_absorbed_kernel")
     counts = {"shared_bytes": 0, "spills": 0, "matrix_instructions": 8}

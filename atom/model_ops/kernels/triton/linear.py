@@ -3,8 +3,9 @@
 A library chooses its algorithm, and so the order of a row's sum, by the number of rows. Here every
 number of rows is computed with the same tiles. An output is summed over blocks of `_BLOCK_K` inputs
 in order; where the weights have too few rows to keep a GPU busy, the inputs are cut into splits,
-which their shape alone decides and which are added in order. Programs that take all splits of their
-outputs and programs that leave that to a second kernel give the same bits, as in `quant_linear`.
+which their shape alone decides and which are added in order. A program that takes all splits of its
+outputs, and programs that take one each and whose last one adds them, give the same bits, as in
+`quant_linear`.
 """
 
 from __future__ import annotations
@@ -17,13 +18,8 @@ from atom.model_ops.kernels.torch import linear as torch_linear
 from atom.model_ops.kernels.torch.quant import DenseWeights
 from atom.model_ops.kernels.torch.quant import quant_embedding as quant_embedding
 from atom.model_ops.kernels.triton.quant_product import finish, no_sums
-from atom.model_ops.kernels.triton.quant_splits import (
-    choose_splits,
-    choose_tiles,
-    sum_splits,
-    tile_of,
-)
-from atom.model_ops.kernels.triton.splits import BUSY
+from atom.model_ops.kernels.triton.quant_splits import choose_splits, choose_tiles, tile_of
+from atom.model_ops.kernels.triton.splits import BUSY, add_splits, arrivals, arrives_last
 from atom.model_ops.registry import OpQuery
 from atom.platform import current_platform
 
@@ -96,7 +92,7 @@ def _launch(
     x: [B, T, in].
     weight: [B, n, in].
     out: [B, T, n].
-    splits: of the inputs; more than 1 only if B is 1 and `out` is dense.
+    splits: of the inputs; more than 1 only if B is 1.
     """
     matrices, tokens, inputs = x.shape
     rows, block_k = weight.shape[1], _BLOCK_K[x.dtype]
@@ -105,18 +101,23 @@ def _launch(
     tiles = choose_tiles(kind, _ROWS, x.dtype == torch.float32)
     programs = triton.cdiv(tokens, tiles.block_m) * triton.cdiv(rows, tiles.block_n)
     apart = splits > 1 and programs < BUSY.get(kind, 1)
-    sums = x.new_empty(splits, tokens, rows, dtype=torch.float32) if apart else out
+    sums = arrived = None
+    if apart:
+        sums = x.new_empty(splits, tokens, rows, dtype=torch.float32)
+        arrived = arrivals(x.device)
     _product[(programs, splits if apart else 1, matrices)](
         x,
         weight,
-        None if apart else bias,
+        bias,
+        out,
         sums,
+        arrived,
         tokens,
         inputs,
         rows,
         *x.stride(),
         *weight.stride(),
-        *sums.stride()[:2],
+        *out.stride()[:2],
         SPLITS=splits,
         APART=apart,
         WEIGHTS_FIRST=tiles.weights_first,
@@ -129,16 +130,16 @@ def _launch(
         num_stages=tiles.num_stages,
         **tiles.options,
     )
-    if apart:
-        sum_splits(sums, None, None, bias, out[0])
 
 
-@triton.jit(do_not_specialize=["tokens", "stride_x", "stride_weight", "stride_sums"])
+@triton.jit(do_not_specialize=["tokens", "stride_x", "stride_weight", "stride_matrix"])
 def _product(
     x_ptr,
     weight_ptr,
     bias_ptr,
     out_ptr,
+    sums_ptr,
+    arrived_ptr,
     tokens,
     inputs,
     rows,
@@ -148,7 +149,7 @@ def _product(
     stride_weight,
     stride_row,
     stride_column,
-    stride_sums,
+    stride_matrix,
     stride_out,
     SPLITS: tl.constexpr,
     APART: tl.constexpr,
@@ -159,7 +160,8 @@ def _product(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """Grid: tiles of outputs, splits if APART, matrices. Out [matrices or splits, tokens, rows].
+    """Grid: tiles of outputs, splits if APART, matrices. Out [matrices, tokens, rows]; sums of
+    splits [splits, tokens, rows].
 
     Elements beyond the last token or row are computed from a valid address and not stored.
     """
@@ -196,8 +198,15 @@ def _product(
     if WEIGHTS_FIRST:
         total = tl.trans(total)
 
-    out_ptr += (tl.program_id(1) if APART else matrix).to(tl.int64) * stride_sums
-    out_ptrs = out_ptr + lanes_m.to(tl.int64)[:, None] * stride_out + lanes_n[None, :]
+    lanes_m = lanes_m.to(tl.int64)
     mask = (lanes_m < tokens)[:, None] & (lanes_n < rows)[None, :]
+    if APART:
+        stride = tokens.to(tl.int64) * rows
+        part_ptrs = sums_ptr + lanes_m[:, None] * rows + lanes_n[None, :]
+        tl.store(part_ptrs + tl.program_id(1) * stride, total, mask=mask)
+        if not arrives_last(arrived_ptr + tl.program_id(0)):
+            return
+        total = add_splits(part_ptrs, mask, stride)
+    out_ptrs = out_ptr + matrix * stride_matrix + lanes_m[:, None] * stride_out + lanes_n[None, :]
     result = finish(total, None, None, bias_ptr, token, place)
     tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=mask)

@@ -3,7 +3,7 @@
 Whatever the tile, an output is one float32 accumulator over blocks of `_BLOCK_K` inputs in order,
 and all tiles use the same matrix instruction (see `Tiles`): with one split, results are
 batch-invariant. For few pairs `choose_splits` divides the inputs, whose sums are added in order.
-A token's expert outputs are summed in the order of its ids. There are no atomics.
+A token's expert outputs are summed in the order of its ids. Nothing is added by atomics.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ import triton.language as tl
 from atom.model_ops.kernels.triton.moe_align import ExpertBlocks, moe_align
 from atom.model_ops.kernels.triton.moe_splits import (
     choose_splits,
-    join_gated,
+    parts_of,
     split_blocks,
-    split_sums,
 )
 from atom.model_ops.kernels.triton.moe_tiles import add_rows, store_outputs, weight_rows
 from atom.platform import current_platform
@@ -201,11 +200,11 @@ def grouped_product(
     """
     rows, inputs = weight.shape[1:]
     block_k = _BLOCK_K[x.dtype]
-    sums = split_sums(out, rows, splits)
     _grouped_product[(tiles.programs(blocks, rows), splits)](
         x,
         weight,
-        sums,
+        out,
+        *parts_of(out, rows, splits),
         blocks.pairs,
         blocks.experts,
         blocks.count,
@@ -214,7 +213,7 @@ def grouped_product(
         inputs,
         *x.stride(),
         *weight.stride()[:2],
-        sums.stride(-2),
+        out.stride(0),
         VISITS_PER_ROW=visits_per_row,
         GATED=gated,
         SPLIT=splits > 1,
@@ -227,8 +226,6 @@ def grouped_product(
         num_stages=tiles.num_stages,
         **tiles.options,
     )
-    if splits > 1:
-        join_gated(sums, out)
 
 
 def _sum_visits(
@@ -265,6 +262,8 @@ def _grouped_product(
     x_ptr,
     weight_ptr,
     out_ptr,
+    sums_ptr,
+    arrived_ptr,
     pairs_ptr,
     experts_ptr,
     count_ptr,
@@ -315,9 +314,9 @@ def _grouped_product(
     )
     if WEIGHTS_FIRST:
         acc = tl.trans(acc)
-    if SPLIT:
-        out_ptr += tl.program_id(1).to(tl.int64) * num_pairs * rows
-    store_outputs(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED and not SPLIT)
+    store_outputs(
+        acc, out_ptr, sums_ptr, arrived_ptr, pairs, num_pairs, tile, rows, stride_out, GATED
+    )
 
 
 @triton.jit

@@ -6,6 +6,7 @@ import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.moe_splits import gate_times_up
+from atom.model_ops.kernels.triton.splits import add_splits, arrives_last
 
 
 @triton.jit
@@ -58,8 +59,39 @@ def weight_rows(tile, rows, GATED: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 @triton.jit
-def store_outputs(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED: tl.constexpr):
-    """Write sums [BLOCK_M, BLOCK_N] of the tile's `weight_rows` to the rows of `pairs`."""
+def store_outputs(
+    acc,
+    out_ptr,
+    sums_ptr,
+    arrived_ptr,
+    pairs,
+    num_pairs,
+    tile,
+    rows,
+    stride_out,
+    GATED: tl.constexpr,
+):
+    """Write sums [BLOCK_M, BLOCK_N] of the tile's `weight_rows` to the rows of `pairs`. If they are
+    those of a split, the last program of a tile adds up and writes.
+
+    sums_ptr, arrived_ptr: `parts_of`.
+    """
+    if sums_ptr is None:
+        _store(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED)
+    else:
+        BLOCK_N: tl.constexpr = acc.shape[1]
+        columns = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        part_ptrs = sums_ptr + pairs.to(tl.int64)[:, None] * rows + columns[None, :]
+        mask = (pairs < num_pairs)[:, None] & (columns < rows)[None, :]
+        stride = num_pairs.to(tl.int64) * rows
+        tl.store(part_ptrs + tl.program_id(1) * stride, acc, mask=mask)
+        if arrives_last(arrived_ptr + tl.program_id(0)):
+            total = add_splits(part_ptrs, mask, stride)
+            _store(total, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED)
+
+
+@triton.jit
+def _store(acc, out_ptr, pairs, num_pairs, tile, rows, stride_out, GATED: tl.constexpr):
     BLOCK_M: tl.constexpr = acc.shape[0]
     BLOCK_N: tl.constexpr = acc.shape[1]
     if GATED:

@@ -16,9 +16,8 @@ from atom.model_ops.kernels.triton.moe_align import ExpertBlocks
 from atom.model_ops.kernels.triton.moe_experts import Tiles, choose_tiles, mix
 from atom.model_ops.kernels.triton.moe_splits import (
     choose_splits,
-    join_gated,
+    parts_of,
     split_blocks,
-    split_sums,
 )
 from atom.model_ops.kernels.triton.moe_tiles import add_rows, store_outputs, weight_rows
 from atom.model_ops.kernels.triton.quant_inputs import is_exact, is_wide, read_inputs
@@ -133,7 +132,6 @@ def grouped_product(
     """`moe_experts.grouped_product` with the weights' rows from `first_row` on."""
     x, plain = both.rounded, weights.plain
     width = weights.rows if gated else out.shape[1]
-    sums = split_sums(out, width, splits)
     rows = None if plain is None else both.rows
     _grouped_quant[(tiles.programs(blocks, width), splits)](
         x.numbers,
@@ -144,7 +142,8 @@ def grouped_product(
         weights.row_scale,
         rows,
         plain,
-        sums,
+        out,
+        *parts_of(out, width, splits),
         blocks.pairs,
         blocks.experts,
         blocks.count,
@@ -161,7 +160,7 @@ def grouped_product(
             0 if tensor is None else tensor.stride(0)
             for tensor in (weights.scale, weights.zeros, weights.row_scale, rows, plain)
         ),
-        sums.stride(-2),
+        out.stride(0),
         **weights.constants(),
         WHOLE_PLAIN=weights.inputs % _PLAIN_K.value == 0,
         # More would take the shared memory of programs with quantised weights, which are smaller.
@@ -178,8 +177,6 @@ def grouped_product(
         num_stages=tiles.num_stages,
         **tiles.options,
     )
-    if splits > 1:
-        join_gated(sums, out)
 
 
 @triton.jit(do_not_specialize=["num_pairs"], do_not_specialize_on_alignment=["count_ptr"])
@@ -193,6 +190,8 @@ def _grouped_quant(
     rows_ptr,
     plain_ptr,
     out_ptr,
+    sums_ptr,
+    arrived_ptr,
     pairs_ptr,
     experts_ptr,
     count_ptr,
@@ -251,7 +250,6 @@ def _grouped_quant(
     last = tl.cdiv(inputs, BLOCK_K)
     if SPLIT:
         first, last = split_blocks(inputs, BLOCK_K)
-        out_ptr += tl.program_id(1).to(tl.int64) * num_pairs * width
     if plain_ptr is not None:  # noqa: SIM102 - without it the rest is not compiled
         if expert == num_quantised:
             acc = add_rows(
@@ -270,7 +268,16 @@ def _grouped_quant(
             if WEIGHTS_FIRST:
                 acc = tl.trans(acc)
             store_outputs(
-                acc, out_ptr, pairs, num_pairs, tile, width, stride_out, GATED and not SPLIT
+                acc,
+                out_ptr,
+                sums_ptr,
+                arrived_ptr,
+                pairs,
+                num_pairs,
+                tile,
+                width,
+                stride_out,
+                GATED,
             )
             return
     codes_ptr += expert * stride_expert
@@ -310,4 +317,6 @@ def _grouped_quant(
     if row_scale_ptr is not None:
         row_scale_ptr += expert * expert_rows
     acc = finish(acc, x_scale_ptr, row_scale_ptr, None, tokens, places, X_GROUP)
-    store_outputs(acc, out_ptr, pairs, num_pairs, tile, width, stride_out, GATED and not SPLIT)
+    store_outputs(
+        acc, out_ptr, sums_ptr, arrived_ptr, pairs, num_pairs, tile, width, stride_out, GATED
+    )

@@ -1,8 +1,9 @@
 """Products with quantised weights: dequantised tile by tile, or of codes with codes.
 
 Results are batch-invariant: inputs are split by the shape of the weights alone, a split is one
-accumulator over blocks of inputs in order, and splits are added in order. Programs that take all
-splits of their outputs and programs that leave that to a second kernel give the same bits.
+accumulator over blocks of inputs in order, and splits are added in order. A program that takes all
+splits of its outputs, and programs that take one each and whose last one adds them, give the same
+bits.
 """
 
 from __future__ import annotations
@@ -25,14 +26,9 @@ from atom.model_ops.kernels.triton.quant_layout import (
     refuses_tiles,
 )
 from atom.model_ops.kernels.triton.quant_product import add_product, finish, no_sums
-from atom.model_ops.kernels.triton.quant_splits import (
-    choose_splits,
-    choose_tiles,
-    sum_splits,
-    tile_of,
-)
+from atom.model_ops.kernels.triton.quant_splits import choose_splits, choose_tiles, tile_of
 from atom.model_ops.kernels.triton.quantise import refuses_activations
-from atom.model_ops.kernels.triton.splits import BUSY
+from atom.model_ops.kernels.triton.splits import BUSY, add_splits, arrivals, arrives_last
 from atom.model_ops.quant.rounding import Rows
 from atom.model_ops.quant.weights import QuantWeights
 from atom.model_ops.registry import OpQuery
@@ -77,10 +73,11 @@ def product(kind: str, x: Rows, weights: TileWeights, bias: torch.Tensor | None)
     programs = triton.cdiv(tokens, tiles.block_m) * triton.cdiv(rows, tiles.block_n)
     apart = splits > 1 and programs < BUSY.get(kind, 1)
     exact = is_exact(inputs, weights)
-    sums = out
+    sums = arrived = None
     if apart:
         sums_dtype = torch.int32 if exact else torch.float32
         sums = out.new_empty(splits, tokens, rows, dtype=sums_dtype)
+        arrived = arrivals(out.device)
     _quant_linear[(programs, splits if apart else 1)](
         inputs.numbers,
         inputs.scale,
@@ -89,7 +86,9 @@ def product(kind: str, x: Rows, weights: TileWeights, bias: torch.Tensor | None)
         weights.zeros,
         weights.row_scale,
         bias,
+        out,
         sums,
+        arrived,
         tokens,
         weights.inputs,
         rows,
@@ -110,9 +109,6 @@ def product(kind: str, x: Rows, weights: TileWeights, bias: torch.Tensor | None)
         num_stages=tiles.num_stages,
         **tiles.options,
     )
-    if apart:
-        x_scale = None if inputs.group else inputs.scale
-        sum_splits(sums, x_scale, weights.row_scale, bias, out.view(tokens, rows))
     return out
 
 
@@ -126,6 +122,8 @@ def _quant_linear(
     row_scale_ptr,
     bias_ptr,
     out_ptr,
+    sums_ptr,
+    arrived_ptr,
     tokens,
     inputs,
     rows,
@@ -151,7 +149,8 @@ def _quant_linear(
     BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr,
 ):
-    """One tile of outputs [tokens, rows], or of one split's sums [splits, tokens, rows] if APART.
+    """One tile of outputs [tokens, rows]; if APART, one split of it, by way of its part of the sums
+    [splits, tokens, rows].
 
     Elements beyond the last token or row are computed from a valid address and not stored.
     """
@@ -202,8 +201,10 @@ def _quant_linear(
     offsets = lanes_m.to(tl.int64)[:, None] * rows + lanes_n[None, :]
     mask = (lanes_m < tokens)[:, None] & (lanes_n < rows)[None, :]
     if APART:
-        sums_ptr = out_ptr + tl.program_id(1).to(tl.int64) * tokens * rows
-        tl.store(sums_ptr + offsets, total, mask=mask)
-    else:
-        result = finish(total, x_scale_ptr, row_scale_ptr, bias_ptr, token, places, X_GROUP)
-        tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=mask)
+        stride = tokens.to(tl.int64) * rows
+        tl.store(sums_ptr + tl.program_id(1) * stride + offsets, total, mask=mask)
+        if not arrives_last(arrived_ptr + tl.program_id(0)):
+            return
+        total = add_splits(sums_ptr + offsets, mask, stride)
+    result = finish(total, x_scale_ptr, row_scale_ptr, bias_ptr, token, places, X_GROUP)
+    tl.store(out_ptr + offsets, result.to(out_ptr.dtype.element_ty), mask=mask)

@@ -1,19 +1,16 @@
-"""How a product is divided into tiles and into splits of its inputs, and how splits are added."""
+"""How a product is divided into tiles and into splits of its inputs."""
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 
 from atom.model_ops.kernels.triton.moe_experts import Tiles
-from atom.model_ops.kernels.triton.quant_product import finish
 from atom.model_ops.kernels.triton.splits import BUSY
 
 _MOST_SPLITS = 8
 # A split has at least so many inputs.
 _LEAST_INPUTS = 1024
-_SUM_BLOCK = 512
 
 
 def choose_splits(kind: str, rows: int, inputs: int, block_k: int) -> int:
@@ -48,55 +45,6 @@ def choose_tiles(kind: str, tokens: int, wide: bool, scaled: bool = False) -> Ti
             return Tiles(16, 32, 2, 3, options=options)
         return Tiles(block_m, 64, 4, 2, options=options)
     return Tiles(block_m, 64 if wide else 128, 4 if wide else 8, 2, options=options)
-
-
-def sum_splits(
-    sums: torch.Tensor,
-    x_scale: torch.Tensor | None,
-    row_scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    out: torch.Tensor,
-) -> None:
-    """sums [splits, T, n] -> out [T, n], added in order; see `finish`."""
-    splits, tokens, rows = sums.shape
-    _sum_splits[(tokens, triton.cdiv(rows, _SUM_BLOCK))](
-        sums,
-        x_scale,
-        row_scale,
-        bias,
-        out,
-        tokens,
-        rows,
-        splits,
-        BLOCK=_SUM_BLOCK,
-        num_warps=4,
-    )
-
-
-@triton.jit(do_not_specialize=["tokens", "splits"])
-def _sum_splits(
-    sums_ptr,
-    x_scale_ptr,
-    row_scale_ptr,
-    bias_ptr,
-    out_ptr,
-    tokens,
-    rows,
-    splits,
-    BLOCK: tl.constexpr,
-):
-    """A block of outputs of one token."""
-    token = tl.program_id(0) + tl.arange(0, 1)
-    row = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = (row < rows)[None, :]
-    total = tl.zeros([1, BLOCK], sums_ptr.dtype.element_ty)
-    for split in range(splits):
-        part_ptrs = sums_ptr + (split * tokens + token.to(tl.int64))[:, None] * rows + row[None, :]
-        total += tl.load(part_ptrs, mask=inside, other=0)
-    places = tl.minimum(row, rows - 1)
-    result = finish(total, x_scale_ptr, row_scale_ptr, bias_ptr, token, places)
-    out_ptrs = out_ptr + token.to(tl.int64)[:, None] * rows + row[None, :]
-    tl.store(out_ptrs, result.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
