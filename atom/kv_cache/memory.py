@@ -11,6 +11,7 @@ from atom.config import (
     DEFAULT_GPU_MEMORY_UTILIZATION,
     CacheOptions,
 )
+from atom.kv_cache.base import KVCacheMemoryError
 from atom.platform import Platform, free_memory_bytes, total_memory_bytes
 
 # Driver memory of a captured graph: of the target's layers, about a thousand launches, and of what
@@ -41,6 +42,25 @@ def kv_cache_budget(
     activations = _peak_bytes(profile) + graph_bytes()
     in_use = total_memory_bytes(platform) - free_memory_bytes(platform)
     return int(total_memory_bytes(platform) * share) - in_use - activations
+
+
+def check_room(pool_bytes: int, platform: Platform, num_local: int) -> None:
+    """Refuse a pool that a CPU's memory could not hold once it is full: its pages are taken late.
+
+    Args:
+        num_local: ranks that share a CPU's memory, each with such a pool.
+
+    Raises:
+        KVCacheMemoryError: with the numbers.
+    """
+    if platform.is_gpu:
+        return
+    free = free_memory_bytes(platform) // num_local
+    if pool_bytes > free:
+        raise KVCacheMemoryError(
+            f"the KV cache would take {pool_bytes / 2**30:.1f} GiB and {free / 2**30:.1f} GiB are "
+            f"free; lower --kv-cache-memory, --max-num-seqs or --max-model-len"
+        )
 
 
 def estimate_graph_bytes(

@@ -12,7 +12,7 @@ from atom.batch import Orders
 from atom.config import ConfigError
 from atom.kv_cache.base import KVCacheBuilder, KVCacheMemoryError, num_spare_blocks, plan_kv_cache
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
-from atom.kv_cache.memory import kv_cache_budget
+from atom.kv_cache.memory import check_room, kv_cache_budget
 from atom.kv_cache.paged import PagedCache
 from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
@@ -59,6 +59,7 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
         scheduler.max_num_seqs * block_size * -(-rank.context.max_model_len // block_size),
         num_spare_blocks(rank.context.device),
     )
+    check_room(plan.num_blocks * plan.block_bytes, rank.platform, rank.place.num_local)
     num_blocks = min(own for (own,) in rank.place.control.exchange([plan.num_blocks]))
     _allocate(builders, parts, num_blocks)
     if rank.place.is_first:
