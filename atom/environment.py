@@ -69,6 +69,14 @@ def cpu_arch() -> str:
     return os.environ.get("ATOM_CPU_ARCH") or "native"
 
 
+def omp_num_threads() -> int | None:
+    """`$OMP_NUM_THREADS`, OpenMP's own variable: the most threads that a lone engine takes on a
+    CPU; None when it is unset or no number.
+    """
+    first = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0].strip()
+    return max(int(first), 1) if first.isdecimal() else None
+
+
 def triton_is_interpreted() -> bool:
     """`$TRITON_INTERPRET`, Triton's own variable, which it reads when a kernel is defined."""
     return os.environ.get("TRITON_INTERPRET") == "1"

@@ -53,7 +53,8 @@ class ParallelOptions(Options):
     num_threads: int | None = option(
         None,
         "CPU threads of each rank; when omitted, as many as other programs leave processors free, "
-        "at every time, or a fixed share of them when there are several ranks",
+        "at every time and at most $OMP_NUM_THREADS, or a fixed share of them for each of several "
+        "ranks",
         at_least=1,
     )
 

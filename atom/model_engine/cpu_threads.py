@@ -13,6 +13,7 @@ import time
 import torch
 
 from atom.distributed.place import Place
+from atom.environment import omp_num_threads
 from atom.parallel_options import ParallelOptions
 from atom.platform import Platform, busy_cpu_seconds, default_num_threads
 
@@ -72,7 +73,8 @@ class AdaptedThreads:
     """
 
     def __init__(self) -> None:
-        self._choice = ThreadChoice(default_num_threads())
+        most = default_num_threads()
+        self._choice = ThreadChoice(min(most, omp_num_threads() or most))
         torch.set_num_threads(self._choice.num_threads)
         self._window = self._now()
         self._stepping = 0.0

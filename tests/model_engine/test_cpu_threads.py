@@ -84,6 +84,7 @@ def test_processor_times_are_measured() -> None:
 def test_torch_gets_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
     clock = iter([(0.0, 0.0, 0.0), (1.0, 2.0, 1.3), (2.0, 3.0, 2.3), (3.0, 4.0, 3.3)])
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     monkeypatch.setattr(cpu_threads, "default_num_threads", lambda: 2)
     monkeypatch.setattr(AdaptedThreads, "_now", staticmethod(lambda: next(clock)))
     monkeypatch.setattr(cpu_threads.time, "perf_counter", lambda: 100.0)
@@ -95,6 +96,22 @@ def test_torch_gets_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
             threads.step_ended(1.0)
             seen.append(torch.get_num_threads())
         assert seen == [1, 1, 2]
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("variable", "most"), [("1", 1), ("2,4", 2), ("9", 3), ("0", 1), ("many", 3), ("", 3)]
+)
+def test_the_variable_of_openmp_bounds_the_number(
+    variable: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = torch.get_num_threads()
+    monkeypatch.setenv("OMP_NUM_THREADS", variable)
+    monkeypatch.setattr(cpu_threads, "default_num_threads", lambda: 3)
+    try:
+        AdaptedThreads()
+        assert torch.get_num_threads() == most
     finally:
         torch.set_num_threads(before)
 
