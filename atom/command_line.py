@@ -14,6 +14,25 @@ from atom.help_text import HelpFormatter, format_sections
 
 _POSITIONAL = "positional_"
 
+# What other engines call an option of ours.
+_OTHER_NAMES = {
+    "allowed-origins": "cors-allow-origin",
+    "chunked-prefill-size": "max-num-batched-tokens",
+    "context-length": "max-model-len",
+    "disable-cuda-graph": "enforce-eager",
+    "disable-radix-cache": "no-enable-prefix-caching",
+    "max-running-requests": "max-num-seqs",
+    "mem-fraction-static": "gpu-memory-utilization",
+    "model-path": "model",
+    "speculative-algorithm": "method",
+    "speculative-draft-model-path": "draft-model",
+    "speculative-num-draft-tokens": "num-speculative-tokens",
+    "tokenizer-path": "tokenizer",
+    "tp": "tensor-parallel-size",
+    "tp-size": "tensor-parallel-size",
+    "dp-size": "data-parallel-size",
+}
+
 
 class CommandLine(argparse.ArgumentParser):
     """Flags, `--config FILE` with more of them, and one positional that stands for a flag.
@@ -152,5 +171,7 @@ def _defaults(
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """What an error about an unknown name ends with."""
-    close = difflib.get_close_matches(name, known, n=1)
+    dashes = "--" if name.startswith("--") else ""
+    other = dashes + _OTHER_NAMES.get(name.removeprefix("--").replace("_", "-"), "")
+    close = [other] if other in known else difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""

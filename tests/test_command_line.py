@@ -39,6 +39,7 @@ def test_the_mode_for_equal_bits_has_the_names_that_others_have_for_it() -> None
     [
         (["--dtpe", "x"], "error: unknown option --dtpe; did you mean --dtype?"),
         (["--max-model-length=4"], "unknown option --max-model-length; did you mean --max-m"),
+        (["--context-length", "4"], "unknown option --context-length; did you mean --max-model"),
         (["--xyzzy"], "error: unknown option --xyzzy"),
         (["a", "b"], "error: unknown argument b"),
         (["a", "--model", "b"], "error: MODEL is given twice: a and --model b"),
