@@ -34,11 +34,15 @@ class ThreadChoice:
 
     Attributes:
         num_threads: the choice, 1 to `most`.
+
+    Args:
+        processors: for all programs.
+        most: as many as there are processors when left out.
     """
 
-    def __init__(self, most: int) -> None:
-        self.num_threads = most
-        self._most = most
+    def __init__(self, processors: int, most: int | None = None) -> None:
+        self._processors = processors
+        self.num_threads = self._most = min(processors, most or processors)
         self._windows_with_more = 0
 
     def observe(self, seconds: float, stepping: float, busy: float, own: float) -> None:
@@ -62,8 +66,8 @@ class ThreadChoice:
             self.num_threads = min(self.num_threads, self._choose(others, rivals, _TAKEN))
 
     def _choose(self, others: float, rivals: float, slack: float) -> int:
-        number = min(max(int(self._most - others + slack), 1), self._most)
-        return number if self._most / (number + rivals) >= _WORTH else self._most
+        number = min(max(int(self._processors - others + slack), 1), self._most)
+        return number if self._processors / (number + rivals) >= _WORTH else self._most
 
 
 class AdaptedThreads:
@@ -73,8 +77,7 @@ class AdaptedThreads:
     """
 
     def __init__(self) -> None:
-        most = default_num_threads()
-        self._choice = ThreadChoice(min(most, omp_num_threads() or most))
+        self._choice = ThreadChoice(default_num_threads(), omp_num_threads())
         torch.set_num_threads(self._choice.num_threads)
         self._window = self._now()
         self._stepping = 0.0

@@ -100,6 +100,16 @@ def test_torch_gets_the_number(monkeypatch: pytest.MonkeyPatch) -> None:
         torch.set_num_threads(before)
 
 
+def test_fewer_threads_than_processors_leave_room_for_others() -> None:
+    choice = ThreadChoice(16, 4)
+    for _ in range(4):
+        choice.observe(1.0, 1.0, 12.0, 4.0)  # others use 8 of the 12 that are left
+    assert choice.num_threads == 4
+    for _ in range(4):
+        choice.observe(1.0, 1.0, 16.0, 3.0)
+    assert choice.num_threads == 3
+
+
 @pytest.mark.parametrize(
     ("variable", "most"), [("1", 1), ("2,4", 2), ("9", 3), ("0", 1), ("many", 3), ("", 3)]
 )
