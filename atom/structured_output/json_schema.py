@@ -7,6 +7,7 @@ still valid. `oneOf` is enforced as `anyOf`.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -66,6 +67,9 @@ _NEEDS_TYPE = {
     "maxProperties": ("object",),
     "propertyNames": ("object",),
 }
+# Characters that mean themselves, and what xgrammar would ignore.
+_CHARACTERS = re.compile(r"\\.|\[(?:\\.|[^\]\\])*\]", re.DOTALL)
+_LOOKAHEAD = re.compile(r"\(\?[=!]")
 _MAPS_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions")
 _LISTS_OF_SCHEMAS = ("prefixItems", "anyOf", "oneOf", "allOf")
 _SCHEMAS = ("items", "additionalProperties", "unevaluatedProperties", "propertyNames")
@@ -127,7 +131,12 @@ def _reason(part: dict[str, Any], root: Any) -> str | None:
         return f"{ignored!r} is not supported"
     if part.get("uniqueItems"):
         return "'uniqueItems' is not supported"
-    return _wrong_combination(part) or _wrong_object(part) or _wrong_reference(part, root)
+    return (
+        _wrong_combination(part)
+        or _wrong_pattern(part)
+        or _wrong_object(part)
+        or _wrong_reference(part, root)
+    )
 
 
 def _wrong_combination(part: dict[str, Any]) -> str | None:
@@ -135,6 +144,9 @@ def _wrong_combination(part: dict[str, Any]) -> str | None:
     beside = sorted(part.keys() - _ANNOTATIONS - {exclusive})
     if exclusive is not None and beside:
         return f"{beside} beside {exclusive!r} is not supported; write it into the branches"
+    empty = next((name for name in _EXCLUSIVE if part.get(name) == []), None)
+    if empty is not None:
+        return f"{empty!r} must hold at least one schema"
     if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1:
         return "'allOf' of several schemas is not supported; merge them"
     if "pattern" in part and ("minLength" in part or "maxLength" in part):
@@ -148,6 +160,15 @@ def _wrong_combination(part: dict[str, Any]) -> str | None:
     untyped = next((name for name in _NEEDS_TYPE if name in part), None)
     if untyped is not None:
         return f"{untyped!r} needs a 'type' ({' or '.join(_NEEDS_TYPE[untyped])}) beside it"
+    return None
+
+
+def _wrong_pattern(part: dict[str, Any]) -> str | None:
+    properties = part.get("patternProperties")
+    patterns = [part.get("pattern"), *(properties if isinstance(properties, dict) else ())]
+    for pattern in patterns:
+        if isinstance(pattern, str) and _LOOKAHEAD.search(_CHARACTERS.sub("", pattern)):
+            return f"lookahead in the pattern {pattern!r} is not supported"
     return None
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
@@ -52,6 +53,16 @@ def test_a_whole_answer(
     assert (meta["id"], meta["finish_reason"]) == ("mine", {"type": "stop", "matched": eos})
     assert (meta["completion_tokens"], meta["cached_tokens"]) == (len(ids) + 1, 0)
     assert meta["prompt_tokens"] == len(byte_level_tokenizer.encode("Hi"))
+
+
+def test_requests_at_a_time_may_have_one_name(scripted: ScriptedServer) -> None:
+    scripted.says(TEXT * 20, 3)
+    with ThreadPoolExecutor(4) as pool:
+        fields = {"text": "Hi", "rid": "mine", "sampling_params": {"max_new_tokens": 100}}
+        found = list(pool.map(lambda _: _generate(scripted, **fields), range(4)))
+    scripted.says(TEXT, 3)
+    assert [one["meta_info"]["id"] for one in found] == ["mine"] * 4
+    assert len({one["text"] for one in found}) == 1
 
 
 def test_streams_repeat_the_text_so_far(scripted: ScriptedServer) -> None:

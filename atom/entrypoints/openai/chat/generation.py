@@ -52,11 +52,13 @@ class Generation:
     """What one HTTP request asks of the engine.
 
     Attributes:
+        id: unlike that of any other request.
         params: those of every prompt.
         discards_output: the client wants the prompt alone; the one token that the engine
             must generate is dropped.
         echoes: the prompt comes back.
         field_names: the request's own names of fields that the engine calls otherwise.
+        answer_id: the client's name of the request, where answers say it; several may share one.
     """
 
     id: str
@@ -71,6 +73,7 @@ class Generation:
     discards_output: bool = False
     echoes: bool = False
     field_names: dict[str, str] = field(default_factory=dict)
+    answer_id: str = ""
 
     @property
     def n(self) -> int:

@@ -76,7 +76,7 @@ def prepare_generate(
     except ApiError as error:
         raise renamed(error, names) from None
     names["structured_output"] = names[generation.field_names.get("structured_output", "prompt")]
-    return replace(generation, id=body.rid or generation.id, field_names=names)
+    return replace(generation, answer_id=body.rid or generation.id, field_names=names)
 
 
 async def respond_generate(
@@ -148,7 +148,7 @@ class _Progress:
             "text": "".join(self._text),
             "output_ids": self._token_ids,
             "meta_info": {
-                "id": self._generation.id,
+                "id": self._generation.answer_id,
                 "finish_reason": self._finish_reason(output),
                 "prompt_tokens": len(request.prompt_token_ids),
                 "completion_tokens": len(self._token_ids),
