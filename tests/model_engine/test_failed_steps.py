@@ -149,10 +149,11 @@ def test_the_one_at_fault_ends_alone(
 def test_without_room_for_all_of_them(
     checkpoints: Checkpoints, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    expected = checkpoints.expected("warm")
     monkeypatch.setattr(kv_memory, "plan_kv_cache", lambda *_: KVCachePlan(24, 0))
     llm = checkpoints.engine("suffix", max_model_len=96, max_num_seqs=3)
     break_steps(monkeypatch, llm, at_steps(lambda: OSError("oops"), *range(0, 90, 6)), "after")
-    assert engines.generate(llm, params("warm"), PROMPTS) == checkpoints.expected("warm")
+    assert engines.generate(llm, params("warm"), PROMPTS) == expected
 
 
 def test_a_stream_goes_on_after_an_interrupt(
