@@ -34,7 +34,7 @@ class _Choice:
     """One alternative of a rule: bytes of its own, and rules with how often they stand in it."""
 
     rule: str
-    length: int = 0
+    length: float = 0.0
     parts: dict[str, int] = field(default_factory=dict)
 
     def add(self, part: str | int, times: int) -> None:
@@ -47,7 +47,7 @@ class _Choice:
             self.parts[part] = count
 
     def total(self, shortest: dict[str, float]) -> float:
-        """Infinite where a part has no finite text."""
+        """Infinite where a part has no finite text, or one too long for a float."""
         parts = (shortest.get(name, math.inf) * times for name, times in self.parts.items())
         return self.length + sum(parts)
 

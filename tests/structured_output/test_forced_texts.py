@@ -55,6 +55,12 @@ def test_the_bound(grammar: str, expected: float) -> None:
     assert longest_forced_text(grammar) == expected
 
 
+def test_a_text_too_long_for_a_float() -> None:
+    doubling = "".join(f'r{i} ::= ((r{i + 1} r{i + 1} "c"))\n' for i in range(1100))
+    grammar = f'root ::= ((r0 x) | ("x"))\nx ::= (("a" x))\n{doubling}r1100 ::= (("b"))\n'
+    assert longest_forced_text(grammar) == math.inf
+
+
 @pytest.mark.parametrize("wanted", ENDLESS)
 def test_no_drafts_where_forced_texts_have_no_end(
     backend: XGrammarBackend, wanted: StructuredOutput
