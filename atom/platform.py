@@ -12,6 +12,8 @@ import torch
 
 from atom.config import ConfigError
 
+_CGROUP = Path("/sys/fs/cgroup")
+
 
 @dataclass(frozen=True)
 class Platform:
@@ -107,16 +109,20 @@ def total_memory_bytes(platform: Platform) -> int:
 
 
 def _cgroup_headroom_bytes(default: int) -> int:
-    """What the container's memory limit leaves; `default` without a limit."""
+    """What the container's memory limit leaves; `default` without a limit.
+
+    Files that were read, such as weights, count as used there until the kernel needs their pages.
+    """
     try:
-        with (
-            open("/sys/fs/cgroup/memory.max") as limit,
-            open("/sys/fs/cgroup/memory.current") as used,
-        ):
-            text = limit.read().strip()
-            return default if text == "max" else max(int(text) - int(used.read()), 0)
+        limit = (_CGROUP / "memory.max").read_text().strip()
+        if limit == "max":
+            return default
+        used = int((_CGROUP / "memory.current").read_text())
+        stat = dict(line.split() for line in (_CGROUP / "memory.stat").read_text().splitlines())
     except OSError:
         return default
+    cached = int(stat["active_file"]) + int(stat["inactive_file"])
+    return max(int(limit) - used + cached, 0)
 
 
 def default_num_threads() -> int:

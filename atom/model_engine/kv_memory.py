@@ -59,8 +59,10 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
         scheduler.max_num_seqs * block_size * -(-rank.context.max_model_len // block_size),
         num_spare_blocks(rank.context.device),
     )
-    check_room(plan.num_blocks * plan.block_bytes, rank.platform, rank.place.num_local)
     num_blocks = min(own for (own,) in rank.place.control.exchange([plan.num_blocks]))
+    if rank.config.cache.kv_cache_memory is not None:
+        # By now all ranks have loaded their weights.
+        check_room(num_blocks * plan.block_bytes, rank.platform, rank.place.num_local)
     _allocate(builders, parts, num_blocks)
     if rank.place.is_first:
         _log_limits(rank, plan.block_bytes)
