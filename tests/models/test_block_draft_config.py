@@ -62,7 +62,7 @@ def test_a_card_may_state_its_acceptance_length(name: str) -> None:
 def test_the_speculators_layout() -> None:
     raw = DRAFTS["speculators dspark"].raw
     config = read(raw)
-    assert (config.stated_drafts, config.draft_vocab_size, config.vocab_size) == (3, 40, 96)
+    assert (config.draft_vocab_size, config.vocab_size) == (40, 96)
     assert config.samples_anchor
     assert not read({k: v for k, v in raw.items() if k != "sample_from_anchor"}).samples_anchor
     old = {k: v for k, v in raw.items() if k != "sample_from_anchor"}

@@ -104,7 +104,6 @@ class BlockDraftConfig:
             `default_aux_layer_ids` spreads.
         num_aux_hidden_states: target layers that feed `fc`.
         num_target_layers: of the target, if stated.
-        stated_drafts: drafts per step that the checkpoint recommends, if it does.
         markov, selector, confidence, conv: optional parts.
         interleaved: whether RoPE rotates neighbouring elements instead of halves.
         embedding_scale, value_scale, logit_scale, softcap: factors; softcap is None for no cap.
@@ -126,7 +125,6 @@ class BlockDraftConfig:
     aux_layers: AuxLayers | None
     num_aux_hidden_states: int
     num_target_layers: int | None
-    stated_drafts: int | None
     markov: Markov | None
     selector: Selector | None
     confidence: Confidence | None
@@ -212,7 +210,6 @@ class BlockDraftConfig:
                 if fields.get("num_target_layers") is None
                 else fields.integer("num_target_layers")
             ),
-            stated_drafts=_stated_drafts(fields),
             markov=markov,
             selector=_selector(fields, form),
             confidence=_confidence(fields, form, markov),
@@ -336,14 +333,6 @@ def _num_aux(fields: Fields, aux_layers: AuxLayers | None, num_layers: int) -> i
     if count != named:
         raise fields.error(f"num_aux_hidden_states={count} contradicts {named} layer ids")
     return count
-
-
-def _stated_drafts(fields: Fields) -> int | None:
-    methods = (fields.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    stated = methods[0].get("speculative_tokens")
-    if stated is not None and (type(stated) is not int or stated < 1):
-        raise fields.error(f"speculative_tokens should be a positive integer, got {stated!r}")
-    return stated
 
 
 def _markov(fields: Fields, form: BlockFormat) -> Markov | None:
