@@ -144,9 +144,9 @@ def _wrong_combination(part: dict[str, Any]) -> str | None:
     beside = sorted(part.keys() - _ANNOTATIONS - {exclusive})
     if exclusive is not None and beside:
         return f"{beside} beside {exclusive!r} is not supported; write it into the branches"
-    empty = next((name for name in _EXCLUSIVE if part.get(name) == []), None)
+    empty = next((name for name in (*_EXCLUSIVE, "type") if part.get(name) == []), None)
     if empty is not None:
-        return f"{empty!r} must hold at least one schema"
+        return f"{empty!r} must not be empty"
     if isinstance(part.get("allOf"), list) and len(part["allOf"]) > 1:
         return "'allOf' of several schemas is not supported; merge them"
     if "pattern" in part and ("minLength" in part or "maxLength" in part):
