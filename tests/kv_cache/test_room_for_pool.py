@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
+from atom import platform
 from atom.kv_cache import memory
 from atom.kv_cache.base import KVCacheMemoryError
 from atom.kv_cache.memory import check_room
-from atom.platform import Platform
+from atom.platform import Platform, free_memory_bytes
 
 CPU = Platform("cpu", "avx2", False)
 
@@ -20,3 +23,20 @@ def test_a_pool_that_a_cpu_could_not_fill_is_refused(monkeypatch: pytest.MonkeyP
         check_room(5 << 30, CPU, 1)
     with pytest.raises(KVCacheMemoryError, match=r"4\.0 GiB and 2\.0 GiB are free"):
         check_room(4 << 30, CPU, 2)
+
+
+def test_files_that_a_container_has_read_leave_its_memory_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, text in (
+        ("memory.max", "8000\n"),
+        ("memory.current", "7500\n"),
+        ("memory.stat", "anon 900\nfile 6600\nactive_file 600\ninactive_file 6000\n"),
+    ):
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(platform, "_CGROUP", tmp_path)
+    assert free_memory_bytes(CPU) == 8000 - 900
+    (tmp_path / "memory.current").write_text("20000\n")
+    assert free_memory_bytes(CPU) == 0
+    (tmp_path / "memory.max").write_text("max\n")
+    assert free_memory_bytes(CPU) > 8000
