@@ -77,7 +77,10 @@ class AdaptedThreads:
     """
 
     def __init__(self) -> None:
-        self._choice = ThreadChoice(default_num_threads(), omp_num_threads())
+        processors = default_num_threads()
+        self._choice = ThreadChoice(processors, omp_num_threads())
+        if (most := self._choice.num_threads) < processors:
+            logger.info("CPU threads: at most %d of %d, as OMP_NUM_THREADS says", most, processors)
         torch.set_num_threads(self._choice.num_threads)
         self._window = self._now()
         self._stepping = 0.0

@@ -114,14 +114,19 @@ def test_fewer_threads_than_processors_leave_room_for_others() -> None:
     ("variable", "most"), [("1", 1), ("2,4", 2), ("9", 3), ("0", 1), ("many", 3), ("", 3)]
 )
 def test_the_variable_of_openmp_bounds_the_number(
-    variable: str, most: int, monkeypatch: pytest.MonkeyPatch
+    variable: str,
+    most: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     before = torch.get_num_threads()
     monkeypatch.setenv("OMP_NUM_THREADS", variable)
     monkeypatch.setattr(cpu_threads, "default_num_threads", lambda: 3)
     try:
-        AdaptedThreads()
+        with caplog.at_level("INFO", "atom"):
+            AdaptedThreads()
         assert torch.get_num_threads() == most
+        assert ("OMP_NUM_THREADS" in caplog.text) == (most < 3)
     finally:
         torch.set_num_threads(before)
 
