@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import math
 import sys
@@ -126,7 +127,13 @@ def test_structured_outputs(llm: LLM) -> None:
     schema = {"type": "object"}
     assert StructuredOutputsParams(schema).constraint() == StructuredOutput.json_schema(schema)
     assert StructuredOutputsParams(json_object=True).constraint() == StructuredOutput.json_object()
-    for wrong in ({}, {"regex": "a", "grammar": 'root ::= "a"'}):
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
+    for given in (tag, json.dumps(tag), tag["format"]):
+        made = StructuredOutputsParams(structural_tag=given)
+        assert made.constraint() == StructuredOutput.structural_tag(tag["format"])
+    anything = StructuredOutputsParams(json={}, json_object=False)
+    assert anything.constraint() == StructuredOutput.json_schema({})
+    for wrong in ({}, {"regex": "a", "grammar": 'root ::= "a"'}, {"json": {}, "regex": "a"}):
         with pytest.raises(ValueError, match="takes exactly one of"):
             StructuredOutputsParams(**wrong)
 
