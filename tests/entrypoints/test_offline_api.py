@@ -113,6 +113,8 @@ def test_parameters_by_place_and_changed_later(llm: LLM) -> None:
     assert sum(len(o.outputs[0].token_ids) for o in stream) == 23
     assert len(llm.generate([PROMPTS[0]], changed, False)[0].outputs[0].token_ids) == 3
     changed.temperature = -1.0
+    with pytest.raises(ValueError, match=r"num_speculative_tokens must be a number, got 1\.5"):
+        SamplingParams(num_speculative_tokens=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"temperature must be in \[0"):
         llm.generate([PROMPTS[0]], changed, False)
 

@@ -26,7 +26,7 @@ from atom.entrypoints.openai.http.unknown_fields import (
     UNSUPPORTED_FIELD,
     UnknownFields,
 )
-from atom.quoting import excerpt
+from atom.quoting import excerpt, quote
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -173,7 +173,10 @@ def describe(error: ValidationError) -> ApiError:
         return bad_request(f"{name} is not supported by this server", name, UNSUPPORTED_FIELD)
     if first["type"] == UNSUPPORTED_CONTENT:
         name = _path(first["loc"])
-        return bad_request(f"{name}: {excerpt(first['msg'])}", name, UNSUPPORTED_CONTENT)
+        content = error.errors(include_url=False)[0]["input"]
+        kind = content.get("type") if isinstance(content, dict) else None
+        is_of = f" is of type {quote(kind)}" if isinstance(kind, str) else ""
+        return bad_request(f"{name}{is_of}: {excerpt(first['msg'])}", name, UNSUPPORTED_CONTENT)
     if not first["loc"]:
         return bad_request(
             f"the body must be a JSON object: {excerpt(first['msg'])}", code="invalid_type"
