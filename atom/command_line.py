@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import contextlib
 import difflib
+import itertools
 import json
+import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
@@ -89,6 +91,8 @@ class CommandLine(argparse.ArgumentParser):
 
     def _given(self, args: Sequence[str] | None) -> dict[str, Any]:
         """What was said, without defaults."""
+        args = sys.argv[1:] if args is None else args
+        self._refuse_values_of_switches(args)
         self._stated = {action: action.default for action in self._actions}
         with _defaults(self._actions, dict.fromkeys(self._actions, argparse.SUPPRESS)):
             namespace, unknown = self.parse_known_args(args)
@@ -104,6 +108,16 @@ class CommandLine(argparse.ArgumentParser):
                 self.error(f"{name.upper()} is given twice: {value} and --{name} {given[name]}")
             given[name] = value
         return given
+
+    def _refuse_values_of_switches(self, args: Sequence[str]) -> None:
+        """A truth value behind a switch would be taken for the positional."""
+        for flag, value in itertools.pairwise(args):
+            action = self._option_string_actions.get(flag)
+            if action is None or action.nargs != 0 or value.lower() not in ("true", "false"):
+                continue
+            off = f"--no-{flag.lstrip('-')}"
+            without = off if off in action.option_strings else "leaving it out"
+            self.error(f"{flag} takes no value, got {value}: {flag} alone is true, {without} false")
 
     def _read_flags(self, path: str) -> list[str]:
         """The file's content as flags."""

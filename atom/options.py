@@ -39,6 +39,7 @@ class Declaration:
         short: another spelling of the flag, dashes included.
         choices: the only values there are.
         spellings: what users write for some of the choices -> the choice.
+        nearest: other engines' values that there are not -> the choice that is most like each.
         at_least: the least integer there may be.
         parse: from what a user writes to the field's value.
         on_gpu: the default on a GPU, where it is not the field's.
@@ -50,6 +51,7 @@ class Declaration:
     short: str | None = None
     choices: Collection[str] | None = None
     spellings: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    nearest: Mapping[str, str] = dataclasses.field(default_factory=dict)
     at_least: int | None = None
     parse: Callable[[Any], Any] | None = None
     on_gpu: int | None = None
@@ -64,6 +66,7 @@ def option(
     short: str | None = None,
     choices: Collection[str] | None = None,
     spellings: Mapping[str, str] | None = None,
+    nearest: Mapping[str, str] | None = None,
     at_least: int | None = None,
     parse: Callable[[Any], Any] | None = None,
     on_gpu: int | None = None,
@@ -74,7 +77,7 @@ def option(
         default: `REQUIRED` when there is none.
     """
     declared = Declaration(
-        help, name, alias, short, choices, spellings or {}, at_least, parse, on_gpu
+        help, name, alias, short, choices, spellings or {}, nearest or {}, at_least, parse, on_gpu
     )
     return dataclasses.field(default=default, metadata={_KEY: declared})
 
@@ -145,6 +148,10 @@ class Option:
     def parse(self, value: Any) -> Any:
         """The field's value."""
         if isinstance(value, str):
+            if (nearest := self.declared.nearest.get(value)) is not None:
+                raise ConfigError(
+                    f"there is no {self.name} {value}; {self.name} {nearest} is nearest to it"
+                )
             value = self.declared.spellings.get(value, value)
         if value is None or self.declared.parse is None:
             return value
@@ -152,6 +159,12 @@ class Option:
             return self.declared.parse(value)
         except ConfigError as error:
             raise ConfigError(f"{self.name}: {error}") from error
+
+    def _parse_word(self, word: str) -> Any:
+        try:
+            return self.parse(word)
+        except ConfigError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
 
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         """Add the flag, in kebab and in snake spelling."""
@@ -167,7 +180,7 @@ class Option:
             extra |= {"default": None, "nargs": "+", "action": "extend"}
         elif declared.choices is not None:
             extra["choices"] = tuple(declared.choices)
-            extra["type"] = self.parse
+            extra["type"] = self._parse_word
         elif declared.parse is None and not self.is_document:
             extra["type"] = self.kind
         suffix = "" if extra["default"] in (None, "") else " (default: %(default)s)"
@@ -286,7 +299,17 @@ def _read_document(
         raise ConfigError(
             f"{option.flag} does not know {', '.join(unknown)}; it knows {', '.join(known)}"
         )
+    missing = [each for each in members if each.is_required and each.field.name not in document]
+    if missing:
+        wanted = " and ".join(map(_key_and_choices, missing))
+        has = ", ".join(document) or "nothing"
+        raise ConfigError(f"{option.flag} needs {wanted}; it has {has}")
     return {name: known[name].parse(each) for name, each in document.items()}
+
+
+def _key_and_choices(option: Option) -> str:
+    choices = option.declared.choices
+    return option.field.name + (f" ({', '.join(choices)})" if choices else "")
 
 
 def _refuse_missing(members: Collection[Option], fields: Mapping[str, Any]) -> None:
@@ -297,7 +320,7 @@ def _refuse_missing(members: Collection[Option], fields: Mapping[str, Any]) -> N
         return
     first = required[0]
     if first in missing:
-        given = ", ".join(_flags(members, fields)) or "an empty object"
+        given = ", ".join(_flags(members, fields))
         raise ConfigError(f"{given} has no effect without {first.flag}")
     raise ConfigError(f"{first.name} {fields[first.field.name]} needs {missing[0].name}")
 

@@ -103,7 +103,9 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             if isinstance(value, bool) or not isinstance(value, wanted):
                 raise ValueError(f"{name} must be a number, got {quote(value)}")
             if not low <= value <= high:  # NaN fails every comparison
-                raise ValueError(f"{name} must be in [{low:g}, {high:g}], got {quote(value)}")
+                range_text = f"[{_number(low)}, {_number(high)}]"
+                hint = _HINTS.get(name, "")
+                raise ValueError(f"{name} must be in {range_text}, got {quote(value)}{hint}")
         if self.top_p == 0:
             raise ValueError("top_p must be greater than 0, got 0")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
@@ -152,6 +154,11 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         return self.temperature < _GREEDY_TEMPERATURE or self.top_p < _GREEDY_TOP_P
 
 
+def _number(value: float) -> str:
+    """All digits of an integer."""
+    return str(value) if isinstance(value, int) else f"{value:.10g}"
+
+
 def _check_tokens(name: str, token_ids: Iterable[Any]) -> None:
     for token_id in token_ids:
         if isinstance(token_id, bool) or not isinstance(token_id, int) or token_id < 0:
@@ -178,4 +185,8 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("logprobs", ALL_LOGPROBS, 2**31 - 1),
     ("prompt_logprobs", ALL_LOGPROBS, 2**31 - 1),
 )
-_INTEGERS = {"n", "top_k", "seed", "min_tokens", "max_tokens", "logprobs", "prompt_logprobs"}
+_INTEGERS = {
+    *("n", "top_k", "seed", "min_tokens", "max_tokens"),
+    *("logprobs", "prompt_logprobs", "num_speculative_tokens"),
+}
+_HINTS = {"num_speculative_tokens": "; no drafts are verified with speculation: false"}

@@ -17,7 +17,10 @@ class SpeculativeOptions(Options):
     """How drafts are proposed; `SPECULATIVE_METHODS` says what each method takes."""
 
     method: str = option(
-        REQUIRED, "how to propose drafts; none when omitted", choices=SPECULATIVE_METHODS
+        REQUIRED,
+        "how to propose drafts; none when omitted",
+        choices=SPECULATIVE_METHODS,
+        nearest={"ngram": "suffix", "NGRAM": "suffix"},
     )
     num_speculative_tokens: int = option(
         REQUIRED, f"drafts per step, 1 to {MAX_SPECULATIVE_TOKENS}"
@@ -76,8 +79,9 @@ class SpeculativeOptions(Options):
         k = self.num_speculative_tokens
         if isinstance(k, bool) or not isinstance(k, int) or not 1 <= k <= MAX_SPECULATIVE_TOKENS:
             raise ConfigError(
-                f"num_speculative_tokens must be 1 to {MAX_SPECULATIVE_TOKENS}, got {k!r}; leave "
-                "the method out to run without speculation"
+                f"num_speculative_tokens must be 1 to {MAX_SPECULATIVE_TOKENS}, got {k!r}; to run "
+                "without speculation leave the method out, or give --no-speculation where a draft "
+                "comes with the model"
             )
         length = self.synthetic_acceptance_length
         if length is not None and not 1 <= length <= k + 1:

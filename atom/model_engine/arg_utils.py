@@ -22,6 +22,8 @@ from atom.options import (
 
 EngineOptions = Mapping[str, Any]
 
+_CHOOSE_DRAFTS = {"method", "draft_model", "speculative_config"}
+
 
 # The sections of the help.
 SUBJECTS: Mapping[str | None, str] = {
@@ -111,14 +113,16 @@ def without_speculation(options: EngineOptions) -> dict[str, Any]:
 
 
 def with_shipped_draft(options: EngineOptions) -> dict[str, Any]:
-    """Add the draft model that the package ships for this model.
+    """Add the draft model that the package ships for this model, and how it runs.
 
-    Returns the options unchanged when there is none, or when a speculative option is given.
+    What the options say of speculation goes before that. Returns them unchanged when there is no
+    such draft, or when they say what to draft with.
     """
     draft = shipped_draft_for(options.get("model"))
-    if draft is None or speculation_of(options):
+    if draft is None or _CHOOSE_DRAFTS & options.keys():
         return dict(options)
-    return {**options, **SHIPPED_OPTIONS, "draft_model": str(draft)}
+    given = {name: value for name, value in options.items() if value is not None}
+    return {**SHIPPED_OPTIONS, "draft_model": str(draft), **given}
 
 
 def choose_draft(options: EngineOptions, no_speculation: bool) -> dict[str, Any]:

@@ -9,6 +9,7 @@ from torch import nn
 
 from atom.messages import EngineLimits
 from atom.model_engine.rank import Rank, dtype_name
+from atom.model_ops.kernels.native.build import native_build
 from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.quant.formats.gguf import GgufConfig
 
@@ -25,6 +26,12 @@ def log_start(
     source, platform, ops = rank.source, rank.platform, rank.context.ops
     num_ranks = rank.place.tensor.size
     logger.info("ops:\n%s", ops.describe())
+    if platform.kind == "cpu" and (reason := native_build().reason) is not None:
+        logger.warning(
+            "PyTorch's operations run, many times slower than the C++ kernels, which could not be "
+            "built: %s",
+            " ".join(reason.split()),
+        )
     if isinstance(source.quantization, GgufConfig):
         logger.info("weights: %s", source.quantization)
     if rank.storage in FP8_TYPES:

@@ -8,6 +8,7 @@ from typing import Any
 
 import msgspec
 
+from atom.quoting import quote
 from atom.structured_output.params import StructuredOutput
 
 
@@ -18,7 +19,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
         json: a JSON schema, as an object or as text.
         grammar: in GBNF notation, beginning at `root`.
         json_object: true for any JSON object.
-        structural_tag: an xgrammar structural tag's format, as an object or as text.
+        structural_tag: an xgrammar structural tag or its format, as an object or as text.
 
     Raises:
         ValueError: for none or several of them.
@@ -32,7 +33,7 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
     structural_tag: dict[str, Any] | str | None = None
 
     def __post_init__(self) -> None:
-        given = [name for name in self.__struct_fields__ if getattr(self, name)]
+        given = [n for n in self.__struct_fields__ if getattr(self, n) not in (None, False)]
         if len(given) != 1:
             raise ValueError(
                 f"structured_outputs takes exactly one of {', '.join(self.__struct_fields__)}, "
@@ -52,12 +53,17 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.grammar is not None:
             return StructuredOutput.ebnf(self.grammar)
         if self.structural_tag is not None:
-            return StructuredOutput.structural_tag(_object(self.structural_tag))
+            return StructuredOutput.structural_tag(_format(self.structural_tag))
         return StructuredOutput.json_object()
 
 
-def _object(value: Mapping[str, Any] | str) -> Mapping[str, Any]:
-    content = json.loads(value) if isinstance(value, str) else value
-    if not isinstance(content, Mapping):
-        raise ValueError(f"structural_tag must be an object, got {value!r}")
-    return content
+def _format(value: Mapping[str, Any] | str) -> Mapping[str, Any]:
+    try:
+        tag = json.loads(value) if isinstance(value, str) else value
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"the structural_tag is not JSON: {error}") from error
+    if isinstance(tag, Mapping) and tag.get("type") == "structural_tag":
+        tag = tag.get("format")
+    if not isinstance(tag, Mapping):
+        raise ValueError(f"structural_tag must be an object, got {quote(value)}")
+    return tag

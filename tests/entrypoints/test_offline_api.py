@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import math
 import sys
@@ -112,6 +113,8 @@ def test_parameters_by_place_and_changed_later(llm: LLM) -> None:
     assert sum(len(o.outputs[0].token_ids) for o in stream) == 23
     assert len(llm.generate([PROMPTS[0]], changed, False)[0].outputs[0].token_ids) == 3
     changed.temperature = -1.0
+    with pytest.raises(ValueError, match=r"num_speculative_tokens must be a number, got 1\.5"):
+        SamplingParams(num_speculative_tokens=1.5)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"temperature must be in \[0"):
         llm.generate([PROMPTS[0]], changed, False)
 
@@ -126,7 +129,13 @@ def test_structured_outputs(llm: LLM) -> None:
     schema = {"type": "object"}
     assert StructuredOutputsParams(schema).constraint() == StructuredOutput.json_schema(schema)
     assert StructuredOutputsParams(json_object=True).constraint() == StructuredOutput.json_object()
-    for wrong in ({}, {"regex": "a", "grammar": 'root ::= "a"'}):
+    tag = {"type": "structural_tag", "format": {"type": "const_string", "value": "a"}}
+    for given in (tag, json.dumps(tag), tag["format"]):
+        made = StructuredOutputsParams(structural_tag=given)
+        assert made.constraint() == StructuredOutput.structural_tag(tag["format"])
+    anything = StructuredOutputsParams(json={}, json_object=False)
+    assert anything.constraint() == StructuredOutput.json_schema({})
+    for wrong in ({}, {"regex": "a", "grammar": 'root ::= "a"'}, {"json": {}, "regex": "a"}):
         with pytest.raises(ValueError, match="takes exactly one of"):
             StructuredOutputsParams(**wrong)
 

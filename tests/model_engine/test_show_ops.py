@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -69,3 +71,18 @@ def test_failures_are_told(
     monkeypatch.setenv("ATOM_OP_ROPE", "aiter")
     assert openai_server.main(["--model", str(tiny_llama_dir), "--show-ops"]) == 1
     assert "ATOM_OP_ROPE=aiter" in capsys.readouterr().err
+
+
+def test_a_missing_compiler_is_warned_of_once(tiny_llama_dir: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "atom.entrypoints.openai_server", str(tiny_llama_dir)]
+    command += ["--num-threads", "1", "--kv-cache-memory", "1MB", "--show-ops"]
+    environment = {
+        "PATH": str(tmp_path),
+        "ATOM_CACHE": str(tmp_path),
+        "HOME": str(tmp_path),
+        "PYTHONPATH": ":".join(sys.path),
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+    [warning] = [line for line in done.stderr.splitlines() if " WARNING " in line]
+    assert "slower than the C++ kernels, which could not be built" in warning
+    assert "looked for c++, g++, clang++; install g++ or clang++, or set CXX" in warning

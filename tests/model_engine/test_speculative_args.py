@@ -106,6 +106,20 @@ def test_what_looks_up() -> None:
             "suffix_cache_tokens must be an integer of at least 0, got -1",
         ),
         (
+            {"speculative_config": {"model": "D", "num_speculative_tokens": 3}},
+            "--speculative-config needs method (",
+        ),
+        ({"speculative_config": "{}"}, "and num_speculative_tokens; it has nothing"),
+        ({"speculative_config": {"method": "suffix"}}, "needs num_speculative_tokens; it has meth"),
+        (
+            {"method": "ngram", "num_speculative_tokens": 3},
+            "there is no method ngram; method suffix is nearest to it",
+        ),
+        (
+            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
+            "there is no method ngram; method suffix is nearest to it",
+        ),
+        (
             {"speculative_config": "{}", "speculative_adaptive": True},
             "--speculative-config and --speculative-adaptive say the same thing",
         ),

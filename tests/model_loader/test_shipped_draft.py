@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import pytest
+
+from atom.config import ConfigError
 from atom.model_engine.arg_utils import choose_draft, engine_config
 from atom.model_loader.drafts.shipped import shipped_draft_for
 
@@ -19,5 +22,13 @@ def test_the_embedded_model_speculates_unless_told_not_to() -> None:
     assert options is not None
     assert options.model == str(shipped_draft_for(None))
     assert (options.num_speculative_tokens, options.lookup, options.adaptive) == (3, True, True)
+    given = {"num_speculative_tokens": 2, "speculative_lookup": False, "suffix_cache_tokens": None}
+    changed = engine_config(**choose_draft(given, False)).speculative
+    assert changed is not None
+    assert changed.model == options.model
+    assert (changed.num_speculative_tokens, changed.lookup, changed.adaptive) == (2, False, True)
+    for k in (0, 16):
+        with pytest.raises(ConfigError, match=f"must be 1 to 15, got {k}; .*--no-speculation"):
+            engine_config(**choose_draft({"num_speculative_tokens": k}, False))
     assert engine_config(**choose_draft({}, True)).speculative is None
     assert engine_config(**choose_draft({"model": "another/model"}, False)).speculative is None

@@ -146,13 +146,13 @@ def _refusal(answer: httpx.Response, status: int, kind: str) -> str:
         ({"messages": [{"role": "user", "content": 5}]}, "messages[0].content"),
         (
             {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
-            "messages[0].content[0]: only blocks of type text",
+            "messages[0].content[0] is of type 'image': only blocks of type text",
         ),
         (
             {"messages": [{"role": "user", "content": [{"type": "thinking", "thinking": "x"}]}]},
             "messages[0]: a user message holds no thinking",
         ),
-        ({"system": [{"type": "image"}]}, "system[0]: only blocks of type text"),
+        ({"system": [{"type": "image"}]}, "system[0] is of type 'image': only blocks of type text"),
         ({"stop_sequences": [""]}, "stop"),
         ({"temperature": -1}, "temperature"),
         ({"n": 2}, "n is not supported"),

@@ -112,6 +112,7 @@ def test_what_is_not_json(server: ServerProcess, path: str, content: bytes) -> N
         ({"best_of": 2}, "best_of"),
         ({"suffix": "end"}, "suffix"),
         ({"guided_json": {"not": {}}}, "guided_json"),
+        ({"num_speculative_tokens": 1.5}, "num_speculative_tokens"),
         ({"model": 3}, "model"),
     ],
 )
@@ -308,3 +309,27 @@ def test_many_clients_at_once(server: ServerProcess, client: openai.OpenAI) -> N
         thread.join()
     assert texts == [alone.choices[0].text] * 24
     server.wait_idle()
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]},
+            "messages[0].content[0] is of type 'image_url': only parts of type text and refusal",
+        ),
+        (
+            {"messages": USER, "num_speculative_tokens": 0},
+            "num_speculative_tokens must be in [1, 2147483647], got 0; "
+            "no drafts are verified with speculation: false",
+        ),
+        ({"messages": USER, "temperature": -0.5}, "temperature must be in [0, 10000], got -0.5"),
+        (
+            {"messages": USER, "repetition_penalty": 1e7},
+            "repetition_penalty must be in [1e-06, 1000000], got 10000000.0",
+        ),
+    ],
+)
+def test_what_errors_name(server: ServerProcess, fields: dict[str, Any], said: str) -> None:
+    error = _error(server.post("/v1/chat/completions", json=fields), 400)
+    assert said in error["message"]

@@ -18,6 +18,7 @@ SCHEMA = {
     "additionalProperties": False,
 }
 FORMAT: Any = {"type": "json_schema", "json_schema": {"name": "a", "schema": SCHEMA}}
+TAG: Any = {"type": "structural_tag", "format": {"type": "const_string", "value": "hi"}}
 USER: Any = [{"role": "user", "content": "hi"}]
 TOOLS: Any = [
     {"type": "function", "function": {"name": name, "parameters": SCHEMA, "strict": True}}
@@ -80,14 +81,66 @@ def test_response_formats_in_chats(client: openai.OpenAI) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"const": 1}}}},
             {"1"},
         ),
+        ({"structured_outputs": {"choice": ["yes", "no"]}}, {"yes", "no"}),
+        ({"structured_outputs": {"regex": "(日本){2}"}}, {"日本日本"}),
+        ({"structured_outputs": {"grammar": 'root ::= "a" | "b"'}}, {"a", "b"}),
+        ({"structured_outputs": {"json": {"enum": ["x"]}}}, {'"x"'}),
+        ({"structured_outputs": {"json": '{"const": null}', "regex": None}}, {"null"}),
+        ({"structured_outputs": {"json": {"const": None}}}, {"null"}),
+        (
+            {
+                "structured_outputs": {
+                    "regex": "c",
+                    "json_object": False,
+                    "disable_fallback": True,
+                    "disable_any_whitespace": False,
+                    "disable_additional_properties": False,
+                    "whitespace_pattern": None,
+                }
+            },
+            {"c"},
+        ),
+        ({"structured_outputs": {"structural_tag": TAG}}, {"hi"}),
+        ({"structured_outputs": {"structural_tag": json.dumps(TAG["format"])}}, {"hi"}),
+        ({"regex": "(日本){2}", "ebnf": "", "json_schema": ""}, {"日本日本"}),
+        ({"ebnf": 'root ::= "a" | "b"'}, {"a", "b"}),
+        ({"json_schema": '{"const": 5}'}, {"5"}),
+        ({"json_schema": {"const": 6}}, {"6"}),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_guided_completions(server: ServerProcess, fields: Any, texts: set[str]) -> None:
+def test_constrained_completions(server: ServerProcess, fields: Any, texts: set[str]) -> None:
     body = {"prompt": ["a", "b c"], "max_tokens": 40, "n": 2, **fields}
     answer = server.post("/v1/completions", json=body).json()
     assert {choice["text"].strip() for choice in answer["choices"]} <= texts
     assert {choice["finish_reason"] for choice in answer["choices"]} == {"stop"}
+
+
+def test_structured_outputs_in_every_chat(client: openai.OpenAI, server: ServerProcess) -> None:
+    wanted = {"structured_outputs": {"choice": ["yes", "no"]}}
+    answer = client.chat.completions.create(
+        model="tiny", messages=USER, max_tokens=9, extra_body=wanted
+    )
+    assert answer.choices[0].message.content in ("yes", "no")
+    answer = client.chat.completions.create(
+        model="tiny", messages=USER, max_tokens=9, extra_body={"regex": "x{3}"}
+    )
+    assert answer.choices[0].message.content == "xxx"
+    wanted = {"structured_outputs": {"json": {"const": None}}}
+    said = server.post("/v1/messages", json={"messages": USER, "max_tokens": 9, **wanted})
+    assert said.json()["content"][0]["text"] == "null"
+    said = server.post("/v1/responses", json={"input": "hi", "max_output_tokens": 9, **wanted})
+    assert said.json()["output"][0]["content"][0]["text"] == "null"
+
+
+def test_constraints_that_ask_for_nothing(server: ServerProcess) -> None:
+    free: dict[str, Any] = {"prompt": "a", "max_tokens": 8, "temperature": 0}
+    nothing = {"structured_outputs": {"json_object": False}, "regex": "", "json_schema": {}}
+    answers = [
+        server.post("/v1/completions", json=body).json()["choices"][0]["text"]
+        for body in (free, {**free, **nothing}, {**free, "structured_outputs": {}})
+    ]
+    assert answers == [answers[0]] * 3
 
 
 @pytest.mark.parametrize(
@@ -104,6 +157,45 @@ def test_guided_completions(server: ServerProcess, fields: Any, texts: set[str])
         ({"guided_choice": ["a"], "guided_regex": "a"}, "guided_choice", "send one"),
         ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos", "cannot be combined"),
         ({"response_format": {"type": "json_schema"}}, "response_format", "needs json_schema"),
+        ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "not closed"),
+        ({"structured_outputs": {"json": {"not": {}}}}, "structured_outputs.json", "'not' is not"),
+        ({"structured_outputs": {"choice": []}}, "structured_outputs.choice", "1 to 4096"),
+        (
+            {"structured_outputs": {"json": {}, "regex": "a"}},
+            "structured_outputs.regex",
+            "structured_outputs.json, structured_outputs.regex constrain the same text; send one",
+        ),
+        (
+            {"structured_outputs": {"json_object": True}, "guided_regex": "a"},
+            "structured_outputs.json_object",
+            "send one",
+        ),
+        ({"regex": "a", "json_schema": "{}"}, "regex", "json_schema, regex constrain"),
+        ({"regex": "(a"}, "regex", "parenthesis is not closed"),
+        ({"regex": 5}, "regex", "string"),
+        ({"structured_outputs": {"regx": "a"}}, "structured_outputs.regx", "not a field that this"),
+        ({"structured_outputs": {"json": 5}}, "structured_outputs", "structured_outputs.json"),
+        ({"structured_outputs": "regex"}, "structured_outputs", "object"),
+        (
+            {"structured_outputs": {"regex": "a", "whitespace_pattern": " "}},
+            "structured_outputs.whitespace_pattern",
+            "not supported",
+        ),
+        (
+            {"structured_outputs": {"json": {}, "disable_any_whitespace": True}},
+            "structured_outputs.disable_any_whitespace",
+            "not supported",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": "{"}},
+            "structured_outputs.structural_tag",
+            "not JSON",
+        ),
+        (
+            {"structured_outputs": {"structural_tag": {"structures": [], "triggers": ["a"]}}},
+            "structured_outputs.structural_tag",
+            "cannot be compiled",
+        ),
         (
             {"response_format": {"type": "json_object", "json_schema": {"schema": {}}}},
             "response_format",

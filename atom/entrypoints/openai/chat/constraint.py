@@ -1,15 +1,34 @@
-"""What a request says its text must look like, in the two spellings that clients use."""
+"""What a request says its text must look like, in every spelling that clients use."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
-from atom.entrypoints.openai.chat.protocol import GenerationRequest, ResponseFormat
+from atom.entrypoints.openai.chat.protocol import (
+    GenerationRequest,
+    ResponseFormat,
+    StructuredOutputsFields,
+)
 from atom.entrypoints.openai.http.errors import MAX_MESSAGE, bad_request
 from atom.quoting import excerpt
+from atom.structured_output.outputs_params import StructuredOutputsParams
 from atom.structured_output.params import StructuredOutput
+
+FIELDS: dict[str, Callable[[Any], StructuredOutput]] = {
+    "guided_json": StructuredOutput.json_schema,
+    "guided_regex": StructuredOutput.regex,
+    "guided_choice": StructuredOutput.choice,
+    "guided_grammar": StructuredOutput.ebnf,
+}
+# SGLang's; empty ones ask for nothing.
+SGLANG_FIELDS: dict[str, Callable[[Any], StructuredOutput]] = {
+    "json_schema": StructuredOutput.json_schema,
+    "regex": StructuredOutput.regex,
+    "ebnf": StructuredOutput.ebnf,
+}
 
 
 @dataclass(frozen=True)
@@ -50,15 +69,28 @@ def _given(body: GenerationRequest) -> dict[str, Callable[[], StructuredOutput]]
     given: dict[str, Callable[[], StructuredOutput]] = {}
     if body.response_format is not None and body.response_format.type != "text":
         given["response_format"] = partial(_response_format, body.response_format)
-    if body.guided_json is not None:
-        given["guided_json"] = partial(StructuredOutput.json_schema, body.guided_json)
-    if body.guided_regex is not None:
-        given["guided_regex"] = partial(StructuredOutput.regex, body.guided_regex)
-    if body.guided_choice is not None:
-        given["guided_choice"] = partial(StructuredOutput.choice, body.guided_choice)
-    if body.guided_grammar is not None:
-        given["guided_grammar"] = partial(StructuredOutput.ebnf, body.guided_grammar)
+    for name, build in FIELDS.items():
+        if (value := getattr(body, name)) is not None:
+            given[name] = partial(build, value)
+    for name, build in SGLANG_FIELDS.items():
+        if value := getattr(body, name):
+            given[name] = partial(build, value)
+    if body.structured_outputs is not None:
+        given |= _structured_outputs(body.structured_outputs)
     return given
+
+
+def _structured_outputs(
+    asked: StructuredOutputsFields,
+) -> dict[str, Callable[[], StructuredOutput]]:
+    kinds = asked.model_dump(
+        by_alias=True, include={"json_", *StructuredOutputsParams.__struct_fields__}
+    )
+    return {
+        f"structured_outputs.{name}": StructuredOutputsParams(**{name: value}).constraint
+        for name, value in kinds.items()
+        if value is not None and value is not False
+    }
 
 
 def _response_format(format: ResponseFormat) -> StructuredOutput:

@@ -12,9 +12,11 @@ from atom.entrypoints.openai.http.errors import bad_request, invalid_parameters
 from atom.quoting import quote
 from atom.sampling_params import SamplingParams
 
-# Named alike, and meaning the same, in requests and in `SamplingParams`; a limit is resolved first.
+# Named alike, and meaning the same, in requests and in `SamplingParams`; a limit is resolved first
+# and a constraint converted.
 SHARED_FIELDS = frozenset(
-    {*SamplingParams.__struct_fields__} & GenerationRequest.model_fields.keys() - {"max_tokens"}
+    {*SamplingParams.__struct_fields__}
+    & GenerationRequest.model_fields.keys() - {"max_tokens", "structured_outputs"}
 )
 
 

@@ -121,6 +121,28 @@ class StreamOptions(ApiModel):
     include_obfuscation: bool | None = None  # harmless
 
 
+class StructuredOutputsFields(ApiModel):
+    """vLLM's way to write a constraint: one of the first six."""
+
+    model_config = ConfigDict(extra="forbid")
+    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {
+        "disable_any_whitespace": (False,),
+        "disable_additional_properties": (False,),
+        "whitespace_pattern": (),
+    }
+
+    json_: dict[str, Any] | str | None = Field(default=None, alias="json")
+    regex: str | None = None
+    choice: Annotated[list[str], Field(fail_fast=True)] | None = None
+    grammar: str | None = None
+    json_object: bool | None = None
+    structural_tag: dict[str, Any] | str | None = None
+    disable_fallback: bool | None = None  # harmless: there is one backend
+    disable_any_whitespace: Any = None
+    disable_additional_properties: Any = None
+    whitespace_pattern: Any = None
+
+
 class SamplingFields(ApiModel):
     """How tokens are chosen, the same in every API; null means the default."""
 
@@ -145,6 +167,7 @@ class SamplingFields(ApiModel):
     guided_regex: str | None = None
     guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
+    structured_outputs: StructuredOutputsFields | None = None
 
 
 class SchemaFormat(ApiModel):
@@ -170,6 +193,9 @@ class GenerationRequest(SamplingFields):
     include_stop_str_in_output: bool | None = None
     max_tokens: TokenLimit = None
     response_format: ResponseFormat | None = None
+    json_schema: str | dict[str, Any] | None = None
+    regex: str | None = None
+    ebnf: str | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None

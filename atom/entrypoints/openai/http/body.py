@@ -21,8 +21,12 @@ from atom.entrypoints.openai.http.errors import (
     bad_request,
 )
 from atom.entrypoints.openai.http.json_budget import JsonBudget
-from atom.entrypoints.openai.http.unknown_fields import UNSUPPORTED_FIELD, UnknownFields
-from atom.quoting import excerpt
+from atom.entrypoints.openai.http.unknown_fields import (
+    UNKNOWN_FIELD,
+    UNSUPPORTED_FIELD,
+    UnknownFields,
+)
+from atom.quoting import excerpt, quote
 
 Body = TypeVar("Body", bound=BaseModel)
 
@@ -39,7 +43,7 @@ MAX_PROBLEMS = 1000
 MAX_REPORTED_PROBLEMS = 3
 
 # What pydantic adds to a location to tell the members of a union apart.
-UNION_TAGS = frozenset({"str", "list[str]", "list[ContentPart]"})
+UNION_TAGS = frozenset({"str", "dict[str,any]", "list[str]", "list[ContentPart]"})
 
 
 class BodyRoom:
@@ -169,11 +173,17 @@ def describe(error: ValidationError) -> ApiError:
         return bad_request(f"{name} is not supported by this server", name, UNSUPPORTED_FIELD)
     if first["type"] == UNSUPPORTED_CONTENT:
         name = _path(first["loc"])
-        return bad_request(f"{name}: {excerpt(first['msg'])}", name, UNSUPPORTED_CONTENT)
+        content = error.errors(include_url=False)[0]["input"]
+        kind = content.get("type") if isinstance(content, dict) else None
+        is_of = f" is of type {quote(kind)}" if isinstance(kind, str) else ""
+        return bad_request(f"{name}{is_of}: {excerpt(first['msg'])}", name, UNSUPPORTED_CONTENT)
     if not first["loc"]:
         return bad_request(
             f"the body must be a JSON object: {excerpt(first['msg'])}", code="invalid_type"
         )
+    if first["type"] == "extra_forbidden":
+        name = _path(first["loc"])
+        return bad_request(f"{name} is not a field that this server knows", name, UNKNOWN_FIELD)
     if first["type"] == "missing":
         name = _path(first["loc"])
         return bad_request(f"{name} is missing", name, "missing_field")

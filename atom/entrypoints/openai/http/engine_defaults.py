@@ -28,10 +28,12 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 # These change answers and are not supported: values that are not here are refused.
 REFUSED: dict[str, tuple[Any, ...]] = {
     # What only others of this server's APIs take.
+    "ebnf": ("",),
     "echo": (False,),
     "include_stop_str_in_output": (False,),
     "input": ("",),
     "instructions": ("",),
+    "json_schema": ("", {}),
     "logprobs": (False, 0),
     "max_completion_tokens": (),
     "max_output_tokens": (),
@@ -41,6 +43,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "parallel_tool_calls": (True,),
     "prompt_logprobs": (),
     "reasoning_effort": (),
+    "regex": ("",),
     "response_format": ({"type": "text"},),
     "stop": ("", []),
     "stop_sequences": ([],),
@@ -85,15 +88,11 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0.0,),
     # How far, and in what form, the answer goes.
     "backend_stop": ("", []),
-    "ebnf": ("",),
     "grammar": ("",),
-    "json_schema": ("", {}),
     "max_new_tokens": (),
     "no_stop_trim": (False,),
-    "regex": ("",),
     "stop_regex": ("", []),
     "structural_tag": ("",),
-    "structured_outputs": ({},),
     "thinking_budget": (-1,),
     "thinking_token_budget": (-1,),
     # What the prompt is.

@@ -54,7 +54,7 @@ def as_chat(body: CountTokensRequest, unknown: UnknownFields) -> ChatCompletionR
         "chat_template_kwargs": _template_kwargs(body),
     }
     if isinstance(body, MessagesRequest):
-        optional |= body.model_dump(include=set(SamplingFields.model_fields))
+        optional |= body.model_dump(include=set(SamplingFields.model_fields), by_alias=True)
         optional |= {
             "max_completion_tokens": body.max_tokens,
             "stop": body.stop_sequences,

@@ -36,9 +36,6 @@ COMPLETION_NAMES = {
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
     "sampling_seed": "seed",
-    "json_schema": "guided_json",
-    "regex": "guided_regex",
-    "ebnf": "guided_grammar",
 }
 
 FIELD_NAMES = {

@@ -48,7 +48,8 @@ def as_chat(body: ResponsesRequest, unknown: UnknownFields) -> ChatCompletionReq
     Raises:
         ApiError: 400 for what no chat can do.
     """
-    fields = body.model_dump(include=set(SamplingFields.model_fields), exclude_none=True)
+    names = set(SamplingFields.model_fields)
+    fields = body.model_dump(include=names, exclude_none=True, by_alias=True)
     optional = {
         "max_completion_tokens": body.max_output_tokens,
         "stream": body.stream,

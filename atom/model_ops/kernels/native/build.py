@@ -113,8 +113,9 @@ def _find_compiler() -> str:
     for name in (wanted,) if wanted else _COMPILERS:
         if path := shutil.which(name):
             return path
+    looked = f"{wanted}, as $CXX says" if wanted else ", ".join(_COMPILERS)
     raise NativeBuildError(
-        f"no C++ compiler: looked for {wanted or ', '.join(_COMPILERS)}; install one or set CXX"
+        f"no C++ compiler: looked for {looked}; install g++ or clang++, or set CXX to a compiler"
     )
 
 
