@@ -166,6 +166,11 @@ class Option:
         except ConfigError as error:
             raise argparse.ArgumentTypeError(str(error)) from error
 
+    @property
+    def is_told_apart(self) -> bool:
+        """Whether its flag has no default, and so a default that is given is told from none."""
+        return self.kind is bool or self.declared.on_gpu is not None
+
     def add_to(self, parser: argparse._ActionsContainer) -> None:
         """Add the flag, in kebab and in snake spelling."""
         names = [name for name in (self.name, self.declared.alias) if name is not None]
@@ -175,7 +180,7 @@ class Option:
         declared = self.declared
         extra: dict[str, Any] = {"default": self.default}
         if self.kind is bool:
-            extra["action"] = argparse.BooleanOptionalAction
+            extra |= {"action": argparse.BooleanOptionalAction, "default": None}
         elif typing.get_origin(self.kind) is tuple:
             extra |= {"default": None, "nargs": "+", "action": "extend"}
         elif declared.choices is not None:
@@ -184,8 +189,9 @@ class Option:
         elif declared.parse is None and not self.is_document:
             extra["type"] = self.kind
         suffix = "" if extra["default"] in (None, "") else " (default: %(default)s)"
+        if isinstance(self.default, bool):
+            suffix = f" (default: {self.default})"
         if declared.on_gpu is not None:
-            # Without a default of the flag's, given is told from not given.
             suffix = f" (default: {self.default}, on a GPU {declared.on_gpu})"
             extra["default"] = None
         parser.add_argument(*flags, help=(declared.help + suffix).strip(), **extra)
@@ -225,13 +231,15 @@ def add_flags_by_subject(
 
 
 def given_flags(namespace: argparse.Namespace, tree: type[Any]) -> dict[str, Any]:
-    """What the flags of `add_flags` say, by name; defaults say nothing."""
+    """What the flags of `add_flags` say, by name; defaults say nothing, but where others may stand
+    in for them.
+    """
     values = vars(namespace)
     return {
         each.name: values[each.name]
         for each in options_of(tree)
         if values[each.name] is not None
-        and (values[each.name] != each.default or each.declared.on_gpu is not None)
+        and (values[each.name] != each.default or each.is_told_apart)
     }
 
 

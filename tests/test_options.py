@@ -95,8 +95,10 @@ def test_a_field_checks_what_it_declares() -> None:
 
 def test_defaults_say_nothing() -> None:
     """A switch that is off needs no method, and no flag is every default."""
-    assert from_flags() == MoreConfig()
-    assert given_flags(parser().parse_args(["--no-speculative-lookup"]), MoreConfig) == {}
+    assert from_flags() == from_flags("--no-speculative-lookup") == MoreConfig()
+    assert given_flags(parser().parse_args([]), MoreConfig) == {}
+    off = {"speculative_lookup": False}
+    assert given_flags(parser().parse_args(["--no-speculative-lookup"]), MoreConfig) == off
     for option_of in options_of(MoreConfig):
         assert build(MoreConfig, {option_of.name: option_of.default}) == MoreConfig()
 

@@ -134,6 +134,6 @@ def choose_draft(options: EngineOptions, no_speculation: bool) -> dict[str, Any]
     Raises:
         ConfigError: when the flag is combined with a speculative option.
     """
-    if no_speculation and speculation_of(options):
+    if no_speculation and any(value is not False for value in speculation_of(options).values()):
         raise ConfigError("--no-speculation and the options of speculation contradict each other")
     return dict(options) if no_speculation else with_shipped_draft(options)

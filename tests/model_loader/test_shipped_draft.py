@@ -4,8 +4,14 @@ from __future__ import annotations
 
 import pytest
 
+from atom.command_line import CommandLine
 from atom.config import ConfigError
-from atom.model_engine.arg_utils import choose_draft, engine_config
+from atom.model_engine.arg_utils import (
+    add_engine_flags,
+    choose_draft,
+    engine_config,
+    engine_options,
+)
 from atom.model_loader.drafts.shipped import shipped_draft_for
 
 
@@ -32,3 +38,13 @@ def test_the_embedded_model_speculates_unless_told_not_to() -> None:
             engine_config(**choose_draft({"num_speculative_tokens": k}, False))
     assert engine_config(**choose_draft({}, True)).speculative is None
     assert engine_config(**choose_draft({"model": "another/model"}, False)).speculative is None
+
+
+def test_flags_switch_parts_of_it_off() -> None:
+    parser = CommandLine()
+    add_engine_flags(parser)
+    given = engine_options(parser.parse_args(["--no-speculative-lookup", "--no-overlap"]))
+    options = engine_config(**choose_draft(given, False)).speculative
+    assert options is not None
+    assert (options.lookup, options.adaptive) == (False, True)
+    assert engine_config(**choose_draft(given, True)).speculative is None
