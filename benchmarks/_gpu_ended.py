@@ -31,17 +31,18 @@ class Ended:
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._before = {test["name"] for test in read_ended(path)}
         self._running: dict[str, dict[str, Any]] = {}
 
     def pytest_collection_modifyitems(
         self, config: pytest.Config, items: list[pytest.Item]
     ) -> None:
-        ended = {test["name"] for test in read_ended(self._path)}
-        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in ended])
-        items[:] = [item for item in items if item.nodeid not in ended]
+        before = self._before
+        config.hook.pytest_deselected(items=[item for item in items if item.nodeid in before])
+        items[:] = [item for item in items if item.nodeid not in before]
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
-        if report.failed:
+        if report.failed and report.nodeid not in self._before:
             test = {"name": report.nodeid, "outcome": "error", "seconds": 0.0}
             self._write({**test, "message": _message(report)})
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -23,14 +23,6 @@ from atom.model_ops.metadata import AttentionMetadata, ModelInput, ModelOutput
 from atom.model_ops.ops import OPS
 
 Make = Callable[..., checkpoints.Checkpoint]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 @pytest.fixture(scope="module", params=["llama", "deepseek_v3", "llama in torch"])

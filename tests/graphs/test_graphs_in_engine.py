@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -23,14 +23,6 @@ from atom.model_ops.attention_mha import Attention
 
 SETTINGS = ("greedy", "penalties")
 METHODS = ["mha", "mla", "mtp", "peagle", "suffix"]
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class CountingBackend(ReexecuteBackend):

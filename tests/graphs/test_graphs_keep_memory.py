@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,6 @@ from atom import LLM, SamplingParams, StructuredOutput
 from atom.entrypoints.llm import GenerationError
 from atom.graphs.capture import CaptureBackend, CudaGraphBackend
 from atom.model_engine import planned_graphs
-
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
 
 
 class ForgettingBackend:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+import torch
 
-from atom import platform
+from atom import LLM, platform
 from atom.kv_cache import memory
 from atom.kv_cache.base import KVCacheMemoryError
 from atom.kv_cache.memory import check_room
@@ -40,3 +41,14 @@ def test_files_that_a_container_has_read_leave_its_memory_free(
     assert free_memory_bytes(CPU) == 0
     (tmp_path / "memory.max").write_text("max\n")
     assert free_memory_bytes(CPU) > 8000
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU's memory is measured")
+def test_a_size_that_was_asked_for_is_refused(
+    tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(memory, "free_memory_bytes", lambda _: 1 << 10)
+    with pytest.raises(KVCacheMemoryError, match="GiB are free; lower --kv-cache-memory"):
+        LLM(str(tiny_llama_dir), max_model_len=32, kv_cache_memory="1MiB")
+    monkeypatch.undo()
+    LLM(str(tiny_llama_dir), max_model_len=32, kv_cache_memory="1MiB")

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from graphs.test_graphs_in_engine import graphed_engine, one_thread
+from graphs.test_graphs_in_engine import graphed_engine
 from models import checkpoints
 from spec_decode import engines
 from spec_decode.engines import PROMPTS, create_engine, generate, params
@@ -22,7 +22,6 @@ from atom.model_ops.kernels.native.build import native_build
 from atom.spec_decode import factory
 from atom.spec_decode.draft_length import Candidates, Choice, Verification
 
-__all__ = ["one_thread"]
 K = 3
 NATIVE = pytest.mark.skipif(native_build().reason is not None, reason="needs the native kernels")
 

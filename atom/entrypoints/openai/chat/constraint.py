@@ -17,14 +17,14 @@ from atom.quoting import excerpt
 from atom.structured_output.outputs_params import StructuredOutputsParams
 from atom.structured_output.params import StructuredOutput
 
-FIELDS: dict[str, Callable[[Any], StructuredOutput]] = {
+_GUIDED: dict[str, Callable[[Any], StructuredOutput]] = {
     "guided_json": StructuredOutput.json_schema,
     "guided_regex": StructuredOutput.regex,
     "guided_choice": StructuredOutput.choice,
     "guided_grammar": StructuredOutput.ebnf,
 }
 # SGLang's; empty ones ask for nothing.
-SGLANG_FIELDS: dict[str, Callable[[Any], StructuredOutput]] = {
+_OF_SGLANG: dict[str, Callable[[Any], StructuredOutput]] = {
     "json_schema": StructuredOutput.json_schema,
     "regex": StructuredOutput.regex,
     "ebnf": StructuredOutput.ebnf,
@@ -69,10 +69,10 @@ def _given(body: GenerationRequest) -> dict[str, Callable[[], StructuredOutput]]
     given: dict[str, Callable[[], StructuredOutput]] = {}
     if body.response_format is not None and body.response_format.type != "text":
         given["response_format"] = partial(_response_format, body.response_format)
-    for name, build in FIELDS.items():
+    for name, build in _GUIDED.items():
         if (value := getattr(body, name)) is not None:
             given[name] = partial(build, value)
-    for name, build in SGLANG_FIELDS.items():
+    for name, build in _OF_SGLANG.items():
         if value := getattr(body, name):
             given[name] = partial(build, value)
     if body.structured_outputs is not None:
