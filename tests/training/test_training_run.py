@@ -90,7 +90,7 @@ def test_a_draft_learns_its_targets_texts(
         "--num-speculative-tokens", 3, *ENGINE)  # fmt: skip
     line = capsys.readouterr().out
     assert "12 prompts" in line
-    assert float(line.split("acceptance ")[1].split("%")[0]) > 50
+    assert _acceptance(line) > 50
 
 
 def test_a_killed_run_resumes_with_the_same_curve(
@@ -243,55 +243,92 @@ def test_a_block_drafter_trains(data: Path, target: Path, tmp_path: Path) -> Non
     assert losses(tmp_path / "on")[0][1][0] < curve[0][1][0]
 
 
+@pytest.fixture(scope="module")
+def unseen(tmp_path_factory: pytest.TempPathFactory, data: Path, target: Path) -> Path:
+    """Texts that no draft is trained on."""
+    texts = tmp_path_factory.mktemp("unseen") / "texts"
+    run("synthesize", "--model", target, "--output", texts,
+        "--prompts", f"{data.parent / 'prompts.jsonl'}:q", *SYNTHESIZE, "--temperatures", 1, 0,
+        "--samples-per-prompt", 4, "--max-num-seqs", 16, *ENGINE)  # fmt: skip
+    return texts
+
+
+# A power of two: a draft of such logits at such a scale rounds as the draft itself does.
+QUIETER = 1 / 16
+
+
 @pytest.mark.parametrize("more", [(), ("--draft", "block", "--depth", 3, "--markov-rank", 16)])
 def test_a_draft_is_calibrated(
     data: Path,
     target: Path,
+    unseen: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     more: tuple[object, ...],
 ) -> None:
-    """Its logits times four race best at a higher temperature, and the engine then keeps more."""
-    texts = tmp_path / "texts"
-    run("synthesize", "--model", target, "--output", texts,
-        "--prompts", f"{data.parent / 'prompts.jsonl'}:q", *SYNTHESIZE, "--temperatures", 1, 0,
-        "--samples-per-prompt", 4, "--max-num-seqs", 16, *ENGINE)  # fmt: skip
+    """A draft of small logits races as the draft itself, at a scale that is as small: the same
+    drafts are right in the texts, and the engine keeps the same ones.
+    """
     train(target, data, tmp_path / "run", "--epochs", 2, *more)
-    draft = tmp_path / "draft"
-    run("export", tmp_path / "run", draft, "--dtype", "float32")
-    tensors = load_file(draft / "model.safetensors")
+    itself, quiet = tmp_path / "itself", tmp_path / "quiet"
+    for folder in (itself, quiet):
+        run("export", tmp_path / "run", folder, "--dtype", "float32")
+    tensors = load_file(quiet / "model.safetensors")
     for name in {"lm_head.weight", "markov_head.markov_w2.weight"} & tensors.keys():
-        tensors[name] *= 4
-    save_file(tensors, draft / "model.safetensors", {"format": "pt"})
-    before = json.loads((draft / "config.json").read_text())
-    command = ("calibrate", draft, "--model", target, "--data", texts, *ENGINE)
-    chosen = (*command, "--scales", 0.5, 1, 4, 16)
+        tensors[name] *= QUIETER
+    save_file(tensors, quiet / "model.safetensors", {"format": "pt"})
+    before = json.loads((quiet / "config.json").read_text())
+    scales = (1 / 8, 1, 4, 16)
+    smaller = tuple(scale * QUIETER for scale in scales)
     capsys.readouterr()
-    run(*chosen, "--dry-run")
-    assert "nothing is written" in capsys.readouterr().out
-    assert json.loads((draft / "config.json").read_text()) == before
-    kept = [_acceptance(data, target, draft, bool(more), capsys)]
-    run(*chosen)
-    said = capsys.readouterr().out
+
+    def calibrate(draft: Path, *options: object) -> str:
+        run("calibrate", draft, "--model", target, "--data", unseen, *ENGINE, *options)
+        return capsys.readouterr().out
+
+    expected = calibrate(itself, "--dry-run", "--scales", *scales)
+    assert "nothing is written" in expected
+    assert json.loads((itself / "config.json").read_text()) == before
+    untouched = _evaluated(data, target, quiet, bool(more), capsys)
+    said = calibrate(quiet, "--scales", *smaller)
     assert "texts at T = 1" in said
     assert "it was 1" in said
-    written = json.loads((draft / "config.json").read_text())
+    measured = _rows(said, smaller)
+    assert measured == _rows(expected, scales)
+    written = json.loads((quiet / "config.json").read_text())
     best = written.pop("draft_temperature_scale")
     assert written == before
-    assert best == 4
-    kept.append(_acceptance(data, target, draft, bool(more), capsys))
-    print(kept)
-    assert kept[1] > 1.05 * kept[0]
+    tokens, below, *_ = measured[smaller.index(best)]
+    assert float(below) == 0
+    # At four times its scale and more a draft is all but noise.
+    assert all(float(tokens) > 1.05 * float(row[0]) for row in measured[2:])
+    (itself / "config.json").write_text(
+        json.dumps({**before, "draft_temperature_scale": best / QUIETER})
+    )
+    kept = _evaluated(data, target, quiet, bool(more), capsys)
+    assert kept == _evaluated(data, target, itself, bool(more), capsys)
+    assert _acceptance(kept) > 1.5 * _acceptance(untouched)
 
 
-def _acceptance(
+def _rows(said: str, scales: tuple[float, ...]) -> list[list[str]]:
+    """For each scale the tokens per forward, how far they are below the best, and the rest."""
+    lines = [line.split() for line in said.splitlines()]
+    return [next(line[1:] for line in lines if line[:1] == [f"{scale:g}"]) for scale in scales]
+
+
+def _evaluated(
     data: Path, target: Path, draft: Path, is_block: bool, capsys: pytest.CaptureFixture[str]
-) -> float:
-    """In the engine, at T = 1, in per cent."""
+) -> str:
+    """What the engine keeps at T = 1."""
     run("evaluate", "--model", target, "--prompts", f"{data.parent / 'prompts.jsonl'}:q",
         "--max-tokens", 60, "--temperature", 1, "--method", "dspark" if is_block else "eagle3",
         "--draft-model", draft, "--num-speculative-tokens", 3, *ENGINE)  # fmt: skip
-    return float(capsys.readouterr().out.split("acceptance ")[1].split("%")[0])
+    return capsys.readouterr().out
+
+
+def _acceptance(evaluated: str) -> float:
+    """In per cent."""
+    return float(evaluated.split("acceptance ")[1].split("%")[0])
 
 
 def test_wrong_use_is_refused(
