@@ -91,25 +91,27 @@ def test_tokens_of_graphs(
 
 
 @pytest.mark.parametrize(
-    ("kind", "method"),
+    ("kind", "method", "overlap"),
     [
-        ("llama", "mha"),
-        ("llama", "dspark"),
-        ("llama", "peagle"),
-        ("deepseek_v3", "mla"),
-        ("deepseek_v3", "mtp"),
+        ("llama", "mha", False),
+        ("llama", "mha", True),
+        ("llama", "dspark", False),
+        ("llama", "peagle", False),
+        ("deepseek_v3", "mla", False),
+        ("deepseek_v3", "mtp", False),
     ],
 )
 def test_a_captured_chain_proposes_the_same_drafts(
     kind: str,
     method: str,
+    overlap: bool,
     tmp_path: Path,
     byte_level_tokenizer: PreTrainedTokenizerFast,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     target = engines.write_target(kind, tmp_path / "target", byte_level_tokenizer)
     options = speculation(method, 5, tmp_path, len(byte_level_tokenizer))
-    options |= {"max_num_seqs": 5}
+    options |= {"max_num_seqs": 5, "overlap": overlap}
     with engines.drafts_recorded(monkeypatch) as recorders:
         eager = create_engine(target, **options)
         graphed, replays = graphed_engine(

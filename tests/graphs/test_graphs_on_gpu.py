@@ -18,7 +18,6 @@ from atom import LLM
 from atom.graphs.capture import Bucket, CudaGraphBackend
 from atom.graphs.runner import GraphRunner
 from atom.model_engine.worker import Worker
-from atom.model_ops.kernels.torch.linear import linear_upcast
 from atom.model_ops.kernels.torch.moe import moe_experts
 from atom.platform import current_platform
 
@@ -54,7 +53,7 @@ def test_experts_in_a_graph_equal_those_outside() -> None:
         x, gates = random(tokens, 12), random(tokens, 2)
         ids = random(tokens, num_experts).argsort(dim=1)[:, :2]
         out = torch.zeros(tokens, 12, device="cuda")
-        arguments = (linear_upcast, x, *weights, gates, ids)
+        arguments = (x, *weights, gates, ids)
         replay = CudaGraphBackend().capture(lambda o=out, a=arguments: o.copy_(moe_experts(*a)))
         out.zero_()
         replay()

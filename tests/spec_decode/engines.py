@@ -222,7 +222,10 @@ def _record(drafter: Drafter, tell: Tell | None) -> dict[tuple[int, ...], list[i
         rows: Sequence[int], histories: Sequence[History], launched: Launched | None = None
     ) -> Found:
         behind[:] = [(*prompt, *outputs) for prompt, outputs in histories]
-        return look_up(rows, histories, launched) if looks else [None] * len(rows)
+        if looks:
+            return look_up(rows, histories, launched)
+        drafter.lost_ahead = [0.0] * len(rows)
+        return [None] * len(rows)
 
     def recorded_merge(
         numbers: DraftNumbers,
@@ -236,7 +239,7 @@ def _record(drafter: Drafter, tell: Tell | None) -> dict[tuple[int, ...], list[i
         drafts.update(zip(behind, own, strict=True))
         if tell is not None and made:
             tell(behind)
-        return merge(numbers, rows, found, made, allowed, launched)
+        return merge(numbers, rows, found, made, allowed, launched if looks else None)
 
     drafter.looks = True
     drafter.look_up = recorded_look_up  # type: ignore[method-assign]

@@ -87,7 +87,9 @@ def test_latents(name: str, device: torch.device, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr("atom.model_ops.kernels.triton.fixed_splits.SPLIT_KEYS", 64)
     ops: dict[str, Attend] = {
         "torch": torch_mla.mla_attention,
-        "fixed splits": partial(invariant_mla.attend, "rocm"),
+        "fixed splits": partial(
+            invariant_mla.attend, "rocm" if device.type == "cpu" else current_platform().kind
+        ),
     }
     op = ops.get(name, mla_decode)
     generator = torch.Generator().manual_seed(3)

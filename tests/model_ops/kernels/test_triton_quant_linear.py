@@ -34,6 +34,10 @@ from atom.platform import Platform, current_platform
 
 OUT, IN = 40, 200  # neither whole tiles nor whole blocks of inputs
 TOLERANCE = 1e-6  # of the largest output, in float32
+# Of it, where sm90 multiplies codes of FP8. An instruction adds 32 products to a sum, each cut off
+# 13 bits below the largest of the 33: computed so, random inputs of these shapes are off by 9e-5 to
+# 6e-4, as they are on an H100.
+SM90_TOLERANCE = 2**-10
 
 WEIGHT_ONLY = (
     WeightFormat("int4", 1, 32),
@@ -136,6 +140,15 @@ def by_definition(
     return out if bias is None else out + bias.double().cpu()
 
 
+def tolerance(form: WeightFormat, device: torch.device) -> float:
+    how = form.activations
+    if device.type == "cpu" or how is None or how.codes != "fp8":
+        return TOLERANCE
+    platform = current_platform()
+    multiplies_codes = choose_way(form, platform)[0] == "codes"
+    return SM90_TOLERANCE if platform.arch == "sm90" and multiplies_codes else TOLERANCE
+
+
 def error(found: torch.Tensor, expected: torch.Tensor) -> float:
     return ((found.double().cpu() - expected).abs().max() / expected.abs().max()).item()
 
@@ -152,10 +165,8 @@ def test_equals_the_definition(form: WeightFormat, device: torch.device) -> None
     weights = random_weights(form, device=device)
     x = torch.randn(3, IN, device=device)
     bias = torch.randn(OUT, device=device)
-    assert (
-        error(run(turn(form, device), x, weights, bias), by_definition(x, weights, bias))
-        < TOLERANCE
-    )
+    found = run(turn(form, device), x, weights, bias)
+    assert error(found, by_definition(x, weights, bias)) < tolerance(form, device)
 
 
 def test_zero_points_between_codes(device: torch.device) -> None:
@@ -173,7 +184,8 @@ def test_equals_the_definition_on_the_other_platform(
 ) -> None:
     weights = random_weights(form, device=device)
     x = torch.randn(3, IN, device=device)
-    assert error(run(turn(form, device, 1), x, weights), by_definition(x, weights)) < TOLERANCE
+    found = run(turn(form, device, 1), x, weights)
+    assert error(found, by_definition(x, weights)) < tolerance(form, device)
 
 
 @pytest.mark.parametrize("form", [IN_CODES[0], IN_CODES[4], IN_CODES[6], MXFP4], ids=str)
@@ -363,7 +375,7 @@ def test_a_row_does_not_depend_on_its_batch(
     x = torch.randn(18, 1024, device=device)
     assert [choose_tiles(platform.kind, tokens, True).block_m for tokens in (1, 18)] == [16, 32]
     whole = quant_linear.product(platform.kind, x, prepared, None)
-    assert error(whole, by_definition(x, weights)) < TOLERANCE
+    assert error(whole, by_definition(x, weights)) < tolerance(form, device)
     monkeypatch.setattr(quant_linear, "BUSY", {})
     alone = quant_linear.product(platform.kind, x[16:17], prepared, None)
     assert torch.equal(alone, whole[16:17])

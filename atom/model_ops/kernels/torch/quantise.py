@@ -60,7 +60,14 @@ def _scales(
         assert input_scale is not None
         local = (amax / (limit * input_scale)).clamp(max=_E4M3_LIMIT).to(torch.float8_e4m3fn)
         return (local.float() * input_scale).clamp(min=_SMALLEST_SCALE)
-    return (amax / limit).clamp(min=_SMALLEST_SCALE)
+    return _divided(amax, limit).clamp(min=_SMALLEST_SCALE)
+
+
+def _divided(x: torch.Tensor, number: float) -> torch.Tensor:
+    """x / number, rounded once; on a GPU torch multiplies by the inverse of a number that is in no
+    tensor of the device.
+    """
+    return x / x.new_full((), number)
 
 
 def e8m0_scales(amax: torch.Tensor, codes: str) -> torch.Tensor:
@@ -71,7 +78,7 @@ def e8m0_scales(amax: torch.Tensor, codes: str) -> torch.Tensor:
         fraction, exponent = torch.frexp(amax)
         exponent = torch.where(fraction >= 7 / 8, exponent, exponent - 1) - 2
     else:
-        fraction, exponent = torch.frexp(amax / _LIMITS[codes])
+        fraction, exponent = torch.frexp(_divided(amax, _LIMITS[codes]))
         exponent = torch.where(fraction == 0.5, exponent - 1, exponent)
     return torch.where(amax > 0, exponent + 127, 0).clamp(0, 254).to(torch.uint8)
 
