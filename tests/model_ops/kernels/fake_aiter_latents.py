@@ -1,4 +1,4 @@
-"""Latent decode of the fake aiter: in bfloat16 with splits, in 8 bits with lists of work."""
+"""Latent decode of the fake aiter: of bfloat16 by splits or lists of work, of 8 bits by lists."""
 
 from __future__ import annotations
 
@@ -61,11 +61,12 @@ def mla_decode_fwd(check: Check) -> tuple[None, None]:
     check.that(check.value("page_size") == 1 and bool((pages == 1).all()), "a token a page")
     check.that(check.value("nhead_kv") == 1, "one KV head")
     check.that(int(key_starts[-1]) <= check.sizes["C"], "an index for each token")
-    (_in_8_bits if pool.dtype == fp8 else _in_bfloat16)(check, q, pool, out)
+    by_lists = pool.dtype == fp8 or check.value("work_meta_data") is not None
+    (_by_lists if by_lists else _by_splits)(check, q, pool, out)
     return None, None
 
 
-def _in_bfloat16(check: Check, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+def _by_splits(check: Check, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
     heads, length, count = check.sizes["H"], check.value("max_seqlen_q"), check.sizes["N"]
     slots, key_starts = check.value("kv_indices"), check.value("kv_indptr")
     check.that(heads in (16, 32, 64, 128), "heads that it is compiled for")
@@ -78,15 +79,18 @@ def _in_bfloat16(check: Check, q: torch.Tensor, pool: torch.Tensor, out: torch.T
     else:
         check.integers("num_kv_splits_indptr", "N1")
     check.that(splits >= 1 and table.tolist() == [i * splits for i in range(count + 1)], "splits")
+    joins_all = splits == 1 or (heads, check.library.arch) != (32, "gfx950")
+    check.that(joins_all, "joins splits that the kernel for 32 heads of gfx950 does not write")
     for b in range(count):
         rows = slice(b * length, (b + 1) * length)
         latents = pool[slots[key_starts[b] : key_starts[b + 1]].long(), 0, 0]
         out[rows] = part_of(q[rows], latents, check.value("sm_scale"), 0)[0].to(out.dtype)
 
 
-def _in_8_bits(check: Check, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
-    """By the lists alone: `a16w8`, for bfloat16 queries of 16 heads, has no other kernel."""
-    check.that(check.sizes["H"] == 16 and check.value("max_seqlen_q") <= 4, "16 heads, 4 queries")
+def _by_lists(check: Check, q: torch.Tensor, pool: torch.Tensor, out: torch.Tensor) -> None:
+    """The only way of `a16w8`, for latents in 8 bits and bfloat16 queries of 16 heads."""
+    in_8_bits = pool.dtype != q.dtype
+    _takes_lists(check, in_8_bits, check.sizes["H"], check.value("max_seqlen_q"))
     check.that(check.value("num_kv_splits_indptr") is None, "no splits beside lists of work")
     check.that(check.value("num_kv_splits") >= 1, "as the lists were made with")
     work_starts = check.integers("work_indptr", "U1")
@@ -98,7 +102,9 @@ def _in_8_bits(check: Check, q: torch.Tensor, pool: torch.Tensor, out: torch.Ten
     check.that(check.sizes["U1"] == UNITS[check.library.arch] + 1, "work for each unit")
     addresses = [work_starts.data_ptr(), work.data_ptr()]
     check.that(pointers.tolist() == addresses, "addresses of lists that are still there")
-    slots, scale, real = check.value("kv_indices"), check.value("sm_scale"), check.scale("kv_scale")
+    slots, scale = check.value("kv_indices"), check.value("sm_scale")
+    real = check.scale("kv_scale") if in_8_bits else 1.0
+    check.that(in_8_bits or check.value("kv_scale") is None, "no scale of bfloat16")
     kept: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for _, place, first, end, key, last, following, _ in work[: int(work_starts[-1])].tolist():
         latents = pool.view(torch.uint8)[slots[key:last].long(), 0, 0].view(pool.dtype)
@@ -116,10 +122,9 @@ def _in_8_bits(check: Check, q: torch.Tensor, pool: torch.Tensor, out: torch.Ten
 
 
 def get_mla_metadata_info_v1(check: Check) -> tuple[tuple[Any, torch.dtype], ...]:
-    """Shapes for 16 heads, of whose queries a unit takes all: a tile is a sequence."""
-    _is_of_8_bits(check, "q_dtype", "kv_dtype", check.value("num_head_qo"))
+    """Shapes for units that take all queries of a sequence: a tile is a sequence."""
+    _knows_types(check, "q_dtype", "kv_dtype", check.value("num_head_qo"), "max_seqlen_qo")
     check.that(check.value("is_sparse") is False, "all tokens are read")
-    check.that(1 <= check.value("max_seqlen_qo") <= 4, "a tile has all queries")
     count, most = check.value("batch_size"), check.value("max_split_per_batch")
     units = UNITS[check.library.arch]
     parts = min(count + units - 1, 2 * (units - 1))
@@ -134,13 +139,14 @@ def get_mla_metadata_v1(check: Check) -> None:
     """
     starts, key_starts = (check.integers(f"seqlens_{x}_indptr", "N1") for x in ("qo", "kv"))
     check.integers("kv_last_page_lens", "N")
-    _is_of_8_bits(check, "dtype_q_nope", "dtype_kv_nope", check.value("num_heads_per_head_k"))
+    heads = check.value("num_heads_per_head_k")
+    _knows_types(check, "dtype_q_nope", "dtype_kv_nope", heads, "max_seqlen_qo")
     check.that(check.value("num_heads_k") == 1 and check.value("is_causal") is True, "causal")
     check.that(check.value("page_size") == 1, "a token a page")
     length, step = check.value("uni_seqlen_qo"), check.value("kv_granularity")
     check.that(check.value("max_seqlen_qo") == length >= 1, "equally many queries")
     check.that(starts.diff().unique().tolist() == [length], "equally many queries")
-    check.that(step == 16, "a tile of the kernel's")
+    check.that(step % 32 == 0 and step.bit_count() == 1, "tiles of all kernels")
     count, units = check.sizes["N"], UNITS[check.library.arch]
     most = check.value("max_split_per_batch")
     budget = units if most < 0 else min(units, most * count)
@@ -169,10 +175,19 @@ def get_mla_metadata_v1(check: Check) -> None:
     pointers.copy_(torch.tensor(addresses, dtype=torch.uint64))
 
 
-def _is_of_8_bits(check: Check, queries: str, latents: str, heads: int) -> None:
+def _knows_types(check: Check, queries: str, latents: str, heads: int, length: str) -> None:
+    kept = check.value(latents)
     check.that(check.value(queries) in check.activations, "queries of more than 8 bits")
-    check.that(check.value(latents) == FP8[check.library.arch], "latents in the arch's 8 bits")
-    check.that(heads == 16, "16 heads")
+    in_8_bits = kept != check.value(queries)
+    check.that(not in_8_bits or kept == FP8[check.library.arch], "latents in the arch's 8 bits")
+    _takes_lists(check, in_8_bits, heads, check.value(length))
+
+
+def _takes_lists(check: Check, in_8_bits: bool, heads: int, length: int) -> None:
+    """gfx950 also has such kernels for bfloat16 and more heads."""
+    has_all = check.library.arch == "gfx950" and not in_8_bits
+    check.that(heads in ((16, 32, 64, 128) if has_all else (16,)), "heads that take lists")
+    check.that(1 <= length <= 4, "a tile has all queries")
 
 
 KERNELS: dict[str, Callable[[Any], Any]] = {

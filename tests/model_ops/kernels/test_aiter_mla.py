@@ -25,7 +25,7 @@ from fake_aiter import AITER, FakeAiter
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from atom.model_ops.kernels import probe
-from atom.model_ops.kernels.aiter.splits import SplitTables, num_splits
+from atom.model_ops.kernels.aiter.splits import SplitTables, leave_units_idle, num_splits
 from atom.model_ops.kernels.torch.elementwise import rope
 from atom.model_ops.kernels.torch.mla import (
     mla_cache_write,
@@ -50,10 +50,12 @@ MLA_OPS = ("mla_cache_write", "mla_decode", "mla_prefill")
         ("gfx942", 64, 2, 64),
         ("gfx942", 128, 1, 128),
         ("gfx950", 64, 1, 64),
+        ("gfx950", 24, 1, 64),
+        ("gfx950", 24, 3, 64),
     ],
 )
 def test_heads_are_padded_to_a_kernel(arch: str, heads: int, queries: int, padded: int) -> None:
-    """gfx942 has none for 64 heads and one query."""
+    """gfx942 has none for 64 heads and one query, and gfx950's for 32 is not joined rightly."""
     fake = FakeAiter(arch=arch)
     with probe.replaced(fake.library):
         aiter = Aiter(OpTable(Platform("rocm", arch, True), AITER), torch.device("cpu"), fake)
@@ -99,26 +101,64 @@ def test_split_tables_outlive_graphs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("sequences", "max_context_len", "splits"),
-    [(1, 8192, 16), (64, 8192, 14), (256, 8192, 13), (304, 8192, 1), (1, 1000, 3), (1, 10, 1)],
+    ("programs", "max_context_len", "splits"),
+    [(1, 4096, 16), (64, 8192, 14), (256, 8192, 13), (304, 8192, 1), (1, 1000, 3), (1, 10, 1)],
 )
-def test_splits_fill_the_device(sequences: int, max_context_len: int, splits: int) -> None:
+def test_splits_fill_the_device(programs: int, max_context_len: int, splits: int) -> None:
     tables = SplitTables()
     device = torch.device("cpu")
-    found, table = tables.table(sequences, max_context_len, 304, device)
-    assert found == splits == num_splits(sequences, max_context_len, 304)
-    assert table.tolist() == [i * splits for i in range(sequences + 1)]
-    again = tables.table(sequences, max_context_len, 304, device)[1]
-    assert again.data_ptr() == table.data_ptr()
+    assert num_splits(programs, max_context_len, 304) == splits
+    table = tables.table(programs, splits, device)
+    assert table.tolist() == [i * splits for i in range(programs + 1)]
+    assert tables.table(programs, splits, device).data_ptr() == table.data_ptr()
+
+
+def test_units_are_idle_where_more_splits_would_be_worth_it() -> None:
+    found = [leave_units_idle(n, context, 304) for context in (4351, 4352) for n in (1, 18, 19)]
+    assert found == [False, False, False, True, True, False]
+
+
+@pytest.mark.parametrize(
+    ("arch", "heads", "queries", "sequences", "context", "lists"),
+    [
+        ("gfx942", 8, 1, 1, 6000, True),
+        ("gfx942", 8, 4, 2, 6000, True),
+        ("gfx942", 8, 8, 1, 6000, False),  # lists take up to 4 queries
+        ("gfx942", 8, 1, 1, 4000, False),  # 16 splits of 256 tokens
+        ("gfx942", 24, 1, 1, 6000, False),  # it would run for every 16 heads in turn
+        ("gfx950", 8, 4, 1, 6000, True),
+        ("gfx950", 64, 4, 1, 6000, True),
+        ("gfx950", 64, 4, 4, 4400, False),  # a program has 64 rows: 16 programs
+    ],
+)
+def test_few_sequences_use_more_units(
+    arch: str, heads: int, queries: int, sequences: int, context: int, lists: bool
+) -> None:
+    """Where 16 splits of every context leave units idle, units share out the contexts."""
+    fake = FakeAiter(arch=arch)
+    with probe.replaced(fake.library):
+        aiter = Aiter(OpTable(Platform("rocm", arch, True), AITER), torch.device("cpu"), fake)
+        contexts = [context, *[queries + 60] * (sequences - 1)]
+        made = latents(aiter, heads, [queries] * sequences, contexts, 64)
+        out = made.decode(made.q, made.cache, made.up_proj, made.metadata, 0.1)
+    check(out, made.wanted, 2**-5)
+    (call,) = [call.arguments for call in fake.calls if call.name == "mla_decode_fwd"]
+    assert (call["work_indptr"] is not None) == lists
+    if lists:
+        work = call["work_info_set"][: int(call["work_indptr"][-1])]
+        parts = work[:, 0].bincount().tolist()
+        assert parts[0] > 16
+        assert parts[1:] == [1] * (sequences - 1)
+        assert all(end - start >= 64 for start, end in work[:-1, 4:6].tolist())
 
 
 def test_a_table_for_more_sequences_leaves_the_smaller_one_alone() -> None:
     tables = SplitTables()
     device = torch.device("cpu")
-    small = tables.table(3, 100, 304, device)[1]
+    small = tables.table(3, 1, device)
     where = StorageWeakRef(small.untyped_storage())
     del small
-    assert tables.table(5000, 100, 304, device)[1].tolist() == list(range(5001))
+    assert tables.table(5000, 1, device).tolist() == list(range(5001))
     assert not where.expired()
 
 

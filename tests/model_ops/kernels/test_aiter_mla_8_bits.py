@@ -156,12 +156,12 @@ def test_a_pool_that_is_too_large(storage: torch.dtype, most: int) -> None:
 
 
 @pytest.mark.parametrize("missing", ["get_mla_metadata_v1", "get_mla_metadata_info_v1"])
-def test_without_lists_of_work_only_8_bits_are_refused(missing: str) -> None:
+@pytest.mark.parametrize("storage", [BF16, FNUZ])
+def test_it_takes_an_aiter_with_lists_of_work(missing: str, storage: torch.dtype) -> None:
     fake, ops = table(missing)
-    with probe.replaced(fake.library):
-        ops.resolve("mla_decode", BF16, BF16, **SIZES)
-        with pytest.raises(OpUnavailableError, match=f"no aiter.ops.attention.{missing}"):
-            ops.resolve("mla_decode", BF16, FNUZ, **SIZES)
+    refused = pytest.raises(OpUnavailableError, match=f"no aiter.ops.attention.{missing}")
+    with probe.replaced(fake.library), refused:
+        ops.resolve("mla_decode", BF16, storage, **SIZES)
 
 
 def test_the_fake_notices_lists_that_are_gone() -> None:

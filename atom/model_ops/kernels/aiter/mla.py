@@ -1,9 +1,10 @@
 """Multi-head latent attention with aiter.
 
 Decode is absorbed: a Triton kernel rotates queries, writes the cache and projects queries into the
-latent space, and the assembly kernel reads one latent per token for all heads. Latents in 8 bits go
-to the kernel that multiplies them as bfloat16; those that multiply 8 bits with 8 bits also round
-softmax's weights, and are not called. Prefill is expanded: keys and values are built once and
+latent space, and the assembly kernel reads one latent per token for all heads. Contexts are split
+by a table, or where few sequences would leave compute units idle, by lists of work. Latents in 8
+bits go to the kernel that multiplies them as bfloat16; those that multiply 8 bits with 8 bits also
+round softmax's weights, and are not called. Prefill is expanded: keys and values are built once and
 passed to flash attention. See `kernels.torch.mla`.
 """
 
@@ -18,21 +19,21 @@ import torch.nn.functional as F
 from atom.environment import op_override
 from atom.model_ops.kernels.aiter.attention import known_context_lens
 from atom.model_ops.kernels.aiter.layout import FLASH_ATTENTION
-from atom.model_ops.kernels.aiter.mla_work import WORK, list_work
+from atom.model_ops.kernels.aiter.mla_work import MOST_QUERIES, WORK, list_work
 from atom.model_ops.kernels.aiter.sequences import (
     context_tokens,
     equal_length,
     equal_queries,
     token_starts,
 )
-from atom.model_ops.kernels.aiter.splits import SPLITS
+from atom.model_ops.kernels.aiter.splits import SPLITS, leave_units_idle, num_splits
 from atom.model_ops.kernels.aiter.support import (
     ARCH,
     COMPUTE_UNITS,
     refuses_storage,
     requires,
 )
-from atom.model_ops.kernels.probe import EntryPoint, function, refusal
+from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.kernels.torch.mla import Decode, RotateAndWrite
 from atom.model_ops.kernels.triton.list_slots import list_slots
@@ -51,16 +52,17 @@ _DECODE = EntryPoint(
 # Head counts that the decode kernels are compiled for (bfloat16, without persistent work lists).
 # Fewer heads are padded, which costs little: the latents are read once for all heads.
 _HEADS = (16, 32, 64, 128)
-# gfx942 lacks the kernel for these and one query.
-_NOT_ON_GFX942 = 64
+# Rows (a head of a query) of a program.
+_ROWS = {16: 128, 32: 64, 64: 64, 128: 128}
+# Heads whose kernels all take lists of work where not all do: gfx942 runs others 16 at a time.
+_LISTED_HEADS = 16
 _RANK, _ROPE = 512, 64
 # Most queries of a sequence that its latents are read for at once: a tile has 128 rows, and the
 # kernels of 16 heads are made for 1, 4 and 8 queries. aiter tests up to 4.
 _QUERIES = {16: 8}
 _OTHER_QUERIES = 4
-# Heads and queries of the kernel for latents in 8 bits.
+# Heads of the kernel for latents in 8 bits.
 _HEADS_OF_8_BITS = 16
-_QUERIES_OF_8_BITS = 4
 # A latent's place is a product of 32 bits in all kernels but a few of gfx950's.
 _POOL_BYTES = 2**32 - 16
 # Rows (a head of a query) of the largest tile of Triton's kernel.
@@ -113,7 +115,7 @@ def _refuses_8_bits(query: OpQuery) -> str | None:
             f"reads an 8-bit cache for at most {_HEADS_OF_8_BITS} heads, not {heads}: kernels of "
             "more round queries and softmax's weights to 8 bits"
         )
-    return refusal(*WORK)
+    return None
 
 
 def _refuses_values(query: OpQuery) -> str | None:
@@ -123,7 +125,7 @@ def _refuses_values(query: OpQuery) -> str | None:
 
 
 refuses_decode = requires(
-    _DECODE, ARCH, COMPUTE_UNITS, also=_refuses_latents, dtypes=(torch.bfloat16,)
+    _DECODE, ARCH, COMPUTE_UNITS, *WORK, also=_refuses_latents, dtypes=(torch.bfloat16,)
 )
 refuses_prefill = requires(FLASH_ATTENTION, also=_refuses_values)
 
@@ -137,10 +139,15 @@ def refuses_write_and_decode(query: OpQuery) -> str | None:
 
 
 def padded_heads(num_heads: int, queries: int) -> int:
-    """The smallest number of heads, at least `num_heads`, with a kernel for so many queries."""
-    missing = _NOT_ON_GFX942 if function(ARCH)() == "gfx942" and queries == 1 else None
-    there = (heads for heads in _HEADS if heads != missing)
-    return next(heads for heads in there if heads >= num_heads)
+    """The smallest number of heads, at least `num_heads`, with a kernel for so many queries.
+
+    gfx942 has none for 64 heads and one query. gfx950's for 32 splits a context at multiples of 32
+    tokens, and the kernel that joins the splits takes it for 16: of a context of less than 32
+    tokens a split it would read what nobody wrote.
+    """
+    arch = function(ARCH)()
+    missing = {("gfx950", 32)} | ({("gfx942", 64)} if queries == 1 else set())
+    return next(n for n in _HEADS if n >= num_heads and (arch, n) not in missing)
 
 
 def mla_decode(
@@ -234,15 +241,20 @@ def _shares(
 ) -> dict[str, Any]:
     """The decode kernel's arguments that say which program reads what, and the scale of 8 bits.
 
-    For bfloat16 a split table is passed, since aiter would take it from a cache of 128 device
-    tensors: graphs that were captured with one would read freed memory once it is evicted.
+    A split table is passed, since aiter would take it from a cache of 128 device tensors: graphs
+    that were captured with one would read freed memory once it is evicted.
     """
+    heads, dtypes = q.shape[1], (q.dtype, kv_cache.latent.dtype)
     context_len, count = metadata.max_context_len, len(pages.last_lens)
     if kv_cache.scale is None:
         units = function(COMPUTE_UNITS)()
-        splits, table = SPLITS.table(count, context_len, units, q.device)
-        return {"num_kv_splits": splits, "num_kv_splits_indptr": table}
-    heads, dtypes = q.shape[1], (q.dtype, kv_cache.latent.dtype)
+        programs = count * -(-heads * pages.queries // _ROWS[heads])
+        takes_lists = heads == _LISTED_HEADS or function(ARCH)() != "gfx942"
+        takes_lists = takes_lists and pages.queries <= MOST_QUERIES
+        if not (takes_lists and leave_units_idle(programs, context_len, units)):
+            splits = num_splits(programs, context_len, units)
+            table = SPLITS.table(count, splits, q.device)
+            return {"num_kv_splits": splits, "num_kv_splits_indptr": table}
     lists = metadata.derive(
         ("latent work", pages.queries, heads, dtypes),
         lambda: list_work(
@@ -291,7 +303,7 @@ def mla_prefill(
 
 def _most_queries(num_heads: int, kv_cache: LatentCacheTensor) -> int:
     if kv_cache.scale is not None:
-        return _QUERIES_OF_8_BITS
+        return MOST_QUERIES
     heads = next(heads for heads in _HEADS if heads >= num_heads)
     return _QUERIES.get(heads, _OTHER_QUERIES)
 

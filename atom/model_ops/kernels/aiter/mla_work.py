@@ -1,7 +1,8 @@
-"""Work lists of aiter's persistent latent decode, which reads latents in 8 bits.
+"""Work lists of aiter's persistent latent decode.
 
 As many programs as the device has compute units each take a share of all contexts together. A
-kernel makes the lists from the lengths on the device, once a step: all layers share them.
+kernel makes the lists from the lengths on the device, once a step: all layers share them. So it
+does not matter how far a captured graph's bound of the context is from the contexts.
 """
 
 from __future__ import annotations
@@ -27,10 +28,13 @@ _SIZES = EntryPoint(
 )
 WORK = _LIST, _SIZES
 
-# A context is split at multiples of so many tokens.
-_GRANULARITY = 16
-# Most parts of a context, on average over the batch, and the fewest tokens of each that are worth
-# one: every part leaves its result in float32 to be joined.
+# Most queries of a sequence that all its kernels take.
+MOST_QUERIES = 4
+# A context is split at multiples of so many tokens, the fewest of a part. All kernels' tiles of
+# keys divide it.
+_GRANULARITY = 64
+# Most parts of a context, on average over the batch, and the fewest tokens of the longest that are
+# worth one: every part leaves its result in float32, and a query's are joined one after another.
 _MAX_SPLITS = 64
 _SPLIT_TOKENS = 256
 
