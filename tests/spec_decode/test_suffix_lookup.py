@@ -55,17 +55,21 @@ def test_outputs_are_found_by_later_sequences_with_the_same_salt() -> None:
 
 
 def test_no_salt_ever_sees_another() -> None:
-    """Random lives of sequences; each salt has tokens of its own, and a vocabulary of three."""
+    """Random lives of sequences: words that all salts share, each followed by the salt's token."""
     rng = Random(0)
     lookup = SuffixLookup("suffix", 15, RecentOutputs(300))
+    found = []
     for _ in range(200):
         salt = rng.randrange(4)
         lookup.start([start(salt, f"{salt}")])
-        text = [10 * salt + rng.randrange(3) for _ in range(40)]
-        for size in range(20, 41, 5):
-            found = lookup.find(salt, text[:20], text[20:size])
-            assert {token // 10 for token in found.token_ids} <= {salt}
+        words = [rng.choice([[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]]) for _ in range(7)]
+        text = [token for word in words for token in (*word, 10 + salt)]
+        for size in (23, 29, 35, 41):
+            drafts = lookup.find(salt, text[:20], text[20:size]).token_ids
+            assert {token for token in drafts if token >= 10} <= {10 + salt}
+            found += drafts
         lookup.forget([salt])
+    assert {token for token in found if token >= 10} == {10, 11, 12, 13}
 
 
 def test_the_oldest_outputs_are_dropped_first() -> None:

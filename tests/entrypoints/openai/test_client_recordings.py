@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerFast
 from atom.entrypoints.openai.http.options import ServerOptions
 
 RECORDINGS = Path(__file__).parent / "recordings"
+TEXT = "Red, as ever."
 CLIENTS = (
     "ai_sdk",
     "aiperf",
@@ -37,7 +38,7 @@ def scripted(byte_level_tokenizer: PreTrainedTokenizerFast) -> Iterator[Scripted
         unknown_fields="refuse",
     )
     server = ScriptedServer(byte_level_tokenizer, options)
-    server.says("Red, as ever.", 2)
+    server.says(TEXT, 2)
     try:
         yield server
     finally:
@@ -60,19 +61,39 @@ def test_replayed(scripted: ScriptedServer, request_: dict[str, Any]) -> None:
     assert answer.status_code == 200, answer.text
     body = request_.get("body")
     if body is None:
+        if request_["path"] == "/v1/models":
+            assert [model["id"] for model in answer.json()["data"]] == ["model"]
         return
     limit = _limit(body)
     if not body.get("stream"):
         usage = answer.json().get("usage") or answer.json()["meta_info"]
         assert 0 < usage["completion_tokens"] <= limit
+        _check_text(body, [_text(choice) for choice in answer.json()["choices"]])
         return
     *events, last = [line.removeprefix("data: ") for line in answer.text.splitlines() if line]
     assert last == "[DONE]"
     chunks = [json.loads(event) for event in events]
     if "sampling_params" in body:
-        assert chunks[-1]["meta_info"]["completion_tokens"] <= limit
+        assert 0 < chunks[-1]["meta_info"]["completion_tokens"] <= limit
+        _check_text(body, [chunks[-1]["text"]])
     else:
+        pieces = [_text(choice) for chunk in chunks for choice in chunk["choices"]]
+        _check_text(body, ["".join(pieces)])
         _check_usage(chunks, body.get("stream_options") or {}, limit)
+
+
+def _text(choice: dict[str, Any]) -> str:
+    """Of an answer or a part of one."""
+    message = choice.get("message") or choice.get("delta")
+    return str((choice["text"] if message is None else message.get("content")) or "")
+
+
+def _check_text(body: dict[str, Any], texts: list[str]) -> None:
+    """It is what the server says, as far as the limit lets it."""
+    [text] = texts
+    said = text.removeprefix(body["prompt"]) if body.get("echo") else text
+    assert said
+    assert TEXT.startswith(said)
 
 
 def _limit(body: dict[str, Any]) -> int:

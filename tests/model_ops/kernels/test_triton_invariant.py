@@ -354,4 +354,6 @@ def test_one_tile_for_every_number_of_rows(monkeypatch: pytest.MonkeyPatch) -> N
         for tokens in (1, 17, 64, 65, 3000):
             x, weight = torch.empty(tokens, 512), torch.empty(4096, 512)
             linear.product(platform.kind, x, weight, None, FP32)
+        assert len(launched) == 5
+        assert launched[0]
         assert all(each == launched[0] for each in launched)
