@@ -13,6 +13,7 @@ import psutil
 import pytest
 from distributed.coupled import coupled_config
 from entrypoints.openai.server_process import ServerProcess
+from patience import PATIENCE_SECONDS
 from spec_decode.engines import PROMPTS, create_engine, generate, params, write_target
 from transformers import PreTrainedTokenizerFast
 
@@ -108,8 +109,8 @@ def test_the_server_starts_them(folder: Path) -> None:
         assert texts == [output.outputs[0].text for output in outputs]
         first, second = psutil.Process(server._process.pid).children()
         second.kill()
-        server.wait_exit(20)
-        first.wait(10)
+        server.wait_exit(PATIENCE_SECONDS)
+        first.wait(PATIENCE_SECONDS)
     finally:
         server.stop()
 

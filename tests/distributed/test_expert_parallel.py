@@ -12,6 +12,7 @@ import pytest
 import torch
 from distributed.coupled import add, coupled_config, on_coupled, serve
 from models import checkpoints
+from patience import PATIENCE_SECONDS
 from quantised import test_fp8
 from quantised.compressed import FORMATS
 from quantised.packing import Packed, quantised
@@ -218,7 +219,7 @@ def test_an_engine_ends_with_the_others(folder: Path) -> None:
 
     def stay_away(index: int, core: EngineCore) -> None:
         if index == 0:
-            done.wait(20)
+            assert done.wait(PATIENCE_SECONDS)
             return
         with pytest.raises(EngineDeadError, match="engine 1 shares experts with 1 other"):
             core.step()

@@ -6,7 +6,6 @@ import os
 import re
 import signal
 import threading
-import time
 from pathlib import Path
 
 import openai
@@ -19,8 +18,6 @@ from transformers import PreTrainedTokenizerFast
 
 RANKS = 4
 SHARED = Path("/dev/shm")
-# A stopped rank of which only its silence was noticed would take longer.
-SECONDS = 30.0
 
 
 @pytest.fixture(scope="module")
@@ -55,7 +52,7 @@ def ranks_of(server: ServerProcess) -> list[psutil.Process]:
         (0, signal.SIGKILL, "the engine process was killed by signal 9"),
         (1, signal.SIGKILL, "rank 1 .* was killed by signal 9"),
         (3, signal.SIGKILL, "rank 3 .* was killed by signal 9"),
-        (2, signal.SIGSTOP, "rank 2 .* is silent"),
+        (2, signal.SIGSTOP, "rank 2 .* is silent .* since its process is stopped"),
     ],
 )
 def test_a_lost_rank(folder: Path, rank: int, number: signal.Signals, words: str) -> None:
@@ -71,13 +68,11 @@ def test_a_lost_rank(folder: Path, rank: int, number: signal.Signals, words: str
         for thread in threads:
             thread.start()
         assert all(each.wait(PATIENCE_SECONDS) for each in answered), errors
-        lost = time.monotonic()
         os.kill(processes[rank].pid, number)
         for thread in threads:
             thread.join(PATIENCE_SECONDS)
         server.wait_exit(PATIENCE_SECONDS)
         _, alive = psutil.wait_procs(every, PATIENCE_SECONDS)
-        assert time.monotonic() - lost < SECONDS
         assert alive == []
     finally:
         server.stop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -283,35 +284,65 @@ async def test_giving_up(engine: AsyncEngine, machine: Machine) -> None:
         await anext(engine.generate("late", [5], PARAMS))
 
 
+class Watch:
+    """The second that replicas wait for before they look again: it passes when the test says."""
+
+    def __init__(self) -> None:
+        self._passed = asyncio.Event()
+
+    async def sleep(self, seconds: float) -> None:
+        assert seconds == 1
+        await self._passed.wait()
+
+    async def pass_a_second(self, *beating: StubEngine) -> None:
+        """These engines are alive meanwhile."""
+        for engine in beating:
+            engine.beats()
+        await settled()
+        self._passed.set()
+        self._passed = asyncio.Event()
+        await settled()
+
+
+async def settled() -> None:
+    """All that is due in the event loop has happened."""
+    for _ in range(20):
+        await asyncio.sleep(0)
+
+
 async def test_a_replica_that_does_not_answer(
-    engine: AsyncEngine, machine: Machine, monkeypatch: pytest.MonkeyPatch
+    machine: Machine,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """New requests avoid it; when it is given up, it is killed and its requests go elsewhere."""
-    monkeypatch.setattr(replica, "SILENT_SECONDS", 2.0)
-    monkeypatch.setattr(replica, "GIVE_UP_SECONDS", 2.0)
+    watch = Watch()
+    loop = SimpleNamespace(**{**vars(asyncio), "sleep": watch.sleep})
+    monkeypatch.setattr(replica, "asyncio", loop)
+    engine = create(machine, byte_level_tokenizer)
     reader = Reader(engine, "a")
     await started(machine, "a")
     silent, other = machine.engines
-
-    async def beat() -> None:
-        while True:
-            other.beats()
-            await asyncio.sleep(0.5)
-
-    beating = asyncio.create_task(beat())
-    await until(lambda: engine.replicas.health[0].problem is not None)
+    for second in range(1, 11):
+        assert engine.replicas.health[0].problem is None, second
+        await watch.pass_a_second(other)
     assert engine.replicas.health[0].problem == "the engine process is silent"
+    assert engine.replicas.health[1].problem is None
     assert engine.trouble is None
     avoiding = [Reader(engine, name) for name in "bc"]
     await started(machine, "b", "c")
     assert [machine.holders(name) for name in "bc"] == [[1], [1]]
+    for second in range(1, 20):
+        assert silent.is_open, second
+        await watch.pass_a_second(other)
+    await watch.pass_a_second(other)
     await until(lambda: "a/0" in other.live)
     assert not silent.is_open
     silent.says("a/0", 66)  # too late: nobody listens
     other.says("a/0", 7, ends=True)
     assert await reader.task == [7]
-    beating.cancel()
     assert all(not each.task.done() for each in avoiding)
+    await engine.shutdown(0)
 
 
 async def test_limits_and_the_end_are_those_of_all(engine: AsyncEngine, machine: Machine) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import Any
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 from quantised.compressed import INT4
 from quantised.quark_schemes import MXFP4, layer, quark
+from work import count_lines
 
 from atom.config import ConfigError
 from atom.model_ops.quant.base import Header
@@ -79,9 +79,8 @@ def test_many_slow_expressions_are_as_slow_as_one() -> None:
 
 
 def test_globs_are_fast() -> None:
-    """In CPU time; an expression with as many `.*` would take for ever."""
+    """An expression with as many `.*` would take for ever."""
     name = "language_model.model.layers.1.mlp.experts.3.down_proj"
-    start = time.process_time()
     for stars in ("*" * 200 + "X", "*e" * 30 + "X", "*.*" * 12 + "X"):
         assert not Glob("e", (stars,)).fits(name)
         for settings in (
@@ -90,7 +89,6 @@ def test_globs_are_fast() -> None:
             quark(MXFP4, layer_quant_config={stars: layer(None)}),
         ):
             assert parse_quantization(settings, {}).method_for(name) is not None
-    assert time.process_time() - start < 30
     with pytest.raises(ConfigError, match=r"exclude holds .* takes too long"):
         parse_quantization(quark(MXFP4, exclude=[".*" * 12 + "X"]), {})
 
@@ -170,18 +168,15 @@ LISTED = [f"model.layers.{i}.self_attn.{p}_proj" for i in range(500) for p in "q
 def test_long_lists_are_as_fast_as_short_ones(
     settings: Callable[[list[str]], dict[str, Any]],
 ) -> None:
-    """2000 entries: comparing each takes more than ten times as long."""
+    """2000 entries: comparing each would be a hundred times the work."""
 
-    def seconds(names: list[str]) -> float:
+    def lines(names: list[str]) -> int:
         config = parse_quantization(settings(names), {})
-        start = time.process_time()
-        for index in range(4):
-            prefix = f"model.layers.{index}.mlp.experts"
-            parts = [f"{prefix}.{i}.{p}_proj" for i in range(64) for p in ("gate", "up", "down")]
-            assert config.method_for(prefix, parts, "experts") is not None
-        return time.process_time() - start
+        prefix = "model.layers.3.mlp.experts"
+        parts = [f"{prefix}.{i}.{p}_proj" for i in range(64) for p in ("gate", "up", "down")]
+        return count_lines(lambda: config.method_for(prefix, parts, "experts"))
 
-    assert seconds(LISTED) < 5 * min(seconds(LISTED[:1]) for _ in range(2)) + 0.02
+    assert lines(LISTED) <= lines(LISTED[:1]) + len(LISTED)
 
 
 def test_parts_that_differ_are_named_as_they_are() -> None:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Iterator
 from functools import cache, partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,7 +19,7 @@ from atom import LLM, RequestOutput, SamplingParams, StructuredOutput
 from atom.entrypoints.llm import GenerationError
 from atom.kv_cache.base import KVCachePlan
 from atom.messages import EngineRequest, FinishReason, RequestRefusedError
-from atom.model_engine import compiled_grammars, kv_memory
+from atom.model_engine import compiled_grammars, grammar_queue, kv_memory
 from atom.model_engine.engine_core import EngineCore
 from atom.model_engine.grammar_queue import GrammarQueue
 from atom.spec_decode.drafter import Drafter
@@ -390,19 +390,22 @@ def test_compilation_holds_up_nobody_else(engine: LLM) -> None:
 
 
 def test_a_grammar_that_takes_too_long_refuses_its_requests(
-    engine: LLM, trials: TrialProcess
+    engine: LLM, trials: TrialProcess, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    now = 100.0
+    monkeypatch.setattr(grammar_queue, "time", SimpleNamespace(monotonic=lambda: now))
     gated = GatedBackend(compiler_of(engine.engine.core)._get_backend())
     grammars = GrammarCache(TriedCompiler(lambda: gated, trials))
-    queue = GrammarQueue(grammars, compile_seconds=0.05)
+    queue = GrammarQueue(grammars, compile_seconds=5)
     params = SamplingParams(structured_output=StructuredOutput.regex("a"))
 
     def waiting(name: str) -> EngineRequest:
         return EngineRequest(id=name, prompt_token_ids=[1], params=params, seed=0)
 
     queue.add(waiting("late"))
+    now += 4.9
     assert queue.release(lambda request: pytest.fail(request.id)) == []
-    time.sleep(0.06)
+    now += 0.1
     [refused] = queue.release(lambda request: pytest.fail(request.id))
     assert (refused.id, refused.param) == ("late", "structured_output")
     assert "takes too long" in refused.message

@@ -195,11 +195,10 @@ def test_what_no_token_obeys_ends_its_request_alone(
     assert tiny.status_code == 200
 
 
-def test_megabytes_are_refused_quickly(server: ServerProcess) -> None:
-    start = time.monotonic()
+def test_megabytes_are_refused_before_they_are_tokenised(server: ServerProcess) -> None:
     error = _error(server.post("/v1/completions", json={"prompt": "a" * 10_000_000}), 400)
     assert error["code"] == "context_length_exceeded"
-    assert time.monotonic() - start < 30
+    assert "the prompt has at least" in error["message"]
     wrong = {"prompt": "a", "stop_token_ids": ["x"] * 1_000_000}
     assert _error(server.post("/v1/completions", json=wrong), 400)["param"] == "stop_token_ids"
     unknown = {"prompt": "a", **{f"field_{i}": 1 for i in range(60_000)}}
