@@ -10,6 +10,7 @@ from typing import Any
 import openai
 import pytest
 from server_process import ServerProcess
+from transformers import PreTrainedTokenizerFast
 
 SCHEMA = {
     "type": "object",
@@ -254,17 +255,26 @@ def test_wrong_tools(server: ServerProcess) -> None:
     assert "tools[0].function.parameters" in error["message"]
 
 
-def test_an_answer_or_calls(client: openai.OpenAI) -> None:
+@pytest.mark.parametrize("calls", [True, False])
+def test_an_answer_or_calls(
+    client: openai.OpenAI, byte_level_tokenizer: PreTrainedTokenizerFast, calls: bool
+) -> None:
     """Beside tools a response format constrains what is not a call."""
+    [opens] = byte_level_tokenizer.encode("<", add_special_tokens=False)
     answer = client.chat.completions.create(
-        model="tiny", messages=USER, tools=TOOLS, response_format=FORMAT, n=6, max_tokens=120
+        model="tiny",
+        messages=USER,
+        tools=TOOLS,
+        response_format=FORMAT,
+        n=16,
+        seed=1,
+        max_tokens=120,
+        logit_bias={} if calls else {f"{opens}": -100},  # a call begins with it
     )
-    for choice in answer.choices:
-        if choice.finish_reason == "length":
-            continue
-        if choice.message.tool_calls:
-            assert all(
-                is_valid(json.loads(c.function.arguments)) for c in choice.message.tool_calls
-            )
-        else:
-            assert is_valid(json.loads(choice.message.content or ""))
+    complete = [choice for choice in answer.choices if choice.finish_reason != "length"]
+    assert len(complete) > 2
+    assert any(choice.message.tool_calls for choice in complete) == calls
+    for choice in complete:
+        texts = [c.function.arguments for c in choice.message.tool_calls or []]
+        texts = texts or [choice.message.content or ""]
+        assert all(is_valid(json.loads(text)) for text in texts)
