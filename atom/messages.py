@@ -271,7 +271,7 @@ def check_request(
     num_prompt = len(prompt_token_ids)
     if num_prompt == 0:
         raise RequestRefusedError("the prompt holds no tokens", "prompt")
-    if num_prompt >= limits.max_model_len:
+    if num_prompt + (params.max_tokens != 0) > limits.max_model_len:
         raise ContextLengthError(num_prompt, limits.max_model_len)
     lowest, highest = min(prompt_token_ids), max(prompt_token_ids)
     if lowest < 0 or highest >= limits.vocab_size:
@@ -282,9 +282,11 @@ def check_request(
         )
     if params.max_tokens is not None and num_prompt + params.max_tokens > limits.max_model_len:
         raise ContextLengthError(num_prompt, limits.max_model_len, params.max_tokens)
-    budget = params.max_tokens or (limits.max_model_len - num_prompt)
+    budget = params.max_tokens
+    if budget is None:
+        budget = limits.max_model_len - num_prompt
     # The last generated token is never written to the KV cache.
-    if num_prompt + budget - 1 > limits.num_kv_tokens:
+    if num_prompt + max(budget - 1, 0) > limits.num_kv_tokens:
         raise RequestRefusedError(
             f"{num_prompt} prompt tokens and up to {budget} generated ones need more KV cache than "
             f"the {limits.num_kv_tokens} tokens there are ({limits.num_blocks} blocks of "

@@ -42,7 +42,8 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
             `include_stop_str_in_output`.
         stop_token_ids: token ids that end generation, besides the model's own end tokens.
         ignore_eos: go on after the model's end tokens.
-        max_tokens: most tokens to generate; None means up to the end of the context.
+        max_tokens: most tokens to generate; None means up to the end of the context, 0 computes
+            the prompt alone.
         min_tokens: end tokens cannot be sampled, nor stop strings match, before that many tokens.
         logprobs: None, or how many alternatives to report beside the sampled token; -1 for all.
         prompt_logprobs: the same for every prompt token but the first.
@@ -181,7 +182,7 @@ _RANGES: tuple[tuple[str, float, float], ...] = (
     ("seed", -(2**63), 2**63 - 1),
     ("min_tokens", 0, 2**31 - 1),
     ("num_speculative_tokens", 1, 2**31 - 1),
-    ("max_tokens", 1, 2**31 - 1),
+    ("max_tokens", 0, 2**31 - 1),
     ("logprobs", ALL_LOGPROBS, 2**31 - 1),
     ("prompt_logprobs", ALL_LOGPROBS, 2**31 - 1),
 )

@@ -354,7 +354,7 @@ class Scheduler:
             self._refuse(seq, result.failure)
             return None
         # Accepted drafts are in the KV cache; the newest token never is.
-        seq.num_computed += num_new - 1 if num_new <= num_drafts else num_drafts
+        seq.num_computed += min(max(num_new - 1, 0), num_drafts)
         self._prefixes.publish(seq)
         made = seq.report(token_ids[:num_new], finish_reason, stop_reason, verified)
         if seq.prompt_logprobs is not None:

@@ -191,6 +191,8 @@ class Sequence:
             How many were appended, the finish reason (None to go on) and the stop token id to
             report. A stop token that also reaches the maximum length counts as a stop.
         """
+        if len(self.token_ids) >= self.max_num_tokens:  # the prompt alone is wanted
+            return 0, FinishReason.LENGTH, None
         num_tokens = len(self.token_ids) + len(token_ids)
         if num_tokens < self.max_num_tokens and self.end_ids.isdisjoint(token_ids):
             self.token_ids += token_ids

@@ -32,7 +32,7 @@ class PlainTokenizer:
     def __init__(self, folder: Path) -> None:
         config = read_json_object(folder / "tokenizer_config.json")
         self.backend_tokenizer: Tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
-        self.chat_template = _chat_templates(folder)
+        self.chat_template = read_chat_templates(folder, config)
         self.hf_class: str = config["tokenizer_class"]
         self._named = {name: config[name] for name in NAMED_TOKENS if name in config}
         for name in NAMED_TOKENS:
@@ -116,11 +116,23 @@ def is_plain(folder: Path) -> bool:
     return is_there(path) and read_json_object(path).get(MARK) == "gguf"
 
 
-def _chat_templates(folder: Path) -> str | dict[str, str] | None:
+def read_chat_templates(folder: Path, config: Mapping[str, Any]) -> str | dict[str, str] | None:
+    """A folder's chat template, several by name, or None if there is none.
+
+    Args:
+        config: the content of `tokenizer_config.json`, where older folders have them.
+    """
     paths = {path.stem: path for path in (folder / "additional_chat_templates").glob("*.jinja")}
     if is_there(folder / "chat_template.jinja"):
         paths["default"] = folder / "chat_template.jinja"
     templates = {name: path.read_text(encoding="utf-8") for name, path in paths.items()}
     if list(templates) == ["default"]:
         return templates["default"]
-    return templates or None
+    return templates or _templates_in(config.get("chat_template"))
+
+
+def _templates_in(stated: Any) -> str | dict[str, str] | None:
+    if isinstance(stated, list):
+        named = [entry for entry in stated if isinstance(entry, dict)]
+        return {str(e["name"]): str(e["template"]) for e in named if {"name", "template"} <= {*e}}
+    return stated if isinstance(stated, str) else None

@@ -12,11 +12,12 @@ import torch
 from atom.config import ConfigError, ModelOptions
 from atom.environment import cache_dir
 from atom.model_loader.checkpoint import has_weights, stored_dtype
+from atom.model_loader.end_tokens import end_token_ids
 from atom.model_loader.generation_config import sampling_defaults
 from atom.model_loader.gguf.cache import recall, remember
 from atom.model_loader.hub import download, looks_like_path
 from atom.model_loader.quantization import choose_quantization, config_levels
-from atom.model_loader.read_files import check_folder, read_tokenizer
+from atom.model_loader.read_files import check_folder
 from atom.model_loader.tied import untie_different_head
 from atom.model_ops.quant.base import QuantConfig, UnquantizedConfig
 from atom.models.config_check import check_config
@@ -84,8 +85,8 @@ def resolve_model(options: ModelOptions) -> ModelSource:
     config = _load_config(folder, raw, options)
     if options.load_format != "dummy":
         untie_different_head(config.get_text_config(), folder)
-    eos_token_ids = _eos_token_ids(folder, raw, options)
-    _check_tokens(eos_token_ids, config.get_text_config(), folder)
+    vocab_size = config.get_text_config().vocab_size
+    eos_token_ids = end_token_ids(folder, raw, options, vocab_size)
     defaults = sampling_defaults(_EMBEDDED_CONFIG if options.model is None else folder, options)
     return ModelSource(folder, name, config, eos_token_ids, default_dtype, defaults, quantization)
 
@@ -245,32 +246,3 @@ def _default_dtype(folder: Path, raw: dict[str, Any]) -> torch.dtype:
     if not isinstance(stated, str) or stated not in _DTYPES:
         raise ConfigError(f"{folder} is stored as {stated}; supported are {', '.join(_DTYPES)}")
     return _DTYPES[stated]
-
-
-def _eos_token_ids(folder: Path, raw: dict[str, Any], options: ModelOptions) -> frozenset[int]:
-    path = folder / "generation_config.json"
-    generation = read_json_object(path) if is_there(path) else {}
-    for level in (generation, *config_levels(raw)):
-        stated = level.get("eos_token_id")
-        if stated is not None:
-            ids = stated if isinstance(stated, list) else [stated]
-            if not all(type(token_id) is int for token_id in ids):
-                raise ConfigError(f"{folder}: eos_token_id should be integers, got {stated!r}")
-            return frozenset(ids)
-    return _tokenizer_eos(folder, options)
-
-
-def _check_tokens(eos_token_ids: frozenset[int], config: PretrainedConfig, folder: Path) -> None:
-    """Refuse EOS tokens outside the vocabulary."""
-    if wrong := sorted(i for i in eos_token_ids if not 0 <= i < config.vocab_size):
-        raise ConfigError(
-            f"{folder}: a text ends with token {wrong[0]} (eos_token_id), and the vocabulary has "
-            f"tokens 0 to {config.vocab_size - 1}"
-        )
-
-
-def _tokenizer_eos(folder: Path, options: ModelOptions) -> frozenset[int]:
-    if not (folder / "tokenizer_config.json").is_file():
-        return frozenset()
-    tokenizer = read_tokenizer(folder, options.trust_remote_code)
-    return frozenset() if tokenizer.eos_token_id is None else frozenset({tokenizer.eos_token_id})

@@ -39,6 +39,13 @@ class Vocabulary(Protocol):
     def token_text(self, token_id: int) -> str:
         """The token's text; parts of a character become U+FFFD."""
 
+    @property
+    def special_tokens(self) -> frozenset[str]:
+        """Texts of the special tokens."""
+
+    def is_special(self, token_id: int) -> bool:
+        """Whether texts can be read without the token, as a special one."""
+
     def detokenizer(
         self,
         *,
@@ -74,14 +81,18 @@ def _decodes_plainly(tokenizer: PreTrainedTokenizerBase) -> bool:
     )
 
 
+def _special_tokens(tokenizer: PlainTokenizer | PreTrainedTokenizerBase) -> frozenset[str]:
+    added = tokenizer.added_tokens_decoder.values()
+    return frozenset(token.content for token in added if token.special)
+
+
 class ByteLevelVocabulary:
     """For ByteLevel BPE: each token is a fixed byte string, and text is their UTF-8 decoding."""
 
     def __init__(self, tokenizer: PlainTokenizer | PreTrainedTokenizerFast) -> None:
         self._backend = tokenizer.backend_tokenizer
-        added = tokenizer.added_tokens_decoder.values()
         # By text, because that is how the tokenizers library skips special tokens.
-        self._special = frozenset(token.content for token in added if token.special)
+        self.special_tokens = _special_tokens(tokenizer)
         self._plain_bytes: dict[int, bytes] = {}
         self._skipping_bytes: dict[int, bytes] = {}
 
@@ -90,6 +101,9 @@ class ByteLevelVocabulary:
 
     def token_text(self, token_id: int) -> str:
         return self.token_bytes(token_id).decode("utf-8", errors="replace")
+
+    def is_special(self, token_id: int) -> bool:
+        return self._backend.id_to_token(token_id) in self.special_tokens
 
     def detokenizer(
         self,
@@ -111,7 +125,7 @@ class ByteLevelVocabulary:
 
     def _encode(self, token_id: int, skip_special_tokens: bool) -> bytes:
         token = self._backend.id_to_token(token_id)
-        if token is None or (skip_special_tokens and token in self._special):
+        if token is None or (skip_special_tokens and token in self.special_tokens):
             return b""
         try:
             return bytes(_BYTE_OF_CHAR[char] for char in token)
@@ -162,6 +176,7 @@ class WindowVocabulary:
 
     def __init__(self, tokenizer: PlainTokenizer | PreTrainedTokenizerBase) -> None:
         self._tokenizer = tokenizer
+        self.special_tokens = _special_tokens(tokenizer)
         # Padded embeddings have ids without tokens; some tokenizers raise on them.
         self._id_of_token: dict[str, int] = tokenizer.get_vocab()
         self._known = frozenset(self._id_of_token.values())
@@ -201,8 +216,7 @@ class WindowVocabulary:
             self._is_byte[token_id] = found
         return found
 
-    def is_skipped(self, token_id: int) -> bool:
-        """Whether the token is skipped as a special token."""
+    def is_special(self, token_id: int) -> bool:
         found = self._is_skipped.get(token_id)
         if found is None:
             # Twice, because decoding may drop a leading space.
@@ -285,7 +299,7 @@ class _WindowDetokenizer:
         return new
 
     def _is_left_out(self, token_id: int) -> bool:
-        return token_id not in self._kept_ids and self._vocabulary.is_skipped(token_id)
+        return token_id not in self._kept_ids and self._vocabulary.is_special(token_id)
 
     def _decode(self) -> str:
         # Skipped tokens never enter the window; kept ones must be decoded.

@@ -46,7 +46,7 @@ class SequenceState:
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.detokenizer(
             skip_special_tokens=params.skip_special_tokens,
-            kept=params.kept_special_tokens or (),
+            kept=[*(params.kept_special_tokens or ()), *_spelled(vocabulary, params.stop_strings)],
             context_ids=prompt_token_ids,
         )
         self._matcher = StopMatcher(stops) if stops else None
@@ -69,11 +69,8 @@ class SequenceState:
         """
         token_ids = output.token_ids
         visible = token_ids
-        if (
-            output.finish_reason is FinishReason.STOP
-            and not self._params.include_stop_str_in_output
-        ):
-            visible = token_ids[:-1]  # the end token has no text
+        if output.finish_reason is FinishReason.STOP and self._leaves_out(token_ids[-1]):
+            visible = token_ids[:-1]
         num_kept = self._read(visible)
         if self._is_stopped:
             self.finish_reason, self._stop_reason = FinishReason.STOP, self._matched()
@@ -111,6 +108,14 @@ class SequenceState:
         self._text, self._token_ids, self._logprobs, self._steps = [], [], [], []
         self._end_is_taken = self.finish_reason is not None
         return output
+
+    def _leaves_out(self, end: int) -> bool:
+        """Whether an end token has no text: neither is it wanted, nor is it a stop string."""
+        given = self._params
+        return not (
+            given.include_stop_str_in_output
+            or (given.stop_strings and self._vocabulary.token_text(end) in given.stop_strings)
+        )
 
     def _matched(self) -> str | None:
         return None if self._matcher is None else self._matcher.matched
@@ -154,6 +159,13 @@ class SequenceState:
         for position in positions:
             self._cumulative_logprob += position.logprobs[0]
             self._logprobs.append(decode_logprobs(position, self._vocabulary))
+
+
+def _spelled(vocabulary: Vocabulary, stop_strings: Sequence[str]) -> list[str]:
+    """The special tokens that stop strings spell; they stay in the text, or none would match."""
+    if not stop_strings:
+        return []
+    return [t for t in vocabulary.special_tokens if any(t in string for string in stop_strings)]
 
 
 def decode_logprobs(position: TokenLogprobs, vocabulary: Vocabulary) -> PositionLogprobs:

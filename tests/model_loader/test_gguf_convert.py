@@ -562,6 +562,6 @@ def test_the_embedded_configuration(embedded_source: ModelSource) -> None:
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (9, 3, 64)
     assert config.tie_word_embeddings
     assert config.max_position_embeddings == 8192
-    assert embedded_source.eos_token_ids == {2}
+    assert embedded_source.eos_token_ids == {0, 2}
     assert embedded_source.name == "SmolLM2-135M-Instruct"
     assert embedded_source.default_dtype == torch.bfloat16

@@ -59,7 +59,7 @@ def test_a_gguf_file_and_its_folder(write_tiny: WriteTiny, cache: Path) -> None:
     source = resolve(path)
     assert source.path.parent == cache
     assert source.name == str(path)
-    assert source.eos_token_ids == {2}
+    assert source.eos_token_ids == {0, 2}  # <|endoftext|> by its text
     assert resolve(path.parent).path == source.path
     assert resolve(path, load_format="gguf").path == source.path
     tokenizer = load_tokenizer(source, ModelOptions())
@@ -68,7 +68,7 @@ def test_a_gguf_file_and_its_folder(write_tiny: WriteTiny, cache: Path) -> None:
 
 def test_ends_of_turns_in_gguf_files(write_tiny: WriteTiny) -> None:
     ends = {"tokenizer.ggml.eot_token_id": 7, "tokenizer.ggml.eom_token_id": 9}
-    assert resolve(write_tiny(changes=ends)).eos_token_ids == {2, 7, 9}
+    assert resolve(write_tiny(changes=ends)).eos_token_ids == {0, 2, 7, 9}
 
 
 def test_a_tokenizer_that_cannot_be_converted(write_tiny: WriteTiny, tiny_llama_dir: Path) -> None:
@@ -137,14 +137,16 @@ def test_folders_without_weights(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("generation", "config", "expected"),
     [
-        ([5, 6], 7, {5, 6}),
-        (5, 7, {5}),
-        ("absent", 7, {7}),
-        ("absent", [7, 8], {7, 8}),
-        ("absent", "absent", {2}),  # the tokenizer's
+        ([5, 6], 7, {2, 5, 6}),
+        (5, 7, {2, 5}),
+        ("absent", 7, {2, 7}),
+        ("absent", [7, 8], {2, 7, 8}),
+        ("absent", "absent", {2}),
     ],
 )
-def test_eos_tokens(folder: Path, generation: Any, config: Any, expected: set[int]) -> None:
+def test_eos_tokens_are_also_the_tokenizers(
+    folder: Path, generation: Any, config: Any, expected: set[int]
+) -> None:
     change_json(folder / "generation_config.json", eos_token_id=generation)
     change_json(folder / "config.json", eos_token_id=config)
     assert resolve(folder).eos_token_ids == expected

@@ -409,3 +409,42 @@ def test_a_text_can_be_ended_from_outside(harness: Harness) -> None:
     assert (last.finish_reason, last.stop_reason) == ("stop", None)
     assert harness.aborts == [first.id]
     assert only(harness.step(second.id, "bab", LENGTH)).finish_reason == "stop"
+
+
+def special(harness: Harness, token: str) -> int:
+    token_id = harness.tokenizer.convert_tokens_to_ids(token)
+    assert isinstance(token_id, int)
+    return token_id
+
+
+@pytest.mark.parametrize("stop", ["<|im_start|>", "b<|im_start|>u"])
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_may_spell_a_special_token(
+    harness: Harness, stop: str, include: bool
+) -> None:
+    """Though special tokens are left out of texts."""
+    (sequence_id,) = harness.add(stop=[stop], include_stop_str_in_output=include)
+    ids = [*harness.ids("ab"), special(harness, "<|im_start|>"), *harness.ids("user")]
+    output = SequenceOutput(id=sequence_id, token_ids=ids, finish_reason=None)
+    processed = harness.processor.process([output])
+    done = only(processed.outputs[0])
+    assert (done.finish_reason, done.stop_reason) == ("stop", stop)
+    assert (
+        done.text == "ab<|im_start|>user"[: "ab<|im_start|>user".find(stop) + include * len(stop)]
+    )
+    assert processed.aborts == [sequence_id]
+
+
+def test_an_end_token_may_be_a_stop_string(harness: Harness) -> None:
+    end = harness.tokenizer.eos_token
+    for include, text in ((False, "ab"), (True, f"ab{end}")):
+        (sequence_id,) = harness.add(stop=[end], include_stop_str_in_output=include)
+        done = only(harness.step(sequence_id, "ab<eos>", STOP))
+        assert (done.text, done.finish_reason, done.stop_reason) == (text, "stop", end)
+
+
+def test_special_tokens_that_no_stop_string_spells_stay_out(harness: Harness) -> None:
+    (sequence_id,) = harness.add(stop=["x"])
+    ids = [*harness.ids("a"), special(harness, "<|im_start|>"), *harness.ids("b")]
+    output = SequenceOutput(id=sequence_id, token_ids=ids, finish_reason=LENGTH)
+    assert only(harness.processor.process([output]).outputs[0]).text == "ab"

@@ -139,7 +139,7 @@ def _refusal(answer: httpx.Response, status: int, kind: str) -> str:
     ("fields", "said"),
     [
         ({"max_tokens": None}, "max_tokens"),
-        ({"max_tokens": 0}, "max_tokens must be in"),
+        ({"max_tokens": 0}, "max_tokens must be at least 1, got 0"),
         ({"max_tokens": 600}, "+ 600 > 512"),
         ({"messages": []}, "at least one message"),
         ({"messages": [{"role": "tool", "content": "x"}]}, "messages[0].role"),

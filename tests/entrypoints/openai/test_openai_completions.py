@@ -12,6 +12,7 @@ from server_process import ServerProcess
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 PROMPT = "The quick brown fox"
+MAX_MODEL_LEN = 512
 
 
 @pytest.fixture(scope="module")
@@ -100,6 +101,25 @@ def test_echo_gives_the_prompts_logprobs(
     for token, offset in zip(columns.tokens[: len(ids)], columns.text_offset, strict=False):
         if not token.startswith("bytes:"):
             assert text.startswith(token, offset)
+
+
+def test_an_echoed_prompt_may_fill_the_context(client: openai.OpenAI, reference: Any) -> None:
+    """Nothing is generated behind it."""
+    ids = [5 + i % 40 for i in range(MAX_MODEL_LEN)]
+    answer = client.completions.create(
+        model="tiny", prompt=ids, max_tokens=0, logprobs=0, echo=True
+    )
+    columns = answer.choices[0].logprobs
+    assert columns is not None
+    assert columns.token_logprobs is not None
+    rows = _logprobs(reference, ids)
+    expected = [float(rows[i, token]) for i, token in enumerate(ids[1:])]
+    assert columns.token_logprobs[1:] == pytest.approx(expected, abs=1e-4)
+    assert answer.choices[0].finish_reason == "length"
+    with pytest.raises(openai.BadRequestError, match="leaves no room to generate"):
+        client.completions.create(model="tiny", prompt=ids, max_tokens=1)
+    with pytest.raises(openai.BadRequestError, match="maximum context length"):
+        client.completions.create(model="tiny", prompt=[*ids, 5], max_tokens=0, echo=True)
 
 
 def test_lists_of_prompts_keep_their_order(client: openai.OpenAI) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
@@ -123,3 +124,77 @@ def test_candidates_are_ranked_and_cut(byte_level_tokenizer: PreTrainedTokenizer
     assert rows[0]["token"] == "d"
     assert [row["token"] for row in rows[0]["top_logprobs"]] == ["b", "a"]
     assert chat_logprobs(vocabulary, 0, [d], [position])[0]["top_logprobs"] == []
+
+
+def pieces_with_byte_fallback() -> PreTrainedTokenizerFast:
+    """As SentencePiece's: a space before each text, bytes for unknown characters."""
+    words = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256))]
+    words += ["\u2581", "a", "b", "\u2581a"]
+    vocabulary = {word: token_id for token_id, word in enumerate(words)}
+    backend = Tokenizer(
+        models.BPE(vocabulary, [("\u2581", "a")], unk_token="<unk>", byte_fallback=True)
+    )
+    backend.normalizer = normalizers.Sequence(
+        [normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")]
+    )
+    backend.decoder = decoders.Sequence(
+        [
+            decoders.Replace("\u2581", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+
+
+@pytest.mark.parametrize("skip", [False, True])
+@pytest.mark.parametrize("text", ["a b", "aé bü", "日本 a😀b", "a</s>b é"])
+def test_offsets_in_an_echoed_prompt(text: str, skip: bool) -> None:
+    """Bytes of a character lie where it begins, and added special tokens where they would be."""
+    tokenizer = pieces_with_byte_fallback()
+    ids = tokenizer.encode(text)
+    columns = CompletionLogprobs(create_vocabulary(tokenizer), 0, skip_special_tokens=skip)
+    echoed = columns.format(ids, [None] * len(ids), text)
+    assert (echoed["tokens"][0], echoed["text_offset"][0]) == ("<s>", 0)
+    at = 0
+    for token, offset in list(zip(echoed["tokens"], echoed["text_offset"], strict=True))[1:]:
+        if token.startswith("bytes:"):
+            at = text.find(next(c for c in text[at:] if ord(c) > 127), at)
+            assert offset in (at, at + 1)
+        else:
+            at = offset
+            assert text.startswith((token, token.removeprefix(" ")), offset)
+    generated = columns.format([tokenizer.convert_tokens_to_ids("a"), ids[1]], [None, None])
+    assert generated["text_offset"] == [len(text), len(text) + 1]
+
+
+def test_offsets_in_a_chat_as_a_text(byte_level_tokenizer: PreTrainedTokenizerFast) -> None:
+    text = "<|im_start|>user\nHi there<|im_end|>\n<|im_start|>assistant\n"
+    ids = byte_level_tokenizer.encode(text, add_special_tokens=False)
+    vocabulary = create_vocabulary(byte_level_tokenizer)
+    columns = CompletionLogprobs(vocabulary, 0, skip_special_tokens=True)
+    echoed = columns.format(ids, [None] * len(ids), text)
+    for token, offset in zip(echoed["tokens"], echoed["text_offset"], strict=True):
+        assert text.startswith(token, offset)
+    assert columns.format([ids[-1]], [None])["text_offset"] == [len(text)]
+
+
+def test_candidates_that_read_alike_are_all_there() -> None:
+    tokenizer = pieces_with_byte_fallback()
+    letter, byte = (tokenizer.convert_tokens_to_ids(t) for t in ("a", "<0x61>"))
+    vocabulary = create_vocabulary(tokenizer)
+    position = {byte: Logprob(-0.5, 1, "a"), letter: Logprob(-1.0, 2, "a")}
+    for chosen, other in ((byte, letter), (letter, byte)):
+        columns = CompletionLogprobs(vocabulary, 2, skip_special_tokens=True)
+        found = columns.format([chosen], [position])["top_logprobs"][0]
+        assert found == {
+            "a": position[chosen].logprob,
+            f"token_id:{other}": position[other].logprob,
+        }
+    rows = chat_logprobs(vocabulary, 2, [letter], [position])[0]["top_logprobs"]
+    assert [(row["token"], row["logprob"]) for row in rows] == [("a", -0.5), ("a", -1.0)]

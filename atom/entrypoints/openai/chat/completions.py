@@ -36,7 +36,7 @@ def prepare_completion(
         ApiError: 400 for what cannot be generated as asked.
     """
     check_stream_fields(body)
-    params, discards_output = _params(body, defaults)
+    params = _params(body, defaults)
     given = parse_prompts(body.prompt)
     if len(given) * params.n > MAX_CHOICES:
         raise bad_request(
@@ -62,7 +62,6 @@ def prepare_completion(
         cache_salt=body.cache_salt or "",
         stream=bool(body.stream),
         usage=usage_chunks(body),
-        discards_output=discards_output,
         echoes=bool(body.echo),
         field_names=constraint_names(body),
     )
@@ -95,22 +94,20 @@ def _is_token_ids(items: list[Any]) -> bool:
     return all(type(item) is int for item in items)
 
 
-def _params(body: CompletionRequest, defaults: Mapping[str, Any]) -> tuple[SamplingParams, bool]:
-    """The parameters, and whether only the prompt is wanted (`max_tokens=0`)."""
+def _params(body: CompletionRequest, defaults: Mapping[str, Any]) -> SamplingParams:
     if body.best_of is not None and body.best_of != (body.n or 1):
         raise _unsupported_best_of(body)
-    discards_output = body.max_tokens == 0
-    if discards_output and not body.echo:
+    if body.max_tokens == 0 and not body.echo:
         raise bad_request("max_tokens must be at least 1 without echo, got 0", "max_tokens")
-    params = sampling_params(
+    return sampling_params(
         body,
         {},
         defaults,
-        max_tokens=1 if discards_output else body.max_tokens,
+        max_tokens=body.max_tokens,
+        least_tokens=0,
         logprobs=body.logprobs,
         prompt_logprobs=_prompt_logprobs(body),
     )
-    return params, discards_output
 
 
 def _prompt_logprobs(body: CompletionRequest) -> int | None:
@@ -151,10 +148,11 @@ class CompletionFormat:
         if not self._echo:
             return None
         positions = self._prompt_logprobs.setdefault(request.request_id, request.prompt_logprobs)
+        text = self._prompt_text(prompt)
         return {
             "index": index,
-            "text": self._prompt_text(prompt),
-            "logprobs": self._format_logprobs(index, request.prompt_token_ids, positions),
+            "text": text,
+            "logprobs": self._format_logprobs(index, request.prompt_token_ids, positions, text),
             "finish_reason": None,
         }
 
@@ -200,6 +198,7 @@ class CompletionFormat:
         index: int,
         token_ids: list[int],
         positions: Sequence[PositionLogprobs | None] | None,
+        prompt: str | None = None,
     ) -> dict[str, Any] | None:
         if self._num_logprobs is None:
             return None
@@ -208,7 +207,7 @@ class CompletionFormat:
             columns = self._logprobs[index] = CompletionLogprobs(
                 self._vocabulary, self._num_logprobs, self._skip_special_tokens
             )
-        return columns.format(token_ids, positions or [])
+        return columns.format(token_ids, positions or [], prompt)
 
 
 def _joined(first: dict[str, Any] | None, second: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -54,8 +54,6 @@ class Generation:
     Attributes:
         id: unlike that of any other request.
         params: those of every prompt.
-        discards_output: the client wants the prompt alone; the one token that the engine
-            must generate is dropped.
         echoes: the prompt comes back.
         field_names: the request's own names of fields that the engine calls otherwise.
         answer_id: the client's name of the request, where answers say it; several may share one.
@@ -70,7 +68,6 @@ class Generation:
     cache_salt: str = ""
     stream: bool = False
     usage: UsageChunks = UsageChunks()
-    discards_output: bool = False
     echoes: bool = False
     field_names: dict[str, str] = field(default_factory=dict)
     answer_id: str = ""
@@ -305,8 +302,6 @@ async def _generate(
         async with aclosing(outputs):
             async for output in outputs:
                 _check_not_aborted(output)
-                if generation.discards_output:
-                    _discard_output(output)
                 yield output
     except RequestRefusedError as error:
         name = generation.field_names.get(error.param or "", error.param)
@@ -379,14 +374,3 @@ def _check_not_aborted(request: RequestOutput) -> None:
     """Raises EngineDeadError: who still reads an aborted request met the drain deadline."""
     if any(output.finish_reason == "abort" for output in request.outputs):
         raise EngineShuttingDownError("the server shut down before the request was finished")
-
-
-def _discard_output(request: RequestOutput) -> None:
-    for output in request.outputs:
-        output.text = ""
-        output.token_ids, output.steps = [], []
-        if output.logprobs is not None:
-            output.logprobs = []
-        if output.finish_reason is not None:
-            output.finish_reason = "length"
-            output.stop_reason = None

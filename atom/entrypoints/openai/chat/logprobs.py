@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
 from collections.abc import Sequence
 from typing import Any
 
 from atom.outputs import Logprob, PositionLogprobs
-from atom.text.detokenizer import Detokenizer, Vocabulary
+from atom.text.detokenizer import Vocabulary
 
 # JSON has no infinity; OpenAI's number for an impossible token.
 MIN_LOGPROB = -9999.0
@@ -15,29 +16,36 @@ MIN_LOGPROB = -9999.0
 class CompletionLogprobs:
     """The `logprobs` of one choice of a text completion, delta by delta.
 
-    A token that is not whole characters is spelled `bytes:\\xe2\\x82`, so that different
-    tokens stay different keys. `text_offset` counts characters from the choice's start.
+    A token that is not whole characters is spelled `bytes:\\xe2\\x82`, and one that reads like a
+    more likely one (or like the chosen one) `token_id:42`, so that different tokens stay different
+    keys. `text_offset` counts characters from the choice's start: where a token begins, or the
+    character that it is a part of.
     """
 
     def __init__(self, vocabulary: Vocabulary, num_top: int, skip_special_tokens: bool) -> None:
         self._vocabulary = vocabulary
         self._num_top = num_top
+        self._skip_special_tokens = skip_special_tokens
         self._offset = 0
-        self._detokenizer: Detokenizer = vocabulary.detokenizer(
-            skip_special_tokens=skip_special_tokens
-        )
+        # Of the bytes of tokens: text is final as soon as its characters are whole.
+        self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def format(
-        self, token_ids: Sequence[int], positions: Sequence[PositionLogprobs | None]
+        self,
+        token_ids: Sequence[int],
+        positions: Sequence[PositionLogprobs | None],
+        prompt: str | None = None,
     ) -> dict[str, Any]:
         """The columns of these tokens; a position without candidates (the first of a prompt)
-        reads null."""
-        offsets = []
-        for token_id in token_ids:
-            offsets.append(self._offset)
-            self._offset += len(self._detokenizer.feed([token_id]))
+        reads null.
+
+        Args:
+            prompt: the text of a prompt whose tokens these are, as it is given back.
+        """
         return {
-            "text_offset": offsets,
+            "text_offset": self._offsets(token_ids)
+            if prompt is None
+            else self._offsets_in(prompt, token_ids),
             "token_logprobs": [
                 None if position is None else _finite(position[token_id].logprob)
                 for token_id, position in zip(token_ids, positions, strict=True)
@@ -49,11 +57,43 @@ class CompletionLogprobs:
             ],
         }
 
+    def _offsets(self, token_ids: Sequence[int]) -> list[int]:
+        offsets = []
+        for token_id in token_ids:
+            offsets.append(self._offset)
+            if not (self._skip_special_tokens and self._vocabulary.is_special(token_id)):
+                self._offset += len(self._read(token_id))
+        return offsets
+
+    def _offsets_in(self, text: str, token_ids: Sequence[int]) -> list[int]:
+        """Found in the text itself: it may lack the special tokens that tokenizers add, and a
+        space that they put before it."""
+        offsets = []
+        for token_id in token_ids:
+            piece = self._read(token_id)
+            if not text.startswith(piece, self._offset):
+                is_added = self._vocabulary.is_special(token_id)
+                piece = "" if is_added else piece.removeprefix(" ")
+            offsets.append(self._offset)
+            self._offset = min(self._offset + len(piece), len(text))
+        self._offset = len(text)
+        return offsets
+
+    def _read(self, token_id: int) -> str:
+        """The characters that the token completes."""
+        return self._decoder.decode(self._vocabulary.token_bytes(token_id))
+
     def _candidates(self, chosen: int, position: PositionLogprobs) -> dict[str, float]:
         """The most likely tokens, and the chosen one wherever it ranks."""
         kept = [(i, c) for i, c in position.items() if c.rank <= self._num_top or i == chosen]
         kept.sort(key=_by_rank)
-        return {self._spell(token_id): _finite(c.logprob) for token_id, c in kept}
+        spelled = {self._spell(chosen): chosen}
+        for token_id, _ in kept:
+            spelled.setdefault(self._spell(token_id), token_id)
+        owners = set(spelled.values())
+        return {
+            self._spell(i) if i in owners else f"token_id:{i}": _finite(c.logprob) for i, c in kept
+        }
 
     def _spell(self, token_id: int) -> str:
         data = self._vocabulary.token_bytes(token_id)

@@ -26,6 +26,7 @@ def sampling_params(
     defaults: Mapping[str, Any],
     *,
     max_tokens: int | None,
+    least_tokens: int = 1,
     **overrides: Any,
 ) -> SamplingParams:
     """The request's parameters.
@@ -34,6 +35,7 @@ def sampling_params(
         field_names: the request's names of fields that `SamplingParams` calls otherwise.
         defaults: the model's, for what the request leaves out.
         max_tokens: None means up to the end of the context.
+        least_tokens: what `max_tokens` has to be at least.
         overrides: instead of the request's fields; None leaves the default.
 
     Raises:
@@ -52,6 +54,9 @@ def sampling_params(
         if (wanted := values.get(name)) is not None and wanted < 0:
             named = field_names.get(name, name)
             raise bad_request(f"{named} must be at least 0, got {quote(wanted)}", named)
+    if max_tokens is not None and max_tokens < least_tokens:
+        named = field_names.get("max_tokens", "max_tokens")
+        raise bad_request(f"{named} must be at least {least_tokens}, got {max_tokens}", named)
     try:
         return SamplingParams(max_tokens=max_tokens, **values)
     except ValueError as error:
