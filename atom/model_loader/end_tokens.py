@@ -130,7 +130,8 @@ def _end_of_turn(folder: Path, config: dict[str, Any], special: dict[str, int]) 
         template = template.get("default")
     if template is None:
         return None
-    named = {name: text for name in NAMED_TOKENS if (text := _text(config.get(name))) is not None}
+    texts = {name: _text(config.get(name)) for name in NAMED_TOKENS}
+    named: dict[str, Any] = {name: text for name, text in texts.items() if text is not None}
     chat = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _ANSWER}]
     try:
         text = render_chat_template(template, chat, **named)
