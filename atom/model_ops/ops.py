@@ -237,6 +237,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "aiter.quant_experts:quant_experts",
             "aiter.quant_experts:refuses",
             prepare="aiter.quant_experts:prepare_experts",
+            note=lambda query: find("aiter.quant_experts:note")(query),
         ),
         invariant(
             "native.quant_experts:quant_experts",

@@ -134,9 +134,9 @@ def count_triton(seen: Launches, patch: pytest.MonkeyPatch) -> None:
 def of_moe(_: torch.Tensor, w13: torch.Tensor, *__: Any, **given: Any) -> int:
     """Tokens sorted by one kernel, up to some 40 of them with 385 experts, and two products. In FP8
     blocks inputs of both are quantised: `fused_moe_2stages`, which runs up to 32 tokens. Of experts
-    that eight ranks cut it splits the inputs, which is two more.
+    that eight ranks cut it splits the inputs, which is two more. In int4 inputs stay as they are.
     """
-    if "quant_type" not in given:
+    if given.get("quant_type") in (None, "per_1x32"):
         return 3
     return 5 if w13.shape[1] == 2 * KIMI.moe_intermediate_size else 7
 
@@ -201,13 +201,17 @@ def aiter(arch: str, seen: Launches) -> probe.Library:
 
         return call
 
-    loading = dict.fromkeys(("shuffle_weight", "e8m0_shuffle"), same)
+    loading: dict[str, Any] = dict.fromkeys(
+        ("shuffle_weight", "e8m0_shuffle", "shuffle_scale_for_int4"), same
+    )
+    loading["pack_int8_to_packed_int4"] = lambda x: x.new_empty(x.numel() // 2)
     asked = {
         "get_gfx": lambda: arch,
         "get_mla_metadata_info_v1": sizes,
         "get_cu_num": lambda: UNITS[arch],
         "get_GEMM_A16W16_config": lambda *_: {"libtype": "torch"},
-        "QuantType": type("QuantType", (), {"per_128x128": "per_128x128"}),
+        "QuantType": type("QuantType", (), {n: n for n in ("per_128x128", "per_1x32")}),
+        "is_flydsl_available": lambda: True,
         "wvSpltK": None,  # for up to 4 rows
     }
     functions = {name: counted(name) for name in AITER_LAUNCHES} | loading | asked

@@ -27,6 +27,7 @@ from graphs.launch_count import (
     rank_of,
     without,
 )
+from quantised.compressed import INT4
 from transformers import DeepseekV3Config, PretrainedConfig
 
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
@@ -35,12 +36,16 @@ from atom.model_ops.kernels import probe
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.quant.formats.fp8 import Fp8Config
-from atom.model_ops.quant.formats.online import OnlineConfig
+from atom.model_ops.quant.formats.table import parse_quantization
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.models.deepseek_v2 import DeepseekV3DecoderLayer
 from atom.models.llama import LlamaDecoderLayer
 
 pytest.importorskip("triton")
+
+PUBLISHED = parse_quantization(
+    {**INT4, "ignore": ["re:.*self_attn.*", "re:.*shared_experts.*"]}, {}
+)
 
 
 @pytest.fixture
@@ -207,8 +212,7 @@ def test_of_a_kimi_layer_as_published(
     any_context: LayerContext, seen: Launches, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The routed experts in int4, the rest plain, the shared expert among the routed ones."""
-    quant = OnlineConfig("int4", ("*.self_attn", "*.shared_experts"))
-    context = replace(any_context, quant=quant)
+    context = replace(any_context, quant=PUBLISHED)
     assert_at_most(17, kimi_launches(1, context, seen, monkeypatch))
 
 
@@ -238,8 +242,7 @@ def test_of_a_kimi_layer_on_a_rank_of_eight(
     """Two sums over the ranks, and roundings of more than 16 rows."""
     context, has_aiter = of_eight
     if stored == "published":
-        quant = OnlineConfig("int4", ("*.self_attn", "*.shared_experts"))
-        context = replace(context, quant=quant)
+        context = replace(context, quant=PUBLISHED)
     elif stored == "FP8 blocks":
         context = quantised(context, monkeypatch, "triton")
     found = kimi_launches(1, context, seen, monkeypatch, *shape)

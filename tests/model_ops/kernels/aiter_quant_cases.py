@@ -31,7 +31,7 @@ def random_weights(form: WeightFormat, *shape: int, seed: int = 0) -> QuantWeigh
     leading, (out, size) = shape[:-2], shape[-2:]
     if form.codes == "int8":
         codes = (numbers * 40).clamp(-128, 127).to(torch.int8)
-    elif form.codes == "fp4":
+    elif form.codes in ("fp4", "int4"):
         codes = pack_nibbles(torch.randint(0, 16, shape, dtype=torch.uint8, generator=generator))
     else:
         numbers[..., ::5] = -0.0
@@ -57,8 +57,9 @@ def clone(weights: QuantWeights, device: torch.device) -> QuantWeights:
 def exact_inputs(weights: QuantWeights, arch: str, tokens: int) -> torch.Tensor:
     """[tokens, in] bfloat16: numbers of the codes, the largest among each group, times powers."""
     how, size = weights.format.activations, weights.shape[1]
-    assert how is not None
     generator = torch.Generator().manual_seed(9)
+    if how is None:
+        return torch.randn(tokens, size, generator=generator).to(BF16)
     group = how.group or size
     shape = tokens, size // group, group
     if how.codes == "fp4":

@@ -59,6 +59,7 @@ class FakeAiter:
     """Attributes:
     calls: what was called, in order.
     arch: the architecture that it picks kernels for.
+    has_flydsl: whether the library of some of its kernels is installed.
     tuned: products (rows, outputs, inputs) that its table has measured kernels for.
     split_table: `get_meta_param`, whose cache drops the table of another call after 128 further
         ones.
@@ -78,6 +79,7 @@ class FakeAiter:
         """
         self.calls: list[Call] = []
         self.arch = arch
+        self.has_flydsl = True
         self.tuned: set[tuple[int, int, int]] = set()
         self.split_table = functools.lru_cache(fake_aiter_latents.split_table)
         self._extra_dtypes = frozenset(extra_dtypes)

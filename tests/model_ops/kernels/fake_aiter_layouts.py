@@ -52,3 +52,21 @@ def shuffled_scale(scale: torch.Tensor) -> torch.Tensor:
 def unshuffled_scale(scale: torch.Tensor) -> torch.Tensor:
     """[rows, columns], padded: shuffled -> row-major."""
     return scale.flatten()[scale_places(*scale.shape)]
+
+
+def packed_int4(numbers: torch.Tensor) -> torch.Tensor:
+    """int8 [n] of -8..7 -> int8 [n / 2]: byte j of four has numbers j and j + 4 of eight."""
+    eights = numbers.view(-1, 8).to(torch.int32) % 16
+    return (eights[:, :4] + 16 * eights[:, 4:]).flatten().to(torch.uint8).view(torch.int8)
+
+
+def unpacked_int4(packed: torch.Tensor) -> torch.Tensor:
+    """uint8 [n] -> int8 [2 n] of -8..7."""
+    fours = packed.view(-1, 4).to(torch.int32)
+    codes = torch.cat((fours % 16, fours // 16), dim=1).flatten()
+    return torch.where(codes < 8, codes, codes - 16).to(torch.int8)
+
+
+def paired_scale(scale: torch.Tensor) -> torch.Tensor:
+    """[experts, groups, out] -> [experts, groups / 2, out, 2]: two groups of an output together."""
+    return torch.stack((scale[:, ::2], scale[:, 1::2]), dim=-1)

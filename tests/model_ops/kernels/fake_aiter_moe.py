@@ -7,7 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
-from fake_aiter_layouts import shuffled_weight, unshuffled_scale, unshuffled_weight
+from fake_aiter_layouts import (
+    packed_int4,
+    paired_scale,
+    shuffled_weight,
+    unpacked_int4,
+    unshuffled_scale,
+    unshuffled_weight,
+)
 from fake_aiter_quant import (
     E8M0,
     FP4,
@@ -20,6 +27,9 @@ from fake_aiter_quant import (
 
 if TYPE_CHECKING:
     from fake_aiter import Check
+
+# Groups of 32, as those of MXFP4.
+INT4 = "per_1x32 of int4"
 
 
 def _outputs(check: Check, ids: str) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -78,6 +88,37 @@ def shuffle_weight(check: Check) -> torch.Tensor:
     return out
 
 
+def pack_int8_to_packed_int4(check: Check) -> torch.Tensor:
+    x = check.value("x_shuf_i8")
+    check.that(x.dtype == torch.int8 and x.numel() % 8 == 0, "whole eights of numbers")
+    check.that(int(x.min()) >= -8 and int(x.max()) < 8, "numbers of four bits")
+    return packed_int4(x.flatten())
+
+
+def shuffle_scale_for_int4(check: Check) -> torch.Tensor:
+    scale = check.tensor("scale", "E G N", torch.bfloat16)
+    check.that(check.value("group_size") == 32 and scale.shape[1] % 2 == 0, "pairs of groups")
+    return paired_scale(scale)
+
+
+def is_flydsl_available(check: Check) -> bool:
+    return check.library.has_flydsl
+
+
+def _int4_experts(check: Check, name: str) -> torch.Tensor:
+    """Rounded to bfloat16, as they are multiplied."""
+    check.that(check.library.has_flydsl, "flydsl's kernels")
+    stored = check.tensor(name, "E W H/2" if name == "w1" else "E H I/2", torch.int4)
+    count, rows, size = *stored.shape[:2], 2 * stored.shape[2]
+    check.that(stored.numel() < 2**32, "bytes counted in 32 bits")
+    numbers = unpacked_int4(stored.view(torch.uint8).flatten()).view(count, rows, size)
+    groups = size // 32
+    scale = check.tensor(f"{name}_scale", f"{count * rows * groups}", torch.bfloat16)
+    by_group = scale.view(count, groups // 2, rows, 2).transpose(2, 3).reshape(count, groups, rows)
+    spread = by_group.transpose(1, 2).repeat_interleave(32, dim=-1)
+    return (unshuffled_weight(numbers).float() * spread.float()).to(torch.bfloat16).float()
+
+
 def _experts(check: Check, name: str, kind: str) -> torch.Tensor:
     """float32 [E, N, K]: what a kernel makes of `w1` or `w2`.
 
@@ -87,6 +128,8 @@ def _experts(check: Check, name: str, kind: str) -> torch.Tensor:
     if kind == "No":
         return unshuffled_weight(check.activation(name, shape)).float()
     scale_name = f"{name}_scale"
+    if kind == INT4:
+        return _int4_experts(check, name)
     if kind == "per_1x32":
         check.that(check.library.arch == "gfx950", "MXFP4 is gfx950's")
         halved = "E W H/2" if name == "w1" else "E H I/2"
@@ -110,6 +153,8 @@ def _rounded(x: torch.Tensor, kind: str, arch: str) -> torch.Tensor:
     """Inputs as a kernel quantises them."""
     if kind == "No":
         return x.float()
+    if kind == INT4:
+        return x.to(torch.bfloat16).float()
     if kind == "per_1x32":
         return numbers_of_fp4(*quantise_fp4(x))
     group = 0 if kind == "per_Token" else 128
@@ -123,6 +168,8 @@ def fused_moe(check: Check) -> torch.Tensor:
     ids = check.integers("topk_ids", "T K")
     chosen = check.value("quant_type")
     kind, arch = chosen.name if isinstance(chosen, QuantType) else "No", check.library.arch
+    if kind == "per_1x32" and check.value("w1").dtype == torch.int4:
+        kind = INT4
     w1, w2 = _experts(check, "w1", kind), _experts(check, "w2", kind)
     hidden, inter = w1.shape[2], w2.shape[2]
     check.that(w1.shape[1] == 2 * inter and w2.shape[1] == hidden, "gate above up")
@@ -149,6 +196,9 @@ KERNELS: dict[str, Callable[[Any], Any]] = {
         grouped_topk,
         topk_softmax,
         shuffle_weight,
+        pack_int8_to_packed_int4,
+        shuffle_scale_for_int4,
+        is_flydsl_available,
         fused_moe,
     )
 }

@@ -26,6 +26,8 @@ INT8_CHANNEL = WeightFormat("int8", has_row_scale=True, activations=Activations(
 # Groups of 32, whose scales are powers of two. aiter rounds those of inputs up, to the smallest one
 # that is at least amax / 6; `Activations` does so from 7/4 of a power of two on, 6/4 here.
 MXFP4 = WeightFormat("fp4", 1, 32, "e8m0", activations=Activations("fp4", 32, "e8m0"))
+# Groups of 32 around 0, with inputs as they are.
+INT4 = WeightFormat("int4", 1, 32)
 
 E8M0_SHUFFLE = EntryPoint("aiter.utility.fp4_utils:e8m0_shuffle", "scale")
 # Rows and columns of e8m0 scales are padded to multiples of these.

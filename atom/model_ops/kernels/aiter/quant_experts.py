@@ -6,11 +6,14 @@ from dataclasses import dataclass
 
 import torch
 
+from atom.environment import op_override
+from atom.model_ops.kernels import probe
 from atom.model_ops.kernels.aiter.moe import FUSED, held_experts
 from atom.model_ops.kernels.aiter.quant import (
     E8M0_SHUFFLE,
     FP8_BLOCKS,
     FP8_CHANNEL,
+    INT4,
     MXFP4,
     e8m0_scales,
     fp8_weights,
@@ -18,21 +21,36 @@ from atom.model_ops.kernels.aiter.quant import (
     refuses_format,
     refuses_multiples,
 )
-from atom.model_ops.kernels.aiter.shuffle import SHUFFLE, shuffle
+from atom.model_ops.kernels.aiter.shuffle import (
+    PACK_INT4,
+    SCALE_INT4,
+    SHUFFLE,
+    shuffle,
+    shuffle_int4,
+)
 from atom.model_ops.kernels.aiter.support import ARCH, requires
 from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.quant.weights import QuantWeights
 from atom.model_ops.registry import OpQuery
 
 _QUANT_TYPE = EntryPoint("aiter.ops.enum:QuantType", "")
+_HAS_FLYDSL = EntryPoint("aiter.fused_moe:is_flydsl_available", "")
 
 # aiter's name for each format, and the multiple of elements that its kernels read: 128 bytes, but
-# those of 256 for the scales of MXFP4.
+# those of 256 for the scales of MXFP4, and tiles of 128 numbers for INT4.
 _FORMATS = {
     **dict.fromkeys(FP8_BLOCKS, ("per_128x128", 128)),
     FP8_CHANNEL: ("per_Token", 128),
     MXFP4: ("per_1x32", 256),
+    INT4: ("per_1x32", 128),
 }
+
+# The kernels of INT4 count bytes of codes in 32 bits.
+_MOST_BYTES = 2**32
+# Those of a table are measured for these sizes, those of Kimi on 8, 4 and 2 ranks. Where there is
+# none, a program of the first product takes so many numbers between the products.
+_TUNED_ARCH, _TUNED_HIDDEN, _TUNED_INTER = "gfx950", 7168, (256, 512, 1024)
+_UNTUNED_TILE = 128
 
 
 @dataclass(frozen=True)
@@ -41,8 +59,9 @@ class AiterExperts:
 
     Attributes:
         quant_type: aiter's name of the format.
-        codes: [experts, out, in], shuffled; MXFP4 has two to an element.
-        scale: float32 [experts, ...], or e8m0 [experts * out, groups], shuffled.
+        codes: [experts, out, in], shuffled; MXFP4 and INT4 have two to an element.
+        scale: float32 [experts, ...]; e8m0 [experts * out, groups], shuffled; of INT4 as
+            `shuffle_int4` makes them.
     """
 
     quant_type: str
@@ -57,7 +76,7 @@ def prepare_experts(
 
     Args:
         w13: [experts, 2 * inter, hidden], gate above up. w2: [experts, hidden, inter].
-        dtype: of the inputs, which the kernels quantise themselves.
+        dtype: of the inputs, which the kernels quantise themselves where the format says so.
     """
     del dtype
     return _prepare(w13), _prepare(w2)
@@ -69,6 +88,8 @@ def _prepare(weights: QuantWeights) -> AiterExperts:
         assert weights.scale is not None
         codes = shuffle(weights.codes, torch.float4_e2m1fn_x2)
         return AiterExperts(quant_type, codes, e8m0_scales(weights.scale))
+    if weights.format == INT4:
+        return AiterExperts(quant_type, *shuffle_int4(weights))
     codes, scale = fp8_weights(weights)
     return AiterExperts(quant_type, shuffle(codes), scale)
 
@@ -100,6 +121,13 @@ def quant_experts(
     return out
 
 
+def note(query: OpQuery) -> str:
+    """What the kernels for groups of 32 cost."""
+    if query.weights not in (INT4, MXFP4):
+        return ""
+    return "experts are added in bfloat16 and in any order: equal steps may differ in last bits"
+
+
 def _refuses(query: OpQuery) -> str | None:
     if reason := refuses_format(query.weights, tuple(_FORMATS)):
         return reason
@@ -108,7 +136,29 @@ def _refuses(query: OpQuery) -> str | None:
     sizes = {name: (query.shape[name], step) for name in ("hidden_size", "intermediate_size")}
     if query.weights == MXFP4 and (reason := refuses_arch(query.platform.arch)):
         return reason
-    return refuses_multiples(**sizes)
+    reason = refuses_multiples(**sizes)
+    return reason or (_refuses_int4(query) if query.weights == INT4 else None)
+
+
+def _refuses_int4(query: OpQuery) -> str | None:
+    if reason := probe.refusal(PACK_INT4, SCALE_INT4, _HAS_FLYDSL):
+        return reason
+    if not function(_HAS_FLYDSL)():
+        return "its INT4 kernels are flydsl's, which is not installed"
+    count, hidden, inter = (
+        query.shape[name] for name in ("num_experts", "hidden_size", "intermediate_size")
+    )
+    if (size := count * inter * hidden) >= _MOST_BYTES:
+        return f"{size} bytes of codes; its INT4 kernels reach less than {_MOST_BYTES}"
+    arch, tuned = query.platform.arch, " or ".join(map(str, _TUNED_INTER))
+    is_tuned = arch == _TUNED_ARCH and hidden == _TUNED_HIDDEN and inter in _TUNED_INTER
+    if is_tuned or op_override("quant_experts") == "aiter":
+        return None
+    return (
+        f"has measured INT4 kernels for {_TUNED_ARCH} and experts of {_TUNED_HIDDEN} x {tuned}, "
+        f"not for {arch} and {hidden} x {inter}, where {inter // _UNTUNED_TILE} programs would "
+        f"read an expert; ATOM_OP_QUANT_EXPERTS=aiter runs them"
+    )
 
 
 refuses = requires(
