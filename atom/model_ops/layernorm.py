@@ -10,6 +10,7 @@ from torch import nn
 
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import InputRounding, Rows
+from atom.model_ops.rank_sums import resolve_sum
 from atom.model_ops.registry import OpChoice
 
 # The arguments of a norm -> rows, rounded or not, and what else the norm returns.
@@ -97,21 +98,14 @@ class ResidualRMSNorm(RMSNorm):
         self, size: int, eps: float, context: LayerContext, reader: Reader | None = None
     ) -> None:
         super().__init__(size, eps, context)
-        ops, group = context.ops, context.group
-        self._group = group
+        ops = context.ops
+        self._group = context.group
         self._add_norm = ops.resolve("add_rms_norm", context.dtype, size=size)
         self._rounded = _rounded_for(
             reader, "add_rms_norm_quantise", self._add_norm, context, size=size
         )
-        self._reduce_add_norm = None
-        if group.size > 1:
-            self._reduce_add_norm = ops.resolve(
-                "all_reduce_add_rms_norm",
-                context.dtype,
-                size=size,
-                num_ranks=group.size,
-                peer_access=group.peer_access,
-            )
+        choice = resolve_sum(size, context)
+        self._reduce_add_norm = None if choice is None else choice.function
 
     def add(
         self, partial: torch.Tensor, residual: torch.Tensor

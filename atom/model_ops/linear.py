@@ -18,6 +18,7 @@ from atom.distributed.parallel_state import ParallelGroup
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.quant.rounding import InputRounding, Rows
 from atom.model_ops.quant.storage import Cut, Part
+from atom.model_ops.rank_sums import SumInput
 from atom.model_ops.stacked import PreparedMatrix, part_names
 
 
@@ -232,7 +233,8 @@ class KVParallelLinear(LinearBase):
 class RowParallelLinear(LinearBase):
     """Input features split over the ranks: the sum of their outputs is the product.
 
-    The caller sums, as `ResidualRMSNorm.add` does. The first rank adds the bias.
+    The caller sums, as `ResidualRMSNorm.add` does. The first rank adds the bias. Where the product
+    can be written to memory that the sum reads, it is: the next such product overwrites it.
     """
 
     def __init__(
@@ -246,11 +248,21 @@ class RowParallelLinear(LinearBase):
         columns = share_of(context.group, in_features, f"{prefix} in_features")
         part = Part(Cut.whole(out_features), columns)
         super().__init__({None: part}, bias, context, prefix)
+        self._sum_input = SumInput(out_features, context)
 
     def process_after_loading(self) -> None:
         super().process_after_loading()
         if self.group.rank > 0:
             self.bias = None
+
+    def forward(self, x: Rows) -> torch.Tensor:
+        """[T, in_features] -> this rank's part of [T, out_features]."""
+        if self.choice.into is not None and isinstance(x, torch.Tensor):
+            out = self._sum_input.rows(len(x))
+            if out is not None:
+                self.write(x, out)
+                return out
+        return super().forward(x)
 
 
 def by_head(rows: torch.Tensor, head_dim: int, heads: list[int]) -> tuple[torch.Tensor, ...]:

@@ -296,14 +296,32 @@ class FusedMoE(nn.Module):
         rounding: InputRounding | None = self._prepared[0].rounding
         return rounding and replace(rounding, keeps_rows=True)
 
-    def forward(self, x: Rows, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden], weights and expert ids [T, k] -> this rank's partial sum [T, hidden]."""
+    def forward(
+        self,
+        x: Rows,
+        weights: torch.Tensor,
+        ids: torch.Tensor,
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x [T, hidden], weights and expert ids [T, k] -> this rank's partial sum [T, hidden].
+
+        Args:
+            out: where the sum may be written, if the op can.
+        """
+        if out is not None and self.choice.into is not None and not self.is_spread:
+            w13, w2 = self._weights()
+            self.choice.into(x, w13, w2, weights, ids, self._held.elsewhere, out)
+            return out
         if isinstance(x, QuantInputs):
             return self._run(x, weights, ids)
         return self._spread(self._run, x, weights, ids)
 
     def _run(self, x: Rows, weights: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """The same with ids among this rank's experts; their number for one elsewhere."""
-        w13, w2 = self._prepared or (self.w13_weight, self.w2_weight)
+        w13, w2 = self._weights()
         out: torch.Tensor = self._experts(x, w13, w2, weights, ids, self._held.elsewhere)
         return out
+
+    def _weights(self) -> tuple[Any, Any]:
+        """As the op reads them."""
+        return self._prepared or (self.w13_weight, self.w2_weight)

@@ -33,6 +33,7 @@ def kernel(
     takes_rounded: str | None = None,
     takes_plain: bool = False,
     into: str | None = None,
+    staging: str | None = None,
 ) -> Implementation:
     """One implementation. Nothing that it names is imported before it is needed.
 
@@ -49,6 +50,8 @@ def kernel(
             weights say; None if it may not.
         takes_plain: whether one expert may be unquantised, as `plain` of prepared weights.
         into: path of the function that writes its result to one more argument; None without one.
+        staging: path of the function that gives memory which a sum over the ranks reads without a
+            copy; None without one.
     """
     folder = function.partition(".")[0]
 
@@ -73,6 +76,7 @@ def kernel(
         lambda query: takes_rounded is not None and find(takes_rounded)(query),
         takes_plain,
         None if into is None else lambda: find(into),
+        None if staging is None else lambda: find(staging),
     )
 
 

@@ -11,6 +11,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "aiter.linear:linear_few_rows",
             "aiter.linear:refuses_few_rows",
             note=lambda query: find("aiter.linear:note_few_rows")(query),
+            into="aiter.linear:linear_few_rows_into",
         ),
         kernel("aiter.linear:linear", "aiter.linear:refuses"),
         invariant("native.linear:linear", into="native.linear:linear_into"),
@@ -118,7 +119,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         invariant("torch.collectives:all_reduce"),
     ),
     "all_reduce_add_rms_norm": (
-        kernel("aiter.collectives:all_reduce_add_rms_norm", "aiter.collectives:refuses_add_norm"),
+        kernel(
+            "aiter.collectives:all_reduce_add_rms_norm",
+            "aiter.collectives:refuses_add_norm",
+            staging="aiter.collectives:staging",
+        ),
         invariant("torch.collectives:all_reduce_add_rms_norm"),
     ),
     "silu_and_mul": (
@@ -228,7 +233,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             prepare="aiter.moe:prepare_experts",
         ),
         invariant("native.moe:moe_experts"),
-        kernel("triton.moe_experts:moe_experts", "triton.moe_align:refuses"),
+        kernel(
+            "triton.moe_experts:moe_experts",
+            "triton.moe_align:refuses",
+            into="triton.moe_experts:moe_experts_into",
+        ),
         invariant("triton.invariant_experts:moe_experts", "triton.moe_align:refuses"),
         kernel("torch.moe:moe_experts"),
     ),
@@ -257,6 +266,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             note=lambda query: find("triton.quant_layout:note")(query),
             takes_rounded="triton.quant_inputs:takes_rounded",
             takes_plain=True,
+            into="triton.quant_experts:quant_experts_into",
         ),
         invariant(
             "triton.invariant_experts:quant_experts",

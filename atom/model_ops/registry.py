@@ -68,6 +68,8 @@ class Implementation:
             matrix [out, inputs] of one more expert, behind the last, that is not quantised.
         load_into: imports and returns the function that writes its result to one more argument,
             [rows, out_features] with rows that may lie apart; None if there is none.
+        load_staging: imports and returns, for a sum over the ranks, the function that gives memory
+            which it reads without a copy; None if there is none.
     """
 
     name: str
@@ -81,6 +83,7 @@ class Implementation:
     takes_rounded: Callable[[OpQuery], bool] = lambda _: False
     takes_plain: bool = False
     load_into: Callable[[], Any] | None = None
+    load_staging: Callable[[], Any] | None = None
 
     def refuses(self, query: OpQuery) -> str | None:
         """Why it is not chosen; None if it can be."""
@@ -105,6 +108,7 @@ class OpChoice:
     takes_rounded: bool = False
     takes_plain: bool = False
     into: Callable[..., None] | None = None
+    staging: Callable[..., torch.Tensor | None] | None = None
 
 
 def preference(platform: Platform) -> tuple[str, ...]:
@@ -239,6 +243,7 @@ class OpTable:
                     candidate.takes_rounded(query),
                     candidate.takes_plain,
                     candidate.load_into() if candidate.load_into is not None else None,
+                    candidate.load_staging() if candidate.load_staging is not None else None,
                 )
             passed_over.append((candidate.name, reason))
         reasons = "; ".join(f"{name}: {reason}" for name, reason in passed_over)

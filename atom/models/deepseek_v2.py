@@ -29,6 +29,7 @@ from atom.model_ops.metadata import AttentionMetadata
 from atom.model_ops.moe import FusedMoE, TopKRouter
 from atom.model_ops.quant.base import are_alike
 from atom.model_ops.quant.rounding import Rows, unrounded
+from atom.model_ops.rank_sums import SumInput
 from atom.model_ops.rotary import RotaryEmbedding
 from atom.model_ops.routing import Routing
 from atom.model_ops.weight_mapping import WeightMapping
@@ -199,6 +200,7 @@ class DeepseekV2MoE(Sublayer):
             f"{prefix}.experts",
             shared if joins else None,
         )
+        self._sum_input = SumInput(config.hidden_size, context)
         self.shared_experts = None
         if config.n_shared_experts and not joins:
             self._add = context.ops.resolve("add", context.dtype)
@@ -235,9 +237,13 @@ class DeepseekV2MoE(Sublayer):
 
     def forward(self, x: Rows) -> torch.Tensor:
         rows = unrounded(x)
-        out: torch.Tensor = self.experts(x, *self.gate(rows))
-        if self.shared_experts is not None:
-            out = self._add(out, self.shared_experts(rows))
+        out: torch.Tensor
+        if self.shared_experts is None:
+            out = self.experts(x, *self.gate(rows), self._sum_input.rows(len(rows)))
+            return out
+        routed = self.experts(x, *self.gate(rows))
+        # In the memory of the first, which may be what the next sum over the ranks reads.
+        out = self._add(self.shared_experts(rows), routed)
         return out
 
 

@@ -59,6 +59,7 @@ class FakeAiter:
     """Attributes:
     calls: what was called, in order.
     arch: the architecture that it picks kernels for.
+    copies: inputs of sums over ranks that it has copied to where other ranks read them.
     has_flydsl: whether the library of some of its kernels is installed.
     tuned: products (rows, outputs, inputs) that its table has measured kernels for.
     split_table: `get_meta_param`, whose cache drops the table of another call after 128 further
@@ -79,6 +80,7 @@ class FakeAiter:
         """
         self.calls: list[Call] = []
         self.arch = arch
+        self.copies = 0
         self.has_flydsl = True
         self.tuned: set[tuple[int, int, int]] = set()
         self.split_table = functools.lru_cache(fake_aiter_latents.split_table)
@@ -127,6 +129,7 @@ class FakeAiter:
         return out
 
 
+@functools.cache
 def signature(name: str) -> inspect.Signature:
     """As the file tells it."""
     parameters = []

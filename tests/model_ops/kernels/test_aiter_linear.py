@@ -8,6 +8,7 @@ from aiter_cases import BF16, MI300X, Aiter, check, random
 from fake_aiter import AITER, FakeAiter
 
 from atom.model_ops.kernels import probe
+from atom.model_ops.kernels.aiter.linear import linear_few_rows_into
 from atom.model_ops.ops import OPS
 from atom.model_ops.registry import OpTable
 
@@ -76,6 +77,32 @@ def test_what_aiter_has_a_kernel_for_is_left_to_it() -> None:
         fake.calls.clear()
         check_product(aiter, random(aiter, 3, 256), OUTPUTS)
         aiter.called(*FEW)
+
+
+@pytest.mark.parametrize(
+    ("rows", "wide", "has_bias", "called"),
+    [
+        (4, 0, False, FEW),
+        (7, 0, False, {"get_GEMM_A16W16_config"}),  # torch's product, as aiter's table says
+        (2, 0, False, {"get_GEMM_A16W16_config", "gemm_a16w16"}),  # measured
+        (4, 3, False, FEW),  # columns of a wider output
+        (4, 0, True, {"gemm_a16w16"}),
+    ],
+)
+def test_products_written_to_given_memory(
+    rows: int, wide: int, has_bias: bool, called: set[str]
+) -> None:
+    fake = FakeAiter()
+    fake.tuned.add((2, OUTPUTS, 256))
+    with probe.replaced(fake.library):
+        aiter = on_a_fake(fake)
+        x, weight = random(aiter, rows, 256), random(aiter, OUTPUTS, 256, seed=1)
+        bias = random(aiter, OUTPUTS, seed=2) if has_bias else None
+        out = torch.full((rows, OUTPUTS + wide), torch.nan, dtype=BF16)[:, :OUTPUTS]
+        linear_few_rows_into(x, weight, bias, out)
+    wanted = x.double() @ weight.double().T
+    check(out, wanted if bias is None else wanted + bias.double())
+    aiter.called(*called)
 
 
 @pytest.mark.parametrize(

@@ -299,6 +299,9 @@ class TestExperts:
         kind = tiles_on(device)[0]
         expected = moe_experts.mixture(kind, x, *rest)
         assert torch.equal(moe_experts.mixture(kind, apart, *rest), expected)
+        given = torch.empty_like(expected)
+        assert moe_experts.mixture(kind, x, *rest, out=given) is given
+        assert torch.equal(given, expected)
 
     def test_weights_with_rows_apart_are_refused(self, device: torch.device) -> None:
         x, w13, w2, weights, ids = problem(2, 3, device)

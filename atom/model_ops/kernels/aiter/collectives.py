@@ -1,10 +1,12 @@
 """Sums over the ranks of one machine with aiter, whose kernels read the other ranks' memory.
 
 Each rank has a staging buffer that the others have opened. A call copies its input there, so that
-tensors may lie anywhere and calls may be captured in graphs; then all ranks read all buffers.
-Assumes that such a copy is complete before another rank reads it, and that a buffer is overwritten
-only when all have read it: the kernels wait for each other at both ends. They do so since the
-releases below; ranks of older ones may read what belongs to the next sum, without any error.
+tensors may lie anywhere and calls may be captured in graphs; then all ranks read all buffers. What
+was written to the buffer in the first place (`staging`) is not copied.
+Assumes that what precedes a call on the stream is complete before another rank reads it, and that a
+buffer is overwritten only when all have read it: the kernels wait for each other at both ends. They
+do so since the releases below; ranks of older ones may read what belongs to the next sum, without
+any error.
 """
 
 from __future__ import annotations
@@ -109,7 +111,10 @@ refuses_add_norm = requires(
 
 
 def all_reduce(partial: torch.Tensor, group: ParallelGroup) -> torch.Tensor:
-    """The sum of all ranks' `partial`, [T, size]."""
+    """The sum of all ranks' `partial`, [T, size].
+
+    It is always copied: without a copy this call wants other ranks to know the output, too.
+    """
     if not 0 < partial.nbytes <= _STAGED_BYTES:
         return collectives.all_reduce(partial, group)
     channel = _channel(group, partial.device)
@@ -132,6 +137,7 @@ def all_reduce_add_rms_norm(
             partial, residual, weight, eps, group, add_rms_norm
         )
     channel = _channel(group, partial.device)
+    is_staged = partial.data_ptr() == channel.staging
     normed, total = torch.empty_like(partial), torch.empty_like(partial)
     function(_FUSED)(
         channel.handle,
@@ -141,11 +147,24 @@ def all_reduce_add_rms_norm(
         normed,
         weight,
         eps,
-        channel.staging,
-        _STAGED_BYTES,
+        0 if is_staged else channel.staging,
+        0 if is_staged else _STAGED_BYTES,
         partial.nbytes <= _ONE_STAGE // group.size,
     )
     return normed, total
+
+
+def staging(
+    shape: tuple[int, int], dtype: torch.dtype, device: torch.device, group: ParallelGroup
+) -> torch.Tensor | None:
+    """Memory [T, size] that the next `all_reduce_add_rms_norm` reads without a copy.
+
+    It is the same for every call. None for rows that this sum does not take.
+    """
+    nbytes = shape[0] * shape[1] * dtype.itemsize
+    if not 0 < nbytes <= _STAGED_BYTES:
+        return None
+    return _channel(group, device).memory[:nbytes].view(dtype).view(shape)
 
 
 class _Channel:
@@ -157,12 +176,14 @@ class _Channel:
     Attributes:
         handle: aiter's, of this rank's part.
         staging: address of the staging buffer.
+        memory: its bytes.
     """
 
     def __init__(self, group: ParallelGroup, device: torch.device) -> None:
         meta_bytes = function(_META_SIZE)() + _INTERMEDIATE * _STAGED_BYTES
         meta = function(_ALLOCATE_META)(meta_bytes)
         self.staging: int = function(_ALLOCATE_DATA)(_STAGED_BYTES)
+        self.memory = _memory(self.staging, _STAGED_BYTES, device)
         self._pointers = torch.empty(_POINTER_BYTES, dtype=torch.uint8, device=device)
         offsets = [0] * group.size  # buffers are allocations of their own
         handles = _exchange_handles(meta, group, device)
@@ -186,6 +207,13 @@ def _channel(group: ParallelGroup, device: torch.device) -> _Channel:
     if group.collectives not in _channels:
         _channels[group.collectives] = _Channel(group, device)
     return _channels[group.collectives]
+
+
+def _memory(address: int, size: int, device: torch.device) -> torch.Tensor:
+    """uint8 [size] at an address of the device, which stays aiter's."""
+    out = torch.empty(0, dtype=torch.uint8, device=device)
+    storage = torch._C._construct_storage_from_data_pointer(address, out.device, size)
+    return out.set_(storage)
 
 
 def _exchange_handles(

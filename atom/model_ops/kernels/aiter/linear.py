@@ -66,8 +66,26 @@ def linear_few_rows(
     if bias is not None or not 1 <= count <= _MOST_ROWS or _is_tuned(count, weight):
         return linear(x, weight, bias)
     out = rows.new_empty(count, outputs)
-    function(_FEW_ROWS)(weight, rows.contiguous(), out, count, function(COMPUTE_UNITS)())
+    _multiply_few(rows, weight, out)
     return out.view(*x.shape[:-1], outputs)
+
+
+def linear_few_rows_into(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, out: torch.Tensor
+) -> None:
+    """`linear_few_rows` written to `out`; copied where aiter's table has a kernel of its own."""
+    rows = x.reshape(-1, x.shape[-1])
+    if bias is not None or not out.is_contiguous() or _is_tuned(rows.shape[0], weight):
+        out.copy_(linear_few_rows(x, weight, bias))
+    elif 1 <= rows.shape[0] <= _MOST_ROWS:
+        _multiply_few(rows, weight, out)
+    else:
+        torch.mm(rows, weight.T, out=out.view(-1, weight.shape[0]))
+
+
+def _multiply_few(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -> None:
+    count, units = rows.shape[0], function(COMPUTE_UNITS)()
+    function(_FEW_ROWS)(weight, rows.contiguous(), out, count, units)
 
 
 def _is_tuned(rows: int, weight: torch.Tensor) -> bool:

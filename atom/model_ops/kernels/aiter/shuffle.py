@@ -58,7 +58,8 @@ def shuffle_int4(weights: QuantWeights) -> tuple[torch.Tensor, torch.Tensor]:
         packed = function(PACK_INT4)(shuffle(numbers))
         matrix.copy_(packed.view(torch.uint8).view(matrix.shape))
     by_group = weights.scale.to(torch.bfloat16).transpose(1, 2).contiguous()
-    return _marked(weights.codes.view(torch.int4)), function(SCALE_INT4)(by_group).flatten()
+    codes = weights.codes.view(torch.int4)  # type: ignore[attr-defined]
+    return _marked(codes), function(SCALE_INT4)(by_group).flatten()
 
 
 def _marked(weight: torch.Tensor) -> torch.Tensor:

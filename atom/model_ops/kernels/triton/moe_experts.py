@@ -105,6 +105,19 @@ def moe_experts(
     return mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere)
 
 
+def moe_experts_into(
+    x: torch.Tensor,
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int,
+    out: torch.Tensor,
+) -> None:
+    """`moe_experts`, written to `out` [T, hidden]."""
+    mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere, out=out)
+
+
 def mixture(
     kind: str,
     x: torch.Tensor,
@@ -114,8 +127,11 @@ def mixture(
     ids: torch.Tensor,
     elsewhere: int = 0,
     splits: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`moe_experts` with the tiles of a platform `kind`; `splits` is None to fill the device."""
+    """`moe_experts` with the tiles of a platform `kind`; `splits` is None to fill the device, and
+    `out` for new memory.
+    """
     if w13.stride(2) != 1 or w2.stride(2) != 1:
         raise ValueError(
             "the weights of experts need contiguous rows; got strides "
@@ -137,7 +153,7 @@ def mixture(
         tiles = choose_tiles(kind, blocks.block_m, num_pairs, out.shape[1], wide)
         grouped_product(activated, rows, out, blocks, tiles, 1, gated=False)
 
-    return mix(x, w13.shape[0], up, down, weights, ids, elsewhere)
+    return mix(x, w13.shape[0], up, down, weights, ids, elsewhere, out=out)
 
 
 def mix(
@@ -149,6 +165,7 @@ def mix(
     ids: torch.Tensor,
     elsewhere: int = 0,
     largest_block: int = 128,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The sum of the experts' outputs, from their two products.
 
@@ -156,9 +173,11 @@ def mix(
         up: from the blocks of pairs, silu(gate) * up of every pair, as `down` takes it.
         down: from these, writes features `start` on of each pair's output to [pairs, n].
         largest_block: pairs of a block at most.
+        out: where the sum is written; None for new memory.
     """
     num_tokens, hidden = x.shape
-    out = torch.empty_like(x, memory_format=torch.contiguous_format)
+    if out is None:
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
     if not num_tokens:
         return out
     num_pairs = ids.numel()

@@ -73,6 +73,19 @@ def quant_experts(
     return mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere)
 
 
+def quant_experts_into(
+    x: Rows,
+    w13: TileWeights,
+    w2: TileWeights,
+    weights: torch.Tensor,
+    ids: torch.Tensor,
+    elsewhere: int,
+    out: torch.Tensor,
+) -> None:
+    """`quant_experts`, written to `out` [T, hidden]."""
+    mixture(current_platform().kind, x, w13, w2, weights, ids, elsewhere, out=out)
+
+
 def mixture(
     kind: str,
     x: Rows,
@@ -82,8 +95,11 @@ def mixture(
     ids: torch.Tensor,
     elsewhere: int = 0,
     splits: int | None = None,
+    out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """`quant_experts` with the tiles of a platform `kind`; `splits` is None to fill the device."""
+    """`quant_experts` with the tiles of a platform `kind`; `splits` is None to fill the device, and
+    `out` for new memory.
+    """
     num_pairs, top_k = ids.numel(), ids.shape[1]
     rows = unrounded(x)
     if w13.plain is not None:
@@ -107,7 +123,7 @@ def mixture(
 
     # Products of codes have an accumulator more; on NVIDIA more than 64 pairs do not fit.
     largest = 64 if kind == "cuda" and "codes" in (w13.way, w2.way) else 128
-    return mix(rows, w13.num_experts, up, down, weights, ids, elsewhere, largest)
+    return mix(rows, w13.num_experts, up, down, weights, ids, elsewhere, largest, out)
 
 
 @dataclass(frozen=True)

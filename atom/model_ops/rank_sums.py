@@ -1,0 +1,43 @@
+"""Sums over the ranks that a norm completes, and where layers leave their parts of them."""
+
+from __future__ import annotations
+
+import torch
+
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.registry import OpChoice
+
+
+def resolve_sum(size: int, context: LayerContext) -> OpChoice | None:
+    """The op that sums rows of `size` over the ranks and norms them; None for one rank."""
+    group = context.group
+    if group.size == 1:
+        return None
+    return context.ops.resolve_weights(
+        "all_reduce_add_rms_norm",
+        context.dtype,
+        None,
+        size=size,
+        num_ranks=group.size,
+        peer_access=group.peer_access,
+    )
+
+
+class SumInput:
+    """Memory that the next sum over the ranks reads without a copy.
+
+    There is one for all layers: what is written there is read by the next sum, and nothing else
+    is written there before it.
+    """
+
+    def __init__(self, size: int, context: LayerContext) -> None:
+        choice = resolve_sum(size, context)
+        self._staging = None if choice is None else choice.staging
+        self._size, self._context = size, context
+
+    def rows(self, count: int) -> torch.Tensor | None:
+        """[count, size] with any values; None where the sum reads rows from anywhere, or copies."""
+        if self._staging is None:
+            return None
+        context = self._context
+        return self._staging((count, self._size), context.dtype, context.device, context.group)
