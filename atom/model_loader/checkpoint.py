@@ -2,62 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
-from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 
-import torch
-from safetensors import SafetensorError, safe_open
-
 from atom.model_loader.errors import WeightError, name_some
+from atom.model_loader.safetensors_reader import CheckpointTensor, read_header
 from atom.models.config_file import check_regular, is_there, read_json
 
 _INDEX = "model.safetensors.index.json"
-_ITEM_BYTES = {"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4}
-_ITEM_BYTES |= {"F16": 2, "BF16": 2, "I16": 2, "U16": 2}
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "U32": torch.uint32,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "BOOL": torch.bool,
-}
 # Headers that are kept.
 _MOST_FILES = 1024
-_MOST_DIMENSIONS = 8
-_LARGEST_DIMENSION = 1 << 40
 _DTYPE_NAMES = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
-
-
-@dataclass(frozen=True, slots=True)
-class CheckpointTensor:
-    """Attributes:
-    dtype: safetensors' name, such as `BF16`.
-    """
-
-    name: str
-    file: Path
-    dtype: str
-    shape: tuple[int, ...]
-
-    @property
-    def num_bytes(self) -> int:
-        return math.prod(self.shape) * _ITEM_BYTES.get(self.dtype, 1)
-
-    @property
-    def torch_dtype(self) -> torch.dtype | None:
-        """None for dtypes that parameters never have."""
-        return _DTYPES.get(self.dtype)
 
 
 def has_weights(folder: Path) -> bool:
@@ -142,24 +98,7 @@ def _tensors_of(file: Path) -> tuple[CheckpointTensor, ...]:
 @lru_cache(maxsize=_MOST_FILES)
 def _read_header(file: Path, size: int, _changed: int) -> tuple[CheckpointTensor, ...]:
     """Kept until the file changes, since several checks of a start read all headers."""
-    try:
-        with safe_open(file, "pt") as handle:
-            tensors = []
-            for name in handle.offset_keys():
-                header = handle.get_slice(name)
-                shape = tuple(header.get_shape())
-                # The size of an empty tensor is not bounded by the file.
-                if len(shape) > _MOST_DIMENSIONS or any(n > _LARGEST_DIMENSION for n in shape):
-                    raise WeightError(
-                        f"{file}: {name} has {len(shape)} dimensions of up to {max(shape)}; no "
-                        f"tensor has"
-                    )
-                tensors.append(CheckpointTensor(name, file, header.get_dtype(), shape))
-            return tuple(tensors)
-    except (SafetensorError, OSError) as error:
-        raise WeightError(
-            f"{file} is damaged or incomplete ({size} bytes): {error}; fetch it again"
-        ) from error
+    return read_header(file, size)
 
 
 def _check_index(folder: Path, weight_map: dict[str, str], tensors: list[CheckpointTensor]) -> None:

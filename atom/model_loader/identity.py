@@ -6,11 +6,10 @@ import hashlib
 import json
 from pathlib import Path
 
+from atom.model_loader.safetensors_reader import LENGTH_BYTES, MOST_HEADER_BYTES
 from atom.models.config_file import read_json_object
 
 _LONGEST_SHOWN = 80
-_LENGTH_BYTES = 8
-_MOST_HEADER_BYTES = 100_000_000
 
 
 def checkpoint_identity(folder: Path) -> dict[str, str]:
@@ -33,8 +32,8 @@ def _shown(value: object) -> str:
 
 def _header_digest(path: Path) -> str:
     with path.open("rb") as file:
-        length = int.from_bytes(file.read(_LENGTH_BYTES), "little")
-        return _digest(file.read(min(length, _MOST_HEADER_BYTES)))
+        length = int.from_bytes(file.read(LENGTH_BYTES), "little")
+        return _digest(file.read(min(length, MOST_HEADER_BYTES)))
 
 
 def _digest(data: bytes) -> str:

@@ -8,10 +8,10 @@ from collections import Counter, defaultdict, deque
 from collections.abc import Sequence
 
 import torch
-from safetensors import safe_open
 from torch import nn
 
 from atom.model_loader.placement import Placement
+from atom.model_loader.safetensors_reader import map_tensor
 from atom.model_loader.threads import one_torch_thread
 from atom.model_ops.finite import check_finite, may_be_infinite
 from atom.model_ops.weight_mapping import converts_weights
@@ -77,11 +77,11 @@ class LayerQueue:
             if placement.target.parameter_name not in suspects:
                 continue
             tensor = placement.tensor
-            with safe_open(tensor.file, "pt") as handle:
-                try:
-                    check_finite(handle.get_tensor(tensor.name))
-                except ValueError as error:
-                    errors.append(f"{tensor.name}: {error}")
+            values = map_tensor(tensor)
+            try:
+                check_finite(values)
+            except ValueError as error:
+                errors.append(f"{tensor.name}: {error}")
         return errors
 
     @torch.no_grad()

@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
-from safetensors import SafetensorError, safe_open
 
-from atom.model_loader.checkpoint import CheckpointTensor, has_weights, list_tensors
-from atom.model_loader.errors import WeightError
+from atom.model_loader.checkpoint import has_weights, list_tensors
+from atom.model_loader.safetensors_reader import CheckpointTensor, map_tensor
 
 if TYPE_CHECKING:
     from transformers import PretrainedConfig
@@ -59,17 +58,11 @@ def _are_equal(a: CheckpointTensor, b: CheckpointTensor) -> bool:
     """By value, some rows at a time."""
     if a.shape != b.shape:
         return False
-    try:
-        with safe_open(a.file, "pt") as of_a, safe_open(b.file, "pt") as of_b:
-            rows_of_a, rows_of_b = of_a.get_slice(a.name), of_b.get_slice(b.name)
-            return all(
-                torch.equal(
-                    rows_of_a[start : start + _ROWS_AT_ONCE].double(),
-                    rows_of_b[start : start + _ROWS_AT_ONCE].double(),
-                )
-                for start in range(0, a.shape[0], _ROWS_AT_ONCE)
-            )
-    except (SafetensorError, OSError) as error:
-        raise WeightError(
-            f"{a.file} or {b.file} cannot be read: {error}; fetch it again"
-        ) from error
+    rows_of_a, rows_of_b = map_tensor(a), map_tensor(b)
+    return all(
+        torch.equal(
+            rows_of_a[start : start + _ROWS_AT_ONCE].double(),
+            rows_of_b[start : start + _ROWS_AT_ONCE].double(),
+        )
+        for start in range(0, a.shape[0], _ROWS_AT_ONCE)
+    )

@@ -1,23 +1,22 @@
 """Loads a checkpoint's weights into a model; no tensor may be missing or left over.
 
 Placement is decided and checked from the file headers, before weights are read. Then threads copy
-small groups of tensors. Each group maps its file anew and unmaps it when done, so that file pages
-and copies are never all in memory at once. A mapped tensor is read only where a layer copies from
-it: a rank reads its part. A layer is converted as soon as its last tensor was copied.
+small groups of tensors. Each group maps its bytes of the file and unmaps them when done, so that
+file pages and copies are never all in memory at once. A mapped tensor is read only where a layer
+copies from it: a rank reads its part. A layer is converted as soon as its last tensor was copied.
 """
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Executor, Future
 from dataclasses import replace
 from itertools import groupby
-from pathlib import Path
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import nn
 from tqdm import tqdm
 
@@ -26,9 +25,10 @@ from atom.model_loader.checkpoint import list_adapters, list_tensors
 from atom.model_loader.dummy import fill_with_dummy_weights
 from atom.model_loader.errors import WeightError, name_some
 from atom.model_loader.layers import LayerQueue
-from atom.model_loader.placement import Placement, find_targets, place_tensors, raise_if_any
+from atom.model_loader.placement import Placement, Target, find_targets, place_tensors, raise_if_any
 from atom.model_loader.quantization import on_platform
 from atom.model_loader.read_ahead import ReadAhead
+from atom.model_loader.safetensors_reader import WeightFile
 from atom.model_loader.sketch import M, check_fit
 from atom.model_loader.source import ModelSource
 from atom.model_loader.threads import single_threaded_pool
@@ -44,6 +44,7 @@ _GROUP_BYTES = 32 << 20
 # Of tensors that are copied from at the same time.
 _BYTES_IN_FLIGHT = 1 << 30
 _MAX_THREADS = 8
+_GB = 1e9
 
 
 def build_model(
@@ -99,37 +100,60 @@ def load_weights(
     placements = place_tensors(list_tensors(source.path), mapping, targets, source.path)
     layers = LayerQueue(model, placements)
     prefetch = options.safetensors_load_strategy == "prefetch"
+    num_bytes = _num_bytes(targets)  # before conversion changes it
+    started = time.perf_counter()
     _copy_all(placements, layers, source, read_ahead=prefetch)
     _raise_wrong(layers.convert_rest(), source)
+    _log_speed(source, placements, num_bytes, time.perf_counter() - started)
+
+
+def _num_bytes(targets: dict[str, Target]) -> int:
+    """Of all parameters; one that two modules share counts once."""
+    parameters = {id(target.parameter): target.parameter for target in targets.values()}
+    return sum(parameter.nbytes for parameter in parameters.values())
+
+
+def _log_speed(
+    source: ModelSource, placements: list[Placement], num_bytes: int, seconds: float
+) -> None:
+    logger.info(
+        "%s: loaded %.2f GB of weights from %.2f GB of files in %.1f s, %.2f GB/s",
+        source.name,
+        num_bytes / _GB,
+        sum(placement.tensor.num_bytes for placement in placements) / _GB,
+        seconds,
+        num_bytes / _GB / seconds,
+    )
 
 
 def _copy_all(
     placements: list[Placement], layers: LayerQueue, source: ModelSource, read_ahead: bool
 ) -> None:
-    by_file = [(file, list(of)) for file, of in groupby(placements, key=lambda p: p.tensor.file)]
+    by_file = [(path, list(of)) for path, of in groupby(placements, key=lambda p: p.tensor.file)]
     total = sum(placement.tensor.num_bytes for placement in placements)
     num_threads = min(_MAX_THREADS, default_num_threads())
     what = f"Loading {source.name}"
     with (
-        ReadAhead([file for file, _ in by_file], enabled=read_ahead) as ahead,
+        ReadAhead([path for path, _ in by_file], enabled=read_ahead) as ahead,
         single_threaded_pool(num_threads) as pool,
         tqdm(total=total, unit="B", unit_scale=True, desc=what, disable=None) as bar,
     ):
-        for file, of_file in by_file:
-            ahead.wait_for(file)
-            try:
-                errors = []
-                for result in _copied(pool, file, of_file, layers, bar):
-                    errors += result
-                    errors += layers.convert_loaded()
-                _raise_wrong(errors, source)
-            except BaseException:
-                pool.shutdown(cancel_futures=True)
-                raise
+        for path, of_file in by_file:
+            ahead.wait_for(path)
+            with WeightFile(path) as file:
+                try:
+                    errors = []
+                    for result in _copied(pool, file, of_file, layers, bar):
+                        errors += result
+                        errors += layers.convert_loaded()
+                    _raise_wrong(errors, source)
+                except BaseException:
+                    pool.shutdown(cancel_futures=True)
+                    raise
 
 
 def _copied(
-    pool: Executor, file: Path, placements: list[Placement], layers: LayerQueue, bar: tqdm
+    pool: Executor, file: WeightFile, placements: list[Placement], layers: LayerQueue, bar: tqdm
 ) -> Iterator[list[str]]:
     """Copy a file's tensors, group by group -> the errors of each.
 
@@ -173,19 +197,14 @@ def _groups(placements: list[Placement]) -> Iterator[list[Placement]]:
 
 
 @torch.no_grad()
-def _copy_group(file: Path, group: list[Placement], layers: LayerQueue) -> list[str]:
+def _copy_group(file: WeightFile, group: list[Placement], layers: LayerQueue) -> list[str]:
     """Copy tensors of one file; returns the errors of those that do not fit."""
     errors = []
-    try:
-        with safe_open(file, "pt") as handle:
-            for placement in group:
-                tensor = placement.tensor
-                try:
-                    placement.copy(handle.get_tensor(tensor.name))
-                except ValueError as error:
-                    errors.append(f"{tensor.name}: {error}")
-                else:
-                    errors += layers.loaded(placement)
-    except (SafetensorError, OSError) as error:
-        raise WeightError(f"{file} cannot be read: {error}; fetch it again") from error
+    for placement, values in zip(group, file.map([p.tensor for p in group]), strict=True):
+        try:
+            placement.copy(values)
+        except ValueError as error:
+            errors.append(f"{placement.tensor.name}: {error}")
+        else:
+            errors += layers.loaded(placement)
     return errors

@@ -20,6 +20,7 @@ from atom.config import ConfigError, ModelOptions
 from atom.model_loader import sketch
 from atom.model_loader.checkpoint import list_tensors
 from atom.model_loader.errors import WeightError
+from atom.model_loader.safetensors_reader import WeightFile
 from atom.model_loader.source import resolve_model
 from atom.model_loader.tokenizer import load_tokenizer
 from atom.model_loader.weights import build_model
@@ -280,24 +281,71 @@ def entry(shape: list[int], start: int, end: int) -> dict[str, object]:
     return {"dtype": "F32", "shape": shape, "data_offsets": [start, end]}
 
 
+UNDESCRIBED = "a is not described by a dtype, a shape and two offsets"
+
+
 @pytest.mark.parametrize(
-    ("header", "length"),
+    ("header", "length", "message"),
     [
-        ({"a": entry([16], 0, 64)}, 1 << 60),
-        ({"a": entry([1000], 0, 4000)}, None),
-        ({"a": entry([16], 0, 64), "b": entry([16], 0, 64)}, None),
-        ({"a": entry([1 << 33, 1 << 33], 0, 64)}, None),
-        ({"a": entry([-16], 0, 64)}, None),
-        ({"a": entry([1] * 9 + [16], 0, 64)}, None),
-        ({"a": entry([0, 1 << 62], 0, 0), "b": entry([16], 0, 64)}, None),
-        (b"[" * 100_000, None),
-        (b'{"__metadata__":' + b'{"a":' * 100_000, None),
+        ({"a": entry([16], 0, 64)}, 1 << 60, "says that its header has 1152921504606846976 bytes"),
+        ({"a": entry([16], 0, 64)}, 200, "says that its header has 200 bytes"),
+        ({"a": entry([1000], 0, 4000)}, None, r"describes 4\d\d\d bytes"),
+        ({"a": entry([8], 0, 32)}, None, r"describes \d+ bytes"),
+        ({}, None, "describes 10 bytes"),
+        ({"a": entry([16], 0, 64), "b": entry([16], 0, 64)}, None, "b begins at byte"),
+        ({"a": entry([8], 0, 32), "b": entry([10], 24, 64)}, None, "b begins at byte"),
+        ({"a": entry([4], 0, 16), "b": entry([4], 48, 64)}, None, "b begins at byte"),
+        ({"a": entry([16], 8, 72)}, None, "a begins at byte"),
+        ({"a": entry([15], 0, 64)}, None, r"a \[15\] of F32 takes 60 bytes"),
+        ({"a": entry([], 0, 64)}, None, r"a \[\] of F32 takes 4 bytes"),
+        ({"a": entry([16], 64, 0)}, None, r"its offsets are \[64, 0\]"),
+        ({"a": entry([127], 0, 64) | {"dtype": "F4"}}, None, "takes 63.5 bytes"),
+        ({"a": entry([1 << 33, 1 << 33], 0, 64)}, None, "takes 2.95148e"),
+        ({"a": entry([16], 0, 64) | {"dtype": "F33"}}, None, "a is stored as F33, which is no"),
+        ({"a": entry([-16], 0, 64)}, None, UNDESCRIBED),
+        ({"a": entry([16], -64, 0)}, None, UNDESCRIBED),
+        ({"a": entry([16], 0, 64) | {"shape": [True, 16]}}, None, UNDESCRIBED),
+        ({"a": entry([16], 0, 64) | {"shape": [16.0]}}, None, UNDESCRIBED),
+        ({"a": entry([16], 0, 64) | {"shape": 16}}, None, UNDESCRIBED),
+        ({"a": entry([16], 0, 64) | {"data_offsets": [0, 32, 64]}}, None, UNDESCRIBED),
+        ({"a": entry([16], 0, 64) | {"dtype": ["F32"]}}, None, UNDESCRIBED),
+        ({"a": {"dtype": "F32", "shape": [16]}}, None, UNDESCRIBED),
+        ({"a": "F32"}, None, UNDESCRIBED),
+        ({"a": entry([1] * 9 + [16], 0, 64)}, None, "a has 10 dimensions of up to 16"),
+        (
+            {"a": entry([0, 1 << 62], 0, 0), "b": entry([16], 0, 64)},
+            None,
+            "a has 2 dimensions of up to 4611686018427387904",
+        ),
+        ([entry([16], 0, 64)], None, "its header is no JSON object"),
+        (b'{"a": \xff}', None, "utf-8"),
+        (b"[" * 100_000, None, "recursion"),
+        (b'{"__metadata__":' + b'{"a":' * 100_000, None, "recursion"),
     ],
 )
-def test_headers_that_lie(tmp_path: Path, header: object, length: int | None) -> None:
+def test_headers_that_lie(tmp_path: Path, header: object, length: int | None, message: str) -> None:
     write_header(tmp_path, header, b"\0" * 64, length)
-    with pytest.raises(WeightError, match=r"model\.safetensors"):
+    with pytest.raises(WeightError, match=rf"model\.safetensors is damaged .*{message}"):
         list_tensors(tmp_path)
+
+
+def test_a_header_of_the_greatest_length(tmp_path: Path) -> None:
+    """More is refused before it is read, however long the file is."""
+    with (tmp_path / "model.safetensors").open("wb") as file:
+        file.write((100_000_001).to_bytes(8, "little"))
+        file.truncate(300_000_000)
+    with pytest.raises(WeightError, match="says that its header has 100000001 bytes"):
+        list_tensors(tmp_path)
+
+
+def test_a_file_that_became_shorter_is_refused(copy: Callable[[str], Path]) -> None:
+    """Not mapped: reading what is not there would end the process."""
+    tensor = list_tensors(copy("llama"))[-1]
+    with WeightFile(tensor.file) as file:
+        with tensor.file.open("rb+") as changed:
+            changed.truncate(tensor.offset + tensor.num_bytes - 1)
+        with pytest.raises(WeightError, match=r"model\.safetensors cannot be read: it has"):
+            file.map([tensor])
 
 
 @pytest.mark.parametrize("weight_map", [None, [], {}, "x", {"a": 1}, {"a": None}, {"a": ["b"]}])

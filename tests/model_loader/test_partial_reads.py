@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,11 +16,11 @@ from torch import nn
 
 from atom.config import ModelOptions
 from atom.distributed.parallel_state import ParallelGroup
-from atom.model_loader import weights as weights_module
 from atom.model_loader.checkpoint import list_tensors
 from atom.model_loader.errors import WeightError
 from atom.model_loader.layers import LayerQueue
 from atom.model_loader.placement import find_targets, place_tensors
+from atom.model_loader.safetensors_reader import CheckpointTensor, WeightFile
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import load_weights
 from atom.model_ops.embedding import ParallelLMHead, VocabParallelEmbedding
@@ -73,21 +72,12 @@ class FileTensor(torch.Tensor):
 
 @pytest.fixture
 def counted(monkeypatch: pytest.MonkeyPatch) -> type[FileTensor]:
-    original = weights_module.safe_open
+    original = WeightFile.map
 
-    class Handle:
-        def __init__(self, handle: Any) -> None:
-            self._handle = handle
+    def counting(file: WeightFile, tensors: Sequence[CheckpointTensor]) -> list[torch.Tensor]:
+        return [values.as_subclass(FileTensor) for values in original(file, tensors)]
 
-        def get_tensor(self, name: str) -> torch.Tensor:
-            return self._handle.get_tensor(name).as_subclass(FileTensor)
-
-    @contextmanager
-    def counting(file: Path, framework: str) -> Any:
-        with original(file, framework) as handle:
-            yield Handle(handle)
-
-    monkeypatch.setattr(weights_module, "safe_open", counting)
+    monkeypatch.setattr(WeightFile, "map", counting)
     monkeypatch.setattr(FileTensor, "num_bytes", 0)
     return FileTensor
 

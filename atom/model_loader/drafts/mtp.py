@@ -8,10 +8,10 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
-from safetensors import safe_open
 
 from atom.config import ConfigError, ModelOptions
-from atom.model_loader.checkpoint import CheckpointTensor, list_tensors
+from atom.model_loader.checkpoint import list_tensors
+from atom.model_loader.safetensors_reader import CheckpointTensor, map_tensor
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
@@ -22,7 +22,6 @@ from atom.models.deepseek_v2 import DeepseekV3ForCausalLM, mtp_layer_ids
 
 logger = logging.getLogger(__name__)
 
-_COMPARED_ROWS = 4096
 _NUMBERS = ("F32", "F16", "BF16")
 
 
@@ -105,11 +104,4 @@ def _differs(tensors: Mapping[str, CheckpointTensor], name: str, shared: str) ->
     a, b = tensors[name], tensors.get(shared)
     if b is None or (a.shape, a.dtype) != (b.shape, b.dtype):
         return True
-    with safe_open(a.file, "pt") as file_a, safe_open(b.file, "pt") as file_b:
-        rows_a, rows_b = file_a.get_slice(name), file_b.get_slice(shared)
-        return not all(
-            torch.equal(
-                rows_a[start : start + _COMPARED_ROWS], rows_b[start : start + _COMPARED_ROWS]
-            )
-            for start in range(0, a.shape[0], _COMPARED_ROWS)
-        )
+    return not torch.equal(map_tensor(a), map_tensor(b))
