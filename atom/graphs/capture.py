@@ -13,7 +13,7 @@ from atom.platform import Platform
 
 # An op without host-side lengths is launched for the longest context of its graph, so short
 # contexts have graphs of their own. One more bound is the longest context of all.
-_CONTEXT_BOUNDS = (512, 2048, 8192)
+_CONTEXT_BOUNDS = (512, 2048, 8192, 32768, 131072)
 # From so many sequences on, batch sizes have two steps to each power of two, then four.
 _TWO_STEPS, _FOUR_STEPS = 16, 128
 # Up to so many queries per sequence, each number may have graphs.

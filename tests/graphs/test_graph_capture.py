@@ -20,15 +20,21 @@ from atom.graphs.capture import (
     default_context_bounds,
     query_lengths,
 )
+from atom.graphs.runner import GraphKey, GraphRunner
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     engine_config,
     engine_options,
 )
+from atom.model_ops.metadata import ModelInput, ModelOutput
 
 
 def plan(sizes: tuple[int, ...], bounds: tuple[int, ...]) -> GraphPlan:
     return GraphPlan(ReexecuteBackend(), sizes, bounds, 16, torch.device("cpu"))
+
+
+def forward(model_input: ModelInput) -> ModelOutput:
+    raise AssertionError(f"nothing is captured, and this runs: {model_input}")
 
 
 def parse(*flags: str) -> EngineConfig:
@@ -69,7 +75,9 @@ def test_few_rows_of_a_large_graph_are_padding() -> None:
         (512, (512,)),
         (513, (512, 513)),
         (4096, (512, 2048, 4096)),
-        (131072, (512, 2048, 8192, 131072)),
+        (32768, (512, 2048, 8192, 32768)),
+        (131072, (512, 2048, 8192, 32768, 131072)),
+        (262144, (512, 2048, 8192, 32768, 131072, 262144)),
     ],
 )
 def test_default_contexts_reach_the_models(context: int, bounds: tuple[int, ...]) -> None:
@@ -78,6 +86,17 @@ def test_default_contexts_reach_the_models(context: int, bounds: tuple[int, ...]
     with_padding = default_context_bounds(context, 3)
     assert with_padding == (*bounds[:-1], context + 3)
     assert plan((1, 4), with_padding).fit(3, context + 3) == Bucket(4, context + 3)
+
+
+@pytest.mark.parametrize(("context", "layers"), [(8192, 90), (131072, 150), (262144, 180)])
+def test_how_many_graphs_a_context_takes(context: int, layers: int) -> None:
+    """With 256 sequences and 3 drafts; block tables are as wide as the last bound alone asks."""
+    bounds = default_context_bounds(context, 3)
+    graphs = plan(default_batch_sizes(256), bounds)
+    runner = GraphRunner(forward, graphs, query_lengths(3, varying=False))
+    assert runner.num_graphs == layers
+    assert runner.largest == GraphKey(Bucket(256, context + 3), 4)
+    assert graphs.table_width == plan((256,), bounds[-1:]).table_width == context // 16 + 1
 
 
 @pytest.mark.parametrize(
