@@ -7,6 +7,7 @@ import math
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -88,6 +89,14 @@ def num_compute_units(platform: Platform) -> int | None:
 def num_gpus() -> int:
     """GPUs that this process may use; they stay untouched."""
     return int(torch.cuda.device_count())
+
+
+def pci_address(index: int) -> str | None:
+    """Of a GPU, such as `0000:c5:00.0`; None where torch sees none."""
+    if not torch.cuda.is_available():
+        return None
+    of: Any = torch.cuda.get_device_properties(index)  # torch's types lack these three
+    return f"{of.pci_domain_id:04x}:{of.pci_bus_id:02x}:{of.pci_device_id:02x}.0"
 
 
 def free_memory_bytes(platform: Platform) -> int:

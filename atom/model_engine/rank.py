@@ -16,6 +16,7 @@ from atom.model_engine.context_len import resolve_max_model_len
 from atom.model_engine.expert_ranks import expert_ranks
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
+from atom.numa import bind_to_gpu
 from atom.platform import Platform, select_platform
 
 logger = logging.getLogger(__name__)
@@ -65,13 +66,14 @@ class Rank:
 
 
 def take_device(config: EngineConfig, place: Place) -> Platform:
-    """The platform to run on; on a GPU, this rank's device becomes the current one, and kernels
-    that are compiled from now on are kept.
+    """The platform to run on; on a GPU, this rank's device becomes the current one, its threads
+    are bound to the processors beside it, and kernels that are compiled from now on are kept.
     """
     platform = select_platform(config.device)
     if platform.is_gpu:
         keep_kernels()
         torch.cuda.set_device(place.local_rank)
+        bind_to_gpu(place.local_rank)
     return platform
 
 
