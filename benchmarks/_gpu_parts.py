@@ -14,7 +14,7 @@ from typing import Any
 from _gpu_run import ROOT, run
 from _gpu_tests import aiter_files, kernel_files, marked_files, run_tests
 
-_FILES_AT_ONCE = 6
+_FILES_AT_ONCE = 8
 _SECONDS_TO_REPORT = 15
 # Of the time that a part may take: a file of tests that had so much of it had all.
 _NEARLY_ALL = 0.95

@@ -101,8 +101,8 @@ def run_tests(
             keep(so_far())
 
     waiting = [path for path in chosen if known.get(path.name, {}).get("status") is None]
-    # Those that were stopped come first.
-    waiting.sort(key=lambda path: not ended[path.name].exists())
+    # Those that were stopped come first, then those that are likely to take longest.
+    waiting.sort(key=lambda path: (not ended[path.name].exists(), -_size(path)))
     wide = max(1, min(processes, len(waiting), (os.cpu_count() or 1) // 2))
     keep(so_far())
     with ThreadPoolExecutor(wide) as pool:
@@ -181,6 +181,10 @@ def _sum_up(parts: Sequence[Found], lacking: Sequence[str]) -> Found:
 def _status(failed: Sequence[int | None]) -> int | None:
     """A failure if there is one, else None for lack of time, else 0."""
     return next((status for status in failed if status is not None), None) if failed else 0
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
 
 
 def _can_import(path: Path) -> bool:
