@@ -155,6 +155,8 @@ class Experts(_Weighted):
             self.op,
             implementation,
             num_experts=s.experts,
+            top_k=s.top_k,
+            elsewhere=0,
             hidden_size=s.hidden,
             intermediate_size=s.intermediate,
         )

@@ -84,6 +84,7 @@ class FusedMoE(nn.Module):
     `context.experts` hold whole ones.
 
     Args:
+        visits: experts that a token visits, the shared one included.
         shared: the checkpoint's name of an expert that every token visits, as `routing.has_shared`
             says; its weights follow those of the others. None if it is a layer of its own. It is
             stored like the others, or not quantised where the op takes that (`OpChoice`).
@@ -107,6 +108,7 @@ class FusedMoE(nn.Module):
     def __init__(
         self,
         num_experts: int,
+        visits: int,
         hidden_size: int,
         intermediate_size: int,
         context: LayerContext,
@@ -150,6 +152,8 @@ class FusedMoE(nn.Module):
             form,
             context,
             num_experts=self._held.count + self._has_plain,
+            top_k=visits,
+            elsewhere=self._held.elsewhere,
             hidden_size=hidden_size,
             intermediate_size=share.size,
         )

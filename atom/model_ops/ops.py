@@ -13,7 +13,11 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             note=lambda query: find("aiter.linear:note_few_rows")(query),
             into="aiter.linear:linear_few_rows_into",
         ),
-        kernel("aiter.linear:linear", "aiter.linear:refuses"),
+        kernel(
+            "aiter.linear:linear",
+            "aiter.linear:refuses",
+            note=lambda query: find("aiter.linear:note")(query),
+        ),
         invariant("native.linear:linear", into="native.linear:linear_into"),
         invariant("triton.linear:linear", "triton.linear:refuses"),
         kernel("torch.linear:linear"),
@@ -231,6 +235,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
             "aiter.moe:moe_experts",
             "aiter.moe:refuses_experts",
             prepare="aiter.moe:prepare_experts",
+            note=lambda query: find("aiter.moe:note_experts")(query),
         ),
         invariant("native.moe:moe_experts"),
         kernel(

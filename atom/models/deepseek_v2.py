@@ -194,6 +194,7 @@ class DeepseekV2MoE(Sublayer):
         self.gate = TopKRouter(config.hidden_size, routing, self.has_correction_bias, context)
         self.experts = FusedMoE(
             config.n_routed_experts,
+            routing.visits,
             config.hidden_size,
             config.moe_intermediate_size,
             context,
@@ -362,6 +363,8 @@ def shared_expert_joins(config: PretrainedConfig, context: LayerContext, prefix:
         context.dtype,
         routed.format,
         num_experts=config.n_routed_experts + 1,
+        top_k=config.num_experts_per_tok + 1,
+        elsewhere=0,
         hidden_size=config.hidden_size,
         intermediate_size=size,
     )

@@ -252,7 +252,7 @@ def test_graphs_of_engines_that_share_experts_are_refused(folder: Path) -> None:
     config, gpu = coupled_config(folder, 2), Platform("cuda", "sm90", True)
     place = Place(experts=ParallelGroup(0, 2))
     context = replace(LayerContext.create(torch.float32, 8), experts=place.experts)
-    experts = FusedMoE(4, 8, 8, context, "experts")
+    experts = FusedMoE(4, 2, 8, 8, context, "experts")
     with pytest.raises(ConfigError, match="add --enforce-eager"):
         check_experts(config, place, gpu, "it", experts)
     check_experts(coupled_config(folder, 2, enforce_eager=True), place, gpu, "it", experts)

@@ -21,7 +21,7 @@ Visits = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 def create(group: ParallelGroup = SINGLE, experts: ParallelGroup = SINGLE) -> FusedMoE:
     context = LayerContext.create(torch.float32, 8, cpu_platform(), group)
-    return FusedMoE(EXPERTS, HIDDEN, INTER, replace(context, experts=experts), "experts")
+    return FusedMoE(EXPERTS, TOP_K, HIDDEN, INTER, replace(context, experts=experts), "experts")
 
 
 @torch.no_grad()

@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 import pkgutil
 from collections.abc import Callable, Mapping
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -29,6 +31,7 @@ BATCH, CONTEXT, BLOCK_SIZE = 8, 8192, 64
 # Compute units of an H200, an MI300X and an MI355X.
 UNITS = {"sm90": 132, "gfx942": 304, "gfx950": 256}
 # Entry points of aiter's that these layers need not call, but whose absence changes choices.
+KINDS = ("No", "per_1x32", "per_1x128", "per_128x128")
 UNUSED = (
     *("biased_grouped_topk", "grouped_topk", "topk_softmax", "concat_and_cache_mla"),
     *("rope_cached_positions_2c_fwd_inplace", "flash_attn_varlen_func"),
@@ -210,8 +213,11 @@ def aiter(arch: str, seen: Launches) -> probe.Library:
         "get_mla_metadata_info_v1": sizes,
         "get_cu_num": lambda: UNITS[arch],
         "get_GEMM_A16W16_config": lambda *_: {"libtype": "torch"},
-        "QuantType": type("QuantType", (), {n: n for n in ("per_128x128", "per_1x32")}),
+        "QuantType": type("QuantType", (), {name: name for name in KINDS}),
         "is_flydsl_available": lambda: True,
+        "ActivationType": type("ActivationType", (), {"Silu": 0}),
+        "get_2stage_cfgs": lambda *_, **__: SimpleNamespace(stage1=partial(len), stage2=None),
+        "stage2_uses_route_reduce": lambda stage2: stage2,
         "wvSpltK": None,  # for up to 4 rows
     }
     functions = {name: counted(name) for name in AITER_LAUNCHES} | loading | asked

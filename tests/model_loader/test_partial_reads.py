@@ -121,11 +121,11 @@ CUTS: dict[str, tuple[dict[str, tuple[int, ...]], Callable[[LayerContext], nn.Mo
             for i in range(2)
             for name in ("gate_proj", "up_proj", "down_proj")
         },
-        lambda c: FusedMoE(2, 8, 16, c, "a"),
+        lambda c: FusedMoE(2, 2, 8, 16, c, "a"),
     ),
     "stacked experts": (
         {"gate_up_proj": (2, 32, 8), "down_proj": (2, 8, 16)},
-        lambda c: FusedMoE(2, 8, 16, c, "a"),
+        lambda c: FusedMoE(2, 2, 8, 16, c, "a"),
     ),
     "embedding": ({"weight": (64, 8)}, lambda c: VocabParallelEmbedding(64, 8, c, "embedding")),
     "head": ({"weight": (64, 8)}, lambda c: ParallelLMHead(64, 8, c, "a")),

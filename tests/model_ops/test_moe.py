@@ -120,7 +120,7 @@ def experts_by_definition(
 
 @torch.no_grad()
 def filled_moe() -> FusedMoE:
-    moe = FusedMoE(EXPERTS, HIDDEN, INTER, context(), "experts")
+    moe = FusedMoE(EXPERTS, 2, HIDDEN, INTER, context(), "experts")
     generator = torch.Generator().manual_seed(0)
     for parameter in moe.parameters():
         parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.4)
@@ -158,7 +158,7 @@ def test_experts_in_bfloat16_keep_their_type() -> None:
 class TestLoading:
     def test_one_tensor_per_matrix(self) -> None:
         source = filled_moe()
-        moe = FusedMoE(EXPERTS, HIDDEN, INTER, context(), "experts")
+        moe = FusedMoE(EXPERTS, 2, HIDDEN, INTER, context(), "experts")
         for e in range(EXPERTS):
             matrices = {
                 "gate_proj": source.w13_weight[e, :INTER],
@@ -174,7 +174,7 @@ class TestLoading:
 
     def test_all_experts_in_one_tensor(self) -> None:
         source = filled_moe()
-        moe = FusedMoE(EXPERTS, HIDDEN, INTER, context(), "experts")
+        moe = FusedMoE(EXPERTS, 2, HIDDEN, INTER, context(), "experts")
         for name, tensor in {
             "gate_up_proj": source.w13_weight,
             "down_proj": source.w2_weight,
@@ -186,7 +186,7 @@ class TestLoading:
         assert torch.equal(moe.w2_weight, source.w2_weight)
 
     def test_every_matrix_is_asked_for(self) -> None:
-        moe = FusedMoE(3, HIDDEN, INTER, context(), "experts")
+        moe = FusedMoE(3, 2, HIDDEN, INTER, context(), "experts")
         assert moe.weight_shards("w13_weight") == tuple(
             f"{i}.{part}" for i in range(3) for part in ("gate_proj", "up_proj")
         )
@@ -197,16 +197,16 @@ class TestLoading:
         ["6.gate_proj.weight", "0.gate_proj.bias", "0.w1.weight", "gate_proj", "-1.up_proj.weight"],
     )
     def test_unknown_names_have_no_place(self, name: str) -> None:
-        assert FusedMoE(EXPERTS, HIDDEN, INTER, context(), "experts").place_weight(name) is None
+        assert FusedMoE(EXPERTS, 2, HIDDEN, INTER, context(), "experts").place_weight(name) is None
 
     def test_a_wrong_shape_is_refused(self) -> None:
-        moe = FusedMoE(EXPERTS, HIDDEN, INTER, context(), "experts")
+        moe = FusedMoE(EXPERTS, 2, HIDDEN, INTER, context(), "experts")
         with pytest.raises(ValueError, match=r"\[7, 9\].*\[7, 10\]"):
             moe.load_weight("w13_weight", torch.zeros(INTER, 9), "0.up_proj")
 
     def test_ranks_share_the_intermediate_dimension(self) -> None:
         """Their outputs sum to the whole, whichever spelling the checkpoint has."""
-        whole = FusedMoE(EXPERTS, HIDDEN, 8, context(), "experts")
+        whole = FusedMoE(EXPERTS, 2, HIDDEN, 8, context(), "experts")
         for parameter in whole.parameters():
             parameter.data.normal_(generator=torch.Generator().manual_seed(3))
         x, weights, ids = random_visits(4, 1)
@@ -214,7 +214,7 @@ class TestLoading:
             total = torch.zeros_like(x)
             for rank in range(2):
                 # A rank's layers alone; nothing is communicated.
-                share = FusedMoE(EXPERTS, HIDDEN, 8, context(ParallelGroup(rank, 2)), "experts")
+                share = FusedMoE(EXPERTS, 2, HIDDEN, 8, context(ParallelGroup(rank, 2)), "experts")
                 _copy(whole, share, stacked)
                 total += share(x, weights, ids)
             torch.testing.assert_close(total, whole(x, weights, ids), atol=1e-4, rtol=1e-4)

@@ -116,7 +116,7 @@ def split_products(
 def check_experts(config: QuantConfig, pack: Callable[[int, int], Packed]) -> None:
     """Three experts, loaded tensor by tensor, have their own weights."""
     with patch.dict(os.environ, {"ATOM_OP_QUANT_EXPERTS": "torch"}):  # which dequantises them
-        layer = FusedMoE(3, 64, 32, layer_context(config, SINGLE), "m.experts")
+        layer = FusedMoE(3, 2, 64, 32, layer_context(config, SINGLE), "m.experts")
     expected: dict[str, list[torch.Tensor]] = {"gate_proj": [], "up_proj": [], "down_proj": []}
     for name, weights in expected.items():
         for expert in range(3):

@@ -155,7 +155,7 @@ def test_ranks_split_experts(name: str) -> None:
     ids = torch.tensor([[0, 1], [1, 0], [0, 1]])
     parsed = parse_quantization(settings, {})
     ranks = [
-        FusedMoE(2, hidden, inter, layer_context(parsed, ParallelGroup(rank, 4)), "experts")
+        FusedMoE(2, 2, hidden, inter, layer_context(parsed, ParallelGroup(rank, 4)), "experts")
         for rank in range(4)
     ]
     dense = {}

@@ -75,7 +75,7 @@ def test_biases_are_refused(tmp_path: Path) -> None:
 
 def experts(tensors: Mapping[str, torch.Tensor], group: ParallelGroup) -> FusedMoE:
     context = layer_context(parse_quantization(CONFIG, {}), group)
-    layer = FusedMoE(EXPERTS, HIDDEN, INTER, context, "model.layers.1.mlp.experts")
+    layer = FusedMoE(EXPERTS, 2, HIDDEN, INTER, context, "model.layers.1.mlp.experts")
     for name, tensor in tensors.items():
         placed = layer.place_weight(name)
         assert placed is not None

@@ -91,7 +91,7 @@ def test_a_model_names_the_layer(tmp_path: Path) -> None:
 
 def test_experts_are_checked() -> None:
     context = layer_context(parse_quantization(PTPC, {}), SINGLE, torch.float16)
-    layer = FusedMoE(2, 64, 32, context, "m.experts")
+    layer = FusedMoE(2, 2, 64, 32, context, "m.experts")
     for expert in range(2):
         for part, shape in {"gate": (32, 64), "up": (32, 64), "down": (64, 32)}.items():
             pack = pack_large if (expert, part) == (1, "down") else pack_ptpc

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.metadata
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -21,11 +23,13 @@ Function = Callable[..., Any]
 
 # What torch must be built for, by library.
 _DEVICES = {"aiter": "ROCm", "flash_mla": "CUDA"}
+# The package that aiter is installed as.
+_AITER = "amd-aiter"
 
 
 @dataclass(frozen=True, eq=False)
 class EntryPoint:
-    """A library's function and the parameters that an adapter passes.
+    """A library's function and the parameters that an adapter passes; or a constant of it.
 
     As of the main branches of aiter on 2026-08-22 and of FlashMLA on 2026-04-29.
 
@@ -52,6 +56,25 @@ class EntryPoint:
         return self.where.partition(":")[2]
 
 
+def _installed_version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _installed_requirements() -> Sequence[str]:
+    """What aiter's package demands; nothing of one that is not installed as a package."""
+    try:
+        return importlib.metadata.requires(_AITER) or ()
+    except importlib.metadata.PackageNotFoundError:
+        return ()
+
+
+def _has_program(name: str) -> bool:
+    return shutil.which(name) is not None
+
+
 @dataclass(frozen=True)
 class Library:
     """What is installed, or a test's substitute.
@@ -60,10 +83,16 @@ class Library:
         load: returns a module's contents by name; may raise anything.
         extra_dtypes: dtypes that it supports beyond a library's own. A substitute that computes in
             float32 allows comparing whole models token by token.
+        version_of: version of an installed package, or None.
+        requirements: returns what aiter's package demands, such as `flydsl==0.3.1`.
+        has_program: whether a program of this name can be started.
     """
 
     load: Callable[[str], Mapping[str, Any]]
     extra_dtypes: frozenset[torch.dtype] = frozenset()
+    version_of: Callable[[str], str | None] = _installed_version
+    requirements: Callable[[], Sequence[str]] = _installed_requirements
+    has_program: Callable[[str], bool] = _has_program
 
 
 class _Findings:
@@ -117,6 +146,28 @@ def refusal(*entries: EntryPoint) -> str | None:
     return None
 
 
+def lacks_package(name: str) -> str | None:
+    """Why a package that aiter calls at run time cannot serve it; None if it can.
+
+    It must be there, and where aiter demands one version, in that one.
+    """
+    library = _library()
+    exact = [line for line in library.requirements() if line.startswith(f"{name}==")]
+    wanted = exact[0].partition(";")[0].strip() if exact else name
+    found = library.version_of(name)
+    if found is None:
+        return f"{name} is not installed: pip install {wanted}"
+    if exact and found.partition("+")[0] != wanted.partition("==")[2]:
+        return f"{name} {found} is installed, and aiter demands another: pip install {wanted}"
+    return None
+
+
+def lacks_programs(*names: str) -> str | None:
+    """Which of these programs, that aiter starts at run time, are not on PATH; None if all are."""
+    missing = [name for name in names if not _library().has_program(name)]
+    return f"no {' and no '.join(missing)} on PATH" if missing else None
+
+
 @functools.cache
 def function(entry: EntryPoint) -> Function:
     """The function of an entry point.
@@ -130,7 +181,7 @@ def function(entry: EntryPoint) -> Function:
 
 
 def extra_dtypes() -> frozenset[torch.dtype]:
-    return _replacements[-1].library.extra_dtypes if _replacements else frozenset()
+    return _library().extra_dtypes
 
 
 @contextmanager
@@ -161,6 +212,10 @@ def _findings(library: str) -> _Findings | str:
     if builds[_DEVICES[library]] is None:
         return f"torch is not built for {_DEVICES[library]}"
     return _installed()
+
+
+def _library() -> Library:
+    return _replacements[-1].library if _replacements else _installed().library
 
 
 @functools.cache

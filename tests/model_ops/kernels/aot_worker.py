@@ -111,18 +111,18 @@ def _check_grid(kernel: Any, grid: Any) -> None:
         raise ValueError(f"{kernel.fn.__name__}: grid {grid} is not within {_MAX_GRID}")
 
 
-def _aiter() -> probe.Library:
+def _aiter(arch: str) -> probe.Library:
     # Its adapters import kernels, which ask for the platform: not before `main` has said which.
     from fake_aiter import FakeAiter
 
-    return FakeAiter().library
+    return FakeAiter(arch=arch).library
 
 
 def compile_case(case: Case, arch: str) -> dict[str, Any]:
     query = case.query(PLATFORMS[arch])
     entry = case.entry()
     # A cache is packed for aiter's sake alone.
-    with probe.replaced(_aiter()) if case.layout == PACKED else nullcontext():
+    with probe.replaced(_aiter(arch)) if case.layout == PACKED else nullcontext():
         reason = entry.supports(query)
     if reason is not None:
         return {"refused": reason}

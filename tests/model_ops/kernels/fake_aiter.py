@@ -20,7 +20,7 @@ from typing import Any
 import fake_aiter_kernels
 import fake_aiter_latents
 import torch
-from fake_aiter_quant import QuantType
+from fake_aiter_quant import ActivationType, QuantType
 
 from atom.model_ops.kernels import aiter
 from atom.model_ops.kernels.probe import EntryPoint, Library
@@ -38,7 +38,21 @@ ENTRY_POINTS: Mapping[str, EntryPoint] = {
     if isinstance(value, EntryPoint)
 }
 # What is no function.
-ENUMERATIONS = {"QuantType": QuantType}
+ENUMERATIONS = {"QuantType": QuantType, "ActivationType": ActivationType}
+REDUCE = "CXX_PS_REDUCE_AVAILABLE"
+# What an adapter asks about the device and about tables, which computes nothing.
+QUESTIONS = {
+    *("get_gfx", "get_cu_num", "get_GEMM_A16W16_config"),
+    *("get_2stage_cfgs", "stage2_uses_route_reduce", "is_flydsl_available"),
+}
+# What the package demands of others: `install_requires` in aiter's setup.py at this commit.
+REQUIREMENTS_COMMIT = "e4048607a535ace3a2b51ded31b1c8c2d45c0879"
+REQUIREMENTS = (
+    *("pybind11>=3.0.1", "ninja", "pandas", "einops", "psutil", "packaging"),
+    "flydsl==0.3.1",
+)
+PACKAGES: Mapping[str, str] = {"flydsl": "0.3.1"}
+PROGRAMS = ("hipcc", "hipconfig", "make")
 # Defaults that are objects of aiter's: the fake has their names in their place.
 _PLAIN_DEFAULTS = {"torch.bfloat16": torch.bfloat16}
 
@@ -58,9 +72,14 @@ class Call:
 class FakeAiter:
     """Attributes:
     calls: what was called, in order.
-    arch: the architecture that it picks kernels for.
     copies: inputs of sums over ranks that it has copied to where other ranks read them.
-    has_flydsl: whether the library of some of its kernels is installed.
+    arch: the device's architecture.
+    told_arch: the one that it picks kernels for.
+    packages: versions of what is installed beside it, by name.
+    has_compiled_reduce: whether the last step of its Gluon decode could be imported.
+    tuned_experts: what its table names for (tokens, hidden size, intermediate size, experts,
+        choices): the kernels of both products.
+    seen_experts: what it ran for each call of `fused_moe`; None where its table has nothing.
     tuned: products (rows, outputs, inputs) that its table has measured kernels for.
     split_table: `get_meta_param`, whose cache drops the table of another call after 128 further
         ones.
@@ -72,16 +91,27 @@ class FakeAiter:
         missing: Sequence[str] = (),
         arch: str = "gfx942",
         version: str | None = "0.1.20",
+        gpu_archs: str | None = None,
+        packages: Mapping[str, str] = PACKAGES,
+        programs: Sequence[str] = PROGRAMS,
+        has_compiled_reduce: bool = True,
     ) -> None:
         """Args:
         extra_dtypes: types of activations that it takes beside bfloat16 and float16.
         missing: entry points that this aiter does not have.
         version: None for an aiter that does not tell.
+        gpu_archs: `$GPU_ARCHS`, of which it takes the last.
+        programs: on PATH.
         """
         self.calls: list[Call] = []
         self.arch = arch
         self.copies = 0
-        self.has_flydsl = True
+        self.told_arch = arch if gpu_archs is None else gpu_archs.split(";")[-1]
+        self.packages = packages
+        self.programs = programs
+        self.has_compiled_reduce = has_compiled_reduce
+        self.tuned_experts: dict[tuple[int, int, int, int, int], tuple[str, str]] = {}
+        self.seen_experts: list[tuple[str, str] | None] = []
         self.tuned: set[tuple[int, int, int]] = set()
         self.split_table = functools.lru_cache(fake_aiter_latents.split_table)
         self._extra_dtypes = frozenset(extra_dtypes)
@@ -90,17 +120,27 @@ class FakeAiter:
             self._modules["aiter._version"] = {"__version__": version}
         for name, entry in SIGNATURES.items():
             module = self._modules.setdefault(entry["module"], {})
-            if name not in missing:
+            if name in missing:
+                continue
+            if name == REDUCE:
+                module[name] = has_compiled_reduce
+            else:
                 module[name] = ENUMERATIONS.get(name) or self._function(name)
 
     @property
     def library(self) -> Library:
-        return Library(self._load, self._extra_dtypes)
+        return Library(
+            self._load,
+            self._extra_dtypes,
+            self.packages.get,
+            lambda: REQUIREMENTS,
+            self.programs.__contains__,
+        )
 
     @property
     def names(self) -> set[str]:
-        """Entry points called so far."""
-        return {call.name for call in self.calls}
+        """Entry points called so far, without questions."""
+        return {call.name for call in self.calls} - QUESTIONS
 
     def _load(self, module: str) -> Mapping[str, Any]:
         if module not in self._modules:

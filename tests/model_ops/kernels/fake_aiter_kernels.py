@@ -208,6 +208,18 @@ def unified_attention(check: Check) -> torch.Tensor:
     return out
 
 
+def _reduce_partitions(check: Check) -> None:
+    """The last step: compiled at the first call, or what is called in its place, which is dead."""
+    library = check.library
+    if not library.has_compiled_reduce:
+        if "flydsl" in library.packages:
+            raise TypeError("launch_pa_decode_ps_reduce_flydsl() got an unexpected 'stream'")
+        raise AttributeError("'NoneType' object has no attribute 'Stream'")
+    for program in ("hipconfig", "hipcc", "make"):
+        if program not in library.programs:
+            raise FileNotFoundError(f"No such file or directory: {program!r}")
+
+
 def pa_decode_gluon(check: Check) -> None:
     q, out = check.activation("query", "T H 128"), check.activation("output", "T H 128")
     keys = check.tensor("key_cache", "B KH DX S X", q.dtype, *FP8)
@@ -229,6 +241,7 @@ def pa_decode_gluon(check: Check) -> None:
     is_8_bits = keys.dtype in FP8
     scales = [check.scale(n) if is_8_bits else check.value(n) for n in ("key_scale", "value_scale")]
     check.that(is_8_bits or scales == [None, None], "scales belong to 8 bits")
+    _reduce_partitions(check)
     scale = check.value("softmax_scale")
     for b, tokens in enumerate(lens.tolist()):
         blocks, rows = tables[b].long(), slice(b * length, (b + 1) * length)

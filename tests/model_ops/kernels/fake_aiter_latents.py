@@ -18,7 +18,7 @@ LISTS = ("work_indptr", "work_info_set", "reduce_indptr", "reduce_final_map", "r
 
 
 def get_gfx(check: Check) -> str:
-    return check.library.arch
+    return check.library.told_arch
 
 
 def get_cu_num(check: Check) -> int:

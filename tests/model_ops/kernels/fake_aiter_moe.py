@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,7 +28,7 @@ from fake_aiter_quant import (
 )
 
 if TYPE_CHECKING:
-    from fake_aiter import Check
+    from fake_aiter import Check, FakeAiter
 
 # Groups of 32, as those of MXFP4.
 INT4 = "per_1x32 of int4"
@@ -102,12 +104,12 @@ def shuffle_scale_for_int4(check: Check) -> torch.Tensor:
 
 
 def is_flydsl_available(check: Check) -> bool:
-    return check.library.has_flydsl
+    return "flydsl" in check.library.packages
 
 
 def _int4_experts(check: Check, name: str) -> torch.Tensor:
     """Rounded to bfloat16, as they are multiplied."""
-    check.that(check.library.has_flydsl, "flydsl's kernels")
+    check.that(is_flydsl_available(check), "flydsl's kernels")
     stored = check.tensor(name, "E W H/2" if name == "w1" else "E H I/2", torch.int4)
     count, rows, size = *stored.shape[:2], 2 * stored.shape[2]
     check.that(stored.numel() < 2**32, "bytes counted in 32 bits")
@@ -162,6 +164,62 @@ def _rounded(x: torch.Tensor, kind: str, arch: str) -> torch.Tensor:
     return codes.float() * scale.repeat_interleave(group or x.shape[-1], dim=-1)
 
 
+def _row(
+    library: FakeAiter, tokens: int, sizes: tuple[int, int, int], choices: int, is_ep: bool
+) -> tuple[str, str] | None:
+    """What the table names for so many tokens. With a mask one choice is thought to be appended."""
+    padded = 1 << (tokens - 1).bit_length()
+    return library.tuned_experts.get((padded, *sizes, choices - is_ep))
+
+
+def _kernel_of_a_stage() -> None: ...
+
+
+def get_2stage_cfgs(check: Check) -> SimpleNamespace:
+    """Parts that say as `kernelName` what they run; ports of MXFP4 have names of their own."""
+    sizes = tuple(check.value(name) for name in ("model_dim", "inter_dim", "expert"))
+    tokens, choices, is_ep = (check.value(name) for name in ("token", "topk", "is_ep"))
+    check.that(choices > is_ep, "a choice")
+    types = check.value("q_dtype_a"), check.value("q_dtype_w")
+    dtype, fp8, kind = check.value("dtype"), fp8_of(check.library.arch), check.value("q_type")
+    wanted = {"No": ((dtype, dtype),), "per_1x32": ((FP4, FP4), (dtype, torch.int4))}
+    check.that(kind.name in ("No", "per_Token", "per_1x128", "per_1x32"), "as the table has it")
+    check.that(types in wanted.get(kind.name, ((fp8, fp8),)), "types of the format")
+    check.that(check.value("use_g1u1") is True and check.value("activation").name == "Silu", "MLPs")
+    no = [check.value(name) for name in ("doweight_stage1", "hidden_pad", "intermediate_pad")]
+    check.that(no == [False, 0, 0], "nothing else")
+    first, second = _row(check.library, tokens, sizes, choices, is_ep) or ("", "")
+    is_port = "mxmoe" in first
+    return SimpleNamespace(
+        stage1=partial(_kernel_of_a_stage, **{"kernelName1" if is_port else "kernelName": first}),
+        stage2=partial(_kernel_of_a_stage, **{"kernelName2" if is_port else "kernelName": second}),
+    )
+
+
+def stage2_uses_route_reduce(check: Check) -> bool:
+    return "_reduce" in check.value("stage2").keywords.get("kernelName", "")
+
+
+def _look_up(check: Check, sizes: tuple[int, int, int]) -> None:
+    """As aiter does: what the table names is started, whether it is there or not."""
+    library, mask = check.library, check.value("expert_mask")
+    tokens, choices = check.sizes["T"], check.sizes["K"]
+    row = _row(library, tokens, sizes, choices, mask is not None)
+    library.seen_experts.append(row)
+    if any("mxmoe" in name for name in row or ()) and mask is not None:
+        raise NotImplementedError("MXFP4 a4w4 FlyDSL port does not support expert-parallel yet")
+    if any(name.startswith("flydsl_") for name in row or ()) and "flydsl" not in library.packages:
+        raise ModuleNotFoundError("No module named 'flydsl'")
+
+
+def _check_last_choice(check: Check, ids: torch.Tensor, weights: torch.Tensor) -> None:
+    """aiter's callers append a choice that is masked."""
+    mask = check.value("expert_mask")
+    check.that(not int(mask[-1]), "a mask of 0 at its end")
+    check.that(bool((ids[:, -1] == len(mask) - 1).all()), "a choice of the last id at the end")
+    check.that(not weights[:, -1].any(), "a choice without a weight at the end")
+
+
 def fused_moe(check: Check) -> torch.Tensor:
     x = check.activation("hidden_states", "T H")
     weights = check.tensor("topk_weight", "T K", torch.float32)
@@ -181,6 +239,8 @@ def fused_moe(check: Check) -> torch.Tensor:
     if check.value("expert_mask") is not None:
         held = check.integers("expert_mask", "G").nonzero()[:, 0].tolist()
         check.that(len(held) == len(w1), "as many ids in the mask as experts")
+        _check_last_choice(check, ids, weights)
+    _look_up(check, (hidden, inter, len(w1)))
     for expert, id in enumerate(held):
         tokens, place = (ids == id).nonzero(as_tuple=True)
         gate, up = F.linear(inputs[tokens], w1[expert]).chunk(2, dim=-1)
@@ -199,6 +259,8 @@ KERNELS: dict[str, Callable[[Any], Any]] = {
         pack_int8_to_packed_int4,
         shuffle_scale_for_int4,
         is_flydsl_available,
+        get_2stage_cfgs,
+        stage2_uses_route_reduce,
         fused_moe,
     )
 }

@@ -26,6 +26,10 @@ class QuantType(Enum):
     per_128x128 = 5
 
 
+class ActivationType(Enum):
+    Silu = 0
+
+
 def fp8_of(arch: str) -> torch.dtype:
     return torch.float8_e4m3fnuz if arch == "gfx942" else torch.float8_e4m3fn
 

@@ -86,7 +86,8 @@ def _products() -> list[OpCase]:
     ids = torch.stack([torch.randperm(8)[:2] for _ in range(5)])
     gates = torch.rand(5, 2)
     experts = random(5, 128), random(8, 256, 128, seed=3) / 8, random(8, 128, 128, seed=4) / 8
-    layer = {"num_experts": 8, "hidden_size": 128, "intermediate_size": 128}
+    layer = {"num_experts": 8, "top_k": 2, "elsewhere": 0}
+    layer |= {"hidden_size": 128, "intermediate_size": 128}
     return [
         OpCase("linear", (x, weight, bias), sizes, tolerance=ROUNDED),
         OpCase("linear", (x[:3], wide, None), wide_sizes, tolerance=ROUNDED),

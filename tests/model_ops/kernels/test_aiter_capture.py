@@ -6,12 +6,14 @@ On tensors that hold no data; the kernels are left out.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from fake_aiter import AITER, ENTRY_POINTS
-from fake_aiter_quant import QuantType
+from fake_aiter_quant import ActivationType, QuantType
 from graphs.test_capture_without_host import nothing_from_the_host
 
 from atom.model_ops.kernels import probe
@@ -33,6 +35,7 @@ from atom.platform import Platform
 
 BF16 = torch.bfloat16
 SEQUENCES = 3
+CHOICES = {"num_experts": 8, "top_k": 2, "elsewhere": 0}
 
 
 def _like_the_first(*args: Any, **_: Any) -> torch.Tensor:
@@ -52,12 +55,15 @@ FUNCTIONS = {
     **dict.fromkeys(ENTRY_POINTS, _like_the_first),
     **{name: _twice_the_first for name in ENTRY_POINTS if name.endswith("_quant_hip")},
     "QuantType": QuantType,
+    "ActivationType": ActivationType,
+    "stage2_uses_route_reduce": lambda stage2: not stage2,
+    "get_2stage_cfgs": lambda *_, **__: SimpleNamespace(stage1=partial(len), stage2=partial(len)),
     "get_gfx": lambda: "gfx950",
     "get_cu_num": lambda: 256,
     "get_mla_metadata_info_v1": _sizes_of_work,
     "get_GEMM_A16W16_config": lambda *_: {"libtype": "torch"},
 }
-LIBRARY = probe.Library(lambda _: FUNCTIONS)
+LIBRARY = probe.Library(lambda _: FUNCTIONS, has_program=lambda _: True)
 
 
 def empty(*shape: int, dtype: torch.dtype = BF16) -> torch.Tensor:
@@ -127,7 +133,7 @@ def mlp(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
     route = ops.resolve("moe_route", torch.float32, **shape, has_bias=1)
     logits, bias = empty(tokens, 8, dtype=torch.float32), empty(8, dtype=torch.float32)
     weights, ids = route(logits, bias, routing)
-    sizes = {"num_experts": 8, "hidden_size": 64, "intermediate_size": 64}
+    sizes = {**CHOICES, "hidden_size": 64, "intermediate_size": 64}
     experts = ops.resolve("moe_experts", BF16, **sizes)
     x, total = ops.resolve("add_rms_norm", BF16, size=64)(
         empty(tokens, 64), empty(tokens, 64), empty(64), 1e-5
@@ -176,7 +182,7 @@ def products(ops: OpTable, metadata: AttentionMetadata) -> torch.Tensor:
         x = choice.function(x, prepared, empty(256)).to(BF16)
     weights = empty(len(x), 2, dtype=torch.float32)
     for form in (*FP8_BLOCKS, FP8_CHANNEL, MXFP4):
-        sizes = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 256}
+        sizes = {**CHOICES, "hidden_size": 256, "intermediate_size": 256}
         choice = ops.resolve_weights("quant_experts", BF16, form, **sizes)
         assert choice.prepare is not None
         both = (quantised_weights(form, 8, rows, 256) for rows in (512, 256))

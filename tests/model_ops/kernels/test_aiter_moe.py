@@ -79,7 +79,8 @@ def test_routings_that_aiter_has_not(
         aiter.ops.resolve("moe_route", torch.float32, **routing_shape(routing, has_bias))
 
 
-SIZES = {"num_experts": 8, "hidden_size": 256, "intermediate_size": 128}
+SIZES = {"num_experts": 8, "top_k": 3, "elsewhere": 0}
+SIZES |= {"hidden_size": 256, "intermediate_size": 128}
 
 
 def expert_weights(aiter: Aiter) -> tuple[torch.Tensor, torch.Tensor]:

@@ -77,8 +77,7 @@ def test_products(arch: str, name: str) -> None:
     skip_unless_interpreted(name)
     with fake_of(arch) as aiter:
         check_linear(aiter, name)
-        asked = ("get_gfx",) if name not in ("int8", "mxfp4") else ()
-        aiter.called(*CALLED[name], *asked)
+        aiter.called(*CALLED[name])
 
 
 def test_blocks_that_are_cut_off() -> None:

@@ -31,6 +31,7 @@ from atom.model_ops.registry import OpTable, OpUnavailableError
 from atom.platform import Platform, cpu_platform
 
 CPU = torch.device("cpu")
+CHOICES = {"num_experts": 4, "top_k": 2, "elsewhere": 0}
 EXPERTS = {"blocks": FP8_BLOCKS[0], "channels": FP8_CHANNEL, "mxfp4": MXFP4, "int4": INT4}
 
 
@@ -70,7 +71,7 @@ def expert_case(
 
 def check_experts(aiter: Aiter, name: str) -> None:
     w13, w2, x, weights, ids = expert_case(name, aiter.ops.platform.arch)
-    sizes = {"num_experts": 4, "hidden_size": 256, "intermediate_size": 256}
+    sizes = {**CHOICES, "hidden_size": 256, "intermediate_size": 256}
     choice = aiter.ops.resolve_weights("quant_experts", BF16, w13.format, **sizes)
     assert choice.prepare is not None
     prepared = choice.prepare(clone(w13, aiter.device), clone(w2, aiter.device), BF16)
@@ -161,7 +162,7 @@ def loaded_experts(ops: OpTable) -> FusedMoE:
     """A layer of FP8 blocks, filled as a checkpoint fills it."""
     config = parse_quantization({"quant_method": "fp8", "weight_block_size": [128, 128]}, {})
     context = LayerContext(torch.float32, torch.device("cpu"), ops, 8, quant=config)
-    layer = FusedMoE(4, 256, 128, context, "experts")
+    layer = FusedMoE(4, 2, 256, 128, context, "experts")
     for expert in range(4):
         for part, shape in (("gate", (128, 256)), ("up", (128, 256)), ("down", (256, 128))):
             weights = random_weights(FP8_BLOCKS[0], *shape, seed=ord(part[0]) + expert)
@@ -203,7 +204,7 @@ def test_a_layer_of_experts_is_prepared_when_loaded() -> None:
 def test_quantised_experts_that_aiter_has_not(
     arch: str, form: WeightFormat, size: int, reason: str
 ) -> None:
-    sizes = {"num_experts": 4, "hidden_size": 256, "intermediate_size": size}
+    sizes = {**CHOICES, "hidden_size": 256, "intermediate_size": size}
     with fake_of(arch) as aiter, pytest.raises(OpUnavailableError, match=reason):
         aiter.ops.resolve_weights("quant_experts", BF16, form, **sizes)
 
@@ -225,7 +226,8 @@ def test_quantised_experts_that_aiter_has_not(
 )
 def test_int4_of_kimi(arch: str, experts: int, inter: int, reason: str | None) -> None:
     """Where aiter has measured kernels: for the experts that 8, 4 and 2 ranks cut."""
-    sizes = {"num_experts": experts, "hidden_size": 7168, "intermediate_size": inter}
+    sizes = {"num_experts": experts, "top_k": 8, "elsewhere": 0}
+    sizes |= {"hidden_size": 7168, "intermediate_size": inter}
     with fake_of(arch) as aiter:
         if reason is None:
             assert (
@@ -240,10 +242,10 @@ def test_int4_of_kimi(arch: str, experts: int, inter: int, reason: str | None) -
 @pytest.mark.usefixtures("demanded")
 def test_int4_without_its_kernels() -> None:
     """Other formats need neither flydsl nor the functions that pack INT4."""
-    sizes = {"num_experts": 4, "hidden_size": 256, "intermediate_size": 256}
+    sizes = {**CHOICES, "hidden_size": 256, "intermediate_size": 256}
     with fake_of("gfx950") as aiter:
         assert aiter.fake is not None
-        aiter.fake.has_flydsl = False
+        aiter.fake.packages = {}
         aiter.ops.resolve_weights("quant_experts", BF16, FP8_CHANNEL, **sizes)
         with pytest.raises(OpUnavailableError, match="flydsl's, which is not installed"):
             aiter.ops.resolve_weights("quant_experts", BF16, INT4, **sizes)

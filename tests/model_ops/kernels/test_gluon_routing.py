@@ -103,7 +103,7 @@ def test_aiter_has_only_its_gluon_kernel() -> None:
 def test_with_aiter_one_of_the_two_decodes(
     platform: Platform, num_blocks: int, head_dim: int, block_size: int, window: int
 ) -> None:
-    fake = FakeAiter()
+    fake = FakeAiter(arch=platform.arch)
     with probe.replaced(fake.library):
         ops = OpTable(platform, OPS)
         shape = {"num_blocks": num_blocks, "head_dim": head_dim, "block_size": block_size}

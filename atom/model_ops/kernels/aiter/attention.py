@@ -20,7 +20,7 @@ from atom.model_ops.kernels.aiter.layout import (
     CacheLayout,
     PackedLayout,
     PlainLayout,
-    refuses_packing,
+    refuses_packed,
 )
 from atom.model_ops.kernels.aiter.sequences import context_tokens, equal_queries
 from atom.model_ops.kernels.aiter.support import refuses_storage, requires
@@ -55,7 +55,7 @@ def _refuses_sizes(query: OpQuery) -> str | None:
 
 def _refuses_decode(query: OpQuery) -> str | None:
     if query.shape["num_heads"] == query.shape["num_kv_heads"]:
-        return f"one query head a KV head: Gluon's. {refuses_packing(query) or 'A packed cache'}"
+        return f"one query head a KV head: Gluon's. {refuses_packed(query) or 'A packed cache'}"
     return _refuses_sizes(query)
 
 
@@ -136,7 +136,7 @@ def _gluon(
     One query at a time: with several, persistent programs (`ps`) skip keys where a split falls
     within a partition. Assumes that FP8 keys and values work with 16-bit queries.
     """
-    assert sliding_window is None, "refuses_packing keeps windows away"
+    assert sliding_window is None, "refuses_packed keeps windows away"
     q = q.contiguous()
     out = torch.empty_like(q)
     rows = equal_queries(metadata, 1)

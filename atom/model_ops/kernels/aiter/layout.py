@@ -6,18 +6,18 @@ kernel reads (unified attention calls it shuffled), with vectors of x elements (
 x]. A block has the same bytes in both, so code that moves whole blocks need not distinguish them.
 
 A layer's pool is packed if and only if its write, decode and prefill ops are all aiter's packed
-ones. These share one condition, `refuses_packing`, so they agree; if an override or a missing entry
+ones. These share one condition, `refuses_packed`, so they agree; if an override or a missing entry
 point prevents that, `OpTable.resolve_together` chooses plain ops for all.
 """
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from atom.model_ops.kernels.aiter.support import refuses_storage, requires
-from atom.model_ops.kernels.probe import EntryPoint
+from atom.model_ops.kernels.probe import EntryPoint, function, lacks_programs
 from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.metadata import KVCacheTensor
 from atom.model_ops.registry import OpQuery
@@ -43,8 +43,18 @@ GLUON_DECODE = EntryPoint(
     "query_length max_context_partition_num",
     "context_partition_size compute_type key_scale value_scale ps",
 )
+# Whether the Gluon decode could import its last step, which the programs below compile at the first
+# call. What it would run in its place fails: it passes a parameter that its FlyDSL kernel lacks.
+_COMPILED_REDUCE = EntryPoint("aiter.ops.triton.gluon.pa_decode_gluon:CXX_PS_REDUCE_AVAILABLE", "")
+_COMPILERS = ("hipcc", "hipconfig", "make")
 # Required by every packed implementation, so that they are available together or not at all.
-PACKED_ENTRY_POINTS = (WRITE_PACKED, GLUON_DECODE, UNIFIED_ATTENTION, FLASH_ATTENTION)
+PACKED_ENTRY_POINTS = (
+    WRITE_PACKED,
+    GLUON_DECODE,
+    _COMPILED_REDUCE,
+    UNIFIED_ATTENTION,
+    FLASH_ATTENTION,
+)
 
 # The head size that aiter's tests of Gluon decode use, and the block sizes it compiles for except
 # 1024: unified attention reads a packed block as one tile, which would be too large.
@@ -53,7 +63,7 @@ _BLOCK_SIZES = (16, 64)
 _VECTOR_BYTES = 16
 
 
-def refuses_packing(query: OpQuery) -> str | None:
+def _refuses_packing(query: OpQuery) -> str | None:
     """Why this layer's pool must be plain; None if it can be packed."""
     shape = query.shape
     if shape["num_heads"] != shape["num_kv_heads"]:
@@ -68,10 +78,20 @@ def refuses_packing(query: OpQuery) -> str | None:
         return f"packed caches have a block_size of {sizes}, not {shape['block_size']}"
     if shape["sliding_window"]:
         return f"the Gluon decode has no sliding_window={shape['sliding_window']}"
-    return refuses_storage(query)
+    return refuses_storage(query) or _refuses_compiling()
 
 
-refuses_packed = requires(*PACKED_ENTRY_POINTS, also=refuses_packing)
+def _refuses_compiling() -> str | None:
+    """Why the last step of the Gluon decode cannot be compiled; None if it can."""
+    step = "the last step of aiter's Gluon decode is compiled at the first call"
+    is_there: Any = function(_COMPILED_REDUCE)
+    if not is_there:
+        return f"{step}, and its sources cannot be imported (csrc.cpp_itfs)"
+    missing = lacks_programs(*_COMPILERS)
+    return f"{step}: {missing}" if missing else None
+
+
+refuses_packed = requires(*PACKED_ENTRY_POINTS, also=_refuses_packing)
 
 
 def packed_key(key: torch.Tensor) -> torch.Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from atom.model_ops.kernels.aiter.support import COMPUTE_UNITS, requires
-from atom.model_ops.kernels.probe import EntryPoint, function
+from atom.model_ops.kernels.probe import EntryPoint, function, refusal
 from atom.model_ops.registry import OpQuery
 
 _GEMM = EntryPoint("aiter.tuned_gemm:gemm_a16w16", "A B", "bias otype")
@@ -18,6 +18,8 @@ _MOST_ROWS = 4
 _VECTOR, _LEAST_OUTPUTS = 8, 16
 # It counts weights in 32 bits.
 _MOST_WEIGHTS = 2**32
+# Numbers of rows that the table of ops asks aiter's table for, from small batches to prompts.
+_SAMPLED_ROWS = (8, 64, 512, 4096)
 
 
 def _refuses_sizes(query: OpQuery) -> str | None:
@@ -36,9 +38,20 @@ refuses = requires(_GEMM)
 refuses_few_rows = requires(_GEMM, _TUNED, _FEW_ROWS, COMPUTE_UNITS, also=_refuses_sizes)
 
 
-def note_few_rows(_: OpQuery) -> str:
+def note(query: OpQuery) -> str:
+    """What the table of ops says of a shape that aiter has no measured kernel for."""
+    if refusal(_TUNED):
+        return ""
+    outputs, inputs = query.shape["out_features"], query.shape["in_features"]
+    if any(_is_tuned(rows, outputs, inputs, query.dtype) for rows in _SAMPLED_ROWS):
+        return ""
+    return f"aiter has tuned none of {', '.join(map(str, _SAMPLED_ROWS))} rows: torch's product"
+
+
+def note_few_rows(query: OpQuery) -> str:
     """What the table of ops says of `linear_few_rows`."""
-    return f"up to {_MOST_ROWS} rows by wvSpltK, unless aiter has tuned the shape"
+    few = f"up to {_MOST_ROWS} rows by wvSpltK, unless aiter has tuned the shape"
+    return "; ".join(filter(None, (few, note(query))))
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
@@ -63,7 +76,9 @@ def linear_few_rows(
     """
     rows = x.reshape(-1, x.shape[-1])
     count, outputs = rows.shape[0], weight.shape[0]
-    if bias is not None or not 1 <= count <= _MOST_ROWS or _is_tuned(count, weight):
+    if bias is not None or not 1 <= count <= _MOST_ROWS:
+        return linear(x, weight, bias)
+    if _is_tuned(count, outputs, weight.shape[1], weight.dtype):
         return linear(x, weight, bias)
     out = rows.new_empty(count, outputs)
     _multiply_few(rows, weight, out)
@@ -75,7 +90,9 @@ def linear_few_rows_into(
 ) -> None:
     """`linear_few_rows` written to `out`; copied where aiter's table has a kernel of its own."""
     rows = x.reshape(-1, x.shape[-1])
-    if bias is not None or not out.is_contiguous() or _is_tuned(rows.shape[0], weight):
+    outputs, inputs = weight.shape
+    is_tuned = bias is None and _is_tuned(rows.shape[0], outputs, inputs, weight.dtype)
+    if bias is not None or is_tuned or not out.is_contiguous():
         out.copy_(linear_few_rows(x, weight, bias))
     elif 1 <= rows.shape[0] <= _MOST_ROWS:
         _multiply_few(rows, weight, out)
@@ -88,8 +105,7 @@ def _multiply_few(rows: torch.Tensor, weight: torch.Tensor, out: torch.Tensor) -
     function(_FEW_ROWS)(weight, rows.contiguous(), out, count, units)
 
 
-def _is_tuned(rows: int, weight: torch.Tensor) -> bool:
+def _is_tuned(rows: int, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
     """Whether aiter has a kernel of its own for a product without a bias."""
-    dtype = str(weight.dtype)
-    chosen = function(_TUNED)(rows, *weight.shape, False, dtype, dtype)
+    chosen = function(_TUNED)(rows, outputs, inputs, False, str(dtype), str(dtype))
     return bool(chosen["libtype"] != "torch")

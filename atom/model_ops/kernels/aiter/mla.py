@@ -28,8 +28,8 @@ from atom.model_ops.kernels.aiter.sequences import (
 )
 from atom.model_ops.kernels.aiter.splits import SPLITS, leave_units_idle, num_splits
 from atom.model_ops.kernels.aiter.support import (
-    ARCH,
     COMPUTE_UNITS,
+    arch,
     refuses_storage,
     requires,
 )
@@ -125,7 +125,7 @@ def _refuses_values(query: OpQuery) -> str | None:
 
 
 refuses_decode = requires(
-    _DECODE, ARCH, COMPUTE_UNITS, *WORK, also=_refuses_latents, dtypes=(torch.bfloat16,)
+    _DECODE, COMPUTE_UNITS, *WORK, also=_refuses_latents, dtypes=(torch.bfloat16,)
 )
 refuses_prefill = requires(FLASH_ATTENTION, also=_refuses_values)
 
@@ -145,9 +145,8 @@ def padded_heads(num_heads: int, queries: int) -> int:
     tokens, and the kernel that joins the splits takes it for 16: of a context of less than 32
     tokens a split it would read what nobody wrote.
     """
-    arch = function(ARCH)()
     missing = {("gfx950", 32)} | ({("gfx942", 64)} if queries == 1 else set())
-    return next(n for n in _HEADS if n >= num_heads and (arch, n) not in missing)
+    return next(n for n in _HEADS if n >= num_heads and (arch(), n) not in missing)
 
 
 def mla_decode(
@@ -249,7 +248,7 @@ def _shares(
     if kv_cache.scale is None:
         units = function(COMPUTE_UNITS)()
         programs = count * -(-heads * pages.queries // _ROWS[heads])
-        takes_lists = heads == _LISTED_HEADS or function(ARCH)() != "gfx942"
+        takes_lists = heads == _LISTED_HEADS or arch() != "gfx942"
         takes_lists = takes_lists and pages.queries <= MOST_QUERIES
         if not (takes_lists and leave_units_idle(programs, context_len, units)):
             splits = num_splits(programs, context_len, units)

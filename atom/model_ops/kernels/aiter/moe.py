@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 import torch
+import torch.nn.functional as F
 
 from atom.model_ops.kernels.aiter.shuffle import (
     SHUFFLE,
@@ -13,6 +14,7 @@ from atom.model_ops.kernels.aiter.shuffle import (
     shuffle,
 )
 from atom.model_ops.kernels.aiter.support import requires
+from atom.model_ops.kernels.aiter.tuned_experts import TUNED, note_tuned, refuses_tuned
 from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.registry import OpQuery
 from atom.model_ops.routing import Routing
@@ -92,10 +94,19 @@ def _refuses_sizes(query: OpQuery) -> str | None:
     for name, size in (("hidden_size", hidden), ("intermediate_size", inter)):
         if size % _STEP:
             return f"{name}={size} is no multiple of {_STEP}"
-    return refuses_shuffle(2 * inter, hidden) or refuses_shuffle(hidden, inter)
+    return (
+        refuses_shuffle(2 * inter, hidden)
+        or refuses_shuffle(hidden, inter)
+        or refuses_tuned(query, "No", query.dtype, query.dtype)
+    )
 
 
-refuses_experts = requires(FUSED, SHUFFLE, also=_refuses_sizes)
+refuses_experts = requires(FUSED, SHUFFLE, *TUNED, also=_refuses_sizes)
+
+
+def note_experts(query: OpQuery) -> str:
+    """What the table of ops says of `moe_experts`."""
+    return note_tuned(query, "No", query.dtype, query.dtype)
 
 
 def prepare_experts(w13: torch.Tensor, w2: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -121,9 +132,24 @@ def moe_experts(
     """
     check_shuffled(w13, w2)
     mask = held_experts(w13.shape[0], elsewhere, x.device)
-    given = x.contiguous(), w13, w2, weights, ids.to(torch.int32)
-    out: torch.Tensor = function(FUSED)(*given, expert_mask=mask)
+    choices = with_masked_choice(weights, ids, mask)
+    out: torch.Tensor = function(FUSED)(x.contiguous(), w13, w2, *choices, expert_mask=mask)
     return out
+
+
+def with_masked_choice(
+    weights: torch.Tensor, ids: torch.Tensor, mask: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """weights [T, k], ids [T, k] int32; with a mask one more choice, of the id that stands for
+    experts elsewhere and with no weight.
+
+    aiter's callers append it, so aiter looks a call with a mask up in its table of tuned kernels
+    with one choice less than it has.
+    """
+    ids = ids.to(torch.int32)
+    if mask is None:
+        return weights, ids
+    return F.pad(weights, (0, 1)), F.pad(ids, (0, 1), value=len(mask) - 1)
 
 
 @lru_cache

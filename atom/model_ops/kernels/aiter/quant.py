@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from atom.model_ops.kernels.aiter.support import ARCH
+from atom.model_ops.kernels.aiter.support import arch
 from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.kernels.torch.fp8 import bits
 from atom.model_ops.quant.weights import Activations, QuantWeights, WeightFormat, scale_values
@@ -57,7 +57,7 @@ def fp8_weights(weights: QuantWeights) -> tuple[torch.Tensor, torch.Tensor]:
 
 def is_fnuz() -> bool:
     """Whether the device multiplies e4m3fnuz."""
-    return bool(function(ARCH)() == "gfx942")
+    return arch() == "gfx942"
 
 
 def e8m0_scales(scale: torch.Tensor) -> torch.Tensor:

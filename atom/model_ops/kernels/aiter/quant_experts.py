@@ -8,7 +8,7 @@ import torch
 
 from atom.environment import op_override
 from atom.model_ops.kernels import probe
-from atom.model_ops.kernels.aiter.moe import FUSED, held_experts
+from atom.model_ops.kernels.aiter.moe import FUSED, held_experts, with_masked_choice
 from atom.model_ops.kernels.aiter.quant import (
     E8M0_SHUFFLE,
     FP8_BLOCKS,
@@ -28,12 +28,17 @@ from atom.model_ops.kernels.aiter.shuffle import (
     shuffle,
     shuffle_int4,
 )
-from atom.model_ops.kernels.aiter.support import ARCH, requires
+from atom.model_ops.kernels.aiter.support import requires
+from atom.model_ops.kernels.aiter.tuned_experts import (
+    QUANT_TYPE,
+    TUNED,
+    note_tuned,
+    refuses_tuned,
+)
 from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.quant.weights import QuantWeights
 from atom.model_ops.registry import OpQuery
 
-_QUANT_TYPE = EntryPoint("aiter.ops.enum:QuantType", "")
 _HAS_FLYDSL = EntryPoint("aiter.fused_moe:is_flydsl_available", "")
 
 # aiter's name for each format, and the multiple of elements that its kernels read: 128 bytes, but
@@ -107,25 +112,18 @@ def quant_experts(
     Inputs of both products are quantised as the format says. Assumes that SiLU is the default
     activation, and that the first half of w13's rows is the gate.
     """
+    mask = held_experts(w13.codes.shape[0], elsewhere, x.device)
     out: torch.Tensor = function(FUSED)(
         x.contiguous(),
         w13.codes,
         w2.codes,
-        weights,
-        ids.to(torch.int32),
-        expert_mask=held_experts(w13.codes.shape[0], elsewhere, x.device),
-        quant_type=getattr(function(_QUANT_TYPE), w13.quant_type),
+        *with_masked_choice(weights, ids, mask),
+        expert_mask=mask,
+        quant_type=getattr(function(QUANT_TYPE), w13.quant_type),
         w1_scale=w13.scale,
         w2_scale=w2.scale,
     )
     return out
-
-
-def note(query: OpQuery) -> str:
-    """What the kernels for groups of 32 cost."""
-    if query.weights not in (INT4, MXFP4):
-        return ""
-    return "experts are added in bfloat16 and in any order: equal steps may differ in last bits"
 
 
 def _refuses(query: OpQuery) -> str | None:
@@ -137,7 +135,9 @@ def _refuses(query: OpQuery) -> str | None:
     if query.weights == MXFP4 and (reason := refuses_arch(query.platform.arch)):
         return reason
     reason = refuses_multiples(**sizes)
-    return reason or (_refuses_int4(query) if query.weights == INT4 else None)
+    if reason is None and query.weights == INT4:
+        reason = _refuses_int4(query)
+    return reason or refuses_tuned(query, *_looked_up(query))
 
 
 def _refuses_int4(query: OpQuery) -> str | None:
@@ -161,12 +161,26 @@ def _refuses_int4(query: OpQuery) -> str | None:
     )
 
 
+def note(query: OpQuery) -> str:
+    """What the table of ops says of `quant_experts`."""
+    return note_tuned(query, *_looked_up(query))
+
+
+def _looked_up(query: OpQuery) -> tuple[str, torch.dtype, torch.dtype]:
+    """aiter's name of the format, and what its products multiply."""
+    assert query.weights is not None
+    quant_type, _ = _FORMATS[query.weights]
+    if query.weights == INT4:
+        return quant_type, query.dtype, torch.int4  # type: ignore[attr-defined]
+    codes = torch.float4_e2m1fn_x2 if query.weights == MXFP4 else query.platform.fp8_dtype
+    return quant_type, codes, codes
+
+
 refuses = requires(
     FUSED,
     SHUFFLE,
     E8M0_SHUFFLE,
-    _QUANT_TYPE,
-    ARCH,
+    *TUNED,
     also=_refuses,
     dtypes=(torch.bfloat16,),
 )

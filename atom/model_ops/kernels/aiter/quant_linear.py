@@ -24,7 +24,7 @@ from atom.model_ops.kernels.aiter.quant import (
     refuses_multiples,
 )
 from atom.model_ops.kernels.aiter.shuffle import SHUFFLE, refuses_shuffle, shuffle
-from atom.model_ops.kernels.aiter.support import ARCH, bounded, requires
+from atom.model_ops.kernels.aiter.support import bounded, requires
 from atom.model_ops.kernels.probe import EntryPoint, function
 from atom.model_ops.kernels.triton.quant_inputs import limit_within
 from atom.model_ops.kernels.triton.quant_layout import TileWeights
@@ -214,10 +214,10 @@ def _refuses_mxfp4(query: OpQuery) -> str | None:
 
 _REFUSES = {
     **dict.fromkeys(
-        FP8_BLOCKS + FP8_POWER_BLOCKS, requires(_PER_GROUP, _A8W8_BLOCK, ARCH, also=_refuses_block)
+        FP8_BLOCKS + FP8_POWER_BLOCKS, requires(_PER_GROUP, _A8W8_BLOCK, also=_refuses_block)
     ),
-    FP8_CHANNEL: requires(_PER_TOKEN, _A8W8_SHUFFLED, SHUFFLE, ARCH, also=_refuses_channel),
-    FP8_STATIC: requires(_STATIC, _A8W8_SHUFFLED, SHUFFLE, ARCH, also=_refuses_channel),
+    FP8_CHANNEL: requires(_PER_TOKEN, _A8W8_SHUFFLED, SHUFFLE, also=_refuses_channel),
+    FP8_STATIC: requires(_STATIC, _A8W8_SHUFFLED, SHUFFLE, also=_refuses_channel),
     INT8_CHANNEL: requires(_PER_TOKEN, _A8W8, also=_refuses_int8),
     MXFP4: requires(
         _PER_1X32, _A4W4, SHUFFLE, E8M0_SHUFFLE, also=_refuses_mxfp4, dtypes=(torch.bfloat16,)

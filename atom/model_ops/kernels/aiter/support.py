@@ -10,8 +10,9 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from atom.model_ops.kernels import probe
 from atom.model_ops.registry import OpQuery, always
 
-# For which architecture aiter picks kernels, and the device's compute units.
-ARCH = probe.EntryPoint("aiter.jit.utils.chip_info:get_gfx", "")
+# For which architecture aiter picks kernels: $GPU_ARCHS if that is set, of several the last.
+_GET_GFX = probe.EntryPoint("aiter.jit.utils.chip_info:get_gfx", "")
+# The device's.
 COMPUTE_UNITS = probe.EntryPoint("aiter.jit.utils.chip_info:get_cu_num", "")
 
 # Keeps a bound that is rounded to bfloat16 within the range; what it cuts off rounds to the largest
@@ -29,7 +30,8 @@ def requires(
     also: Callable[[OpQuery], str | None] = always,
     dtypes: tuple[torch.dtype, ...] = HALF,
 ) -> Callable[[OpQuery], str | None]:
-    """A `refuses` function: requires aiter's entry points and dtypes, and then asks `also`.
+    """A `refuses` function: requires aiter's entry points, that it knows the GPU, and dtypes, and
+    then asks `also`.
 
     Args:
         also: checks shape and storage.
@@ -37,13 +39,33 @@ def requires(
     """
 
     def refuses(query: OpQuery) -> str | None:
-        if reason := probe.refusal(*entry_points):
+        if reason := probe.refusal(*entry_points, _GET_GFX) or _refuses_arch(query.platform.arch):
             return reason
         if query.dtype not in dtypes and query.dtype not in probe.extra_dtypes():
             return f"computes in {_listed(dtypes)}, not {_short(query.dtype)}"
         return also(query)
 
     return refuses
+
+
+def _refuses_arch(arch: str) -> str | None:
+    """Why aiter would pick kernels for another GPU than this one; None if it does not."""
+    try:
+        told = probe.function(_GET_GFX)()
+    except Exception as error:
+        what = " ".join(str(error).split())
+        return f"it cannot tell the GPU's architecture: {type(error).__name__}: {what}"
+    if told == arch:
+        return None
+    return (
+        f"it picks kernels for {told}, and this GPU is {arch}: it takes the last of $GPU_ARCHS, "
+        f"which is for building it; unset that, or set it to {arch}"
+    )
+
+
+def arch() -> str:
+    """The platform's architecture, as aiter tells it: `requires` refuses one that tells another."""
+    return str(probe.function(_GET_GFX)())
 
 
 def refuses_storage(query: OpQuery) -> str | None:
