@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from types import TracebackType
 from typing import Any
 
 from tqdm import tqdm
 
 from atom.entrypoints.engine_metrics import EngineMetric, engine_metrics
-from atom.entrypoints.offline.chat import Message, template_messages
 from atom.entrypoints.offline.interrupts import interrupts_held
 from atom.entrypoints.offline.prompts import (
     Prompt,
@@ -20,6 +20,7 @@ from atom.entrypoints.offline.prompts import (
     prompt_list,
     refuse_adapter,
 )
+from atom.entrypoints.openai.chat.template import ChatTemplates, Message
 from atom.messages import RequestFailedError, RequestRefusedError
 from atom.model_engine.arg_utils import choose_draft, engine_config
 from atom.model_engine.llm_engine import LLMEngine
@@ -27,6 +28,7 @@ from atom.model_engine.processes.launched import run_as_follower_if_launched
 from atom.model_engine.replicas.mailbox import merge
 from atom.outputs import RequestOutput
 from atom.sampling_params import SamplingParams
+from atom.text.control_tokens import ControlTokens
 
 Params = SamplingParams | Sequence[SamplingParams] | None
 # Whether there is a progress bar, or what makes it instead of tqdm.
@@ -104,6 +106,7 @@ class LLM:
         if (status := run_as_follower_if_launched(config)) is not None:
             raise SystemExit(status)
         self.engine = LLMEngine(config)
+        self._chat_templates: dict[str | None, ChatTemplates] = {}
         self._request_ids = itertools.count()
         # Of all requests that were begun and neither finished nor left.
         self._mail: dict[str, _Mail] = {}
@@ -118,6 +121,10 @@ class LLM:
         traceback: TracebackType | None,
     ) -> None:
         self.shutdown()
+
+    @cached_property
+    def _control_tokens(self) -> ControlTokens:
+        return ControlTokens(self.engine.tokenizer)
 
     @property
     def tokenizer(self) -> Any:
@@ -177,13 +184,16 @@ class LLM:
         continue_final_message: bool = False,
         tools: Sequence[Mapping[str, Any]] | None = None,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        sanitize_control_tokens: bool = True,
     ) -> list[RequestOutput]:
         """Answer one conversation, or many in one batch.
 
         Args:
             messages: as OpenAI's API has them; contents are text or parts of text.
             sampling_params: as for `generate`, but when None there is no limit of tokens.
-            tools: OpenAI's descriptions of functions, which the template tells the model.
+            tools: OpenAI's descriptions of functions, which the template tells the model, or the
+                system message where the template knows none.
+            sanitize_control_tokens: special tokens that messages and tools spell stay text.
 
         Raises:
             ValueError: when the model has no chat template and none is given, or for contents
@@ -201,6 +211,7 @@ class LLM:
                 add_generation_prompt=add_generation_prompt,
                 continue_final_message=continue_final_message,
                 tools=tools,
+                sanitize_control_tokens=sanitize_control_tokens,
                 **(chat_template_kwargs or {}),
             )
             for conversation in conversations
@@ -210,16 +221,31 @@ class LLM:
             sampling_params.max_tokens = None
         return self.generate(prompts, sampling_params, use_tqdm)
 
-    def render_chat(self, conversation: Sequence[Message], **template_args: Any) -> list[int]:
-        """The token ids of a conversation, rendered by the model's chat template."""
-        template_args.setdefault("add_generation_prompt", True)
-        tokenizer = self.engine.tokenizer
-        text = tokenizer.apply_chat_template(
-            template_messages(conversation), tokenize=False, **template_args
+    def render_chat(
+        self,
+        conversation: Sequence[Message],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        chat_template: str | None = None,
+        sanitize_control_tokens: bool = True,
+        **template_args: Any,
+    ) -> list[int]:
+        """The token ids of a conversation, rendered by the model's chat template; see `chat`."""
+        templates = self._chat_templates.get(chat_template)
+        if templates is None:
+            templates = ChatTemplates(self.engine.tokenizer, chat_template)
+            self._chat_templates[chat_template] = templates
+        template = templates.choose(with_tools=bool(tools))
+        if template is None:
+            raise ValueError("the model has no chat template, and none was given")
+        text = template.render(
+            conversation,
+            tools,
+            control_tokens=self._control_tokens if sanitize_control_tokens else None,
+            **{"add_generation_prompt": True, **template_args},
         )
         # The template has written the special tokens already.
-        token_ids: list[int] = tokenizer.encode(text, add_special_tokens=False)
-        return token_ids
+        return self._control_tokens.encode(text, add_special_tokens=False)[1]
 
     def stream(
         self, prompt: Prompt, sampling_params: SamplingParams | None = None

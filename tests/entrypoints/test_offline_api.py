@@ -17,7 +17,6 @@ from spec_decode.engines import PROMPTS, create_engine, params
 
 from atom import LLM, SamplingParams, StructuredOutput, StructuredOutputsParams
 from atom.entrypoints import llm as llm_module
-from atom.entrypoints.offline.chat import template_messages
 from atom.messages import EngineLimits, RequestRefusedError, check_request
 from atom.model_engine.llm_engine import EngineAsleepError
 
@@ -45,16 +44,6 @@ def test_parts_of_text_are_text(llm: LLM) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:"}}
     with pytest.raises(ValueError, match=r"messages\[0\].content\[1\] is of type 'image_url'"):
         llm.chat([{"role": "user", "content": [parts[0], image]}], greedy, False)
-
-
-def test_calls_of_the_history_reach_templates_as_objects() -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}
-    [message] = template_messages([{"role": "assistant", "content": None, "tool_calls": [call]}])
-    assert message["content"] == ""
-    assert message["tool_calls"][0]["function"]["arguments"] == {"a": 1}
-    call["function"] = {"name": "f", "arguments": "{"}
-    with pytest.raises(ValueError, match=r"messages\[0\].tool_calls: arguments are not JSON"):
-        template_messages([{"role": "assistant", "tool_calls": [call]}])
 
 
 def test_templates_get_tools_and_variables(llm: LLM) -> None:

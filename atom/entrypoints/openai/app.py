@@ -11,7 +11,8 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 
 from atom.entrypoints.openai.api import Api
-from atom.entrypoints.openai.chat.tokenization import PromptEncoder, default_template
+from atom.entrypoints.openai.chat.template import ChatTemplates
+from atom.entrypoints.openai.chat.tokenization import PromptEncoder
 from atom.entrypoints.openai.http.auth import ApiKeyMiddleware
 from atom.entrypoints.openai.http.body import MAX_HELD_BYTES, BodyRoom
 from atom.entrypoints.openai.http.edge import EXPOSED_HEADERS, REQUEST_ID_HEADER, EdgeMiddleware
@@ -44,7 +45,7 @@ def create_app(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetri
     Raises:
         OptionError: when the chat template of `options` is not one.
     """
-    template = options.chat_template or default_template(engine.tokenizer)
+    template = ChatTemplates(engine.tokenizer, options.chat_template).default
     options = with_found_parsers(options, template, engine.model_type)
     servers = [{"url": options.root_path}] if options.root_path else None
     app = FastAPI(title="ATOM", version=__version__, openapi_url=None, servers=servers)
@@ -63,6 +64,7 @@ def _create_api(engine: AsyncEngine, options: ServerOptions, metrics: ServerMetr
             engine.limits.max_model_len,
             options.chat_template,
             tool_format=options.tool_format or GENERIC,
+            sanitize_control_tokens=options.sanitize_control_tokens,
         ),
         workers=Workers(),
         room=BodyRoom(max(MAX_HELD_BYTES, options.max_body_bytes)),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -100,8 +101,8 @@ def test_templates_that_want_objects_get_objects(
     prompt = _prompt(byte_level_tokenizer, template=template, messages=messages)
     assert prompt == '{"a": 1}'
     call["function"] = {"name": "f", "arguments": '{"a":'}
-    with pytest.raises(ApiError, match="not JSON"):
-        _prompt(byte_level_tokenizer, template=template, messages=messages)
+    cut = _prompt(byte_level_tokenizer, template=template, messages=messages)
+    assert json.loads(cut) == '{"a":'
     assert '{"a":]' in _prompt(byte_level_tokenizer, messages=messages)
 
 

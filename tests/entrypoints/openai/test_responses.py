@@ -173,11 +173,6 @@ def test_harmless_fields_are_accepted(client: openai.OpenAI) -> None:
             "input[0].content[0]",
             "unsupported_content",
         ),
-        (
-            {"input": [{"type": "reasoning", "summary": [], "encrypted_content": "x"}]},
-            "input[0].encrypted_content",
-            "unsupported_field",
-        ),
         ({"max_output_tokens": 0}, "max_output_tokens", None),
         ({"max_output_tokens": 600}, "max_output_tokens", "context_length_exceeded"),
         ({"temperature": -1}, "temperature", None),

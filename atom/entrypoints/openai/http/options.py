@@ -78,6 +78,9 @@ class ServerOptions:
     chat_template: str | None = option(
         None, "file with a Jinja chat template", parse=_read_template
     )
+    sanitize_control_tokens: bool = option(
+        True, "special tokens that messages and tools spell stay text, and open or end no turn"
+    )
     tool_call_parser: str = option(
         "auto",
         "how the model writes tool calls; auto is what its chat template shows",

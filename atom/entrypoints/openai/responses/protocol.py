@@ -101,9 +101,9 @@ class FunctionCallOutput(ApiModel):
 
 
 class ReasoningItem(ApiModel):
-    """Its text is in plain; a summary alone says too little, and nothing here is encrypted."""
-
-    UNSUPPORTED: ClassVar[dict[str, tuple[Any, ...]]] = {"summary": ([],), "encrypted_content": ()}
+    """Only a text in plain is told to the model: of other servers' reasoning, which is summed up or
+    encrypted, nothing is left that a model could read.
+    """
 
     type: Literal["reasoning"]
     content: Annotated[list[ReasoningText], Field(fail_fast=True)] | None = None

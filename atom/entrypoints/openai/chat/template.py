@@ -1,0 +1,208 @@
+"""Conversations as a model reads them: the one way from messages to a prompt, for every API.
+
+Clients replay what they were answered, cut wherever a limit fell, and what other servers answered.
+All of it is taken: a call whose arguments are no JSON object reaches the template as text, or
+without arguments where the template takes no text; a tool's result or an assistant's turn without
+content is empty; half a surrogate pair becomes U+FFFD.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from atom.entrypoints.openai.parsing.tool_parsers import GENERIC
+from atom.entrypoints.openai.parsing.tool_prompt import tell_calls, tell_tools
+from atom.text.control_tokens import ControlTokens
+
+Message = Mapping[str, Any]
+
+# What templates are asked to write, to find out whether they do.
+_PROBE = "probe_of_calls"
+_PROBE_ARGUMENTS = '{"probe":  1}'
+_PROBE_TOOL = {
+    "type": "function",
+    "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}},
+}
+# Whose messages may lack content.
+_SILENT_ROLES = ("assistant", "tool")
+
+
+class MessageError(ValueError):
+    """A message that no template can be given.
+
+    Attributes:
+        where: its name, as `messages[3].content`.
+    """
+
+    def __init__(self, where: str, problem: str) -> None:
+        super().__init__(f"{where}{problem}")
+        self.where = where
+
+
+class ChatTemplate:
+    """A chat template, and what it knows.
+
+    Args:
+        tool_format: how tools and calls are told where the template knows none.
+    """
+
+    def __init__(self, tokenizer: Any, text: str, tool_format: str = GENERIC) -> None:
+        self.text = text
+        self._tokenizer = tokenizer
+        self._tool_format = tool_format
+        # Then history reads as the model wrote it; other templates spell out an object.
+        written = self._probe(_PROBE_ARGUMENTS)
+        self._takes_arguments_as_text = written is True
+        self._refuses_arguments_as_text = written is None
+        self._lacks_calls = self._probe("probe") is False
+        self._lacks_tools = self._probe(_PROBE, tools=[_PROBE_TOOL]) is False
+
+    def render(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Mapping[str, Any]] | None,
+        *,
+        loads: Callable[[str], Any] = json.loads,
+        control_tokens: ControlTokens | None = None,
+        **variables: Any,
+    ) -> str:
+        """The text of a conversation.
+
+        Args:
+            messages: as OpenAI's API has them, contents being text or parts of text.
+            loads: parses the arguments of calls.
+            control_tokens: marks special tokens in all that the template is given.
+            variables: further arguments of `apply_chat_template`.
+
+        Raises:
+            MessageError: for a message that no template can be given.
+            Exception: whatever the template raises.
+        """
+        told = [self._message(f"messages[{i}]", m, loads) for i, m in enumerate(messages)]
+        described = [dict(tool) for tool in tools or ()]
+        if control_tokens is not None:
+            told, described, variables = control_tokens.mark([told, described, variables])
+        if self._lacks_calls:
+            told = tell_calls(told, self._tool_format)
+        if described and self._lacks_tools:
+            told = tell_tools(told, described, self._tool_format)
+        text: str = self._tokenizer.apply_chat_template(
+            told, tools=described or None, chat_template=self.text, tokenize=False, **variables
+        )
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def check_syntax(self) -> None:
+        """Raises jinja2.TemplateSyntaxError."""
+        try:
+            self._tokenizer.apply_chat_template(
+                [{"role": "user", "content": ""}], chat_template=self.text, tokenize=False
+            )
+        except jinja2.TemplateSyntaxError:
+            raise
+        except Exception:
+            return  # the template may well refuse this particular chat
+
+    def _message(self, where: str, message: Message, loads: Callable[[str], Any]) -> dict[str, Any]:
+        """What templates expect: contents as text, arguments as this one takes them."""
+        told = {name: value for name, value in message.items() if value is not None}
+        if told.get("role") == "developer" and "developer" not in self.text:
+            told["role"] = "system"
+        told["content"] = _content(where, message)
+        if calls := told.pop("tool_calls", None):
+            told["tool_calls"] = [self._call(where, call, loads) for call in calls]
+        return told
+
+    def _call(self, where: str, call: Any, loads: Callable[[str], Any]) -> dict[str, Any]:
+        function = call.get("function") if isinstance(call, Mapping) else None
+        if not isinstance(function, Mapping):
+            raise MessageError(where, ".tool_calls need a 'function' object")
+        arguments = function.get("arguments")
+        if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
+            arguments = "{}"
+        if isinstance(arguments, str) and not self._takes_arguments_as_text:
+            arguments = self._as_object(arguments, loads)
+        return {**call, "function": {**function, "arguments": arguments}}
+
+    def _as_object(self, arguments: str, loads: Callable[[str], Any]) -> Any:
+        try:
+            value = loads(arguments)
+        except ValueError:
+            value = None
+        if isinstance(value, dict):
+            return value
+        return {} if self._refuses_arguments_as_text else arguments
+
+    def _probe(self, text: str, **variables: Any) -> bool | None:
+        """Whether the template writes `text`, a part of a call or tool; None when it refuses."""
+        call = {"name": _PROBE, "arguments": _PROBE_ARGUMENTS}
+        messages = [
+            {"role": "user", "content": "hi"},
+            {
+                "role": "assistant",
+                "content": "",
+                "tool_calls": [{"id": "functions.probe:0", "type": "function", "function": call}],
+            },
+        ]
+        if variables:
+            messages = messages[:1]
+        try:
+            rendered: str = self._tokenizer.apply_chat_template(
+                messages, chat_template=self.text, tokenize=False, **variables
+            )
+        except Exception:  # it refuses texts, or this chat
+            return None
+        return text in rendered
+
+
+class ChatTemplates:
+    """A model's chat template, or its several ones by name: with tools the one named `tool_use`
+    is meant, if there is one, else `default`. Source: transformers.
+
+    Args:
+        given: instead of the tokenizer's, or the name of one of these.
+    """
+
+    def __init__(
+        self, tokenizer: Any, given: str | None = None, *, tool_format: str = GENERIC
+    ) -> None:
+        own = tokenizer.chat_template
+        texts: dict[str, str] = own if isinstance(own, dict) else {"default": own}
+        self._texts = texts if given is None else {"default": texts.get(given, given)}
+        self._template = functools.cache(
+            lambda text: ChatTemplate(tokenizer, text, tool_format=tool_format)
+        )
+
+    @property
+    def default(self) -> str | None:
+        """The text of the template of chats without tools; None if there is none."""
+        return self._texts.get("default")
+
+    def choose(self, *, with_tools: bool) -> ChatTemplate | None:
+        text = (self._texts.get("tool_use") if with_tools else None) or self.default
+        return None if text is None else self._template(text)
+
+
+def _content(where: str, message: Message) -> str:
+    content = message.get("content")
+    if content is None:
+        if message.get("role") in _SILENT_ROLES:
+            return ""
+        raise MessageError(f"{where}.content", " is missing")
+    if isinstance(content, str):
+        return content
+    return "".join(_text(f"{where}.content[{i}]", part) for i, part in enumerate(content))
+
+
+def _text(where: str, part: Any) -> str:
+    if isinstance(part, str):
+        return part
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    text = part.get("text") if isinstance(part, Mapping) else None
+    if kind != "text" or not isinstance(text, str):
+        raise MessageError(where, f" is of type {kind!r}; only parts of text are supported")
+    return text
