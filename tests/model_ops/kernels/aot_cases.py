@@ -4,7 +4,7 @@ A long family of cases has a file of its own, `aot_cases_<what>.py`, and is join
 some of them with `pytest tests/model_ops/kernels/test_aot.py -k "<part of the name>"`.
 
 The first case of a family (`family`) stands for it: it is compiled for every arch at each commit,
-the others for `FIRST_ARCH` alone, and for all with `--run-slow`.
+the others with `--run-slow`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ import aot_cases_rope_cache
 import aot_cases_steps
 from aot_case import PLATFORMS, Case
 
-FIRST_ARCH = "gfx942"  # with the least shared memory
 CASES: tuple[Case, ...] = (
     *aot_cases_attention.CASES,
     *aot_cases_elementwise.CASES,
@@ -48,7 +47,7 @@ def _at_each_commit() -> frozenset[tuple[str, str]]:
         (arch, case.name)
         for case in CASES
         for arch in PLATFORMS
-        if arch == FIRST_ARCH or first[family(case)] == case.name
+        if first[family(case)] == case.name
     )
 
 
