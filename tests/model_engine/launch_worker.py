@@ -36,13 +36,19 @@ def skip_products() -> None:
     def linear(x: torch.Tensor, weight: torch.Tensor, _: object = None) -> torch.Tensor:
         return x.new_zeros(*x.shape[:-1], weight.shape[0])
 
-    def matmul(
-        a: torch.Tensor, b: torch.Tensor, *, out: torch.Tensor | None = None
+    def product(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out_dtype: torch.dtype | None = None,
+        *,
+        out: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        return a.new_zeros(*a.shape[:-1], b.shape[-1]) if out is None else out.zero_()
+        if out is not None:
+            return out.zero_()
+        return a.new_zeros(*a.shape[:-1], b.shape[-1], dtype=out_dtype or a.dtype)
 
     F.linear = linear
-    torch.matmul = torch.bmm = matmul
+    torch.mm = torch.bmm = torch.matmul = product
 
 
 def draw_params(rng: random.Random, vocab: int, room: int) -> Any:
