@@ -9,6 +9,16 @@ from pathlib import Path
 from atom.config import ConfigError, parse_bytes
 
 DEFAULT_CACHE_LIMIT = "50GiB"
+# By these, libraries and this package choose kernels, or how a kernel or a sum computes.
+_KERNEL_PREFIXES = ("ATOM_OP_", "AITER_", "FLYDSL_", "TRITON_", "MXFP4_", "TOPK_", "OPUS_")
+_KERNEL_VARIABLES = (
+    *("ATOM_CPU_ARCH", "GPU_ARCHS", "CU_NUM", "ENABLE_CK", "HSA_OVERRIDE_GFX_VERSION"),
+    *("NCCL_ALGO", "NCCL_PROTO", "NCCL_LAUNCH_MODE", "RCCL_MSCCL_ENABLE", "RCCL_MSCCLPP_ENABLE"),
+    *("NVIDIA_TF32_OVERRIDE", "PYTORCH_TUNABLEOP_ENABLED", "TORCH_BLAS_PREFER_HIPBLASLT"),
+)
+# Of those with a prefix these only say where files are or what is printed, or aiter sets them.
+_OTHER_WORDS = ("_DIR", "_PATH", "_LOG", "_DEBUG", "_DUMP", "_PRINT", "VERBOSE", "_WORKER")
+_OTHER_VARIABLES = ("AITER_GPU_ARCHS", "AITER_REBUILD", "TRITON_CACHE_MANAGER")
 _RANK_VARIABLES = (
     *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"),
     *("TORCHELASTIC_USE_AGENT_STORE", "TORCHELASTIC_RESTART_COUNT"),
@@ -85,6 +95,35 @@ def triton_is_interpreted() -> bool:
 def op_override(op: str) -> str | None:
     """`$ATOM_OP_<NAME>`: the implementation that the user wants for one op."""
     return os.environ.get(f"ATOM_OP_{op.upper()}") or None
+
+
+def kernel_variables() -> dict[str, str]:
+    """The variables that choose kernels, as far as they are set: all ranks need the same."""
+    return {name: os.environ[name] for name in sorted(os.environ) if _chooses_kernels(name)}
+
+
+def _chooses_kernels(name: str) -> bool:
+    if not os.environ[name] or name in _OTHER_VARIABLES:
+        return False
+    if name in _KERNEL_VARIABLES or name.startswith("ATOM_OP_"):
+        return True
+    return name.startswith(_KERNEL_PREFIXES) and not any(word in name for word in _OTHER_WORDS)
+
+
+def aiter_jit_dir() -> str | None:
+    """`$AITER_JIT_DIR`, aiter's own: where it keeps modules, if not in its package."""
+    return os.environ.get("AITER_JIT_DIR") or None
+
+
+def aiter_build_dir() -> Path:
+    """Where aiter builds kernels from templates: below `$AITER_ROOT_DIR`, its own variable."""
+    root = os.environ.get("AITER_ROOT_DIR") or f"{os.environ.get('HOME', '')}/.aiter"
+    return Path(root) / "build"
+
+
+def has_flydsl_cache_dir() -> bool:
+    """Whether `$FLYDSL_RUNTIME_CACHE_DIR` says where FlyDSL keeps the kernels that it compiles."""
+    return "FLYDSL_RUNTIME_CACHE_DIR" in os.environ
 
 
 def rank_variables() -> dict[str, str]:

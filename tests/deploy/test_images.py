@@ -146,6 +146,29 @@ def test_compose_starts_a_server_that_has_time_to_drain() -> None:
         assert services(f"{kind}.yaml")["atom"]["build"]["args"]["KIND"] == kind
 
 
+def test_compose_gives_amd_gpus_what_the_recipe_does() -> None:
+    recipe = (ROOT / "recipes" / "ROCm.md").read_text(encoding="utf-8")
+    service = services("rocm.yaml")["atom"]
+    given = [f"--device={device}" for device in service["devices"]]
+    given += [f"--ipc={service['ipc']}"]
+    given += [f"--security-opt {option}" for option in service["security_opt"]]
+    assert [flag for flag in given if flag not in recipe] == []
+    assert len(given) == 4
+
+
+def test_what_an_image_compiles_goes_to_its_volume() -> None:
+    """The caches of ATOM, of aiter's templates and of FlyDSL are below the home folder."""
+    [volume] = re.findall(r"^VOLUME (\S+)$", DOCKERFILE, re.MULTILINE)
+    variables = dict(
+        pair.split("=", 1)
+        for line in re.findall(r"^ENV (.*)$", DOCKERFILE, re.MULTILINE)
+        for pair in line.split()
+    )
+    assert (variables["HOME"], variables["XDG_CACHE_HOME"]) == (volume, volume)
+    others = ("ATOM_CACHE", "AITER_JIT_DIR", "AITER_ROOT_DIR", "FLYDSL_RUNTIME_CACHE_DIR")
+    assert not set(others) & set(variables)
+
+
 def run_tool(name: str, *arguments: object) -> None:
     if (program := shutil.which(name)) is None:
         pytest.skip(f"{name} is not installed")

@@ -19,6 +19,8 @@ from typing import Any
 
 import torch
 
+from atom.model_ops.kernels.aiter_modules import give_folder
+
 Function = Callable[..., Any]
 
 # What torch must be built for, by library.
@@ -220,7 +222,19 @@ def _library() -> Library:
 
 @functools.cache
 def _installed() -> _Findings:
-    return _Findings(Library(lambda module: vars(importlib.import_module(module))))
+    return _Findings(Library(_import))
+
+
+def _import(module: str) -> Mapping[str, Any]:
+    if module.partition(".")[0] == "aiter":
+        _give_aiter_its_folder()
+    return vars(importlib.import_module(module))
+
+
+@functools.cache
+def _give_aiter_its_folder() -> None:
+    """Once, before its first module is imported."""
+    give_folder()
 
 
 def _changed(entry: EntryPoint, function: Function) -> str | None:
