@@ -79,11 +79,11 @@ def _cpu_has_native_bf16() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def num_compute_units(platform: Platform) -> int | None:
-    """Streaming multiprocessors (CUDA) or compute units (ROCm); None without a GPU."""
+def num_compute_units(platform: Platform, index: int = 0) -> int | None:
+    """Streaming multiprocessors (CUDA) or compute units (ROCm) of a GPU; None without one."""
     if not (platform.is_gpu and torch.cuda.is_available()):
         return None
-    return int(torch.cuda.get_device_properties(0).multi_processor_count)
+    return int(torch.cuda.get_device_properties(index).multi_processor_count)
 
 
 def num_gpus() -> int:

@@ -107,7 +107,7 @@ def pretend_gpu(arch: str, backend: Any) -> Launches:
     gpu = Platform("cuda" if arch.startswith("sm") else "rocm", arch, True)
     # Before any kernel module is imported: those may ask for the platform then.
     atom.platform.current_platform = lambda: gpu  # type: ignore[assignment]
-    atom.platform.num_compute_units = lambda _: _UNITS[arch]  # type: ignore[assignment]
+    atom.platform.num_compute_units = lambda *_: _UNITS[arch]
     for name in ("free_memory_bytes", "total_memory_bytes"):
         of_cpu = partial(getattr(atom.platform, name), cpu_platform())
         setattr(atom.platform, name, lambda _, of_cpu=of_cpu: of_cpu())

@@ -16,6 +16,7 @@ from atom.config import EngineConfig
 from atom.distributed.collectives import TorchCollectives
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
 from atom.distributed.place import Place
+from atom.distributed.stages import Stages
 from atom.model_engine import executor
 from atom.model_engine.processes import join
 
@@ -74,6 +75,7 @@ class ThreadFollower:
     def __init__(self, config: EngineConfig, rank: int, ranks: Ranks, engine: int) -> None:
         self.messages: queue.Queue[bytes | None] = queue.Queue()
         self.cause: str | None = None
+        self.stages = Stages()
         self._config = config
         self._rank = rank
         self._ranks = ranks
@@ -106,10 +108,12 @@ class ThreadDriver:
 
     def __init__(self, config: EngineConfig, ranks: Ranks | None = None, engine: int = 0) -> None:
         ranks, size = ranks or Ranks(), config.parallel.tensor_parallel_size
+        self.stages = Stages()
         self.followers = [ThreadFollower(config, rank, ranks, engine) for rank in range(1, size)]
         self.place = place_of(ranks, 0, config, engine)
 
     lost: str | None = None
+    awaited: list[str] = []  # noqa: RUF012
     is_awaited = True
 
     def publish(self, data: bytes) -> None:

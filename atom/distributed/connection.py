@@ -24,6 +24,7 @@ from atom.distributed.place import Place
 from atom.distributed.rank_environment import RankEnvironment
 from atom.distributed.rendezvous import RankCard
 from atom.distributed.reporter import RankReporter
+from atom.distributed.stages import Stages
 from atom.distributed.store import Store, await_key, interface_of, own_address
 from atom.distributed.watch import RankWatch
 from atom.environment import set_default
@@ -51,6 +52,7 @@ class RankDriver:
     Attributes:
         is_awaited: whether the program waits for a step, or for the engine to be built. If it still
             does `_LAST_SECONDS` after another rank was lost, the process ends.
+        stages: of this rank's start.
 
     Args:
         store: where the ranks have met.
@@ -75,6 +77,7 @@ class RankDriver:
         self._exiting: threading.Timer | None = None
         self._num_steps = 0
         self.is_awaited = True
+        self.stages = Stages()
         host = own_address(environment)
         first = environment.rank
         me, *others = cards[first : first + size]
@@ -87,6 +90,7 @@ class RankDriver:
             self._on_failure,
             local_pids=local,
             count_steps=lambda: self._num_steps,
+            stages=self.stages,
         )
         self._groups = ProcessGroups(store, host)
         try:
@@ -114,6 +118,11 @@ class RankDriver:
         """Why another rank is lost, as far as it is known now."""
         failure = self._watch.failure
         return None if failure is None else self._describe(failure)
+
+    @property
+    def awaited(self) -> list[str]:
+        """What each rank does that is not as far in its start as this one, one phrase each."""
+        return self._watch.awaited
 
     def failure(self) -> str | None:
         """Why another rank was lost, after waiting briefly for the cause; None if none was."""
@@ -168,7 +177,11 @@ class RankDriver:
 
 
 class RankFollower:
-    """Another rank's connection to the first of its engine; see `RankDriver` for the arguments."""
+    """Another rank's connection to the first of its engine; see `RankDriver` for the arguments.
+
+    Attributes:
+        stages: of this rank's start.
+    """
 
     def __init__(
         self,
@@ -186,6 +199,7 @@ class RankFollower:
         self._has_ended = False
         self._exiting: threading.Timer | None = None
         self._num_steps = 0
+        self.stages = Stages()
         orders = await_key(store, f"{_ORDERS}/{first.rank}", end)
         self._subscriber = Subscriber.connect(Address.decode(orders), rank)
         self._groups = ProcessGroups(store, own_address(environment))
@@ -195,6 +209,7 @@ class RankFollower:
             self._on_rank0_gone,
             rank0_pid=first.pid if is_local else None,
             count_steps=lambda: self._num_steps,
+            stages=self.stages,
         )
         self.place = _place(self._groups, environment, cards, size, device)
 

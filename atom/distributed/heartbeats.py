@@ -11,6 +11,8 @@ from typing import Literal
 
 import msgspec
 
+from atom.distributed.stages import Stage
+
 BEAT_SECONDS = 0.5
 # A rank that is silent for so long is stopped, or its machine is gone. Loading, and the compilers
 # that its first step calls, may keep the GIL for a while.
@@ -18,7 +20,7 @@ SILENCE_SECONDS = 10.0
 FIRST_STEP_SECONDS = 60.0
 # After so long, a process of this machine is asked whether it is stopped.
 STOPPED_SECONDS = 4.0
-# A rank that has not come to rank 0's step for so long is named in the log.
+# A rank that has not come to rank 0's step, or stage of the start, for so long is named in the log.
 BEHIND_SECONDS = 30.0
 # Until the first sign of life.
 CONNECT_SECONDS = 60.0
@@ -72,10 +74,11 @@ class Sender(msgspec.Struct, frozen=True):
 
 
 class Heartbeat(msgspec.Struct, frozen=True, tag=True):
-    """`step` is how many steps the rank has begun."""
+    """`step` is how many steps the rank has begun, `stage` where its start is."""
 
     sender: Sender
     step: int
+    stage: Stage
 
 
 class Goodbye(msgspec.Struct, frozen=True, tag=True):

@@ -83,6 +83,16 @@ class ParallelGroup:
         self._shared.all_gather_into(every, own)
         return [[int(value) for value in row] for row in every.tolist()]
 
+    def exchange_bytes(self, data: bytes) -> list[bytes]:
+        """What every rank gives, of any length; the group must be one of host tensors."""
+        if self.size == 1:
+            return [data]
+        lengths = [length for (length,) in self.exchange([len(data)])]
+        own = torch.zeros(max(lengths), dtype=torch.uint8)
+        own[: len(data)] = torch.tensor(list(data), dtype=torch.uint8)
+        every = self.stack(own)
+        return [bytes(row[:length].tolist()) for row, length in zip(every, lengths, strict=True)]
+
     @property
     def _shared(self) -> Collectives:
         if self.collectives is None:

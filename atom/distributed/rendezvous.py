@@ -27,6 +27,8 @@ MEETING_SECONDS = 300.0
 # For the others to read why the engine does not start.
 _FAREWELL_SECONDS = 3.0
 _POLL_SECONDS = 0.02
+# How often rank 0 says whom it waits for.
+_SAY_SECONDS = 5.0
 _MOST_DIFFERENCES = 8
 
 _WORLD, _VERDICT, _REFUSAL, _DUPLICATES, _FAREWELLS = (
@@ -39,7 +41,8 @@ class RankCard(msgspec.Struct, frozen=True):
 
     Attributes:
         machine: equal for ranks that can share memory.
-        versions, flags, checkpoint: what must be the same on all ranks, as name -> value.
+        versions, variables, flags, checkpoint: what must be the same on all ranks, as name ->
+            value.
     """
 
     rank: int
@@ -48,6 +51,7 @@ class RankCard(msgspec.Struct, frozen=True):
     pid: int
     machine: str
     versions: dict[str, str] = {}
+    variables: dict[str, str] = {}
     flags: dict[str, str] = {}
     checkpoint: dict[str, str] = {}
 
@@ -57,12 +61,13 @@ class RankCard(msgspec.Struct, frozen=True):
         rank: int,
         world_size: int,
         versions: Mapping[str, str],
+        variables: Mapping[str, str],
         flags: Mapping[str, str],
         checkpoint: Mapping[str, str],
     ) -> RankCard:
         """This process's."""
         host, pid = socket.gethostname(), os.getpid()
-        common = dict(versions), dict(flags), dict(checkpoint)
+        common = dict(versions), dict(variables), dict(flags), dict(checkpoint)
         return cls(rank, world_size, host, pid, this_machine(), *common)
 
     def __str__(self) -> str:
@@ -190,7 +195,7 @@ def _claim(store: Store, card: RankCard) -> None:
 def _gather(
     store: Store, card: RankCard, check: Callable[[], None], timeout_s: float
 ) -> list[RankCard]:
-    end = time.monotonic() + timeout_s
+    begun = said_at = time.monotonic()
     cards = {0: card}
     missing = list(range(1, card.world_size))
     while missing:
@@ -201,8 +206,15 @@ def _gather(
             if store.check([_card_key(rank)]):
                 cards[rank] = msgspec.json.decode(store.get(_card_key(rank)), type=RankCard)
         missing = [rank for rank in missing if rank not in cards]
-        if missing and time.monotonic() > end:
+        now = time.monotonic()
+        if missing and now > begun + timeout_s:
             raise ConfigError(_who_is_missing(store, cards, missing, timeout_s))
+        if missing and now > said_at + _SAY_SECONDS:
+            said_at, waited = now, now - begun
+            logger.info(
+                "waiting for %s of %d to come, for %.0f s",
+                *(name_ranks(missing), card.world_size, waited),
+            )
         time.sleep(_POLL_SECONDS if missing else 0)
     return [cards[rank] for rank in range(card.world_size)]
 
@@ -211,7 +223,7 @@ def _who_is_missing(
     store: Store, cards: Mapping[int, RankCard], missing: Sequence[int], seconds: float
 ) -> str:
     here = ", ".join(str(card) for _, card in sorted(cards.items()))
-    text = f"{_ranks(missing)} of {len(cards) + len(missing)} did not come in {seconds:g} s; "
+    text = f"{name_ranks(missing)} of {len(cards) + len(missing)} did not come in {seconds:g} s; "
     text += f"here are {here}"
     twice = [
         store.get(f"duplicate/{number}").decode()
@@ -225,7 +237,7 @@ def _who_is_missing(
 def differences(cards: Sequence[RankCard]) -> list[str]:
     """What is not the same on all ranks, one phrase each."""
     found = []
-    for kind in ("versions", "flags", "checkpoint"):
+    for kind in ("versions", "variables", "flags", "checkpoint"):
         values = [getattr(card, kind) for card in cards]
         for name in dict.fromkeys(name for each in values for name in each):
             ranks = defaultdict(list)
@@ -240,10 +252,10 @@ def differences(cards: Sequence[RankCard]) -> list[str]:
 def _on_ranks(value: tuple[str, Sequence[RankCard]]) -> str:
     text, cards = value
     hosts = ", ".join(dict.fromkeys(card.host for card in cards))
-    return f"{text} on {_ranks([card.rank for card in cards])} ({hosts})"
+    return f"{text} on {name_ranks([card.rank for card in cards])} ({hosts})"
 
 
-def _ranks(ranks: Sequence[int]) -> str:
+def name_ranks(ranks: Sequence[int]) -> str:
     return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 

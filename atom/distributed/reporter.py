@@ -42,6 +42,7 @@ from atom.distributed.heartbeats import (
     longest_silence,
 )
 from atom.distributed.local_process import LocalProcess
+from atom.distributed.stages import Stages
 from atom.distributed.tcp_socket import close_socket, create_socket
 
 logger = logging.getLogger(__name__)
@@ -62,6 +63,7 @@ class RankReporter:
             it ended as it should.
         rank0_pid: if rank 0 is on this machine; its end is noticed at once.
         count_steps: how many steps this rank has begun.
+        stages: of its start.
     """
 
     def __init__(
@@ -72,11 +74,13 @@ class RankReporter:
         *,
         rank0_pid: int | None = None,
         count_steps: Callable[[], int] = lambda: 0,
+        stages: Stages | None = None,
     ) -> None:
         self._address = address
         self._me = Sender.here(rank, address.token)
         self._on_rank0_gone = on_rank0_gone
         self._count_steps = count_steps
+        self._stages = stages or Stages()
         self._rank0 = LocalProcess(rank0_pid) if rank0_pid is not None else None
         self._rank0_ended_at: float | None = None
         self._rank0_sender: Sender | None = None
@@ -121,7 +125,8 @@ class RankReporter:
                 self._heard_at = now
             if now >= next_beat:
                 next_beat = now + BEAT_SECONDS
-                socket.send(encode(Heartbeat(self._me, self._count_steps())))
+                beat = Heartbeat(self._me, self._count_steps(), self._stages.current)
+                socket.send(encode(beat))
             if (gone := self._listen(socket, now) or self._check(now)) is not None:
                 return gone
             socket.poll(int(1000 * TURN_SECONDS))

@@ -20,7 +20,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import zmq
 
@@ -48,6 +48,7 @@ from atom.distributed.heartbeats import (
     longest_silence,
 )
 from atom.distributed.local_process import LocalProcess
+from atom.distributed.stages import Stage, Stages
 from atom.distributed.tcp_socket import bind_tcp, close_socket, create_socket
 
 logger = logging.getLogger(__name__)
@@ -63,7 +64,8 @@ class _Rank:
     """What rank 0 knows about a rank: it has to be heard again before `deadline`.
 
     Attributes:
-        behind_since: when it was first seen at `step` while rank 0 had begun a later one.
+        behind_since: when it was first seen at `stage` and `step` while rank 0 had begun a later
+            one.
     """
 
     rank: int
@@ -73,6 +75,7 @@ class _Rank:
     sender: Sender | None = None
     identity: bytes | None = None
     step: int = 0
+    stage: Stage = field(default_factory=Stage)
     behind_since: float | None = None
     was_named: bool = False
     has_left: bool = False
@@ -94,6 +97,7 @@ class RankWatch:
         on_failure: called once, by that thread, with the first failure.
         local_pids: of the ranks on this machine, whose end is noticed at once.
         count_steps: how many steps rank 0 has begun.
+        stages: of rank 0's start.
         connect_s: how long a rank may take until its first heartbeat.
 
     Raises:
@@ -108,10 +112,12 @@ class RankWatch:
         *,
         local_pids: Mapping[int, int] | None = None,
         count_steps: Callable[[], int] = lambda: 0,
+        stages: Stages | None = None,
         connect_s: float = CONNECT_SECONDS,
     ) -> None:
         self._on_failure = on_failure
         self._count_steps = count_steps
+        self._stages = stages or Stages()
         self._connect_s = connect_s
         self._socket = create_socket(zmq.ROUTER)
         try:
@@ -146,6 +152,13 @@ class RankWatch:
         """How many steps each rank had begun at its last heartbeat."""
         return {rank.rank: rank.step for rank in self._ranks.values()}
 
+    @property
+    def awaited(self) -> list[str]:
+        """What each rank does that has not come to rank 0's stage of the start, one phrase each."""
+        own = self._stages.current
+        late = [each for each in self._ranks.values() if each.stage.number < own.number]
+        return [f"rank {each.rank} is {each.stage.what}" for each in late]
+
     def close(self, cause: str | None = None) -> None:
         """Tell the other ranks that rank 0 ends, because of `cause` or as it should."""
         if cause is not None:
@@ -164,7 +177,7 @@ class RankWatch:
             self._receive(now)
             if now >= next_beat:
                 next_beat = now + BEAT_SECONDS
-                self._send(Heartbeat(self._me, self._count_steps()), now)
+                self._send(self._beat(), now)
             for rank in self._ranks.values():
                 self._check(rank, now)
             if self._decide_at is not None and now >= self._decide_at:
@@ -194,10 +207,10 @@ class RankWatch:
             self._handle(self._ranks[message.sender.rank], identity, message, now)
 
     def _handle(self, rank: _Rank, identity: bytes, message: Message, now: float) -> None:
-        rank.sender = sender = message.sender
+        rank.sender = message.sender
         match message:
             case Heartbeat(step=step):
-                self._note_progress(rank, sender, step, now)
+                self._note_progress(rank, message, now)
                 rank.identity, rank.heard_at = identity, now
                 rank.deadline = now + longest_silence(step)
             case Goodbye():
@@ -207,21 +220,28 @@ class RankWatch:
                 rank.has_left = True
                 self._note(rank.fail("raised", cause), now)
 
-    def _note_progress(self, rank: _Rank, sender: Sender, step: int, now: float) -> None:
-        """Name a rank in the log, once, that does not come to rank 0's step."""
-        if step != rank.step or step >= self._count_steps():
+    def _note_progress(self, rank: _Rank, beat: Heartbeat, now: float) -> None:
+        """Name a rank in the log, once, that does not come to rank 0's stage or step."""
+        own, step = self._stages.current, self._count_steps()
+        is_behind = (beat.stage.number, beat.step) < (own.number, step)
+        if not is_behind or (beat.stage, beat.step) != (rank.stage, rank.step):
             rank.behind_since, rank.was_named = None, False
         elif rank.behind_since is None:
             rank.behind_since = now
         elif not rank.was_named and now - rank.behind_since > heartbeats.BEHIND_SECONDS:
             rank.was_named = True
+            theirs, ours = f"has begun {beat.step} steps", str(step)
+            if beat.stage.number < own.number:
+                theirs, ours = f"is {beat.stage.what}", f"is {own.what}"
             logger.warning(
-                "rank %d (pid %d on host %s) is behind: it has begun %d steps, and rank 0 %d, "
-                "for %.0f s",
-                *(rank.rank, sender.pid, sender.host, step, self._count_steps()),
+                "rank %d (pid %d on host %s) is behind: it %s, and rank 0 %s, for %.0f s",
+                *(rank.rank, beat.sender.pid, beat.sender.host, theirs, ours),
                 now - rank.behind_since,
             )
-        rank.step = step
+        rank.step, rank.stage = beat.step, beat.stage
+
+    def _beat(self) -> Heartbeat:
+        return Heartbeat(self._me, self._count_steps(), self._stages.current)
 
     def _send(self, message: Message, now: float) -> None:
         for rank in self._ranks.values():
@@ -259,7 +279,7 @@ class RankWatch:
 
     def _decide(self, now: float) -> None:
         """Choose the failure that has most likely caused the others."""
-        self._send(Heartbeat(self._me, self._count_steps()), now)
+        self._send(self._beat(), now)
         for rank in self._ranks.values():
             is_lost = rank.sender is not None and rank.identity is None
             if self._failures and is_lost and not rank.has_left:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Protocol
 
@@ -13,11 +13,14 @@ import msgspec
 from atom.batch import LaunchedStep, Orders, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.distributed.place import Place
+from atom.distributed.stages import Stages
 from atom.messages import EngineDeadError, EngineLimits
 from atom.model_engine.processes.causes import is_users
 from atom.model_engine.processes.lockstep import Lockstep
+from atom.model_engine.start_log import said_what_is_awaited
 from atom.model_engine.worker import Worker
 from atom.model_loader.source import ModelSource
+from atom.model_ops.kernels.aiter_modules import list_builds
 from atom.sampling.failure import SamplingFailedError
 from atom.spec_decode.base import Lookahead
 from atom.structured_output.cache import GrammarCache
@@ -66,13 +69,20 @@ class Driver(Protocol):
         lost: why another rank was lost; None if none was.
         is_awaited: whether the program waits for a step, or for the engine to be built. If that is
             still so long after a rank was lost, the process ends.
+        stages: of the first rank's start.
     """
 
     place: Place
     is_awaited: bool
+    stages: Stages
 
     @property
     def lost(self) -> str | None: ...
+
+    @property
+    def awaited(self) -> list[str]:
+        """What each rank does that is not as far in its start as this one, one phrase each."""
+        ...
 
     def publish(self, data: bytes) -> None:
         """Send to all other ranks, in order."""
@@ -92,9 +102,11 @@ class Follower(Protocol):
 
     Attributes:
         place: this rank's.
+        stages: of this rank's start.
     """
 
     place: Place
+    stages: Stages
 
     def receive(self) -> bytes | None:
         """What the first rank published next; None when it has ended."""
@@ -127,7 +139,7 @@ class RanksExecutor:
         self._is_published = False
         self._failure: str | None = None
         try:
-            self._worker = Worker(config, driver.place, publish=self._publish, source=source)
+            self._worker = self._start(config, source)
         except Exception as error:
             # What is wrong for one rank is mostly wrong for all.
             failure = None if is_users(error) else driver.failure()
@@ -142,6 +154,11 @@ class RanksExecutor:
         self.ops = self._worker.ops
         self.depth = self._worker.depth
         driver.is_awaited = False
+
+    def _start(self, config: EngineConfig, source: ModelSource | None) -> Worker:
+        place, stages = self._driver.place, self._driver.stages
+        with said_what_is_awaited(stages, lambda: [*self._driver.awaited, *list_builds()]):
+            return Worker(config, place, publish=self._publish, source=source, stages=stages)
 
     @property
     def grammars(self) -> GrammarCache:
@@ -239,7 +256,9 @@ def create_executor(
         ConfigError: when an option cannot be honoured, or other ranks were started otherwise.
     """
     if config.parallel.tensor_parallel_size == 1 and not config.parallel.couples_engines:
-        return Worker(config, source=source)
+        stages = Stages()
+        with said_what_is_awaited(stages, list_builds):
+            return Worker(config, source=source, stages=stages)
     # One rank alone does without what connects several.
     from atom.model_engine.processes.join import join_as_driver
 
@@ -253,7 +272,7 @@ def follow(config: EngineConfig, follower: Follower) -> None:
         Exception: whatever this rank failed with; the first rank knows it then.
     """
     try:
-        worker = Worker(config, follower.place)
+        worker = _start_other(config, follower)
         while (data := follower.receive()) is not None:
             worker.follow(_orders.decode(data))
         worker.shutdown()
@@ -262,3 +281,10 @@ def follow(config: EngineConfig, follower: Follower) -> None:
         raise
     finally:
         follower.close()
+
+
+def _start_other(config: EngineConfig, follower: Follower) -> Worker:
+    """The first rank of a machine says what is built there."""
+    stages, is_first_here = follower.stages, follower.place.local_rank == 0
+    with said_what_is_awaited(stages, list_builds) if is_first_here else nullcontext():
+        return Worker(config, follower.place, stages=stages)

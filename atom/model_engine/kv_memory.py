@@ -19,6 +19,7 @@ from atom.model_engine.model_runner import ModelRunner
 from atom.model_engine.rank import Rank, dtype_name
 from atom.model_engine.rank_parts import RankParts
 from atom.model_engine.runner_parts import create_runner
+from atom.model_engine.same_ops import check_same_ops
 from atom.sampling.failure import SamplingFailedError
 from atom.spec_decode.drafter import Drafter
 
@@ -42,7 +43,7 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
     ]
 
     def profile() -> None:
-        _allocate(builders, parts, 1)
+        _allocate(rank, builders, parts, 1)
         _run_largest_steps(rank, parts)
 
     def graph_bytes() -> int:
@@ -63,7 +64,7 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
     if rank.config.cache.kv_cache_memory is not None:
         # By now all ranks have loaded their weights.
         check_room(num_blocks * plan.block_bytes, rank.platform, rank.place.num_local)
-    _allocate(builders, parts, num_blocks)
+    _allocate(rank, builders, parts, num_blocks)
     if rank.place.is_first:
         _log_limits(rank, plan.block_bytes)
     return num_blocks
@@ -94,11 +95,15 @@ def fit_context(rank: Rank, num_blocks: int) -> int:
     return capacity
 
 
-def _allocate(builders: Sequence[KVCacheBuilder], parts: RankParts, num_blocks: int) -> None:
+def _allocate(
+    rank: Rank, builders: Sequence[KVCacheBuilder], parts: RankParts, num_blocks: int
+) -> None:
     for builder in builders:
         builder.allocate_kv_cache_tensors(num_blocks)
     for model in parts.models:
         bind_kv_caches(model, builders)
+    # Which has chosen ops by the size of the pool.
+    check_same_ops(rank.place, rank.context.ops)
 
 
 def _log_limits(rank: Rank, block_bytes: int) -> None:

@@ -9,12 +9,14 @@ from functools import partial
 from torch import nn
 
 from atom.config import EngineConfig
+from atom.distributed.stages import Stages
 from atom.graphs.recorded import StepRecorder, create_recorder
 from atom.graphs.runner import GraphRunner
 from atom.model_engine.compiled_grammars import create_grammars
 from atom.model_engine.expert_ranks import check_experts
 from atom.model_engine.planned_graphs import create_draft_graphs, create_graph_runner
 from atom.model_engine.rank import Rank
+from atom.model_engine.same_ops import check_same_ops
 from atom.model_loader.source import ModelSource
 from atom.model_loader.weights import build_model
 from atom.model_ops.layer_context import LayerContext
@@ -57,14 +59,18 @@ class RankParts:
         return [self.model] if draft is None else [self.model, draft]
 
 
-def build_parts(rank: Rank, create_proposer: ProposerFactory) -> RankParts:
+def build_parts(rank: Rank, create_proposer: ProposerFactory, stages: Stages) -> RankParts:
     """Load the models, and build what goes with them.
+
+    Args:
+        stages: told where this is.
 
     Raises:
         ConfigError: when an option cannot be honoured with them.
         WeightError: when weights are missing or wrong.
     """
-    model, proposer = _load_models(rank, create_proposer)
+    model, proposer = _load_models(rank, create_proposer, stages)
+    stages.begin("creating the runner")
     graphs = create_graph_runner(rank, model, proposer.lookahead)
     grammars = create_grammars(rank.config.model, rank.source) if rank.place.is_first else None
     draft_graphs = create_draft_graphs(rank, proposer, graphs)
@@ -82,15 +88,29 @@ def build_parts(rank: Rank, create_proposer: ProposerFactory) -> RankParts:
     return RankParts(model, proposer, graphs, draft_graphs, recorder, grammars, drafter)
 
 
-def _load_models(rank: Rank, create_proposer: ProposerFactory) -> tuple[CausalLM, Proposer]:
+def _load_models(
+    rank: Rank, create_proposer: ProposerFactory, stages: Stages
+) -> tuple[CausalLM, Proposer]:
     """The target, and the proposer with the draft."""
     config, source, context = rank.config, rank.source, rank.context
-    model = build_model(partial(create_model, source.hf_config), source, context, config.model)
+
+    def agree() -> None:
+        stages.begin("waiting for the other ranks")
+        check_same_ops(rank.place, context.ops)
+
+    def checked() -> None:
+        # Ranks that differ are told before they load for minutes.
+        agree()
+        stages.begin("loading the weights")
+
+    stages.begin("reading the checkpoint")
+    create = partial(create_model, source.hf_config)
+    model = build_model(create, source, context, config.model, checked)
     check_experts(config, rank.place, rank.platform, source.name, model)
     proposer = create_proposer(config, model, source, context)
     # Ranks load at their own speed. Whoever failed is noticed here: the first collective on a GPU
     # would wait for it for ever.
-    rank.place.control.exchange([0])
+    agree()
     model.set_aux_layer_ids(proposer.aux_layer_ids)
     return model, proposer
 

@@ -1,12 +1,16 @@
-"""What the log says once an engine can run."""
+"""What the log says while an engine starts, and once it can run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 
 from torch import nn
 
+from atom.distributed.stages import Stages
 from atom.messages import EngineLimits
 from atom.model_engine.rank import Rank, dtype_name
 from atom.model_ops.kernels.native.build import native_build
@@ -14,6 +18,46 @@ from atom.model_ops.kv_scale import FP8_TYPES, KVScale
 from atom.model_ops.quant.formats.gguf import GgufConfig
 
 logger = logging.getLogger(__name__)
+
+# How often a start says what it waits for; where it waits for nothing in particular, how often it
+# says what it is doing.
+WAIT_SECONDS = 5.0
+STAGE_SECONDS = 30.0
+
+
+@contextmanager
+def said_what_is_awaited(stages: Stages, awaited: Callable[[], list[str]]) -> Iterator[None]:
+    """While an engine starts in here, the log says every few seconds what takes so long.
+
+    Args:
+        stages: of the start.
+        awaited: what is waited for now, one phrase each; called by another thread.
+    """
+    ended = threading.Event()
+    thread = threading.Thread(
+        target=_say_what_is_awaited, args=(stages, awaited, ended), name="start-log", daemon=True
+    )
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+        thread.join()
+
+
+def _say_what_is_awaited(
+    stages: Stages, awaited: Callable[[], list[str]], ended: threading.Event
+) -> None:
+    said_at = time.monotonic()
+    while not ended.wait(WAIT_SECONDS):
+        begun, now = stages.begun, time.monotonic()
+        if now - begun.at < WAIT_SECONDS:
+            continue
+        causes = awaited()
+        if causes or now - max(said_at, begun.at) >= STAGE_SECONDS:
+            said_at = now
+            seconds = now - begun.at
+            logger.info("; ".join([f"{begun.stage.what} for {seconds:.0f} s", *causes]))
 
 
 def log_start(

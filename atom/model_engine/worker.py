@@ -9,6 +9,7 @@ from functools import partial
 from atom.batch import LaunchedStep, Orders, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.distributed.place import ALONE, Place
+from atom.distributed.stages import Stages
 from atom.messages import EngineLimits
 from atom.model_engine.cpu_threads import take_threads
 from atom.model_engine.expert_ranks import has_spread_experts
@@ -43,6 +44,7 @@ class Worker:
         publish: tells the other ranks what to do in this step, once this rank's inputs are built;
             returns what this rank does.
         source: the model, if it is resolved already.
+        stages: told where this rank's start is.
     """
 
     can_be_interrupted = True
@@ -56,21 +58,27 @@ class Worker:
         proposer_factory: ProposerFactory | None = None,
         publish: Callable[[Orders], Orders] | None = None,
         source: ModelSource | None = None,
+        stages: Stages | None = None,
     ) -> None:
         started = time.perf_counter()
+        stages = stages or Stages()
         platform = take_device(config, place)
         self._is_gpu = platform.is_gpu
         self._threads = take_threads(config.parallel, place, platform)
         source = source or resolve_model(config.model)
         rank = Rank.create(config, place, platform, source)
-        self.parts = build_parts(rank, proposer_factory or create_proposer)
+        self.parts = build_parts(rank, proposer_factory or create_proposer, stages)
         self._runner = create_runner(rank, self.parts, publish)
+        stages.begin("measuring memory for the KV cache")
         num_blocks = allocate_kv_cache(rank, self.parts, self._runner)
         if self._runner.graphs is not None:
+            stages.begin("capturing graphs")
             self._runner.graphs.capture()
         # On a CPU kernels are compiled before they are called.
         if self._is_gpu:
+            stages.begin("warming up")
             warm_up(rank, self.parts, self._runner, num_blocks)
+        stages.begin("ready")
         self.limits = _limits(rank, self.parts.model, num_blocks)
         self.depth = 2 if rank.overlaps else 1
         self.ops: OpTable = rank.context.ops

@@ -52,11 +52,13 @@ def build_model(
     source: ModelSource,
     context: LayerContext,
     options: ModelOptions,
+    checked: Callable[[], None] = lambda: None,
 ) -> M:
     """Build a model and load its weights; checks run before memory is allocated.
 
     Args:
         create: builds the model with uninitialised weights; called twice, first for the checks.
+        checked: called after the checks, which have chosen the layers' ops.
 
     Raises:
         ConfigError, WeightError: as `check_fit` and `load_weights`.
@@ -65,6 +67,7 @@ def build_model(
     context = replace(context, quant=quant, activations=options.activations)
     is_dummy = options.load_format == "dummy"
     check_fit(create, None if is_dummy else list_tensors(source.path), source, context)
+    checked()
     model = create(context)
     load_weights(model, model.weight_mapping, source, options)
     return model

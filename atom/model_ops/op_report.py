@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,6 +41,46 @@ def format_choices(choices: Iterable[OpChoice]) -> str:
     columns = list(zip(*lines, strict=True))[:-1]
     widths = [max(map(len, column)) if any(column[1:]) else 0 for column in columns]
     return "\n".join(_join(line, widths) for line in lines)
+
+
+@dataclass(frozen=True)
+class OpLine:
+    """One choice in words.
+
+    Attributes:
+        asked: the op with the dtypes and sizes it was chosen for.
+        runs: the implementation, and the KV cache layout of one that wants its own.
+        why: of each better implementation, why it does not run; "" where there is none.
+    """
+
+    asked: str
+    runs: str
+    why: str
+
+
+def list_choices(choices: Iterable[OpChoice]) -> list[OpLine]:
+    """One line for each op with dtypes and sizes.
+
+    An op that was chosen twice, for caches whose other ops differ, has both choices in its line.
+    """
+    lines: dict[str, OpLine] = {}
+    for choice in choices:
+        asked = f"{choice.op} ({', '.join(_asked(choice.query))})"
+        runs = choice.name if choice.layout == "plain" else f"{choice.name} ({choice.layout})"
+        why = "; ".join(f"not {name}: {' '.join(why.split())}" for name, why in choice.passed_over)
+        if (other := lines.get(asked)) is not None and other.runs != runs:
+            runs, why = f"{other.runs} and {runs}", "; ".join(filter(None, (other.why, why)))
+        lines[asked] = OpLine(asked, runs, why)
+    return list(lines.values())
+
+
+def _asked(query: OpQuery) -> list[str]:
+    said = [f"dtype={_short(query.dtype)}"]
+    if query.storage is not None:
+        said.append(f"cache={_short(query.storage)}")
+    if query.weights is not None:
+        said.append(f"weights=[{query.weights}]")
+    return said + [f"{name}={value}" for name, value in query.shape.items()]
 
 
 def _join(line: Sequence[str], widths: Sequence[int]) -> str:

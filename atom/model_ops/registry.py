@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from atom.environment import op_override
-from atom.model_ops.op_report import format_choices
+from atom.model_ops.op_report import OpLine, format_choices, list_choices
 from atom.model_ops.pool_limits import PoolLimit, find_limits
 from atom.model_ops.quant.weights import WeightFormat
 from atom.platform import Platform
@@ -262,6 +262,10 @@ class OpTable:
     def describe(self) -> str:
         """A table of the choices made so far, one row per distinct decision."""
         return format_choices(self._choices.values())
+
+    def lines(self) -> list[OpLine]:
+        """The choices made so far, one line for each op with dtypes and sizes."""
+        return list_choices(self._choices.values())
 
     def pool_limits(self) -> list[PoolLimit]:
         """What was passed over only because the KV cache has so many blocks."""

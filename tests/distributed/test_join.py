@@ -193,6 +193,16 @@ def test_steps_are_counted(pair: tuple[RankDriver, RankFollower]) -> None:
     wait_until(lambda: follower._reporter._rank0_step == 3)
 
 
+def test_a_rank_that_is_late_in_the_start_is_awaited(pair: tuple[RankDriver, RankFollower]) -> None:
+    driver, follower = pair
+    for each in pair:
+        each.stages.begin("loading the weights")
+    driver.stages.begin("waiting for the other ranks")
+    wait_until(lambda: driver.awaited == ["rank 1 is loading the weights"])
+    follower.stages.begin("waiting for the other ranks")
+    wait_until(lambda: driver.awaited == [])
+
+
 def test_nccl_uses_the_interface_of_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("NCCL_SOCKET_IFNAME", "TORCH_NCCL_ASYNC_ERROR_HANDLING"):
         monkeypatch.setenv(name, "")  # so that it is restored

@@ -21,6 +21,7 @@ from atom.distributed.launch import RankStartError
 from atom.distributed.rank_environment import RankEnvironment, launched_rank
 from atom.distributed.rendezvous import RankCard, meet, meet_as_first, refuse, refuse_all
 from atom.model_engine.arg_utils import engine_config
+from atom.model_engine.processes import own_card as own_cards
 from atom.model_engine.processes.own_card import own_card
 
 HERE = RankEnvironment(0, 2, 0)
@@ -110,6 +111,16 @@ def test_missing_ranks_are_named(meeting: Meeting) -> None:
     assert "here are rank 0 (host one, pid 100), rank 2" in first
     assert "refused, because their ranks were taken, were rank 2" in first
     assert sorted("there is a rank 2" in other for other in others) == [False, True]
+
+
+def test_rank_0_says_whom_it_waits_for(
+    meeting: Meeting, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rendezvous, "_SAY_SECONDS", 0.0)
+    caplog.set_level("INFO", "atom")
+    meeting.run([card(0, 3), card(1, 3)], first_s=0.2)
+    assert "waiting for ranks 1, 2 of 3 to come, for 0 s" in caplog.text
+    assert "waiting for rank 2 of 3 to come, for 0 s" in caplog.text
 
 
 def test_who_comes_late_is_refused_and_the_engine_goes_on(meeting: Meeting) -> None:
@@ -235,7 +246,9 @@ def test_a_wrong_environment(change: dict[str, str | None], message: str) -> Non
         launched_rank(variables)
 
 
-def test_a_card_tells_checkpoints_and_flags_apart(tmp_path: Path, tiny_llama_dir: Path) -> None:
+def test_a_card_tells_apart_what_must_be_the_same(
+    tmp_path: Path, tiny_llama_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     one = tiny_llama_dir
     same, other = (Path(shutil.copytree(one, tmp_path / name)) for name in ("same", "other"))
     weights = other / "model.safetensors"
@@ -245,12 +258,23 @@ def test_a_card_tells_checkpoints_and_flags_apart(tmp_path: Path, tiny_llama_dir
     )
 
     def card_of(folder: Path, **options: object) -> RankCard:
-        return own_card(engine_config(model=str(folder), device="cpu", **options), 0, 2)
+        return own_card(engine_config(model=str(folder), device="cpu", **options), 0, 0, 2)
 
     assert rendezvous.differences([card_of(one), card_of(same)]) == []
     found = " ".join(rendezvous.differences([card_of(one), card_of(other)]))
     assert "model.safetensors is" in found
     assert "hidden_art of config.json is absent" in found
+    one_card = card_of(one)
+    monkeypatch.setenv("ATOM_OP_RMS_NORM", "torch")
+    monkeypatch.setenv("AITER_LOG_LEVEL", "INFO")  # of which nothing follows
+    monkeypatch.setattr(own_cards, "version", lambda _: "3.6.0")
+    found = rendezvous.differences([one_card, card_of(same)])
+    monkeypatch.undo()
+    host = f"rank 0 ({socket.gethostname()})"
+    assert f"ATOM_OP_RMS_NORM is absent on {host} but torch on {host}" in found
+    triton = [said for said in found if said.startswith("the version of triton is ")]
+    assert triton
+    assert " but 3.6.0 " in triton[0]
     flags = rendezvous.differences([card_of(one), card_of(same, max_num_seqs=8, num_threads=1)])
     host = socket.gethostname()
     assert flags == [f"--max-num-seqs is 64 on rank 0 ({host}) but 8 on rank 0 ({host})"]

@@ -21,6 +21,7 @@ from atom.distributed.channel import ChannelError
 from atom.distributed.heartbeats import RankFailure, WatchAddress
 from atom.distributed.local_process import LocalProcess
 from atom.distributed.reporter import RankReporter
+from atom.distributed.stages import Stages
 from atom.distributed.watch import RankWatch
 
 PROGRAM = [sys.executable, str(Path(__file__).with_name("watched_process.py"))]
@@ -256,6 +257,30 @@ def test_a_rank_that_stays_behind_is_named(
     wait_until(lambda: "it has begun 4 steps, and rank 0 5" in caplog.text)
     assert heard.nothing(0.6)
     assert [record.args[0] for record in caplog.records] == [2]
+
+
+def test_a_rank_that_stays_behind_in_the_start_is_named(
+    stack: ExitStack, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(heartbeats, "BEHIND_SECONDS", 0.2)
+    own, slow = Stages(), Stages()
+    for stages in (own, slow):
+        stages.begin("loading the weights")
+    watched, heard = open_watch(stack, [1, 2], stages=own)
+    open_reporter(stack, watched.address, 1, stages=own)
+    open_reporter(stack, watched.address, 2, stages=slow)
+    wait_until(lambda: watched._ranks[2].stage == slow.current)
+    assert watched.awaited == []
+    own.begin("capturing graphs")
+    wait_until(lambda: watched.awaited == ["rank 2 is loading the weights"])
+    wait_until(lambda: "is behind" in caplog.text)
+    [said] = caplog.messages
+    assert said.startswith("rank 2 (pid ")
+    assert "it is loading the weights, and rank 0 is capturing graphs, for " in said
+    assert heard.nothing(0.6)
+    assert len(caplog.messages) == 1
+    slow.begin("capturing graphs")
+    wait_until(lambda: watched.awaited == [])
 
 
 def test_rank_0_says_goodbye_or_why_it_fails(stack: ExitStack) -> None:

@@ -60,7 +60,7 @@ def join_as_follower(config: EngineConfig, environment: RankEnvironment) -> Rank
     store = scope(reach_store(environment, MEETING_SECONDS), environment)
     try:
         _check_devices(config, environment.local_rank + 1)
-        card = own_card(config, environment.rank, environment.world_size)
+        card = own_card(config, environment.rank, environment.local_rank, environment.world_size)
     except Exception as error:
         refuse(store, f"rank {environment.rank}: {error}")
         raise
@@ -98,7 +98,7 @@ def _drive(
     check = launched.check if launched else lambda: None
     try:
         try:
-            card = own_card(config, rank, environment.world_size)
+            card = own_card(config, rank, environment.local_rank, environment.world_size)
         except Exception as error:
             reason = f"rank {rank}: {error}"
             if rank == 0:
