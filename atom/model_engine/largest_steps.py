@@ -6,7 +6,11 @@ from dataclasses import dataclass
 
 from atom.batch import NewSequence, ScheduledBatch, ScheduledSequence
 from atom.config import DEFAULT_MAX_LOGPROBS, EngineConfig
+from atom.model_ops.metadata import MAX_DECODE_QUERIES, MOST_EXPANDED_TOKENS
 from atom.sampling_params import SamplingParams
+
+# Fewer new tokens are attended as decoding and verifying sequences are.
+_LEAST_OF_A_PROMPT = MAX_DECODE_QUERIES + 1
 
 
 @dataclass(frozen=True)
@@ -29,12 +33,16 @@ class _Share:
 def largest_steps(
     config: EngineConfig, context_len: int, num_drafts: int, vocab_size: int
 ) -> list[ScheduledBatch]:
-    """Two batches that no batch of the scheduler exceeds in memory.
+    """Four batches that no batch of the scheduler exceeds in memory.
 
     The first has the most tokens: prompts that end at the maximum context length fill the token
     budget that the other sequences, which verify drafts, leave. The second has the most sampled
-    rows and is a decode step. All block ids are 0, so a pool of one block suffices, and the
-    sampling parameters enable everything that takes memory. The two batches share no sequences.
+    rows and is a decode step. The third has prompts alone, with the longest that there may be and
+    contexts of as many tokens as a prefill op expands at once: the budget bounds new tokens, not
+    cached ones. The fourth has as many prompts as there may be, of few tokens each and as many
+    cached ones: attention ops take other ways for these. All block ids are 0, so a pool of one
+    block suffices, and the sampling parameters enable everything that takes memory. The batches
+    share no sequences.
 
     Args:
         context_len: tokens of the longest sequence.
@@ -45,6 +53,8 @@ def largest_steps(
     shares = (
         _fill_tokens(budget, num_seqs, context_len, num_drafts),
         _verify(budget, num_seqs, context_len, num_drafts),
+        _expand(budget, num_seqs, context_len),
+        _share_out(budget, num_seqs, context_len),
     )
     most_logprobs = config.max_logprobs if config.max_logprobs >= 0 else DEFAULT_MAX_LOGPROBS
     params = dearest_params(most_logprobs, context_len, vocab_size)
@@ -99,6 +109,39 @@ def _fill_tokens(budget: int, num_seqs: int, context_len: int, num_drafts: int) 
         prompts.append(_Share(longest, 0, count))
         left -= count
     return [*prompts, *verifying]
+
+
+def _expand(budget: int, num_seqs: int, context_len: int) -> list[_Share]:
+    """Prompts whose contexts are the longest, or together `MOST_EXPANDED_TOKENS`; then others, as
+    far as there are tokens left.
+    """
+    longest, least = context_len - 1, _LEAST_OF_A_PROMPT
+    most = max(min(num_seqs, budget // least), 1)
+    together = min(max(MOST_EXPANDED_TOKENS, longest), most * longest)
+    count = -(-together // longest)
+    # About equal, so that all of them can be prompts.
+    contexts = [(together + i) // count for i in range(count)]
+    while len(contexts) < most and budget - sum(contexts) >= least:
+        contexts.append(longest)
+    left = budget
+    shares = []
+    for i, context in enumerate(contexts):
+        # With a cached token, if there can be one, and enough left for those behind to be prompts.
+        num_new = max(min(context - 1, left - least * (len(contexts) - 1 - i)), 1)
+        shares.append(_Share(context, 0, num_new))
+        left -= num_new
+    return shares
+
+
+def _share_out(budget: int, num_seqs: int, context_len: int) -> list[_Share]:
+    """Prompts with equal parts of the budget, and before them as many cached tokens."""
+    longest = context_len - 1
+    count = max(min(num_seqs, budget // _LEAST_OF_A_PROMPT), 1)
+    shares = []
+    for i in range(count):
+        num_new = min((budget + i) // count, longest)
+        shares.append(_Share(min(2 * num_new, longest), 0, num_new))
+    return shares
 
 
 def _verify(budget: int, num_seqs: int, context_len: int, num_drafts: int) -> list[_Share]:

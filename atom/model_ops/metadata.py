@@ -148,6 +148,9 @@ class LatentCacheTensor:
 
 # Most queries per sequence in decode and verify ops: one token and 15 drafts.
 MAX_DECODE_QUERIES = 16
+# Most cached tokens whose keys and values a prefill op builds of latents at once, if the longest
+# prompt has no more new ones. The memory profile has a step that reaches it.
+MOST_EXPANDED_TOKENS = 1 << 15
 
 CacheTensor: TypeAlias = KVCacheTensor | LatentCacheTensor
 

@@ -218,7 +218,7 @@ OPS: dict[str, tuple[Implementation, ...]] = {
         kernel("torch.mla:mla_attention"),
     ),
     "mla_prefill": (
-        kernel("aiter.mla:mla_prefill", "aiter.mla:refuses_prefill"),
+        kernel("aiter.mla_prefill:mla_prefill", "aiter.mla_prefill:refuses"),
         invariant("native.mla:mla_attention", "native.mla:refuses"),
         kernel("triton.mla_prefill:mla_prefill", "triton.mla_decode:refuses"),
         invariant("triton.invariant_mla:mla_prefill", "triton.mla_decode:refuses"),

@@ -18,6 +18,7 @@ from atom.batch import LaunchedStep, ScheduledBatch, StepOutput
 from atom.config import EngineConfig
 from atom.kv_cache.base import KVCacheMemoryError
 from atom.model_engine import kv_memory, runner_parts
+from atom.model_engine import largest_steps as steps_module
 from atom.model_engine.arg_utils import engine_config
 from atom.model_engine.largest_steps import largest_steps
 from atom.model_engine.model_runner import ModelRunner
@@ -64,11 +65,12 @@ def test_no_step_is_larger(
     num_seqs: int, spare: int, context: int, drafts: int, block_size: int
 ) -> None:
     options = config(num_seqs + spare, num_seqs, block_size)
-    filling, verifying = largest_steps(options, context, drafts, vocab_size=50)
-    for batch in (filling, verifying):
+    steps = largest_steps(options, context, drafts, vocab_size=50)
+    for batch in steps:
         check_step(batch, options, context, drafts)
-        longest = max(s.context_len for s in batch.sequences)
-        assert longest == context - 1
+    filling, verifying, _, _ = steps
+    for batch in (filling, verifying):
+        assert max(s.context_len for s in batch.sequences) == context - 1
     assert verifying.freed_rows == [s.row for s in filling.sequences]
     assert filling.num_tokens == min(num_seqs + spare, num_seqs * (context - 1))
     most_drafts = max(min(drafts, context - 3), 0)
@@ -77,7 +79,7 @@ def test_no_step_is_larger(
 
 
 def test_one_prompt_beside_sequences_that_verify() -> None:
-    filling, verifying = largest_steps(config(100, 4, 16), 512, 3, vocab_size=50)
+    filling, verifying, _, _ = largest_steps(config(100, 4, 16), 512, 3, vocab_size=50)
     assert [len(s.token_ids) for s in filling.sequences] == [88, 4, 4, 4]
     assert [s.num_drafts for s in filling.sequences] == [0, 3, 3, 3]
     assert [s.start for s in filling.sequences] == [511 - 88, 511 - 4, 1, 1]
@@ -85,8 +87,50 @@ def test_one_prompt_beside_sequences_that_verify() -> None:
 
 
 def test_more_prompts_where_one_leaves_a_part_of_the_budget() -> None:
-    filling, _ = largest_steps(config(64, 4, 16), 25, 1, vocab_size=50)
+    filling, *_ = largest_steps(config(64, 4, 16), 25, 1, vocab_size=50)
     assert [len(s.token_ids) for s in filling.sequences] == [24, 24, 14, 2]
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_seqs", "context", "prompts"),
+    [
+        (100, 4, 512, [(100, 511)]),
+        # Contexts of 300 tokens that are expanded together.
+        (100, 4, 121, [(66, 100), (17, 100), (17, 100)]),
+        (100, 2, 121, [(83, 120), (17, 120)]),
+        (40, 4, 121, [(23, 120), (17, 120)]),
+        (10, 4, 121, [(10, 120)]),
+        # More new tokens than are expanded together.
+        (400, 6, 121, [(99, 100), (99, 100), (99, 100), (103, 120)]),
+        (400, 6, 401, [(399, 400)]),
+    ],
+)
+def test_prompts_of_the_most_cached_tokens(
+    budget: int,
+    num_seqs: int,
+    context: int,
+    prompts: list[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(steps_module, "MOST_EXPANDED_TOKENS", 300)
+    _, _, expanding, _ = largest_steps(config(budget, num_seqs, 16), context, 3, vocab_size=50)
+    assert [(len(s.token_ids), s.context_len) for s in expanding.sequences] == prompts
+
+
+@pytest.mark.parametrize(
+    ("budget", "num_seqs", "context", "prompts"),
+    [
+        (100, 4, 512, [(25, 50)] * 4),
+        (100, 40, 512, [(20, 40)] * 5),
+        (100, 4, 31, [(25, 30)] * 4),
+        (10, 4, 31, [(10, 20)]),
+    ],
+)
+def test_many_prompts_share_the_budget(
+    budget: int, num_seqs: int, context: int, prompts: list[tuple[int, int]]
+) -> None:
+    *_, sharing = largest_steps(config(budget, num_seqs, 16), context, 3, vocab_size=50)
+    assert [(len(s.token_ids), s.context_len) for s in sharing.sequences] == prompts
 
 
 @pytest.fixture(scope="module")
@@ -191,7 +235,8 @@ def test_the_runner_runs_them(
     sizes, steps = record(monkeypatch)
     measured_as_on_a_gpu(monkeypatch)
     engine = create_engine(folders(target), **options)
-    assert sizes == [(40, 1 + 3 * (1 + drafts)), (4 * (1 + drafts), 4 * (1 + drafts))]
+    verified = 4 * (1 + drafts)
+    assert sizes == [(40, 1 + 3 * (1 + drafts)), (verified, verified), (40, 2), (40, 2)]
     for batch, output in steps:
         for sequence, result in zip(batch.sequences, output.sequences, strict=True):
             assert 1 <= len(result.token_ids) <= 1 + sequence.num_drafts
@@ -210,7 +255,7 @@ def test_sampling_spends_all_that_it_can(
     plans = record_plans(monkeypatch)
     measured_as_on_a_gpu(monkeypatch)
     create_engine(folders("llama"), max_logprobs=5)
-    assert len(plans) == 2
+    assert len(plans) == 4
     for plan in plans:
         filters = Needs.TEMPERATURE | Needs.TOP_K | Needs.TOP_P | Needs.MIN_P
         assert plan.needs & filters == filters

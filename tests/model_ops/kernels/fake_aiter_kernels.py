@@ -153,7 +153,15 @@ def concat_and_cache_mla(check: Check) -> None:
 def attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int
 ) -> torch.Tensor:
-    """q [L, H, D], k [C, KH, D], v [C, KH, DV] -> [L, H, DV]; the last query at the last key.
+    """`attend_with_sums` that is causal, its result alone."""
+    return attend_with_sums(q, k, v, scale, window, True)[0]
+
+
+def attend_with_sums(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float, window: int, causal: bool
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """q [L, H, D], k [C, KH, D], v [C, KH, DV] -> [L, H, DV], and the logarithms of the sums of
+    weights [H, L]; the last query at the last key.
 
     window: keys that a query sees, itself among them; 0 for all.
     """
@@ -162,9 +170,11 @@ def attend(
     scores = torch.einsum("lhd,chd->hlc", q.double(), k) * scale
     last = len(k) - len(q) + torch.arange(len(q), device=q.device)[:, None]
     keys = torch.arange(len(k), device=q.device)
-    seen = keys <= last if window == 0 else (keys <= last) & (keys > last - window)
-    weights = scores.masked_fill(~seen, float("-inf")).softmax(dim=-1)
-    return torch.einsum("hlc,chd->lhd", weights, v).to(q.dtype)
+    if causal:
+        seen = keys <= last if window == 0 else (keys <= last) & (keys > last - window)
+        scores = scores.masked_fill(~seen, float("-inf"))
+    out = torch.einsum("hlc,chd->lhd", scores.softmax(dim=-1), v).to(q.dtype)
+    return out, scores.logsumexp(dim=-1).float()
 
 
 def _window(check: Check, *no_sinks: int) -> int:
@@ -250,7 +260,7 @@ def pa_decode_gluon(check: Check) -> None:
         out[rows] = attend(q[rows], key[:tokens], value[:tokens], scale, 0)
 
 
-def flash_attn_varlen_func(check: Check) -> torch.Tensor:
+def flash_attn_varlen_func(check: Check) -> Any:
     q = check.activation("q", "T H D")
     k, v = check.activation("k", "C KH D"), check.activation("v", "C KH DV")
     starts, key_starts = (check.integers(f"cu_seqlens_{x}", "N1") for x in "qk")
@@ -258,13 +268,20 @@ def flash_attn_varlen_func(check: Check) -> torch.Tensor:
     check.that(q.dtype == k.dtype == v.dtype, "one type")
     check.that(sizes["DV"] <= sizes["D"] <= 256, "heads of at most 256, values no wider than keys")
     check.that(int(key_starts[-1]) == sizes["C"] and int(starts[-1]) == sizes["T"], "all rows")
-    check.that(check.value("causal") is True, "causal")
+    causal = check.value("causal")
     lengths, key_lengths = (x[1:] - x[:-1] for x in (starts, key_starts))
     check.that(check.value("max_seqlen_q") == int(lengths.max()), "the most queries")
     check.that(check.value("max_seqlen_k") == int(key_lengths.max()), "the most keys")
     window, scale = _window(check, 0), check.value("softmax_scale")
+    check.that(causal or window == 0, "a window of causal attention")
     parts = zip(starts[:-1], starts[1:], key_starts[:-1], key_starts[1:], strict=True)
-    return torch.cat([attend(q[a:b], k[c:d], v[c:d], scale, window) for a, b, c, d in parts])
+    found = [
+        attend_with_sums(q[a:b], k[c:d], v[c:d], scale, window, causal) for a, b, c, d in parts
+    ]
+    out = torch.cat([part for part, _ in found])
+    if not check.value("return_lse"):
+        return out
+    return out, torch.cat([sums for _, sums in found], dim=1)
 
 
 # No `pa_*` of aiter's assembly kernels: those are in the signatures so that a call is noticed.

@@ -31,7 +31,7 @@ UNIFIED_ATTENTION = EntryPoint(
 FLASH_ATTENTION = EntryPoint(
     "aiter.ops.mha:flash_attn_varlen_func",
     "q k v cu_seqlens_q cu_seqlens_k max_seqlen_q max_seqlen_k",
-    "softmax_scale causal window_size",
+    "softmax_scale causal window_size return_lse",
 )
 WRITE_PACKED = EntryPoint(
     "aiter.ops.cache:reshape_and_cache",

@@ -4,8 +4,7 @@ Decode is absorbed: a Triton kernel rotates queries, writes the cache and projec
 latent space, and the assembly kernel reads one latent per token for all heads. Contexts are split
 by a table, or where few sequences would leave compute units idle, by lists of work. Latents in 8
 bits go to the kernel that multiplies them as bfloat16; those that multiply 8 bits with 8 bits also
-round softmax's weights, and are not called. Prefill is expanded: keys and values are built once and
-passed to flash attention. See `kernels.torch.mla`.
+round softmax's weights, and are not called. See `kernels.torch.mla`.
 """
 
 from __future__ import annotations
@@ -14,14 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 
 from atom.environment import op_override
-from atom.model_ops.kernels.aiter.attention import known_context_lens
-from atom.model_ops.kernels.aiter.layout import FLASH_ATTENTION
 from atom.model_ops.kernels.aiter.mla_work import MOST_QUERIES, WORK, list_work
 from atom.model_ops.kernels.aiter.sequences import (
-    context_tokens,
     equal_length,
     equal_queries,
     token_starts,
@@ -34,7 +29,6 @@ from atom.model_ops.kernels.aiter.support import (
     requires,
 )
 from atom.model_ops.kernels.probe import EntryPoint, function
-from atom.model_ops.kernels.torch.fp8 import bits, dequantise
 from atom.model_ops.kernels.torch.mla import Decode, RotateAndWrite
 from atom.model_ops.kernels.triton.list_slots import list_slots
 from atom.model_ops.kernels.triton.mla_absorb import NewLatents, absorb
@@ -67,7 +61,6 @@ _HEADS_OF_8_BITS = 16
 _POOL_BYTES = 2**32 - 16
 # Rows (a head of a query) of the largest tile of Triton's kernel.
 _TRITON_ROWS = 64
-_MAX_V_HEAD_DIM = 256
 
 
 @dataclass(frozen=True)
@@ -118,16 +111,9 @@ def _refuses_8_bits(query: OpQuery) -> str | None:
     return None
 
 
-def _refuses_values(query: OpQuery) -> str | None:
-    if query.shape["v_head_dim"] > _MAX_V_HEAD_DIM:
-        return f"v_head_dim={query.shape['v_head_dim']} is above {_MAX_V_HEAD_DIM}"
-    return refuses_storage(query)
-
-
 refuses_decode = requires(
     _DECODE, COMPUTE_UNITS, *WORK, also=_refuses_latents, dtypes=(torch.bfloat16,)
 )
-refuses_prefill = requires(FLASH_ATTENTION, also=_refuses_values)
 
 
 def refuses_write_and_decode(query: OpQuery) -> str | None:
@@ -269,37 +255,6 @@ def _shares(
     return {**lists, "kv_scale": kv_cache.scale}
 
 
-def mla_prefill(
-    q: torch.Tensor,
-    kv_cache: LatentCacheTensor,
-    up_proj: torch.Tensor,
-    metadata: AttentionMetadata,
-    scale: float,
-) -> torch.Tensor:
-    """Causal attention of q [T, heads, nope + rope] over the latent cache -> [T, heads, v].
-
-    Assumes that values may be narrower than keys.
-
-    Raises:
-        ValueError: when the context lengths are unknown on the host.
-    """
-    lens = known_context_lens(metadata)
-    tokens = context_tokens(metadata, kv_cache.block_size)
-    key, value = _expand(_latents(kv_cache, tokens.slots, q.dtype), q, up_proj)
-    out: torch.Tensor = function(FLASH_ATTENTION)(
-        q.contiguous(),
-        key,
-        value,
-        metadata.cu_seqlens_q,
-        tokens.starts,
-        metadata.max_seqlen_q,
-        max(lens),
-        softmax_scale=scale,
-        causal=True,
-    )
-    return out
-
-
 def _most_queries(num_heads: int, kv_cache: LatentCacheTensor) -> int:
     if kv_cache.scale is not None:
         return MOST_QUERIES
@@ -337,21 +292,3 @@ def _pages(metadata: AttentionMetadata, block_size: int, most: int) -> _Pages:
         list_slots(*tables, starts, block_size, longest, bound, queries.padding_lens),
         torch.ones(count, dtype=torch.int32, device=device),
     )
-
-
-def _latents(kv_cache: LatentCacheTensor, slots: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """[C, rank + rope] of `slots`."""
-    latent = bits(kv_cache.latent).flatten(0, 1)[slots].view(kv_cache.latent.dtype)
-    return latent if kv_cache.scale is None else dequantise(latent, kv_cache.scale, dtype)
-
-
-def _expand(
-    latents: torch.Tensor, q: torch.Tensor, up_proj: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """latents [C, rank + rope] -> keys [C, heads, nope + rope], values [C, heads, v]."""
-    heads, rows, rank = up_proj.shape
-    nope = q.shape[2] - (latents.shape[1] - rank)
-    both = F.linear(latents[:, :rank], up_proj.reshape(heads * rows, rank))
-    built, value = torch.split_with_sizes(both.view(-1, heads, rows), [nope, rows - nope], dim=2)
-    shared = latents[:, None, rank:].expand(-1, heads, -1)
-    return torch.cat((built, shared), dim=2), value.contiguous()

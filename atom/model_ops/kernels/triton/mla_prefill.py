@@ -36,10 +36,10 @@ from atom.model_ops.kernels.triton.mla_rounds import PIECE_FIELDS, Round, expans
 from atom.model_ops.kernels.triton.paged_attention import join_parts
 from atom.model_ops.kernels.triton.prefill_attention import num_splits
 from atom.model_ops.kernels.triton.splits import compute_units, side_by_side
-from atom.model_ops.metadata import AttentionMetadata, LatentCacheTensor
+from atom.model_ops.metadata import MOST_EXPANDED_TOKENS, AttentionMetadata, LatentCacheTensor
 from atom.platform import current_platform
 
-# Keys and values of one round: 128 MiB in 16-bit types.
+# Keys and values of one round of `MOST_EXPANDED_TOKENS` at most: 128 MiB in 16-bit types.
 _ROUND_ELEMENTS = 1 << 26
 _GATHERED_TOKENS = 16
 # Programs of the attention kernel that a unit runs side by side.
@@ -120,7 +120,7 @@ def _attend_expanded(
 ) -> None:
     """`mla_prefill` into `out` [T, heads, v]."""
     heads, up_rows, rank = up_proj.shape
-    room = max(_ROUND_ELEMENTS // (heads * up_rows), 1)
+    room = min(max(_ROUND_ELEMENTS // (heads * up_rows), 1), MOST_EXPANDED_TOKENS)
     rounds = metadata.derive(("latent rounds", room), lambda: expansion_rounds(metadata, room))
     most = max(each.used for each in rounds)
     gathered = q.new_empty(most, kv_cache.latent.shape[-1])
