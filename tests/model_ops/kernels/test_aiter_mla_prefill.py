@@ -149,9 +149,9 @@ def profiled_bytes(context: int) -> int:
 @pytest.mark.usefixtures("without_kernels")
 def test_no_step_takes_more_memory_than_the_profiled_ones() -> None:
     """However much its sequences have cached: the scheduler bounds new tokens alone."""
-    profiled = {context: profiled_bytes(context) for context in (40, 120, 700)}
+    profiled = {context: profiled_bytes(context) for context in (40, 64, 120, 190, 700)}
 
-    @settings(max_examples=25)
+    @settings(max_examples=60)
     @given(st.data())
     def no_step(data: st.DataObject) -> None:
         longest = data.draw(st.sampled_from(sorted(profiled)))
@@ -162,7 +162,7 @@ def test_no_step_takes_more_memory_than_the_profiled_ones() -> None:
             queries = data.draw(st.integers(LEAST, min(left, longest)))
             prompts.append((queries, data.draw(st.integers(queries, longest))))
             left -= queries
-        # Beside a few integers of each sequence.
-        assert peak_bytes(prompts) <= profiled[longest] + 64 * len(prompts)
+        # But for integers of each sequence, and rows in place of single cached tokens.
+        assert peak_bytes(prompts) <= 1.01 * profiled[longest]
 
     no_step()
