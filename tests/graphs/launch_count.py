@@ -33,7 +33,7 @@ UNITS = {"sm90": 132, "gfx942": 304, "gfx950": 256}
 # Entry points of aiter's that these layers need not call, but whose absence changes choices.
 KINDS = ("No", "per_1x32", "per_1x128", "per_128x128")
 UNUSED = (
-    *("biased_grouped_topk", "grouped_topk", "topk_softmax", "concat_and_cache_mla"),
+    *("grouped_topk", "topk_softmax", "concat_and_cache_mla"),
     *("rope_cached_positions_2c_fwd_inplace", "flash_attn_varlen_func"),
 )
 META = torch.device("meta")
@@ -161,6 +161,7 @@ AITER_LAUNCHES: Mapping[str, int | Callable[..., int]] = {
     "rmsnorm2d_fwd": 1,
     "rmsnorm2d_fwd_with_add": 1,
     "silu_and_mul": 1,
+    "biased_grouped_topk": 1,  # aiter/ops/topk.py
     "mla_decode_fwd": of_latents,
     # csrc/kernels/mla/metadata.cu
     "get_mla_metadata_v1": 1,
@@ -207,7 +208,7 @@ def aiter(arch: str, seen: Launches) -> probe.Library:
     loading: dict[str, Any] = dict.fromkeys(
         ("shuffle_weight", "e8m0_shuffle", "shuffle_scale_for_int4"), same
     )
-    loading["pack_int8_to_packed_int4"] = lambda x: x.new_empty(x.numel() // 2)
+    loading["pack_int8_to_packed_int4"] = lambda x, *_: x.new_empty(x.numel() // 2)
     asked = {
         "get_gfx": lambda: arch,
         "get_mla_metadata_info_v1": sizes,

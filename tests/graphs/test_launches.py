@@ -225,7 +225,7 @@ def test_of_a_kimi_layer(
 # Of sequences with so many queries each, on a rank of eight: with Triton's ops, and with aiter's.
 OF_EIGHT = {
     "bfloat16": {(1, 1): (19, 18), (1, 4): (19, 18), (BATCH, 4): (19, 18)},
-    "published": {(1, 1): (19, 19), (1, 4): (19, 19), (BATCH, 4): (19, 19)},
+    "published": {(1, 1): (19, 21), (1, 4): (19, 21), (BATCH, 4): (19, 21)},
     "FP8 blocks": {(1, 1): (20, 22), (1, 4): (20, 22), (BATCH, 4): (21, 23)},
 }
 
@@ -247,9 +247,10 @@ def test_of_a_kimi_layer_on_a_rank_of_eight(
         context = quantised(context, monkeypatch, "triton")
     found = kimi_launches(1, context, seen, monkeypatch, *shape)
     assert found.count("all_reduce") == 2
-    is_aiters = context.ops.platform.arch == "gfx950" or stored != "published"
-    assert ("aiter fused_moe 1/" in " ".join(found)) is (has_aiter and is_aiters)
-    assert_at_most(OF_EIGHT[stored][shape][has_aiter], found)
+    is_measured = context.ops.platform.arch == "gfx950" or stored != "published"
+    is_aiters = has_aiter and is_measured
+    assert any(name.startswith("aiter fused_moe") for name in found) is is_aiters
+    assert_at_most(OF_EIGHT[stored][shape][is_aiters], found)
 
 
 @pytest.mark.parametrize("arch", ["gfx942", "gfx950"])
