@@ -45,6 +45,7 @@ from _product_loads import FORMATS
 from atom.bench.report import environment, environment_markdown, write_json
 from atom.config import CacheOptions
 from atom.model_ops.registry import OpUnavailableError
+from atom.options import with_gpu_defaults
 from atom.platform import Platform
 
 # Plain torch copies what it attends over, and would take all the time.
@@ -84,7 +85,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--contexts", type=int, nargs="+", help="(default: 8192 1024 65536)")
     parser.add_argument("--queries", type=int, default=4, help=f"that verify drafts{default}")
     parser.add_argument(
-        "--block-size", type=int, default=CacheOptions().block_size, help=f"of the cache{default}"
+        "--block-size", type=int, help="of the cache (default: an engine's on this device)"
     )
     parser.add_argument(
         "--formats", nargs="+", choices=tuple(FORMATS), default=list(FORMATS),
@@ -243,6 +244,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     platform = chosen_platform(args.device, "kernels.py")
     if platform is None:
         return NO_GPU
+    if args.block_size is None:
+        defaults = with_gpu_defaults(CacheOptions, {}) if platform.kind != "cpu" else {}
+        args.block_size = CacheOptions(**defaults).block_size
     clock = Clock(args.seconds)
     facts = environment()
     report = Report(copy_bandwidth(platform), product_speed(platform))
