@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from atom.distributed.parallel_state import SINGLE, ParallelGroup
@@ -44,3 +45,7 @@ class Place:
 
 
 ALONE = Place()
+
+
+def name_ranks(ranks: Sequence[int]) -> str:
+    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import msgspec
 
+from atom.distributed.place import name_ranks
 from atom.distributed.store import Store, await_key
 from atom.options import ConfigError
 
@@ -253,10 +254,6 @@ def _on_ranks(value: tuple[str, Sequence[RankCard]]) -> str:
     text, cards = value
     hosts = ", ".join(dict.fromkeys(card.host for card in cards))
     return f"{text} on {name_ranks([card.rank for card in cards])} ({hosts})"
-
-
-def name_ranks(ranks: Sequence[int]) -> str:
-    return f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}"
 
 
 def _card_key(rank: int) -> str:

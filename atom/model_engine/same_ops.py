@@ -14,8 +14,7 @@ import msgspec
 
 from atom.config import ConfigError
 from atom.distributed.parallel_state import ParallelGroup
-from atom.distributed.place import Place
-from atom.distributed.rendezvous import name_ranks
+from atom.distributed.place import Place, name_ranks
 from atom.model_ops.op_report import OpLine
 from atom.model_ops.registry import OpTable
 
