@@ -43,9 +43,32 @@ class Platform:
         return torch.float8_e4m3fnuz if self.arch == "gfx942" else torch.float8_e4m3fn
 
 
+@dataclass(frozen=True)
+class PretendedGpu:
+    """A GPU that is not there, for a rehearsal."""
+
+    platform: Platform
+    num_compute_units: int
+
+
+_pretended: PretendedGpu | None = None
+
+
+def pretend(gpu: PretendedGpu) -> None:
+    """Let this process choose and size kernels for a GPU that it does not have.
+
+    For the whole process, and before kernels are imported: some ask for the platform then.
+    """
+    global _pretended
+    _pretended = gpu
+    current_platform.cache_clear()
+
+
 @functools.cache
 def current_platform() -> Platform:
     """The platform of this process."""
+    if _pretended is not None:
+        return _pretended.platform
     if not torch.cuda.is_available():
         return cpu_platform()
     properties = torch.cuda.get_device_properties(0)
@@ -81,6 +104,8 @@ def _cpu_has_native_bf16() -> bool:
 
 def num_compute_units(platform: Platform, index: int = 0) -> int | None:
     """Streaming multiprocessors (CUDA) or compute units (ROCm) of a GPU; None without one."""
+    if _pretended is not None:
+        return _pretended.num_compute_units
     if not (platform.is_gpu and torch.cuda.is_available()):
         return None
     return int(torch.cuda.get_device_properties(index).multi_processor_count)

@@ -27,6 +27,7 @@ from atom.entrypoints.terminal import command as atom_command
 from atom.entrypoints.terminal.command import PROGRAMS
 from atom.examples import simple_inference
 from atom.model_engine.arg_utils import engine_config, engine_options
+from atom.plan.rehearsal.cli import create_parser as rehearsal_parser
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -209,6 +210,10 @@ def test_atom_flags(command: Command) -> None:
     program, words = PROGRAMS[command.arguments[0]], command.arguments[1:]
     while program.programs:
         program, words = program.programs[words[0]], words[1:]
+    if "--rehearse" in words:
+        args = rehearsal_parser().parse_args(words)
+        engine_config(**engine_options(args))
+        return
     importlib.import_module(program.entry.partition(":")[0]).create_parser().parse_args(words)
 
 

@@ -14,6 +14,8 @@ from atom.config import (
 from atom.kv_cache.base import KVCacheMemoryError
 from atom.platform import Platform, free_memory_bytes, total_memory_bytes
 
+# Runs work -> the peak of its memory beyond what stays allocated after it, in bytes.
+PeakOf = Callable[[Callable[[], object]], int]
 # Driver memory of a captured graph: of the target's layers, about a thousand launches, and of what
 # follows them, fewer than a hundred.
 _BYTES_PER_GRAPH, _BYTES_PER_SMALL_GRAPH = 8 << 20, 1 << 20
@@ -39,7 +41,7 @@ def kv_cache_budget(
         share = options.gpu_memory_utilization or DEFAULT_CPU_MEMORY_UTILIZATION
         return int(free_memory_bytes(platform) * share) // num_local
     share = options.gpu_memory_utilization or DEFAULT_GPU_MEMORY_UTILIZATION
-    activations = _peak_bytes(profile) + graph_bytes()
+    activations = peak_bytes(profile) + graph_bytes()
     in_use = total_memory_bytes(platform) - free_memory_bytes(platform)
     return int(total_memory_bytes(platform) * share) - in_use - activations
 
@@ -64,7 +66,11 @@ def check_room(pool_bytes: int, platform: Platform, num_local: int) -> None:
 
 
 def estimate_graph_bytes(
-    layers: Callable[[], object], others: Callable[[], object], num_layers: int, num_others: int
+    layers: Callable[[], object],
+    others: Callable[[], object],
+    num_layers: int,
+    num_others: int,
+    peak_of: PeakOf,
 ) -> int:
     """Memory for capturing: the temporaries of the largest bucket, which all graphs share, and the
     graphs themselves.
@@ -72,12 +78,13 @@ def estimate_graph_bytes(
     Args:
         layers, others: run the largest step's layers, and then what follows them.
         num_layers, num_others: graphs of each.
+        peak_of: `peak_bytes`, or what stands for it where nothing runs.
     """
     graphs = num_layers * _BYTES_PER_GRAPH + num_others * _BYTES_PER_SMALL_GRAPH
-    return _peak_bytes(layers) + _peak_bytes(others) + graphs
+    return peak_of(layers) + peak_of(others) + graphs
 
 
-def _peak_bytes(work: Callable[[], object]) -> int:
+def peak_bytes(work: Callable[[], object]) -> int:
     """Peak memory of `work` beyond what stays allocated after it."""
     torch.cuda.reset_peak_memory_stats()
     work()

@@ -43,7 +43,7 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
     ]
 
     def profile() -> None:
-        _allocate(rank, builders, parts, 1)
+        allocate_pools(rank, builders, parts, 1)
         _run_largest_steps(rank, parts)
 
     def graph_bytes() -> int:
@@ -64,7 +64,7 @@ def allocate_kv_cache(rank: Rank, parts: RankParts, runner: ModelRunner) -> int:
     if rank.config.cache.kv_cache_memory is not None:
         # By now all ranks have loaded their weights.
         check_room(num_blocks * plan.block_bytes, rank.platform, rank.place.num_local)
-    _allocate(rank, builders, parts, num_blocks)
+    allocate_pools(rank, builders, parts, num_blocks)
     if rank.place.is_first:
         _log_limits(rank, plan.block_bytes)
     return num_blocks
@@ -95,9 +95,10 @@ def fit_context(rank: Rank, num_blocks: int) -> int:
     return capacity
 
 
-def _allocate(
+def allocate_pools(
     rank: Rank, builders: Sequence[KVCacheBuilder], parts: RankParts, num_blocks: int
 ) -> None:
+    """Allocate pools of so many blocks and bind the layers of a rank's models to them."""
     for builder in builders:
         builder.allocate_kv_cache_tensors(num_blocks)
     for model in parts.models:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from atom.config import ConfigError
 from atom.graphs.capture import (
+    CaptureBackend,
     GraphPlan,
     capture_backend,
     default_batch_sizes,
@@ -34,6 +35,14 @@ def create_graph_runner(rank: Rank, model: CausalLM, lookahead: Lookahead) -> Gr
                 f"there are no graphs to capture; leave it out"
             )
         return None
+    return plan_graphs(rank, model, lookahead, backend)
+
+
+def plan_graphs(
+    rank: Rank, model: CausalLM, lookahead: Lookahead, backend: CaptureBackend
+) -> GraphRunner:
+    """The graph runner with the graphs that the options want, nothing captured yet."""
+    config = rank.config
     options, own = config.speculative, lookahead.num_tokens
     varying = options is not None and (options.adaptive or options.looks_up)
     lens = query_lengths(own, varying=varying)
@@ -41,10 +50,10 @@ def create_graph_runner(rank: Rank, model: CausalLM, lookahead: Lookahead) -> Gr
         lens = tuple(sorted({1 + own, *query_lengths(MAX_SPECULATIVE_TOKENS, varying=True)}))
     plan = GraphPlan(
         backend,
-        sizes or default_batch_sizes(config.scheduler.max_num_seqs),
+        config.graphs.capture_sizes or default_batch_sizes(config.scheduler.max_num_seqs),
         default_context_bounds(rank.context.max_model_len, lens[-1] - 1),
         config.cache.block_size,
-        platform.device,
+        rank.context.device,
     )
     return GraphRunner(model.forward, plan, lens)
 

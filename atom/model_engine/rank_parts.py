@@ -71,7 +71,17 @@ def build_parts(rank: Rank, create_proposer: ProposerFactory, stages: Stages) ->
     """
     model, proposer = _load_models(rank, create_proposer, stages)
     stages.begin("creating the runner")
-    graphs = create_graph_runner(rank, model, proposer.lookahead)
+    return join_parts(rank, model, proposer, create_graph_runner(rank, model, proposer.lookahead))
+
+
+def join_parts(
+    rank: Rank, model: CausalLM, proposer: Proposer, graphs: GraphRunner | None
+) -> RankParts:
+    """A rank's models, with what goes with them.
+
+    Raises:
+        ConfigError: when an option cannot be honoured with them.
+    """
     grammars = create_grammars(rank.config.model, rank.source) if rank.place.is_first else None
     draft_graphs = create_draft_graphs(rank, proposer, graphs)
     recorder = create_recorder(rank.platform) if graphs is None and _records(rank) else None

@@ -20,7 +20,7 @@ from tqdm import tqdm
 from atom.graphs.capture import MOST_ROWS, Bucket
 from atom.graphs.captured import CapturedWork
 from atom.graphs.runner import GraphKey, GraphRunner
-from atom.kv_cache.memory import estimate_graph_bytes
+from atom.kv_cache.memory import PeakOf, estimate_graph_bytes, peak_bytes
 from atom.model_engine.input_builder import InputBuilder, StepInput
 from atom.model_engine.step_places import GraphInput
 from atom.model_ops.metadata import ModelInput, ModelOutput
@@ -83,11 +83,21 @@ class StepGraphs:
         self._choices = CapturedWork(target.plan.backend)
         self._kept: dict[tuple[int, int], _Kept] = {}
 
-    def estimate_bytes(self) -> int:
-        """Memory that `capture` will need."""
-        num_others = sum(1 for _ in self._choice_keys()) + sum(1 for _ in self._draft_keys())
+    @property
+    def num_graphs(self) -> tuple[int, int, int]:
+        """Of the target's layers, of choices of tokens, and of drafts."""
+        choices, drafts = self._choice_keys(), self._draft_keys()
+        return self._target.num_graphs, sum(1 for _ in choices), sum(1 for _ in drafts)
+
+    def estimate_bytes(self, peak_of: PeakOf = peak_bytes) -> int:
+        """Memory that `capture` will need.
+
+        Args:
+            peak_of: as for `estimate_graph_bytes`.
+        """
+        of_layers, *of_others = self.num_graphs
         layers = partial(self._target.rehearse, self._read)
-        return estimate_graph_bytes(layers, self._rehearse, self._target.num_graphs, num_others)
+        return estimate_graph_bytes(layers, self._rehearse, of_layers, sum(of_others), peak_of)
 
     def _read(self, bucket: Bucket, query_len: int) -> Callable[[], ModelInput]:
         return self._inputs.graph_input(bucket, query_len).read

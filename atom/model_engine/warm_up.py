@@ -38,7 +38,7 @@ def warm_up(rank: Rank, parts: RankParts, runner: ModelRunner, num_blocks: int) 
     # These steps do not count in choosing numbers of drafts, and no lookup learns of them.
     drafter = Drafter(parts.proposer, "warm-up", None, None, waiting_is_free=False)
     own = runner.rehearsing(drafter)
-    limits = _limits(rank, parts.drafter.max_drafts, num_blocks)
+    limits = warm_up_limits(rank, parts.drafter.max_drafts, num_blocks)
     count = 0
     try:
         for steps in warm_ups(limits):
@@ -82,7 +82,8 @@ def _forget(runner: ModelRunner, steps: WarmUp, *, is_first: bool) -> None:
         runner.follow(Orders.of(nothing, 0))
 
 
-def _limits(rank: Rank, num_drafts: int, num_blocks: int) -> StepLimits:
+def warm_up_limits(rank: Rank, num_drafts: int, num_blocks: int) -> StepLimits:
+    """What bounds the steps of `warm_ups`."""
     scheduler, given = rank.config.scheduler, rank.config.max_logprobs
     return StepLimits(
         context_len=rank.context.max_model_len,

@@ -50,9 +50,13 @@ class RotaryEmbedding(nn.Module):
         inv_freq, scaling = rope_frequencies(config, head_dim, context.max_model_len)
         if not bool(inv_freq.isfinite().all()):
             raise ValueError(f"rotating by {config.rope_parameters} turns infinitely fast")
-        positions = torch.arange(context.max_model_len, dtype=torch.float32)
-        angles = positions[:, None] * inv_freq[None, :].float().cpu()
-        table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling
+        if context.device.type == "meta":
+            # Without computing what has no values.
+            table = torch.empty(context.max_model_len, 2 * len(inv_freq), device=context.device)
+        else:
+            positions = torch.arange(context.max_model_len, dtype=torch.float32)
+            angles = positions[:, None] * inv_freq[None, :].float().cpu()
+            table = torch.cat((angles.cos(), angles.sin()), dim=-1) * scaling
         self.register_buffer("cos_sin", table.to(context.device), persistent=False)
         self.rope: Rope = context.ops.resolve("rope", context.dtype, head_dim=head_dim)
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 import torch
 
 from atom.command_line import CommandLine
 from atom.config import ConfigError, ModelOptions, parse_count
 from atom.model_loader.source import ModelSource, resolve_model
+from atom.plan.folders import folder_of
 from atom.plan.gpus import NAMES, find_gpu
 from atom.plan.layouts import Costs, Load, plan_layouts
 from atom.plan.report import explain, format_plans
@@ -27,6 +27,11 @@ def create_parser(prog: str = "python -m atom.plan") -> CommandLine:
     )
     parser.add_positional("model", "the same as --model")
     add = parser.add_argument
+    add(
+        "--rehearse",
+        action="store_true",
+        help="rehearse a whole start instead, with the engine's flags: --rehearse --help",
+    )
     add("--model", help="config.json, a folder that holds it, or a hub id")
     add("--gpu", default="mi355x", help=f"one of {', '.join(NAMES)}")
     add("--gpus", type=int, nargs="+", default=[1, 2, 4, 8], help="how many, each planned")
@@ -41,6 +46,11 @@ def create_parser(prog: str = "python -m atom.plan") -> CommandLine:
 
 
 def main(argv: Sequence[str] | None = None, *, prog: str = "python -m atom.plan") -> int:
+    given = sys.argv[1:] if argv is None else argv
+    if "--rehearse" in given:
+        from atom.plan.rehearsal.cli import main as rehearse
+
+        return rehearse(given, prog=prog)
     parser = create_parser(prog)
     args = parser.parse_args(argv)
     try:
@@ -83,9 +93,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "python -m atom.plan"
 
 
 def _source(model: str) -> ModelSource:
-    path = Path(model).expanduser()
-    folder = str(path.parent) if path.is_file() and path.name == "config.json" else model
-    return resolve_model(ModelOptions(model=folder, load_format="dummy"))
+    return resolve_model(ModelOptions(model=folder_of(model), load_format="dummy"))
 
 
 def _sizes(source: ModelSource, cache_dtype: torch.dtype, num_ranks: int) -> RankSizes:

@@ -14,6 +14,7 @@ class Gpu:
     arch: as in `Platform`.
     memory: bytes.
     bandwidth: of its memory, bytes/s, as the vendor states it.
+    compute_units: or streaming multiprocessors.
     """
 
     name: str
@@ -21,17 +22,18 @@ class Gpu:
     arch: str
     memory: int
     bandwidth: float
+    compute_units: int
 
 
 _GB = 10**9
 _GPUS = (
-    Gpu("mi300x", "rocm", "gfx942", 192 * _GB, 5.3e12),
-    Gpu("mi325x", "rocm", "gfx942", 256 * _GB, 6.0e12),
-    Gpu("mi350x", "rocm", "gfx950", 288 * _GB, 8.0e12),
-    Gpu("mi355x", "rocm", "gfx950", 288 * _GB, 8.0e12),
-    Gpu("h100", "cuda", "sm90", 80 * _GB, 3.35e12),
-    Gpu("h200", "cuda", "sm90", 141 * _GB, 4.8e12),
-    Gpu("b200", "cuda", "sm100", 180 * _GB, 8.0e12),
+    Gpu("mi300x", "rocm", "gfx942", 192 * _GB, 5.3e12, 304),
+    Gpu("mi325x", "rocm", "gfx942", 256 * _GB, 6.0e12, 304),
+    Gpu("mi350x", "rocm", "gfx950", 288 * _GB, 8.0e12, 256),
+    Gpu("mi355x", "rocm", "gfx950", 288 * _GB, 8.0e12, 256),
+    Gpu("h100", "cuda", "sm90", 80 * _GB, 3.35e12, 132),
+    Gpu("h200", "cuda", "sm90", 141 * _GB, 4.8e12, 132),
+    Gpu("b200", "cuda", "sm100", 180 * _GB, 8.0e12, 148),
 )
 NAMES = tuple(gpu.name for gpu in _GPUS)
 

@@ -9,7 +9,7 @@ from atom.plan.gpus import Gpu
 from atom.plan.sizes import RankSizes
 
 # Memory that is neither weights nor KV cache nor counted: driver, code, graphs, collectives.
-_RUNTIME_BYTES = 4 * 10**9
+RUNTIME_BYTES = 4 * 10**9
 _FLOAT32 = 4
 
 
@@ -70,7 +70,7 @@ class Plan:
 
     @property
     def needed(self) -> int:
-        return self.weights + self.kv_cache + self.activations + _RUNTIME_BYTES
+        return self.weights + self.kv_cache + self.activations + RUNTIME_BYTES
 
     @property
     def fits(self) -> bool:

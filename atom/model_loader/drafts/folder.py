@@ -209,7 +209,7 @@ def _check_fc(tensors: list[CheckpointTensor], config: DraftConfig, folder: Path
 
 def _check_d2t(model: SharingDraft, config: DraftConfig, draft: str) -> None:
     """Refuse d2t values outside the vocabulary, such as absolute ids instead of offsets."""
-    if model.d2t is None:
+    if model.d2t is None or model.d2t.is_meta:
         return
     drafts = torch.arange(config.draft_vocab_size, device=model.d2t.device)
     targets = model.to_target_ids(drafts)

@@ -31,7 +31,7 @@ def scale_type(header: Header | None, stated: ScaleType = "float") -> ScaleType:
 def per_row(values: torch.Tensor, rows: Sequence[int]) -> torch.Tensor:
     """One number per stacked matrix, [..., matrices] -> one per output, [..., out]."""
     counts = torch.tensor(rows, device=values.device)
-    return values.repeat_interleave(counts, dim=-1)
+    return values.repeat_interleave(counts, dim=-1, output_size=sum(rows))
 
 
 def largest(input_scales: torch.Tensor, how: Activations) -> torch.Tensor:

@@ -69,7 +69,7 @@ def logits(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [R, in], weight [V, in] -> `x @ weight.T`, [R, V] float32, not rounded in between."""
     if weight.dtype is torch.float32:
         return F.linear(x, weight)
-    if x.is_cuda:  # ROCm's devices have this name, too
+    if x.device.type != "cpu":  # also where only shapes are computed
         return torch.mm(x, weight.T, out_dtype=torch.float32)
     wide = x.float()
     out = torch.empty(x.shape[0], weight.shape[0], dtype=torch.float32, device=x.device)

@@ -83,4 +83,6 @@ class Fp8Config:
         return ScaledMethod(form, _BLOCK_NAMES)
 
     def _format_of(self, name: str) -> str | None:
-        return None if any(name in self.ignored for name in modules_above(name)) else "fp8"
+        if self.ignored and any(name in self.ignored for name in modules_above(name)):
+            return None
+        return "fp8"

@@ -102,7 +102,9 @@ class LayerList:
     globs: Sequence[tuple[Glob, Listed]]
 
     def find(self, name: str) -> Listed | None:
-        fitting = [self.names[span] for span in spans(name) if span in self.names]
+        fitting = []
+        if self.names:
+            fitting = [self.names[span] for span in spans(name) if span in self.names]
         fitting += [listed for glob, listed in self.globs if glob.fits(name)]
         return min(fitting, key=lambda listed: listed.place, default=None)
 
@@ -158,7 +160,7 @@ class Exclusions:
 
     def _find(self, name: str) -> bool:
         return (
-            any(span in self._plain for span in spans(name))
+            (bool(self._plain) and any(span in self._plain for span in spans(name)))
             or any(glob.fits(name) for glob in self._globs)
             or any(pattern.match(name) for pattern in self._starts)
             or any(pattern.search(name) for pattern in self._inner)
