@@ -12,28 +12,11 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+from atom.foreign_command_line import as_ours, words_of
 from atom.help_text import HelpFormatter, format_sections
 
 _POSITIONAL = "positional_"
-
-# What other engines call an option of ours.
-_OTHER_NAMES = {
-    "allowed-origins": "cors-allow-origin",
-    "chunked-prefill-size": "max-num-batched-tokens",
-    "context-length": "max-model-len",
-    "disable-cuda-graph": "enforce-eager",
-    "disable-radix-cache": "no-enable-prefix-caching",
-    "max-running-requests": "max-num-seqs",
-    "mem-fraction-static": "gpu-memory-utilization",
-    "model-path": "model",
-    "speculative-algorithm": "method",
-    "speculative-draft-model-path": "draft-model",
-    "speculative-num-draft-tokens": "num-speculative-tokens",
-    "tokenizer-path": "tokenizer",
-    "tp": "tensor-parallel-size",
-    "tp-size": "tensor-parallel-size",
-    "dp-size": "data-parallel-size",
-}
+_ENGINE_FLAG = "--max-num-seqs"
 
 
 class CommandLine(argparse.ArgumentParser):
@@ -55,6 +38,11 @@ class CommandLine(argparse.ArgumentParser):
             help="YAML file with flags and their values, such as `max-model-len: 4096`; flags on "
             "the command line go before it",
         )
+
+    @property
+    def _loads_engine(self) -> bool:
+        """Whether it has the engine's flags, and so may be given those of other engines."""
+        return _ENGINE_FLAG in self._option_string_actions
 
     def add_positional(self, name: str, help: str) -> None:
         """Let flag `--name` be given without its name."""
@@ -92,6 +80,8 @@ class CommandLine(argparse.ArgumentParser):
     def _given(self, args: Sequence[str] | None) -> dict[str, Any]:
         """What was said, without defaults."""
         args = sys.argv[1:] if args is None else args
+        if self._loads_engine:
+            args = as_ours(args, self._option_string_actions, self.error)
         self._refuse_values_of_switches(args)
         self._stated = {action: action.default for action in self._actions}
         with _defaults(self._actions, dict.fromkeys(self._actions, argparse.SUPPRESS)):
@@ -146,6 +136,10 @@ class CommandLine(argparse.ArgumentParser):
         for name, value in content.items():
             key = str(name).replace("_", "-")
             if key not in known:
+                foreign = words_of(key, value) if self._loads_engine else None
+                if foreign is not None:
+                    flags += foreign
+                    continue
                 self.error(f"{source}: unknown option {name}{did_you_mean(key, known)}")
             flags += self._flags(known[key], key, value, source)
         return flags
@@ -185,7 +179,5 @@ def _defaults(
 
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """What an error about an unknown name ends with."""
-    dashes = "--" if name.startswith("--") else ""
-    other = dashes + _OTHER_NAMES.get(name.removeprefix("--").replace("_", "-"), "")
-    close = [other] if other in known else difflib.get_close_matches(name, known, n=1)
+    close = difflib.get_close_matches(name, known, n=1)
     return f"; did you mean {close[0]}?" if close else ""

@@ -19,6 +19,7 @@ from atom.parallel_options import ParallelOptions as ParallelOptions
 from atom.quantizations import QUANTIZATIONS
 from atom.speculative_options import AUX_LAYER_CONVENTIONS as AUX_LAYER_CONVENTIONS
 from atom.speculative_options import SpeculativeOptions as SpeculativeOptions
+from atom.speculative_options import without_foreign_keys
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 DTYPE_SPELLINGS = {
@@ -73,13 +74,13 @@ def parse_count(text: str | int) -> int:
 
 
 def parse_sizes(value: str | Sequence[str | int]) -> tuple[int, ...]:
-    """`"1,2,4"`, `["1", "2,4"]` or `[1, 2, 4]` as integers, in the order given.
+    """`"1,2,4"`, `"[1,2,4]"`, `["1", "2,4"]` or `[1, 2, 4]` as integers, in the order given.
 
     Raises:
         ConfigError: when a part is no integer.
     """
     items = [value] if isinstance(value, str) else value
-    parts = [part for item in items for part in str(item).split(",")]
+    parts = [part for item in items for part in str(item).strip(" []").split(",")]
     if not all(re.fullmatch(r"\s*-?\d+\s*", part) for part in parts):
         raise ConfigError(f"expected integers such as 1,2,4, got {value!r}")
     return tuple(int(part) for part in parts)
@@ -294,6 +295,7 @@ class EngineConfig(Options):
         None,
         "the speculation options as one JSON object, instead of the flags",
         name="speculative_config",
+        parse=without_foreign_keys,
     )
     graphs: GraphOptions = field(default_factory=GraphOptions)
     parallel: ParallelOptions = field(default_factory=ParallelOptions)

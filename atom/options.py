@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import logging
 import types
 import typing
 from collections import defaultdict
@@ -22,6 +23,7 @@ Tree = TypeVar("Tree")
 
 REQUIRED: Final[Any] = dataclasses.MISSING
 _KEY = "option"
+_log = logging.getLogger(__name__)
 
 
 class ConfigError(ValueError):
@@ -39,7 +41,8 @@ class Declaration:
         short: another spelling of the flag, dashes included.
         choices: the only values there are.
         spellings: what users write for some of the choices -> the choice.
-        nearest: other engines' values that there are not -> the choice that is most like each.
+        nearest: other engines' values that there are not -> the choice that stands in for each,
+            with a warning.
         at_least: the least integer there may be.
         parse: from what a user writes to the field's value.
         on_gpu: the default on a GPU, where it is not the field's.
@@ -149,9 +152,14 @@ class Option:
         """The field's value."""
         if isinstance(value, str):
             if (nearest := self.declared.nearest.get(value)) is not None:
-                raise ConfigError(
-                    f"there is no {self.name} {value}; {self.name} {nearest} is nearest to it"
+                _log.warning(
+                    "there is no %s %s; %s %s stands in for it",
+                    self.name,
+                    value,
+                    self.name,
+                    nearest,
                 )
+                value = nearest
             value = self.declared.spellings.get(value, value)
         if value is None or self.declared.parse is None:
             return value
@@ -217,15 +225,19 @@ def add_flags(parser: argparse._ActionsContainer, tree: type[Any]) -> None:
 
 
 def add_flags_by_subject(
-    parser: argparse.ArgumentParser, tree: type[Any], subjects: Mapping[str | None, str]
+    parser: argparse.ArgumentParser,
+    tree: type[Any],
+    subjects: Mapping[str | None, str],
+    without: Collection[str] = (),
 ) -> None:
     """Add a flag for every option of `tree`, in a section of the help for each subject.
 
     Args:
         subjects: by the name of the group; None is of options that are in no group.
+        without: options that get none.
     """
     sections = {title: parser.add_argument_group(title) for title in subjects.values()}
-    for each in options_of(tree):
+    for each in (each for each in options_of(tree) if each.name not in without):
         group = each.field.name if each.is_document else each.group
         each.add_to(sections[subjects[group]])
 
@@ -238,7 +250,7 @@ def given_flags(namespace: argparse.Namespace, tree: type[Any]) -> dict[str, Any
     return {
         each.name: values[each.name]
         for each in options_of(tree)
-        if values[each.name] is not None
+        if values.get(each.name) is not None
         and (values[each.name] != each.default or each.is_told_apart)
     }
 

@@ -47,6 +47,7 @@ class SamplingParams(msgspec.Struct, omit_defaults=True):
         min_tokens: end tokens cannot be sampled, nor stop strings match, before that many tokens.
         logprobs: None, or how many alternatives to report beside the sampled token; -1 for all.
         prompt_logprobs: the same for every prompt token but the first.
+        include_stop_str_in_output: leave the stop string that ended generation in the text.
         skip_special_tokens: leave special tokens out of the text.
         kept_special_tokens: texts of special tokens that stay in the text nevertheless.
         logit_bias: token id -> value added to its logit, in [-100, 100].

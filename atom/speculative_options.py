@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import json
+import logging
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from atom.options import REQUIRED, ConfigError, Options, option
 from atom.quantizations import QUANTIZATIONS
@@ -10,6 +14,44 @@ from atom.speculative_methods import SPECULATIVE_METHODS, methods_that
 
 AUX_LAYER_CONVENTIONS = ("boundary", "output")
 MAX_SPECULATIVE_TOKENS = 15
+_log = logging.getLogger(__name__)
+
+# Keys of vLLM's object (vllm/config/speculative.py) that change no token, and what is so here.
+_FOREIGN_KEYS = {
+    **dict.fromkeys(
+        ("prompt_lookup_max", "prompt_lookup_min", "suffix_decoding_max_tree_depth"),
+        "the lookup chooses the lengths that it matches",
+    ),
+    **dict.fromkeys(
+        ("suffix_decoding_max_spec_factor", "suffix_decoding_min_token_prob"),
+        "the lookup chooses how much it drafts",
+    ),
+    "suffix_decoding_max_cached_requests": "suffix_cache_tokens has the size of that cache",
+    "num_speculative_tokens_per_batch_size": "adaptive chooses the number of drafts by measurement",
+    "adaptive_verification": "adaptive chooses the number of drafts by measurement",
+    "draft_sample_method": "drafts are the likeliest tokens",
+    "disable_padded_drafter_batch": "batches of drafts need no choice",
+    "max_model_len": "drafts reach as far as the context",
+    **dict.fromkeys(
+        ("attention_backend", "moe_backend", "enforce_eager"),
+        "drafts run on the kernels that the machine has",
+    ),
+}
+
+
+def without_foreign_keys(document: Any) -> Any:
+    """The object of `speculative_config` without vLLM's keys that have no effect here, each of
+    which is warned of; what is no object stays as it is.
+    """
+    try:
+        content = json.loads(document) if isinstance(document, str) else document
+    except json.JSONDecodeError:
+        return document
+    if not isinstance(content, Mapping):
+        return document
+    for key in [key for key in content if key in _FOREIGN_KEYS]:
+        _log.warning("%s of speculative_config has no effect: %s", key, _FOREIGN_KEYS[key])
+    return {key: value for key, value in content.items() if key not in _FOREIGN_KEYS}
 
 
 @dataclass(frozen=True)
@@ -20,7 +62,14 @@ class SpeculativeOptions(Options):
         REQUIRED,
         "how to propose drafts; none when omitted",
         choices=SPECULATIVE_METHODS,
-        nearest={"ngram": "suffix", "NGRAM": "suffix"},
+        spellings={
+            "EAGLE3": "eagle3",
+            "DFLASH": "dflash",
+            "DSPARK": "dspark",
+            "NEXTN": "mtp",
+            "deepseek_mtp": "mtp",
+        },
+        nearest={"ngram": "suffix", "ngram_gpu": "suffix", "NGRAM": "suffix"},
     )
     num_speculative_tokens: int = option(
         REQUIRED, f"drafts per step, 1 to {MAX_SPECULATIVE_TOKENS}"

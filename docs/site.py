@@ -10,6 +10,7 @@ from mkdocs.structure.files import File, Files
 from mkdocs.structure.pages import Page
 
 from atom.config import EngineConfig
+from atom.foreign_flags import FOREIGN_FLAGS, Fate
 from atom.model_engine.arg_utils import SUBJECTS
 from atom.options import Option, options_of
 
@@ -23,6 +24,7 @@ PAGES = (
     "LICENSE",
 )
 OPTIONS = "<!-- engine options -->"
+FOREIGN = "<!-- foreign flags -->"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -38,8 +40,8 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
-    """Links to folders of the repository, which have no page, become plain text, and `OPTIONS` the
-    tables of the engine's options.
+    """Links to folders of the repository, which have no page, become plain text, and `OPTIONS` and
+    `FOREIGN` the tables that they stand for.
     """
     folder = (ROOT / page.file.src_uri).parent
 
@@ -47,7 +49,35 @@ def on_page_markdown(markdown: str, page: Page, **_: object) -> str:
         return link[1] if (folder / link[2]).is_dir() else link[0]
 
     linked = re.sub(r"\[([^\]]+)\]\(([^)#:]+)\)", plain, markdown)
-    return linked.replace(OPTIONS, engine_options())
+    return linked.replace(OPTIONS, engine_options()).replace(FOREIGN, foreign_flags())
+
+
+def foreign_flags() -> str:
+    """A table of other engines' flags for each engine; flags of which the same is said share a
+    line.
+    """
+    rows: dict[str, dict[tuple[str, str], list[str]]] = {}
+    for each in FOREIGN_FLAGS:
+        says = f"`{each.says}`" if each.fate is Fate.SAME else each.says
+        if each.harmless and each.fate is Fate.REFUSED:
+            says += f"; accepted with {', '.join(each.harmless)}"
+        lines = rows.setdefault(each.engine, {})
+        lines.setdefault((each.fate.value, says), []).extend(f"`{name}`" for name in each.names)
+    tables = [
+        "\n".join(
+            [
+                f"### {engine}\n",
+                "| flag | here | |",
+                "|---|---|---|",
+                *(
+                    f"| {', '.join(names)} | {fate} | {says} |"
+                    for (fate, says), names in lines.items()
+                ),
+            ]
+        )
+        for engine, lines in rows.items()
+    ]
+    return "\n\n".join(tables)
 
 
 def engine_options() -> str:

@@ -39,8 +39,6 @@ def test_the_mode_for_equal_bits_has_the_names_that_others_have_for_it() -> None
     [
         (["--dtpe", "x"], "error: unknown option --dtpe; did you mean --dtype?"),
         (["--max-model-length=4"], "unknown option --max-model-length; did you mean --max-m"),
-        (["--context-length", "4"], "unknown option --context-length; did you mean --max-model"),
-        (["--method", "ngram"], "there is no method ngram; method suffix is nearest to it"),
         (
             ["--enforce-eager", "True"],
             "error: --enforce-eager takes no value, got True: --enforce-eager alone is true, "

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 from atom.config import EngineConfig
+from atom.foreign_flags import BY_NAME
 from atom.options import options_of
 
 ROOT = Path(__file__).parents[1]
@@ -25,6 +26,8 @@ def test_the_site_is_built_with_every_link_right(tmp_path: Path) -> None:
     options = pages[tmp_path / "docs" / "options" / "index.html"]
     flags = [each.flag for each in options_of(EngineConfig)]
     assert [flag for flag in flags if f"<code>{flag}<" not in options] == []
+    foreign = pages[tmp_path / "docs" / "from-other-engines" / "index.html"]
+    assert [name for name in BY_NAME if f"<code>{name}<" not in foreign] == []
     assert (tmp_path / "docs" / "pictures" / "step.svg").exists()
     loads = re.compile(r'<(?:script|img|link)[^>]* (?:src|href)="https?://(?!127\.0\.0\.1)[^"]*"')
     assert {path: found for path, text in pages.items() if (found := loads.findall(text))} == {}

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from atom.command_line import CommandLine
@@ -37,9 +37,13 @@ SUBJECTS: Mapping[str | None, str] = {
 }
 
 
-def add_engine_flags(parser: argparse.ArgumentParser) -> None:
-    """Add a flag for each engine option, as --kebab-case and --snake_case."""
-    add_flags_by_subject(parser, EngineConfig, SUBJECTS)
+def add_engine_flags(parser: argparse.ArgumentParser, without: Collection[str] = ()) -> None:
+    """Add a flag for each engine option, as --kebab-case and --snake_case.
+
+    Args:
+        without: options whose names are those of other flags of the program.
+    """
+    add_flags_by_subject(parser, EngineConfig, SUBJECTS, without)
 
 
 def add_model(parser: CommandLine) -> None:

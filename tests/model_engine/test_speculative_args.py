@@ -112,14 +112,6 @@ def test_what_looks_up() -> None:
         ({"speculative_config": "{}"}, "and num_speculative_tokens; it has nothing"),
         ({"speculative_config": {"method": "suffix"}}, "needs num_speculative_tokens; it has meth"),
         (
-            {"method": "ngram", "num_speculative_tokens": 3},
-            "there is no method ngram; method suffix is nearest to it",
-        ),
-        (
-            {"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}},
-            "there is no method ngram; method suffix is nearest to it",
-        ),
-        (
             {"speculative_config": "{}", "speculative_adaptive": True},
             "--speculative-config and --speculative-adaptive say the same thing",
         ),

@@ -11,12 +11,19 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import re
 import sys
 from collections.abc import Iterator, Sequence
 
 from atom.command_line import CommandLine, did_you_mean
 from atom.config import ConfigError
-from atom.entrypoints.terminal.talk import SETTINGS, ChatModel, LocalModel, Talk
+from atom.entrypoints.terminal.settings import (
+    SETTING_FLAGS,
+    SETTINGS,
+    add_setting_flags,
+    given_settings,
+)
+from atom.entrypoints.terminal.talk import ChatModel, LocalModel, Talk
 from atom.environment import api_key_from_environment, history_file
 from atom.model_engine.arg_utils import (
     add_engine_flags,
@@ -27,8 +34,9 @@ from atom.model_engine.arg_utils import (
     speculation_of,
 )
 
-HELP = f"""\
-/set NAME VALUE   change {", ".join(SETTINGS)}
+HELP = """\
+/set              the parameters of answers
+/set NAME VALUE   change one; none for what may be left out
 /show             the parameters and the system prompt
 /system [TEXT]    a system prompt; without a text, none
 /retry            answer the last message again
@@ -43,6 +51,10 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "atom chat") -> int:
     parser = create_parser(prog)
     args = parser.parse_args(argv)
     try:
+        settings = given_settings(args)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
         model = _connect(args) if args.url is not None else _load(args)
     except ConfigError as error:
         parser.error(str(error))
@@ -51,7 +63,7 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "atom chat") -> int:
         return 1
     print(f"{model.name}; /help lists commands, Ctrl-D leaves")
     with _history():
-        Terminal(Talk(model, args.system)).run()
+        Terminal(Talk(model, args.system, settings)).run()
     return 0
 
 
@@ -63,7 +75,8 @@ def create_parser(prog: str = "atom chat") -> CommandLine:
     )
     parser.add_argument("--api-key", metavar="KEY", help="of that server; else $ATOM_API_KEY")
     parser.add_argument("--system", metavar="TEXT", help="a system prompt")
-    add_engine_flags(parser)
+    add_setting_flags(parser)
+    add_engine_flags(parser, without=SETTING_FLAGS)
     add_no_speculation(parser)
     return parser
 
@@ -156,16 +169,22 @@ class Terminal:
         return True
 
     def _set(self, rest: str) -> None:
-        name, _, value = rest.replace("=", " ").partition(" ")
+        if not rest:
+            self._show_settings()
+            return
+        name, _, value = re.sub(r"[=\s]+", " ", rest, count=1).partition(" ")
         try:
-            self._talk.set(name.replace("-", "_"), value.strip())
+            self._talk.set(name.replace("-", "_"), value)
         except ValueError as error:
             print(f"error: {error}")
 
     def _show(self) -> None:
+        self._show_settings()
+        print(f"system {self._talk.system or 'none'}")
+
+    def _show_settings(self) -> None:
         for name in SETTINGS:
             print(f"{name} {self._talk.value(name)}")
-        print(f"system {self._talk.system or 'none'}")
 
     def _dim(self, text: str) -> str:
         return f"\033[2m{text}\033[0m" if sys.stdout.isatty() else text

@@ -12,7 +12,14 @@ from typing import Any
 
 from atom.command_line import CommandLine
 from atom.config import ConfigError
-from atom.entrypoints.terminal.talk import SETTINGS, LocalModel, Talk, read_setting
+from atom.entrypoints.terminal.settings import (
+    SETTING_FLAGS,
+    SETTINGS,
+    add_setting_flags,
+    given_settings,
+    read_setting,
+)
+from atom.entrypoints.terminal.talk import LocalModel, Talk
 from atom.model_engine.arg_utils import (
     add_engine_flags,
     add_no_speculation,
@@ -28,13 +35,12 @@ def main(argv: Sequence[str] | None = None, *, prog: str = "atom run") -> int:
     args = parser.parse_args(argv)
     try:
         prompt = _read_prompt(args.prompt)
-        settings = _read_settings(args.set or ())
+        settings = given_settings(args) | _read_settings(args.set or ())
         given = choose_draft(engine_options(args), args.no_speculation)
         from atom.entrypoints.llm import LLM
 
         llm = LLM(**given, no_speculation=not speculation_of(given))
-        talk = Talk(LocalModel(llm), args.system)
-        talk.settings |= settings
+        talk = Talk(LocalModel(llm), args.system, settings)
     except (ConfigError, ValueError) as error:
         parser.error(str(error))
     except (RuntimeError, OSError) as error:
@@ -59,10 +65,12 @@ def create_parser(prog: str = "atom run") -> CommandLine:
         "--set",
         action="append",
         metavar="NAME=VALUE",
-        help=f"a parameter of the answer: {', '.join(SETTINGS)}; repeatable",
+        help=f"a parameter of the answer, as its flag says it, too: {', '.join(SETTINGS)}; "
+        "repeatable",
     )
     parser.add_argument("--verbose", action="store_true", help="end with what the answer cost")
-    add_engine_flags(parser)
+    add_setting_flags(parser)
+    add_engine_flags(parser, without=SETTING_FLAGS)
     add_no_speculation(parser)
     return parser
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,19 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 
-from atom.sampling_params import SamplingParams
+from atom.entrypoints.terminal.settings import read_setting, spelled
 
 if TYPE_CHECKING:
     from atom.entrypoints.llm import LLM
 
 Message = dict[str, Any]
 Settings = Mapping[str, Any]
-
-# What `/set` changes.
-SETTINGS = (
-    *("temperature", "top_p", "top_k", "min_p", "seed", "max_tokens"),
-    *("presence_penalty", "frequency_penalty", "repetition_penalty", "speculation"),
-)
 
 
 class Piece(NamedTuple):
@@ -118,38 +111,17 @@ class Answer:
         return ", ".join(parts)
 
 
-def read_setting(name: str, value: str) -> Any:
-    """The value of one of `SETTINGS`; `none` for one that may be left out.
-
-    Raises:
-        ValueError: for an unknown name, or a value that it cannot have.
-    """
-    if name not in SETTINGS:
-        raise ValueError(f"unknown setting {name!r}; there are {', '.join(SETTINGS)}")
-    kind = next(f.type for f in msgspec.structs.fields(SamplingParams) if f.name == name)
-    text = value.strip().lower()
-    try:
-        typed = msgspec.convert(None if text == "none" else json.loads(text), kind)
-        msgspec.structs.replace(SamplingParams(), **{name: typed})
-    except (json.JSONDecodeError, msgspec.ValidationError):
-        raise ValueError(f"{name} cannot be {value!r}") from None
-    return typed
-
-
-def spelled(value: Any) -> str:
-    """A setting's value as `/set` takes it."""
-    return str(value).lower()
-
-
 class Talk:
     """Attributes:
     messages: of the conversation so far, as OpenAI has them.
     settings: of the next answer; what is not there is the model's default.
     """
 
-    def __init__(self, model: ChatModel, system: str | None = None) -> None:
+    def __init__(
+        self, model: ChatModel, system: str | None = None, settings: Settings | None = None
+    ) -> None:
         self._model = model
-        self.settings: dict[str, Any] = {}
+        self.settings = dict(settings or {})
         self.system = system
         self.messages: list[Message] = []
 

@@ -22,9 +22,17 @@ from transformers import PreTrainedTokenizerFast
 
 from atom import LLM, SamplingParams
 from atom.entrypoints.openai.http.options import ServerOptions
-from atom.entrypoints.terminal import chat
+from atom.entrypoints.terminal import chat, run
 from atom.entrypoints.terminal.remote import RemoteModel
-from atom.entrypoints.terminal.talk import LocalModel, Talk, read_setting
+from atom.entrypoints.terminal.settings import (
+    SETTING_FLAGS,
+    SETTINGS,
+    descriptions,
+    given_settings,
+    read_setting,
+)
+from atom.entrypoints.terminal.talk import LocalModel, Talk
+from atom.model_engine.arg_utils import engine_options
 
 
 @pytest.fixture(scope="module")
@@ -51,8 +59,56 @@ def test_settings() -> None:
     for name, value in (("temperature", "hot"), ("temperature", "-1"), ("top_k", "1.5")):
         with pytest.raises(ValueError, match=name):
             read_setting(name, value)
-    with pytest.raises(ValueError, match="unknown setting 'heat'; there are temperature"):
+    with pytest.raises(ValueError, match="unknown setting 'heat'; there are presence_penalty"):
         read_setting("heat", "1")
+
+
+def test_settings_may_be_text_lists_and_tables() -> None:
+    assert read_setting("stop", "END") == "END"
+    assert read_setting("stop", "42") == "42"
+    assert read_setting("stop", '["a", "b"]') == ["a", "b"]
+    assert read_setting("logit_bias", '{"5": -100}') == {5: -100}
+    # Its limit is of the answer, not the one that an API has when none is given.
+    assert read_setting("min_tokens", "50") == 50
+    with pytest.raises(ValueError, match="stop must hold non-empty strings"):
+        read_setting("stop", '[""]')
+
+
+def test_each_parameter_of_an_answer_is_a_flag_with_help() -> None:
+    help_of = descriptions()
+    assert not [name for name in SETTINGS if not help_of.get(name)]
+    for program in (run, chat):
+        parser = program.create_parser()
+        text = " ".join(parser.format_help().split())
+        for name in SETTING_FLAGS:
+            assert f"--{name}" in parser._option_string_actions
+            assert help_of[name][:40] in text
+        given = parser.parse_args(
+            [
+                "--temperature",
+                "0.5",
+                "--max-tokens",
+                "60",
+                "--seed=7",
+                "--top_p",
+                "0.9",
+                "--ignore-eos",
+                "--no-skip-special-tokens",
+                "--stop",
+                "END",
+            ]
+        )
+        assert given_settings(given) == {
+            "temperature": 0.5,
+            "max_tokens": 60,
+            "seed": 7,
+            "top_p": 0.9,
+            "ignore_eos": True,
+            "skip_special_tokens": False,
+            "stop": "END",
+        }
+        # The seed is of the answer; nothing of it is an option of the engine.
+        assert engine_options(given) == {}
 
 
 def _talk(llm: LLM, max_tokens: int, system: str | None = None) -> Talk:
@@ -167,6 +223,7 @@ def test_servers_that_do_not_answer(server: ScriptedServer) -> None:
         (["--url", "http://127.0.0.1:9", "--dtype", "float32"], "--dtype is for a model in this"),
         (["--url", "http://127.0.0.1:9", "--no-speculation"], "--no-speculation is for a model"),
         (["--url", "http://127.0.0.1:9"], "no server answers at"),
+        (["--temperature", "hot"], "temperature cannot be 'hot'"),
         (["--api-key", "k"], "--api-key has no effect without --url"),
         (["no/such-folder"], "no/such-folder"),
     ],
@@ -243,9 +300,13 @@ def test_chat_in_a_terminal(folder: Path, tmp_path: Path) -> None:
         "1",
         "--max-model-len",
         "60000",
+        "--temperature=0.25",
+        "--max-tokens=7",
     )
     terminal = PseudoTerminal(*words, home=tmp_path)
     terminal.wait_for("Ctrl-D leaves\r\n> ")
+    terminal.say("/set\n")
+    terminal.wait_for(r"temperature 0\.25(?s:.*)max_tokens 7(?s:.*)> ")
     terminal.say("/set temperature 0\n/set max_tokens 5\n/set heat 1\n/show\n")
     terminal.wait_for("error: unknown setting 'heat'")
     terminal.wait_for(r"temperature 0(?s:.*)max_tokens 5(?s:.*)system none")
@@ -282,19 +343,19 @@ def test_chat_with_a_server_in_a_terminal(server: ScriptedServer, tmp_path: Path
 
 def test_run(folder: Path) -> None:
     words = [sys.executable, "-m", "atom", "run", "--model", str(folder), "--num-threads", "1"]
-    settings = ["--set", "max_tokens=4", "--set", "temperature=0", "--verbose"]
+    settings = ["--max-tokens", "4", "--set", "temperature=0", "--verbose"]
 
-    def run(*more: str, piped: str = "") -> subprocess.CompletedProcess[str]:
+    def answer(*more: str, piped: str = "") -> subprocess.CompletedProcess[str]:
         return subprocess.run(
             [*words, *more], input=piped, capture_output=True, text=True, timeout=240, check=False
         )
 
-    given = run("hello", *settings)
+    given = answer("hello", *settings)
     assert given.returncode == 0, given.stderr
     assert re.search(r"^\d tokens", given.stderr, re.M)
-    nothing = run()
+    nothing = answer()
     assert nothing.returncode == 2
     assert "say what to answer" in nothing.stderr
-    wrong = run("hello", "--set", "heat=1")
+    wrong = answer("hello", "--set", "heat=1")
     assert wrong.returncode == 2
     assert "unknown setting 'heat'" in wrong.stderr
