@@ -253,7 +253,9 @@ class Session:
         before = num_cached_kernels()
         with CaptureTimes() as times, tempfile.TemporaryDirectory() as name:
             context = self.args.prompt_len if self.args.tiny else _CONTEXT_OF_A_SERVER
-            setup = replace(self._setup(about, Path(name)), serves=True, max_model_len=context)
+            setup = self._setup(about, Path(name))
+            write_configs(Path(name), SHAPES[about["shape"]], max(context, setup.max_model_len))
+            setup = replace(setup, serves=True, max_model_len=context)
             engine = DecodeEngine(replace(setup, eager=not self.platform.is_gpu))
         row = {
             **about,
