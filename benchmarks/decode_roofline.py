@@ -206,7 +206,7 @@ class Session:
             cases.append(DecodeCase(batch, context, pretend=True))
         return cases
 
-    def _setup(self, about: dict[str, Any], folder: Path) -> Setup:
+    def _setup(self, about: dict[str, Any], folder: Path, least_positions: int = 0) -> Setup:
         args, k = self.args, about["k"]
         cases = self._cases(about)
         # Sequences that were prefilled first decode while the others are.
@@ -216,7 +216,7 @@ class Session:
         sizes = {case.batch for case in cases}
         sizes |= {case.batch // 2 for case in cases if case.pretend and case.batch > 1}
         return Setup(
-            write_configs(folder, SHAPES[about["shape"]], context),
+            write_configs(folder, SHAPES[about["shape"]], max(context, least_positions)),
             k,
             about.get("mode", "eager") == "eager",
             tuple(sorted(sizes)),
@@ -253,8 +253,7 @@ class Session:
         before = num_cached_kernels()
         with CaptureTimes() as times, tempfile.TemporaryDirectory() as name:
             context = self.args.prompt_len if self.args.tiny else _CONTEXT_OF_A_SERVER
-            setup = self._setup(about, Path(name))
-            write_configs(Path(name), SHAPES[about["shape"]], max(context, setup.max_model_len))
+            setup = self._setup(about, Path(name), least_positions=context)
             setup = replace(setup, serves=True, max_model_len=context)
             engine = DecodeEngine(replace(setup, eager=not self.platform.is_gpu))
         row = {
