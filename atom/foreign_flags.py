@@ -254,6 +254,7 @@ _VLLM = [
     *_refused(VLLM, "there are no middlewares; a proxy has their place", "--middleware"),
     *_refused(VLLM, "the server calls no tools", "--tool-server"),
     *_refused(VLLM, _TLS, "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs"),
+    *_refused(VLLM, "weights do not change while the engine runs", "--weight-transfer-config"),
 ]
 
 _SGLANG = [
@@ -271,7 +272,7 @@ _SGLANG = [
     _same(SGLANG, "--disable-radix-cache", "--no-enable-prefix-caching", _NOTHING),
     _same(SGLANG, "--disable-cuda-graph", "--enforce-eager", _NOTHING),
     _same(SGLANG, "--disable-overlap-schedule", "--no-overlap", _NOTHING),
-    _same(SGLANG, "--cuda-graph-bs", "--cudagraph-capture-sizes", _SEVERAL),
+    _same(SGLANG, "--cuda-graph-bs --cuda-graph-bs-decode", "--cudagraph-capture-sizes", _SEVERAL),
     _same(SGLANG, "--speculative-algorithm --speculative-algo", "--method"),
     _same(SGLANG, "--speculative-draft-model-path --speculative-draft-model", "--draft-model"),
     _same(SGLANG, "--speculative-num-steps", "--num-speculative-tokens"),
@@ -287,7 +288,9 @@ _SGLANG = [
         "--mem-fraction-static",
     ),
     *_refused(SGLANG, "--kv-cache-memory has the cache's size in bytes", "--max-total-tokens"),
-    *_refused(SGLANG, _SPLIT, "--pp --pp-size", harmless=("1",)),
+    *_refused(
+        SGLANG, _SPLIT, "--pp --pp-size --dcp-size --attn-cp-size --moe-dp-size", harmless=("1",)
+    ),
     *_refused(
         SGLANG,
         "--enable-expert-parallel spreads experts over all GPUs",
@@ -342,13 +345,40 @@ _SGLANG = [
         _ORDER,
         "--schedule-policy --schedule-conservativeness --max-prefill-tokens --load-balance-method",
     ),
-    *_needless(SGLANG, _ORDER, "--enable-mixed-chunk --enable-priority-scheduling", _NOTHING),
+    *_needless(SGLANG, _ORDER, "--enable-mixed-chunk", _NOTHING),
     *_needless(SGLANG, _OFFLOAD, "--hicache-ratio --hicache-size"),
     *_needless(SGLANG, _OFFLOAD, "--enable-hierarchical-cache", _NOTHING),
     *_needless(SGLANG, _EXPERTS, "--ep-num-redundant-experts"),
     *_needless(SGLANG, _LOADING, "--weight-loader-disable-mmap", _NOTHING),
     *_needless(SGLANG, "the start warms up what there is", "--skip-server-warmup", _NOTHING),
     *_needless(SGLANG, "a rank that is lost is noticed (docs/scaling.md)", "--watchdog-timeout"),
+    *_needless(
+        SGLANG,
+        "requests with a lower priority value always go first",
+        "--enable-priority-scheduling --schedule-low-priority-values-first",
+        _NOTHING,
+    ),
+    *_needless(
+        SGLANG,
+        _GRAPHS,
+        "--cuda-graph-config --cuda-graph-backend-decode --cuda-graph-backend-prefill "
+        "--cuda-graph-max-bs-decode --cuda-graph-max-bs-prefill",
+    ),
+    *_needless(SGLANG, "usage tells it always", "--enable-cache-report", _NOTHING),
+    *_refused(
+        SGLANG,
+        "--generation-config none is what openai means",
+        "--sampling-defaults",
+        harmless=("model",),
+    ),
+    *_refused(SGLANG, "prompts that are too long are refused", "--allow-auto-truncate", _NOTHING),
+    *_refused(
+        SGLANG,
+        "requests ask for it: stream_options.include_usage",
+        "--stream-response-default-include-usage",
+        _NOTHING,
+    ),
+    *_refused(SGLANG, _SPLIT, "--enable-prefill-cp", _NOTHING),
 ]
 
 _ROCM = [
@@ -410,7 +440,6 @@ _LLAMA = [
         LLAMA, _LOGS, "--log-disable --log-prefix --log-timestamps --perf --no-perf", _NOTHING
     ),
     *_needless(LLAMA, "drafts are always verified in full", "--draft-min --draft-p-min"),
-    *_needless(LLAMA, "special tokens in prompts are read", "--special", _NOTHING),
     *_refused(
         LLAMA,
         _SPLIT_LAYERS,
@@ -458,6 +487,24 @@ _LLAMA = [
         "--mirostat --dry-multiplier --xtc-probability --typical --typical-p --top-nsigma "
         "--dynatemp-range --samplers",
     ),
+    *_needless(LLAMA, _OFFLOAD, "-cram --cache-ram"),
+    *_needless(LLAMA, "prefixes are found by themselves", "--cache-reuse"),
+    *_needless(LLAMA, "one process answers HTTP", "--threads-http"),
+    *_needless(LLAMA, "the start warms up what there is", "--warmup --no-warmup", _NOTHING),
+    *_refused(LLAMA, "requests say skip_special_tokens: false", "-sp --special", _NOTHING),
+    *_refused(LLAMA, "chat templates are Jinja's always", "--no-jinja", _NOTHING),
+    *_refused(LLAMA, "answers end where the context ends", "--context-shift", _NOTHING),
+    *_refused(
+        LLAMA,
+        "requests say it: response_format, or structured_outputs",
+        "--grammar --grammar-file -j --json-schema -jf --json-schema-file",
+    ),
+    *_refused(LLAMA, "thinking has no budget here", "--reasoning-budget", harmless=("-1",)),
+    *_refused(LLAMA, "--cors-allow-origin takes them one by one", "--cors-origins"),
+    _same(LLAMA, "--webui", "--ui", _NOTHING),
+    _same(LLAMA, "--cache-prompt", "--enable-prefix-caching", _NOTHING),
+    _same(LLAMA, "--no-cache-prompt", "--no-enable-prefix-caching", _NOTHING),
+    _same(LLAMA, "-r --reverse-prompt", "--stop"),
 ]
 
 # The server's requests say these themselves; in other programs they are flags of ours.
