@@ -16,7 +16,7 @@ from typing import Any
 from atom.options import ConfigError as ConfigError
 from atom.options import Options, check_at_least, option
 from atom.parallel_options import ParallelOptions as ParallelOptions
-from atom.quantizations import QUANTIZATIONS
+from atom.quantizations import QUANTIZATIONS, STORED_QUANTIZATIONS
 from atom.speculative_options import AUX_LAYER_CONVENTIONS as AUX_LAYER_CONVENTIONS
 from atom.speculative_options import SpeculativeOptions as SpeculativeOptions
 from atom.speculative_options import without_foreign_keys
@@ -136,13 +136,19 @@ class ModelOptions(Options):
     dtype: str = option(
         "auto", "type of weights and activations", choices=DTYPES, spellings=DTYPE_SPELLINGS
     )
-    load_format: str = option("auto", "how the weights are stored", choices=LOAD_FORMATS)
+    load_format: str = option(
+        "auto",
+        "how the weights are stored",
+        choices=LOAD_FORMATS,
+        nearest={"fastsafetensors": "safetensors"},
+    )
     quantization: str = option(
         "auto",
         "auto: weights as they are stored; none: those of a GGUF file in --dtype; others: quantise "
         "the weights of a floating-point checkpoint, or of a GGUF file, when they are loaded",
         short="-q",
         choices=QUANTIZATIONS,
+        nearest=dict.fromkeys(STORED_QUANTIZATIONS, "auto"),
     )
     activations: str = option(
         "auto",

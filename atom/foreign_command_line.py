@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from atom.foreign_flags import BY_NAME, Fate, ForeignFlag, Takes
+from atom.foreign_flags import BY_NAME, VLLM, Fate, ForeignFlag, Takes
 
 _log = logging.getLogger(__name__)
 
@@ -18,17 +18,19 @@ _log = logging.getLogger(__name__)
 def find(flag: str) -> tuple[ForeignFlag, bool] | None:
     """The entry of a flag as it is typed, and whether it says the opposite (`--no-...`).
 
-    `--compilation_config.pass_config.x` is `--compilation-config`; a single dash goes before a
-    short name.
+    `--compilation_config.pass_config.x` is `--compilation-config`.
     """
-    name = flag.replace("_", "-") if flag.startswith("--") else flag
-    for spelling in (name, name.partition(".")[0], f"-{name[1:2]}" if "." in name else name):
-        if (entry := BY_NAME.get(spelling)) is not None:
-            return entry, False
+    name = _kebab(flag).partition(".")[0]
+    if (entry := BY_NAME.get(name)) is not None:
+        return entry, False
     positive = BY_NAME.get("--" + name.removeprefix("--no-"))
     if name.startswith("--no-") and positive is not None and positive.takes is Takes.NOTHING:
         return positive, True
     return None
+
+
+def _kebab(flag: str) -> str:
+    return flag.replace("_", "-") if flag.startswith("--") else flag
 
 
 def as_ours(
@@ -50,13 +52,16 @@ def _as_ours(
     while place < len(words):
         word = words[place]
         place += 1
-        flag, equals, value = word.partition("=")
-        found = find(flag) if flag.startswith("-") and flag not in known else None
         if word == "--":
             yield from words[place - 1 :]
             return
+        flag, equals, value = word.partition("=")
+        if flag.startswith("--") and flag not in known and _kebab(flag) in known:
+            flag = _kebab(flag)
+        found = find(flag) if flag.startswith("-") and flag not in known else None
+        _refuse_keys(flag, known, refuse)
         if found is None:
-            yield word
+            yield f"{flag}{equals}{value}"
             continue
         entry, is_opposite = found
         count = 0 if equals else _num_values(entry, words[place:])
@@ -65,12 +70,21 @@ def _as_ours(
         yield from _replaced(flag, entry, is_opposite, values, known, refuse)
 
 
+def _refuse_keys(flag: str, known: Collection[str], refuse: Callable[[str], NoReturn]) -> None:
+    """vLLM's way to give one key of a JSON object as a flag."""
+    name, dot, key = flag.partition(".")
+    entry = BY_NAME.get(name)
+    ours = entry.says if entry is not None and entry.fate is Fate.SAME else _kebab(name)
+    if flag.startswith("-") and dot and ours in known:
+        refuse(f"{flag} ({VLLM}): {ours} takes its keys as one object, '{{\"{key}\": ...}}'")
+
+
 def _num_values(entry: ForeignFlag, rest: Sequence[str]) -> int:
     """How many of the words that follow belong to a flag."""
     if entry.takes is Takes.NOTHING or not rest:
         return 0
     if entry.takes is Takes.ONE:
-        return 1
+        return 0 if rest[0].startswith("--") else 1
     values = next((n for n, word in enumerate(rest) if word.startswith("-")), len(rest))
     return min(values, 1) if entry.takes is Takes.AT_MOST_ONE else values
 
@@ -93,20 +107,18 @@ def _replaced(
         if not is_opposite:
             refuse(f"{said}: {entry.says}")
         _log.warning("%s is what happens here anyway", said)
-    elif entry.says not in known:
-        refuse(f"{said} is {entry.says}, which is not for this program")
+    elif (ours := _opposite(entry.says) if is_opposite else entry.says) not in known:
+        refuse(f"{said} is {ours}, which is not for this program")
+    elif not values:
+        yield ours
     else:
-        yield from _with_values(entry, values)
+        for value in values:
+            for each in _listed(value) if entry.takes is Takes.SEVERAL else [value]:
+                yield f"{ours}={each}"
 
 
-def _with_values(entry: ForeignFlag, values: Sequence[str]) -> Iterator[str]:
-    """Our flag; several values may also come as one JSON list."""
-    if entry.takes is Takes.NOTHING:
-        yield entry.says
-        return
-    for value in values:
-        for each in _listed(value) if entry.takes is Takes.SEVERAL else [value]:
-            yield f"{entry.says}={each}"
+def _opposite(switch: str) -> str:
+    return f"--{switch[5:]}" if switch.startswith("--no-") else f"--no-{switch[2:]}"
 
 
 def _listed(value: str) -> list[str]:

@@ -185,12 +185,6 @@ _VLLM = [
         "the lookup (method suffix) chooses the lengths that it matches",
         "--ngram-prompt-lookup-max --ngram-prompt-lookup-min",
     ),
-    *_refused(
-        VLLM,
-        "--speculative-config takes one JSON object: '{\"method\": ...}'",
-        "--speculative-config.method --speculative-config.model "
-        "--speculative-config.num-speculative-tokens",
-    ),
     *_refused(VLLM, _TRANSFER, "--kv-transfer-config", harmless=("{}",)),
     *_refused(VLLM, "weights stay on the device", "--cpu-offload-gb", harmless=("0", "0.0")),
     *_refused(VLLM, "--kv-cache-memory has the cache's size in bytes", "--num-gpu-blocks-override"),

@@ -104,6 +104,9 @@ def test_what_names_the_same_is_taken() -> None:
         "--num-speculative-tokens 1 --enable-tbo"
     )
     assert config.graphs.capture_sizes == (1, 2, 4)
+    config = engine("--no_enable_prefix_caching --no-disable-cuda-graph --no-async-scheduling")
+    assert (config.cache.enable_prefix_caching, config.scheduler.overlap) == (False, False)
+    assert engine("--no-disable-radix-cache").cache.enable_prefix_caching
     args = create_parser().parse_args(["--allowed-origins", '["http://a", "http://b"]'])
     assert args.cors_allow_origin == ["http://a", "http://b"]
 
@@ -131,6 +134,15 @@ def test_ngram_is_the_suffix_lookup(words: list[str], caplog: CAPLOG) -> None:
     assert given.speculative.method == "suffix"
 
 
+def test_formats_of_checkpoints_are_told_by_the_checkpoints(caplog: CAPLOG) -> None:
+    for name in ("compressed-tensors", "modelopt_fp4", "awq_marlin", "quark"):
+        assert engine(f"--quantization {name}").model.quantization == "auto"
+        assert engine_config(quantization=name).model.quantization == "auto"
+        assert f"there is no quantization {name}; quantization auto stands in" in caplog.text
+    assert engine("--quantization fp8").model.quantization == "fp8"
+    assert engine("--load-format fastsafetensors").model.load_format == "safetensors"
+
+
 @pytest.mark.parametrize(
     ("line", "said"),
     [
@@ -145,6 +157,11 @@ def test_ngram_is_the_suffix_lookup(words: list[str], caplog: CAPLOG) -> None:
         ("--top_p 1", "--top_p (llama.cpp): requests say it; --override-generation-config"),
         ("--online_quant_config {}", "(ROCm ATOM): --quantization quantises"),
         ("--kv-transfer-config {}x", "missing here: KV caches are neither moved"),
+        ("--speculative-config.method eagle3", "--speculative-config takes its keys as one object"),
+        ("-sc.method=eagle3", """takes its keys as one object, '{"method": ...}'"""),
+        ("--no-jinja", "--no-jinja (llama.cpp): chat templates are Jinja's always"),
+        ("--model-path", "argument --model: expected one argument"),
+        ("--model-path --tp 2", "argument --model: expected one argument"),
         ("--xyzzy", "unknown option --xyzzy"),
     ],
 )
@@ -186,7 +203,7 @@ def test_every_flag_of_the_table_is_answered(fate: Fate, known: set[str], caplog
             if fate is Fate.REFUSED:
                 said = re.escape(f"{flag} ({entry.engine}): {entry.says}")
                 with pytest.raises(Refused, match=f"^{said}$"):
-                    as_ours(line, known - {flag}, refuse)
+                    as_ours(line, known - {name, snake}, refuse)
                 continue
             caplog.clear()
             first, *rest = as_ours(line, known, refuse)
