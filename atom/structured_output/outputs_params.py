@@ -53,17 +53,48 @@ class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
         if self.grammar is not None:
             return StructuredOutput.ebnf(self.grammar)
         if self.structural_tag is not None:
-            return StructuredOutput.structural_tag(_format(self.structural_tag))
+            return structural_tag(self.structural_tag)
         return StructuredOutput.json_object()
 
 
-def _format(value: Mapping[str, Any] | str) -> Mapping[str, Any]:
+def structural_tag(value: Mapping[str, Any] | str) -> StructuredOutput:
+    """The constraint of a structural tag, of its format, or of the tags that vLLM and SGLang took
+    first: `structures`, each with `begin`, `schema` and `end`, which `triggers` begin.
+
+    Raises:
+        ValueError: for another value, or one that cannot be enforced.
+    """
     try:
         tag = json.loads(value) if isinstance(value, str) else value
     except (ValueError, RecursionError) as error:
         raise ValueError(f"the structural_tag is not JSON: {error}") from error
-    if isinstance(tag, Mapping) and tag.get("type") == "structural_tag":
-        tag = tag.get("format")
+    if isinstance(tag, Mapping) and "structures" in tag:
+        tag = _triggered(tag)
+    elif isinstance(tag, Mapping) and "format" in tag:
+        tag = tag["format"]
     if not isinstance(tag, Mapping):
         raise ValueError(f"structural_tag must be an object, got {quote(value)}")
-    return tag
+    return StructuredOutput.structural_tag(tag)
+
+
+def _triggered(tag: Mapping[str, Any]) -> Mapping[str, Any]:
+    structures = tag["structures"]
+    needed = {"begin", "schema", "end"}
+    if not isinstance(structures, list) or not all(
+        isinstance(item, Mapping) and needed <= item.keys() for item in structures
+    ):
+        raise ValueError(f"structures must be objects with {', '.join(sorted(needed))}")
+    tags = [
+        {
+            "type": "tag",
+            "begin": item["begin"],
+            "content": {"type": "json_schema", "json_schema": _schema(item["schema"])},
+            "end": item["end"],
+        }
+        for item in structures
+    ]
+    return {"type": "triggered_tags", "triggers": tag.get("triggers"), "tags": tags}
+
+
+def _schema(given: Any) -> Any:
+    return json.loads(given) if isinstance(given, str) else given

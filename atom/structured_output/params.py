@@ -9,11 +9,14 @@ from typing import Any, Literal
 import msgspec
 
 from atom.structured_output.json_schema import check_schema
+from atom.structured_output.patterns import PatternError, text_rule
 
 Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structural_tag"]
 
 # Grammars of this size compile in about a second; much longer ones take minutes.
 MAX_CHARACTERS = 65536
+# Of structural tags, which have the schemas of many tools.
+MAX_TAG_CHARACTERS = 4 << 20
 MAX_CHOICES = 4096
 
 
@@ -40,10 +43,11 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     starts_after: str | None = None
 
     def __post_init__(self) -> None:
-        if len(self.value) > MAX_CHARACTERS:
+        most = MAX_TAG_CHARACTERS if self.kind == "structural_tag" else MAX_CHARACTERS
+        if len(self.value) > most:
             raise ValueError(
                 f"structured_output: the {self.kind} has {len(self.value)} characters, at most "
-                f"{MAX_CHARACTERS} are supported; make it smaller"
+                f"{most} are supported; make it smaller"
             )
         if self.starts_after == "":
             raise ValueError("structured_output: starts_after must not be empty")
@@ -121,6 +125,14 @@ def _check_text(value: str) -> None:
         raise ValueError("structured_output: the pattern or grammar is empty")
 
 
+def _check_pattern(value: str) -> None:
+    _check_text(value)
+    try:
+        text_rule(value)
+    except PatternError as error:
+        raise ValueError(f"structured_output: the regex: {error}") from error
+
+
 def _check_choices(value: str) -> None:
     choices = _load("choice", value)
     if not isinstance(choices, list) or not all(type(c) is str and c for c in choices):
@@ -138,6 +150,8 @@ def _check_tag(value: str) -> None:
     for part in _parts(tag):
         if part.get("type") == "json_schema":
             _check_one_schema(part.get("json_schema"))
+        elif part.get("type") == "regex" and isinstance(part.get("pattern"), str):
+            _check_pattern(part["pattern"])
 
 
 def _parts(format: dict[str, Any]) -> Iterator[dict[str, Any]]:
@@ -155,7 +169,7 @@ def _parts(format: dict[str, Any]) -> Iterator[dict[str, Any]]:
 _CHECKS = {
     "json_object": _check_empty,
     "json_schema": _check_schema,
-    "regex": _check_text,
+    "regex": _check_pattern,
     "choice": _check_choices,
     "ebnf": _check_text,
     "structural_tag": _check_tag,

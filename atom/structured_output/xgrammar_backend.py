@@ -9,9 +9,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from atom.structured_output.base import Grammar, GrammarError, TokenMask
-from atom.structured_output.bounded_strings import chain_bounded_strings
 from atom.structured_output.forced_texts import longest_forced_text
 from atom.structured_output.params import StructuredOutput
+from atom.structured_output.patterns import text_rule
+from atom.structured_output.schema_grammar import schema_format
 from atom.structured_output.spelling import Spelling
 from atom.structured_output.tags import as_format, lower_tokens
 from atom.structured_output.vocabulary import Vocabulary
@@ -28,8 +29,6 @@ PARTS_BYTES = 256 << 20
 # What must follow is found by a call that nothing stops, in 0.3 us a byte.
 MAX_FORCED_BYTES = 1 << 16
 
-# Keys of a plain JSON format; other keys change its syntax.
-_SCHEMA_KEYS = {"type", "json_schema", "max_whitespace_cnt"}
 _BAD_ALLOC = "std::bad_alloc"
 _LOCATION = re.compile(r"^\[[\d:]+\] \S+: ")
 
@@ -64,7 +63,7 @@ class XGrammarBackend:
         format = lower_tokens(as_format(wanted), self.vocabulary.markers)
         first = np.zeros((1, -(-len(self.vocabulary.tokens) // 32)), dtype=np.int32)
         try:
-            tag = json.dumps({"type": "structural_tag", "format": _with_chains(format)})
+            tag = json.dumps({"type": "structural_tag", "format": _with_own_grammars(format)})
             compiled = self._compiler.compile_structural_tag(tag)
             is_short = longest_forced_text(str(compiled.grammar)) <= MAX_FORCED_BYTES
             grammar = XGrammar(compiled, self._spelling if is_short else None)
@@ -124,22 +123,14 @@ class XGrammarMatcher:
         return text.encode()
 
 
-def _with_chains(format: Any) -> Any:
-    """Replace schemas with bounded strings by rewritten grammars (`bounded_strings`)."""
+def _with_own_grammars(format: Any) -> Any:
+    """Replace schemas and patterns by grammars, as far as xgrammar would not obey them."""
     if isinstance(format, list):
-        return [_with_chains(item) for item in format]
+        return [_with_own_grammars(item) for item in format]
     if not isinstance(format, dict):
         return format
-    if format.get("type") != "json_schema":
-        return {
-            key: value if key == "json_schema" else _with_chains(value)
-            for key, value in format.items()
-        }
-    schema = json.dumps(format["json_schema"])
-    if '"maxLength"' not in schema or not format.keys() <= _SCHEMA_KEYS:
-        return format
-    grammar = import_xgrammar().Grammar.from_json_schema(
-        schema, max_whitespace_cnt=format.get("max_whitespace_cnt")
-    )
-    chained = chain_bounded_strings(str(grammar))
-    return format if chained is None else {"type": "grammar", "grammar": chained}
+    if format.get("type") == "json_schema":
+        return schema_format(format)
+    if format.get("type") == "regex":
+        return {"type": "grammar", "grammar": f"root ::= {text_rule(format['pattern'])}\n"}
+    return {key: _with_own_grammars(value) for key, value in format.items()}

@@ -14,7 +14,7 @@ from atom.entrypoints.openai.chat.protocol import (
 )
 from atom.entrypoints.openai.http.errors import MAX_MESSAGE, bad_request
 from atom.quoting import excerpt
-from atom.structured_output.outputs_params import StructuredOutputsParams
+from atom.structured_output.outputs_params import StructuredOutputsParams, structural_tag
 from atom.structured_output.params import StructuredOutput
 
 _GUIDED: dict[str, Callable[[Any], StructuredOutput]] = {
@@ -23,11 +23,13 @@ _GUIDED: dict[str, Callable[[Any], StructuredOutput]] = {
     "guided_choice": StructuredOutput.choice,
     "guided_grammar": StructuredOutput.ebnf,
 }
-# SGLang's; empty ones ask for nothing.
-_OF_SGLANG: dict[str, Callable[[Any], StructuredOutput]] = {
+# SGLang's and llama.cpp's; empty ones ask for nothing.
+_TOP_LEVEL: dict[str, Callable[[Any], StructuredOutput]] = {
     "json_schema": StructuredOutput.json_schema,
     "regex": StructuredOutput.regex,
     "ebnf": StructuredOutput.ebnf,
+    "grammar": StructuredOutput.ebnf,
+    "structural_tag": structural_tag,
 }
 
 
@@ -67,12 +69,13 @@ def constraint_names(body: GenerationRequest) -> dict[str, str]:
 
 def _given(body: GenerationRequest) -> dict[str, Callable[[], StructuredOutput]]:
     given: dict[str, Callable[[], StructuredOutput]] = {}
-    if body.response_format is not None and body.response_format.type != "text":
-        given["response_format"] = partial(_response_format, body.response_format)
+    format = body.response_format
+    if format is not None and (format.type != "text" or _fields(format)):
+        given["response_format"] = partial(_response_format, format)
     for name, build in _GUIDED.items():
         if (value := getattr(body, name)) is not None:
             given[name] = partial(build, value)
-    for name, build in _OF_SGLANG.items():
+    for name, build in _TOP_LEVEL.items():
         if value := getattr(body, name):
             given[name] = partial(build, value)
     if body.structured_outputs is not None:
@@ -94,10 +97,47 @@ def _structured_outputs(
 
 
 def _response_format(format: ResponseFormat) -> StructuredOutput:
+    given = _fields(format)
+    wrong = next((name for name in given if format.type not in _OF_TYPES[name]), None)
+    if wrong is not None:
+        kinds = " or ".join(map(repr, _OF_TYPES[wrong]))
+        raise ValueError(f"{wrong} is for the type {kinds}, not {format.type!r}")
+    match format.type:
+        case "grammar":
+            return StructuredOutput.ebnf(_needed(format.grammar, "grammar"))
+        case "regex":
+            return StructuredOutput.regex(_needed(format.pattern, "pattern"))
+        case "structural_tag":
+            return structural_tag(given)
+    if format.json_schema is not None and format.schema_ is not None:
+        raise ValueError("json_schema and schema say the same; send one")
+    if format.json_schema is not None:
+        return StructuredOutput.json_schema(format.json_schema.schema_)
+    if format.schema_ is not None:
+        return StructuredOutput.json_schema(format.schema_)
     if format.type == "json_object":
-        if format.json_schema is not None:
-            raise ValueError("json_schema is for the type 'json_schema'")
         return StructuredOutput.json_object()
-    if format.json_schema is None:
-        raise ValueError("the type 'json_schema' needs json_schema, with a schema")
-    return StructuredOutput.json_schema(format.json_schema.schema_)
+    raise ValueError("the type 'json_schema' needs json_schema, with a schema")
+
+
+def _fields(format: ResponseFormat) -> dict[str, Any]:
+    given = format.model_dump(by_alias=True, exclude_none=True)
+    return {name: value for name, value in given.items() if name in _OF_TYPES}
+
+
+def _needed(value: str | None, name: str) -> str:
+    if value is None:
+        raise ValueError(f"the type needs {name}")
+    return value
+
+
+# The fields of a response format, and the types that they are for.
+_OF_TYPES = {
+    "json_schema": ("json_schema",),
+    "schema": ("json_object", "json_schema"),
+    "grammar": ("grammar",),
+    "pattern": ("regex",),
+    "format": ("structural_tag",),
+    "structures": ("structural_tag",),
+    "triggers": ("structural_tag",),
+}

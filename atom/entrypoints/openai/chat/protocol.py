@@ -180,8 +180,19 @@ class SchemaFormat(ApiModel):
 
 
 class ResponseFormat(ApiModel):
-    type: Literal["text", "json_object", "json_schema"]
+    """OpenAI's, and what other servers take: a bare `schema` (llama.cpp, Together, Fireworks,
+    Anyscale), a `grammar` in GBNF (Fireworks), a regular expression as `pattern` (Together), and
+    xgrammar's structural tags, new and old (vLLM, SGLang).
+    """
+
+    type: Literal["text", "json_object", "json_schema", "grammar", "regex", "structural_tag"]
     json_schema: SchemaFormat | None = None
+    schema_: dict[str, Any] | str | None = Field(default=None, alias="schema")
+    grammar: str | None = None
+    pattern: str | None = None
+    format: dict[str, Any] | None = None
+    structures: Annotated[list[dict[str, Any]], Field(fail_fast=True)] | None = None
+    triggers: Annotated[list[str], Field(fail_fast=True)] | None = None
 
 
 class GenerationRequest(SamplingFields):
@@ -196,6 +207,8 @@ class GenerationRequest(SamplingFields):
     json_schema: str | dict[str, Any] | None = None
     regex: str | None = None
     ebnf: str | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
     prompt_logprobs: int | None = None
     add_special_tokens: bool | None = None
     stream: bool | None = None

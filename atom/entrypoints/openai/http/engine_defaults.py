@@ -88,11 +88,9 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "xtc_probability": (0.0,),
     # How far, and in what form, the answer goes.
     "backend_stop": ("", []),
-    "grammar": ("",),
     "max_new_tokens": (),
     "no_stop_trim": (False,),
     "stop_regex": ("", []),
-    "structural_tag": ("",),
     "thinking_budget": (-1,),
     "thinking_token_budget": (-1,),
     # What the prompt is.

@@ -42,6 +42,7 @@ class GenerateSampling(ApiModel):
     json_schema: str | None = None
     regex: str | None = None
     ebnf: str | None = None
+    structural_tag: str | None = None
 
 
 class GenerateRequest(ApiModel):

@@ -6,13 +6,16 @@ nothing else can spell a marker. So a call's JSON is only ever invalid when it w
 
 from __future__ import annotations
 
+import json
+import logging
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 from atom.entrypoints.openai.parsing.tool_parsers import TOOL_PARSERS
 from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar, tagged
-from atom.quoting import quote
-from atom.structured_output.json_schema import check_schema, is_enforceable
+from atom.quoting import excerpt, quote
+from atom.structured_output.json_schema import lower_schema, relax_schema
 from atom.structured_output.params import StructuredOutput
 from atom.structured_output.tags import (
     ANY_OBJECT,
@@ -24,6 +27,8 @@ from atom.structured_output.tags import (
     one_of,
     sequence,
 )
+
+logger = logging.getLogger(__name__)
 
 Tool = Mapping[str, Any]
 
@@ -57,6 +62,22 @@ def tool_call_grammar(
         ValueError: for a format without a grammar, a tool that is not there, or a strict schema
             that cannot be enforced.
     """
+    choice = json.dumps(tool_choice)
+    return _tool_call_grammar(
+        parser_name, json.dumps(tools), choice, parallel_tool_calls, starts_after
+    )
+
+
+# Agents send the same tools with every turn.
+@lru_cache(maxsize=64)
+def _tool_call_grammar(
+    parser_name: str,
+    tools_text: str,
+    choice: str,
+    parallel_tool_calls: bool,
+    starts_after: str | None,
+) -> StructuredOutput | None:
+    tools, tool_choice = json.loads(tools_text), json.loads(choice)
     if tool_choice == "none" or not tools:
         return None
     if isinstance(tool_choice, Mapping):
@@ -111,21 +132,49 @@ def _tagged(parser_name: str, format: Format, starts_after: str | None) -> Struc
 def _call(grammar: CallGrammar, index: int, tool: Tool, is_forced: bool) -> Format:
     function = tool["function"]
     schema = function.get("parameters")
+    name = function["name"]
     if function.get("strict"):
         schema = _NO_PARAMETERS if schema is None else schema or ANY_OBJECT
         try:
-            check_schema(schema)
+            arguments = _arguments(lower_schema(schema), grammar.forbidden)
         except ValueError as error:
             raise ValueError(f"tools[{index}].function.parameters: {error}") from error
-    elif not is_forced or not schema or not is_enforceable(schema):
-        schema = ANY_OBJECT
-    return grammar.call(function["name"], _arguments(schema, grammar.forbidden))
+    elif is_forced and schema:
+        arguments = {**_arguments(_relaxed(name, schema), grammar.forbidden), "lenient": name}
+    else:
+        arguments = _arguments(ANY_OBJECT, grammar.forbidden)
+    return grammar.call(name, arguments)
+
+
+def _relaxed(name: str, schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """What can be enforced of a schema, and the log says what cannot."""
+    key = json.dumps(schema)
+    relaxed, dropped = _relax(key)
+    if dropped:
+        logger.info(
+            "not enforced of the schema of the tool %s: %s",
+            quote(name),
+            excerpt("; ".join(dropped)),
+        )
+    return relaxed
+
+
+@lru_cache(maxsize=1024)
+def _relax(text: str) -> tuple[Mapping[str, Any], list[str]]:
+    relaxed, dropped = relax_schema(json.loads(text))
+    if not isinstance(relaxed, Mapping) or not _may_be_object(relaxed):
+        return ANY_OBJECT, [*dropped, "#: arguments are an object"]
+    return relaxed, dropped
+
+
+def _may_be_object(schema: Mapping[str, Any]) -> bool:
+    return schema.get("type", "object") == "object" and "enum" not in schema
 
 
 def _arguments(schema: Mapping[str, Any], forbidden: Sequence[str]) -> Format:
     document = json_document(schema, MAX_WHITESPACE)
-    # With exclusions xgrammar does not count the length of strings.
-    if not forbidden or _mentions(schema, {"minLength", "maxLength"}):
+    # With exclusions xgrammar does not count the length of strings, nor are patterns ours.
+    if not forbidden or _mentions(schema, {"minLength", "maxLength", "pattern"}):
         return document
     return {**document, "excludes": list(forbidden)}
 
