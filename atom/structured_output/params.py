@@ -33,6 +33,8 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             `json_object`.
         starts_after: the constraint begins after this marker, such as the end of a reasoning
             section, and the text up to it is free. None to begin at once.
+        opens_with: the marker that begins that free text, if the model writes any; None where it
+            has begun.
 
     Raises:
         ValueError: for a constraint that is too large, malformed, or cannot be enforced.
@@ -41,6 +43,7 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
     kind: Kind
     value: str = ""
     starts_after: str | None = None
+    opens_with: str | None = None
 
     def __post_init__(self) -> None:
         most = MAX_TAG_CHARACTERS if self.kind == "structural_tag" else MAX_CHARACTERS
@@ -51,6 +54,8 @@ class StructuredOutput(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=
             )
         if self.starts_after == "":
             raise ValueError("structured_output: starts_after must not be empty")
+        if self.opens_with is not None and not (self.opens_with and self.starts_after):
+            raise ValueError("structured_output: opens_with needs starts_after, and a text")
         try:
             (self.value + (self.starts_after or "")).encode("utf-8")
         except UnicodeEncodeError as error:

@@ -15,6 +15,8 @@ Format = dict[str, Any]
 
 # Maximum consecutive white space in JSON: enough to indent, but bounded.
 MAX_WHITESPACE = 64
+# What models write between their thoughts and an answer.
+_BLANK = {"type": "regex", "pattern": "\\n{0,2}"}
 ANY_OBJECT = {"type": "object", "additionalProperties": True}
 
 
@@ -40,16 +42,28 @@ def json_document(schema: Mapping[str, Any] | bool, whitespace: int = MAX_WHITES
     return {"type": "json_schema", "json_schema": schema, "max_whitespace_cnt": whitespace}
 
 
-def after(marker: str, format: Format, excluded: Sequence[str] = ()) -> Format:
-    """Free text up to and including a marker, without the `excluded` markers; then the format."""
+def after(
+    marker: str, format: Format, excluded: Sequence[str] = (), opens_with: str | None = None
+) -> Format:
+    """Free text up to and including a marker, without the `excluded` markers; then the format.
+
+    Args:
+        opens_with: the marker that begins the free text, if there is any; None where it has begun.
+    """
     free = {"type": "any_tokens", "exclude_tokens": [marker, *excluded]}
-    return sequence({"type": "tag", "begin": "", "content": free, "end": token(marker)}, format)
+    begin: Format | str = "" if opens_with is None else token(opens_with)
+    thought: Format = {"type": "tag", "begin": begin, "content": free, "end": token(marker)}
+    if opens_with is not None:
+        thought = {"type": "optional", "content": sequence(thought, _BLANK)}
+    return sequence(thought, format)
 
 
 def as_format(wanted: StructuredOutput) -> Format:
     """The constraint as a format; markers are still texts."""
     format = _FORMATS[wanted.kind](wanted.value)
-    return format if wanted.starts_after is None else after(wanted.starts_after, format)
+    if wanted.starts_after is None:
+        return format
+    return after(wanted.starts_after, format, opens_with=wanted.opens_with)
 
 
 def lower_tokens(format: Any, markers: Mapping[str, int]) -> Any:

@@ -10,6 +10,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 from spec_decode import engines
 from spec_decode.engines import create_engine
@@ -180,6 +181,32 @@ def test_tokens_equal_those_without_speculation(
     assert stats.by_source["grammar"].tokens_per_forward > 2
 
 
+@pytest.mark.parametrize("opens", ["<a", None])
+def test_free_text_before_a_document_is_the_same_with_drafts(
+    targets: Targets,
+    engine: LLM,
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+    opens: str | None,
+) -> None:
+    """Between markers of several tokens, which the answer may begin itself, or the prompt has."""
+    wanted = msgspec.structs.replace(DOCUMENT, starts_after="b.", opens_with=opens)
+    likely, brace = (byte_level_tokenizer.convert_tokens_to_ids(list(t)) for t in ("b.", "{"))
+    bias = {**dict.fromkeys(likely, 6.0), brace[0]: -100.0}
+    sampled = [
+        SamplingParams(seed=i, max_tokens=90, logit_bias=bias, structured_output=wanted)
+        for i in range(4)
+    ]
+    expected = engine.generate(PROMPTS[:4], sampled, use_tqdm=False)
+    texts = [output.outputs[0].text for output in expected]
+    begun = [text for text in texts if opens is None or text.startswith(opens)]
+    done = [text for text in begun if "b." in text and text.endswith("}")]
+    assert done, texts
+    assert all(json.loads(text.partition("b.")[2])["color"] for text in done)
+    for k in (1, 3, 7):
+        fast = create_engine(targets.folder("llama"), **targets.speculation("mha", k))
+        assert tokens(fast.generate(PROMPTS[:4], sampled, use_tqdm=False)) == tokens(expected)
+
+
 @pytest.mark.parametrize(
     ("target", "draft"), [("llama", "mha"), ("llama", "suffix"), ("deepseek_v3", "mtp")]
 )
@@ -290,7 +317,7 @@ def test_stop_strings_end_a_text(engine: LLM) -> None:
 
 
 @pytest.mark.parametrize(
-    "wanted", [StructuredOutput.ebnf('root ::= "a'), StructuredOutput.ebnf('root ::= root "a"')]
+    "wanted", [StructuredOutput.ebnf("root ::= other"), StructuredOutput.ebnf('root ::= root "a"')]
 )
 def test_wrong_grammars_are_refused_at_once(engine: LLM, wanted: StructuredOutput) -> None:
     each = [SamplingParams(), SamplingParams(structured_output=wanted)]

@@ -97,6 +97,7 @@ def test_schemas_of_models_pass() -> None:
         ({"kind": "choice", "value": '["a", ""]'}, "list of non-empty strings"),
         ({"kind": "structural_tag", "value": "[]"}, "must be an object"),
         ({"kind": "regex", "value": "a", "starts_after": ""}, "starts_after"),
+        ({"kind": "regex", "value": "a", "opens_with": "x"}, "opens_with"),
         ({"kind": "regex", "value": "\ud800"}, "not valid Unicode"),
     ],
 )

@@ -79,10 +79,10 @@ def test_verdicts(create: CreateLane) -> None:
     lane = create(LIMITS)
     assert lane.workers.turn() is None
     lane.add(1, easy(1))
-    lane.add(2, StructuredOutput.ebnf('root ::= "a'))
+    lane.add(2, StructuredOutput.ebnf("root ::= other"))
     lane.run_until(lambda: len(lane.verdicts) == 2)
     assert lane.verdicts[1].error == ""
-    assert "parenthesis" in lane.verdicts[2].error
+    assert "not defined" in lane.verdicts[2].error
     assert not lane.verdicts[2].was_stopped
     assert lane.workers.turn() is None
 

@@ -143,6 +143,17 @@ def test_free_text_before_the_constraint(bench: Bench, marker: str) -> None:
     assert not bench.takes(wanted, f"12{marker}x")
 
 
+@pytest.mark.parametrize(("opens", "closes"), [("<call>", "</think>"), ("<no>", "<no-token>")])
+def test_free_text_that_the_answer_may_begin(bench: Bench, opens: str, closes: str) -> None:
+    wanted = StructuredOutput(kind="regex", value="[0-9]+", starts_after=closes, opens_with=opens)
+    assert bench.takes(wanted, "34")
+    assert bench.takes(wanted, f"{opens}12 is < 日本 {closes}34")
+    assert bench.takes(wanted, f"{opens}{closes}\n\n34")
+    assert not bench.takes(wanted, f"12{closes}34")
+    assert not bench.takes(wanted, f"{opens}12")
+    assert not bench.takes(wanted, f"{opens}12{closes}x")
+
+
 @pytest.mark.parametrize(
     ("wanted", "reason"),
     [

@@ -206,6 +206,10 @@ def test_step3_begins_within_reasoning() -> None:
     assert REASONING_PARSERS["step3"].end_after("<user>hi<assistant>") == "</think>"
     assert REASONING_PARSERS["step3"].end_after("<assistant><think></think>") is None
     assert REASONING_PARSERS["qwen3"].end_after("<user>hi<assistant>") is None
+    own_tags = REASONING_PARSERS["qwen3"].own_tags_after
+    assert own_tags("<user>hi<assistant>") == ("<think>", "</think>")
+    assert own_tags("<assistant><think>\n\n</think>\n\n") is None
+    assert REASONING_PARSERS["step3"].own_tags_after("<user>hi<assistant>") is None
 
 
 def test_harmony_thoughts_and_calls_together() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -26,6 +26,15 @@ from atom.quoting import excerpt
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
 from atom.text.prepared_params import PreparedParams
+
+
+class _Reasoning(NamedTuple):
+    """The marker that ends the reasoning before an answer, and the one with which the model may
+    begin it; the latter is None where the prompt has, both where there is none.
+    """
+
+    end: str | None
+    opening: str | None
 
 
 def prepare_chat(
@@ -54,6 +63,7 @@ def prepare_chat(
         body, add_special_tokens=bool(body.add_special_tokens), with_tools=use.mode != "none"
     )
     reasoning_end = _reasoning_end(body, prompt, options)
+    reasoning = _reasoning(body, prompt, reasoning_end, options)
     if use.parser is not None:
         field_names.setdefault("structured_output", "tools")
     answer_id = f"chatcmpl-{uuid.uuid4().hex}"
@@ -68,7 +78,7 @@ def prepare_chat(
             ends_at_repeat=use.mode == "required",
         )
 
-    constrained = _constrained(params, use, reasoning_end, options)
+    constrained = _constrained(params, use, reasoning, options)
     generation = Generation(
         id=answer_id,
         model=model,
@@ -119,27 +129,33 @@ def _markers(tool_parser: str | None, reasoning_parser: str | None) -> list[str]
 
 
 def _constrained(
-    params: SamplingParams, use: ToolUse, reasoning_end: str | None, options: ServerOptions
+    params: SamplingParams, use: ToolUse, reasoning: _Reasoning, options: ServerOptions
 ) -> SamplingParams:
     """The parameters with the grammar of the answer, which may be calls instead of content.
 
     Args:
-        reasoning_end: the marker that ends the reasoning that the prompt opened.
+        reasoning: what may stand before it.
     """
     wanted = params.structured_output
     if wanted is not None and options.reasoning_format is not None:
         wanted = REASONING_PARSERS[options.reasoning_format].in_channel(wanted)
     if use.parser is None:
         if wanted is not None:
-            wanted = msgspec.structs.replace(wanted, starts_after=reasoning_end)
+            wanted = msgspec.structs.replace(
+                wanted, starts_after=reasoning.end, opens_with=reasoning.opening
+            )
     else:
         call = (use.parser, use.tools)
         try:
             if use.mode == "auto" and wanted is not None:
-                wanted = answer_or_calls(wanted, *call, use.parallel, reasoning_end)
+                wanted = answer_or_calls(
+                    wanted, *call, use.parallel, reasoning.end, reasoning.opening
+                )
             else:
                 # A forced call has no content that could obey a response format.
-                wanted = tool_call_grammar(*call, use.mode, use.parallel, reasoning_end)
+                wanted = tool_call_grammar(
+                    *call, use.mode, use.parallel, reasoning.end, reasoning.opening
+                )
         except ValueError as error:
             raise bad_request(excerpt(str(error), MAX_MESSAGE), "tools") from error
     if wanted is not None and params.ignore_eos:
@@ -158,3 +174,12 @@ def _reasoning_end(
         last = body.messages[-1].content or ""
         continued = last if isinstance(last, str) else "".join(part.text for part in last)
     return REASONING_PARSERS[options.reasoning_format].end_after(prompt.text, continued)
+
+
+def _reasoning(
+    body: ChatCompletionRequest, prompt: Prompt, end: str | None, options: ServerOptions
+) -> _Reasoning:
+    if end is not None or options.reasoning_format is None or prompt.text is None or body.continues:
+        return _Reasoning(end, None)
+    tags = REASONING_PARSERS[options.reasoning_format].own_tags_after(prompt.text)
+    return _Reasoning(None, None) if tags is None else _Reasoning(tags[1], tags[0])

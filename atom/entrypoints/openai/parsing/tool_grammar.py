@@ -43,6 +43,7 @@ def tool_call_grammar(
     tool_choice: str | Mapping[str, Any],
     parallel_tool_calls: bool = True,
     starts_after: str | None = None,
+    opens_with: str | None = None,
 ) -> StructuredOutput | None:
     """The grammar that a request's tools and their choice ask for.
 
@@ -53,6 +54,7 @@ def tool_call_grammar(
         tool_choice: `none`, `auto`, `required`, `named` (of the one tool given), or OpenAI's
             object that names a function. A named function is called exactly once.
         starts_after: the marker that ends the reasoning in which the answer begins.
+        opens_with: the marker with which an answer may begin such reasoning itself.
 
     Returns:
         None when the model is free: for `none`, and for `auto` with parallel calls and no strict
@@ -64,7 +66,7 @@ def tool_call_grammar(
     """
     choice = json.dumps(tool_choice)
     return _tool_call_grammar(
-        parser_name, json.dumps(tools), choice, parallel_tool_calls, starts_after
+        parser_name, json.dumps(tools), choice, parallel_tool_calls, starts_after, opens_with
     )
 
 
@@ -76,6 +78,7 @@ def _tool_call_grammar(
     choice: str,
     parallel_tool_calls: bool,
     starts_after: str | None,
+    opens_with: str | None,
 ) -> StructuredOutput | None:
     tools, tool_choice = json.loads(tools_text), json.loads(choice)
     if tool_choice == "none" or not tools:
@@ -100,8 +103,8 @@ def _tool_call_grammar(
         opening = TOOL_PARSERS[parser_name].opening
         format = _optional_calls(grammar, calls, count, opening)
         is_free = format["type"] == "token_triggered_tags"  # reasoning is free text too
-        return _tagged(parser_name, format, None if is_free else starts_after)
-    return _tagged(parser_name, _calls(grammar, calls, count), starts_after)
+        return _tagged(parser_name, format, None if is_free else starts_after, opens_with)
+    return _tagged(parser_name, _calls(grammar, calls, count), starts_after, opens_with)
 
 
 def answer_or_calls(
@@ -110,6 +113,7 @@ def answer_or_calls(
     tools: Sequence[Tool],
     parallel_tool_calls: bool = True,
     starts_after: str | None = None,
+    opens_with: str | None = None,
 ) -> StructuredOutput:
     """Either a text under `answer`, or calls: `auto` beside a response format.
 
@@ -119,13 +123,16 @@ def answer_or_calls(
     calls = tool_call_grammar(parser_name, tools, "required", parallel_tool_calls)
     assert calls is not None
     either = one_of([as_format(answer), as_format(calls)])
-    return _tagged(parser_name, either, starts_after)
+    return _tagged(parser_name, either, starts_after, opens_with)
 
 
-def _tagged(parser_name: str, format: Format, starts_after: str | None) -> StructuredOutput:
+def _tagged(
+    parser_name: str, format: Format, starts_after: str | None, opens_with: str | None
+) -> StructuredOutput:
     """The format, behind reasoning in which nothing opens as a call."""
     if starts_after is not None:
-        format = after(starts_after, format, sorted(TOOL_PARSERS[parser_name].opening))
+        opening = sorted(TOOL_PARSERS[parser_name].opening)
+        format = after(starts_after, format, opening, opens_with)
     return StructuredOutput.structural_tag(format)
 
 

@@ -52,6 +52,13 @@ class ThinkTags:
         """The tag that ends the reasoning that a prompt opened; None when it opened none."""
         return self.close if self.is_open_after(prompt, continued) else None
 
+    def own_tags_after(self, prompt: str) -> tuple[str, str] | None:
+        """The tags between which an answer may begin by reasoning of its own accord; None after a
+        prompt that has closed the reasoning, or when only a prompt opens it.
+        """
+        is_closed = self.is_implied or prompt.rstrip().endswith(self.close)
+        return None if is_closed else (self.open, self.close)
+
     def in_channel(self, wanted: StructuredOutput) -> StructuredOutput:
         """What constrains the whole answer where `wanted` constrains its content."""
         return wanted
@@ -70,6 +77,9 @@ class Phrases:
 
     def end_after(self, prompt: str, continued: str = "") -> None:
         del prompt, continued
+
+    def own_tags_after(self, prompt: str) -> None:
+        del prompt
 
     def in_channel(self, wanted: StructuredOutput) -> StructuredOutput:
         return wanted
@@ -90,6 +100,9 @@ class Channels:
 
     def end_after(self, prompt: str, continued: str = "") -> None:
         del prompt, continued
+
+    def own_tags_after(self, prompt: str) -> None:
+        del prompt
 
     def in_channel(self, wanted: StructuredOutput) -> StructuredOutput:
         return StructuredOutput.structural_tag(final(as_format(wanted)))
