@@ -199,9 +199,10 @@ def test_free_text_before_a_document_is_the_same_with_drafts(
     expected = engine.generate(PROMPTS[:4], sampled, use_tqdm=False)
     texts = [output.outputs[0].text for output in expected]
     begun = [text for text in texts if opens is None or text.startswith(opens)]
-    done = [text for text in begun if "b." in text and text.endswith("}")]
-    assert done, texts
-    assert all(json.loads(text.partition("b.")[2])["color"] for text in done)
+    answers = [rest for text in begun for _, closed, rest in [text.partition("b.")] if closed]
+    assert answers, texts
+    assert all(rest.lstrip("\n").startswith("{") for rest in answers)
+    assert any('"ok"' in rest for rest in answers)
     for k in (1, 3, 7):
         fast = create_engine(targets.folder("llama"), **targets.speculation("mha", k))
         assert tokens(fast.generate(PROMPTS[:4], sampled, use_tqdm=False)) == tokens(expected)
