@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 
 from atom.quoting import quote
-from atom.structured_output.params import StructuredOutput
+from atom.structured_output.params import MAX_CHARACTERS, StructuredOutput
 
 
 class StructuredOutputsParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -74,7 +74,13 @@ def structural_tag(value: Mapping[str, Any] | str) -> StructuredOutput:
         tag = tag["format"]
     if not isinstance(tag, Mapping):
         raise ValueError(f"structural_tag must be an object, got {quote(value)}")
-    return StructuredOutput.structural_tag(tag)
+    wanted = StructuredOutput.structural_tag(tag)
+    if len(wanted.value) > MAX_CHARACTERS:
+        raise ValueError(
+            f"the structural_tag has {len(wanted.value)} characters, at most {MAX_CHARACTERS} are "
+            "supported; make it smaller"
+        )
+    return wanted
 
 
 def _triggered(tag: Mapping[str, Any]) -> Mapping[str, Any]:

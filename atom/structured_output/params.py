@@ -15,8 +15,8 @@ Kind = Literal["json_object", "json_schema", "regex", "choice", "ebnf", "structu
 
 # Grammars of this size compile in about a second; much longer ones take minutes.
 MAX_CHARACTERS = 65536
-# Of structural tags, which have the schemas of many tools.
-MAX_TAG_CHARACTERS = 4 << 20
+# Of structural tags, which have the schemas of all tools; what users send is smaller.
+MAX_TAG_CHARACTERS = 64 << 20
 MAX_CHOICES = 4096
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -303,3 +304,12 @@ def test_the_page_about_formats_shows_one_that_works() -> None:
     assert source.endswith(code.partition("\nCALL_BEGIN")[2])
     for name in (*TOOL_PARSERS, *REASONING_PARSERS):
         assert f"`{name}`" in page
+
+
+def test_a_grammar_that_is_too_large_names_the_option(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    options = dataclasses.replace(OPTIONS, max_tool_grammar=100)
+    with pytest.raises(ApiError, match=r"takes 100; .*--max-tool-grammar") as error:
+        _prepare(byte_level_tokenizer, options, tool_choice="required")
+    assert error.value.param == "tools"

@@ -301,6 +301,7 @@ def test_a_model_that_is_not_there(capsys: pytest.CaptureFixture[str], tmp_path:
     [
         ["--port", "70000"],
         ["--max-body-bytes", "0"],
+        ["--max-tool-grammar", "0"],
         ["--max-waiting-requests", "-1"],
         ["--drain-seconds", "nan"],
         ["--api-key", " "],

@@ -275,3 +275,40 @@ def test_properties_in_python(bench: Bench) -> None:
         assert not any(bench.takes(wanted, f"[{text}]") for text in wrong)
     wanted = tool_call_grammar("pythonic", [{"function": {"name": "f"}}], "named")
     assert bench.takes(wanted, '[f(**{"any": [1]})]')
+
+
+def test_many_tools_compile_and_are_remembered(bench: Bench) -> None:
+    """300 KB of them: descriptions are no part of a grammar, and the same set is built once."""
+    described = {"type": "string", "description": "what this field of the call is for " * 4}
+    fields = {f"field_{i}": {**described, "maxLength": 200} for i in range(16)}
+    parameters = {"type": "object", "properties": fields, "required": ["field_0"]}
+    tools = [
+        {"type": "function", "function": {"name": f"tool_{i}", "parameters": parameters}}
+        for i in range(100)
+    ]
+    wanted = tool_call_grammar("hermes", tools, "required")
+    assert wanted is not None
+    assert "description" not in wanted.value
+    assert len(json.dumps(tools)) > 300_000 > len(wanted.value)
+    assert tool_call_grammar("hermes", tools, "required") is wanted
+    assert bench.takes(wanted, answer("hermes", call("hermes", "tool_99", '{"field_0": "a"}')))
+    assert not bench.takes(wanted, answer("hermes", call("hermes", "tool_99", "{}")))
+
+
+def test_a_tool_keeps_what_can_be_enforced_of_its_schema(bench: Bench) -> None:
+    """One that is not strict; a strict one is refused."""
+    loose = tool("f", strict=False)
+    loose["function"]["parameters"]["not"] = {}
+    loose["function"]["parameters"]["properties"]["days"] = {"type": "integer", "multipleOf": "x"}
+    wanted = tool_call_grammar("hermes", [loose], "required")
+    for arguments, is_valid in (
+        ('{"city": "a", "days": 1}', True),
+        ('{"city": 1}', False),
+        ('{"days": 1}', False),
+        ('{"city": "a", "days": ""}', False),
+    ):
+        text = answer("hermes", call("hermes", "f", arguments))
+        assert bench.takes(wanted, text) == is_valid, arguments
+    loose["function"]["strict"] = True
+    with pytest.raises(ValueError, match="'not' is not supported"):
+        tool_call_grammar("hermes", [loose], "required")

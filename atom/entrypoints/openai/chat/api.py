@@ -158,6 +158,13 @@ def _constrained(
                 )
         except ValueError as error:
             raise bad_request(excerpt(str(error), MAX_MESSAGE), "tools") from error
+        if wanted is not None and len(wanted.value) > options.max_tool_grammar:
+            raise bad_request(
+                f"the grammar of the tools has {len(wanted.value)} characters, and this server "
+                f"takes {options.max_tool_grammar}; send fewer tools, or start it with a larger "
+                "--max-tool-grammar",
+                "tools",
+            )
     if wanted is not None and params.ignore_eos:
         raise bad_request("ignore_eos cannot be combined with constrained calls", "ignore_eos")
     return msgspec.structs.replace(params, structured_output=wanted)

@@ -67,6 +67,11 @@ class ServerOptions:
         parse=tuple,
     )
     max_body_bytes: int = option(10 * 2**20, "largest request body")
+    max_tool_grammar: int = option(
+        2 * 2**20,
+        "most characters of the grammar of a request's tools: twice their schemas, without "
+        "descriptions",
+    )
     drain_seconds: float = option(30.0, "time that requests have to end after SIGTERM")
     unknown_fields: str = option(
         "warn",
@@ -110,6 +115,8 @@ class ServerOptions:
             raise OptionError(
                 f"--max-waiting-requests must be at least 0, got {self.max_waiting_requests}"
             )
+        if self.max_tool_grammar < 1:
+            raise OptionError(f"--max-tool-grammar must be at least 1, got {self.max_tool_grammar}")
         if self.max_body_bytes < 1:
             raise OptionError(f"--max-body-bytes must be at least 1, got {self.max_body_bytes}")
         if not 0 <= self.drain_seconds < float("inf"):
