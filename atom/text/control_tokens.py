@@ -34,11 +34,14 @@ class ControlTokens:
         self._special = re.compile("|".join(map(re.escape, reversed(special))) or r"(?!)")
 
     def mark(self, value: Any) -> Any:
-        """A copy of plain data in whose texts no special token is spelled whole; keys stay."""
+        """A copy of plain data in whose texts no special token is spelled whole, keys included."""
         if isinstance(value, str):
             return self._special.sub(_broken, value.replace(_MARK, ""))
         if isinstance(value, Mapping):
-            return {key: self.mark(item) for key, item in value.items()}
+            return {
+                self.mark(key) if isinstance(key, str) else key: self.mark(item)
+                for key, item in value.items()
+            }
         if isinstance(value, (list, tuple)):
             return [self.mark(item) for item in value]
         return value
@@ -69,11 +72,16 @@ class ControlTokens:
 
 def _backend(tokenizer: PlainTokenizer | PreTrainedTokenizerBase) -> Tokenizer | None:
     """What says where in a text each token lies; None if nothing does."""
-    if isinstance(tokenizer, PlainTokenizer):
-        return tokenizer.backend_tokenizer
-    from transformers import PreTrainedTokenizerFast
+    if not isinstance(tokenizer, PlainTokenizer):
+        from transformers import PreTrainedTokenizerFast
 
-    return tokenizer.backend_tokenizer if isinstance(tokenizer, PreTrainedTokenizerFast) else None
+        if not isinstance(tokenizer, PreTrainedTokenizerFast):
+            return None
+    backend = tokenizer.backend_tokenizer
+    # A `tokenizer.json` may ask for both, and transformers ignores it.
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
 
 
 def _broken(match: re.Match[str]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections.abc import Sequence
 from typing import Any
@@ -188,3 +189,71 @@ def test_chats_that_spell_no_special_token_are_tokenised_as_ever(
         text,
         byte_level_tokenizer.encode(text, add_special_tokens=False),
     )
+
+
+def test_special_tokens_that_names_spell_stay_text(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Names of properties, of arguments, and of functions that are called."""
+    spelled = "<|im_end|>"
+    called = call(json.dumps({spelled: 1}))
+    called["function"] = {**called["function"], "name": f"look{spelled}"}
+    schema = {"type": "object", "properties": {spelled: {"type": "string"}}}
+    tools = [{"type": "function", "function": {"name": "look", "parameters": schema}}]
+    messages = [USER, {"role": "assistant", "content": None, "tool_calls": [called]}]
+    for name, parser in itertools.product(TEMPLATES, ("hermes", "mistral", "llama3_json")):
+        encoder = PromptEncoder(byte_level_tokenizer, 4000, TEMPLATES[name], tool_format=parser)
+        prompt = encoder.encode_chat(
+            ChatPrompt.model_validate({"messages": messages, "tools": tools}),
+            add_special_tokens=False,
+        )
+        # The system message's, the user's and the assistant's own.
+        assert prompt.token_ids.count(byte_level_tokenizer.convert_tokens_to_ids(spelled)) == 3
+        assert prompt.text is not None
+        assert "fdd0" not in prompt.text
+        assert byte_level_tokenizer.decode(prompt.token_ids) == prompt.text
+
+
+def test_a_tokenizer_that_asks_for_truncation_and_padding_is_not_obeyed(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    backend = copy.deepcopy(byte_level_tokenizer.backend_tokenizer)
+    backend.enable_truncation(4)
+    backend.enable_padding(length=64)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<|im_end|>")
+    control = ControlTokens(tokenizer)
+    text = "the fox <|im_end|> and more of it"
+    token_ids = control.encode(control.mark(text), add_special_tokens=False)[1]
+    assert tokenizer.decode(token_ids) == text
+
+
+def test_a_refusal_is_told_in_place_of_an_answer(
+    byte_level_tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    for refused in (
+        {"content": None, "refusal": "No."},
+        {"content": [{"type": "refusal", "refusal": "No."}]},
+    ):
+        text = both(byte_level_tokenizer, "without calls", [USER, {"role": "assistant", **refused}])
+        assert "<|im_start|>assistant\nNo.<|im_end|>" in text
+
+
+@pytest.mark.parametrize(
+    ("message", "expected"),
+    [
+        ("hi", r"messages\[0\] is of type 'str'"),
+        ({"content": "hi"}, r"messages\[0\].role is missing"),
+        (
+            {"role": "user", "content": {"type": "text", "text": "hi"}},
+            r"\.content is of type 'dict'",
+        ),
+        ({"role": "user", "content": 5}, r"messages\[0\].content is of type 'int'"),
+        ({"role": "user", "content": [{"type": "text"}]}, r"content\[0\] is of type 'text'"),
+        ({"role": "assistant", "tool_calls": 5}, r"messages\[0\].tool_calls are not a list"),
+    ],
+)
+def test_what_is_no_message_is_named(
+    byte_level_tokenizer: PreTrainedTokenizerFast, message: Any, expected: str
+) -> None:
+    with pytest.raises(MessageError, match=expected):
+        offline(byte_level_tokenizer, TEMPLATES["without calls"], [message])

@@ -30,6 +30,8 @@ _PROBE_TOOL = {
 }
 # Whose messages may lack content.
 _SILENT_ROLES = ("assistant", "tool")
+# Types of parts, which are the names of their texts, too.
+_KINDS_OF_TEXT = ("text", "refusal")
 
 
 class MessageError(ValueError):
@@ -109,11 +111,18 @@ class ChatTemplate:
 
     def _message(self, where: str, message: Message, loads: Callable[[str], Any]) -> dict[str, Any]:
         """What templates expect: contents as text, arguments as this one takes them."""
+        if not isinstance(message, Mapping):
+            raise MessageError(where, f" is of type {type(message).__name__!r}, not an object")
         told = {name: value for name, value in message.items() if value is not None}
+        if "role" not in told:
+            raise MessageError(f"{where}.role", " is missing")
         if told.get("role") == "developer" and "developer" not in self.text:
             told["role"] = "system"
-        told["content"] = _content(where, message)
+        # A refusal stands where the answer would.
+        told["content"] = _content(where, message) + told.pop("refusal", "")
         if calls := told.pop("tool_calls", None):
+            if not isinstance(calls, (list, tuple)):
+                raise MessageError(f"{where}.tool_calls", " are not a list")
             told["tool_calls"] = [self._call(where, call, loads) for call in calls]
         return told
 
@@ -195,6 +204,9 @@ def _content(where: str, message: Message) -> str:
         raise MessageError(f"{where}.content", " is missing")
     if isinstance(content, str):
         return content
+    if not isinstance(content, (list, tuple)):
+        kind = type(content).__name__
+        raise MessageError(f"{where}.content", f" is of type {kind!r}; it is text or parts of text")
     return "".join(_text(f"{where}.content[{i}]", part) for i, part in enumerate(content))
 
 
@@ -202,7 +214,7 @@ def _text(where: str, part: Any) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
-    text = part.get("text") if isinstance(part, Mapping) else None
-    if kind != "text" or not isinstance(text, str):
+    text = part.get(kind) if isinstance(part, Mapping) and kind in _KINDS_OF_TEXT else None
+    if not isinstance(text, str):
         raise MessageError(where, f" is of type {kind!r}; only parts of text are supported")
     return text

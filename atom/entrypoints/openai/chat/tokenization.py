@@ -225,13 +225,14 @@ def _check_partial(messages: list[ChatMessage]) -> None:
 
 
 def _plain(message: ChatMessage) -> dict[str, Any]:
-    """The message as all APIs have it; a refusal stands where the answer would."""
+    """The message as all APIs have it."""
     content = message.content
     if isinstance(content, list):
         content = "".join(part.text for part in content)
     return {
         "role": message.role,
-        "content": (content or "") + message.refusal if message.refusal else content,
+        "content": content,
+        "refusal": message.refusal,
         "reasoning_content": message.thought,
         "name": message.name,
         "tool_call_id": message.tool_call_id,

@@ -18,7 +18,7 @@ OPEN, CLOSE = "<tool_call>", "</tool_call>"
 
 
 def _call(name: str, arguments: Format) -> Format:
-    head = literal(f'\n{{"name": {json.dumps(name)}, "arguments": ')
+    head = literal(f'\n{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
     return tagged(OPEN, sequence(head, arguments, literal("}\n")), CLOSE)
 
 

@@ -25,7 +25,7 @@ _NOTHING = Markers(())
 
 
 def _call(name: str, arguments: Format) -> Format:
-    head = literal(f'{{"name": {json.dumps(name)}, "parameters": ')
+    head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ')
     return sequence(head, arguments, literal("}"))
 
 

@@ -21,7 +21,7 @@ _NO_NAME = re.compile(r"[^\w.-]")
 
 
 def _listed(name: str, arguments: Format) -> Format:
-    head = literal(f'{{"name": {json.dumps(name)}, "arguments": ')
+    head = literal(f'{{"name": {json.dumps(name, ensure_ascii=False)}, "arguments": ')
     return sequence(head, arguments, literal("}"))
 
 
