@@ -85,6 +85,7 @@ _GRAPHS = "steps are recorded as graphs by themselves; --cudagraph-capture-sizes
 _LOGS = "--log-level says what the log holds, and /metrics has the rest at any time"
 _ORDER = "requests wait in the order of their priority and arrival, and long prompts are cut"
 _GRAMMARS = "one library enforces schemas and grammars; what it cannot enforce is refused"
+_STATES = "no model that is served here keeps such states"
 _LOADING = "--safetensors-load-strategy says how weights are read; the rest needs no choice"
 _EXPERTS = "missing here: experts are neither moved nor copied to even out their load"
 _OFFLOAD = "missing here: KV caches are kept on the device alone"
@@ -151,8 +152,10 @@ _VLLM = [
     *_needless(
         VLLM,
         _LOGS,
-        "--uvicorn-log-level --max-log-len --disable-access-log-for-endpoints "
-        "--otlp-traces-endpoint --collect-detailed-traces",
+        "--uvicorn-log-level --max-log-len --disable-access-log-for-endpoints",
+    ),
+    *_needless(
+        VLLM, "missing here: no traces are sent", "--otlp-traces-endpoint --collect-detailed-traces"
     ),
     *_needless(
         VLLM,
@@ -168,7 +171,7 @@ _VLLM = [
         "--model-loader-extra-config --ignore-patterns --max-parallel-loading-workers",
     ),
     *_needless(VLLM, _LOADING, "--use-tqdm-on-load", _NOTHING),
-    *_needless(VLLM, "one process answers HTTP, as others do the work", "--api-server-count -asc"),
+    *_needless(VLLM, "one process answers HTTP", "--api-server-count -asc"),
     *_needless(VLLM, "one process answers HTTP", "--disable-frontend-multiprocessing", _NOTHING),
     *_needless(VLLM, "answers name their requests always", "--enable-request-id-headers", _NOTHING),
     *_needless(VLLM, "usage tells it always", "--enable-prompt-tokens-details", _NOTHING),
@@ -249,6 +252,17 @@ _VLLM = [
     *_refused(VLLM, "the server calls no tools", "--tool-server"),
     *_refused(VLLM, _TLS, "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs"),
     *_refused(VLLM, "weights do not change while the engine runs", "--weight-transfer-config"),
+    *_needless(VLLM, _KERNELS, "--linear-backend --dcp-comm-backend"),
+    *_needless(VLLM, _STATES, "--mamba-backend --mamba-cache-mode --mamba-ssm-cache-dtype"),
+    *_needless(VLLM, "there are no plugins that would read it", "--additional-config"),
+    *_refused(
+        VLLM,
+        "parsers are part of the package",
+        "--reasoning-parser-plugin --tool-call-parser-plugin",
+    ),
+    *_refused(VLLM, "functions are for LLM alone (logits_processors)", "--logits-processors"),
+    *_refused(VLLM, "thinking has no budget here", "--reasoning-config"),
+    *_refused(VLLM, "models read and write text alone here", "--omni", _NOTHING),
 ]
 
 _SGLANG = [
@@ -373,6 +387,16 @@ _SGLANG = [
         _NOTHING,
     ),
     *_refused(SGLANG, _SPLIT, "--enable-prefill-cp", _NOTHING),
+    *_needless(SGLANG, _STATES, "--swa-full-tokens-ratio"),
+    *_needless(SGLANG, _KERNELS, "--disable-shared-experts-fusion", _NOTHING),
+    *_refused(
+        SGLANG,
+        _TRANSFER,
+        "--disaggregation-transfer-backend --disaggregation-bootstrap-port "
+        "--disaggregation-ib-device",
+    ),
+    *_refused(SGLANG, "the server speaks HTTP alone", "--grpc-mode --smg-grpc-mode", _NOTHING),
+    *_refused(SGLANG, "the server speaks HTTP alone", "--grpc-port"),
 ]
 
 _ROCM = [
@@ -398,7 +422,7 @@ _ROCM = [
     *_needless(ROCM, _ORDER, "--dp-load-balance --disagg-prefill-max-num-seqs"),
     *_needless(ROCM, _EXPERTS, "--eplb-enable", _NOTHING),
     *_needless(ROCM, "there is no context parallel", "--dcp-config"),
-    *_needless(ROCM, "no served model keeps such states", "--state-checkpoint-interval-tokens"),
+    *_needless(ROCM, _STATES, "--state-checkpoint-interval-tokens"),
     *_needless(ROCM, _LOGS, "--request-log --torch-profiler-dir"),
     *_needless(ROCM, "idle connections are kept", "--timeout-keep-alive"),
 ]
