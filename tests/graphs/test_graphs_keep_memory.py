@@ -146,6 +146,8 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "latents": ("deepseek_v3", "mla", {}),
     "own layers": ("deepseek_v3", "mtp", {}),
 }
+# Each of them is a part of others: of those with options, and of a block with a chain.
+PARTS = ("eagle3", "block")
 
 
 class Bench:
@@ -193,7 +195,10 @@ def generate(engine: LLM, wishes: list[SamplingParams]) -> list[list[int]]:
     return [output.outputs[0].token_ids for output in outputs]
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, marks=pytest.mark.slow if case in PARTS else ()) for case in CASES],
+)
 def test_an_engine_replays_what_is_there(
     case: str, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
