@@ -5,6 +5,8 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from atom.platform import pci_address
@@ -12,6 +14,9 @@ from atom.platform import pci_address
 logger = logging.getLogger(__name__)
 
 _THREADS = Path("/proc/self/task")
+
+# What this process could use before it was bound first; None if it was not.
+_before: set[int] | None = None
 
 
 def bind_to_gpu(index: int, root: Path = Path("/")) -> None:
@@ -40,11 +45,30 @@ def bind_to_gpu(index: int, root: Path = Path("/")) -> None:
             index, address, node,
         )  # fmt: skip
         return
+    global _before
+    _before = _before or allowed
     _bind_threads(beside)
     logger.info(
         "GPU %d (%s): bound to NUMA node %d, %d of the %d processors that it could use",
         index, address, node, len(beside & allowed), len(allowed),
     )  # fmt: skip
+
+
+@contextmanager
+def unbound() -> Iterator[None]:
+    """Processes that are started in here may use what this one could before it was bound.
+
+    Their GPUs may be on other nodes, and a process never gets processors that it had not.
+    """
+    if _before is None:
+        yield
+        return
+    bound = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, _before)
+    try:
+        yield
+    finally:
+        os.sched_setaffinity(0, bound)
 
 
 def _node_of(address: str, root: Path) -> int | None:

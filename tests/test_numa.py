@@ -55,6 +55,7 @@ def threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Threads:
         tmp_path / "task", {0: set(range(8)), 10: set(range(8)), 11: {3, 4}, 12: {0, 1}}
     )
     monkeypatch.setattr(numa, "_THREADS", tmp_path / "task")
+    monkeypatch.setattr(numa, "_before", None)
     monkeypatch.setattr(os, "sched_getaffinity", kernel.get)
     monkeypatch.setattr(os, "sched_setaffinity", kernel.set)
     monkeypatch.setattr(numa, "pci_address", lambda index: ADDRESS)
@@ -130,3 +131,28 @@ def test_threads_of_a_real_process(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM, str(machine(tmp_path, "1", str(one))), ADDRESS]
     out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     assert out.strip() == ";".join([f"[{one}]"] * 3)
+
+
+CHILDREN = """
+import subprocess, sys
+from pathlib import Path
+from atom import numa
+numa.pci_address = lambda index: sys.argv[2]
+tell = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)), flush=True)"]
+for _ in range(2):  # an engine that ends, and another one
+    with numa.unbound():
+        subprocess.run(tell, check=True)
+    numa.bind_to_gpu(0, Path(sys.argv[1]))
+subprocess.run(tell, check=True)
+"""
+
+
+def test_ranks_of_a_later_engine_are_not_bound(tmp_path: Path) -> None:
+    """Their GPUs may be on other nodes; what else is started stays beside this process's."""
+    own = os.sched_getaffinity(0)
+    if len(own) < 2:
+        pytest.skip("needs two processors")
+    one = max(own)
+    command = [sys.executable, "-c", CHILDREN, str(machine(tmp_path, "1", str(one))), ADDRESS]
+    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert out.splitlines() == [str(sorted(own)), str(sorted(own)), str([one])]

@@ -16,6 +16,7 @@ from typing import Protocol
 
 from atom.distributed.rank_environment import RankEnvironment
 from atom.environment import environment_with
+from atom.numa import unbound
 
 RANK_MODULE = "atom.model_engine.processes.rank_process"
 LENGTH_BYTES = 8
@@ -104,12 +105,14 @@ class _RankProcess:
     def __init__(self, environment: RankEnvironment, instructions: bytes) -> None:
         self.rank = environment.rank
         self._last_lines: deque[str] = deque(maxlen=_LAST_LINES)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", RANK_MODULE],
-            env=environment_with(environment.variables()),
-            stdin=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-        )
+        # An earlier engine may have bound this process to the node of its own GPU.
+        with unbound():
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", RANK_MODULE],
+                env=environment_with(environment.variables()),
+                stdin=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+            )
         # A full pipe would block until the rank has imported what it reads with.
         tell = threading.Thread(target=self._tell, args=(instructions,), daemon=True)
         self._forwarding = threading.Thread(target=self._forward, daemon=True)
