@@ -30,24 +30,28 @@ def check_same_ops(place: Place, ops: OpTable) -> None:
 
     Raises:
         ConfigError: with the op, what it runs on which rank, and why; all ranks of an engine raise
-            it.
+            it, or the first ranks of all engines if engines differ.
     """
     lines = ops.lines()
-    _compare(place.control, lines)
+    # Engines that share experts have ranks of their own behind the first.
+    first = place.experts.rank - place.tensor.rank if place.is_coupled else 0
+    _compare(place.control, lines, first)
     if place.is_first:
-        # Engines that share experts have ranks of their own behind the first.
-        _compare(place.engines, lines, place.tensor.size)
+        _compare(place.engines, lines, step=place.tensor.size)
 
 
-def _compare(group: ParallelGroup, lines: Sequence[OpLine], step: int = 1) -> None:
+def _compare(
+    group: ParallelGroup, lines: Sequence[OpLine], first: int = 0, *, step: int = 1
+) -> None:
     """Args:
-    step: how far apart the numbers of the group's ranks are.
+    first: the number of the group's first rank.
+    step: how far apart the numbers of its ranks are.
     """
     if group.size == 1:
         return
     every = group.exchange_bytes(msgspec.json.encode(lines))
     tables = {
-        number * step: {line.asked: line for line in _lines.decode(data)}
+        first + number * step: {line.asked: line for line in _lines.decode(data)}
         for number, data in enumerate(every)
     }
     if differing := differences(tables):

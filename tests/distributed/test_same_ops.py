@@ -103,6 +103,30 @@ def test_engines_that_share_experts_are_compared() -> None:
     assert others == [None, first, None]
 
 
+def test_ranks_of_a_later_engine_have_their_own_numbers() -> None:
+    """Two engines of two ranks, of which the second's differ."""
+    ranks = Ranks()
+
+    def check(rank: int) -> str | None:
+        engine, number = divmod(rank, 2)
+        place = Place(
+            tensor=ParallelGroup(number, 2),
+            control=ranks.group(f"control {engine}", number, 2),
+            experts=ParallelGroup(rank, 4),
+        )
+        try:
+            check_same_ops(place, table(*([] if rank == 3 else [AITER])))
+        except ConfigError as error:
+            return str(error)
+        return None
+
+    *first, one, other = run_threads(4, check)
+    assert first == [None, None]
+    assert one == other
+    assert one is not None
+    assert "is aiter on rank 2 but torch on rank 3" in one
+
+
 def test_texts_of_any_length_are_exchanged() -> None:
     said = [b"", b"\0\xff" * 70_000, b"short"]
     ranks = Ranks()
