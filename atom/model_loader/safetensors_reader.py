@@ -143,7 +143,7 @@ class WeightFile:
         try:
             self._file = path.open("rb", buffering=0)
         except OSError as error:
-            raise WeightError(f"{path} cannot be read: {error}; fetch it again") from error
+            raise WeightError(f"{path} cannot be opened: {error.strerror}") from error
 
     def __enter__(self) -> WeightFile:
         return self
@@ -169,8 +169,13 @@ class WeightFile:
         end = max(tensor.offset + tensor.num_bytes for tensor in tensors)
         try:
             memory = self._map_bytes(start, end)
-        except (ValueError, OSError) as error:
+        except ValueError as error:
             raise WeightError(f"{self._path} cannot be read: {error}; fetch it again") from error
+        except OSError as error:
+            raise WeightError(
+                f"{self._path}: {end - start} bytes cannot be mapped: {error.strerror}; the limits "
+                f"of this process (ulimit -v, -n) and vm.overcommit_memory bound that"
+            ) from error
         return [_view(memory, tensor, start) for tensor in tensors]
 
     def _map_bytes(self, start: int, end: int) -> mmap.mmap:

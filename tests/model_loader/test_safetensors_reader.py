@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
+import mmap
 import re
 import subprocess
 import sys
@@ -89,6 +91,23 @@ def test_data_at_odd_offsets(tmp_path: Path) -> None:
     assert bits(map_tensor(a)).tolist() == list(b"abc")
     assert torch.equal(bits(map_tensor(b)), bits(values))
     assert map_tensor(c).shape == (2, 0)
+
+
+def test_a_map_that_the_system_refuses(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is wrong with the file then."""
+    path = tmp_path / "model.safetensors"
+    save_file({"a": torch.zeros(4)}, path)
+    [tensor] = list_tensors(tmp_path)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOMEM, "Cannot allocate memory")
+
+    monkeypatch.setattr(mmap, "mmap", refuse)
+    with pytest.raises(WeightError, match=r"bytes cannot be mapped: Cannot allocate .*ulimit"):
+        map_tensor(tensor)
+    path.unlink()
+    with pytest.raises(WeightError, match=r"model\.safetensors cannot be opened: No such file"):
+        map_tensor(tensor)
 
 
 def test_dtypes_that_no_parameter_has(tmp_path: Path) -> None:
