@@ -21,7 +21,7 @@ from atom.model_ops.registry import OpUnavailableError
 from atom.plan.folders import folder_of
 from atom.plan.gpus import NAMES, find_gpu
 from atom.plan.rehearsal.libraries import KNOWN, check_names
-from atom.plan.rehearsal.rehearse import Rehearsed, Stage
+from atom.plan.rehearsal.rehearse import Rehearsed, Rehearser
 from atom.plan.rehearsal.report import format_rehearsal
 
 _READY, _NOT_READY, _REFUSED = 0, 1, 2
@@ -75,7 +75,7 @@ def _rehearse(options: dict[str, Any], name: str, installed: list[str] | None) -
     gpu = find_gpu(name)
     names = check_names(KNOWN[gpu.kind] if installed is None else installed, gpu)
     config = _config(options)
-    return Stage(gpu).rehearse(config, resolve_model(config.model), names)
+    return Rehearser(gpu).rehearse(config, resolve_model(config.model), names)
 
 
 def _config(options: dict[str, Any]) -> EngineConfig:

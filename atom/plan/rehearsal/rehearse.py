@@ -146,7 +146,7 @@ class Rehearsed:
         return self.memory.shortfall is None and not self.differing and not self.missing
 
 
-class Stage:
+class Rehearser:
     """A process that pretends to have GPUs of one kind; there is one a process.
 
     Raises:

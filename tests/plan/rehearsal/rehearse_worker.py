@@ -20,12 +20,12 @@ from atom.model_engine.arg_utils import engine_config
 from atom.model_loader.source import resolve_model
 from atom.plan.gpus import find_gpu
 from atom.plan.rehearsal.libraries import KNOWN
-from atom.plan.rehearsal.rehearse import Stage
+from atom.plan.rehearsal.rehearse import Rehearser
 
 
 def main(target: str, name: str, ranks: str) -> None:
     gpu = find_gpu(name)
-    stage, found = Stage(gpu), {}
+    rehearser, found = Rehearser(gpu), {}
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         model = write(folder / target, TARGETS[target])
@@ -41,7 +41,7 @@ def main(target: str, name: str, ranks: str) -> None:
             )
             source = resolve_model(config.model)
             num_built = 1 if found else int(ranks)
-            own = stage.rehearse(config, source, frozenset(KNOWN[gpu.kind]), num_built)
+            own = rehearser.rehearse(config, source, frozenset(KNOWN[gpu.kind]), num_built)
             found[draft] = {
                 "is_ready": own.is_ready,
                 "num_ranks": own.num_ranks,
