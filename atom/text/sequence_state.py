@@ -46,7 +46,10 @@ class SequenceState:
         self._vocabulary = vocabulary
         self._detokenizer = vocabulary.detokenizer(
             skip_special_tokens=params.skip_special_tokens,
-            kept=[*(params.kept_special_tokens or ()), *_spelled(vocabulary, params.stop_strings)],
+            kept=[
+                *(params.kept_special_tokens or ()),
+                *spelled_tokens(vocabulary, params.stop_strings),
+            ],
             context_ids=prompt_token_ids,
         )
         self._matcher = StopMatcher(stops) if stops else None
@@ -161,7 +164,7 @@ class SequenceState:
             self._logprobs.append(decode_logprobs(position, self._vocabulary))
 
 
-def _spelled(vocabulary: Vocabulary, stop_strings: Sequence[str]) -> list[str]:
+def spelled_tokens(vocabulary: Vocabulary, stop_strings: Sequence[str]) -> list[str]:
     """The special tokens that stop strings spell; they stay in the text, or none would match."""
     if not stop_strings:
         return []

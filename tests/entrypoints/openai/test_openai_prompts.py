@@ -11,12 +11,13 @@ from tokenizers import Tokenizer, decoders, models, normalizers, processors
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
+from atom.entrypoints.openai.chat.completions import CompletionFormat
 from atom.entrypoints.openai.chat.logprobs import CompletionLogprobs, chat_logprobs
-from atom.entrypoints.openai.chat.protocol import ChatPrompt
+from atom.entrypoints.openai.chat.protocol import ChatPrompt, CompletionRequest
 from atom.entrypoints.openai.chat.tokenization import PromptEncoder
 from atom.entrypoints.openai.http.errors import ApiError
 from atom.entrypoints.openai.http.options import OptionError
-from atom.outputs import Logprob
+from atom.outputs import CompletionOutput, Logprob, PositionLogprobs
 from atom.text.detokenizer import create_vocabulary
 
 
@@ -198,3 +199,18 @@ def test_candidates_that_read_alike_are_all_there() -> None:
         }
     rows = chat_logprobs(vocabulary, 2, [letter], [position])[0]["top_logprobs"]
     assert [(row["token"], row["logprob"]) for row in rows] == [("a", -0.5), ("a", -1.0)]
+
+
+def test_offsets_count_special_tokens_that_stop_strings_keep(
+    byte_level_tokenizer: PreTrainedTokenizerFast, encoder: PromptEncoder
+) -> None:
+    body = CompletionRequest(prompt="a", logprobs=0, stop=["no<|im_end|>"])
+    vocabulary = create_vocabulary(byte_level_tokenizer)
+    spelling = CompletionFormat(body, encoder, vocabulary)
+    ids = byte_level_tokenizer.encode("fox<|im_end|><|im_start|>the", add_special_tokens=False)
+    text = "fox<|im_end|>the"  # as the stop string's token stays, the other not
+    positions: list[PositionLogprobs] = [{i: Logprob(-1.0, 1, "")} for i in ids]
+    output = CompletionOutput(0, text, ids, None, positions)
+    columns = spelling.delta(0, output)[0]["logprobs"]
+    for token, offset in zip(columns["tokens"], columns["text_offset"], strict=True):
+        assert text.startswith(token, offset) or token == "<|im_start|>"

@@ -19,6 +19,7 @@ from atom.quoting import quote
 from atom.sampling_params import SamplingParams
 from atom.text.detokenizer import Vocabulary
 from atom.text.prepared_params import PreparedParams
+from atom.text.sequence_state import spelled_tokens
 
 # Of one HTTP request; each is a sequence that waits in the engine's queue.
 MAX_CHOICES = 1024
@@ -138,6 +139,8 @@ class CompletionFormat:
         self._num_logprobs = body.logprobs
         self._wants_prompt_logprobs = body.prompt_logprobs is not None
         self._skip_special_tokens = body.skip_special_tokens is not False
+        stops = [body.stop] if isinstance(body.stop, str) else body.stop or []
+        self._kept = spelled_tokens(vocabulary, stops)
         self._encoder = encoder
         self._vocabulary = vocabulary
         self._logprobs: dict[int, CompletionLogprobs] = {}
@@ -205,7 +208,7 @@ class CompletionFormat:
         columns = self._logprobs.get(index)
         if columns is None:
             columns = self._logprobs[index] = CompletionLogprobs(
-                self._vocabulary, self._num_logprobs, self._skip_special_tokens
+                self._vocabulary, self._num_logprobs, self._skip_special_tokens, self._kept
             )
         return columns.format(token_ids, positions or [], prompt)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 from atom.outputs import Logprob, PositionLogprobs
@@ -20,12 +20,22 @@ class CompletionLogprobs:
     more likely one (or like the chosen one) `token_id:42`, so that different tokens stay different
     keys. `text_offset` counts characters from the choice's start: where a token begins, or the
     character that it is a part of.
+
+    Args:
+        kept: texts of special tokens that are not skipped.
     """
 
-    def __init__(self, vocabulary: Vocabulary, num_top: int, skip_special_tokens: bool) -> None:
+    def __init__(
+        self,
+        vocabulary: Vocabulary,
+        num_top: int,
+        skip_special_tokens: bool,
+        kept: Collection[str] = (),
+    ) -> None:
         self._vocabulary = vocabulary
         self._num_top = num_top
         self._skip_special_tokens = skip_special_tokens
+        self._kept = kept
         self._offset = 0
         # Of the bytes of tokens: text is final as soon as its characters are whole.
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
@@ -61,9 +71,16 @@ class CompletionLogprobs:
         offsets = []
         for token_id in token_ids:
             offsets.append(self._offset)
-            if not (self._skip_special_tokens and self._vocabulary.is_special(token_id)):
+            if not self._is_left_out(token_id):
                 self._offset += len(self._read(token_id))
         return offsets
+
+    def _is_left_out(self, token_id: int) -> bool:
+        return (
+            self._skip_special_tokens
+            and self._vocabulary.is_special(token_id)
+            and self._vocabulary.token_text(token_id) not in self._kept
+        )
 
     def _offsets_in(self, text: str, token_ids: Sequence[int]) -> list[int]:
         """Found in the text itself: it may lack the special tokens that tokenizers add, and a
