@@ -56,6 +56,10 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         work()
         return self.peak - self.live
 
+    def held(self) -> set[int]:
+        """Of the memory that lives, the storages' addresses."""
+        return set(self._known)
+
     def launched(self, library: str, count: int = 1) -> None:
         self.launches.by_library[library] += count
 

@@ -34,7 +34,7 @@ def _once(load: Callable[[], Any] | None) -> Callable[[], Any] | None:
         prepare = load()
 
         def convert(*weights: Any) -> Any:
-            key = tuple(_kind(each) for each in weights)
+            key = tuple(kind_of(each) for each in weights)
             if key not in known:
                 known[key] = prepare(*weights)
             return known[key]
@@ -44,11 +44,11 @@ def _once(load: Callable[[], Any] | None) -> Callable[[], Any] | None:
     return loaded
 
 
-def _kind(value: Any) -> object:
+def kind_of(value: Any) -> object:
     """What a conversion depends on: shapes, dtypes and formats."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if dataclasses.is_dataclass(value):
         fields = dataclasses.fields(value)
-        return tuple((each.name, _kind(getattr(value, each.name))) for each in fields)
+        return tuple((each.name, kind_of(getattr(value, each.name))) for each in fields)
     return repr(value)

@@ -46,6 +46,7 @@ from atom.plan.rehearsal.libraries import KNOWN, pretended_library
 from atom.plan.rehearsal.meter import Launches, Meter
 from atom.plan.rehearsal.ranks import META, BuiltRank, Setting, held_weight_bytes
 from atom.plan.rehearsal.registry import converting_once
+from atom.plan.rehearsal.repeated import RepeatedLayers, decoder_layers
 from atom.plan.rehearsal.triton_launches import list_launches
 from atom.platform import Platform, PretendedGpu, pretend
 from atom.spec_decode.drafter import Drafter
@@ -240,6 +241,7 @@ class _FirstRank:
         self._gpu = gpu
         self._meter = meter
         before = meter.live
+        RepeatedLayers(meter).count(decoder_layers(built.parts.model))
         with meter:
             self._runner = create_runner(built.rank, built.parts)
             buffers = meter.live - before

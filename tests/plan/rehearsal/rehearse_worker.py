@@ -1,6 +1,6 @@
 """Rehearses one of `published.TARGETS` with each of `published.DRAFTS`; run as a program.
 
-    python rehearse_worker.py TARGET GPU RANKS
+    python rehearse_worker.py TARGET GPU RANKS [every-layer]
 
 So many ranks are built with the first draft, one with the others. Writes what was found as
 JSON.
@@ -13,6 +13,7 @@ import sys
 import tempfile
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from published import DRAFTS, TARGETS, write
 
@@ -21,11 +22,15 @@ from atom.model_loader.source import resolve_model
 from atom.plan.gpus import find_gpu
 from atom.plan.rehearsal.libraries import KNOWN
 from atom.plan.rehearsal.rehearse import Rehearser
+from atom.plan.rehearsal.repeated import RepeatedLayers
 
 
-def main(target: str, name: str, ranks: str) -> None:
+def main(target: str, name: str, ranks: str, *every_layer: str) -> None:
+    if every_layer:  # equal ones, too
+        RepeatedLayers.count = lambda *_: None  # type: ignore[method-assign]
     gpu = find_gpu(name)
-    rehearser, found = Rehearser(gpu), {}
+    rehearser = Rehearser(gpu)
+    found: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as text:
         folder = Path(text)
         model = write(folder / target, TARGETS[target])

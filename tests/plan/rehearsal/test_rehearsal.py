@@ -132,3 +132,12 @@ def test_what_cannot_be_rehearsed_is_refused(
 
     assert main(["--rehearse", *flags]) == 2
     assert message in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_repeated_layers_count_as_if_all_of_them_ran() -> None:
+    """All figures: memory, launches and kernels."""
+    worker = str(Path(__file__).with_name("rehearse_worker.py"))
+    counted, ran = (run(worker, "mxfp4", "mi355x", "1", *flag) for flag in ([], ["every-layer"]))
+    assert not counted.returncode + ran.returncode, counted.stderr + ran.stderr
+    assert counted.stdout == ran.stdout
