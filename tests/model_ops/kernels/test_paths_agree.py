@@ -210,8 +210,15 @@ def expected(made: Checkpoints) -> Callable[..., tuple[list[list[int]], list[int
     return run
 
 
-@pytest.mark.parametrize("draft", DRAFTS)
-@pytest.mark.parametrize("target", TARGETS)
+@pytest.mark.parametrize(
+    ("target", "draft"),
+    [
+        ("llama", "mha"),
+        ("kimi", "mla"),
+        pytest.param("llama", "mla", marks=pytest.mark.slow),
+        pytest.param("kimi", "mha", marks=pytest.mark.slow),
+    ],
+)
 def test_aiter(
     target: str,
     draft: str,
