@@ -50,7 +50,7 @@ def bind_to_gpu(index: int, root: Path = Path("/")) -> None:
     _bind_threads(beside)
     logger.info(
         "GPU %d (%s): bound to NUMA node %d, %d of the %d processors that it could use",
-        index, address, node, len(beside & allowed), len(allowed),
+        index, address, node, len(os.sched_getaffinity(0)), len(allowed),
     )  # fmt: skip
 
 
@@ -95,13 +95,15 @@ def _processors_of(node: int, root: Path) -> set[int]:
 
 
 def _bind_threads(processors: set[int]) -> None:
-    """Every thread has processors of its own; one that may use none of these keeps its own."""
+    """Every thread has processors of its own; one that may use none of these keeps its own, and
+    so does one whose processors the system does not let this process choose.
+    """
     for thread in [int(path.name) for path in _THREADS.iterdir()]:
         try:
             if both := os.sched_getaffinity(thread) & processors:
                 os.sched_setaffinity(thread, both)
-        except ProcessLookupError:
-            continue  # it has ended
+        except OSError:
+            continue  # it has ended, or may not be bound: placement is no reason not to start
 
 
 def _warn_of_balancing(root: Path) -> None:
