@@ -50,7 +50,7 @@ def bind_to_gpu(index: int, root: Path = Path("/")) -> None:
     _bind_threads(beside)
     logger.info(
         "GPU %d (%s): bound to NUMA node %d, %d of the %d processors that it could use",
-        index, address, node, len(os.sched_getaffinity(0)), len(allowed),
+        index, address, node, len(beside & allowed), len(allowed),
     )  # fmt: skip
 
 
