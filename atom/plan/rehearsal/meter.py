@@ -47,6 +47,8 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.live = self.peak = 0
         # Operations that are not made of others.
         self._simple: set[Any] = set()
+        # Of a result, by the operation and the forms of its arguments.
+        self._forms: dict[object, tuple[torch.Size, tuple[int, ...], torch.dtype]] = {}
         self._known: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def peak_of(self, work: Callable[[], object]) -> int:
@@ -81,7 +83,20 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func is torch.ops.aten.mm.dtype:  # which has no shape function
             x, weight, dtype = args
             return self._allocated(x.new_empty(x.shape[0], weight.shape[1], dtype=dtype))
-        return self._allocated(func(*args, **kwargs))
+        if func._schema.is_mutable or func.is_view or name in _FREE:
+            return self._allocated(func(*args, **kwargs))
+        return self._allocated(self._made(func, args, kwargs))
+
+    def _made(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """A new tensor, whose form torch finds once for each form of arguments."""
+        key = func, _form(args), _form(tuple(kwargs.items()))
+        if (form := self._forms.get(key)) is not None:
+            shape, stride, dtype = form
+            return torch.empty_strided(shape, stride, dtype=dtype, device="meta")
+        out = func(*args, **kwargs)
+        if isinstance(out, torch.Tensor) and out.is_meta:
+            self._forms[key] = out.shape, out.stride(), out.dtype
+        return out
 
     def _allocated(self, out: Any) -> Any:
         """The result of an operation, whose memory counts."""
@@ -102,6 +117,15 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._known[key] = weakref.ref(storage, free)
         self.live += size
         self.peak = max(self.peak, self.live)
+
+
+def _form(value: Any) -> object:
+    """What the form of a result depends on."""
+    if isinstance(value, torch.Tensor):
+        return value.shape, value.stride(), value.dtype, value.device.type
+    if isinstance(value, (tuple, list)):
+        return tuple(_form(each) for each in value)
+    return type(value), repr(value)
 
 
 def _tensors(values: Iterable[Any]) -> Iterator[torch.Tensor]:
