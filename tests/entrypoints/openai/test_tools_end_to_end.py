@@ -91,6 +91,7 @@ async def serving(
                 tool_call_parser=name,
                 reasoning_parser="think_tags",
                 enable_auto_tool_choice=True,
+                sanitize_control_tokens=False,  # messages name scripts by special tokens
             )
             app = create_app(engine, options, ServerMetrics())
             sock = socket.create_server(("127.0.0.1", 0))
