@@ -191,8 +191,12 @@ def generate(
     return tokens, list(stats.accepted_counts)
 
 
-# Longer and shorter than a block, and one that repeats itself, so that drafts are accepted.
-PROMPTS = [checkpoints.prompt(21), checkpoints.prompt(5, seed=1), checkpoints.prompt(4, seed=2) * 5]
+# Longer and shorter than a block, and one whose answer goes on in another block. The first and the
+# second are decoded while the others are prefilled, then all three together. So many tokens that
+# this is a step of equally many queries: the first has to be given all its drafts there, and no
+# more are drafted than an answer has yet to get.
+PROMPTS = [checkpoints.prompt(21), checkpoints.prompt(5, seed=1), checkpoints.prompt(30, seed=2)]
+MAX_TOKENS = 7
 
 
 @pytest.fixture(scope="module")
@@ -229,8 +233,8 @@ def test_aiter(
     fake = FakeAiter(torch.float32)
     platform = Platform("rocm", "gfx942", True)
     with probe.replaced(fake.library), tables(monkeypatch, platform, ("aiter", "torch")):
-        out = generate(made, target, draft, PROMPTS, 12)
-    assert out == expected(target, draft, len(PROMPTS), 12)
+        out = generate(made, target, draft, PROMPTS, MAX_TOKENS)
+    assert out == expected(target, draft, len(PROMPTS), MAX_TOKENS)
     assert fake.names >= COMMON | CALLED[target] | CALLED[draft]
     prefills = [call for call in fake.calls if call.name == "flash_attn_varlen_func"]
     lens = [call.arguments["cu_seqlens_q"].diff() for call in prefills]
@@ -239,7 +243,7 @@ def test_aiter(
 
 def test_aiter_with_latents_in_8_bits(made: Checkpoints, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of gfx950, whose 8 bits are those of a CPU. One query and several, of target and draft."""
-    of_engine = "kimi", "mla", PROMPTS, 12
+    of_engine = "kimi", "mla", PROMPTS, MAX_TOKENS
     fake = FakeAiter(torch.float32, arch="gfx950")
     platform = Platform("rocm", "gfx950", True)
     with probe.replaced(fake.library), tables(monkeypatch, platform, ("aiter", "torch")):
@@ -259,8 +263,8 @@ def test_flash_mla(
     fake = FakeFlashMLA(torch.float32)
     platform = Platform("cuda", "sm90", True)
     with probe.replaced(fake.library), tables(monkeypatch, platform, ("flash_mla", "torch")):
-        out = generate(made, "kimi", "mla", PROMPTS, 12, block_size=64)
-    assert out == expected("kimi", "mla", len(PROMPTS), 12)
+        out = generate(made, "kimi", "mla", PROMPTS, MAX_TOKENS, block_size=64)
+    assert out == expected("kimi", "mla", len(PROMPTS), MAX_TOKENS)
     # Target and draft, one query and several, and layers that share a plan.
     assert {call.q_shape[1] for call in fake.calls} >= {1, 4}
     assert {call.planned for call in fake.calls} == {True, False}
