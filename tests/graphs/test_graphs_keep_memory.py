@@ -126,12 +126,12 @@ GRAMMAR = StructuredOutput.regex("[a-f0-9]{20}")
 ALONE = ("greedy", "warm", "top-k min-p", "top-p")
 # All sequences of a step in one way, and in all of them.
 WISHES: dict[str, list[SamplingParams]] = {
-    name: [params(name, max_tokens=12, seed=1)] * 4 for name in ALONE
+    name: [params(name, max_tokens=8, seed=1)] * 4 for name in ALONE
 }
 WISHES["all"] = [
-    *(params(name, max_tokens=14, seed=2) for name in engines.SETTINGS),
-    params("greedy", max_tokens=14, seed=2, structured_output=GRAMMAR, ignore_eos=False),
-    params("warm", max_tokens=14, logprobs=2, logit_bias={3: 4.0}),
+    *(params(name, max_tokens=8, seed=2) for name in engines.SETTINGS),
+    params("greedy", max_tokens=8, seed=2, structured_output=GRAMMAR, ignore_eos=False),
+    params("warm", max_tokens=8, logprobs=2, logit_bias={3: 4.0}),
 ]
 # Target, draft, options.
 CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
