@@ -293,6 +293,17 @@ def check_request(
             f"{limits.block_size}); lower max_tokens or give the engine more KV cache memory",
             "max_tokens",
         )
+    _check_logprobs(params, limits)
+    if params.structured_output is not None and limits.synthetic_acceptance_length is not None:
+        raise RequestRefusedError(
+            "structured output is not possible with --speculative-synthetic-acceptance-length: "
+            "drafts are accepted at random, against any grammar",
+            "structured_output",
+        )
+    _check_token_ids(params, limits)
+
+
+def _check_logprobs(params: SamplingParams, limits: EngineLimits) -> None:
     for name, wanted in (
         ("logprobs", params.logprobs),
         ("prompt_logprobs", params.prompt_logprobs),
@@ -305,12 +316,9 @@ def check_request(
             raise RequestRefusedError(
                 f"{name}={wanted} exceeds the engine's max_logprobs={limits.max_logprobs}", name
             )
-    if params.structured_output is not None and limits.synthetic_acceptance_length is not None:
-        raise RequestRefusedError(
-            "structured output is not possible with --speculative-synthetic-acceptance-length: "
-            "drafts are accepted at random, against any grammar",
-            "structured_output",
-        )
+
+
+def _check_token_ids(params: SamplingParams, limits: EngineLimits) -> None:
     token_ids = [
         *(params.stop_token_ids or ()),
         *(params.logit_bias or ()),
