@@ -9,8 +9,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from atom.platform import pci_address
-
 logger = logging.getLogger(__name__)
 
 _THREADS = Path("/proc/self/task")
@@ -19,7 +17,7 @@ _THREADS = Path("/proc/self/task")
 _before: set[int] | None = None
 
 
-def bind_to_gpu(index: int, root: Path = Path("/")) -> None:
+def bind_to_gpu(index: int, address: str | None, root: Path = Path("/")) -> None:
     """Bind this process's threads, and so those that they will start, to a GPU's NUMA node.
 
     A thread gets no processor that it could not use before. Nothing is bound where the GPU's node
@@ -27,9 +25,9 @@ def bind_to_gpu(index: int, root: Path = Path("/")) -> None:
 
     Args:
         index: torch's, of the GPU.
+        address: its PCI address, as `pci_address` has it; None where that is unknown.
         root: of the file system with `sys` and `proc`.
     """
-    address = pci_address(index)
     if sys.platform != "linux" or address is None:
         return
     if index == 0:

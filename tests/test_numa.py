@@ -58,7 +58,6 @@ def threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Threads:
     monkeypatch.setattr(numa, "_before", None)
     monkeypatch.setattr(os, "sched_getaffinity", kernel.get)
     monkeypatch.setattr(os, "sched_setaffinity", kernel.set)
-    monkeypatch.setattr(numa, "pci_address", lambda index: ADDRESS)
     return kernel
 
 
@@ -67,7 +66,7 @@ def test_every_thread_is_bound(
 ) -> None:
     """Within what it had; one that was kept elsewhere stays there."""
     with caplog.at_level(logging.INFO):
-        bind_to_gpu(3, machine(tmp_path, "1", "4-5,7,20-23", "1"))
+        bind_to_gpu(3, ADDRESS, machine(tmp_path, "1", "4-5,7,20-23", "1"))
     assert threads.allowed == {0: set(range(8)), 10: {4, 5, 7}, 11: {4}, 12: {0, 1}}
     assert caplog.messages == [
         f"GPU 3 ({ADDRESS}): bound to NUMA node 1, 3 of the 8 processors that it could use"
@@ -81,17 +80,14 @@ def test_every_thread_is_bound(
 def test_nothing_is_bound(threads: Threads, tmp_path: Path, node: str, cpulist: str) -> None:
     """Without a node, and where none of its processors may be used."""
     before = dict(threads.allowed)
-    bind_to_gpu(0, machine(tmp_path, node, cpulist))
+    bind_to_gpu(0, ADDRESS, machine(tmp_path, node, cpulist))
     assert threads.allowed == before
 
 
-def test_machines_that_tell_nothing(
-    threads: Threads, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machines_that_tell_nothing(threads: Threads, tmp_path: Path) -> None:
     before = dict(threads.allowed)
-    bind_to_gpu(0, tmp_path / "empty")
-    monkeypatch.setattr(numa, "pci_address", lambda index: None)
-    bind_to_gpu(0, machine(tmp_path, "1", "4-7"))
+    bind_to_gpu(0, ADDRESS, tmp_path / "empty")
+    bind_to_gpu(0, None, machine(tmp_path, "1", "4-7"))
     assert threads.allowed == before
 
 
@@ -103,7 +99,7 @@ def test_the_log_warns_of_balancing(
     """Once a machine, whether or not its GPUs have nodes."""
     root = machine(tmp_path, "-1", "", mode)
     for index in range(8):
-        bind_to_gpu(index, root)
+        bind_to_gpu(index, ADDRESS, root)
     assert [m.partition(":")[0] for m in caplog.messages] == (
         [f"kernel.numa_balancing is {mode}"] if warns else []
     )
@@ -113,11 +109,10 @@ PROGRAM = """
 import os, sys, threading
 from pathlib import Path
 from atom import numa
-numa.pci_address = lambda index: sys.argv[2]
 done = threading.Event()
 before = threading.Thread(target=done.wait)
 before.start()
-numa.bind_to_gpu(0, Path(sys.argv[1]))
+numa.bind_to_gpu(0, sys.argv[2], Path(sys.argv[1]))
 after = threading.Thread(target=done.wait)
 after.start()
 print(*(sorted(os.sched_getaffinity(t)) for t in (0, before.native_id, after.native_id)), sep=";")
@@ -137,12 +132,11 @@ CHILDREN = """
 import subprocess, sys
 from pathlib import Path
 from atom import numa
-numa.pci_address = lambda index: sys.argv[2]
 tell = [sys.executable, "-c", "import os; print(sorted(os.sched_getaffinity(0)), flush=True)"]
 for _ in range(2):  # an engine that ends, and another one
     with numa.unbound():
         subprocess.run(tell, check=True)
-    numa.bind_to_gpu(0, Path(sys.argv[1]))
+    numa.bind_to_gpu(0, sys.argv[2], Path(sys.argv[1]))
 subprocess.run(tell, check=True)
 """
 

@@ -17,7 +17,7 @@ from atom.model_engine.expert_ranks import expert_ranks
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.numa import bind_to_gpu
-from atom.platform import Platform, select_platform
+from atom.platform import Platform, pci_address, select_platform
 
 logger = logging.getLogger(__name__)
 
@@ -73,7 +73,7 @@ def take_device(config: EngineConfig, place: Place) -> Platform:
     if platform.is_gpu:
         keep_kernels()
         torch.cuda.set_device(place.local_rank)
-        bind_to_gpu(place.local_rank)
+        bind_to_gpu(place.local_rank, pci_address(place.local_rank))
     return platform
 
 

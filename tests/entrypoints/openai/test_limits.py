@@ -80,6 +80,7 @@ def test_large_bodies_are_worked_on_in_a_thread(
 
     watch(api, "parse_body")
     watch(PromptEncoder, "encode")
+    watch(PromptEncoder, "encode_chat")
     watch(PromptEncoder, "decode")
     server.says("yes")
     assert server.post(path, json=BODIES[path]).status_code == 200
