@@ -37,9 +37,9 @@ def largest_steps(
 
     The first has the most tokens: prompts that end at the maximum context length fill the token
     budget that the other sequences, which verify drafts, leave. The second has the most sampled
-    rows and is a decode step. The third has prompts alone, with the longest that there may be and
-    contexts of as many tokens as a prefill op expands at once: the budget bounds new tokens, not
-    cached ones. The fourth has as many prompts as there may be, of few tokens each and as many
+    rows and is a decode step. The third has prompts, with the longest that there may be and contexts
+    of as many tokens as a prefill op expands at once, since the budget bounds new tokens, not
+    cached ones; what they leave of it decodes. The fourth has as many prompts as there may be, of few tokens each and as many
     cached ones: attention ops take other ways for these. All block ids are 0, so a pool of one
     block suffices, and the sampling parameters enable everything that takes memory. The batches
     share no sequences.
@@ -53,7 +53,7 @@ def largest_steps(
     shares = (
         _fill_tokens(budget, num_seqs, context_len, num_drafts),
         _verify(budget, num_seqs, context_len, num_drafts),
-        _expand(budget, num_seqs, context_len),
+        _expand(budget, num_seqs, context_len, num_drafts),
         _share_out(budget, num_seqs, context_len),
     )
     most_logprobs = config.max_logprobs if config.max_logprobs >= 0 else DEFAULT_MAX_LOGPROBS
@@ -111,9 +111,9 @@ def _fill_tokens(budget: int, num_seqs: int, context_len: int, num_drafts: int) 
     return [*prompts, *verifying]
 
 
-def _expand(budget: int, num_seqs: int, context_len: int) -> list[_Share]:
-    """Prompts whose contexts are the longest, or together `MOST_EXPANDED_TOKENS`; then others, as
-    far as there are tokens left.
+def _expand(budget: int, num_seqs: int, context_len: int, num_drafts: int) -> list[_Share]:
+    """Prompts whose contexts are the longest, or together `MOST_EXPANDED_TOKENS`; then others, and
+    verifying sequences, as far as there are tokens left.
     """
     longest, least = context_len - 1, _LEAST_OF_A_PROMPT
     most = max(min(num_seqs, budget // least), 1)
@@ -130,7 +130,7 @@ def _expand(budget: int, num_seqs: int, context_len: int) -> list[_Share]:
         num_new = max(min(context - 1, left - least * (len(contexts) - 1 - i)), 1)
         shares.append(_Share(context, 0, num_new))
         left -= num_new
-    return shares
+    return [*shares, *_verify(left, min(num_seqs - len(shares), left), context_len, num_drafts)]
 
 
 def _share_out(budget: int, num_seqs: int, context_len: int) -> list[_Share]:

@@ -63,7 +63,16 @@ def test_which_files_have_something_to_show(benchmark_module: Module) -> None:
     marked = [path.name for path in tests.marked_files()]
     adapters = {
         f"test_aiter{what}.py"
-        for what in ("", "_linear", "_mla", "_mla_8_bits", "_moe", "_quant", "_quant_experts")
+        for what in (
+            "",
+            "_linear",
+            "_mla",
+            "_mla_8_bits",
+            "_mla_prefill",
+            "_moe",
+            "_quant",
+            "_quant_experts",
+        )
     }
     assert {"test_graphs_on_gpu.py", "test_flash_mla.py", *adapters} <= set(marked)
     of_all = {"test_every_implementation.py"}

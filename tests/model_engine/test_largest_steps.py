@@ -102,7 +102,8 @@ def test_more_prompts_where_one_leaves_a_part_of_the_budget() -> None:
         (10, 4, 121, [(10, 120)]),
         # More new tokens than are expanded together.
         (400, 6, 121, [(99, 100), (99, 100), (99, 100), (103, 120)]),
-        (400, 6, 401, [(399, 400)]),
+        # What is left of the budget decodes.
+        (400, 6, 401, [(399, 400), (1, 400)]),
     ],
 )
 def test_prompts_of_the_most_cached_tokens(
