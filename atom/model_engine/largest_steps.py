@@ -37,12 +37,12 @@ def largest_steps(
 
     The first has the most tokens: prompts that end at the maximum context length fill the token
     budget that the other sequences, which verify drafts, leave. The second has the most sampled
-    rows and is a decode step. The third has prompts, with the longest that there may be and contexts
-    of as many tokens as a prefill op expands at once, since the budget bounds new tokens, not
-    cached ones; what they leave of it decodes. The fourth has as many prompts as there may be, of few tokens each and as many
-    cached ones: attention ops take other ways for these. All block ids are 0, so a pool of one
-    block suffices, and the sampling parameters enable everything that takes memory. The batches
-    share no sequences.
+    rows and is a decode step. The third has prompts, with the longest that there may be and
+    contexts of as many tokens as a prefill op expands at once, since the budget bounds new tokens,
+    not cached ones; what they leave of it decodes. The fourth has as many prompts as there may be,
+    of few tokens each and as many cached ones: attention ops take other ways for these. All block
+    ids are 0, so a pool of one block suffices, and the sampling parameters enable everything that
+    takes memory. The batches share no sequences.
 
     Args:
         context_len: tokens of the longest sequence.
