@@ -121,7 +121,7 @@ def _expand(budget: int, num_seqs: int, context_len: int, num_drafts: int) -> li
     count = -(-together // longest)
     # About equal, so that all of them can be prompts.
     contexts = [(together + i) // count for i in range(count)]
-    while len(contexts) < most and budget - sum(contexts) >= least:
+    while len(contexts) < most and budget - sum(c - 1 for c in contexts) >= least:
         contexts.append(longest)
     left = budget
     shares = []

@@ -170,7 +170,7 @@ def test_no_step_takes_more_memory_than_the_profiled_ones() -> None:
             queries = data.draw(st.integers(LEAST, min(left, longest)))
             prompts.append((queries, data.draw(st.integers(queries, longest))))
             left -= queries
-        # But for integers of each sequence and of groups of them, whatever the model's sizes.
-        assert peak_bytes(prompts) <= profiled[longest] + SEQUENCES * 1024
+        # But for integers of each sequence.
+        assert peak_bytes(prompts) <= 1.01 * profiled[longest]
 
     no_step()
