@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import json
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -17,10 +18,16 @@ import jinja2
 
 from atom.entrypoints.openai.parsing.tool_parsers import GENERIC
 from atom.entrypoints.openai.parsing.tool_prompt import tell_calls, tell_tools
+from atom.entrypoints.openai.parsing.typescript_tools import VARIABLE, declare_tools, sort_keys
+from atom.quoting import excerpt
 from atom.text.control_tokens import ControlTokens
+
+logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 
+# The tokenizers that come with such a template sort the keys of tools.
+_KIMI = "<|im_system|>tool_declare<|im_middle|>"
 # What templates are asked to write, to find out whether they do.
 _PROBE = "probe_of_calls"
 _PROBE_ARGUMENTS = '{"probe":  1}'
@@ -93,10 +100,23 @@ class ChatTemplate:
             told = tell_calls(told, self._tool_format)
         if described and self._lacks_tools:
             told = tell_tools(told, described, self._tool_format)
+        if described and _KIMI in self.text:
+            described = sort_keys(described)
+            variables = {**self._typescript(described), **variables}
         text: str = self._tokenizer.apply_chat_template(
             told, tools=described or None, chat_template=self.text, tokenize=False, **variables
         )
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+    def _typescript(self, tools: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+        """The template's variable with the tools in TypeScript; none for those told as JSON."""
+        if VARIABLE not in self.text:
+            return {}
+        try:
+            return {VARIABLE: declare_tools(tools)}
+        except ValueError as error:
+            logger.info("the tools are told as JSON: %s", excerpt(str(error)))
+            return {}
 
     def check_syntax(self) -> None:
         """Raises jinja2.TemplateSyntaxError."""
