@@ -20,10 +20,40 @@ PROPERTIES: dict[str, Any] = {
     "thing": {"type": "object"},
     "maybe": {"anyOf": [{"type": "string"}, {"type": "null"}]},
     "choice": {"enum": ["a", 5]},
+    "spelled": {"enum": ["5", 6, True, None]},
+    "const": {"const": 7},
     "ref": {"$ref": "#/$defs/x"},
+    "point": {"$ref": "#/$defs/Point"},
+    "size": {"$ref": "#/$defs/Size", "description": "How large."},
+    "label": {"$ref": "#/$defs/Label"},
+    "loop": {"$ref": "#/$defs/Loop"},
+    "whole": {"$ref": "#"},
+    "escaped": {"$ref": "#/$defs/a~1b%20c"},
+    "union": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+    "either": {"oneOf": [{"$ref": "#/$defs/Point"}, {"type": "string"}]},
+    "both": {"allOf": [{"type": ["integer", "string"]}, {"type": ["integer", "null"]}]},
+    "all": {"allOf": [{"$ref": "#/$defs/Size"}]},
+    "limited": {"anyOf": [{"enum": [1, 2]}, {"type": "string"}]},
+    "types": {"type": ["integer", "string", "null"]},
+    "list or text": {"type": ["array", "string"]},
+    "nullable": {"type": "integer", "nullable": True},
+    "shape": {"properties": {"a": {}}},
+    "rows": {"items": {"type": "string"}},
+    "bound": {"minimum": 0},
+    "anything": {"description": "Any JSON."},
+    "true": True,
+    "python": {"type": "int"},
 }
+DEFINITIONS: dict[str, Any] = {
+    "Point": {"type": "object", "properties": {"x": {"type": "integer"}}},
+    "Size": {"type": "integer"},
+    "Label": {"type": "string", "enum": ["1", "2"]},
+    "Loop": {"anyOf": [{"$ref": "#/$defs/Loop"}, {"$ref": "#/$defs/Loop"}, {"type": "boolean"}]},
+    "a/b c": {"type": "number"},
+}
+PARAMETERS = {"type": "object", "properties": PROPERTIES, "$defs": DEFINITIONS}
 TOOLS: list[Any] = [
-    {"type": "function", "function": {"name": "f", "parameters": {"properties": PROPERTIES}}},
+    {"type": "function", "function": {"name": "f", "parameters": PARAMETERS}},
     {"type": "function", "function": {"name": "g"}},
 ]
 
@@ -62,7 +92,83 @@ VALUES = [
     ("choice", "5", "5"),
     ("choice", "a", '"a"'),
     ("ref", '{"a": 1}', '{"a": 1}'),
+    ("ref", "words", '"words"'),
+    ("count", "5.0", "5"),
+    ("count", "5.5", '"5.5"'),
+    ("count", "null", '"null"'),
+    ("ratio", "5.0", "5.0"),
+    ("ratio", "NaN", '"NaN"'),
+    ("ratio", "1e999", '"1e999"'),
+    ("flag", "1", '"1"'),
+    ("items", "[NaN]", '"[NaN]"'),
+    ("items", "[b'x']", "\"[b'x']\""),
+    ("items", "['\\ud83d\\ude00', '\\ud83d']", '["😀", "\ufffd"]'),
+    ("thing", "{'a': {1, 2}}", "\"{'a': {1, 2}}\""),
+    ("maybe", '"quoted"', '"\\"quoted\\""'),
+    ("choice", '"a"', '"a"'),
+    ("choice", "6", "6"),
+    ("spelled", "5", '"5"'),
+    ("spelled", "6", "6"),
+    ("spelled", "True", "true"),
+    ("spelled", "None", "null"),
+    ("const", "7", "7"),
+    ("point", '{"x": 1}', '{"x": 1}'),
+    ("size", "3", "3"),
+    ("label", "1", '"1"'),
+    ("loop", "true", "true"),
+    ("whole", '{"text": "5"}', '{"text": "5"}'),
+    ("escaped", "1.5", "1.5"),
+    ("union", "5", "5"),
+    ("union", "null", "null"),
+    ("union", "None", "null"),
+    ("union", "five", '"five"'),
+    ("either", '{"x": 1}', '{"x": 1}'),
+    ("either", "[1]", '"[1]"'),
+    ("either", "5", '"5"'),
+    ("both", "5", "5"),
+    ("both", "null", '"null"'),
+    ("all", "5", "5"),
+    ("limited", "2", "2"),
+    ("limited", "3", '"3"'),
+    ("types", "5", "5"),
+    ("types", "null", "null"),
+    ("types", "5.5", '"5.5"'),
+    ("list or text", "[1]", "[1]"),
+    ("list or text", "1", '"1"'),
+    ("nullable", "null", "null"),
+    ("shape", '{"a": 1}', '{"a": 1}'),
+    ("shape", "5", '"5"'),
+    ("rows", '["a"]', '["a"]'),
+    ("bound", "5", "5"),
+    ("anything", '{"a": 1}', '{"a": 1}'),
+    ("anything", "5", "5"),
+    ("anything", "words", '"words"'),
+    ("true", "false", "false"),
+    ("python", "5", "5"),
 ]
+# Schemas of all parameters, and what 5 is as `key`.
+ROOTS: list[tuple[dict[str, Any], str]] = [
+    ({"properties": {"key": {"type": "integer"}}}, "5"),
+    ({"$ref": "#/$defs/A", "$defs": {"A": {"properties": {"key": {"type": "integer"}}}}}, "5"),
+    ({"allOf": [{"properties": {"key": {"type": "integer"}}}, {"required": ["key"]}]}, "5"),
+    ({"anyOf": [{"properties": {"key": {"type": "null"}}}, {"properties": {}}]}, '"5"'),
+    ({"oneOf": [{"properties": {"key": {"type": kind}}} for kind in ("null", "integer")]}, "5"),
+    ({"additionalProperties": {"type": "integer"}}, "5"),
+    ({"additionalProperties": True}, '"5"'),
+    ({"allOf": [{"$ref": "#"}]}, '"5"'),
+    ({"properties": "wrong", "allOf": "wrong", "$ref": 5}, '"5"'),
+    ({}, '"5"'),
+]
+
+
+@pytest.mark.parametrize(("schema", "argument"), ROOTS)
+def test_parameters_are_found_in_every_shape_of_schema(
+    schema: dict[str, Any], argument: str
+) -> None:
+    tools = [{"type": "function", "function": {"name": "f", "parameters": schema}}]
+    text = "<tool_call>\n<function=f>\n<parameter=key>\n5\n</parameter>\n</function>\n</tool_call>"
+    message = ChatOutputParser("qwen3_coder", None, tools, False).parse_complete(text, "stop")
+    assert _calls(message) == [("f", f'{{"key": {argument}}}')]
 
 
 @pytest.mark.parametrize(("key", "value", "argument"), VALUES)

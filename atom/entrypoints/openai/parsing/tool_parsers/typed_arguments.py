@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from atom.entrypoints.openai.chat.deltas import DeltaWriter
+from atom.entrypoints.openai.parsing.tool_parsers.parameter_schemas import (
+    ParameterSchemas,
+    type_of,
+)
+
+_STRING = frozenset({"string"})
 
 
 class TypedArguments:
@@ -18,20 +24,20 @@ class TypedArguments:
     """
 
     def __init__(self, schema: Mapping[str, Any], out: DeltaWriter) -> None:
-        properties = schema.get("properties")
-        self._properties = properties if isinstance(properties, dict) else {}
+        self._schemas = ParameterSchemas(schema)
         self._out = out
         self._text: list[str] | None = None
-        self._types: frozenset[str] = frozenset()
+        self._schema: Any = None
         self._has_begun = False
 
     def begin(self, name: str) -> None:
         """A parameter's value follows."""
-        self._types = _types(self._properties.get(name))
+        self._schema = self._schemas.of(name)
+        is_string = self._schemas.types(self._schema) == _STRING
         self._out.arguments("{" if not self._has_begun else ", ")
         self._out.arguments(json.dumps(name, ensure_ascii=False) + ": ")
         self._has_begun = True
-        self._text = None if self._types == {"string"} else []
+        self._text = None if is_string else []
         if self._text is None:
             self._out.arguments('"')
 
@@ -47,7 +53,7 @@ class TypedArguments:
         if self._text is None:
             self._out.arguments('"')
         else:
-            self._out.arguments(as_json("".join(self._text), self._types))
+            self._out.arguments(as_json("".join(self._text), self._schema, self._schemas))
 
     def finish(self) -> None:
         """So is the call."""
@@ -55,50 +61,57 @@ class TypedArguments:
             self._out.arguments("}")
 
 
-def as_json(text: str, types: frozenset[str]) -> str:
-    """A value as JSON text: as it is where it is JSON of one of the types, else as a string."""
+def as_json(text: str, schema: Any, schemas: ParameterSchemas) -> str:
+    """A value as JSON text: the first reading of it that fits the schema, else the first one of an
+    allowed type, else a string.
+
+    Read are JSON other than strings, and Python's spelling of it; the text as a string; and a
+    string in quotes.
+    """
+    types = schemas.types(schema)
+    first = None
+    for value, spelled in _readings(text, types):
+        if type_of(value) not in types:
+            continue
+        if schemas.fits(value, schema):
+            return spelled
+        first = spelled if first is None else first
+    return json.dumps(text, ensure_ascii=False) if first is None else first
+
+
+def _readings(text: str, types: frozenset[str]) -> Iterator[tuple[Any, str]]:
+    """What a text may say, and its JSON."""
     stripped = text.strip()
-    for read in (json.loads, _python):
+    quoted = []
+    for read in (_json, _python):
         try:
             value = read(stripped)
+            spelled = _spell(value) if read is _python else stripped
         except (ValueError, SyntaxError, RecursionError, MemoryError, TypeError):
             continue
-        if _type_names(value) & types:
-            return stripped if read is json.loads else json.dumps(value, ensure_ascii=False)
-    return json.dumps(text, ensure_ascii=False)
+        if isinstance(value, str):
+            quoted.append((value, spelled))
+        elif isinstance(value, float) and type_of(value) == "integer" and "number" not in types:
+            yield value, str(int(value))
+        else:
+            yield value, spelled
+    yield text, json.dumps(text, ensure_ascii=False)
+    yield from quoted
+
+
+def _json(text: str) -> Any:
+    return json.loads(text, parse_constant=_refuse)
+
+
+def _refuse(constant: str) -> Any:
+    raise ValueError(f"{constant} is not JSON")
 
 
 def _python(text: str) -> Any:
     return ast.literal_eval({"true": "True", "false": "False", "null": "None"}.get(text, text))
 
 
-def _type_names(value: Any) -> set[str]:
-    if isinstance(value, bool):
-        return {"boolean"}
-    if isinstance(value, int):
-        return {"integer", "number"}
-    if isinstance(value, float):
-        return {"number"} if value == value and abs(value) != float("inf") else set()
-    if value is None:
-        return {"null"}
-    return (
-        {"object"} if isinstance(value, dict) else {"array"} if isinstance(value, list) else set()
-    )
-
-
-def _types(schema: Any) -> frozenset[str]:
-    """The types that a schema allows; a string where it does not say."""
-    if not isinstance(schema, dict):
-        return frozenset({"string"})
-    if "type" in schema:
-        kinds = schema["type"] if isinstance(schema["type"], list) else [schema["type"]]
-        return frozenset(map(str, kinds))
-    branches: Iterable[Any] = [*schema.get("anyOf", ()), *schema.get("oneOf", ())]
-    found = frozenset(kind for branch in branches for kind in _types(branch))
-    if found:
-        return found
-    if "enum" in schema or "const" in schema:
-        values = [*schema.get("enum", ()), *([schema["const"]] if "const" in schema else [])]
-        return frozenset(kind for value in values for kind in _type_names(value) or {"string"})
-    # A reference leads to what is rarely a string.
-    return frozenset({"object", "array"}) if "$ref" in schema else frozenset({"string"})
+def _spell(value: Any) -> str:
+    spelled = json.dumps(value, ensure_ascii=False, allow_nan=False)
+    # Half a surrogate pair is no text.
+    return spelled.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
