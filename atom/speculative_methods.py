@@ -27,11 +27,11 @@ class SpeculativeMethod:
 
 
 SPECULATIVE_METHODS = {
-    "eagle3": SpeculativeMethod("atom.spec_decode.factory:create_eagle3", takes_draft_model=True),
-    "dflash": SpeculativeMethod("atom.spec_decode.factory:create_block", takes_draft_model=True),
-    "dflash2": SpeculativeMethod("atom.spec_decode.factory:create_block", takes_draft_model=True),
-    "dspark": SpeculativeMethod("atom.spec_decode.factory:create_block", takes_draft_model=True),
-    "mtp": SpeculativeMethod("atom.spec_decode.factory:create_mtp"),
+    "eagle3": SpeculativeMethod("atom.spec_decode.eagle3:create_eagle3", takes_draft_model=True),
+    "dflash": SpeculativeMethod("atom.spec_decode.block:create_block", takes_draft_model=True),
+    "dflash2": SpeculativeMethod("atom.spec_decode.block:create_block", takes_draft_model=True),
+    "dspark": SpeculativeMethod("atom.spec_decode.block:create_block", takes_draft_model=True),
+    "mtp": SpeculativeMethod("atom.spec_decode.mtp:create_mtp"),
     "suffix": SpeculativeMethod("atom.spec_decode.factory:create_suffix", is_lookup=True),
 }
 

@@ -7,13 +7,22 @@ from dataclasses import replace
 
 from torch import nn
 
-from atom.kv_cache.base import KVCacheBuilder
+from atom.config import ConfigError, EngineConfig
+from atom.kv_cache.base import KVCacheBuilder, storage_dtype
+from atom.kv_cache.builders import attention_layers
+from atom.kv_cache.paged import PagedCache
+from atom.model_loader.drafts.block import load_block_draft
+from atom.model_loader.drafts.folder import DraftTarget
+from atom.model_loader.source import ModelSource
 from atom.model_ops.kernels.torch.speculation import place_blocks
+from atom.model_ops.layer_context import LayerContext
+from atom.models.base import CausalLM
 from atom.models.block_draft.draft import BlockDraft
-from atom.spec_decode.base import Lookahead, Proposal, VerifiedStep
+from atom.spec_decode.base import Lookahead, Proposal, Proposer, VerifiedStep
 from atom.spec_decode.chain import ChainStart
-from atom.spec_decode.choice import Chosen, DraftChoice, together
+from atom.spec_decode.choice import Chosen, DraftChoice, create_choice, together
 from atom.spec_decode.mask_rows import MaskRows, PlaceOp, by_draft
+from atom.speculative_options import SpeculativeOptions
 
 
 class BlockProposer:
@@ -90,3 +99,45 @@ class BlockProposer:
             drafts.append(chosen)
             previous = chosen.token_ids
         return together(drafts)
+
+
+def create_block(
+    options: SpeculativeOptions,
+    config: EngineConfig,
+    target: CausalLM,
+    source: ModelSource,
+    context: LayerContext,
+) -> Proposer:
+    """A proposer with a block drafter, of the kind that the method names.
+
+    Raises:
+        ConfigError: for more drafts than a block has.
+    """
+    assert options.model is not None
+    said = options.aux_layer_convention, options.quantization
+    loaded_for = DraftTarget(target, source, context, config.model, *said)
+    draft = load_block_draft(options.model, loaded_for, options.method)
+    if options.num_speculative_tokens > draft.config.max_drafts:
+        raise ConfigError(
+            f"num_speculative_tokens={options.num_speculative_tokens} is more than the "
+            f"{draft.config.max_drafts} drafts that {options.model} makes of a block of "
+            f"{draft.config.block_size}"
+        )
+    block_size = config.cache.block_size
+    storage = storage_dtype(config.cache, context)
+    layers = attention_layers(draft)
+    return BlockProposer(
+        draft,
+        PagedCache(layers, block_size, storage, context.device, prefix="block_draft_"),
+        options.num_speculative_tokens,
+        block_size,
+        context.max_model_len,
+        context.ops.resolve("place_blocks", context.dtype),
+        create_choice(
+            options,
+            context,
+            draft.config.draft_vocab_size,
+            draft.target_ids,
+            draft.config.temperature_scale,
+        ),
+    )

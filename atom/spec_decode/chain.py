@@ -110,15 +110,19 @@ class DraftChain:
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         num_drafts: int,
+        first: int = 0,
     ) -> Proposal:
         """Make all drafts, at least one, of S sequences, at least one.
 
         Args:
-            positions, token_ids, hidden: [S], [S], [S, hidden]; the input of the draft step that
-                makes the first ones, whose KV is written already.
+            positions: [S], of the sequences' last rows.
+            token_ids, hidden: [S] and [S, hidden]; the input of the step that makes the first
+                drafts.
+            first: how far that step is behind the last rows; at 0 it is one of theirs, whose KV is
+                written already.
         """
-        start = self._start(step, positions, token_ids, hidden, num_drafts - 1)
-        return together(self.run(start, num_drafts, first=0))
+        start = self._start(step, positions, token_ids, hidden, first + num_drafts - 1)
+        return together(self.run(start, num_drafts, first))
 
     def run(self, start: ChainStart, num_steps: int, first: int = 1) -> list[Chosen]:
         """Draft `num_steps` more tokens, from step `first` after the start on."""

@@ -8,8 +8,10 @@ from dataclasses import dataclass, replace
 import torch
 
 from atom.model_ops.kernels.torch.draft_choice import choose_drafts
+from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import SamplingMetadata
 from atom.spec_decode.base import Guide, Proposal
+from atom.speculative_options import SpeculativeOptions
 
 # The op `choose_drafts`.
 ChooseOp = Callable[
@@ -94,3 +96,17 @@ class DraftChoice:
         if guide is not None:
             guide.take(chosen.token_ids)
         return chosen
+
+
+def create_choice(
+    options: SpeculativeOptions,
+    context: LayerContext,
+    vocab_size: int,
+    token_ids: torch.Tensor | None = None,
+    temperature_scale: float = 1.0,
+) -> DraftChoice:
+    """The choice of drafts from logits [S, vocab_size], with this platform's op, and with
+    confidences where numbers of drafts are adaptive.
+    """
+    op = context.ops.resolve("choose_drafts", torch.float32, vocab_size=vocab_size)
+    return DraftChoice(token_ids, temperature_scale, op=op, confident=options.adaptive)

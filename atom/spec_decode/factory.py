@@ -7,35 +7,20 @@ import logging
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-import torch
-
-from atom.config import ConfigError, EngineConfig
+from atom.config import EngineConfig
 from atom.distributed.parallel_state import SINGLE
 from atom.graphs.recorded import MOST_PROGRAMS, StepRecorder
-from atom.kv_cache.base import storage_dtype
-from atom.kv_cache.builders import attention_layers
-from atom.kv_cache.paged import PagedCache
-from atom.model_loader.drafts.block import load_block_draft
-from atom.model_loader.drafts.eagle3 import load_draft
-from atom.model_loader.drafts.folder import DraftTarget
-from atom.model_loader.drafts.mtp import load_mtp
 from atom.model_loader.source import ModelSource
 from atom.model_ops.layer_context import LayerContext
 from atom.models.base import CausalLM
 from atom.spec_decode.base import Lookahead, NullProposer, Proposer
-from atom.spec_decode.block import BlockProposer
-from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.cuts import CutToLongest
 from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.draft_length import DraftLength
 from atom.spec_decode.drafter import Drafter
-from atom.spec_decode.eagle import EagleProposer
-from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
 from atom.spec_decode.first_runs import FirstRuns
 from atom.spec_decode.grammar import GrammarDrafter
 from atom.spec_decode.lengths import AdaptiveLength, spread_lengths
-from atom.spec_decode.mtp import MTPProposer
-from atom.spec_decode.parallel_eagle import ParallelEagleProposer
 from atom.spec_decode.step_times import ROW_OF_CPU, ROW_OF_GPU
 from atom.spec_decode.suffix_index import BYTES_PER_TOKEN
 from atom.spec_decode.suffix_lookup import RecentOutputs, SuffixLookup
@@ -160,108 +145,6 @@ def _recent_outputs(max_tokens: int) -> RecentOutputs | None:
         max_tokens * BYTES_PER_TOKEN // 10**6,
     )
     return RecentOutputs(max_tokens)
-
-
-def create_eagle3(
-    options: SpeculativeOptions,
-    config: EngineConfig,
-    target: CausalLM,
-    source: ModelSource,
-    context: LayerContext,
-) -> Proposer:
-    """A proposer with a draft model that reads the target's hidden states."""
-    assert options.model is not None
-    said = options.aux_layer_convention, options.quantization
-    draft = load_draft(options.model, target, source, context, config.model, *said)
-    storage = storage_dtype(config.cache, context)
-    builder = Eagle3DraftBuilder(draft, config.cache.block_size, storage, context.device)
-    size, scale = draft.config.draft_vocab_size, draft.config.temperature_scale
-    choice = create_choice(options, context, size, draft.target_ids, scale)
-    limits = options.num_speculative_tokens, config.cache.block_size, context.max_model_len
-    if draft.config.mask_token_id is not None:
-        place = context.ops.resolve("place_blocks", context.dtype)
-        return ParallelEagleProposer(draft, builder, *limits, place, choice)
-    advance = context.ops.resolve("advance_drafts", context.dtype)
-    return EagleProposer(draft, builder, *limits, advance, choice)
-
-
-def create_block(
-    options: SpeculativeOptions,
-    config: EngineConfig,
-    target: CausalLM,
-    source: ModelSource,
-    context: LayerContext,
-) -> Proposer:
-    """A proposer with a block drafter, of the kind that the method names.
-
-    Raises:
-        ConfigError: for more drafts than a block has.
-    """
-    assert options.model is not None
-    said = options.aux_layer_convention, options.quantization
-    loaded_for = DraftTarget(target, source, context, config.model, *said)
-    draft = load_block_draft(options.model, loaded_for, options.method)
-    if options.num_speculative_tokens > draft.config.max_drafts:
-        raise ConfigError(
-            f"num_speculative_tokens={options.num_speculative_tokens} is more than the "
-            f"{draft.config.max_drafts} drafts that {options.model} makes of a block of "
-            f"{draft.config.block_size}"
-        )
-    block_size = config.cache.block_size
-    storage = storage_dtype(config.cache, context)
-    layers = attention_layers(draft)
-    return BlockProposer(
-        draft,
-        PagedCache(layers, block_size, storage, context.device, prefix="block_draft_"),
-        options.num_speculative_tokens,
-        block_size,
-        context.max_model_len,
-        context.ops.resolve("place_blocks", context.dtype),
-        create_choice(
-            options,
-            context,
-            draft.config.draft_vocab_size,
-            draft.target_ids,
-            draft.config.temperature_scale,
-        ),
-    )
-
-
-def create_choice(
-    options: SpeculativeOptions,
-    context: LayerContext,
-    vocab_size: int,
-    token_ids: torch.Tensor | None = None,
-    temperature_scale: float = 1.0,
-) -> DraftChoice:
-    """The choice of drafts from logits [S, vocab_size], with this platform's op, and with
-    confidences where numbers of drafts are adaptive.
-    """
-    op = context.ops.resolve("choose_drafts", torch.float32, vocab_size=vocab_size)
-    return DraftChoice(token_ids, temperature_scale, op=op, confident=options.adaptive)
-
-
-def create_mtp(
-    options: SpeculativeOptions,
-    config: EngineConfig,
-    target: CausalLM,
-    source: ModelSource,
-    context: LayerContext,
-) -> Proposer:
-    """A proposer that uses the target's own multi-token prediction layers."""
-    mtp = load_mtp(target, source, context, config.model)
-    storage = storage_dtype(config.cache, context)
-    block_size = config.cache.block_size
-    layers = attention_layers(mtp)
-    return MTPProposer(
-        mtp,
-        PagedCache(layers, block_size, storage, context.device, prefix="mtp_"),
-        options.num_speculative_tokens,
-        block_size,
-        context.max_model_len,
-        context.ops.resolve("advance_drafts", context.dtype),
-        create_choice(options, context, source.hf_config.get_text_config().vocab_size),
-    )
 
 
 def create_suffix(options: SpeculativeOptions, *_: object) -> Proposer:

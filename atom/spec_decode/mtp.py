@@ -2,88 +2,76 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
-from torch import nn
 
-from atom.kv_cache.base import KVCacheBuilder
-from atom.model_ops.kernels.torch.speculation import advance_drafts
-from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
+from atom.config import EngineConfig
+from atom.kv_cache.base import storage_dtype
+from atom.kv_cache.builders import attention_layers
+from atom.kv_cache.paged import PagedCache
+from atom.model_loader.drafts.mtp import load_mtp
+from atom.model_loader.source import ModelSource
+from atom.model_ops.layer_context import LayerContext
+from atom.model_ops.metadata import AttentionMetadata, ModelOutput
+from atom.models.base import CausalLM
 from atom.models.deepseek_mtp import DeepseekMTP
-from atom.spec_decode.base import Guide, Lookahead, Proposal, VerifiedStep
-from atom.spec_decode.chain import AdvanceOp, DraftChain
-from atom.spec_decode.choice import Chosen, DraftChoice
+from atom.spec_decode.base import Proposer
+from atom.spec_decode.chain_proposer import ChainProposer
+from atom.spec_decode.choice import create_choice
+from atom.speculative_options import SpeculativeOptions
+from atom.stats import ExpectedAcceptance
 
 
-class MTPProposer:
-    """Proposes a chain of up to `num_speculative_tokens` drafts; draft i uses layer i modulo
-    their number.
+class MTPChain:
+    """Prediction layers as `ChainModel`: layer i modulo their number makes draft i.
 
-    The steps are those of `EagleProposer`; the first pass reads the target's last hidden states
-    directly.
+    The first pass reads the target's last hidden states directly.
     """
 
-    aux_layer_ids: tuple[int, ...] = ()
-    reads_steps = True
+    reads_target = True
     reads_hidden_states = True
+    aux_layer_ids: tuple[int, ...] = ()
+    keeps_pace = True
+    expected_acceptance: ExpectedAcceptance | None = None
+    target_ids: torch.Tensor | None = None
 
-    def __init__(
+    def __init__(self, mtp: DeepseekMTP) -> None:
+        self.module = mtp
+        self.write_kv = mtp.write_kv
+        self.compute_logits = mtp.compute_logits
+        self.choose_token = mtp.choose_token
+
+    def read_target(self, output: ModelOutput) -> torch.Tensor:
+        return output.hidden_states
+
+    def forward(
         self,
-        mtp: DeepseekMTP,
-        kv_cache_builder: KVCacheBuilder,
-        num_speculative_tokens: int,
-        block_size: int,
-        max_model_len: int,
-        advance: AdvanceOp = advance_drafts,
-        choice: DraftChoice | None = None,
-    ) -> None:
-        self.lookahead = Lookahead(num_speculative_tokens, kv_depends_on_successor=True)
-        self.draft_model: nn.Module | None = mtp
-        self.kv_cache_builders: Sequence[KVCacheBuilder] = (kv_cache_builder,)
-        self._mtp = mtp
-        self._choice = choice or DraftChoice()
-        self._chain = DraftChain(self._predict, block_size, max_model_len, advance)
-
-    def propose(self, step: VerifiedStep, num_drafts: int) -> Proposal:
-        rows = (
-            step.next_token_ids,
-            step.model_output.hidden_states,
-            step.model_input.positions,
-            step.model_input.attention,
-        )
-        if num_drafts == 0:
-            self._mtp.write_kv(*rows)
-            return Proposal.empty(step)
-        hidden = self._mtp(0, *rows)[step.last_rows]
-        positions = step.model_input.positions[step.last_rows]
-        first = self._choose(0, hidden, positions, step.race, step.guide)
-        return self._chain.extend(step, positions, first, hidden, num_drafts)
-
-    def _predict(
-        self,
-        place: int,
+        index: int,
         token_ids: torch.Tensor,
         hidden: torch.Tensor,
         positions: torch.Tensor,
         metadata: AttentionMetadata,
-        race: SamplingMetadata | None,
-        guide: Guide | None,
-    ) -> tuple[Chosen, torch.Tensor]:
-        """One step of the chain."""
-        hidden = self._mtp(place, token_ids, hidden, positions, metadata)
-        return self._choose(place, hidden, positions, race, guide), hidden
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        states = self.module(index, token_ids, hidden, positions, metadata)
+        return states, states
 
-    def _choose(
-        self,
-        place: int,
-        hidden: torch.Tensor,
-        positions: torch.Tensor,
-        race: SamplingMetadata | None,
-        guide: Guide | None,
-    ) -> Chosen:
-        """Draft `place` of each sequence, from [S, hidden]."""
-        if race is None and guide is None and not self._choice.confident:
-            return Chosen(self._mtp.choose_token(place, hidden))
-        logits = self._mtp.compute_logits(place, hidden)
-        return self._choice.choose(logits, race, positions, guide)
+
+def create_mtp(
+    options: SpeculativeOptions,
+    config: EngineConfig,
+    target: CausalLM,
+    source: ModelSource,
+    context: LayerContext,
+) -> Proposer:
+    """A chain of the target's own prediction layers."""
+    mtp = load_mtp(target, source, context, config.model)
+    block_size, storage = config.cache.block_size, storage_dtype(config.cache, context)
+    layers = attention_layers(mtp)
+    return ChainProposer(
+        MTPChain(mtp),
+        PagedCache(layers, block_size, storage, context.device, prefix="mtp_"),
+        options.num_speculative_tokens,
+        block_size,
+        context.max_model_len,
+        context.ops.resolve("advance_drafts", context.dtype),
+        create_choice(options, context, source.hf_config.get_text_config().vocab_size),
+    )

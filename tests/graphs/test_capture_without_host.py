@@ -50,10 +50,11 @@ from atom.sampling.decode_rows import KINDS, DecodeRows, DecodeSampler
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.spec_decode.base import DraftKey, Proposer, VerifiedStep
+from atom.spec_decode.chain_proposer import ChainProposer
 from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.draft_graphs import DraftGraphs
-from atom.spec_decode.eagle import EagleProposer
-from atom.spec_decode.mtp import MTPProposer
+from atom.spec_decode.eagle3 import Eagle3Chain
+from atom.spec_decode.mtp import MTPChain
 from atom.spec_decode.parallel_eagle import ParallelEagleProposer
 
 BLOCK_SIZE = 4
@@ -211,10 +212,10 @@ def test_eagle3_drafts_ask_the_device_for_nothing(
     draft_class = Eagle3DeepseekV2ForCausalLM if kind == "mla" else LlamaForCausalLMEagle3
     config = Eagle3Config.from_folder(tmp_path)
     draft = draft_class(config, DraftParts(True, True, True), AUX, on_no_device)
-    create = ParallelEagleProposer if kind == "peagle" else EagleProposer
-    proposer = create(
-        draft, bind(draft, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
-    )
+    limits, choice = (bind(draft, on_no_device), 4, BLOCK_SIZE, 128), DraftChoice(op=choose)
+    proposer: Proposer = ChainProposer(Eagle3Chain(draft), *limits, choice=choice)
+    if kind == "peagle":
+        proposer = ParallelEagleProposer(draft, *limits, choice=choice)
     check_drafts(proposer, on_no_device, draft_bench.HIDDEN, len(AUX))
 
 
@@ -222,8 +223,8 @@ def test_mtp_drafts_ask_the_device_for_nothing(on_no_device: LayerContext, tmp_p
     target = target_on(on_no_device, checkpoints.deepseek_v3, tmp_path, num_nextn_predict_layers=2)
     assert isinstance(target, DeepseekV3ForCausalLM)
     mtp = DeepseekMTP(target, [MTPParts(), MTPParts()], on_no_device)
-    proposer = MTPProposer(
-        mtp, bind(mtp, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
+    proposer = ChainProposer(
+        MTPChain(mtp), bind(mtp, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
     )
     check_drafts(proposer, on_no_device, 48, 0)
 

@@ -48,9 +48,10 @@ from atom.sampling.decode_rows import DecodeSampler
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.spec_decode.base import NullProposer, Proposer
+from atom.spec_decode.chain_proposer import ChainProposer
 from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.draft_graphs import DraftGraphs
-from atom.spec_decode.eagle import EagleProposer
+from atom.spec_decode.eagle3 import Eagle3Chain
 
 pytest.importorskip("triton")
 
@@ -159,14 +160,14 @@ def bind(model: torch.nn.Module, context: LayerContext) -> PagedCache:
 
 def proposer_of(
     raw: dict[str, Any], draft_class: Any, aux: tuple[int, ...], context: LayerContext
-) -> EagleProposer:
+) -> ChainProposer:
     config = Eagle3Config.from_dict(raw)
     draft = draft_class(config, DraftParts(True, True, True), aux, context)
     limits = K, BLOCK_SIZE, CONTEXT
     choose = context.ops.resolve("choose_drafts", torch.float32, vocab_size=config.draft_vocab_size)
     advance = context.ops.resolve("advance_drafts", context.dtype)
     choice = DraftChoice(draft.target_ids, op=choose)
-    return EagleProposer(draft, bind(draft, context), *limits, advance, choice)
+    return ChainProposer(Eagle3Chain(draft), bind(draft, context), *limits, advance, choice)
 
 
 def without_layers(patch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,9 @@ from draft_bench import HIDDEN, MHA, MLA, VOCAB, DraftBench, draft_tensors, load
 from atom.model_ops.metadata import AttentionMetadata, SamplingMetadata
 from atom.spec_decode.base import Guide
 from atom.spec_decode.chain import ChainStart, DraftChain
+from atom.spec_decode.chain_proposer import ChainProposer
 from atom.spec_decode.choice import Chosen, DraftChoice, together
-from atom.spec_decode.eagle import EagleProposer
+from atom.spec_decode.eagle3 import Eagle3Chain
 
 BLOCK_SIZE, MAX_MODEL_LEN, STEPS = 4, 30, 3
 
@@ -102,8 +103,8 @@ def chain(
     (pool,) = bench.pools.values()
     pool.normal_(generator=torch.Generator().manual_seed(0))
     choice = DraftChoice(draft.target_ids, 0.8)
-    proposer = EagleProposer(
-        draft, bench.builder, STEPS + 1, BLOCK_SIZE, MAX_MODEL_LEN, choice=choice
+    proposer = ChainProposer(
+        Eagle3Chain(draft), bench.builder, STEPS + 1, BLOCK_SIZE, MAX_MODEL_LEN, choice=choice
     )
     return DraftChain(proposer._predict, BLOCK_SIZE, MAX_MODEL_LEN)
 

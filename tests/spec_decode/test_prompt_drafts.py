@@ -11,7 +11,7 @@ from spec_decode.engines import create_engine, generate, params
 from transformers import PreTrainedTokenizerFast
 
 from atom.models.eagle3.base import Eagle3Draft
-from atom.spec_decode import eagle
+from atom.spec_decode import chain_proposer
 
 PROMPTS = [[(7 * i * i + 11 * n) % 90 + 5 for i in range(36 + 10 * n)] for n in range(4)]
 
@@ -45,7 +45,7 @@ def test_they_are_those_of_a_pass_over_all_rows(
     monkeypatch.setattr(Eagle3Draft, "write_kv", watch)
 
     def drafts(rows: int) -> tuple[list[list[int]], dict[tuple[int, ...], list[int]]]:
-        monkeypatch.setattr(eagle, "_ROWS_OF_PROMPTS", rows)
+        monkeypatch.setattr(chain_proposer, "_ROWS_OF_PROMPTS", rows)
         with (
             engines.drafts_recorded(monkeypatch) as recorded,
             create_engine(folder, **options) as engine,

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from atom import LLM
 from atom.outputs import RequestOutput
 from atom.spec_decode import factory
+from atom.spec_decode.chain_proposer import ChainProposer
 from atom.spec_decode.draft_length import Candidates, Choice
-from atom.spec_decode.eagle import EagleProposer
 from atom.spec_decode.lengths import AdaptiveLength
 
 K = 3
@@ -40,13 +40,13 @@ def test_tokens_are_the_same_and_no_drafts_are_made(
 ) -> None:
     target, draft = folders
     made: list[int] = []
-    propose = EagleProposer.propose
+    propose = ChainProposer.propose
 
-    def watch(self: EagleProposer, step: Any, num_drafts: int) -> Any:
+    def watch(self: ChainProposer, step: Any, num_drafts: int) -> Any:
         made.append(num_drafts)
         return propose(self, step, num_drafts)
 
-    monkeypatch.setattr(EagleProposer, "propose", watch)
+    monkeypatch.setattr(ChainProposer, "propose", watch)
     drafting = {"method": "eagle3", "draft_model": str(draft), "num_speculative_tokens": K}
     engine = create_engine(target, **drafting, **options)
     for setting in ("greedy", "warm"):
