@@ -481,7 +481,7 @@ _LLAMA = [
     ),
     *_refused(
         LLAMA,
-        "draft models that are whole language models are missing here: --method suffix needs none",
+        "--method draft_model --draft-model MODEL drafts with a whole language model",
         "-md --model-draft --spec-draft-model",
     ),
     *_refused(LLAMA, "--method names how drafts are made", "--spec-type"),

@@ -31,6 +31,9 @@ SPECULATIVE_METHODS = {
     "dflash": SpeculativeMethod("atom.spec_decode.block:create_block", takes_draft_model=True),
     "dflash2": SpeculativeMethod("atom.spec_decode.block:create_block", takes_draft_model=True),
     "dspark": SpeculativeMethod("atom.spec_decode.block:create_block", takes_draft_model=True),
+    "draft_model": SpeculativeMethod(
+        "atom.spec_decode.draft_model:create_draft_model", takes_draft_model=True
+    ),
     "mtp": SpeculativeMethod("atom.spec_decode.mtp:create_mtp"),
     "suffix": SpeculativeMethod("atom.spec_decode.factory:create_suffix", is_lookup=True),
 }

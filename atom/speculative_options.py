@@ -66,6 +66,7 @@ class SpeculativeOptions(Options):
             "EAGLE3": "eagle3",
             "DFLASH": "dflash",
             "DSPARK": "dspark",
+            "STANDALONE": "draft_model",
             "NEXTN": "mtp",
             "deepseek_mtp": "mtp",
         },

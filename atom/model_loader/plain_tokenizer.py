@@ -136,3 +136,15 @@ def _templates_in(stated: Any) -> str | dict[str, str] | None:
         named = [entry for entry in stated if isinstance(entry, dict)]
         return {str(e["name"]): str(e["template"]) for e in named if {"name", "template"} <= {*e}}
     return stated if isinstance(stated, str) else None
+
+
+def _byte_of_char() -> dict[str, int]:
+    """The printable characters that ByteLevel BPE (GPT-2) uses for bytes: character -> byte."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in printable]
+    table = {chr(byte): byte for byte in printable}
+    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
+    return table
+
+
+BYTE_OF_CHAR = _byte_of_char()

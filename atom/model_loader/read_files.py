@@ -60,7 +60,7 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         ConfigError: when there is none or it cannot be loaded.
     """
     check_folder(folder)
-    if not any(is_there(folder / name) for name in _TOKENIZERS):
+    if not has_tokenizer(folder):
         raise ConfigError(
             f"{folder} holds no tokenizer (none of {', '.join(_TOKENIZERS)}); copy the model's "
             f"there, or name one with --tokenizer FOLDER_OR_HUB_ID"
@@ -76,6 +76,11 @@ def read_tokenizer(folder: Path, trust_remote_code: bool) -> PreTrainedTokenizer
         return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
     except Exception as error:  # each tokenizer class raises its own kinds
         raise ConfigError(f"no tokenizer could be loaded from {folder}: {error}") from error
+
+
+def has_tokenizer(folder: Path) -> bool:
+    """Whether a folder holds a tokenizer, of whatever kind."""
+    return any(is_there(folder / name) for name in _TOKENIZERS)
 
 
 def _is_plain(folder: Path) -> bool:

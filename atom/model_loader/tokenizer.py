@@ -34,8 +34,12 @@ def load_tokenizer(source: ModelSource, options: ModelOptions) -> PreTrainedToke
     Raises:
         ConfigError: when there is none or it cannot be loaded.
     """
-    folder = source.path if options.tokenizer is None else _locate(options.tokenizer, options)
-    return read_tokenizer(folder, options.trust_remote_code)
+    return read_tokenizer(tokenizer_folder(source, options), options.trust_remote_code)
+
+
+def tokenizer_folder(source: ModelSource, options: ModelOptions) -> Path:
+    """Where the tokenizer of a model is: in its folder, or where --tokenizer says."""
+    return source.path if options.tokenizer is None else _locate(options.tokenizer, options)
 
 
 def _locate(tokenizer: str, options: ModelOptions) -> Path:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from tokenizers import decoders
 
-from atom.model_loader.plain_tokenizer import PlainTokenizer
+from atom.model_loader.plain_tokenizer import BYTE_OF_CHAR, PlainTokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
@@ -128,21 +128,9 @@ class ByteLevelVocabulary:
         if token is None or (skip_special_tokens and token in self.special_tokens):
             return b""
         try:
-            return bytes(_BYTE_OF_CHAR[char] for char in token)
+            return bytes(BYTE_OF_CHAR[char] for char in token)
         except KeyError:  # an added token, whose text is not byte-encoded
             return str(token).encode("utf-8")
-
-
-def _byte_of_char() -> dict[str, int]:
-    """The printable characters that ByteLevel BPE (GPT-2) uses for bytes: character -> byte."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    table = {chr(byte): byte for byte in printable}
-    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
-    return table
-
-
-_BYTE_OF_CHAR = _byte_of_char()
 
 
 class _ByteLevelDetokenizer:

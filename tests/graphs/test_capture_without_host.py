@@ -28,6 +28,7 @@ from atom.graphs.runner import GraphKey, GraphRunner
 from atom.kv_cache.builders import attention_layers, bind_kv_caches
 from atom.kv_cache.paged import PagedCache
 from atom.model_engine.step_places import GraphInput
+from atom.model_loader.drafts.tokenizer import TokenMaps
 from atom.model_ops.layer_context import LayerContext
 from atom.model_ops.metadata import (
     AttentionMetadata,
@@ -53,6 +54,7 @@ from atom.spec_decode.base import DraftKey, Proposer, VerifiedStep
 from atom.spec_decode.chain_proposer import ChainProposer
 from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.draft_graphs import DraftGraphs
+from atom.spec_decode.draft_model import DraftModelChain
 from atom.spec_decode.eagle3 import Eagle3Chain
 from atom.spec_decode.mtp import MTPChain
 from atom.spec_decode.parallel_eagle import ParallelEagleProposer
@@ -225,6 +227,18 @@ def test_mtp_drafts_ask_the_device_for_nothing(on_no_device: LayerContext, tmp_p
     mtp = DeepseekMTP(target, [MTPParts(), MTPParts()], on_no_device)
     proposer = ChainProposer(
         MTPChain(mtp), bind(mtp, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
+    )
+    check_drafts(proposer, on_no_device, 48, 0)
+
+
+@pytest.mark.parametrize("maps", [None, TokenMaps([*range(5)] * 12, [*range(60)], 5)])
+def test_drafts_of_a_model_ask_the_device_for_nothing(
+    maps: TokenMaps | None, on_no_device: LayerContext, tmp_path: Path
+) -> None:
+    model = target_on(on_no_device, checkpoints.llama, tmp_path)
+    chain = DraftModelChain(model, maps)
+    proposer = ChainProposer(
+        chain, bind(model, on_no_device), 4, BLOCK_SIZE, 128, choice=DraftChoice(op=choose)
     )
     check_drafts(proposer, on_no_device, 48, 0)
 

@@ -145,6 +145,7 @@ CASES: dict[str, tuple[str, str | None, dict[str, Any]]] = {
     "block and chain": ("llama", "dspark", {}),
     "latents": ("deepseek_v3", "mla", {}),
     "own layers": ("deepseek_v3", "mtp", {}),
+    "draft model": ("deepseek_v3", "model", {}),
 }
 # Each of them is a part of others: of those with options, and of a block with a chain.
 PARTS = ("eagle3", "block")

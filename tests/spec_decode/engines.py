@@ -93,6 +93,8 @@ _BLOCK_DRAFTS = {**BLOCK_DRAFTS, "kimi": "dflash kimi"}
 
 def method_of(draft: str) -> str:
     """The method that runs a draft of `write_draft`."""
+    if draft == "model":
+        return "draft_model"
     name = _BLOCK_DRAFTS.get(draft)
     return "eagle3" if name is None else block_bench.DRAFTS[name].kind
 
@@ -114,11 +116,15 @@ def block_draft(kind: str, vocab_size: int, **fields: Any) -> block_bench.Draft:
 
 
 def write_draft(kind: str, folder: Path, vocab_size: int, **fields: Any) -> Path:
-    """A random `mha`, `mla` or `peagle` Eagle3 draft with a pruned vocabulary, or a block drafter.
+    """A random `mha`, `mla` or `peagle` Eagle3 draft with a pruned vocabulary, a block drafter, or
+    a `model` with the target's vocabulary.
 
     Args:
         fields: of its config.
     """
+    if kind == "model":
+        sizes = {"num_hidden_layers": 1, "hidden_size": 32, "vocab_size": vocab_size}
+        return checkpoints.llama(folder, **{**sizes, **fields}).folder
     if kind in _BLOCK_DRAFTS:
         return block_bench.write_draft(folder, block_draft(kind, vocab_size, **fields))
     raw = EAGLE_DRAFTS[kind] | {"hidden_size": HIDDEN, "vocab_size": vocab_size, **fields}

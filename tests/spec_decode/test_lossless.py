@@ -18,8 +18,8 @@ from atom.stats import SpecDecodeStats
 
 BLOCK = [*engines.BLOCK_DRAFTS]
 METHODS = {
-    "llama": ["mha", "mla", "suffix", "peagle", *BLOCK],
-    "deepseek_v3": ["mha", "mla", "suffix", "mtp", "peagle", *BLOCK],
+    "llama": ["mha", "mla", "suffix", "peagle", *BLOCK, "model"],
+    "deepseek_v3": ["mha", "mla", "suffix", "mtp", "peagle", *BLOCK, "model"],
     "kimi_k25": ["kimi", "dspark"],
 }
 ONE_PASS = ("peagle", "kimi", *BLOCK)

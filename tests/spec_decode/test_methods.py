@@ -73,7 +73,7 @@ def test_a_line_makes_a_method(
     expected = generate(create_engine(target), params("greedy"), prompts)
     known = {tuple(p): tokens for p, tokens in zip(prompts, expected, strict=True)}
     monkeypatch.setitem(globals(), "CONTINUATIONS", known)
-    known = "eagle3, dflash, dflash2, dspark, mtp, suffix"
+    known = "eagle3, dflash, dflash2, dspark, draft_model, mtp, suffix"
     with pytest.raises(ConfigError, match=f"method must be one of {known}; got 'toy'"):
         create_engine(target, method="toy", num_speculative_tokens=3)
     add_method(monkeypatch)

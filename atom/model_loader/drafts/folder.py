@@ -78,7 +78,7 @@ def load_onto(
         ConfigError: when the draft does not fit the target.
         WeightError: for tensors that are missing, unexpected or do not fit.
     """
-    options, context = _draft_options(draft, target.options), target.context
+    options, context = draft_options(draft, target.options), target.context
     folder = _locate(draft, options)
     config.check_against_target(target.config)
     check_same_tokenizer(folder, target.source.path)
@@ -117,10 +117,10 @@ def draft_folder(draft: str, options: ModelOptions) -> Path:
     Raises:
         ConfigError: when there is no such draft.
     """
-    return _locate(draft, _draft_options(draft, options))
+    return _locate(draft, draft_options(draft, options))
 
 
-def _draft_options(draft: str, options: ModelOptions) -> ModelOptions:
+def draft_options(draft: str, options: ModelOptions) -> ModelOptions:
     """The target's options without those that refer to the target's files."""
     return dataclasses.replace(
         options,
@@ -247,7 +247,12 @@ def _log(
         logger.warning(
             "draft %s: unknown config keys ignored: %s", draft, ", ".join(config.ignored_keys)
         )
-    trained = config.network.max_position_embeddings
+    warn_beyond_positions(draft, config.network, context)
+
+
+def warn_beyond_positions(draft: str, network: PretrainedConfig, context: LayerContext) -> None:
+    """Warn of contexts that are longer than those that a draft was made for."""
+    trained = network.max_position_embeddings
     if context.max_model_len > trained:
         logger.warning(
             "draft %s was made for %d positions and the context is %d; acceptance may fall "
