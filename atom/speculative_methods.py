@@ -26,11 +26,13 @@ class SpeculativeMethod:
     is_lookup: bool = False
 
 
+_BLOCK = SpeculativeMethod("atom.spec_decode.block_draft:create_block", takes_draft_model=True)
+
 SPECULATIVE_METHODS = {
     "eagle3": SpeculativeMethod("atom.spec_decode.eagle3:create_eagle3", takes_draft_model=True),
-    "dflash": SpeculativeMethod("atom.spec_decode.block:create_block", takes_draft_model=True),
-    "dflash2": SpeculativeMethod("atom.spec_decode.block:create_block", takes_draft_model=True),
-    "dspark": SpeculativeMethod("atom.spec_decode.block:create_block", takes_draft_model=True),
+    "dflash": _BLOCK,
+    "dflash2": _BLOCK,
+    "dspark": _BLOCK,
     "draft_model": SpeculativeMethod(
         "atom.spec_decode.draft_model:create_draft_model", takes_draft_model=True
     ),

@@ -13,10 +13,11 @@ from atom.model_ops.metadata import AttentionMetadata, ModelOutput
 from atom.models.base import CausalLM
 from atom.models.eagle3.base import Eagle3Draft
 from atom.spec_decode.base import Proposer
+from atom.spec_decode.block_proposer import BlockProposer
 from atom.spec_decode.chain_proposer import ChainProposer
 from atom.spec_decode.choice import create_choice
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
-from atom.spec_decode.parallel_eagle import ParallelEagleProposer
+from atom.spec_decode.parallel_eagle import ParallelEagleModel
 from atom.speculative_options import SpeculativeOptions
 
 
@@ -80,6 +81,6 @@ def create_eagle3(
     limits = options.num_speculative_tokens, config.cache.block_size, context.max_model_len
     if draft.config.mask_token_id is not None:
         place = context.ops.resolve("place_blocks", context.dtype)
-        return ParallelEagleProposer(draft, builder, *limits, place, choice)
+        return BlockProposer(ParallelEagleModel(draft), builder, *limits, place, choice)
     advance = context.ops.resolve("advance_drafts", context.dtype)
     return ChainProposer(Eagle3Chain(draft), builder, *limits, advance, choice)

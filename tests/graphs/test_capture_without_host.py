@@ -51,13 +51,14 @@ from atom.sampling.decode_rows import KINDS, DecodeRows, DecodeSampler
 from atom.sampling.ops import SamplingOps
 from atom.sampling.rows import SamplingRows
 from atom.spec_decode.base import DraftKey, Proposer, VerifiedStep
+from atom.spec_decode.block_proposer import BlockProposer
 from atom.spec_decode.chain_proposer import ChainProposer
 from atom.spec_decode.choice import DraftChoice
 from atom.spec_decode.draft_graphs import DraftGraphs
 from atom.spec_decode.draft_model import DraftModelChain
 from atom.spec_decode.eagle3 import Eagle3Chain
 from atom.spec_decode.mtp import MTPChain
-from atom.spec_decode.parallel_eagle import ParallelEagleProposer
+from atom.spec_decode.parallel_eagle import ParallelEagleModel
 
 BLOCK_SIZE = 4
 AUX = (0, 2, 3)
@@ -217,7 +218,7 @@ def test_eagle3_drafts_ask_the_device_for_nothing(
     limits, choice = (bind(draft, on_no_device), 4, BLOCK_SIZE, 128), DraftChoice(op=choose)
     proposer: Proposer = ChainProposer(Eagle3Chain(draft), *limits, choice=choice)
     if kind == "peagle":
-        proposer = ParallelEagleProposer(draft, *limits, choice=choice)
+        proposer = BlockProposer(ParallelEagleModel(draft), *limits, choice=choice)
     check_drafts(proposer, on_no_device, draft_bench.HIDDEN, len(AUX))
 
 

@@ -25,7 +25,8 @@ from atom.models.base import CausalLM
 from atom.models.block_draft.draft import BlockDraft
 from atom.platform import cpu_platform
 from atom.spec_decode.base import Guide, VerifiedStep
-from atom.spec_decode.block import BlockProposer
+from atom.spec_decode.block_draft import BlockDraftModel
+from atom.spec_decode.block_proposer import BlockProposer
 from atom.spec_decode.choice import Chosen, DraftChoice
 
 VOCAB, DRAFT_VOCAB, RANK, MASK = 96, 40, 8, 5
@@ -341,7 +342,12 @@ class BlockBench:
         builder = PagedCache(layers, self.block_size, torch.float32, cpu, prefix="block_draft_")
         self.choice = RecordedChoice(draft.target_ids, confident=confident)
         self.proposer = BlockProposer(
-            draft, builder, draft.config.max_drafts, self.block_size, 128, choice=self.choice
+            BlockDraftModel(draft),
+            builder,
+            draft.config.max_drafts,
+            self.block_size,
+            128,
+            choice=self.choice,
         )
         builder.allocate_kv_cache_tensors(num_blocks)
         bind_kv_caches(draft, [builder])

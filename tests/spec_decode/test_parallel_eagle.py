@@ -25,8 +25,9 @@ from atom.models.base import CausalLM
 from atom.models.eagle3.base import Eagle3Draft
 from atom.models.eagle3.config import Eagle3Config
 from atom.platform import cpu_platform
+from atom.spec_decode.block_proposer import BlockProposer
 from atom.spec_decode.eagle3_draft_builder import Eagle3DraftBuilder
-from atom.spec_decode.parallel_eagle import ParallelEagleProposer
+from atom.spec_decode.parallel_eagle import ParallelEagleModel
 
 Target = tuple[CausalLM, ModelSource]
 MASK, LAYERS = PARALLEL["ptd_token_id"], PARALLEL["num_hidden_layers"]
@@ -91,10 +92,10 @@ class Reference(ReferenceDraft):
         return states @ self.tensors["fc.weight"].T
 
 
-def proposer_of(model: Eagle3Draft, **options: Any) -> ParallelEagleProposer:
+def proposer_of(model: Eagle3Draft, **options: Any) -> BlockProposer:
     """Of up to 5 drafts, with an empty cache of 16 blocks of 4 tokens."""
     builder = Eagle3DraftBuilder(model, 4, torch.float32, draft_bench.CPU)
-    proposer = ParallelEagleProposer(model, builder, 5, 4, 128, **options)
+    proposer = BlockProposer(ParallelEagleModel(model), builder, 5, 4, 128, **options)
     builder.allocate_kv_cache_tensors(16)
     bind_kv_caches(model, [builder])
     return proposer
