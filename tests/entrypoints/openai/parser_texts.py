@@ -137,6 +137,33 @@ def _glm45(calls: Sequence[Call], start: int) -> str:
     )
 
 
+def _glm47(calls: Sequence[Call], start: int) -> str:
+    del start
+    return "".join(
+        f"<tool_call>{c.name}"
+        + "".join(
+            f"<arg_key>{key}</arg_key><arg_value>{value}</arg_value>"
+            for key, value in json.loads(c.arguments).items()
+        )
+        + "</tool_call>"
+        for c in calls
+    )
+
+
+def _minimax_m2(calls: Sequence[Call], start: int) -> str:
+    del start
+    body = "".join(
+        f'<invoke name="{c.name}">\n'
+        + "".join(
+            f'<parameter name="{key}">{value}</parameter>\n'
+            for key, value in json.loads(c.arguments).items()
+        )
+        + "</invoke>\n"
+        for c in calls
+    )
+    return f"<minimax:tool_call>\n{body}</minimax:tool_call>"
+
+
 def _gpt_oss(calls: Sequence[Call], start: int) -> str:
     del start
     (call,) = calls
@@ -168,6 +195,8 @@ SPELLINGS = (
     Spelling("deepseek_v3", _deepseek),
     Spelling("deepseek_v31", _deepseek_v31),
     Spelling("glm45", _glm45, is_typed=True),
+    Spelling("glm47", _glm47, is_typed=True),
+    Spelling("minimax_m2", _minimax_m2, is_typed=True),
     Spelling("gpt_oss", _gpt_oss, num_calls=1),
     Spelling("mistral", _mistral),
     Spelling("mistral_named", _mistral_named),

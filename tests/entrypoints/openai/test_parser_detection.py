@@ -111,8 +111,8 @@ FRAGMENTS: dict[str, tuple[str, str | None, str | None]] = {
         "think_tags",
     ),
     "gpt_oss": (
-        "<|start|>assistant to={{ 'functions.' + name }}<|channel|>commentary json<|message|>"
-        "# Valid channels: analysis, commentary, final. namespace functions to=functions.x",
+        "# Valid channels: analysis, commentary, final.{{ '<|start|>assistant to=' }}"
+        "{{- 'functions.' + tool_call.name + '<|channel|>commentary ' }}json<|message|>",
         "gpt_oss",
         "gpt_oss",
     ),
@@ -141,7 +141,18 @@ FRAGMENTS: dict[str, tuple[str, str | None, str | None]] = {
         "granite",
     ),
     "granite33": ("<think></think><response></response>{{ tools }}", None, "granite_tags"),
-    "minimax_m2": ("]~b]ai\n<think>\n</think>{{ tools }}<minimax:tool_call>", None, "think_tags"),
+    "glm47": (
+        "[gMASK]<sop>{{ tools }}<tool_call>{function-name}<arg_key>{arg-key-1}</arg_key><arg_value>"
+        "{arg-value-1}</arg_value>...</tool_call>{{ '</think>' if not enable_thinking }}",
+        "glm47",
+        "think_tags",
+    ),
+    "minimax_m2": (
+        "]~b]ai\n<think>\n</think>{{ tools }}<minimax:tool_call>\n"
+        '<invoke name="tool-name-1">\n</invoke></minimax:tool_call><response>{{ m }}</response>',
+        "minimax_m2",
+        "minimax_m2",
+    ),
     "minimax_m3": ("<mm:think></mm:think>{{ tools }}", None, "minimax_m3"),
     "smollm2": (CHATML, "hermes", None),
     "unknown tools": ("<|im_start|>{{ tools }}<call>", None, None),

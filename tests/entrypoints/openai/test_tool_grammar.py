@@ -51,8 +51,10 @@ def call(parser: str, name: str, arguments: str, number: int = 0) -> str:
         "llama3_json": f'{{"name": "{name}", "parameters": {arguments}}}',
         "deepseek_v31": f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{arguments}<｜tool▁call▁end｜>",
         "glm45": f"<tool_call>{name}\n{_tagged(arguments, GLM)}\n</tool_call>",
+        "glm47": f"<tool_call>{name}{_tagged(arguments, GLM, '').replace(GAP, '><')}</tool_call>",
         "gpt_oss": f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>"
         f"{arguments}",
+        "minimax_m2": f'<invoke name="{name}">\n{_tagged(arguments, MINIMAX)}\n</invoke>\n',
         "mistral": f'{{"name": "{name}", "arguments": {arguments}}}',
         "mistral_named": f"[TOOL_CALLS]{name}[ARGS]{arguments}",
         "pythonic": f"{name}({_tagged(arguments, '{}={}', ', ')})",
@@ -62,6 +64,8 @@ def call(parser: str, name: str, arguments: str, number: int = 0) -> str:
 
 
 GLM = "<arg_key>{}</arg_key>\n<arg_value>{}</arg_value>"
+GAP = ">\n<"
+MINIMAX = '<parameter name="{}">{}</parameter>'
 QWEN = "<parameter={}>\n{}\n</parameter>"
 
 
@@ -81,11 +85,19 @@ def _tagged(arguments: str, form: str, separator: str = "\n") -> str:
 
 def answer(parser: str, *calls: str) -> str:
     grammar = TOOL_PARSERS[parser].grammar
-    begin, end = grammar.section or AROUND.get(parser, ("", ""))
+    begin, end = AROUND.get(parser) or grammar.section or ("", "")
     return begin + grammar.separator.join(calls) + end
 
 
-AROUND = {"mistral": ("[TOOL_CALLS][", "]"), "pythonic": ("[", "]")}
+AROUND = {
+    "minimax_m2": ("<minimax:tool_call>\n", "</minimax:tool_call>"),
+    "mistral": ("[TOOL_CALLS][", "]"),
+    "pythonic": ("[", "]"),
+}
+# Formats in which any text is a string.
+TAGGED = ("glm45", "glm47", "minimax_m2", "qwen3_coder")
+# Of which vocabularies have tokens, though they are no markers.
+TAGS = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
 
 
 class Bench:
@@ -97,7 +109,7 @@ class Bench:
         )
         if with_markers:
             markers = {m for parser in TOOL_PARSERS.values() for m in parser.markers}
-            markers.add("</think>")
+            markers |= {"</think>", *TAGS}
             self.tokenizer.add_tokens([AddedToken(m, special=True) for m in sorted(markers)])
         self.eos = self.tokenizer.eos_token_id
         self.backend = XGrammarBackend(
@@ -142,7 +154,7 @@ def test_calls_as_models_write_them(bench: Bench, parser: str, choice: str) -> N
     assert bench.takes(wanted, head + "Let me see. {") == (choice == "auto")
     assert not bench.takes(wanted, answer(parser, call(parser, "other", GOOD)))
     number = answer(parser, call(parser, "send.mail_2", '{"city": 1}'))
-    assert bench.takes(wanted, number) == (parser in ("glm45", "qwen3_coder"))  # text is a string
+    assert bench.takes(wanted, number) == (parser in TAGGED)
     for wrong in ('{"town": "x"}', "{}", '{"city": "x"', "text"):
         assert not bench.takes(wanted, answer(parser, call(parser, "send.mail_2", wrong)))
     single = tool_call_grammar(parser, TOOLS, chosen, parallel_tool_calls=False)

@@ -16,6 +16,8 @@ from typing import Any
 
 import jinja2
 
+from atom.entrypoints.openai.chat.divided_turns import one_call_each
+from atom.entrypoints.openai.chat.template_needs import PARTS_OF_TOOLS, find_needs
 from atom.entrypoints.openai.parsing.tool_parsers import GENERIC
 from atom.entrypoints.openai.parsing.tool_prompt import tell_calls, tell_tools
 from atom.entrypoints.openai.parsing.typescript_tools import VARIABLE, declare_tools, sort_keys
@@ -28,13 +30,6 @@ Message = Mapping[str, Any]
 
 # The tokenizers that come with such a template sort the keys of tools.
 _KIMI = "<|im_system|>tool_declare<|im_middle|>"
-# What templates are asked to write, to find out whether they do.
-_PROBE = "probe_of_calls"
-_PROBE_ARGUMENTS = '{"probe":  1}'
-_PROBE_TOOL = {
-    "type": "function",
-    "function": {"name": _PROBE, "description": "", "parameters": {"type": "object"}},
-}
 # Whose messages may lack content.
 _SILENT_ROLES = ("assistant", "tool")
 # Types of parts, which are the names of their texts, too.
@@ -64,12 +59,9 @@ class ChatTemplate:
         self.text = text
         self._tokenizer = tokenizer
         self._tool_format = tool_format
-        # Then history reads as the model wrote it; other templates spell out an object.
-        written = self._probe(_PROBE_ARGUMENTS)
-        self._takes_arguments_as_text = written is True
-        self._refuses_arguments_as_text = written is None
-        self._lacks_calls = self._probe("probe") is False
-        self._lacks_tools = self._probe(_PROBE, tools=[_PROBE_TOOL]) is False
+        self._needs = find_needs(
+            functools.partial(tokenizer.apply_chat_template, chat_template=text, tokenize=False)
+        )
 
     def render(
         self,
@@ -93,12 +85,14 @@ class ChatTemplate:
             Exception: whatever the template raises.
         """
         told = [self._message(f"messages[{i}]", m, loads) for i, m in enumerate(messages)]
-        described = [dict(tool) for tool in tools or ()]
+        described = [self._tool(tool) for tool in tools or ()]
         if control_tokens is not None:
             told, described, variables = control_tokens.mark([told, described, variables])
-        if self._lacks_calls:
+        if self._needs.no_calls:
             told = tell_calls(told, self._tool_format)
-        if described and self._lacks_tools:
+        if self._needs.one_call:
+            told = one_call_each(told)
+        if described and self._needs.no_tools:
             told = tell_tools(told, described, self._tool_format)
         if described and _KIMI in self.text:
             described = sort_keys(described)
@@ -144,7 +138,16 @@ class ChatTemplate:
             if not isinstance(calls, (list, tuple)):
                 raise MessageError(f"{where}.tool_calls", " are not a list")
             told["tool_calls"] = [self._call(where, call, loads) for call in calls]
+            if self._needs.text_or_thoughts and told.get("reasoning_content"):
+                thoughts = filter(None, (told["reasoning_content"], told["content"]))
+                told |= {"reasoning_content": "\n\n".join(thoughts), "content": ""}
         return told
+
+    def _tool(self, tool: Mapping[str, Any]) -> dict[str, Any]:
+        """A tool with what this template needs of it."""
+        if not self._needs.whole_tools:
+            return dict(tool)
+        return {**tool, "function": {**PARTS_OF_TOOLS, **tool["function"]}}
 
     def _call(self, where: str, call: Any, loads: Callable[[str], Any]) -> dict[str, Any]:
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -153,7 +156,7 @@ class ChatTemplate:
         arguments = function.get("arguments")
         if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
             arguments = "{}"
-        if isinstance(arguments, str) and not self._takes_arguments_as_text:
+        if isinstance(arguments, str) and not self._needs.text_arguments:
             arguments = self._as_object(arguments, loads)
         return {**call, "function": {**function, "arguments": arguments}}
 
@@ -164,28 +167,7 @@ class ChatTemplate:
             value = None
         if isinstance(value, dict):
             return value
-        return {} if self._refuses_arguments_as_text else arguments
-
-    def _probe(self, text: str, **variables: Any) -> bool | None:
-        """Whether the template writes `text`, a part of a call or tool; None when it refuses."""
-        call = {"name": _PROBE, "arguments": _PROBE_ARGUMENTS}
-        messages = [
-            {"role": "user", "content": "hi"},
-            {
-                "role": "assistant",
-                "content": "",
-                "tool_calls": [{"id": "functions.probe:0", "type": "function", "function": call}],
-            },
-        ]
-        if variables:
-            messages = messages[:1]
-        try:
-            rendered: str = self._tokenizer.apply_chat_template(
-                messages, chat_template=self.text, tokenize=False, **variables
-            )
-        except Exception:  # it refuses texts, or this chat
-            return None
-        return text in rendered
+        return {} if self._needs.text_arguments is None else arguments
 
 
 class ChatTemplates:

@@ -69,13 +69,15 @@ def _name_and_arguments(function: dict[str, Any]) -> tuple[str, str]:
 
 
 def _text(format: Format | None) -> str:
-    """The one text of a format; a pattern stands for a number, and what is optional is left out."""
+    """The first text of a format; a pattern stands for a number, what is optional is left out."""
     if format is None or format["type"] == "optional":
         return ""
     if format["type"] == "tag":
         return _text(format["begin"]) + _text(format["content"]) + _text(format["end"])
     if format["type"] == "sequence":
         return "".join(map(_text, format["elements"]))
+    if format["type"] == "or":
+        return _text(format["elements"][0])
     if format["type"] == "regex":
         return "0"
     return str(format["token"] if format["type"] == "token" else format["value"])

@@ -5,13 +5,16 @@ Source: the checkpoints' chat templates. Values of strings are plain text, other
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from atom.entrypoints.openai.chat.deltas import DeltaWriter
 from atom.entrypoints.openai.parsing.text_stream import Markers, Steps, TextStream
 from atom.entrypoints.openai.parsing.tool_parsers.base import ToolFormat
 from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar, tagged
+from atom.entrypoints.openai.parsing.tool_parsers.parameter_grammar import ParameterGrammar
 from atom.entrypoints.openai.parsing.tool_parsers.parameter_tags import TaggedValue
 from atom.entrypoints.openai.parsing.tool_parsers.typed_arguments import TypedArguments
-from atom.structured_output.tags import Format, literal, sequence
+from atom.structured_output.tags import Format, literal, sequence, token
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 KEY, KEY_END = "<arg_key>", "</arg_key>"
@@ -23,13 +26,29 @@ _KEY_END = Markers((KEY_END,))
 _VALUE = TaggedValue({VALUE_END: (KEY, CLOSE)})
 
 
-def _call(name: str, arguments: Format) -> Format:
-    parameters = {**arguments, "style": "glm_xml"}
-    return tagged(OPEN, sequence(literal(f"{name}\n"), parameters, literal("\n")), CLOSE)
+def glm_call(line: str) -> Callable[[str, Format], Format]:
+    """(name, arguments) -> a call, with what stands between two tags."""
+    feed = [literal(line)] if line else []
+
+    def parameter(name: Format, kind: str, value: Format) -> Format:
+        del kind
+        key = [*feed, token(KEY), name, token(KEY_END), *feed]
+        return sequence(*key, token(VALUE), value, token(VALUE_END))
+
+    tags = (OPEN, CLOSE, KEY, KEY_END, VALUE, VALUE_END)
+    grammar = ParameterGrammar(parameter, tags)
+
+    def call(name: str, arguments: Format) -> Format:
+        parameters = grammar.of(arguments)
+        if parameters is None:
+            parameters = sequence(*feed, {**arguments, "style": "glm_xml"})
+        return tagged(OPEN, sequence(literal(name), parameters, *feed), CLOSE)
+
+    return call
 
 
 class Glm45(ToolFormat):
-    grammar = CallGrammar(_call, separator="\n", section=None, takes_json=False)
+    grammar = CallGrammar(glm_call("\n"), separator="\n", section=None, takes_json=False)
     markers = (OPEN, CLOSE)
     opening = frozenset({OPEN})
 

@@ -11,7 +11,7 @@ from atom.entrypoints.openai.chat.deltas import DeltaWriter
 from atom.entrypoints.openai.parsing.text_stream import Steps, TextStream
 from atom.entrypoints.openai.parsing.tool_parsers.base import ToolFormat, Tools
 from atom.entrypoints.openai.parsing.tool_parsers.call_grammar import CallGrammar
-from atom.structured_output.tags import Format, literal, sequence, token
+from atom.structured_output.tags import Format, literal, one_of, sequence, token
 
 START, CHANNEL, MESSAGE, CONSTRAIN = "<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"
 END, CALL, RETURN = "<|end|>", "<|call|>", "<|return|>"
@@ -36,11 +36,17 @@ def final(content: Format) -> Format:
 
 
 def _call(name: str, arguments: Format) -> Format:
-    # What ends a call is an end token, which no grammar names.
-    recipient = literal(f"commentary to=functions.{name} ")
-    return sequence(
-        token(CHANNEL), recipient, token(CONSTRAIN), literal("json"), token(MESSAGE), arguments
+    # Models name the recipient in the channel's head, templates before it. What ends a call is an
+    # end token, which no grammar names.
+    kind = sequence(token(CONSTRAIN), literal("json"))
+    written = sequence(token(CHANNEL), literal(f"commentary to=functions.{name} "), kind)
+    rendered = sequence(
+        literal(f" to=functions.{name}"),
+        token(CHANNEL),
+        literal("commentary "),
+        one_of([kind, literal("json")]),
     )
+    return sequence(one_of([written, rendered]), token(MESSAGE), arguments)
 
 
 class GptOss(ToolFormat):
